@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn a capture into a picture or into another tool's format.
+
+Needs neither root nor the machine that was recorded; the same capture always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.errors import UsageError
+from aiflame.agent.model import Profile
+from aiflame.agent.outfile import refuse_existing, write_output
+from aiflame.agent.reports import FORMATS, Report, ReportOptions, View
+from aiflame.agent.reports.rows import showable
+
+NAME = "report"
+
+EPILOG = """\
+EXAMPLES
+  aiflame report run.aiflame                       # run.html, for a browser
+  aiflame report run.aiflame -f svg --view offcpu  # run.svg: where it waited
+  aiflame report run.aiflame -f pprof              # for go tool pprof run.pb.gz
+  aiflame report run.aiflame -f speedscope         # for www.speedscope.app
+  aiflame report run.aiflame -f folded -o - | grep futex
+"""
+
+_DEFAULT_FORMAT = "html"
+
+_STDOUT = "-"
+
+# The first whose name ends so is meant; several names are in use for some formats.
+_ENDINGS = {
+    ".html": "html",
+    ".htm": "html",
+    ".svg": "svg",
+    ".folded": "folded",
+    ".txt": "folded",
+    ".speedscope.json": "speedscope",
+    ".json": "speedscope",
+    ".pb.gz": "pprof",
+    ".pprof": "pprof",
+}
+
+_CAPTURE_ENDING = ".aiflame"
+
+# What an option could do in a format, and why it does not: (option, format, reason).
+_REFUSALS = (
+    ("inverted", "folded", "its lines are whole stacks"),
+    ("inverted", "speedscope", "its Sandwich view does that"),
+    ("inverted", "pprof", "its peek and web views do that"),
+    ("min_width", "folded", "it holds every stack"),
+    ("min_width", "speedscope", "it holds every stack"),
+    ("min_width", "pprof", "it holds every stack; use pprof's -nodefraction"),
+    ("per_thread", "pprof", "threads are labels; use pprof's -tagroot=thread"),
+    ("title", "folded", "it has no title"),
+    ("plain", "html", "it shows kinds of frames by colour"),
+    ("plain", "svg", "it shows kinds of frames by colour"),
+    ("plain", "speedscope", "it has no suffixes"),
+    ("plain", "pprof", "it has no suffixes"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `aiflame report` takes."""
+    parser.add_argument("capture", metavar="CAPTURE", type=Path, help="file written by record")
+    output = parser.add_argument_group("Output")
+    output.add_argument(
+        "-f",
+        "--format",
+        choices=tuple(FORMATS),
+        help=f"format (default: from the ending of -o, else {_DEFAULT_FORMAT})",
+    )
+    output.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="file to write, - for standard output (default: CAPTURE with the format's ending)",
+    )
+    output.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
+    content = parser.add_argument_group("Content")
+    content.add_argument(
+        "--view",
+        choices=[view.value for view in View],
+        default=View.WALL.value,
+        help="what to count; the html page can switch (default: %(default)s)",
+    )
+    content.add_argument(
+        "--per-thread", action="store_true", help="keep threads apart (default: merged)"
+    )
+    content.add_argument(
+        "--inverted", action="store_true", help="merge from the leaf (default: from the root)"
+    )
+    content.add_argument(
+        "--min-width",
+        metavar="PCT",
+        type=_percentage,
+        help="leave out frames narrower than this share (default: the format's own)",
+    )
+    content.add_argument("--title", metavar="TEXT", help="title (default: what was recorded)")
+    content.add_argument(
+        "--plain", action="store_true", help="folded: no _[k] and _[p] suffixes (default: with)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the report; returns the exit code."""
+    output: str | None = args.output
+    report = FORMATS[_format(args.format, output)]
+    _refuse_contradictions(args, report)
+    if output == _STDOUT:
+        if report.is_binary and sys.stdout.isatty():
+            raise UsageError(f"{report.name} is binary: not written to a terminal", "use -o FILE")
+        profile = read_capture(args.capture)
+        _note_if_empty(profile, _options(args))
+        sys.stdout.buffer.write(report.render(profile, _options(args)))
+        sys.stdout.buffer.flush()
+        return 0
+    path = Path(output) if output is not None else _default_path(args.capture, report)
+    if path.exists() and args.capture.exists() and path.samefile(args.capture):
+        raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
+    refuse_existing(path, args.force)
+    profile = read_capture(args.capture)
+    _note_if_empty(profile, _options(args))
+    data = report.render(profile, _options(args))
+    write_output(path, data, args.force)
+    sys.stderr.write(f"Wrote {showable(str(path))} ({_size(len(data))})\n")
+    return 0
+
+
+def _percentage(text: str) -> float:
+    value = float(text)  # argparse turns a ValueError into a usage error
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"not a percentage from 0 to 100: {text}")
+    return value
+
+
+def _ending_format(output: str) -> str | None:
+    name = Path(output).name.lower()
+    return next((form for ending, form in _ENDINGS.items() if name.endswith(ending)), None)
+
+
+def _format(chosen: str | None, output: str | None) -> str:
+    if output is None:
+        return chosen or _DEFAULT_FORMAT
+    if output == _STDOUT:
+        if chosen is None:
+            raise UsageError("no format for standard output", "add -f html|svg|folded|...")
+        return chosen
+    implied = _ending_format(output)
+    if chosen is None and implied is None:
+        endings = ", ".join(_ENDINGS)
+        raise UsageError(
+            f"no format ends like this: {showable(output)}", f"add -f, or end in {endings}"
+        )
+    if chosen is not None and implied not in (None, chosen):
+        raise UsageError(
+            f"-f {chosen} contradicts -o {showable(output)}, which ends like {implied}",
+            "leave out -f, or change the ending",
+        )
+    return chosen or implied or _DEFAULT_FORMAT
+
+
+def _refuse_contradictions(args: argparse.Namespace, report: Report) -> None:
+    for option, name, reason in _REFUSALS:
+        value = getattr(args, option)
+        # Not "in (None, False)": --min-width 0 is given, and equals False.
+        if name == report.name and value is not None and value is not False:
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(f"{flag} has no effect with -f {name}: {reason}", f"leave out {flag}")
+
+
+def _options(args: argparse.Namespace) -> ReportOptions:
+    return ReportOptions(
+        view=View(args.view),
+        per_thread=args.per_thread,
+        inverted=args.inverted,
+        min_width_pct=args.min_width,
+        title=args.title,
+        plain=args.plain,
+    )
+
+
+def _default_path(capture: Path, report: Report) -> Path:
+    return capture.with_name(capture.name.removesuffix(_CAPTURE_ENDING) + report.extension)
+
+
+def _note_if_empty(profile: Profile, options: ReportOptions) -> None:
+    if not options.view.selects(profile.samples["klass"]).any():
+        sys.stderr.write(f"aiflame: note: the capture holds no {options.view.label}\n")
+
+
+def _size(n_bytes: int) -> str:
+    if n_bytes < 1_000_000:
+        return f"{n_bytes / 1_000:.1f} kB"
+    return f"{n_bytes / 1_000_000:.1f} MB"

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folded text: `root;caller;leaf nanoseconds`, one line per distinct stack.
+
+What every flame graph tool reads, and what grep and sort can work on. Lines are sorted, so two
+files can be compared. Kernel frames end in `_[k]` and Python frames in `_[p]`, as other tools
+write them; `plain` leaves that off. There are no comment lines: facts stay in the capture.
+
+Frames are merged by name: lines, addresses and files are not in the text.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from aiflame.agent.model import FrameKind, Profile
+from aiflame.agent.reports.base import ReportOptions
+from aiflame.agent.reports.rows import Labels, rows_of
+from aiflame.agent.reports.summed import summed_paths
+
+_SUFFIXES = {FrameKind.KERNEL: "_[k]", FrameKind.PYTHON: "_[p]"}
+
+
+class FoldedReport:
+    """Writes folded text; see the module."""
+
+    name = "folded"
+    extension = ".folded"
+    is_binary = False
+
+    def render(self, profile: Profile, options: ReportOptions) -> bytes:
+        """Return the lines, in the order of their bytes; nothing at all where nothing was seen."""
+        rows = rows_of(profile, options.view, options.per_thread)
+        names = _names(rows.labels, options.plain)
+        totals: defaultdict[str, int] = defaultdict(int)
+        for entry in summed_paths(rows):
+            totals[";".join([names[label] for label in entry.labels])] += entry.ns
+        lines = sorted(f"{stack} {ns}\n".encode() for stack, ns in totals.items())
+        return b"".join(lines)
+
+
+def _names(labels: Labels, plain: bool) -> list[str]:
+    # The separator of the format cannot be escaped in it; a colon is what other tools write.
+    names = [name.replace(";", ":") for name in labels.names]
+    if plain:
+        return names
+    return [
+        name + _SUFFIXES.get(FrameKind(kind), "")
+        for name, kind in zip(names, labels.kinds.tolist(), strict=True)
+    ]

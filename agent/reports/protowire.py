@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the protobuf wire format that writing a profile needs.
+
+Source: https://protobuf.dev/programming-guides/encoding/. A field is a tag, (number << 3) | wire
+type, and its value: a varint (wire type 0) or a length and bytes (wire type 2). Nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+_VARINT, _BYTES = 0, 2
+
+# int64 and uint64 are both written as the 64 bits they are.
+_U64_MASK = (1 << 64) - 1
+
+
+# Ids and counts repeat by the hundred thousand; a hit costs a tenth of an encoding.
+@lru_cache(maxsize=1 << 16)
+def varint(value: int) -> bytes:
+    """Encode the low 64 bits of a number, seven bits a byte, lowest first."""
+    value &= _U64_MASK
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def varint_field(number: int, value: int, keep_zero: bool = False) -> bytes:
+    """Encode a scalar field; a zero is left out, as proto3 does, except in a repeated field."""
+    if value == 0 and not keep_zero:
+        return b""
+    return varint(number << 3 | _VARINT) + varint(value)
+
+
+def message_field(number: int, body: bytes) -> bytes:
+    """Encode a message, string or bytes field; an empty one is written too."""
+    return varint(number << 3 | _BYTES) + varint(len(body)) + body
+
+
+def packed(number: int, values: Iterable[int]) -> bytes:
+    """Encode a repeated scalar field in packed form."""
+    return message_field(number, b"".join(map(varint, values)))
+
+
+class StringTable:
+    """Each string once, numbered as first asked for; number 0 is the empty string."""
+
+    def __init__(self) -> None:
+        self._ids = {"": 0}
+
+    def id(self, text: str) -> int:
+        """Return the number of a string, which must be encodable as UTF-8."""
+        return self._ids.setdefault(text, len(self._ids))
+
+    def encoded(self) -> list[bytes]:
+        """Return all strings in UTF-8, in the order of their numbers."""
+        return [text.encode() for text in self._ids]

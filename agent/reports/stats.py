@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile as tables: what `aiflame stats` prints, before any layout.
+
+Every table says in words what its percentages are of. Exact figures (from the scheduler) and
+sampled ones stand in columns of their own and are never added up. Nothing here knows of terminals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.reports.base import View
+from aiflame.agent.reports.causes import CAUSES, Cause, classify
+from aiflame.agent.reports.facts import duration, recording_facts
+from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+
+U64 = npt.NDArray[np.uint64]
+
+_NS_PER_MS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table.
+
+    Attributes:
+        title: Its heading.
+        whole: What its percentages are of, or what its rows are; one sentence.
+        columns: Headings; one that begins with ">" is of numbers, set flush right.
+        rows: Cells, already fit to be shown on one line.
+        left_out: Rows there were beyond these.
+        is_prose: The last column holds sentences, to be wrapped rather than cut.
+    """
+
+    title: str
+    whole: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left_out: int = 0
+    is_prose: bool = False
+
+
+def tables(profile: Profile, view: View, limit: int) -> tuple[Table, ...]:
+    """Return all tables of a profile, in the order of reading.
+
+    Args:
+        profile: What was recorded.
+        view: Which classes of time are counted. Tables of off-CPU time are left out of the CPU
+            view.
+        limit: At most this many rows of functions, threads, modules and waits; greater than 0.
+    """
+    causes = classify(profile)
+    found = [_functions(profile, view, limit), _threads(profile, view, limit)]
+    if view is not View.CPU:
+        found += [_classes(profile), _causes(profile, causes), _waits(profile, causes, limit)]
+    found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
+    facts = tuple(recording_facts(profile))
+    found.append(Table("Recording", "", ("fact", "value"), facts, is_prose=True))
+    return tuple(found)
+
+
+def _functions(profile: Profile, view: View, limit: int) -> Table:
+    stack_ns = _ns_by_stack(profile, view)
+    self_ns, total_ns = _self_and_total(profile, stack_ns)
+    whole = int(stack_ns.sum())
+    order = np.lexsort((-total_ns.astype(np.int64), -self_ns.astype(np.int64)))
+    order = order[total_ns[order] > 0]
+    rows = []
+    for i in order[:limit].tolist():
+        function = profile.functions[i]
+        where = _module(profile, function.binary) or function.file
+        own, total = int(self_ns[i]), int(total_ns[i])
+        times = (_ms(own), _percent(own, whole), _ms(total), _percent(total, whole))
+        rows.append((*times, showable(function.name), showable(where) if where else ""))
+    return Table(
+        f"Top functions, {view.label}",
+        f"100 % = {duration(whole)} of {view.label}, summed over threads;"
+        " self: it was innermost; total: it was anywhere in the stack",
+        (">self ms", ">self", ">total ms", ">total", "function", "where"),
+        tuple(rows),
+        max(0, len(order) - limit),
+    )
+
+
+def _self_and_total(profile: Profile, stack_ns: U64) -> tuple[U64, U64]:
+    stacks = profile.stacks
+    n_functions = len(profile.functions)
+    offsets = stacks.offsets.astype(np.int64)
+    functions = profile.frames["function"].astype(np.int64)[stacks.frames]
+    self_ns = np.zeros(n_functions, dtype=np.uint64)
+    total_ns = np.zeros(n_functions, dtype=np.uint64)
+    walked = np.flatnonzero((np.diff(offsets) > 0) & (stack_ns > 0))
+    np.add.at(self_ns, functions[offsets[walked + 1] - 1], stack_ns[walked])
+    # A function that calls itself counts once a stack.
+    owner = np.repeat(np.arange(len(stacks), dtype=np.int64), np.diff(offsets))
+    spent = stack_ns[owner] > 0
+    pairs = np.unique(owner[spent] * max(1, n_functions) + functions[spent])
+    np.add.at(total_ns, pairs % max(1, n_functions), stack_ns[pairs // max(1, n_functions)])
+    return self_ns, total_ns
+
+
+def _threads(profile: Profile, view: View, limit: int) -> Table:
+    n_threads, n_classes = len(profile.threads), len(SampleClass)
+    ns = np.zeros((n_threads, n_classes), dtype=np.uint64)
+    np.add.at(ns, (profile.samples["thread"], profile.samples["klass"]), profile.samples["ns"])
+    counted = view.selects(np.arange(n_classes, dtype=np.uint8))
+    ranks = ns[:, counted].sum(axis=1).tolist()
+    order = sorted(range(n_threads), key=lambda i: (-ranks[i], profile.threads[i].tid, i))
+    rows = []
+    for i in order[:limit]:
+        thread = profile.threads[i]
+        process = profile.processes[thread.process]
+        times = (thread.observed_ns, thread.on_cpu_ns, *ns[i].tolist())
+        names = (
+            f"{showable(thread.name)} ({thread.tid})",
+            f"{showable(process.name)} ({process.pid})",
+        )
+        rows.append((*(_ms(time) for time in times), *names))
+    return Table(
+        "Time by thread, ms",
+        "exact: counted at every context switch; sampled: on-CPU samples times their period",
+        (
+            ">observed",
+            ">exact CPU",
+            ">sampled CPU",
+            ">blocked",
+            ">wait to run",
+            ">preempted",
+            "thread",
+            "process",
+        ),
+        tuple(rows),
+        max(0, n_threads - limit),
+    )
+
+
+def _classes(profile: Profile) -> Table:
+    classes = [klass for klass in SampleClass if klass is not SampleClass.ON_CPU]
+    samples = profile.samples
+    sums = [_ns_and_count(samples[samples["klass"] == klass]) for klass in classes]
+    whole = sum(ns for ns, _ in sums)
+    return Table(
+        "Off-CPU time by class",
+        f"100 % = {duration(whole)} off the CPU, summed over threads",
+        (">ms", ">share", ">intervals", "class"),
+        tuple(
+            (_ms(ns), _percent(ns, whole), f"{count:,}", klass.label)
+            for klass, (ns, count) in zip(classes, sums, strict=True)
+        ),
+    )
+
+
+def _causes(profile: Profile, causes: npt.NDArray[np.uint8]) -> Table:
+    blocked = profile.samples[profile.samples["klass"] == SampleClass.BLOCKED]
+    of_sample = causes[blocked["stack"]]
+    sums = {cause: _ns_and_count(blocked[of_sample == cause]) for cause in Cause}
+    whole = sum(ns for ns, _ in sums.values())
+    order = sorted((cause for cause in Cause if sums[cause][1]), key=lambda c: (-sums[c][0], c))
+    return Table(
+        "Blocked time by cause",
+        f"100 % = {duration(whole)} blocked, summed over threads;"
+        " read from the names of the kernel's and libc's functions",
+        (">ms", ">share", ">waits", "cause"),
+        tuple(
+            (_ms(sums[c][0]), _percent(sums[c][0], whole), f"{sums[c][1]:,}", CAUSES[c])
+            for c in order
+        ),
+    )
+
+
+def _waits(profile: Profile, causes: npt.NDArray[np.uint8], limit: int) -> Table:
+    waits = profile.waits
+    length = waits["blocked_ns"].astype(np.int64) + waits["runnable_ns"].astype(np.int64)
+    order = np.lexsort((waits["thread"], waits["start_ns"], -length))[:limit]
+    rows = []
+    for wait in waits[order]:
+        thread = profile.threads[int(wait["thread"])]
+        stack = int(wait["stack"])
+        times = [_ms(int(wait[name])) for name in ("blocked_ns", "runnable_ns", "start_ns")]
+        names = (f"{showable(thread.name)} ({thread.tid})", _user_leaf(profile, stack))
+        rows.append((*times, CAUSES[int(causes[stack])], *names))
+    return Table(
+        "Longest waits, ms",
+        "one by one, from the recording's threshold on; at: since the recording's start",
+        (">blocked", ">then runnable", ">at", "cause", "thread", "called from"),
+        tuple(rows),
+        max(0, len(waits) - limit),
+    )
+
+
+def _user_leaf(profile: Profile, stack: int) -> str:
+    # The innermost function that is not the kernel's: the call that the reader knows.
+    start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
+    name = ""
+    for frame in reversed(profile.stacks.frames[start:stop].tolist()):
+        function = profile.functions[int(profile.frames[frame]["function"])]
+        name = name or function.name
+        if function.kind is not FrameKind.KERNEL:
+            return showable(function.name)
+    return showable(name) if name else "[no stack]"
+
+
+def _ends(profile: Profile, view: View) -> Table:
+    stack_ns = _ns_by_stack(profile, view)
+    ends = profile.stacks.ends
+    sums = {end: int(stack_ns[ends == end].sum()) for end in StackEnd}
+    counts = {end: int(((ends == end) & (stack_ns > 0)).sum()) for end in StackEnd}
+    whole = int(stack_ns.sum())
+    order = [end for end in StackEnd if counts[end]]
+    return Table(
+        "How stacks ended",
+        f"100 % = {duration(whole)} of {view.label}; rooted: walked to the thread's start",
+        (">ms", ">share", ">distinct stacks", "end"),
+        tuple((_ms(sums[e]), _percent(sums[e], whole), f"{counts[e]:,}", e.label) for e in order),
+    )
+
+
+def _modules(profile: Profile, view: View, limit: int) -> Table:
+    stack_ns = _ns_by_stack(profile, view)
+    cut = np.isin(profile.stacks.ends, TRUNCATED_ENDS) & (stack_ns > 0)
+    sums: dict[str, int] = {}
+    for stack in np.flatnonzero(cut).tolist():
+        module = _outermost_module(profile, stack)
+        sums[module] = sums.get(module, 0) + int(stack_ns[stack])
+    whole = sum(sums.values())
+    order = sorted(sums, key=lambda module: (-sums[module], module))
+    return Table(
+        "Modules whose callers are missing",
+        f"100 % = {duration(whole)} of {view.label} in truncated stacks",
+        (">ms", ">share", "module of the outermost function found"),
+        tuple((_ms(sums[m]), _percent(sums[m], whole), m) for m in order[:limit]),
+        max(0, len(order) - limit),
+    )
+
+
+def _outermost_module(profile: Profile, stack: int) -> str:
+    start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
+    if start == stop:
+        return "[no stack]"
+    frame = profile.frames[int(profile.stacks.frames[start])]
+    module = _module(profile, profile.functions[int(frame["function"])].binary)
+    return showable(module) if module else "[unknown module]"
+
+
+def _losses(profile: Profile) -> Table:
+    lost = [loss for loss in profile.losses if loss.count]
+    return Table(
+        "Losses",
+        "seen but not kept" if lost else "everything that was seen was kept",
+        (">count", "name", "meaning"),
+        tuple((f"{loss.count:,}", showable(loss.name), showable(loss.meaning)) for loss in lost),
+        is_prose=True,
+    )
+
+
+def _ns_by_stack(profile: Profile, view: View) -> U64:
+    samples = profile.samples[view.selects(profile.samples["klass"])]
+    ns = np.zeros(len(profile.stacks), dtype=np.uint64)
+    np.add.at(ns, samples["stack"], samples["ns"])
+    return ns
+
+
+def _ns_and_count(samples: npt.NDArray[np.void]) -> tuple[int, int]:
+    return int(samples["ns"].sum()), int(samples["count"].sum())
+
+
+def _module(profile: Profile, binary: int | None) -> str:
+    if binary is None:
+        return ""
+    path = profile.binaries[binary].path
+    return PurePosixPath(path).name or path
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / _NS_PER_MS:,.2f}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole if whole else 0:.1f} %"
+
+
+def text_columns(table: Table) -> Sequence[int]:
+    """Return the numbers of the columns that hold text and may be cut to fit a line."""
+    return [i for i, heading in enumerate(table.columns) if not heading.startswith(">")]
