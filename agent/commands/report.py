@@ -71,8 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "-f",
         "--format",
+        metavar="NAME",
         choices=tuple(FORMATS),
-        help=f"format (default: from the ending of -o, else {_DEFAULT_FORMAT})",
+        help=f"{', '.join(FORMATS)} (default: from the ending of -o, else {_DEFAULT_FORMAT})",
     )
     output.add_argument(
         "-o",
