@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every report is given, and what it has to be.
+
+A report is a pure function of a profile and its options: no clock, no host name, no file system.
+The same capture gives the same bytes, so two pictures can be compared and golden tests hold.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model import Profile, SampleClass
+
+
+class View(enum.Enum):
+    """Which of a thread's nanoseconds are counted."""
+
+    WALL = "wall"  # all of them: on-CPU and off-CPU together are wall time, per thread
+    CPU = "cpu"
+    OFFCPU = "offcpu"
+
+    @property
+    def label(self) -> str:
+        """The words used in titles."""
+        return {"wall": "wall time", "cpu": "CPU time", "offcpu": "off-CPU time"}[self.value]
+
+    def selects(self, klass: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Return a mask, of the shape of `klass` (values of SampleClass), of what is counted."""
+        if self is View.WALL:
+            return np.ones(len(klass), dtype=np.bool_)
+        on_cpu: npt.NDArray[np.bool_] = klass == SampleClass.ON_CPU
+        return on_cpu if self is View.CPU else ~on_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """How a profile is to be shown.
+
+    Attributes:
+        view: What is counted.
+        per_thread: Put a frame `thread name (tid)` under the one of the process.
+        inverted: Merge from the leaf instead of from the root, where the format draws a tree.
+        min_width_pct: Leave out what is narrower than this share of the whole, in percent;
+            None takes the format's own default, which for the data formats is 0.
+        title: Replaces the title made from the recording.
+        plain: Leave off the suffixes that tell the kinds of frames apart in folded text.
+    """
+
+    view: View = View.WALL
+    per_thread: bool = False
+    inverted: bool = False
+    min_width_pct: float | None = None
+    title: str | None = None
+    plain: bool = False
+
+
+class Report(Protocol):
+    """One output format. Adding one is one new module and one line in `reports.FORMATS`."""
+
+    name: str  # as typed after -f
+    extension: str  # of the file, with its dot
+    is_binary: bool  # not for a terminal
+
+    def render(self, profile: Profile, options: ReportOptions) -> bytes:
+        """Return the whole file."""
+        ...

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said in words around a picture: title, what its whole is, what is missing from it.
+
+Each number comes with its unit and each percentage names its whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.reports.base import ReportOptions
+from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+
+# Below this many samples a picture says little; flame graph tools have long warned at 100.
+FEW_SAMPLES = 100
+
+_UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"))
+
+
+def duration(ns: int) -> str:
+    """Return a time with three decimals in the largest unit it reaches: "1.234 s"."""
+    for size, unit in _UNITS:
+        if ns >= size:
+            return f"{ns / size:,.3f} {unit}"
+    return f"{ns} ns"
+
+
+def percent(part: int, whole: int) -> str:
+    """Return a share with two decimals, "0.00 %" of nothing."""
+    return f"{100 * part / whole if whole else 0:.2f} %"
+
+
+def title(profile: Profile, options: ReportOptions) -> str:
+    """Return the title of a picture."""
+    return showable(options.title or f"aiflame: {profile.recording.target}")
+
+
+def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
+    """Return what the whole of the picture is."""
+    threads = len(np.unique(profile.samples["thread"]))
+    lasted = duration(profile.recording.duration_ns)
+    return (
+        f"100 % = {duration(whole_ns)} of {options.view.label}"
+        f" summed over {threads:,} thread{'' if threads == 1 else 's'}, recorded in {lasted}"
+    )
+
+
+def complete_share(profile: Profile) -> tuple[int, int]:
+    """Return the time in stacks walked to their root, and the time in all stacks, in ns."""
+    truncated = np.isin(profile.stacks.ends, TRUNCATED_ENDS)[profile.samples["stack"]]
+    ns = profile.samples["ns"]
+    whole = int(ns.sum())
+    return whole - int(ns[truncated].sum()), whole
+
+
+def warnings(profile: Profile) -> list[str]:
+    """Return what a reader should know before trusting the picture, one sentence each."""
+    on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
+    samples = int(profile.samples["count"][on_cpu].sum())
+    lines = []
+    if not len(profile.samples):
+        lines.append(
+            "Nothing was recorded: no thread of the target ran or waited. Was it the right"
+            " process, and did the recording last long enough?"
+        )
+    elif samples < FEW_SAMPLES:
+        lines.append(
+            f"Few samples on the CPU ({samples}): shares of CPU time are rough."
+            " Record for longer, or with a higher -F."
+        )
+    lines += [
+        f"Lost {showable(loss.name)}: {loss.count:,}" for loss in profile.losses if loss.count
+    ]
+    return lines
+
+
+def recording_facts(profile: Profile) -> list[tuple[str, str]]:
+    """Return the lines shown under a page: the recording, and what it cost."""
+    recording = profile.recording
+    complete, whole = complete_share(profile)
+    on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
+    counts = profile.samples["count"]
+    own = recording.recorder_cpu_ns
+    lines = [
+        ("command", recording.command),
+        ("target", recording.target),
+        ("duration", duration(recording.duration_ns)),
+        (
+            "on-CPU samples",
+            f"{int(counts[on_cpu].sum()):,}, each weighing {duration(recording.period_ns)}",
+        ),
+        ("off-CPU intervals", f"{int(counts[~on_cpu].sum()):,}, exact"),
+        ("complete stacks", f"{percent(complete, whole)} of the recorded time"),
+        *recording.facts,
+        (
+            "recorder's own cost",
+            f"{duration(own)} of CPU time"
+            f" ({percent(own, recording.duration_ns)} of one CPU),"
+            f" {recording.recorder_peak_rss_bytes / 2**20:.1f} MiB of memory at its peak",
+        ),
+        ("aiflame", recording.aiflame_version),
+    ]
+    return [(showable(name), showable(value)) for name, value in lines]

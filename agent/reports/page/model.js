@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page's data and trees. Nothing here touches the document, so it runs under node as well.
+//
+// A tree is arrays in preorder: the subtree of node i is the range i..end[i]. `klass[k][i]` is the
+// time of node i and all below it in class k (0 on-CPU, 1 blocked, 2 waiting to run, 3 preempted).
+// Times are float64, which is exact up to 2^53 ns, 104 days.
+"use strict";
+
+const CLASSES = 4;
+const VIEW_CLASSES = { wall: [0, 1, 2, 3], cpu: [0], offcpu: [1, 2, 3] };
+
+async function inflate(base64) {
+  const packed = Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+// Undoes what pack.py did: byte planes, differences, JSON text.
+function unpack(index, bytes) {
+  const data = { ...index };
+  for (const section of index.sections) {
+    const chunk = bytes.subarray(section.start, section.start + section.length);
+    data[section.name] = section.bytes
+      ? integers(chunk, section)
+      : JSON.parse(new TextDecoder().decode(chunk));
+  }
+  return data;
+}
+
+function integers(chunk, section) {
+  const count = section.count;
+  const column = section.bytes > 3 ? new Float64Array(count) : new Int32Array(count);
+  let unit = 1;
+  for (let plane = 0; plane < section.bytes; plane++, unit *= 256) {
+    const start = plane * count;
+    for (let i = 0; i < count; i++) column[i] += chunk[start + i] * unit;
+  }
+  if (section.is_delta) for (let i = 1; i < count; i++) column[i] += column[i - 1];
+  return column;
+}
+
+// The tree of a data set, still without times.
+function plainTree(data) {
+  const depth = data.depth;
+  const n = depth.length;
+  const parent = new Int32Array(n).fill(-1);
+  const label = Int32Array.from(data.label);
+  const lastAt = [];
+  for (let i = 0; i < n; i++) {
+    lastAt[depth[i]] = i;
+    if (i > 0) parent[i] = lastAt[depth[i] - 1];
+  }
+  label[0] = -1;
+  return { n, label, parent, depth, end: ends(parent), labels: data.names.length };
+}
+
+function ends(parent) {
+  const end = new Int32Array(parent.length);
+  for (let i = parent.length - 1; i >= 0; i--) {
+    if (end[i] === 0) end[i] = i + 1;
+    if (i > 0 && end[i] > end[parent[i]]) end[parent[i]] = end[i];
+  }
+  return end;
+}
+
+function zeroClasses(n) {
+  return Array.from({ length: CLASSES }, () => new Float64Array(n));
+}
+
+// Times of the rows that `wanted` (by thread; null for all) lets through.
+function weigh(tree, data, wanted) {
+  const klass = zeroClasses(tree.n);
+  const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = data;
+  const klassOf = data.kinds.map((entry) => entry.klass);
+  for (let r = 0; r < node.length; r++) {
+    if (wanted === null || wanted[thread[r]]) klass[klassOf[kind[r]]][node[r]] += ns[r];
+  }
+  for (const times of klass) {
+    for (let i = tree.n - 1; i > 0; i--) times[tree.parent[i]] += times[i];
+  }
+  return { ...tree, klass };
+}
+
+// Adds what a picture of one view needs: total, off-CPU part and place on the x axis.
+function lay(tree, view) {
+  const total = new Float64Array(tree.n);
+  const off = new Float64Array(tree.n);
+  for (const k of VIEW_CLASSES[view]) {
+    for (let i = 0; i < tree.n; i++) {
+      total[i] += tree.klass[k][i];
+      if (k > 0) off[i] += tree.klass[k][i];
+    }
+  }
+  const x = new Float64Array(tree.n);
+  const next = new Float64Array(tree.n);
+  for (let i = 1; i < tree.n; i++) {
+    const up = tree.parent[i];
+    next[i] = x[i] = next[up];
+    next[up] += total[i];
+  }
+  return { ...tree, view, total, off, x };
+}
+
+function selfTimes(tree) {
+  const own = Float64Array.from(tree.total);
+  for (let i = 1; i < tree.n; i++) own[tree.parent[i]] -= tree.total[i];
+  return own;
+}
+
+// Builds a merged tree level by level, like agent/reports/tree.py. Each item stands at a node of
+// `base`; `move` says where it goes next. Nodes under `least` ns are kept but not followed.
+function grow(base, rootLabel, items, move, least) {
+  const radix = base.labels + 1;
+  const parent = [-1];
+  const label = [rootLabel];
+  const klass = Array.from({ length: CLASSES }, () => [0]);
+  for (const item of items) for (let k = 0; k < CLASSES; k++) klass[k][0] += item.ns[k];
+  let level = items.flatMap((item) => move({ node: item.node, ns: item.ns, at: 0 }));
+  let unfollowed = 0;
+  while (level.length) {
+    const ids = new Map();
+    for (const item of level) ids.set(item.at * radix + base.label[item.node], 0);
+    for (const key of Float64Array.from(ids.keys()).sort()) {
+      ids.set(key, parent.length);
+      parent.push(Math.floor(key / radix));
+      label.push(key % radix);
+      for (const times of klass) times.push(0);
+    }
+    for (const item of level) {
+      item.at = ids.get(item.at * radix + base.label[item.node]);
+      for (let k = 0; k < CLASSES; k++) klass[k][item.at] += item.ns[k];
+    }
+    const wide = (item) => {
+      let ns = 0;
+      for (const k of VIEW_CLASSES[base.view]) ns += klass[k][item.at];
+      return ns >= least;
+    };
+    const next = [];
+    for (const item of level) {
+      const moved = move(item);
+      if (!moved.length) continue;
+      if (wide(item)) for (const one of moved) next.push(one);
+      else unfollowed++;
+    }
+    level = next;
+  }
+  return { ...preorder(parent, label, klass), labels: base.labels, unfollowed };
+}
+
+// Renumbers nodes that are ordered by level, siblings together and in order of label.
+function preorder(parent, label, klass) {
+  const n = parent.length;
+  const size = new Int32Array(n).fill(1);
+  for (let i = n - 1; i > 0; i--) size[parent[i]] += size[i];
+  const place = new Int32Array(n);
+  const next = new Int32Array(n);
+  const tree = {
+    n, label: new Int32Array(n), parent: new Int32Array(n), depth: new Int32Array(n),
+    end: new Int32Array(n), klass: zeroClasses(n),
+  };
+  for (let i = 0; i < n; i++) {
+    const up = parent[i];
+    if (i > 0) { place[i] = next[up]; next[up] += size[i]; }
+    next[i] = place[i] + 1;
+    const at = place[i];
+    tree.label[at] = label[i];
+    tree.parent[at] = i > 0 ? place[up] : -1;
+    tree.depth[at] = i > 0 ? tree.depth[place[up]] + 1 : 0;
+    tree.end[at] = at + size[i];
+    for (let k = 0; k < CLASSES; k++) tree.klass[k][at] = klass[k][i];
+  }
+  return tree;
+}
+
+function timesAt(tree, node) {
+  return tree.klass.map((times) => times[node]);
+}
+
+function moveUp(tree) {
+  return (item) => {
+    const up = item.moved ? tree.parent[item.node] : item.node;
+    return up > 0 ? [{ node: up, ns: item.ns, at: item.at, moved: true }] : [];
+  };
+}
+
+function moveDown(tree) {
+  return (item) => {
+    const below = [];
+    for (let c = item.node + 1; c < tree.end[item.node]; c = tree.end[c]) {
+      if (tree.total[c] > 0) below.push({ node: c, ns: timesAt(tree, c), at: item.at });
+    }
+    return below;
+  };
+}
+
+// Merged from the leaf: below the whole are the frames that time was spent in.
+function inverted(tree, leastShare) {
+  const own = selfTimes(tree);
+  const ownByClass = tree.klass.map((times) => selfTimes({ ...tree, total: times }));
+  const items = [];
+  for (let i = 1; i < tree.n; i++) {
+    if (own[i] > 0) items.push({ node: i, ns: ownByClass.map((times) => times[i]) });
+  }
+  return grow(tree, -1, items, moveUp(tree), tree.total[0] * leastShare);
+}
+
+// The outermost frames of a function: a frame within another of the same function is part of it.
+function occurrences(tree, label) {
+  const found = [];
+  for (let i = 1; i < tree.n; i = tree.label[i] === label ? tree.end[i] : i + 1) {
+    if (tree.label[i] === label && tree.total[i] > 0) found.push(i);
+  }
+  return found;
+}
+
+function sandwich(tree, label, leastShare) {
+  const items = occurrences(tree, label).map((node) => ({ node, ns: timesAt(tree, node) }));
+  const least = items.reduce((sum, item) => sum + tree.total[item.node], 0) * leastShare;
+  const above = items.map((item) => ({ node: tree.parent[item.node], ns: item.ns }));
+  return {
+    callers: grow(tree, label, above, moveUp(tree), least),
+    callees: grow(tree, label, items, moveDown(tree), least),
+  };
+}
+
+// Self and total time of each label; nested frames of one function count once.
+function totalsByLabel(tree) {
+  const own = new Float64Array(tree.labels);
+  const total = new Float64Array(tree.labels);
+  const openUntil = new Int32Array(tree.labels);
+  const self = selfTimes(tree);
+  for (let i = 1; i < tree.n; i++) {
+    const label = tree.label[i];
+    own[label] += self[i];
+    if (i < openUntil[label]) continue;
+    total[label] += tree.total[i];
+    openUntil[label] = tree.end[i];
+  }
+  return { own, total };
+}
+
+// Time within frames that match (by label), under `node`; nested matches count once.
+function matchedTime(tree, matches, node) {
+  for (let up = node; up >= 0; up = tree.parent[up]) {
+    if (tree.label[up] >= 0 && matches[tree.label[up]]) return tree.total[node];
+  }
+  let sum = 0;
+  for (let i = node + 1; i < tree.end[node]; ) {
+    if (matches[tree.label[i]]) { sum += tree.total[i]; i = tree.end[i]; } else i++;
+  }
+  return sum;
+}
+
+// On-CPU self time by category of frame, and off-CPU time by kind of wait.
+function legendTotals(tree, data, wanted) {
+  // Each category that occurs is listed, also where nothing ended in it.
+  const byCategory = new Map([...new Set(tree.label.slice(1))].map((l) => [data.category[l], 0]));
+  const byKind = new Map();
+  for (let r = 0; r < data.row_node.length; r++) {
+    if (wanted !== null && !wanted[data.row_thread[r]]) continue;
+    const kind = data.row_kind[r];
+    const label = tree.label[data.row_node[r]];
+    if (kind === 0) {
+      const category = label >= 0 ? data.category[label] : -1;
+      byCategory.set(category, (byCategory.get(category) || 0) + data.row_ns[r]);
+    } else byKind.set(kind, (byKind.get(kind) || 0) + data.row_ns[r]);
+  }
+  return { byCategory, byKind };
+}
+
+// The node that a path of labels leads to from the root, as far as it goes.
+function follow(tree, path) {
+  let node = 0;
+  for (const label of path) {
+    let child = node + 1;
+    while (child < tree.end[node] && tree.label[child] !== label) child = tree.end[child];
+    if (child >= tree.end[node]) break;
+    node = child;
+  }
+  return node;
+}
+
+function pathTo(tree, node) {
+  const path = [];
+  for (let i = node; i > 0; i = tree.parent[i]) path.push(tree.label[i]);
+  return path.reverse();
+}
+
+const UNITS = [[1e9, "s"], [1e6, "ms"], [1e3, "us"]];
+
+function duration(ns) {
+  for (const [size, unit] of UNITS) {
+    if (ns >= size) {
+      const figure = (ns / size).toLocaleString("en-US", { minimumFractionDigits: 3, maximumFractionDigits: 3 });
+      return figure + " " + unit;
+    }
+  }
+  return ns + " ns";
+}
+
+function percent(part, whole) {
+  return (whole > 0 ? (100 * part) / whole : 0).toFixed(2) + " %";
+}
+
+if (typeof module !== "undefined") {
+  module.exports = {
+    unpack, plainTree, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
+    follow, pathTo, selfTimes, duration, percent,
+  };
+}

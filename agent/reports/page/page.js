@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page: what is shown (the state, kept in the address), and the controls that change it.
+// Names come from the profiled processes: they reach the document as text only.
+"use strict";
+
+// Merged trees stop following frames under this share: 0.005 % is a tenth of a pixel.
+const LEAST_SHARE = 0.00005;
+const TABLE_ROWS = 200; // enough to read; the rest is found by searching
+const MAX_PATH = 400; // frames of a zoom that fit into an address
+
+const byId = (id) => document.getElementById(id);
+const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time" };
+
+class Page {
+  constructor(settings, data) {
+    this.settings = settings;
+    this.data = data;
+    this.plain = plainTree(data);
+    this.sort = { by: "own", up: false };
+    const faces = this.makeFaces();
+    this.faces = faces;
+    const events = {
+      onHover: (graph, box, event) => showTip(byId("tip"), graph, box, event, (node) => this.facts(graph, node)),
+      onZoom: (graph) => this.zoomed(graph),
+      onSelect: (graph, node) => this.describe(graph, node),
+    };
+    this.graph = new Graph(byId("graph"), faces, { rises: false, label: "Flame graph. Arrow keys move, Enter zooms.", ...events });
+    this.callers = new Graph(byId("callers"), faces, { rises: true, label: "Callers. Arrow keys move, Enter zooms.", ...events });
+    this.fillThreads();
+    this.listen();
+    this.recall();
+  }
+
+  makeFaces() {
+    const { data, settings } = this;
+    const shaded = (table) => data.names.map((_, i) => table[data.category[i]][data.shade[i]]);
+    return {
+      names: data.names, on: shaded(settings.on_fills), off: shaded(settings.off_fills),
+      whole: settings.whole_fills, hit: settings.hit_fill, ink: settings.ink,
+    };
+  }
+
+  fillThreads() {
+    const select = byId("threads");
+    select.append(element("option", "all", { value: "" }));
+    this.counted = new Set(this.data.row_thread);
+    this.data.processes.forEach((name, process) => {
+      const threads = this.data.threads.map((t, i) => [t, i]).filter(([t, i]) => t.process === process && this.counted.has(i));
+      if (!threads.length) return;
+      const group = element("optgroup", null, { label: name });
+      group.append(element("option", "all of " + name, { value: "p" + process }));
+      for (const [thread, i] of threads) group.append(element("option", thread.name, { value: "t" + i }));
+      select.append(group);
+    });
+  }
+
+  // ---- state ---------------------------------------------------------------------------------
+
+  recall() {
+    const given = new URLSearchParams(location.hash.slice(1));
+    const oneOf = (name, values, other) => (values.includes(given.get(name)) ? given.get(name) : other);
+    const known = (text) => (/^\d+$/.test(text) && Number(text) < this.data.names.length ? Number(text) : null);
+    const fn = known(given.get("fn") || "");
+    this.state = {
+      view: oneOf("view", Object.keys(VIEW_CLASSES), this.settings.view),
+      mode: oneOf("mode", ["flame", "inverted", "sandwich"], this.settings.inverted ? "inverted" : "flame"),
+      fn,
+      threads: given.get("threads") || "",
+      search: given.get("search") || "",
+      matchCase: given.get("case") === "1",
+      zoom: (given.get("zoom") || "").split(".").filter((part) => part !== "").map(Number),
+    };
+    if (this.state.mode === "sandwich" && fn === null) this.state.mode = "flame";
+    byId("search").value = this.state.search;
+    byId("threads").value = this.state.threads;
+    if (byId("threads").selectedIndex < 0) this.state.threads = byId("threads").value = "";
+    this.weighed = null;
+    this.update();
+  }
+
+  remember(isStep) {
+    const { view, mode, fn, threads, search, matchCase, zoom } = this.state;
+    const kept = new URLSearchParams();
+    if (view !== this.settings.view) kept.set("view", view);
+    if (mode !== (this.settings.inverted ? "inverted" : "flame")) kept.set("mode", mode);
+    if (fn !== null) kept.set("fn", fn);
+    if (threads) kept.set("threads", threads);
+    if (search) kept.set("search", search);
+    if (matchCase) kept.set("case", "1");
+    if (zoom.length && zoom.length <= MAX_PATH) kept.set("zoom", zoom.join("."));
+    const address = "#" + kept.toString();
+    if (address === (location.hash || "#")) return;
+    if (isStep) history.pushState(null, "", address);
+    else history.replaceState(null, "", address);
+  }
+
+  set(change, isStep = true) {
+    const before = this.state;
+    this.state = { ...before, ...change };
+    if (this.state.threads !== before.threads) this.weighed = null;
+    if (this.state.view !== before.view) this.laid = null;
+    this.update();
+    this.remember(isStep);
+  }
+
+  wanted() {
+    const choice = this.state.threads;
+    if (!choice) return null;
+    const id = Number(choice.slice(1));
+    return this.data.threads.map((t, i) => (choice[0] === "p" ? t.process === id : i === id));
+  }
+
+  // ---- from state to picture -----------------------------------------------------------------
+
+  update() {
+    if (!this.weighed) {
+      this.weighed = weigh(this.plain, this.data, this.wanted());
+      this.legend = legendTotals(this.plain, this.data, this.wanted());
+      this.laid = null;
+    }
+    if (!this.laid) {
+      this.laid = lay(this.weighed, this.state.view);
+      this.sums = totalsByLabel(this.laid);
+      this.merged = {};
+    }
+    this.showGraphs();
+    this.applySearch();
+    this.showControls();
+    this.showLegend();
+    this.showPath();
+  }
+
+  showGraphs() {
+    const { mode, view, fn, zoom } = this.state;
+    const isSandwich = mode === "sandwich";
+    const key = isSandwich ? "sandwich" + fn : mode;
+    if (!this.merged[key]) this.merged[key] = this.makeGraphs(mode, fn, view);
+    const { main, callers } = this.merged[key];
+    byId("callers").hidden = byId("callers-title").hidden = byId("callees-title").hidden = !isSandwich;
+    if (isSandwich) {
+      byId("callers-title").textContent = "Callers of " + this.faces.names[fn];
+      byId("callees-title").textContent = "Called from " + this.faces.names[fn];
+      this.callers.show(callers, 0);
+    }
+    this.graph.show(main, follow(main, zoom));
+    const empty = main.total[0] === 0;
+    byId("empty").hidden = !empty;
+    byId("empty").textContent = this.data.row_node.length
+      ? "There is no " + VIEW_NAMES[view] + " in this selection." : "Nothing was recorded.";
+    const unfollowed = (main.unfollowed || 0) + (isSandwich ? callers.unfollowed : 0);
+    byId("details").textContent = unfollowed
+      ? unfollowed.toLocaleString("en-US") + " stacks end early here: merged frames under 0.005 % of the whole are not followed." : "";
+  }
+
+  makeGraphs(mode, fn, view) {
+    if (mode === "flame") return { main: this.laid };
+    if (mode === "inverted") return { main: lay(inverted(this.laid, LEAST_SHARE), view) };
+    const { callers, callees } = sandwich(this.laid, fn, LEAST_SHARE);
+    return { main: lay(callees, view), callers: lay(callers, view) };
+  }
+
+  showControls() {
+    const press = (name, value) => {
+      for (const button of document.querySelectorAll(`[data-${name}]`)) {
+        button.setAttribute("aria-pressed", String(button.dataset[name] === value));
+      }
+    };
+    press("view", this.state.view);
+    press("mode", this.state.mode);
+    document.querySelector('[data-mode="sandwich"]').disabled = this.state.fn === null;
+    byId("case").setAttribute("aria-pressed", String(this.state.matchCase));
+    byId("reset").disabled = this.state.zoom.length === 0;
+    const wanted = this.wanted();
+    const threads = [...this.counted].filter((thread) => wanted === null || wanted[thread]).length;
+    byId("whole").textContent = `100 % = ${duration(this.laid.total[0])} of ${VIEW_NAMES[this.state.view]}`
+      + ` summed over ${threads.toLocaleString("en-US")} thread${threads === 1 ? "" : "s"}, recorded in ${this.settings.lasted}`;
+  }
+
+  showLegend() {
+    const { byCategory, byKind } = this.legend;
+    const whole = this.laid.total[0];
+    const body = byId("legend").tBodies[0];
+    body.replaceChildren();
+    const add = (fill, name, ns) => {
+      const row = body.insertRow();
+      const swatch = element("span", null, { class: "swatch" });
+      swatch.style.background = fill;
+      row.insertCell().append(swatch, name);
+      row.insertCell().textContent = duration(ns);
+      row.insertCell().textContent = percent(ns, whole);
+      for (const cell of [row.cells[1], row.cells[2]]) cell.className = "figure";
+    };
+    const { settings, data, state } = this;
+    const middle = settings.on_fills[0].length >> 1;
+    if (state.view !== "offcpu") {
+      for (const [category, ns] of [...byCategory].sort((a, b) => b[1] - a[1] || a[0] - b[0])) {
+        if (settings.is_wait[category]) continue; // the markers of waits are listed below
+        const fill = category < 0 ? settings.whole_fills[0] : settings.on_fills[category][middle];
+        add(fill, "on CPU: " + (settings.categories[category] || "cut"), ns);
+      }
+    }
+    if (state.view !== "cpu") {
+      for (const [kind, ns] of [...byKind].sort((a, b) => b[1] - a[1])) {
+        add(settings.off_fills[data.kinds[kind].category][middle], "off CPU: " + data.kinds[kind].name, ns);
+      }
+    }
+  }
+
+  showPath() {
+    const nav = byId("path");
+    nav.replaceChildren();
+    const { tree, zoomed } = this.graph;
+    const chain = [];
+    for (let i = zoomed; i >= 0; i = tree.parent[i]) chain.push(i);
+    if (chain.length < 2) return;
+    for (const node of chain.reverse()) {
+      const link = element("button", this.graph.nameOf(node));
+      link.addEventListener("click", () => this.graph.zoom(node));
+      if (nav.children.length) nav.append("\u203a");
+      nav.append(link);
+    }
+    nav.lastChild.setAttribute("aria-current", "location");
+    nav.scrollTop = nav.scrollHeight;
+  }
+
+  // ---- search and table ----------------------------------------------------------------------
+
+  applySearch() {
+    const { search, matchCase } = this.state;
+    const field = byId("search");
+    field.setCustomValidity("");
+    this.matches = null;
+    if (search) {
+      try {
+        const pattern = new RegExp(search, matchCase ? "" : "i");
+        this.matches = Uint8Array.from(this.data.names, (name) => (pattern.test(name) ? 1 : 0));
+      } catch (error) {
+        field.setCustomValidity("not a regular expression");
+      }
+    }
+    this.graph.setMatches(this.matches);
+    this.callers.setMatches(this.matches);
+    this.showMatched();
+    this.showTable();
+  }
+
+  showMatched() {
+    const { tree, zoomed } = this.graph;
+    if (this.matches === null) {
+      byId("matched").textContent = this.state.search ? "not a regular expression" : "";
+      return;
+    }
+    const sum = matchedTime(tree, this.matches, zoomed);
+    byId("matched").textContent = "Matched: " + percent(sum, tree.total[zoomed]) + " (" + duration(sum) + ")"
+      + (zoomed ? " of the zoom" : "");
+  }
+
+  showTable() {
+    const { own, total } = this.sums;
+    const { names } = this.data;
+    const value = { own: (i) => own[i], total: (i) => total[i] }[this.sort.by];
+    const found = [];
+    for (let i = 0; i < names.length; i++) if (total[i] > 0 && (!this.matches || this.matches[i])) found.push(i);
+    const order = value ? (a, b) => value(b) - value(a) || a - b : (a, b) => b - a; // ids are in order of name
+    found.sort(this.sort.up ? (a, b) => order(b, a) : order);
+    const whole = this.laid.total[0];
+    const body = byId("top").tBodies[0];
+    const rows = found.slice(0, TABLE_ROWS).map((i) => {
+      const row = element("tr", null, i === this.state.fn ? { class: "chosen" } : {});
+      const cell = row.insertCell();
+      const swatch = element("span", null, { class: "swatch" });
+      swatch.style.background = this.faces.on[i];
+      const button = element("button", names[i], { title: "Callers and callees" });
+      button.addEventListener("click", () => this.openSandwich(i));
+      cell.append(swatch, button);
+      for (const ns of [own[i], total[i]]) {
+        for (const text of [duration(ns), percent(ns, whole)]) {
+          const figure = row.insertCell();
+          figure.className = "figure";
+          figure.textContent = text;
+        }
+      }
+      return row;
+    });
+    body.replaceChildren(...rows);
+    byId("top-note").textContent = `${rows.length} of ${found.length.toLocaleString("en-US")} functions`
+      + (this.matches ? " that match" : "") + `; 100 % = ${duration(whole)} of ${VIEW_NAMES[this.state.view]}`;
+    for (const button of document.querySelectorAll("[data-sort]")) {
+      const heading = button.parentElement;
+      if (button.dataset.sort !== this.sort.by) heading.removeAttribute("aria-sort");
+      else heading.setAttribute("aria-sort", this.sort.up ? "ascending" : "descending");
+    }
+  }
+
+  openSandwich(label) {
+    this.set({ mode: "sandwich", fn: label, zoom: [] });
+    byId("callers-title").scrollIntoView({ block: "nearest" });
+  }
+
+  // ---- events --------------------------------------------------------------------------------
+
+  zoomed(graph) {
+    if (graph !== this.graph) return;
+    this.state = { ...this.state, zoom: pathTo(graph.tree, graph.zoomed) };
+    this.showPath();
+    this.showMatched();
+    this.showControls();
+    this.remember(true);
+  }
+
+  facts(graph, node) {
+    const whole = this.state.mode === "sandwich" ? "of the function" : "of all";
+    return frameFacts(graph, node, whole).concat(sourceFacts(this.data, graph.tree.label[node]));
+  }
+
+  describe(graph, node) {
+    const [time, ...rest] = this.facts(graph, node);
+    const words = [time, ...rest].map(([name, text]) => (name ? name + " " : "") + text);
+    byId("details").textContent = graph.nameOf(node) + ": " + words.slice(0, 3).join("; ");
+  }
+
+  listen() {
+    const on = (id, type, action) => byId(id).addEventListener(type, action);
+    for (const button of document.querySelectorAll("[data-view]")) {
+      button.addEventListener("click", () => this.set({ view: button.dataset.view }));
+    }
+    for (const button of document.querySelectorAll("[data-mode]")) {
+      button.addEventListener("click", () => this.set({ mode: button.dataset.mode, zoom: [] }));
+    }
+    for (const button of document.querySelectorAll("[data-sort]")) {
+      button.addEventListener("click", () => {
+        const by = button.dataset.sort;
+        this.sort = { by, up: this.sort.by === by ? !this.sort.up : by === "name" };
+        this.showTable();
+      });
+    }
+    on("threads", "change", () => this.set({ threads: byId("threads").value, zoom: [] }));
+    on("search", "input", () => this.search({ search: byId("search").value }));
+    on("search", "keydown", (event) => { if (event.key === "Enter") this.graph.canvas.focus(); });
+    on("case", "click", () => this.search({ matchCase: !this.state.matchCase }));
+    on("clear", "click", () => this.search({ search: byId("search").value = "" }));
+    on("reset", "click", () => this.graph.zoom(0));
+    on("help-button", "click", () => byId("help").showModal());
+    window.addEventListener("popstate", () => this.recall());
+    window.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  search(change) {
+    this.state = { ...this.state, ...change };
+    this.applySearch();
+    this.showControls();
+    this.remember(false);
+  }
+
+  back() {
+    const { search, zoom, mode } = this.state;
+    if (search) this.search({ search: byId("search").value = "" });
+    else if (zoom.length) this.graph.zoom(0);
+    else if (mode === "sandwich") this.set({ mode: "flame" });
+  }
+
+  sandwichSelected() {
+    const focused = document.activeElement === this.callers.canvas ? this.callers : this.graph;
+    const node = focused.selected >= 0 ? focused.selected : focused.zoomed;
+    const label = focused.tree.label[node];
+    if (label >= 0) this.openSandwich(label);
+  }
+
+  key(event) {
+    if (byId("help").open) return;
+    const control = event.ctrlKey || event.metaKey;
+    const typing = /^(INPUT|SELECT)$/.test(event.target.tagName || "");
+    const key = event.key.toLowerCase();
+    if (control && key === "i") this.search({ matchCase: !this.state.matchCase });
+    else if ((control && key === "f") || (key === "/" && !typing)) byId("search").select();
+    else if (key === "escape") this.back();
+    else if (typing || control || event.altKey) return;
+    else if (key === "?") byId("help").showModal();
+    else if (key >= "1" && key <= "3" && key.length === 1) this.set({ view: Object.keys(VIEW_CLASSES)[key - 1] });
+    else if (key === "i") this.set({ mode: this.state.mode === "inverted" ? "flame" : "inverted", zoom: [] });
+    else if (key === "s") this.sandwichSelected();
+    else return;
+    event.preventDefault();
+  }
+}
+
+async function start() {
+  const settings = JSON.parse(byId("facts").textContent);
+  if (typeof DecompressionStream === "undefined") {
+    throw new Error("This browser is too old: it needs DecompressionStream (Chrome 80, Firefox 113, Safari 16.4).");
+  }
+  const data = unpack(settings.index, await inflate(byId("data").textContent));
+  byId("app").hidden = false;
+  window.aiflame = new Page(settings, data);
+}
+
+start().catch((error) => {
+  byId("failure").hidden = false;
+  byId("failure").textContent = "The picture could not be drawn: " + error.message;
+});

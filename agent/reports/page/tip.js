@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is told about one frame: in the tooltip, and in the line under the graph for the keyboard.
+"use strict";
+
+const CLASS_NAMES = ["on CPU", "blocked", "waiting to run", "preempted"];
+
+function element(tag, text, attributes = {}) {
+  const made = document.createElement(tag);
+  if (text !== null) made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+// Pairs (heading, text); `ofWhole` names what the whole of the graph is.
+function frameFacts(graph, node, ofWhole) {
+  const { tree } = graph;
+  const [total, whole] = [tree.total[node], tree.total[0]];
+  const up = tree.parent[node];
+  let own = total;
+  for (let c = node + 1; c < tree.end[node]; c = tree.end[c]) own -= tree.total[c];
+  const lines = [
+    ["time", `${duration(total)}, ${percent(total, whole)} ${ofWhole}`],
+    ["self", `${duration(own)}, ${percent(own, whole)} ${ofWhole}`],
+  ];
+  if (up >= 0) lines.splice(1, 0, ["", `${percent(total, tree.total[up])} of the frame ${graph.rises ? "below" : "above"}`]);
+  for (const k of VIEW_CLASSES[tree.view]) {
+    const ns = tree.klass[k][node];
+    if (ns > 0) lines.push([CLASS_NAMES[k], `${duration(ns)}, ${percent(ns, total)} of the frame`]);
+  }
+  return lines;
+}
+
+function sourceFacts(data, label) {
+  if (label < 0) return [];
+  const { file, files, line_label: labels, line, line_ns: ns } = data;
+  const name = files[file[label]];
+  const rows = [];
+  let sum = 0;
+  for (let i = 0; i < labels.length; i++) if (labels[i] === label) { rows.push(i); sum += ns[i]; }
+  if (!rows.length) return name ? [["file", name]] : [];
+  return rows.map((i, at) => [at ? "" : "hottest lines", `${name}:${line[i]} (${percent(ns[i], sum)} of these)`]);
+}
+
+function showTip(tip, graph, box, event, factsOf) {
+  tip.hidden = !box;
+  if (!box) return;
+  if (tip.box !== box) {
+    tip.box = box;
+    tip.replaceChildren(element("strong", box.more ? "narrow frames" : graph.nameOf(box.node)));
+    const table = element("table", null);
+    const lines = box.more
+      ? [["frames", `${box.more.toLocaleString("en-US")}, together ${duration(box.ns)}; click to zoom in`]]
+      : factsOf(box.node);
+    for (const [name, text] of lines) {
+      const row = table.insertRow();
+      row.insertCell().textContent = name;
+      row.insertCell().textContent = text;
+    }
+    tip.append(table);
+  }
+  const room = { x: innerWidth - tip.offsetWidth - 8, y: innerHeight - tip.offsetHeight - 8 };
+  const above = event.clientY - tip.offsetHeight - 12;
+  const below = event.clientY + 18;
+  tip.style.left = Math.max(0, Math.min(event.clientX + 14, room.x)) + "px";
+  tip.style.top = Math.max(0, below > room.y ? above : below) + "px";
+}

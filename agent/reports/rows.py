@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks as they are shown: what each format writes, before any format's syntax.
+
+A shown stack is, root first: the process `name (pid)`; the thread `name (tid)`, where asked for;
+`[truncated: reason]` where the walk did not reach the thread's start, so that nobody takes the
+first walked frame for a root; the stack's functions; and for time off the CPU what the thread was
+waiting for, `[blocked: cause]`, `[waiting to run]` or `[preempted]`.
+
+Lines are not part of a label: a flame graph merges by function. Everything here is numpy over the
+whole profile; only labels, which are few, are made one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.reports.base import View
+from aiflame.agent.reports.causes import CAUSES, classify
+from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
+
+U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
+
+# Ends after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED are
+# whole as they are: there is no user stack, or none was asked for.
+TRUNCATED_ENDS = tuple(
+    end for end in StackEnd if end not in (StackEnd.ROOTED, StackEnd.KERNEL_ONLY, StackEnd.EXCLUDED)
+)
+
+# The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.
+MAX_NAME_CHARS = 4_096
+
+# Control characters and noncharacters (XML 1.0 section 2.2 forbids most of them), lone
+# surrogates, and the bidirectional overrides, with which a name could rewrite its neighbours.
+_UNSHOWABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+)
+
+
+def showable(name: str) -> str:
+    """Return `name` as it may be shown: one line, valid Unicode, of bounded length.
+
+    What can't be shown becomes U+FFFD, and a cut says how long the name was; an empty name becomes
+    `[unnamed]`.
+    """
+    if len(name) > MAX_NAME_CHARS:
+        name = f"{name[:MAX_NAME_CHARS]}... ({len(name)} characters)"
+    return _UNSHOWABLE.sub("\ufffd", name) or "[unnamed]"
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The texts of frames, sorted, so that the order of ids is the order in a picture."""
+
+    names: tuple[str, ...]
+    kinds: npt.NDArray[np.uint8]  # FrameKind
+    categories: npt.NDArray[np.uint8]  # palette.Category
+    functions: npt.NDArray[np.int64]  # index into Profile.functions, -1 for those made by aiflame
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Time by shown stack: one row per (thread, stack, class), in the order of the samples.
+
+    The path of row `i` is `path_of[i]`, plus `tail[i]` where that is not -1. Path `p` is
+    `path_labels[path_offsets[p]:path_offsets[p + 1]]`, root first.
+    """
+
+    labels: Labels
+    path_offsets: I64  # shape (paths + 1,)
+    path_labels: U32
+    path_of: I64  # shape (rows,)
+    tail: I64  # label of the off-CPU marker, -1 for time on the CPU; shape (rows,)
+    thread: U32  # index into Profile.threads; shape (rows,)
+    stack: U32  # index into Profile.stacks; shape (rows,)
+    klass: npt.NDArray[np.uint8]  # SampleClass; shape (rows,)
+    count: npt.NDArray[np.uint64]  # shape (rows,)
+    ns: npt.NDArray[np.uint64]  # shape (rows,)
+
+    def __len__(self) -> int:
+        return len(self.ns)
+
+    def path(self, row: int) -> list[int]:
+        """Return the labels of one row, root first, the off-CPU marker last."""
+        path = self.path_of[row]
+        start, stop = self.path_offsets[path : path + 2]
+        labels: list[int] = self.path_labels[start:stop].tolist()
+        return labels if self.tail[row] < 0 else [*labels, int(self.tail[row])]
+
+
+class _LabelTable:
+    """Every label a profile may need, first in the order of making, then sorted."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._entries: list[tuple[str, int, int, str, int]] = [
+            (showable(f.name), int(f.kind), int(category_of(f.kind, f.name)), f.file, i)
+            for i, f in enumerate(profile.functions)
+        ]
+
+    def add(self, names: list[str], category: Category = Category.MARKER) -> range:
+        """Append labels made by aiflame; returns their ids in the order of making."""
+        start = len(self._entries)
+        self._entries += [(n, int(FrameKind.MARKER), int(category), "", -1) for n in names]
+        return range(start, len(self._entries))
+
+    def sorted(self) -> tuple[Labels, I64]:
+        """Return the labels by name, and for each id in the order of making its sorted id."""
+        entries = self._entries
+        order = sorted(range(len(entries)), key=entries.__getitem__)
+        rank = np.empty(len(order), dtype=np.int64)
+        rank[order] = np.arange(len(order))
+        chosen = [entries[i] for i in order]
+        columns = np.array([entry[1:3] + entry[4:] for entry in chosen], dtype=np.int64)
+        columns = columns.reshape(-1, 3)
+        labels = Labels(
+            names=tuple(entry[0] for entry in chosen),
+            kinds=columns[:, 0].astype(np.uint8),
+            categories=columns[:, 1].astype(np.uint8),
+            functions=columns[:, 2],
+        )
+        return labels, rank
+
+
+def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) -> Rows:
+    """Return what `view` counts of a profile, as it is shown.
+
+    Args:
+        profile: What was recorded.
+        view: Which classes are counted.
+        per_thread: Whether a thread's frame follows the process's.
+    """
+    samples = profile.samples[view.selects(profile.samples["klass"])]
+    table = _LabelTable(profile)
+    process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
+    thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in profile.threads])
+    end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
+    tail_of = _tails(profile, table)
+    labels, rank = table.sorted()
+
+    process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
+    head = samples["thread"].astype(np.int64)
+    if not per_thread:
+        head = process_of[head]
+    stack = samples["stack"].astype(np.int64)
+    n_stacks = max(1, len(profile.stacks))
+    pairs, path_of = np.unique(head * n_stacks + stack, return_inverse=True)
+    heads, stacks = pairs // n_stacks, pairs % n_stacks
+
+    columns = [process_ids.start + (process_of[heads] if per_thread else heads)]
+    if per_thread:
+        columns.append(thread_ids.start + heads)
+    ends = profile.stacks.ends[stacks].astype(np.int64)
+    columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
+    offsets, flat = _join(columns, profile, stacks)
+    tail = tail_of[samples["klass"].astype(np.int64), stack]
+    return Rows(
+        labels=labels,
+        path_offsets=offsets,
+        path_labels=rank[flat].astype(np.uint32),
+        path_of=path_of.astype(np.int64),
+        tail=np.where(tail < 0, -1, rank[tail]),
+        thread=samples["thread"],
+        stack=samples["stack"],
+        klass=samples["klass"],
+        count=samples["count"],
+        ns=samples["ns"],
+    )
+
+
+def _tails(profile: Profile, table: _LabelTable) -> I64:
+    # The label of the off-CPU marker, by [class, stack]; -1 on the CPU.
+    tails = np.full((len(SampleClass), len(profile.stacks)), -1, dtype=np.int64)
+    for klass, category in CLASS_CATEGORY.items():
+        if klass is SampleClass.BLOCKED:
+            ids = table.add([f"[blocked: {cause}]" for cause in CAUSES], category)
+            tails[klass] = ids.start + classify(profile).astype(np.int64)
+        else:
+            tails[klass] = table.add([f"[{klass.label}]"], category).start
+    return tails
+
+
+def _join(columns: list[I64], profile: Profile, stacks: I64) -> tuple[I64, I64]:
+    # Puts the labels of `columns` (-1: none) before the functions of each of `stacks`.
+    starts = profile.stacks.offsets[:-1].astype(np.int64)[stacks]
+    lengths = np.diff(profile.stacks.offsets.astype(np.int64))[stacks]
+    head_lengths = sum((c >= 0).astype(np.int64) for c in columns)
+    offsets = np.zeros(len(stacks) + 1, dtype=np.int64)
+    np.cumsum(lengths + head_lengths, out=offsets[1:])
+    flat = np.empty(offsets[-1], dtype=np.int64)
+    at = offsets[:-1].copy()
+    for column in columns:
+        there = column >= 0
+        flat[at[there]] = column[there]
+        at += there
+    # Position k of the concatenated stacks is frame k - (what came before) of its own stack.
+    before = np.cumsum(lengths) - lengths
+    source = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    target = np.arange(lengths.sum()) + np.repeat(at - before, lengths)
+    functions = profile.frames["function"].astype(np.int64)
+    flat[target] = functions[profile.stacks.frames[source]]
+    return offsets, flat

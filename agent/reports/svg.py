@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flame graph as one SVG file, for browsers, documents and README files.
+
+The picture is whole without script, so it works as an image too. Opened in a browser it behaves
+the way readers of flame graphs expect: a click zooms, Ctrl-F searches by regular expression and
+says what share matched, Ctrl-I toggles case, and the address keeps zoom and search.
+
+Narrow frames are left out (`ReportOptions.min_width_pct`), which bounds the file's size; the
+picture says how many. The html format keeps them.
+"""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+
+from aiflame.agent.model import Profile
+from aiflame.agent.reports import facts, palette
+from aiflame.agent.reports.base import ReportOptions, View
+from aiflame.agent.reports.palette import Category
+from aiflame.agent.reports.rows import rows_of
+from aiflame.agent.reports.tree import Cut, Tree, build, invert, prune
+
+WIDTH_PX = 1200  # the width readers of flame graphs know; it also fits a README
+ROW_PX = 16
+PAD_PX = 10  # around the picture
+TOP_PX = 62  # title, subtitle and buttons
+LINE_PX = 18  # of the text below the picture
+CHAR_PX = 7.25  # a 12 px monospace font is 0.6 em wide, DejaVu Sans Mono a little more
+TEXT_PAD_PX = 3
+MIN_CHARS = 3  # one letter and ".." tell nothing less
+
+# 1.2 px: narrower frames can hardly be hit with a pointer, and hold no text.
+MIN_WIDTH_PCT = 0.1
+
+_WHOLE = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    profile: Profile
+    options: ReportOptions
+    tree: Tree
+    cut: Cut
+
+    @property
+    def rows(self) -> int:
+        return int(self.tree.depth.max()) + 1
+
+    @property
+    def whole_ns(self) -> int:
+        return int(self.tree.total_ns[0])
+
+
+class SvgReport:
+    """The `svg` format."""
+
+    name = "svg"
+    extension = ".svg"
+    is_binary = False
+
+    def render(self, profile: Profile, options: ReportOptions) -> bytes:
+        """Return the whole file."""
+        tree, _ = build(rows_of(profile, options.view, options.per_thread))
+        if options.inverted:
+            tree = invert(tree)
+        width = options.min_width_pct
+        tree, cut = prune(tree, MIN_WIDTH_PCT if width is None else width)
+        picture = _Picture(profile, options, tree, cut)
+        return "\n".join(_document(picture)).encode()
+
+
+def _document(picture: _Picture) -> Iterator[str]:
+    notes = list(_notes(picture))
+    graph_px = picture.rows * ROW_PX
+    below_px = TOP_PX + graph_px + LINE_PX + 4
+    height = below_px + LINE_PX * (len(notes) + 1) + PAD_PX
+    title = html.escape(facts.title(picture.profile, picture.options))
+    subtitle = facts.subtitle(picture.profile, picture.options, picture.whole_ns)
+    page = files("aiflame.agent.reports") / "page"
+    yield '<?xml version="1.0" encoding="UTF-8"?>'
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" version="1.1" width="{WIDTH_PX}"'
+        f' height="{height}" viewBox="0 0 {WIDTH_PX} {height}" role="img"'
+        f' aria-label="{title}">'
+    )
+    yield f"<style>\n{(page / 'svg.css').read_text('utf-8')}</style>"
+    yield '<rect class="paper" width="100%" height="100%"/>'
+    yield f'<text class="title" x="{WIDTH_PX // 2}" y="26">{_cut(title, 110)}</text>'
+    yield f'<text class="subtitle" x="{WIDTH_PX // 2}" y="46">{html.escape(subtitle)}</text>'
+    yield '<text class="button" id="reset" x="10" y="26" tabindex="0" role="button"'
+    yield ' style="display:none">Reset Zoom</text>'
+    yield f'<text class="button" id="case" x="{WIDTH_PX - 90}" y="26" tabindex="0"'
+    yield ' role="button" style="display:none"><title>Ctrl-I: match case</title>Aa</text>'
+    yield f'<text class="button" id="search" x="{WIDTH_PX - 60}" y="26" tabindex="0"'
+    yield ' role="button" style="display:none"><title>Ctrl-F: search</title>Search</text>'
+    yield f'<text id="details" x="{PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
+    yield f'<text id="matched" x="{WIDTH_PX - PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
+    yield '<g id="frames">'
+    yield from _frames(picture)
+    yield "</g>"
+    yield from _legend(picture, below_px + 12)
+    for i, note in enumerate(notes):
+        y = below_px + LINE_PX * (i + 1) + 12
+        yield f'<text class="note" x="{PAD_PX}" y="{y}">{html.escape(_cut(note, 160))}</text>'
+    script = (page / "svg.js").read_text("utf-8")
+    yield f"<script><![CDATA[\n{script}]]></script>"
+    yield "</svg>\n"
+
+
+def _notes(picture: _Picture) -> Iterable[str]:
+    yield from facts.warnings(picture.profile)
+    if picture.cut.nodes:
+        width = picture.options.min_width_pct
+        share = MIN_WIDTH_PCT if width is None else width
+        yield (
+            f"Left out: {picture.cut.nodes:,} frames, each under {share:g} % of the whole,"
+            f" together {facts.percent(picture.cut.ns, picture.whole_ns)}."
+        )
+    complete, whole = facts.complete_share(picture.profile)
+    recording = picture.profile.recording
+    own = facts.percent(recording.recorder_cpu_ns, recording.duration_ns)
+    yield (
+        f"Complete stacks: {facts.percent(complete, whole)} of the recorded time."
+        f" The recorder itself took {own} of one CPU. aiflame {recording.aiflame_version}"
+    )
+
+
+def _legend(picture: _Picture, baseline: int) -> Iterator[str]:
+    entries = [
+        (palette.CATEGORIES[c], palette.fill(c, palette.SHADES // 2, False))
+        for c in (Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER)
+    ]
+    if picture.options.view is View.CPU:
+        entries = [*entries]
+    else:
+        entries.append(
+            (
+                "blue part of a frame: off the CPU",
+                palette.fill(Category.NATIVE, palette.SHADES // 2, True),
+            )
+        )
+        entries += [
+            (palette.CATEGORIES[c], palette.fill(c, palette.SHADES // 2, True))
+            for c in palette.CLASS_CATEGORY.values()
+        ]
+    x = float(PAD_PX)
+    for text, fill in entries:
+        yield f'<rect x="{x:g}" y="{baseline - 10}" width="12" height="12" fill="{fill}"/>'
+        yield f'<text class="note" x="{x + 16:g}" y="{baseline}">{text}</text>'
+        x += 34 + CHAR_PX * len(text)
+
+
+def _frames(picture: _Picture) -> Iterator[str]:
+    tree, whole = picture.tree, max(1, picture.whole_ns)
+    scale = (WIDTH_PX - 2 * PAD_PX) / whole
+    names, on_fill, off_fill = _faces(tree)
+    columns = zip(
+        tree.label.tolist(),
+        tree.depth.tolist(),
+        (tree.offsets_ns() * scale + PAD_PX).tolist(),
+        (tree.total_ns * scale).tolist(),
+        tree.total_ns.tolist(),
+        tree.off_ns.tolist(),
+        strict=True,
+    )
+    # Flames rise from the bottom; merged from the leaf they hang from the top.
+    bottom = TOP_PX + (picture.rows - 1) * ROW_PX
+    for label, depth, x, width, total, off in columns:
+        y = TOP_PX + depth * ROW_PX if picture.options.inverted else bottom - depth * ROW_PX
+        on_width = width * (total - off) / total if total else width
+        share = f", {facts.percent(off, total)} off-CPU" if off else ""
+        yield (
+            f"<g><title>{html.escape(names[label])}"
+            f" ({facts.duration(total)}, {facts.percent(total, whole)}{share})</title>"
+            f'<rect x="{x:.4f}" y="{y}" width="{width:.4f}" height="{ROW_PX - 1}"'
+            f' fill="{off_fill[label] if off == total and total else on_fill[label]}"/>'
+        )
+        if 0 < off < total:
+            yield (
+                f'<rect x="{x + on_width:.4f}" y="{y}" width="{width - on_width:.4f}"'
+                f' height="{ROW_PX - 1}" fill="{off_fill[label]}"/>'
+            )
+        text = html.escape(_cut(names[label], int((width - 2 * TEXT_PAD_PX) / CHAR_PX)))
+        yield f'<text x="{x + TEXT_PAD_PX:.4f}" y="{y + 11.5}">{text}</text></g>'
+
+
+def _faces(tree: Tree) -> tuple[list[str], list[str], list[str]]:
+    # Names and both colours by label; the last entry, which is index -1, is the whole.
+    on_table, off_table = palette.tables()
+    names = [*tree.labels.names, _WHOLE]
+    categories = [*tree.labels.categories.tolist(), int(Category.MARKER)]
+    used = set(tree.label.tolist())
+    shades = [palette.shade_of(n) if i in used else 0 for i, n in enumerate(names[:-1])]
+    shades.append(palette.SHADES - 1)
+    on_fill = [on_table[c][s] for c, s in zip(categories, shades, strict=True)]
+    off_fill = [off_table[c][s] for c, s in zip(categories, shades, strict=True)]
+    return names, on_fill, off_fill
+
+
+def _cut(text: str, columns: int) -> str:
+    # The beginning of `text` that fits, with ".." where something is missing.
+    if len(text) <= columns and text.isascii():
+        return text
+    if columns < MIN_CHARS:
+        return ""
+    if text.isascii():
+        return f"{text[: columns - 2]}.."
+    width = 0
+    for at, char in enumerate(text):
+        width += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if width > columns:
+            return f"{text[: max(0, at - 2)]}.."
+    return text

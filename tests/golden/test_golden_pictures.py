@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole pictures, compared with files that a reviewer can open.
+
+After a wanted change: pytest tests/golden --update-golden, then look at the files.
+
+Kept is what depends on the profile: the picture of an SVG without its script, and of a page its
+data and settings, unpacked, since a zlib of another make may pack the same data otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiflame.agent.model import Profile
+from aiflame.agent.reports import FORMATS, ReportOptions, View
+from profiles import empty_profile, hostile_profile, small_profile
+
+FOLDER = Path(__file__).parent / "pictures"
+
+
+@dataclass(frozen=True)
+class Case:
+    file: str  # its suffix names the format
+    profile: Callable[[], Profile]
+    options: ReportOptions
+
+
+CASES = [
+    Case("small-wall.svg", small_profile, ReportOptions()),
+    Case("small-cpu.svg", small_profile, ReportOptions(view=View.CPU)),
+    Case("small-offcpu-inverted.svg", small_profile, ReportOptions(View.OFFCPU, inverted=True)),
+    Case("small-threads.svg", small_profile, ReportOptions(per_thread=True, title="by thread")),
+    Case("small-cut.svg", small_profile, ReportOptions(min_width_pct=20)),
+    Case("hostile.svg", hostile_profile, ReportOptions(min_width_pct=0)),
+    Case("empty.svg", empty_profile, ReportOptions()),
+    Case("small-wall.html", small_profile, ReportOptions()),
+    Case("small-threads.html", small_profile, ReportOptions(View.CPU, True, True)),
+    Case("empty.html", empty_profile, ReportOptions()),
+]
+
+
+def picture(case: Case) -> str:
+    """The part of a report that is kept."""
+    form = case.file.rpartition(".")[2]
+    text = FORMATS[form].render(case.profile(), case.options).decode()
+    if form == "svg":
+        return re.sub(r"<script>.*</script>\n", "", text, flags=re.DOTALL)
+    settings = json.loads(block(text, "facts"))
+    stream = zlib.decompress(base64.b64decode(block(text, "data")))
+    sections: dict[str, Any] = {
+        section["name"]: stream[section["start"] : section["start"] + section["length"]].hex(" ")
+        if "bytes" in section
+        else json.loads(stream[section["start"] : section["start"] + section["length"]])
+        for section in settings["index"]["sections"]
+    }
+    return json.dumps({"settings": settings, "data": sections}, indent=1) + "\n"
+
+
+def block(page: str, identity: str) -> str:
+    found = re.search(rf'<script type="[^"]+" id="{identity}">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.file)
+def test_picture_is_as_reviewed(case: Case, update_golden: bool) -> None:
+    file = FOLDER / case.file.replace(".html", ".html.json")
+    drawn = picture(case)
+    if update_golden:
+        FOLDER.mkdir(exist_ok=True)
+        file.write_text(drawn, "utf-8")
+    assert drawn == file.read_text("utf-8")
+
+
+def test_no_picture_is_left_over() -> None:
+    wanted = {case.file.replace(".html", ".html.json") for case in CASES}
+    assert {file.name for file in FOLDER.iterdir()} == wanted
