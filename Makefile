@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` need nothing but a fresh Debian or Ubuntu and root: both install what
+# is missing first, and take no time for it when nothing is.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test setup-bench demo test unit lint format bench wheel lock clean
+
+# The distribution's own interpreter, whatever comes first in PATH: only it finds the bcc package.
+PYTHON := /usr/bin/python3
+VENV := .venv
+DEMO := build/demo
+
+APT_RUN := python3-bpfcc python3-venv gcc libc6-dev
+APT_TEST := $(APT_RUN) g++ binutils
+# The tools that OVERHEAD.md compares with; perf's package has another name in each distribution.
+APT_BENCH := $(APT_TEST) bpftrace \
+	$(if $(shell grep -x ID=ubuntu /etc/os-release),linux-tools-generic,linux-perf)
+
+# Frame pointers, and no tail calls: every frame of a workload is there to be seen.
+CFLAGS := -O2 -g -fno-omit-frame-pointer -fno-optimize-sibling-calls -pthread -Wall -Wextra -Werror
+
+export DEBIAN_FRONTEND := noninteractive
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: APT := $(APT_RUN)
+setup: LOCK := requirements.lock
+setup-test: APT := $(APT_TEST)
+setup-test: LOCK := requirements-test.lock
+setup-bench: APT := $(APT_BENCH)
+setup-bench: LOCK := requirements-test.lock
+
+setup:       ## install what `aiflame` needs: distribution packages, then .venv
+setup-test:  ## the same, and what the checks and tests need
+setup-bench: ## the same, and the profilers to compare with
+setup setup-test setup-bench:
+	@complain() { echo "make $@: $$1" >&2; exit 3; }
+	missing=()
+	for package in $(APT); do
+		[[ $$(dpkg-query -W -f '$${db:Status-Status}' $$package 2>&1) == installed ]] \
+			|| missing+=($$package)
+	done
+	if (( $${#missing[@]} )); then
+		[[ -x /usr/bin/apt-get ]] || complain "only Debian and Ubuntu are known here; install: $${missing[*]}"
+		[[ $$(id -u) == 0 ]] || complain "not root, and packages are missing ($${missing[*]}); run it with sudo"
+		echo "installing $${missing[*]}"
+		apt-get update -qq || { sleep 5; apt-get update -qq; }
+		apt-get install -y -qq --no-install-recommends "$${missing[@]}" >/dev/null
+	fi
+	base=$$(realpath $(PYTHON))
+	if [[ $$(cat $(VENV)/.base 2>&1) != "$$base $(CURDIR)" ]]; then
+		echo "making $(VENV) from $$base"
+		$(PYTHON) -m venv --clear --system-site-packages $(VENV)
+		echo "$$base $(CURDIR)" > $(VENV)/.base
+	fi
+	key=$$(sha256sum pyproject.toml $(LOCK))
+	if [[ $$(cat $(VENV)/.$(LOCK) 2>&1) != "$$key" ]]; then
+		echo "installing $(LOCK) into $(VENV)"
+		$(VENV)/bin/python -m pip install -q --require-hashes --only-binary :all: -r $(LOCK)
+		$(VENV)/bin/python -m pip install -q --no-deps --no-build-isolation --editable .
+		echo "$$key" > $(VENV)/.$(LOCK)
+	fi
+	# mypy cannot follow setuptools' map from folders to packages; it follows links.
+	mkdir -p $(VENV)/src/aiflame
+	for init in */__init__.py; do
+		ln -sfn "../../../$${init%/*}" "$(VENV)/src/aiflame/$${init%/*}"
+	done
+	$(hand_back)
+
+# What root made in a user's clone belongs to that user.
+define hand_back
+if [[ -n $${SUDO_UID:-} ]]; then
+	find . -name .git -prune -o -user root -exec chown -h "$$SUDO_UID:$$SUDO_GID" {} +
+fi
+endef
+
+define needs_root
+@[[ $$(id -u) == 0 ]] || { echo "make $@: loading BPF programs needs root: sudo make $@" >&2; exit 3; }
+endef
+
+demo:  ## record the bundled workload: a capture and a picture in build/demo
+	$(needs_root)
+	$(MAKE) --no-print-directory setup
+	mkdir -p $(DEMO)
+	gcc $(CFLAGS) -o $(DEMO)/serving tests/workloads/serving.c
+	$(VENV)/bin/aiflame record --force -o $(DEMO)/demo.aiflame -- $(DEMO)/serving
+	$(hand_back)
+
+test:  ## all checks and tests, as CI runs them
+	$(needs_root)
+	$(MAKE) --no-print-directory lint
+	$(VENV)/bin/python -m pytest $(PYTEST)
+	$(hand_back)
+
+unit: setup-test  ## the tests that need no root
+	@$(VENV)/bin/python -m pytest -m "not bpf" $(PYTEST)
+
+lint: setup-test  ## style and types
+	@$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/clang-format --dry-run -Werror bpf/*.[ch] tests/workloads/*.c
+	$(VENV)/bin/mypy
+
+format: setup-test  ## rewrite the sources in the project's style
+	@$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+	$(VENV)/bin/clang-format -i bpf/*.[ch] tests/workloads/*.c
+
+bench:  ## measure the cost of recording, beside bpftrace, perf and py-spy
+	$(needs_root)
+	$(MAKE) --no-print-directory setup-bench
+	$(VENV)/bin/python tests/bench/run.py
+	$(hand_back)
+
+wheel: setup  ## build a wheel into dist/
+	@$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+	ls dist/*.whl
+
+# Needs uv. One set of versions for all interpreters: captures made on one are read on another.
+UV_COMPILE := uv pip compile --quiet --universal --fork-strategy fewest --python-version 3.10 \
+	--generate-hashes --no-annotate --custom-compile-command "make lock"
+
+lock:  ## write the lock files anew from pyproject.toml
+	@$(UV_COMPILE) $(UPGRADE) pyproject.toml --group build -o requirements.lock
+	$(UV_COMPILE) $(UPGRADE) pyproject.toml --group build --group test --group bench \
+		-c requirements.lock -o requirements-test.lock
+
+clean:  ## remove everything that the other targets made
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for all tests, and the rules about what may be skipped.
+
+A test marked `bpf` is never skipped: without root or BTF it fails, so that a run in the wrong place
+cannot look green. Under CI any other skip fails the run too, unless `support.ABSENT_HERE` names it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+
+WORKLOADS = Path(__file__).parent / "workloads"
+
+# Frame pointers, and no tail calls: every frame of a workload is there to be seen.
+WORKLOAD_FLAGS = (
+    "-O2",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fno-optimize-sibling-calls",
+    "-pthread",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the expected files anew from what the code makes now",
+    )
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether a golden test is to write its expected file instead of comparing with it."""
+    return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """`wait_until(predicate, timeout_s=10)`."""
+    return support.wait_until
+
+
+@pytest.fixture
+def aiflame_command() -> tuple[str, ...]:
+    """The command line of aiflame, to be followed by a verb."""
+    return support.AIFLAME
+
+
+@pytest.fixture
+def run_aiflame(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run_aiflame("report", path, ...)`, in tmp_path; keywords as for subprocess.run."""
+
+    def run(*arguments: object, **keywords: Any) -> subprocess.CompletedProcess[str]:
+        command = [*support.AIFLAME, *map(str, arguments)]
+        defaults = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
+        return subprocess.run(command, **{"check": False, **defaults, **keywords})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`workload("serving", *flags)`: builds tests/workloads/serving.c, once a session.
+
+    A .cc file is built as C++. Flags are added to `WORKLOAD_FLAGS`, and override them.
+    """
+    folder = tmp_path_factory.mktemp("workloads")
+    # Programs may be run as another user, who has to get to them.
+    for parent in (folder, folder.parent, folder.parent.parent):
+        parent.chmod(0o755)
+    built: dict[tuple[str, ...], Path] = {}
+
+    def build(name: str, *flags: str) -> Path:
+        key = (name, *flags)
+        if key not in built:
+            source = next(path for path in WORKLOADS.glob(f"{name}.c*"))
+            program = folder / (name if not flags else f"{name}-{len(built)}")
+            compiler = "gcc" if source.suffix == ".c" else "g++"
+            command = [compiler, *WORKLOAD_FLAGS, "-o", str(program), str(source), *flags]
+            subprocess.run(command, check=True)
+            built[key] = program
+        return built[key]
+
+    return build
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("bpf") is None:
+        return
+    if os.geteuid() != 0:
+        pytest.fail("needs root: sudo make test (make unit runs the other tests)", pytrace=False)
+    if not Path("/sys/kernel/btf/vmlinux").exists():
+        pytest.fail("this kernel has no BTF (CONFIG_DEBUG_INFO_BTF)", pytrace=False)
+
+
+class _SkipRule:
+    """Fails a CI session that skipped a test which could have run."""
+
+    def __init__(self) -> None:
+        self._unexpected: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self._note(report.nodeid, report.longrepr)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._note(report.nodeid, report.longrepr)
+
+    def _note(self, node: str, where_and_why: Any) -> None:
+        reason = str(where_and_why[2]).removeprefix("Skipped: ")
+        if not reason.startswith(support.ABSENT_HERE):
+            self._unexpected.append(f"{node}: {reason}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._unexpected and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._unexpected:
+            terminalreporter.section("skipped, but could have run", red=True)
+            terminalreporter.write("".join(f"{line}\n" for line in self._unexpected))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI"):
+        config.pluginmanager.register(_SkipRule(), "aiflame-skip-rule")

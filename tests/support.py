@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests share that is not a fixture."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+# The command line as a user runs it, in this interpreter.
+AIFLAME = (sys.executable, "-m", "aiflame.agent")
+
+# The only reasons for which CI may skip a test, by their beginnings: things that a fresh machine
+# has no package for. Any other skip is a test that could have run.
+ABSENT_HERE = ("PyTorch is not installed", "no pyenv CPython")
+
+
+def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Polls with doubling pauses until something holds.
+
+    It is the only place in the tests that sleeps: a fixed sleep is either too short on a loaded
+    machine or too long on all others.
+
+    Raises:
+        AssertionError: It did not hold within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not predicate():
+        assert time.monotonic() < deadline, f"not so within {timeout_s} s"
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
