@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capture's schema and its version; the tables are described in schema.sql."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+# "AFLM": PRAGMA application_id, so that file(1) and a reader can tell a capture from any SQLite
+# file.
+APPLICATION_ID = 0x41464C4D
+
+# Raised when a reader of the old schema would misread the new one.
+SCHEMA_VERSION = 1
+
+# Prefix of the meta keys that are shown as they are under every report.
+FACT_PREFIX = "fact:"
+
+
+def schema_sql() -> str:
+    """Returns the statements that make an empty capture."""
+    return resources.files("aiflame.agent.capture").joinpath("schema.sql").read_text()

@@ -1,0 +1,107 @@
+-- SPDX-License-Identifier: Apache-2.0
+-- A capture is one SQLite file. PRAGMA application_id is 0x41464C4D ("AFLM"), PRAGMA user_version
+-- the schema version below. Times are nanoseconds; those called *_ns in rows of events count from
+-- the start of the recording. Ids are local to the file.
+
+-- key/value facts: aiflame_version, started_unix_ns, duration_ns, period_ns, command, target,
+-- recorder_cpu_ns, recorder_peak_rss_bytes, complete ('1' once the recording was finished in
+-- order), and fact:<title> lines shown under every report, in the order of their rowids.
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+
+-- One row per process image: exec makes a new row under the same pid.
+CREATE TABLE processes (
+    id INTEGER PRIMARY KEY,
+    pid INTEGER NOT NULL,
+    parent_pid INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    executable TEXT NOT NULL,
+    command_line TEXT NOT NULL,
+    cgroup TEXT NOT NULL,
+    container_id TEXT NOT NULL,
+    started_ns INTEGER NOT NULL,
+    exited_ns INTEGER
+);
+
+-- on_cpu_ns is exact (from context switches), not sampled.
+CREATE TABLE threads (
+    id INTEGER PRIMARY KEY,
+    process_id INTEGER NOT NULL REFERENCES processes (id),
+    tid INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    on_cpu_ns INTEGER NOT NULL,
+    observed_ns INTEGER NOT NULL
+);
+
+CREATE TABLE binaries (
+    id INTEGER PRIMARY KEY,
+    path TEXT NOT NULL,
+    build_id TEXT NOT NULL
+);
+
+-- What a process had mapped: [start, end) holds the binary from file_offset on; bias is what to
+-- subtract from an address to get the binary's own virtual address.
+CREATE TABLE mappings (
+    process_id INTEGER NOT NULL REFERENCES processes (id),
+    start INTEGER NOT NULL,
+    end INTEGER NOT NULL,
+    file_offset INTEGER NOT NULL,
+    bias INTEGER NOT NULL,
+    binary_id INTEGER NOT NULL REFERENCES binaries (id)
+);
+
+-- kind: 0 native, 1 kernel, 2 python, 3 marker made by aiflame.
+CREATE TABLE functions (
+    id INTEGER PRIMARY KEY,
+    kind INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    binary_id INTEGER REFERENCES binaries (id),
+    file TEXT NOT NULL
+);
+
+-- A place in a function. address is the binary's own virtual address (0: none), line 0: unknown.
+CREATE TABLE frames (
+    id INTEGER PRIMARY KEY,
+    function_id INTEGER NOT NULL REFERENCES functions (id),
+    line INTEGER NOT NULL,
+    address INTEGER NOT NULL,
+    inlined INTEGER NOT NULL
+);
+
+-- addresses: raw u64, little endian, leaf first, kernel_depth kernel ones and then the user ones.
+-- frames: u32 ids of `frames`, little endian, root first, inlined functions expanded; NULL until
+-- the symbols were resolved. end_reason: see StackEnd in agent/model.py.
+CREATE TABLE stacks (
+    id INTEGER PRIMARY KEY,
+    process_id INTEGER NOT NULL REFERENCES processes (id),
+    kernel_depth INTEGER NOT NULL,
+    end_reason INTEGER NOT NULL,
+    addresses BLOB NOT NULL,
+    frames BLOB
+);
+
+-- Time by interval (seconds since the start), class: 0 on-CPU (count samples, each weighing
+-- period_ns), 1 blocked, 2 waiting to run, 3 preempted (count intervals, exact ns).
+CREATE TABLE samples (
+    interval INTEGER NOT NULL,
+    stack_id INTEGER NOT NULL REFERENCES stacks (id),
+    thread_id INTEGER NOT NULL REFERENCES threads (id),
+    class INTEGER NOT NULL,
+    count INTEGER NOT NULL,
+    ns INTEGER NOT NULL
+);
+
+-- Off-CPU waits over the threshold, one by one: asleep for blocked_ns, then without a CPU for
+-- runnable_ns.
+CREATE TABLE waits (
+    stack_id INTEGER NOT NULL REFERENCES stacks (id),
+    thread_id INTEGER NOT NULL REFERENCES threads (id),
+    start_ns INTEGER NOT NULL,
+    blocked_ns INTEGER NOT NULL,
+    runnable_ns INTEGER NOT NULL
+);
+
+CREATE TABLE losses (
+    name TEXT PRIMARY KEY,
+    count INTEGER NOT NULL,
+    meaning TEXT NOT NULL
+);

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a capture: rows in bulk, one transaction an interval.
+
+The file is written under a temporary name in the folder where it will stay; what was committed is
+a readable capture at any moment. Writing knows nothing of how rows came about.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION, schema_sql
+from aiflame.agent.errors import AiflameError
+
+# Columns of each table that rows are given for, in the order of schema.sql.
+_COLUMNS = {
+    "processes": 10,
+    "threads": 6,
+    "binaries": 3,
+    "mappings": 6,
+    "functions": 5,
+    "frames": 5,
+    "stacks": 6,
+    "samples": 6,
+    "waits": 5,
+    "losses": 3,
+}
+
+
+class DiskFull(AiflameError):
+    """The capture's disk is full; what was committed before is kept."""
+
+
+class CaptureWriter:
+    """An open capture.
+
+    Args:
+        path: Temporary name of an empty file.
+
+    Raises:
+        AiflameError: The file cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._database = sqlite3.connect(path, isolation_level=None)
+            # A crash of this process loses nothing even so; a crash of the machine may lose a
+            # recording that was not finished.
+            self._database.execute("PRAGMA synchronous = OFF")
+            self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            self._database.executescript(schema_sql())
+            self._database.execute("BEGIN")
+        except sqlite3.Error as error:
+            raise _explained(error, path) from error
+
+    def put(self, table: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Inserts rows, replacing those with the same key.
+
+        Raises:
+            DiskFull: Nothing of the open transaction is kept.
+        """
+        marks = ", ".join("?" * _COLUMNS[table])
+        statement = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 - our own names
+        self._many(statement, rows)
+
+    def put_meta(self, facts: dict[str, str | int]) -> None:
+        """Writes key/value facts."""
+        rows = ((key, str(value)) for key, value in facts.items())
+        self._many("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    def set_stack_frames(self, rows: Iterable[tuple[int, bytes, int]]) -> None:
+        """Fills in (end_reason, frames, stack id) once symbols are resolved."""
+        self._many("UPDATE stacks SET end_reason = ?, frames = ? WHERE id = ?", rows)
+
+    def stack_rows(self) -> list[tuple[int, int, int, int, bytes]]:
+        """Returns (id, process_id, kernel_depth, end_reason, addresses) of all stacks."""
+        return self._database.execute(
+            "SELECT id, process_id, kernel_depth, end_reason, addresses FROM stacks ORDER BY id"
+        ).fetchall()
+
+    def switch_stack_ids(self) -> list[int]:
+        """Returns the ids of stacks that were taken at a context switch."""
+        rows = self._database.execute("SELECT DISTINCT stack_id FROM samples WHERE class > 0")
+        return [row[0] for row in rows]
+
+    def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        try:
+            self._database.executemany(statement, rows)
+        except sqlite3.Error as error:
+            raise _explained(error, self.path) from error
+
+    def commit(self) -> None:
+        """Makes everything so far part of the readable capture."""
+        try:
+            self._database.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise _explained(error, self.path) from error
+        finally:
+            if not self._database.in_transaction:
+                self._database.execute("BEGIN")
+
+    def rollback(self) -> None:
+        """Forgets what was not committed."""
+        if self._database.in_transaction:
+            self._database.execute("ROLLBACK")
+        self._database.execute("BEGIN")
+
+    def close(self) -> None:
+        """Closes the file; what was not committed is forgotten."""
+        if self._database.in_transaction:
+            self._database.execute("ROLLBACK")
+        self._database.close()
+
+
+def _explained(error: sqlite3.Error, path: Path) -> AiflameError:
+    if "full" in str(error) or "disk I/O" in str(error):
+        return DiskFull(
+            f"cannot write {path}: {error}", "free some space, or use -o on another disk"
+        )
+    return AiflameError(f"cannot write {path}: {error}", "use -o to choose another folder")

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: finds the verb, and turns every error into one message and an exit code.
+
+A verb is a module of agent/commands with NAME, EPILOG, add_arguments() and run(); its docstring's
+first line is its help. Adding one is a new module and a line in VERBS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+
+from aiflame.agent import __version__
+from aiflame.agent.errors import Aborted, AiflameError
+
+VERBS = ("record", "report", "stats", "doctor")
+
+EXAMPLES = """\
+EXAMPLES
+  sudo aiflame record -p 1234                # until Ctrl-C; writes a capture and a page
+  sudo aiflame record -a -d 10               # every process for 10 s
+  sudo aiflame record -- python3 train.py    # from its first instruction
+  aiflame report run.aiflame -f svg          # render a capture again, without root
+  aiflame stats run.aiflame                  # tables in the terminal
+  aiflame doctor                             # can this machine record?
+"""
+
+# Exit code of a program that a closed pipe or a Ctrl-C ends (128 + signal number).
+_EXIT_SIGINT, _EXIT_SIGPIPE = 130, 141
+
+
+def _module(verb: str) -> ModuleType:
+    return importlib.import_module(f"aiflame.agent.commands.{verb}")
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Makes the parser; with a verb chosen, the other verbs' modules are not imported."""
+    parser = argparse.ArgumentParser(
+        prog="aiflame",
+        description="Where an AI job's time goes, on the CPU and off it, in one flame graph.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"aiflame {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for name in VERBS:
+        if chosen in VERBS and name != chosen:
+            verbs.add_parser(name)
+            continue
+        module = _module(name)
+        summary = (module.__doc__ or "").partition("\n")[0]
+        verb = verbs.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_argument(
+            "-v",
+            "--verbose",
+            action="count",
+            default=0,
+            help="say more; -vv shows where in the program an error arose",
+        )
+        module.add_arguments(verb)
+    return parser
+
+
+def _print_error(error: AiflameError) -> None:
+    print(f"aiflame: {error}", file=sys.stderr)
+    if error.hint:
+        print(f"\n  {error.hint}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code.
+
+    Args:
+        arguments: Without the program's name; those of this process when None.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    parser = _parser(words[0] if words else None)
+    options = parser.parse_args(words)
+    if options.verb is None:
+        parser.print_help(sys.stderr)
+        return 2
+    options.command_words = shlex.join(["aiflame", *words])
+    try:
+        return int(_module(options.verb).run(options))
+    except AiflameError as error:
+        if options.verbose > 1:
+            traceback.print_exc()
+        _print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _print_error(Aborted("interrupted"))
+        return _EXIT_SIGINT
+    except BrokenPipeError:
+        # Nobody reads on. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_SIGPIPE
+    except Exception as error:
+        if options.verbose > 1:
+            traceback.print_exc()
+        _print_error(
+            AiflameError(
+                f"internal error: {type(error).__name__}: {error}",
+                "run again with -vv and report what it prints",
+            )
+        )
+        return 1

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record where a running program's time goes, then write a capture and a flame graph.
+
+Needs root (CAP_BPF, CAP_PERFMON, CAP_SYS_PTRACE). Everything is rendered from the capture, which
+can be rendered again later with `aiflame report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from aiflame.agent.errors import UsageError
+from aiflame.agent.recording.output import OutputPlan, plan_output
+from aiflame.agent.recording.progress import ProgressPrinter
+from aiflame.agent.recording.session import RecordOptions, record
+from aiflame.agent.recording.targets import (
+    Target,
+    target_of_all,
+    target_of_cgroup,
+    target_of_command,
+    target_of_pids,
+)
+
+NAME = "record"
+
+EPILOG = """\
+EXAMPLES
+  sudo aiflame record -p 1234                   # until Ctrl-C or until 1234 ends
+  sudo aiflame record -p 1234 -d 30 -o run.aiflame
+  sudo aiflame record -a -d 10 -F 199           # every process
+  sudo aiflame record -d 10 -- python3 -c 'while True: pass'
+  sudo aiflame record -p 1234 -d 5 -o run.svg   # only the picture
+"""
+
+# 99 and not 100: it does not beat in step with work that is done every 10 ms.
+_DEFAULT_FREQUENCY_HZ = 99
+# The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
+_MAX_FREQUENCY_HZ = 100_000
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
+_UNIT_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, None: 10**9}
+
+
+def _duration_ns(text: str) -> int:
+    match = _DURATION.fullmatch(text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"not a duration: {text} (30, 30s, 5m)")
+    return round(float(match[1]) * _UNIT_NS[match[2]])
+
+
+def _pids(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"not a list of process ids: {text}")
+    return [int(pid) for pid in dict.fromkeys(text.split(","))]
+
+
+def _frequency_hz(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MAX_FREQUENCY_HZ:
+        raise argparse.ArgumentTypeError(f"not a frequency from 1 to {_MAX_FREQUENCY_HZ}: {text}")
+    return int(text)
+
+
+def _entries(text: str) -> int:
+    # 2^24 stacks would be 34 GB of kernel memory; what fits is the kernel's to say.
+    if not text.isdecimal() or not 1 <= int(text) <= 1 << 24:
+        raise argparse.ArgumentTypeError(f"not a number of entries from 1 to {1 << 24}: {text}")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `aiflame record` takes."""
+    target = parser.add_argument_group("Target (one of them)")
+    target.add_argument("-p", "--pid", metavar="PID[,PID]", type=_pids, help="running processes")
+    target.add_argument("-a", "--all", action="store_true", help="every process")
+    target.add_argument("--cgroup", metavar="PATH", type=Path, help="a cgroup v2 directory")
+    target.add_argument(
+        "command",
+        metavar="-- CMD",
+        nargs=argparse.REMAINDER,
+        help="a command, as the sudo user",
+    )
+    target.add_argument(
+        "-s",
+        "--subprocesses",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="follow children of the target (default: only for -- CMD)",
+    )
+    _add_sampling(parser.add_argument_group("Sampling"))
+    output = parser.add_argument_group("Output")
+    output.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="NAME.aiflame: capture, with NAME.html beside it; another ending: only that format"
+        " (default: aiflame-COMM-PID-TIME.aiflame)",
+    )
+    output.add_argument(
+        "-f",
+        "--format",
+        choices=("aiflame", "html", "svg", "folded", "speedscope", "pprof"),
+        help="write only this (default: aiflame and html)",
+    )
+    output.add_argument("--force", action="store_true", help="replace files (default: refuse)")
+    output.add_argument("-q", "--quiet", action="store_true", help="print only errors")
+    _add_advanced(parser.add_argument_group("Advanced"))
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "-F",
+        "--frequency",
+        "-r",
+        "--rate",
+        metavar="HZ",
+        type=_frequency_hz,
+        default=_DEFAULT_FREQUENCY_HZ,
+        help="samples per second and CPU (default: %(default)s)",
+    )
+    group.add_argument(
+        "-d",
+        "--duration",
+        metavar="TIME",
+        type=_duration_ns,
+        help="30, 30s, 5m (default: until Ctrl-C or the target ends)",
+    )
+    group.add_argument(
+        "--off-cpu",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also record where threads wait (default: yes)",
+    )
+    group.add_argument("-U", dest="user_only", action="store_true", help="no kernel frames")
+    group.add_argument("-K", dest="kernel_only", action="store_true", help="no user frames")
+
+
+def _add_advanced(group: argparse._ArgumentGroup) -> None:
+    for name, default, what in (
+        ("--stack-storage-size", 16384, "distinct stacks kept between two reads, 2 KB each"),
+        ("--hash-storage-size", 32768, "(stack, thread, class) sums kept between two reads"),
+        ("--thread-storage-size", 65536, "threads whose off-CPU time is followed"),
+    ):
+        group.add_argument(
+            name, metavar="N", type=_entries, default=default, help=f"{what} (default: {default})"
+        )
+    group.add_argument(
+        "--min-wait",
+        metavar="TIME",
+        type=_duration_ns,
+        default=100 * 10**6,
+        help="list off-CPU waits from this length one by one (default: 100ms)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record, and write what was asked for; returns the exit code."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    _refuse_contradictions(args, command)
+    plan_output(args.output, args.format, "check", args.force)  # before anything is started
+    target = _target(args, command)
+    try:
+        plan: OutputPlan = plan_output(args.output, args.format, target.file_stem, args.force)
+        options = RecordOptions(
+            frequency_hz=args.frequency,
+            duration_ns=args.duration,
+            follow_children=_follows_children(args, command),
+            off_cpu=args.off_cpu,
+            user_stacks=not args.kernel_only,
+            kernel_stacks=not args.user_only,
+            stacks_max=args.stack_storage_size,
+            sums_max=args.hash_storage_size,
+            threads_max=args.thread_storage_size,
+            wait_event_ns=args.min_wait,
+            command_words=args.command_words,
+        )
+        return record(target, options, plan, ProgressPrinter(sys.stderr, args.quiet, args.verbose))
+    finally:
+        if target.command is not None:
+            target.command.end()
+
+
+def _follows_children(args: argparse.Namespace, command: list[str]) -> bool:
+    return bool(command) if args.subprocesses is None else bool(args.subprocesses)
+
+
+def _refuse_contradictions(args: argparse.Namespace, command: list[str]) -> None:
+    named = [
+        name
+        for name, given in (
+            ("-p", args.pid),
+            ("-a", args.all),
+            ("--cgroup", args.cgroup),
+            ("-- CMD", command),
+        )
+        if given
+    ]
+    if not named:
+        raise UsageError("record what?", "give one of -p PID, -a, --cgroup PATH or -- CMD")
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} exclude each other", f"use only {named[0]}")
+    if args.user_only and args.kernel_only:
+        raise UsageError("-U and -K exclude each other", "leave both off for whole stacks")
+    if args.subprocesses is not None and (args.all or args.cgroup):
+        raise UsageError(
+            f"-s has no effect with {named[0]}", "it is about the children of a process"
+        )
+
+
+def _target(args: argparse.Namespace, command: list[str]) -> Target:
+    if args.pid:
+        return target_of_pids(args.pid)
+    if args.cgroup is not None:
+        return target_of_cgroup(args.cgroup)
+    return target_of_command(command) if command else target_of_all()

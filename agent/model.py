@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The profile model: what a capture holds and every report reads.
+
+A profile is plain data. Bulk columns (stacks, samples) are numpy arrays, so that a capture of a
+million samples is summed without a Python loop; things that are few (processes, functions) are
+tuples of frozen dataclasses. Nothing here needs root, bcc or a GPU.
+
+Every id is an index into the tuple or array of that name.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+
+class FrameKind(enum.IntEnum):
+    """What executes a frame; it decides the colour and the folded suffix."""
+
+    NATIVE = 0  # machine code of a user-space binary
+    KERNEL = 1  # kernel, kernel module or BPF program
+    PYTHON = 2  # a Python function
+    MARKER = 3  # made by aiflame, in square brackets: [truncated: ...], [blocked: lock]
+
+
+class SampleClass(enum.IntEnum):
+    """Where a thread's nanoseconds went. Values are shared with bpf/aiflame.h."""
+
+    ON_CPU = 0
+    BLOCKED = 1  # asleep: from switch-out to the wake-up
+    WAITING_TO_RUN = 2  # awake, without a CPU: from the wake-up to the switch-in
+    PREEMPTED = 3  # switched out while runnable, to the switch-in
+
+    @property
+    def label(self) -> str:
+        """The words used in every report, for instance "waiting to run"."""
+        return self.name.lower().replace("_", " ").replace("on cpu", "on-CPU")
+
+
+class StackEnd(enum.IntEnum):
+    """How the walk of a user stack ended. Values are shared with bpf/aiflame.h."""
+
+    ROOTED = 0  # reached the outermost frame
+    KERNEL_ONLY = 1  # a kernel thread: there is no user stack
+    NO_FRAME_POINTER = 2  # the frame-pointer chain stopped short of the thread's start
+    UNREADABLE = 3  # stack memory could not be read (paged out, or a wild pointer)
+    TOO_DEEP = 4  # more frames than are kept
+    NOT_WALKED = 5  # asleep since before the recording, or not yet run
+    LOST = 6  # the stack store was full: only the time is known
+    EXCLUDED = 7  # not asked for (--kernel-only)
+
+    @property
+    def label(self) -> str:
+        """The reason as shown in `[truncated: reason]`."""
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process image: an exec makes a new one under the same pid."""
+
+    pid: int
+    parent_pid: int
+    name: str  # comm, at most 15 bytes
+    executable: str  # path in the process's own mount namespace, "" where unknown
+    command_line: str
+    cgroup: str
+    container_id: str  # 64 hex digits, or ""
+    started_ns: int  # since the recording's start; 0 when it was there before
+    exited_ns: int | None  # since the recording's start; None when it was still there
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread. The exact times come from the scheduler, not from samples."""
+
+    process: int
+    tid: int
+    name: str
+    on_cpu_ns: int  # exact, between its first and last switch inside the recording
+    observed_ns: int  # how long it existed inside the recording
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A mapped file, the kernel, a kernel module, the vDSO or a JIT's address range."""
+
+    path: str
+    build_id: str  # lower-case hex, "" where the file has none
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """What a flame graph merges by."""
+
+    kind: FrameKind
+    name: str  # demangled; `[module+0xoffset]` where no symbol covers the address
+    binary: int | None
+    file: str  # source file, "" where unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Something that was seen but could not be kept."""
+
+    name: str  # stable, snake_case
+    count: int
+    meaning: str  # one sentence: what was lost, and the cure
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The facts about a recording that every report shows under its picture.
+
+    `duration_ns`, `started_unix_ns` and the recorder's own cost are what they say; `facts` holds
+    further lines for the reader (kernel, host, command, limits), in order.
+    """
+
+    aiflame_version: str
+    started_unix_ns: int
+    duration_ns: int
+    period_ns: int  # weight of one on-CPU sample
+    command: str  # the recorded command line of aiflame
+    target: str  # what was recorded, in words
+    recorder_cpu_ns: int
+    recorder_peak_rss_bytes: int
+    facts: tuple[tuple[str, str], ...]
+
+
+# One row per (frame): indexes into Profile.functions, the executing line (0 unknown), the
+# address relative to the binary's own virtual addresses, and whether the compiler inlined it.
+FRAME_DTYPE = np.dtype([("function", "<u4"), ("line", "<u4"), ("address", "<u8"), ("inlined", "?")])
+
+# One row per (stack, thread, class), summed over the recording. `stack` and `thread` are indexes.
+SAMPLE_DTYPE = np.dtype(
+    [("stack", "<u4"), ("thread", "<u4"), ("klass", "u1"), ("count", "<u8"), ("ns", "<u8")]
+)
+
+# One row per long off-CPU wait; times are nanoseconds since the start of the recording.
+WAIT_DTYPE = np.dtype(
+    [
+        ("stack", "<u4"),
+        ("thread", "<u4"),
+        ("start_ns", "<u8"),
+        ("blocked_ns", "<u8"),
+        ("runnable_ns", "<u8"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """All distinct stacks, root first, in compressed rows.
+
+    The frames of stack `i` are `frames[offsets[i]:offsets[i + 1]]`, indexes into `Profile.frames`.
+    Inlined functions are expanded. `ends[i]` is a `StackEnd`.
+    """
+
+    offsets: npt.NDArray[np.uint64]  # shape (stacks + 1,)
+    frames: npt.NDArray[np.uint32]  # shape (offsets[-1],)
+    ends: npt.NDArray[np.uint8]  # shape (stacks,)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A whole capture in memory."""
+
+    recording: Recording
+    processes: tuple[Process, ...]
+    threads: tuple[Thread, ...]
+    binaries: tuple[Binary, ...]
+    functions: tuple[Function, ...]
+    frames: npt.NDArray[np.void]  # FRAME_DTYPE
+    stacks: Stacks
+    samples: npt.NDArray[np.void]  # SAMPLE_DTYPE
+    waits: npt.NDArray[np.void]  # WAIT_DTYPE
+    losses: tuple[Loss, ...] = field(default=())

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host half's view of bpf/aiflame.h. A test compares the two; change both together."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+MAX_FRAMES = 127
+
+
+class EventType(enum.IntEnum):
+    """First word of every record in the ring buffer."""
+
+    PROCESS_SEEN = 1
+    PROCESS_EXIT = 2
+    THREAD_EXIT = 3
+    WAIT = 4
+    DRAIN = 5
+
+
+class ProcessFlag(enum.IntFlag):
+    """Bits of process_state.flags."""
+
+    TARGET = 1
+    EXCLUDED = 2
+    SEEN = 4
+    AT_EXEC = 8
+
+
+THREAD_SEEDED = 1  # bit of thread_state.flags
+
+
+class Setting(enum.IntEnum):
+    """Slots of the `settings` array."""
+
+    EPOCH = 0
+    START_NS = 1
+    DRAIN_AT = 2
+
+
+class Filter(enum.IntEnum):
+    """Values of the FILTER macro."""
+
+    PIDS = 0
+    CGROUP = 1
+    ALL = 2
+
+
+class Counter(enum.IntEnum):
+    """Slots of the per-CPU `counters` array."""
+
+    SAMPLES = 0
+    SWITCHES = 1
+    STACKS_STORED = 2
+    STACKS_FULL = 3
+    SUMS_FULL = 4
+    RING_FULL = 5
+    THREADS_FULL = 6
+    PROCESSES_FULL = 7
+    KERNEL_STACK = 8
+    SCRATCH = 9
+
+
+# Counters that mean a loss: the name in the capture, and what it means with its cure.
+LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
+    Counter.STACKS_FULL: (
+        "stack_store_full",
+        "samples whose stack found no room: their time is kept, their frames are not; "
+        "raise --stack-storage-size",
+    ),
+    Counter.SUMS_FULL: (
+        "sums_full",
+        "samples and waits that found no room at all: their time is missing; "
+        "raise --hash-storage-size",
+    ),
+    Counter.RING_FULL: (
+        "ring_full",
+        "events (process starts, exits, long waits) that came faster than they were read; "
+        "the sums are complete, names of short-lived threads may be missing",
+    ),
+    Counter.THREADS_FULL: (
+        "threads_full",
+        "context switches of threads beyond the thread table: their off-CPU time is missing; "
+        "raise --thread-storage-size",
+    ),
+    Counter.PROCESSES_FULL: (
+        "processes_full",
+        "samples of processes beyond the process table; record fewer processes at once",
+    ),
+    Counter.KERNEL_STACK: (
+        "no_kernel_stack",
+        "samples in kernel code without kernel frames: the kernel could not walk its own stack",
+    ),
+    Counter.SCRATCH: ("no_scratch", "samples without room to walk a stack; please report this"),
+}
+
+SETTINGS_DTYPE = np.dtype("<u8")
+COUNTERS_DTYPE = np.dtype("<u8")
+PID_DTYPE = np.dtype("<u4")
+STACK_ID_DTYPE = np.dtype("<u8")
+PROCESS_STATE_DTYPE = np.dtype([("image", "<u8"), ("flags", "<u4"), ("unused", "<u4")])
+THREAD_STATE_DTYPE = np.dtype(
+    [
+        ("started_ns", "<u8"),
+        ("first_seen_ns", "<u8"),
+        ("switched_ns", "<u8"),
+        ("waking_ns", "<u8"),
+        ("stack", "<u8"),
+        ("on_cpu_ns", "<u8"),
+        ("image", "<u8"),
+        ("tgid", "<u4"),
+        ("off_class", "<u4"),
+        ("flags", "<u4"),
+        ("unused", "<u4"),
+    ]
+)
+STACK_DTYPE = np.dtype(
+    [
+        ("image", "<u8"),
+        ("tgid", "<u4"),
+        ("kernel_depth", "<u2"),
+        ("user_depth", "<u2"),
+        ("end", "<u2"),
+        ("kernel_cut", "<u2"),
+        ("unused", "<u4"),
+        ("kernel", "<u8", (MAX_FRAMES,)),
+        ("user", "<u8", (MAX_FRAMES,)),
+    ]
+)
+SUM_KEY_DTYPE = np.dtype(
+    [
+        ("stack", "<u8"),
+        ("tgid", "<u4"),
+        ("tid", "<u4"),
+        ("sample_class", "<u4"),
+        ("unused", "<u4"),
+    ]
+)
+SUM_VALUE_DTYPE = np.dtype([("count", "<u8"), ("ns", "<u8")])
+PROCESS_EVENT_DTYPE = np.dtype(
+    [
+        ("type", "<u4"),
+        ("tgid", "<u4"),
+        ("parent_tgid", "<u4"),
+        ("unused", "<u4"),
+        ("image", "<u8"),
+        ("ns", "<u8"),
+        ("cgroup_id", "<u8"),
+        ("comm", "S16"),
+    ]
+)
+THREAD_EVENT_DTYPE = np.dtype(
+    [
+        ("type", "<u4"),
+        ("tgid", "<u4"),
+        ("tid", "<u4"),
+        ("unused", "<u4"),
+        ("image", "<u8"),
+        ("ns", "<u8"),
+        ("first_seen_ns", "<u8"),
+        ("on_cpu_ns", "<u8"),
+        ("comm", "S16"),
+    ]
+)
+WAIT_EVENT_DTYPE = np.dtype(
+    [
+        ("type", "<u4"),
+        ("tgid", "<u4"),
+        ("tid", "<u4"),
+        ("unused", "<u4"),
+        ("stack", "<u8"),
+        ("start_ns", "<u8"),
+        ("blocked_ns", "<u8"),
+        ("runnable_ns", "<u8"),
+    ]
+)

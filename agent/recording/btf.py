@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Struct offsets from the running kernel's BTF.
+
+Reads only what the programs need: member offsets of named structs and the number of arguments of
+a tracepoint. The format is Documentation/bpf/btf.rst and include/uapi/linux/btf.h (v6.1): a
+header, then type records of 12 bytes each followed by kind-specific data, then strings.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiflame.agent.errors import EnvironmentUnfit
+
+VMLINUX = Path("/sys/kernel/btf/vmlinux")
+
+_MAGIC = 0xEB9F
+_PTR, _STRUCT, _UNION, _TYPEDEF, _FUNC_PROTO = 2, 4, 5, 8, 13
+# Bytes that follow a type record: per member for the kinds with a count, else fixed.
+_BYTES_PER_MEMBER = {4: 12, 5: 12, 6: 8, 13: 8, 15: 12, 19: 12}
+_FIXED_BYTES = {1: 4, 3: 12, 14: 4, 17: 4}
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    kind: int
+    members: int
+    is_bitfield_encoded: bool
+    target: int  # size of a struct, or the type referred to
+    data_at: int
+
+
+class Btf:
+    """One BTF blob, indexed once.
+
+    Args:
+        blob: The bytes of /sys/kernel/btf/vmlinux.
+
+    Raises:
+        EnvironmentUnfit: The blob is not BTF.
+    """
+
+    def __init__(self, blob: bytes) -> None:
+        magic, _, _, header_bytes, types_at, types_bytes, strings_at, _ = struct.unpack_from(
+            "<HBBIIIII", blob
+        )
+        if magic != _MAGIC:
+            raise EnvironmentUnfit(f"kernel type information: bad magic {magic:#x}")
+        self._blob = blob
+        self._strings_at = header_bytes + strings_at
+        self._types: list[_Type] = []
+        self._by_name: dict[tuple[int, int], int] = {}
+        self._index(header_bytes + types_at, types_bytes)
+
+    @classmethod
+    def of_kernel(cls, path: Path = VMLINUX) -> Btf:
+        """Reads the running kernel's BTF.
+
+        Raises:
+            EnvironmentUnfit: The kernel was built without it.
+        """
+        try:
+            return cls(path.read_bytes())
+        except OSError as error:
+            raise EnvironmentUnfit(
+                f"this kernel has no type information: {path}: {error.strerror}",
+                "use a kernel built with CONFIG_DEBUG_INFO_BTF=y",
+            ) from error
+
+    def _index(self, at: int, length: int) -> None:
+        unpack = struct.Struct("<III").unpack_from
+        end = at + length
+        types, by_name = self._types, self._by_name
+        types.append(_Type(0, 0, False, 0, 0))  # type 0 is void
+        while at < end:
+            name, info, target = unpack(self._blob, at)
+            kind, members = info >> 24 & 0x1F, info & 0xFFFF
+            if name and kind in (_STRUCT, _TYPEDEF):
+                by_name.setdefault((kind, name), len(types))
+            types.append(_Type(kind, members, bool(info >> 31), target, at + 12))
+            at += 12 + (
+                _BYTES_PER_MEMBER[kind] * members
+                if kind in _BYTES_PER_MEMBER
+                else _FIXED_BYTES.get(kind, 0)
+            )
+
+    def _string_offset(self, text: str) -> int:
+        found = self._blob.find(b"\0" + text.encode() + b"\0", self._strings_at - 1)
+        return found + 1 - self._strings_at if found >= 0 else -1
+
+    def _find(self, kind: int, name: str) -> int | None:
+        return self._by_name.get((kind, self._string_offset(name)))
+
+    def member_offset(self, struct_name: str, *names: str) -> int:
+        """Returns the offset in bytes of the first of `names` that the struct has.
+
+        Several names stand for renames, newest first. Members of anonymous structs and unions
+        count as the struct's own.
+
+        Raises:
+            EnvironmentUnfit: The struct or all of the members are missing.
+        """
+        index = self._find(_STRUCT, struct_name)
+        if index is not None:
+            for name in names:
+                bits = self._member_bits(index, self._string_offset(name))
+                if bits is not None:
+                    return bits // 8
+        raise EnvironmentUnfit(f"this kernel has no {struct_name}.{names[0]} (asked from its BTF)")
+
+    def _member_bits(self, index: int, wanted: int) -> int | None:
+        entry = self._types[index]
+        for i in range(entry.members):
+            name, kind_index, bits = struct.unpack_from("<III", self._blob, entry.data_at + 12 * i)
+            bits = bits & 0xFFFFFF if entry.is_bitfield_encoded else bits
+            if name == wanted:
+                return int(bits)
+            if name == 0 and self._types[kind_index].kind in (_STRUCT, _UNION):
+                inner = self._member_bits(kind_index, wanted)
+                if inner is not None:
+                    return int(bits) + inner
+        return None
+
+    def tracepoint_arguments(self, name: str) -> int:
+        """Returns how many arguments the kernel passes to raw tracepoint `name`.
+
+        BTF has a typedef `btf_trace_<name>` of a function pointer whose first argument is the
+        probe's private data (kernel commit e8c423fb31fa, v5.5).
+
+        Raises:
+            EnvironmentUnfit: The kernel has no such tracepoint.
+        """
+        index = self._find(_TYPEDEF, f"btf_trace_{name}")
+        if index is None:
+            raise EnvironmentUnfit(f"this kernel has no tracepoint {name} (asked from its BTF)")
+        prototype = self._types[self._types[self._types[index].target].target]
+        return prototype.members - 1

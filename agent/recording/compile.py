@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles and loads the kernel programs: the only module that imports bcc.
+
+Runs as a child of the recorder (`python -m aiflame.agent.recording.compile`), since LLVM leaves
+some 120 MB behind: it reads a request from standard input, hands the descriptors of programs and
+maps over a socket and exits. The compiler's own text goes to standard error, which the recorder
+keeps and shows when a compile fails.
+
+BCC rewrites map accesses in the main file only, so the files of bpf/ are pasted together first,
+with #line directives so that messages name the real files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.recording.kernel_macros import kernel_macros
+
+_INCLUDE = re.compile(r'#include "([\w.]+)"')
+# The kernel passes at most 253 descriptors in a message (SCM_MAX_FD, include/net/scm.h).
+_MAX_FDS_PER_MESSAGE = 253
+
+
+def paste_includes(folder: Path, name: str, pasted: set[str] | None = None) -> str:
+    """Returns a file of bpf/ with its local includes in place, each once."""
+    pasted = set() if pasted is None else pasted
+    if name in pasted:
+        return ""
+    pasted.add(name)
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate((folder / name).read_text().splitlines(), 1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append(line)
+        else:
+            lines += [paste_includes(folder, include[1], pasted), f'#line {number + 1} "{name}"']
+    return "\n".join(lines)
+
+
+def _import_bcc() -> Any:
+    try:
+        import bcc
+    except ImportError:
+        sys.exit("bcc-missing: the BPF compiler's Python bindings are not installed")
+    if not hasattr(bcc, "BPF"):
+        sys.exit(f"bcc-foreign: {bcc.__file__} is PyPI's unrelated package of the same name")
+    return bcc
+
+
+def _load(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    folder = Path(request["bpf_folder"])
+    os.environ["BCC_KERNEL_SOURCE"] = str(folder / "kernel")
+    bcc = _import_bcc()
+    try:
+        macros = {**kernel_macros(), **request["macros"]}
+    except EnvironmentUnfit as error:
+        sys.exit(f"unfit: {error}\n{error.hint or ''}")
+    flags = [f"-D{name}={value}" for name, value in macros.items()]
+    module = bcc.BPF(text=paste_includes(folder, request["unit"]).encode(), cflags=flags)
+    types = {"perf_event": bcc.BPF.PERF_EVENT, "raw_tracepoint": bcc.BPF.RAW_TRACEPOINT}
+    programs = {
+        name: os.dup(module.load_func(name.encode(), types[kind]).fd)
+        for name, kind in request["programs"].items()
+    }
+    maps = {name: os.dup(module[name.encode()].map_fd) for name in request["maps"]}
+    return programs, maps
+
+
+def _lift_memlock_limit() -> None:
+    # Kernels before v5.11 charge maps against RLIMIT_MEMLOCK; later ones ignore it, and there
+    # being refused (no CAP_SYS_RESOURCE) does no harm.
+    infinity = resource.RLIM_INFINITY
+    with contextlib.suppress(ValueError):
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (infinity, infinity))
+
+
+def main() -> None:
+    """Serves one request; the socket's descriptor is the first argument."""
+    request = json.load(sys.stdin)
+    _lift_memlock_limit()
+    programs, maps = _load(request)
+    fds = [*programs.values(), *maps.values()]
+    if len(fds) > _MAX_FDS_PER_MESSAGE:
+        sys.exit(f"too many programs and maps for one message: {len(fds)}")
+    reply = json.dumps({"programs": list(programs), "maps": list(maps)}).encode()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        socket.send_fds(channel, [reply], fds)
+    sys.stdout.flush()
+    # Skips LLVM's and BCC's clean-up, which takes longer than all of the above.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

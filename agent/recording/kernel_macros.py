@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts about the running kernel that are compiled into the programs.
+
+Apart from the recorder's other modules, since reading BTF costs 30 MB for a moment: it is done in
+the compiling child.
+"""
+
+from __future__ import annotations
+
+import os
+
+from aiflame.agent.recording.arch import this_architecture
+from aiflame.agent.recording.btf import Btf
+
+
+def kernel_macros() -> dict[str, int]:
+    """Returns the kernel facts that bpf/task.h asks for, from BTF.
+
+    Raises:
+        EnvironmentUnfit: No BTF, or a struct member that aiflame needs is missing.
+    """
+    btf = Btf.of_kernel()
+    return {
+        "TASK_PID": btf.member_offset("task_struct", "pid"),
+        "TASK_TGID": btf.member_offset("task_struct", "tgid"),
+        "TASK_FLAGS": btf.member_offset("task_struct", "flags"),
+        # Renamed in v5.14 (kernel commit 2f064a59a11f).
+        "TASK_STATE": btf.member_offset("task_struct", "__state", "state"),
+        "TASK_STACK": btf.member_offset("task_struct", "stack"),
+        "TASK_SIGNAL": btf.member_offset("task_struct", "signal"),
+        "TASK_REAL_PARENT": btf.member_offset("task_struct", "real_parent"),
+        # Monotonic since v5.5 (kernel commit cf25e24db61c); before, the same under that name.
+        "TASK_START_TIME": btf.member_offset("task_struct", "start_time"),
+        "SIGNAL_LIVE": btf.member_offset("signal_struct", "live"),
+        "THREAD_SIZE": this_architecture().thread_size_bytes,
+        # The fourth argument came in v5.18 (kernel commit fa2c3254d7cf).
+        "SWITCH_HAS_STATE": int(btf.tracepoint_arguments("sched_switch") >= 4),
+        "PAGE_SIZE": os.sysconf("SC_PAGE_SIZE"),
+    }

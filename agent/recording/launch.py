@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the command of `record -- CMD`, held back until the probes are live."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import select
+import shutil
+import signal
+from dataclasses import dataclass
+
+from aiflame.agent.errors import AiflameError, UsageError
+
+# What a shell returns for a command that it cannot execute (POSIX 2.8.2).
+_CANNOT_EXECUTE = 126
+
+# For a command that is asked to end; one that takes longer goes on by itself.
+_PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class SudoUser:
+    """Who typed sudo: files and commands belong to that user."""
+
+    uid: int
+    gid: int
+    name: str
+    home: str
+
+
+def sudo_user() -> SudoUser | None:
+    """Returns the user behind sudo, None when there is none."""
+    uid, gid = os.environ.get("SUDO_UID", ""), os.environ.get("SUDO_GID", "")
+    if os.geteuid() != 0 or not uid.isdigit() or not gid.isdigit() or int(uid) == 0:
+        return None
+    try:
+        entry = pwd.getpwuid(int(uid))
+    except KeyError:
+        return SudoUser(int(uid), int(gid), os.environ.get("SUDO_USER", uid), "/")
+    return SudoUser(int(uid), int(gid), entry.pw_name, entry.pw_dir)
+
+
+class HeldCommand:
+    """A child process that waits before its exec.
+
+    Args:
+        command: Program and arguments; the program is looked for in PATH.
+
+    Raises:
+        UsageError: There is no such program.
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        if shutil.which(command[0]) is None:
+            raise UsageError(f"cannot run {command[0]}: no such program")
+        self._gate_fd = self._failure_fd = -1
+        gate_read, self._gate_fd = os.pipe2(os.O_CLOEXEC)
+        self._failure_fd, failure_write = os.pipe2(os.O_CLOEXEC)
+        self._status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._gate_fd)
+            _become(command, gate_read, failure_write)
+        os.close(gate_read)
+        os.close(failure_write)
+
+    def release(self) -> None:
+        """Lets the command run.
+
+        Raises:
+            AiflameError: The exec failed.
+        """
+        os.write(self._gate_fd, b"!")
+        os.close(self._gate_fd)
+        self._gate_fd = -1
+        # The other end closes at exec; before that it carries the reason why there was none.
+        reason = os.read(self._failure_fd, 4096).decode(errors="replace")
+        os.close(self._failure_fd)
+        self._failure_fd = -1
+        if reason:
+            self.end()
+            raise AiflameError(f"cannot run the command: {reason}")
+
+    def end(self) -> None:
+        """Collects the command if it has ended; otherwise asks it to end, and waits a moment."""
+        for fd in (self._gate_fd, self._failure_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._gate_fd = self._failure_fd = -1
+        if self._status is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if not done:
+                os.kill(self.pid, signal.SIGTERM)
+                process_fd = os.pidfd_open(self.pid)
+                select.select([process_fd], [], [], _PATIENCE_S)
+                os.close(process_fd)
+                _, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = status
+
+
+def _become(command: list[str], gate_fd: int, failure_fd: int) -> None:
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        if not os.read(gate_fd, 1):
+            os._exit(_CANNOT_EXECUTE)  # the recorder gave up
+        environment = dict(os.environ)
+        user = sudo_user()
+        if user is not None:
+            os.initgroups(user.name, user.gid)
+            os.setgid(user.gid)
+            os.setuid(user.uid)
+            environment.update(HOME=user.home, USER=user.name, LOGNAME=user.name)
+        os.execvpe(command[0], command, environment)  # noqa: S606 - what the user asked for
+    except OSError as error:
+        os.write(failure_fd, f"{command[0]}: {error.strerror}".encode())
+    finally:
+        os._exit(_CANNOT_EXECUTE)

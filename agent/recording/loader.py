@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets the kernel programs into the kernel: asks the compiling child and takes its descriptors."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiflame.bpf
+from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.sysbpf import Map, ProgramCost, program_cost
+
+# Longer than the slowest compile seen (1 s) by an order of magnitude; a loaded host may crawl.
+_COMPILE_TIMEOUT_S = 120
+# The socket carries one short JSON line beside the descriptors.
+_REPLY_BYTES = 65536
+_MAX_FDS = 253
+
+PROGRAMS = {
+    "on_cpu_sample": "perf_event",
+    "on_switch": "raw_tracepoint",
+    "on_waking": "raw_tracepoint",
+    "on_fork": "raw_tracepoint",
+    "on_exec": "raw_tracepoint",
+    "on_exit": "raw_tracepoint",
+}
+BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOptions:
+    """What is compiled into the programs; sizes are entries, times ns."""
+
+    filter: abi.Filter
+    period_ns: int
+    follow_children: bool = True
+    off_cpu: bool = True
+    user_stacks: bool = True
+    kernel_stacks: bool = True
+    stacks_max: int = 16384
+    sums_max: int = 32768
+    threads_max: int = 65536
+    processes_max: int = 16384
+    ring_pages: int = 256
+    wait_event_ns: int = 100_000_000
+
+
+class Programs:
+    """Loaded programs and maps, by name. Closing them takes everything out of the kernel."""
+
+    def __init__(
+        self, program_fds: dict[str, int], map_fds: dict[str, int], options: ProgramOptions
+    ):
+        self.fds = program_fds
+        self.ring_fd = map_fds["ring"]
+        self.ring_bytes = options.ring_pages * os.sysconf("SC_PAGE_SIZE")
+        self.cgroups_fd = map_fds.get("cgroups")
+        self.settings = Map(
+            map_fds["settings"], abi.PID_DTYPE, abi.SETTINGS_DTYPE, len(abi.Setting)
+        )
+        self.counters = Map(
+            map_fds["counters"], abi.PID_DTYPE, abi.COUNTERS_DTYPE, len(abi.Counter)
+        )
+        self.processes = Map(
+            map_fds["processes"], abi.PID_DTYPE, abi.PROCESS_STATE_DTYPE, options.processes_max
+        )
+        self.threads = Map(
+            map_fds["threads"], abi.PID_DTYPE, abi.THREAD_STATE_DTYPE, options.threads_max
+        )
+        self.stacks = Map(
+            map_fds["stacks"], abi.STACK_ID_DTYPE, abi.STACK_DTYPE, options.stacks_max
+        )
+        self.sums = tuple(
+            Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
+            for name in ("sums0", "sums1")
+        )
+        self._all_fds = [*program_fds.values(), *map_fds.values()]
+
+    def set(self, setting: abi.Setting, value: int) -> None:
+        """Writes one run-time setting."""
+        self.settings.update(setting.to_bytes(4, "little"), value.to_bytes(8, "little"))
+
+    def costs(self) -> dict[str, ProgramCost]:
+        """Returns the kernel's account of each program."""
+        return {name: program_cost(fd) for name, fd in self.fds.items()}
+
+    def close(self) -> None:
+        """Closes every descriptor."""
+        for fd in self._all_fds:
+            os.close(fd)
+        self._all_fds = []
+
+
+def load_programs(options: ProgramOptions) -> Programs:
+    """Compiles and loads the programs; nothing is attached yet.
+
+    Raises:
+        EnvironmentUnfit: BCC is missing or foreign, the compile failed, or the kernel refused; the
+            compiler's or the verifier's own words are part of the message.
+    """
+    macros: dict[str, int | str] = {
+        "FILTER": int(options.filter),
+        "PERIOD_NS": f"{options.period_ns}ull",
+        "FOLLOW_CHILDREN": int(options.follow_children),
+        "WITH_OFF_CPU": int(options.off_cpu),
+        "WITH_USER_STACKS": int(options.user_stacks),
+        "WITH_KERNEL_STACKS": int(options.kernel_stacks),
+        "STACKS_MAX": options.stacks_max,
+        "SUMS_MAX": options.sums_max,
+        "THREADS_MAX": options.threads_max,
+        "PROCESSES_MAX": options.processes_max,
+        "RING_PAGES": options.ring_pages,
+        "WAIT_EVENT_NS": f"{options.wait_event_ns}ull",
+    }
+    maps = ["settings", "counters", "processes", "threads", "stacks", "sums0", "sums1", "ring"]
+    if options.filter is abi.Filter.CGROUP:
+        maps.append("cgroups")
+    request = {
+        "bpf_folder": str(Path(next(iter(aiflame.bpf.__path__))).resolve()),
+        "unit": "record.bpf.c",
+        "programs": PROGRAMS,
+        "maps": maps,
+    }
+    try:
+        return _ask_child({**request, "macros": {**macros, "HAVE_TASK_PT_REGS": 1}}, options)
+    except _LoadFailed:
+        # bpf_task_pt_regs is missing before v5.15: the registers are found without it.
+        return _ask_child({**request, "macros": {**macros, "HAVE_TASK_PT_REGS": 0}}, options)
+
+
+class _LoadFailed(EnvironmentUnfit):
+    """The compile or the verifier said no."""
+
+
+def _ask_child(request: dict[str, Any], options: ProgramOptions) -> Programs:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = subprocess.Popen(  # noqa: S603 - a module of our own
+            [sys.executable, "-m", "aiflame.agent.recording.compile", str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            cwd="/",  # python -m would import from the working directory first
+        )
+        theirs.close()
+        try:
+            _, complaint = child.communicate(json.dumps(request).encode(), _COMPILE_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            child.kill()
+            child.communicate()
+            raise EnvironmentUnfit(
+                f"the kernel programs were not compiled within {_COMPILE_TIMEOUT_S} s"
+            ) from error
+        if child.returncode != 0:
+            raise _explain(complaint.decode(errors="replace"))
+        reply, fds, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MAX_FDS)
+    names = json.loads(reply)
+    count = len(names["programs"])
+    return Programs(
+        dict(zip(names["programs"], fds[:count], strict=True)),
+        dict(zip(names["maps"], fds[count:], strict=True)),
+        options,
+    )
+
+
+def _explain(complaint: str) -> EnvironmentUnfit:
+    if complaint.startswith("unfit: "):
+        message, _, hint = complaint.removeprefix("unfit: ").strip().partition("\n")
+        return EnvironmentUnfit(message, hint or None)
+    if "bcc-missing" in complaint:
+        return EnvironmentUnfit("the BPF compiler is not installed (python3-bpfcc)", BCC_HINT)
+    if "bcc-foreign" in complaint:
+        return EnvironmentUnfit(complaint.partition("bcc-foreign: ")[2].strip(), BCC_HINT)
+    if "Operation not permitted" in complaint:
+        return EnvironmentUnfit(
+            "the kernel does not let this process load BPF programs",
+            "run as root, or with CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE",
+        )
+    return _LoadFailed(f"the kernel programs were not accepted:\n{complaint.strip()}")

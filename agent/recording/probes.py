@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaches loaded programs: cpu-clock events and raw tracepoints, and takes them off again."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.recording import sysbpf
+from aiflame.agent.recording.loader import Programs
+
+_ONLINE_CPUS = Path("/sys/devices/system/cpu/online")
+
+# Raw tracepoints of the programs; the off-CPU ones are attached only when asked for.
+_LIFE_TRACEPOINTS = {
+    "on_fork": "sched_process_fork",
+    "on_exec": "sched_process_exec",
+    "on_exit": "sched_process_exit",
+}
+_OFF_CPU_TRACEPOINTS = {"on_switch": "sched_switch", "on_waking": "sched_waking"}
+
+
+def online_cpus() -> list[int]:
+    """Returns the CPUs that are online, from a list such as `0-3,8`."""
+    cpus: list[int] = []
+    for part in _ONLINE_CPUS.read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+class Probes:
+    """What is attached, as descriptors: closing them detaches.
+
+    Args:
+        programs: Loaded programs.
+        off_cpu: Attach the context-switch programs as well.
+
+    Raises:
+        EnvironmentUnfit: The kernel refuses an attachment.
+    """
+
+    def __init__(self, programs: Programs, off_cpu: bool) -> None:
+        self._clocks: list[int] = []
+        self._tracepoints: list[int] = []
+        self._programs = programs
+        wanted = {**_LIFE_TRACEPOINTS, **(_OFF_CPU_TRACEPOINTS if off_cpu else {})}
+        for program, tracepoint in wanted.items():
+            self._tracepoints.append(self._raw_tracepoint(tracepoint, programs.fds[program]))
+
+    def _raw_tracepoint(self, name: str, program_fd: int) -> int:
+        try:
+            return sysbpf.open_raw_tracepoint(name, program_fd)
+        except OSError as error:
+            raise EnvironmentUnfit(
+                f"cannot attach to tracepoint {name}: {error.strerror}"
+            ) from error
+
+    def start_clocks(self, period_ns: int) -> None:
+        """Starts sampling on every online CPU.
+
+        Raises:
+            EnvironmentUnfit: perf_event_open is denied.
+        """
+        for cpu in online_cpus():
+            try:
+                fd = sysbpf.open_cpu_clock(cpu, period_ns)
+            except OSError as error:
+                if error.errno == errno.ENODEV:  # went offline since the list was read
+                    continue
+                raise _perf_denied(error) from error
+            sysbpf.set_event_program(fd, self._programs.fds["on_cpu_sample"])
+            self._clocks.append(fd)
+        for fd in self._clocks:
+            sysbpf.enable_event(fd)
+
+    def stop_clocks(self) -> None:
+        """Ends sampling."""
+        for fd in self._clocks:
+            os.close(fd)
+        self._clocks = []
+
+    def close(self) -> None:
+        """Detaches everything."""
+        self.stop_clocks()
+        for fd in self._tracepoints:
+            os.close(fd)
+        self._tracepoints = []
+
+
+def _perf_denied(error: OSError) -> EnvironmentUnfit:
+    level = Path("/proc/sys/kernel/perf_event_paranoid")
+    current = level.read_text().strip() if level.exists() else "unknown"
+    return EnvironmentUnfit(
+        f"perf_event_open: {error.strerror} (kernel.perf_event_paranoid is {current})",
+        "run as root, or: sudo sysctl kernel.perf_event_paranoid=-1",
+    )

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process table: who the recorded processes and threads are, and what they have mapped.
+
+A process image is a pid between two execs. It is read from /proc when the kernel half announces
+its first sample, and read again when a sample has an address in no known mapping. Mappings that
+were replaced stay where newer ones do not cover them: old samples still mean the old file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.recording import procfs
+from aiflame.agent.recording.binaries import BinaryTable
+from intervaltree import IntervalTree
+
+# Anonymous executable memory: code that a JIT made.
+NO_BINARY = -1
+
+# Intervals between reads of mappings that brought nothing: a minute.
+_MAX_READS_TO_SKIP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """[start, end) of a process shows `binary` from `file_offset` on; NO_BINARY: JIT memory."""
+
+    start: int
+    end: int
+    file_offset: int
+    binary: int
+
+
+_MappingArrays: TypeAlias = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], list[Mapping]]
+
+
+@dataclass(slots=True)
+class ProcessImage:
+    """One process image. Times are monotonic ns; `index` counts from 0."""
+
+    index: int
+    pid: int
+    image: int
+    started_ns: int
+    parent_pid: int = 0
+    name: str = ""
+    executable: str = ""
+    command_line: str = ""
+    cgroup: str = ""
+    namespaced_pid: int = 0
+    owner_uid: int = 0
+    root: str = ""
+    exited_ns: int | None = None
+    was_read: bool = False
+    fruitless_reads: int = 0
+    reads_to_skip: int = 0
+    mappings: IntervalTree = field(default_factory=IntervalTree)
+    _arrays: _MappingArrays | None = None
+
+    def mapping_arrays(self) -> _MappingArrays:
+        """Returns starts, ends and mappings in address order, for bulk lookups."""
+        if self._arrays is None:
+            ordered = sorted((i.begin, i.end, i.data) for i in self.mappings)
+            self._arrays = (
+                np.array([o[0] for o in ordered], np.uint64),
+                np.array([o[1] for o in ordered], np.uint64),
+                [o[2] for o in ordered],
+            )
+        return self._arrays
+
+    def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Returns for each address the index of its mapping in `mapping_arrays`, -1 for none."""
+        starts, ends, _ = self.mapping_arrays()
+        if not len(starts):
+            return np.full(len(addresses), -1, np.int64)
+        at = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
+        inside = (at >= 0) & (addresses < ends[np.maximum(at, 0)])
+        return np.where(inside, at, -1)
+
+    def replace_mappings(self, mappings: list[Mapping]) -> bool:
+        """Lays new mappings over the known ones; returns whether any was new."""
+        changed = False
+        for mapping in mappings:
+            same = self.mappings.at(mapping.start)
+            if any(i.data == mapping and i.end == mapping.end for i in same):
+                continue
+            self.mappings.chop(mapping.start, mapping.end)
+            self.mappings.addi(mapping.start, mapping.end, mapping)
+            changed = True
+        if changed:
+            self._arrays = None
+        return changed
+
+
+@dataclass(slots=True)
+class ThreadInfo:
+    """One thread of one image; times in ns, filled in when it ends or the recording does."""
+
+    index: int
+    image: ProcessImage
+    tid: int
+    name: str
+    on_cpu_ns: int = 0
+    observed_ns: int = 0
+
+
+class ProcessTable:
+    """All images and threads of a recording.
+
+    Args:
+        start_ns: When the recording began, monotonic.
+        current_image: Tells which image of a pid the kernel half knows now, None for none.
+    """
+
+    def __init__(self, start_ns: int, current_image: Callable[[int], int | None]) -> None:
+        self.start_ns = start_ns
+        self._current_image = current_image
+        self.images: list[ProcessImage] = []
+        self.threads: list[ThreadInfo] = []
+        self.binaries = BinaryTable()
+        self._by_key: dict[tuple[int, int], ProcessImage] = {}
+        self._latest: dict[int, ProcessImage] = {}
+        self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
+
+    def image(self, pid: int, image: int) -> ProcessImage:
+        """Returns a process image, entered now if it was not known."""
+        known = self._by_key.get((pid, image))
+        return known if known is not None else self._enter(pid, image, image)
+
+    def latest(self, pid: int) -> ProcessImage | None:
+        """Returns the newest image of a pid."""
+        return self._latest.get(pid)
+
+    def seen(self, pid: int, image: int, parent_pid: int, name: str, ns: int) -> ProcessImage:
+        """Enters a process image whose first sample was just taken, and reads it."""
+        known = self._by_key.get((pid, image)) or self._enter(pid, image, ns, parent_pid, name)
+        known.parent_pid = parent_pid or known.parent_pid
+        known.name = name or known.name
+        self.read_mappings(known)
+        return known
+
+    def _enter(
+        self, pid: int, image: int, ns: int, parent_pid: int = 0, name: str = ""
+    ) -> ProcessImage:
+        entered = ProcessImage(len(self.images), pid, image, max(ns, self.start_ns), parent_pid)
+        entered.name = name or procfs.comm(pid) or f"pid {pid}"
+        self.images.append(entered)
+        self._by_key[(pid, image)] = entered
+        self._read_identity(entered)
+        self._latest[pid] = entered
+        return entered
+
+    def _read_identity(self, image: ProcessImage) -> None:
+        pid = image.pid
+        cgroup = procfs.cgroup(pid)
+        if not cgroup:
+            self._inherit(image)
+            return
+        image.cgroup = cgroup
+        image.executable = procfs.executable(pid)
+        image.command_line = procfs.command_line(pid)
+        image.parent_pid = image.parent_pid or procfs.parent_pid(pid)
+        image.namespaced_pid = procfs.namespaced_pid(pid)
+        image.owner_uid = procfs.owner_uid(pid)
+        image.root = self.binaries.root_of(pid)
+
+    def _inherit(self, image: ProcessImage) -> None:
+        """A forked child that is gone had its parent's mappings, unless it called exec."""
+        parent = self._latest.get(image.parent_pid)
+        if parent is None or parent.name != image.name:
+            return
+        image.executable, image.cgroup = parent.executable, parent.cgroup
+        image.command_line, image.root = parent.command_line, parent.root
+        image.replace_mappings([i.data for i in parent.mappings])
+
+    def read_mappings(self, image: ProcessImage) -> bool:
+        """Reads the mappings again; returns whether anything new was found.
+
+        A process that is gone, or has called exec since, keeps what was known: the kernel half is
+        asked after the read, so that one image never gets another's mappings.
+        """
+        found = []
+        for line in procfs.executable_mappings(image.pid):
+            file = self.binaries.of_mapping(image.pid, line)
+            binary = NO_BINARY if file is None else file.index
+            found.append(Mapping(line.start, line.end, line.offset, binary))
+        if self._current_image(image.pid) != image.image:
+            return False
+        image.was_read = image.was_read or bool(found)
+        return image.replace_mappings(found)
+
+    def unknown_address(self, image: ProcessImage, is_certain: bool) -> None:
+        """Reads mappings again since a sample had an address in none.
+
+        Args:
+            image: Whose sample it was.
+            is_certain: The address was executing. A caller's address may be a frame pointer's
+                junk: reads that found nothing new are repeated ever more rarely for those.
+        """
+        if not is_certain and image.reads_to_skip > 0:
+            image.reads_to_skip -= 1
+            return
+        if self.read_mappings(image):
+            image.fruitless_reads = 0
+        else:
+            image.fruitless_reads += 1
+        image.reads_to_skip = min(1 << image.fruitless_reads, _MAX_READS_TO_SKIP)
+
+    def exited(self, pid: int, image: int, ns: int) -> None:
+        """Notes the end of a process."""
+        known = self._by_key.get((pid, image))
+        if known is not None:
+            known.exited_ns = ns
+
+    def thread(self, image: ProcessImage, tid: int) -> ThreadInfo:
+        """Returns a thread, entered now with the name it has now if it was not known."""
+        key = (image.index, tid)
+        known = self._thread_by_key.get(key)
+        if known is None:
+            name = procfs.comm(image.pid, tid) or image.name
+            known = ThreadInfo(len(self.threads), image, tid, name)
+            self.threads.append(known)
+            self._thread_by_key[key] = known
+        return known

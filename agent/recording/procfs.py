@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What /proc says about processes and threads.
+
+All of it may vanish or change between two reads, and most of it is chosen by the process itself:
+every reader returns an empty answer for a process that is gone and bounds what it reads. Formats:
+Documentation/filesystems/proc.rst (v6.1).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# The kernel caps a process at vm.max_map_count mappings, 65,530 by default; each line holds a path
+# of at most 4,096 bytes, but 32 MiB covers 65,530 lines of 500.
+_MAX_MAPS_BYTES = 32 << 20
+# What is kept of a command line; a picture's subtitle and a table cell need no more.
+_MAX_COMMAND_LINE_BYTES = 4096
+# Container runtimes name the cgroup after the container: 64 hex digits (OCI, docker, cri-o).
+_CONTAINER_ID = re.compile(r"(?:^|[/-])([0-9a-f]{64})(?:\.scope)?(?:/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class MapsLine:
+    """One executable mapping. Addresses and offset in bytes."""
+
+    start: int
+    end: int
+    offset: int
+    device: str  # major:minor in hex, as in the file
+    inode: int
+    path: str  # as the kernel wrote it: may end in " (deleted)", or be "[vdso]" or ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStat:
+    """A thread's state letter, and how often it was switched out so far."""
+
+    state: str
+    switches: int
+
+
+def read_text(path: str | Path, limit: int = 65536) -> str:
+    """Returns up to `limit` bytes of a small file, "" when it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(limit).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def executable_mappings(pid: int) -> list[MapsLine]:
+    """Returns what a process has mapped executable, in address order."""
+    found = []
+    for line in read_text(f"/proc/{pid}/maps", _MAX_MAPS_BYTES).splitlines():
+        fields = line.split(None, 5)
+        if len(fields) < 5 or "x" not in fields[1]:
+            continue
+        start, _, end = fields[0].partition("-")
+        # Newlines in file names are written as \012 (seq_file's mangling).
+        path = fields[5].replace("\\012", "\n") if len(fields) > 5 else ""
+        found.append(
+            MapsLine(
+                int(start, 16), int(end, 16), int(fields[2], 16), fields[3], int(fields[4]), path
+            )
+        )
+    return found
+
+
+def comm(pid: int, tid: int | None = None) -> str:
+    """Returns the name of a process or thread, "" when it is gone."""
+    path = f"/proc/{pid}/comm" if tid is None else f"/proc/{pid}/task/{tid}/comm"
+    return read_text(path).rstrip("\n")
+
+
+def command_line(pid: int) -> str:
+    """Returns the arguments joined by spaces, "" for a kernel thread."""
+    raw = read_text(f"/proc/{pid}/cmdline", _MAX_COMMAND_LINE_BYTES)
+    return raw.rstrip("\0").replace("\0", " ")
+
+
+def executable(pid: int) -> str:
+    """Returns the executable's path as the process sees it."""
+    try:
+        return str(Path(f"/proc/{pid}/exe").readlink())
+    except OSError:
+        return ""
+
+
+def cgroup(pid: int) -> str:
+    """Returns the cgroup v2 path, or the deepest v1 path where there is no v2 one."""
+    paths = {}
+    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
+        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        paths[controllers] = path
+    unified = paths.pop("", "")
+    return unified if unified not in ("", "/") else max(paths.values(), key=len, default=unified)
+
+
+def container_id(cgroup_path: str) -> str:
+    """Returns the container id that a cgroup path ends in, or ""."""
+    found = _CONTAINER_ID.findall(cgroup_path)
+    return str(found[-1]) if found else ""
+
+
+def status_field(pid: int, field: str) -> list[str]:
+    """Returns the words of one line of /proc/PID/status, none when it is not there."""
+    for line in read_text(f"/proc/{pid}/status").splitlines():
+        name, _, words = line.partition(":")
+        if name == field:
+            return words.split()
+    return []
+
+
+def namespaced_pid(pid: int) -> int:
+    """Returns the pid by which the process knows itself: the innermost of its NSpid line."""
+    return int((status_field(pid, "NSpid") or [str(pid)])[-1])
+
+
+def parent_pid(pid: int) -> int:
+    """Returns the parent's pid, 0 when unknown."""
+    return int((status_field(pid, "PPid") or ["0"])[0])
+
+
+def owner_uid(pid: int) -> int:
+    """Returns the real user id of a process, 0 when unknown."""
+    return int((status_field(pid, "Uid") or ["0"])[0])
+
+
+def process_ids() -> list[int]:
+    """Returns all pids visible here."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def thread_ids(pid: int) -> list[int]:
+    """Returns the threads of a process, none when it is gone."""
+    try:
+        return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+
+
+def thread_stat(pid: int, tid: int) -> ThreadStat | None:
+    """Returns a thread's state and its count of context switches, None when it is gone."""
+    state, switches = "", 0
+    for line in read_text(f"/proc/{pid}/task/{tid}/status").splitlines():
+        if line.startswith("State:"):
+            state = line.split()[1]
+        elif "ctxt_switches" in line:
+            switches += int(line.split()[1])
+    return ThreadStat(state, switches) if state else None

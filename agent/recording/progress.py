@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recording says while it runs: on standard error, so that standard output stays free."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from aiflame.agent.recording.recorder import Progress
+from aiflame.agent.reports.facts import duration
+from aiflame.agent.reports.rows import showable
+
+# Where there is no terminal, a line for each of these keeps a log readable.
+_PLAIN_LINE_EVERY_S = 10
+
+
+class ProgressPrinter:
+    """Prints the attached line, the live line, and messages.
+
+    Args:
+        stream: Standard error.
+        quiet: Print nothing.
+        verbose: Print what is only of interest when something is odd.
+    """
+
+    def __init__(self, stream: TextIO, quiet: bool, verbose: int) -> None:
+        self._stream = stream
+        self._quiet = quiet
+        self._verbose = verbose > 0
+        self._is_terminal = stream.isatty()
+        self._live = False
+
+    def say(self, text: str) -> None:
+        """Prints one line."""
+        if self._quiet:
+            return
+        if self._live:
+            self._stream.write("\r\033[K")
+            self._live = False
+        self._stream.write(f"{showable(text)}\n")
+        self._stream.flush()
+
+    def detail(self, text: str) -> None:
+        """Prints one line if -v was given."""
+        if self._verbose:
+            self.say(text)
+
+    def progress(self, now: Progress) -> None:
+        """Shows how far the recording is; called once a second."""
+        seconds = round(now.elapsed_ns / 1e9)
+        line = (
+            f"{seconds // 60:02d}:{seconds % 60:02d}  cpu {now.samples:,} samples"
+            f"  off-cpu {duration(now.off_cpu_ns)}  lost {now.lost:,}"
+        )
+        if self._quiet:
+            return
+        if self._is_terminal:
+            self._stream.write(f"\r\033[K{line}")
+            self._stream.flush()
+            self._live = True
+        elif seconds % _PLAIN_LINE_EVERY_S == 0:
+            self.say(line)

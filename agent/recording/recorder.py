@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording itself: attach, drain once an interval, stop in order.
+
+The recorder pays per distinct stack, not per sample: the kernel half sums, this half empties its
+maps once a second and hands rows to the capture. It never walks, never resolves symbols while it
+records, and holds no compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.model import SampleClass
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.recording.probes import Probes
+from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.recording.ringbuf import RingBuffer
+from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
+from aiflame.agent.recording.signals import StopSignals
+from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters
+from aiflame.agent.recording.sleepers import Sleepers
+from aiflame.agent.recording.sysbpf import BPF_NOEXIST, Map, ProgramCost
+from aiflame.agent.recording.targets import Target
+
+# Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
+INTERVAL_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the live line shows."""
+
+    elapsed_ns: int
+    samples: int
+    off_cpu_ns: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished recording knows besides the rows it wrote. Times in ns."""
+
+    start_ns: int
+    started_unix_ns: int
+    duration_ns: int
+    counters: dict[abi.Counter, int]
+    costs: dict[str, ProgramCost]
+    ns_by_class: tuple[int, int, int, int]
+
+
+class Recorder:
+    """One recording.
+
+    Args:
+        target: Whom to record.
+        options: What is compiled into the kernel half.
+        writer: Open capture.
+        signals: Ends the recording.
+    """
+
+    def __init__(
+        self, target: Target, options: ProgramOptions, writer: CaptureWriter, signals: StopSignals
+    ) -> None:
+        self._target = target
+        self._options = options
+        self._writer = writer
+        self._signals = signals
+        self._programs: Programs = load_programs(options)
+        self._probes = Probes(self._programs, options.off_cpu)
+        self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
+        self.cpu_count = os.sysconf("SC_NPROCESSORS_CONF")
+        self._epoch = 0
+        self._images_written = self._threads_written = 0
+        self.sleepers = Sleepers()
+
+    def start(self) -> None:
+        """Goes live: from here on nothing of the target is missed."""
+        programs = self._programs
+        if programs.cgroups_fd is not None:
+            self._enter_cgroup(programs.cgroups_fd)
+        self._enter_process(os.getpid(), 0, abi.ProcessFlag.EXCLUDED)
+        # An event when half of the store is used, counted by each CPU for its share.
+        programs.set(abi.Setting.DRAIN_AT, max(self._options.stacks_max // 2 // self.cpu_count, 1))
+        self._wall_start_ns = time.time_ns()
+        self.start_ns = time.monotonic_ns()
+        self.table = ProcessTable(self.start_ns, self._current_image)
+        self.stacks = StackSink(self._writer, self.table)
+        self.samples = SampleSink(self._writer, self.table, self.stacks)
+        pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
+        for pid in pids:
+            self._enter_process(pid, self.start_ns, abi.ProcessFlag.TARGET)
+        command = self._target.command
+        if command is not None:
+            self._enter_process(command.pid, self.start_ns, abi.ProcessFlag.AT_EXEC)
+        programs.set(abi.Setting.START_NS, self.start_ns)
+        self._probes.start_clocks(self._options.period_ns)
+        if self._options.off_cpu:
+            for pid in pids:
+                self.sleepers.enter(programs, pid, self.start_ns, self.start_ns)
+
+    def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
+        state = np.zeros(1, abi.PROCESS_STATE_DTYPE)
+        state["image"], state["flags"] = image, int(flags)
+        self._programs.processes.update(pid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST)
+
+    def _enter_cgroup(self, map_fd: int) -> None:
+        directory = os.open(str(self._target.cgroup), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            slot = Map(map_fd, abi.PID_DTYPE, abi.PID_DTYPE, 1)
+            slot.update(bytes(4), directory.to_bytes(4, "little"))
+        finally:
+            os.close(directory)
+
+    def _current_image(self, pid: int) -> int | None:
+        state = self._programs.processes.lookup(pid.to_bytes(4, "little"))
+        return None if state is None else int(state[0]["image"])
+
+    def run(self, duration_ns: int | None, report: Callable[[Progress], None]) -> None:
+        """Drains until told to stop, the time is over, or the target has ended."""
+        self._ring.watch(self._signals.fd)
+        waiting = {os.pidfd_open(pid): pid for pid in self._living_pids()}
+        for fd in waiting:
+            self._ring.watch(fd)
+        end_ns = None if duration_ns is None else self.start_ns + duration_ns
+        next_ns = self.start_ns + INTERVAL_NS
+        try:
+            while not self._signals.requested and (waiting or not self._target.pids):
+                now_ns = time.monotonic_ns()
+                if end_ns is not None and now_ns >= end_ns:
+                    break
+                until_ns = next_ns if end_ns is None else min(next_ns, end_ns)
+                self._ring.wait((until_ns - now_ns) / 1e9)
+                self._read_events()
+                if time.monotonic_ns() >= next_ns:
+                    self.drain()
+                    report(self._progress())
+                    next_ns = max(next_ns + INTERVAL_NS, time.monotonic_ns())
+                for fd in [fd for fd in waiting if _has_ended(fd)]:
+                    os.close(fd)
+                    del waiting[fd]
+        finally:
+            for fd in waiting:
+                os.close(fd)
+
+    def _living_pids(self) -> list[int]:
+        return [pid for pid in self._target.pids if Path(f"/proc/{pid}").is_dir()]
+
+    def _progress(self) -> Progress:
+        counters = read_counters(self._programs.counters, self.cpu_count)
+        return Progress(
+            elapsed_ns=time.monotonic_ns() - self.start_ns,
+            samples=self.samples.samples,
+            off_cpu_ns=sum(self.samples.ns_by_class[1:]),
+            lost=sum(counters[counter] for counter in abi.LOSS_MEANINGS),
+        )
+
+    def _read_events(self) -> None:
+        for payload in self._ring.records():
+            kind = int.from_bytes(payload[:4], "little")
+            if kind == abi.EventType.PROCESS_SEEN:
+                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
+                name = bytes(event["comm"]).decode(errors="replace")
+                image, ns = int(event["image"]), int(event["ns"])
+                self.table.seen(int(event["tgid"]), image, int(event["parent_tgid"]), name, ns)
+            elif kind == abi.EventType.PROCESS_EXIT:
+                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
+                self.table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))
+            elif kind == abi.EventType.THREAD_EXIT:
+                self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
+            elif kind == abi.EventType.WAIT:
+                self.samples.add_wait(np.frombuffer(payload, abi.WAIT_EVENT_DTYPE, 1)[0])
+            elif kind == abi.EventType.DRAIN:
+                self._drain_stacks()
+
+    def _thread_ended(self, event: np.void) -> None:
+        image = self.table.image(int(event["tgid"]), int(event["image"]))
+        thread = self.table.thread(image, int(event["tid"]))
+        thread.name = bytes(event["comm"]).decode(errors="replace")
+        thread.on_cpu_ns = int(event["on_cpu_ns"])
+        thread.observed_ns = int(event["ns"]) - max(int(event["first_seen_ns"]), self.start_ns)
+
+    def _drain_stacks(self) -> None:
+        for keys, records in self._programs.stacks.chunks(take=True):
+            self.stacks.add(keys, records)
+
+    def drain(self) -> None:
+        """Empties the kernel's stores into the capture, and commits."""
+        idle = self._programs.sums[self._epoch]
+        self._epoch ^= 1
+        self._programs.set(abi.Setting.EPOCH, self._epoch)
+        self._drain_stacks()
+        keys, values = idle.take_all()
+        interval = (time.monotonic_ns() - self.start_ns) // INTERVAL_NS
+        self.samples.add(max(interval - 1, 0), keys, values)
+        self._write_tables(
+            self.table.images[self._images_written :], self.table.threads[self._threads_written :]
+        )
+        self._writer.commit()
+        self._images_written = len(self.table.images)
+        self._threads_written = len(self.table.threads)
+
+    def stop(self) -> Outcome:
+        """Ends sampling, closes open intervals, and drains what is left."""
+        self._probes.stop_clocks()
+        end_ns = time.monotonic_ns()
+        self._programs.set(abi.Setting.START_NS, 0)
+        self._read_events()
+        self.drain()
+        self.drain()  # the other of the two sum maps
+        self._close_open_intervals(end_ns)
+        counters = read_counters(self._programs.counters, self.cpu_count)
+        outcome = Outcome(
+            start_ns=self.start_ns,
+            started_unix_ns=self._wall_start_ns,
+            duration_ns=end_ns - self.start_ns,
+            counters=counters,
+            costs=self._programs.costs(),
+            ns_by_class=tuple(self.samples.ns_by_class),  # type: ignore[arg-type]
+        )
+        self._write_tables(self.table.images, self.table.threads)
+        self._writer.commit()
+        return outcome
+
+    def _close_open_intervals(self, end_ns: int) -> None:
+        if not self._options.off_cpu:
+            return
+        keys, states = self._programs.threads.read_all()
+        sum_keys, sum_values = [], []
+        for tid, state in zip(keys.tolist(), states, strict=True):
+            tgid, stack = int(state["tgid"]), int(state["stack"])
+            image = self.table.image(tgid, int(state["image"]))
+            thread = self.table.thread(image, tid)
+            thread.observed_ns = end_ns - max(int(state["first_seen_ns"]), self.start_ns)
+            thread.on_cpu_ns = int(state["on_cpu_ns"])
+            switched_ns = int(state["switched_ns"])
+            if not switched_ns or switched_ns > end_ns:
+                continue
+            if int(state["off_class"]) == SampleClass.ON_CPU:
+                thread.on_cpu_ns += end_ns - switched_ns
+                continue
+            for sample_class, ns in open_parts(state, end_ns):
+                sum_keys.append((stack, tgid, tid, int(sample_class), 0))
+                sum_values.append((1, ns))
+            if end_ns - switched_ns >= self._options.wait_event_ns:
+                self._open_wait(tid, state, end_ns)
+        self.samples.add(
+            (end_ns - self.start_ns - 1) // INTERVAL_NS,
+            np.array(sum_keys, abi.SUM_KEY_DTYPE),
+            np.array(sum_values, abi.SUM_VALUE_DTYPE),
+        )
+
+    def _open_wait(self, tid: int, state: np.void, end_ns: int) -> None:
+        parts = dict(open_parts(state, end_ns))
+        event = np.zeros(1, abi.WAIT_EVENT_DTYPE)[0]
+        event["tgid"], event["tid"], event["stack"] = state["tgid"], tid, state["stack"]
+        event["start_ns"] = state["switched_ns"]
+        event["blocked_ns"] = parts.get(SampleClass.BLOCKED, 0)
+        event["runnable_ns"] = parts.get(SampleClass.WAITING_TO_RUN, 0)
+        self.samples.add_wait(event)
+
+    def _write_tables(self, images: list[ProcessImage], threads: list[ThreadInfo]) -> None:
+        start_ns = self.start_ns
+        self._writer.put("processes", (row_of_image(image, start_ns) for image in images))
+        self._writer.put("threads", (row_of_thread(thread) for thread in threads))
+
+    def close(self) -> None:
+        """Detaches and takes the programs out of the kernel."""
+        self._probes.close()
+        self._ring.close()
+        self._programs.close()
+
+
+def _has_ended(process_fd: int) -> bool:
+    # A pidfd is readable once its process has ended (v5.3).
+    return bool(select.select([process_fd], [], [], 0)[0])

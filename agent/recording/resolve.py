@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives the recorded addresses their names: frames, functions and binaries of the capture.
+
+Runs once, when the recording has ended. Each distinct place is resolved once; user-space names come
+from the symbol service, a child process, kernel names from kallsyms, code in anonymous memory from
+the target's perf-PID.map. Stacks are then cut where a frame-pointer walk went astray, and judged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.model import FrameKind
+from aiflame.agent.recording import roots
+from aiflame.agent.recording.names import MAX_INTEGER, Names
+from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage, ProcessTable
+from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
+from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.frames import SourceFrame, clean_name
+from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
+from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
+from aiflame.agent.symbols.service import Request, SymbolService
+
+_KERNEL_PATH = "[kernel]"
+
+# What stands between a tracepoint and a BPF program (include/trace/bpf_probe.h, v6.18).
+_TRACING_PREFIXES = ("bpf_trace_run", "__bpf_trace_", "__traceiter_", "trace_call_bpf")
+
+
+@dataclass(slots=True)
+class Place:
+    """What is known of one distinct place while it is being resolved."""
+
+    chain: tuple[int, ...] = ()  # frame ids, innermost inlined function first
+    is_mapped: bool = True
+    is_start: bool = False
+    is_tracing: bool = False  # the profiler's own, when it is at the leaf of a switch stack
+
+
+class CaptureResolver:
+    """Resolves everything that a recording stored.
+
+    Args:
+        writer: Open capture; all stacks are in it.
+        table: Process table of the recording.
+        service: Resolves binaries.
+    """
+
+    def __init__(self, writer: CaptureWriter, table: ProcessTable, service: SymbolService) -> None:
+        self._writer = writer
+        self._table = table
+        self._service = service
+        self._names = Names()
+        self._elf: dict[int, ElfImage | None] = {}
+        self._entries: dict[int, int] = {}
+        self.problems: Counter[str] = Counter()
+        self.ends: dict[int, int] = {}
+
+    def write_mappings(self) -> None:
+        """Writes binaries and mappings, so that even unresolved stacks can be read."""
+        rows = []
+        for image in self._table.images:
+            for begin, end, mapping in sorted(image.mappings):
+                if mapping.binary == NO_BINARY:
+                    continue
+                bias = self._bias(mapping, begin)
+                if not 0 <= bias <= MAX_INTEGER:
+                    bias = 0
+                binary = self._binary_id(mapping.binary)
+                rows.append((image.index, begin, end, mapping.file_offset, bias, binary))
+        self._writer.put("mappings", rows)
+        self._names.write(self._writer)
+
+    def _image_of(self, binary: int) -> ElfImage | None:
+        if binary not in self._elf:
+            fd = self._table.binaries.files[binary].fd
+            try:
+                self._elf[binary] = None if fd is None else ElfImage.from_fd(fd)
+            except BadElf:
+                self.problems["bad_elf"] += 1
+                self._elf[binary] = None
+        return self._elf[binary]
+
+    def _binary_id(self, binary: int) -> int:
+        elf = self._image_of(binary)
+        path = clean_name(self._table.binaries.files[binary].path)
+        return self._names.binary(path, "" if elf is None else elf.build_id)
+
+    def _bias(self, mapping: Mapping, begin: int) -> int:
+        """Returns what to subtract from an address in [begin, ...) of a mapping."""
+        elf = self._image_of(mapping.binary)
+        file_offset = mapping.file_offset + begin - mapping.start
+        virtual = None if elf is None else elf.address_of(file_offset)
+        return begin - (file_offset if virtual is None else virtual)
+
+    def resolve(self) -> None:
+        """Resolves all stacks and writes their frames.
+
+        Raises:
+            DiskFull: Nothing of this is kept; the capture stays readable without names.
+        """
+        stacks = RawStacks.of_rows(self._writer.stack_rows())
+        places = [Place() for _ in stacks.addresses]
+        in_binaries: dict[int, list[tuple[U64, I64]]] = {}
+        for owner in np.unique(stacks.owners).tolist():
+            indexes = np.flatnonzero(stacks.owners == owner)
+            addresses = stacks.addresses[indexes]
+            if owner == KERNEL_OWNER:
+                self._kernel(addresses, [places[i] for i in indexes.tolist()])
+            else:
+                image = self._table.images[owner]
+                self._user(image, addresses, indexes, places, in_binaries)
+        self._binaries(in_binaries, places)
+        self._write(stacks, places)
+
+    def _write(self, stacks: RawStacks, places: list[Place]) -> None:
+        kept = stacks.kept_lengths(np.array([place.is_mapped for place in places], bool))
+        ends = stacks.judged_ends(kept, np.array([place.is_start for place in places], bool))
+        sizes = np.array([len(place.chain) for place in places], np.int64)
+        chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        chains = np.array([frame for place in places for frame in place.chain], np.int64)
+        first = stacks.first_kept(
+            np.array([place.is_tracing for place in places], bool),
+            np.isin(stacks.ids, self._writer.switch_stack_ids()),
+        )
+        blobs = stacks.frame_blobs(first, kept, chain_starts, chains)
+        self._names.write(self._writer)
+        self._writer.set_stack_frames(zip(ends.tolist(), blobs, stacks.ids.tolist(), strict=True))
+        self.ends = dict(zip(stacks.ids.tolist(), ends.tolist(), strict=True))
+
+    def _kernel(self, addresses: U64, places: list[Place]) -> None:
+        found: Sequence[KernelName | None] = [None] * len(addresses)
+        try:
+            found = KernelSymbols.load().lookup(addresses)
+        except KernelSymbolsHidden:
+            self.problems["kernel_symbols_hidden"] += 1
+        for address, symbol, place in zip(addresses.tolist(), found, places, strict=True):
+            name, module = symbol or (f"[kernel {address:#x}]", _KERNEL_PATH)
+            binary = self._names.binary(f"[{module.strip('[]')}]", "")
+            frame = SourceFrame(clean_name(name), "", 0, False)
+            place.chain = (self._names.frame(FrameKind.KERNEL, frame, binary, address),)
+            place.is_tracing = module == "bpf" or name.startswith(_TRACING_PREFIXES)
+
+    def _user(
+        self,
+        image: ProcessImage,
+        addresses: U64,
+        indexes: I64,
+        places: list[Place],
+        in_binaries: dict[int, list[tuple[U64, I64]]],
+    ) -> None:
+        """Names what needs no binary, and sorts the rest by binary."""
+        mapping_at = image.find(addresses)
+        starts, _, mappings = image.mapping_arrays()
+        for at in np.unique(mapping_at).tolist():
+            chosen = mapping_at == at
+            if at < 0:
+                self._unmapped(image, addresses[chosen], [places[i] for i in indexes[chosen]])
+                continue
+            mapping, begin = mappings[at], int(starts[at])
+            if mapping.binary == NO_BINARY:
+                self._anonymous(image, addresses[chosen], [places[i] for i in indexes[chosen]])
+                continue
+            bias = self._bias(mapping, begin) % (1 << 64)
+            found = addresses[chosen] - np.uint64(bias)
+            in_binaries.setdefault(mapping.binary, []).append((found, indexes[chosen]))
+
+    def _unmapped(self, image: ProcessImage, addresses: U64, places: list[Place]) -> None:
+        reason = "[unmapped memory]" if image.was_read else "[exited before it could be read]"
+        for address, place in zip(addresses.tolist(), places, strict=True):
+            place.is_mapped = False
+            self._name(place, reason, None, address)
+
+    def _anonymous(self, image: ProcessImage, addresses: U64, places: list[Place]) -> None:
+        """Code that a runtime made: named by its perf-PID.map where it wrote one."""
+        perf_map = self._perf_map(image)
+        names = [None] * len(addresses) if perf_map is None else perf_map.lookup(addresses)
+        for address, name, place in zip(addresses.tolist(), names, places, strict=True):
+            self._name(place, name or "[generated code]", None, address)
+
+    def _perf_map(self, image: ProcessImage) -> PerfMap | None:
+        try:
+            found = PerfMap.load(image.root, image.namespaced_pid, image.owner_uid)
+        except BadPerfMap:
+            self.problems["perf_map_refused"] += 1
+            return None
+        if found is not None and (found.malformed_lines or found.skipped_bytes):
+            self.problems["perf_map_cut"] += 1
+        return found
+
+    def _binaries(self, in_binaries: dict[int, list[tuple[U64, I64]]], places: list[Place]) -> None:
+        joined = {
+            binary: (
+                np.concatenate([addresses for addresses, _ in parts]),
+                np.concatenate([indexes for _, indexes in parts]),
+            )
+            for binary, parts in in_binaries.items()
+        }
+        requests, asked = [], []
+        for binary, (addresses, _) in joined.items():
+            distinct, where = np.unique(addresses, return_inverse=True)
+            asked.append((binary, where))
+            requests.append(self._request(binary, distinct))
+        for (binary, where), result in zip(
+            asked, self._service.resolve_many(requests), strict=True
+        ):
+            addresses, indexes = joined[binary]
+            rows = zip(addresses.tolist(), indexes.tolist(), where.tolist(), strict=True)
+            for address, index, at in rows:
+                self._in_binary(places[index], binary, address, result.frames[at])
+
+    def _request(self, binary: int, addresses: U64) -> Request:
+        file = self._table.binaries.files[binary]
+        path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
+        return Request(path, file.root, addresses)
+
+    def _in_binary(
+        self, place: Place, binary: int, address: int, chain: tuple[SourceFrame, ...]
+    ) -> None:
+        binary_id = self._binary_id(binary)
+        if not chain:
+            start = self._start_name(binary, address)
+            module = self._table.binaries.files[binary].path.rpartition("/")[2]
+            self._name(place, start or clean_name(f"[{module}+{address:#x}]"), binary_id, address)
+            place.is_start = start is not None
+            return
+        place.chain = tuple(
+            self._names.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
+        )
+        place.is_start = roots.is_start_name(chain[-1].name)
+
+    def _start_name(self, binary: int, address: int) -> str | None:
+        """Names a place without a symbol if threads or processes start there."""
+        fd, elf = self._table.binaries.files[binary].fd, self._image_of(binary)
+        if fd is None or elf is None:
+            return None
+        if binary not in self._entries:
+            self._entries[binary] = roots.entry_address(fd)
+        if roots.is_at_entry(self._entries[binary], address):
+            return "_start"
+        offset = next(
+            (
+                address + 1 - load.virtual_address + load.file_offset
+                for load in elf.loads
+                if load.virtual_address <= address < load.virtual_address + load.file_size
+            ),
+            None,
+        )
+        return None if offset is None else roots.start_name_in_libc(fd, offset)
+
+    def _name(self, place: Place, name: str, binary: int | None, address: int) -> None:
+        source = SourceFrame(name, "", 0, False)
+        place.chain = (self._names.frame(FrameKind.NATIVE, source, binary, address),)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns what the kernel half holds into rows of the capture, once an interval.
+
+Stacks are told apart by their 64-bit hash; a sum may arrive before its stack does (another CPU
+was between the two writes), so a row number is given out at the first mention of a hash and its
+content is filled in when it comes. A stack that never comes is entered as lost at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.model import StackEnd
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.processes import ProcessImage, ProcessTable
+
+_NO_STACK, _LOST = StackEnd.NOT_WALKED, StackEnd.LOST
+
+
+class StackSink:
+    """Stores each distinct stack once.
+
+    Args:
+        writer: Open capture.
+        table: Process table, told of addresses in no known mapping.
+    """
+
+    def __init__(self, writer: CaptureWriter, table: ProcessTable) -> None:
+        self._writer = writer
+        self._table = table
+        self._rows: dict[int, int] = {}
+        self._image_of: dict[int, ProcessImage] = {}
+        self._unfilled: dict[int, ProcessImage] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, stack: int, fallback: ProcessImage) -> int:
+        """Returns the row of a stack id, giving one out at its first mention."""
+        row = self._rows.get(stack)
+        if row is None:
+            row = self._rows[stack] = len(self._rows)
+            self._unfilled[stack] = fallback
+        return row
+
+    def image(self, stack: int) -> ProcessImage | None:
+        """Returns the process image a stack belongs to, None while its content has not come."""
+        return self._image_of.get(stack)
+
+    def add(self, keys: npt.NDArray[Any], records: npt.NDArray[Any]) -> None:
+        """Stores the new ones among a chunk of the kernel's stack store."""
+        rows = []
+        unknown: dict[int, bool] = {}
+        for stack, record in zip(keys.tolist(), records, strict=True):
+            if stack in self._image_of:
+                continue
+            image = self._table.image(int(record["tgid"]), int(record["image"]))
+            user = record["user"][: int(record["user_depth"])]
+            unmapped = image.find(user) < 0
+            if unmapped.any():
+                # The leaf is where the processor was; callers found by frame pointer may be junk.
+                unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
+            self._image_of[stack] = image
+            row = self.row(stack, image)
+            del self._unfilled[stack]
+            kernel = record["kernel"][: int(record["kernel_depth"])]
+            addresses = kernel.tobytes() + user.tobytes()
+            rows.append((row, image.index, len(kernel), int(record["end"]), addresses, None))
+        self._writer.put("stacks", rows)
+        for index, is_certain in unknown.items():
+            self._table.unknown_address(self._table.images[index], is_certain)
+
+    def add_made(self, stack: int, image: ProcessImage, addresses: list[int], end: StackEnd) -> int:
+        """Stores a stack made by the host half, of kernel frames only; returns its row."""
+        row = self.row(stack, image)
+        self._unfilled.pop(stack, None)
+        self._image_of[stack] = image
+        blob = np.array(addresses, np.uint64).tobytes()
+        self._writer.put("stacks", [(row, image.index, len(addresses), int(end), blob, None)])
+        return row
+
+    def close(self) -> int:
+        """Enters the stacks that never came as lost; returns how many."""
+        rows = [
+            # Below 0: there never was one, for instance of a thread that has not run yet.
+            (self._rows[stack], image.index, 0, int(_NO_STACK if stack < 0 else _LOST), b"", None)
+            for stack, image in self._unfilled.items()
+        ]
+        self._writer.put("stacks", rows)
+        self._unfilled = {}
+        return sum(row[3] == _LOST for row in rows)
+
+    def mentions(self, stack: int) -> bool:
+        """Whether any sample or wait refers to a stack id."""
+        return stack in self._rows
+
+
+class SampleSink:
+    """Writes sums and waits, and keeps the totals for the progress line.
+
+    Args:
+        writer: Open capture.
+        table: Process table.
+        stacks: Where the stacks of these samples go.
+    """
+
+    def __init__(self, writer: CaptureWriter, table: ProcessTable, stacks: StackSink) -> None:
+        self._writer = writer
+        self._table = table
+        self._stacks = stacks
+        self.samples = 0
+        self.ns_by_class = [0, 0, 0, 0]
+
+    def _image(self, stack: int, tgid: int) -> ProcessImage:
+        image = self._stacks.image(stack) or self._table.latest(tgid)
+        return image if image is not None else self._table.image(tgid, 0)
+
+    def add(self, interval: int, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Writes one interval's sums."""
+        rows = []
+        for key, value in zip(keys.tolist(), values.tolist(), strict=True):
+            stack, tgid, tid, sample_class, _ = key
+            count, ns = value
+            image = self._image(stack, tgid)
+            # 0 means "no stack": one row of its own for each process image.
+            row = self._stacks.row(stack or -1 - image.index, image)
+            thread = self._table.thread(image, tid)
+            rows.append((interval, row, thread.index, sample_class, count, ns))
+            self.ns_by_class[sample_class] += ns
+            if sample_class == 0:
+                self.samples += count
+        self._writer.put("samples", rows)
+
+    def add_wait(self, event: Any) -> None:
+        """Writes one long wait from its ring-buffer event."""
+        stack = int(event["stack"])
+        image = self._image(stack, int(event["tgid"]))
+        row = self._stacks.row(stack or -1 - image.index, image)
+        thread = self._table.thread(image, int(event["tid"]))
+        start_ns = max(int(event["start_ns"]) - self._table.start_ns, 0)
+        waits = (row, thread.index, start_ns, int(event["blocked_ns"]), int(event["runnable_ns"]))
+        self._writer.put("waits", [waits])
+
+
+def read_counters(counters: Any, possible_cpus: int) -> dict[abi.Counter, int]:
+    """Returns each named counter summed over the CPUs."""
+    totals = {}
+    for counter in abi.Counter:
+        values = counters.lookup(counter.to_bytes(4, "little"), possible_cpus)
+        totals[counter] = 0 if values is None else int(values.sum())
+    return totals

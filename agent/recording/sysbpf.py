@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bpf(2) and perf_event_open(2), as far as a recorder needs them once programs are loaded.
+
+With these the recorder holds plain file descriptors and no compiler: BCC runs in a child that
+hands its descriptors over and exits (see loader.py), which gives some 120 MB back.
+
+Layouts: include/uapi/linux/bpf.h and perf_event.h (v6.1); both are stable ABI.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.recording.arch import this_architecture
+
+_MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM, _MAP_GET_NEXT_KEY = 1, 2, 3, 4
+_OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
+_MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
+
+BPF_ANY, BPF_NOEXIST, BPF_EXIST = 0, 1, 2
+
+# Entries moved by one system call: a chunk of 2 KB stacks stays about 1 MB.
+_CHUNK_ENTRIES = 512
+
+_PERF_TYPE_SOFTWARE, _PERF_COUNT_SW_CPU_CLOCK = 1, 0
+_PERF_FLAG_FD_CLOEXEC = 8
+_PERF_EVENT_IOC_ENABLE, _PERF_EVENT_IOC_DISABLE = 0x2400, 0x2401
+_PERF_EVENT_IOC_SET_BPF = 0x40042408
+_PERF_ATTR_BYTES = 112  # PERF_ATTR_SIZE_VER5: every kernel since v4.1 knows it
+_PERF_ATTR_DISABLED = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _syscall(number: int, *arguments: Any) -> int:
+    result = int(_libc.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def _bpf(command: int, attributes: bytes | ctypes.Array[ctypes.c_char]) -> int:
+    return _syscall(
+        this_architecture().syscall_bpf,
+        ctypes.c_int(command),
+        attributes,
+        ctypes.c_uint(len(attributes)),
+    )
+
+
+def _address(array: npt.NDArray[Any] | ctypes.Array[ctypes.c_char]) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else ctypes.addressof(array)
+
+
+def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(data, len(data))
+
+
+class Map:
+    """A BPF hash or array, read and written in bulk.
+
+    Args:
+        fd: Owned by the map from here on.
+        key_dtype: Layout of a key.
+        value_dtype: Layout of a value; per-CPU maps hold one value for each possible CPU.
+        max_entries: As created.
+    """
+
+    def __init__(
+        self, fd: int, key_dtype: np.dtype[Any], value_dtype: np.dtype[Any], max_entries: int
+    ) -> None:
+        self.fd = fd
+        self.key_dtype = key_dtype
+        self.value_dtype = value_dtype
+        self.max_entries = max_entries
+
+    def _element(self, command: int, key: bytes, value: Any, flags: int) -> None:
+        key_buffer = _buffer(key)
+        value_address = 0 if value is None else _address(value)
+        _bpf(
+            command,
+            struct.pack("<IIQQQ", self.fd, 0, ctypes.addressof(key_buffer), value_address, flags),
+        )
+
+    def lookup(self, key: bytes, copies: int = 1) -> npt.NDArray[Any] | None:
+        """Returns the value(s) under a key, or None. `copies` is the CPU count of a per-CPU map."""
+        value = np.zeros(copies, self.value_dtype)
+        try:
+            self._element(_MAP_LOOKUP_ELEM, key, value, 0)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        return value
+
+    def update(self, key: bytes, value: bytes, flags: int = BPF_ANY) -> bool:
+        """Writes one entry; False where `flags` forbids it. Raises OSError when the map is full."""
+        try:
+            self._element(_MAP_UPDATE_ELEM, key, _buffer(value), flags)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOENT):
+                return False
+            raise
+        return True
+
+    def delete(self, key: bytes) -> None:
+        """Removes one entry, if it is there."""
+        try:
+            self._element(_MAP_DELETE_ELEM, key, None, 0)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise
+
+    def chunks(self, take: bool = False) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Yields all entries as (keys, values), a bounded number at a time.
+
+        Args:
+            take: Also removes them (v5.6).
+        """
+        command = _MAP_LOOKUP_AND_DELETE_BATCH if take else _MAP_LOOKUP_BATCH
+        room = min(self.max_entries, _CHUNK_ENTRIES)
+        token, next_token = _buffer(bytes(64)), _buffer(bytes(64))
+        started = finished = False
+        while not finished:
+            keys, values = np.zeros(room, self.key_dtype), np.zeros(room, self.value_dtype)
+            attributes = _buffer(
+                struct.pack(
+                    "<QQQQIIQQ",
+                    ctypes.addressof(token) if started else 0,
+                    ctypes.addressof(next_token),
+                    _address(keys),
+                    _address(values),
+                    room,
+                    self.fd,
+                    0,
+                    0,
+                )
+            )
+            try:
+                _bpf(command, attributes)
+            except OSError as error:
+                if error.errno == errno.ENOSPC:  # one hash bucket holds more than the room
+                    room *= 2
+                    continue
+                if error.errno != errno.ENOENT:
+                    raise
+                finished = True
+            filled = int(struct.unpack_from("<I", attributes, 32)[0])
+            if filled:
+                yield keys[:filled], values[:filled]
+            token, next_token, started = next_token, token, True
+
+    def take_all(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns all entries and removes them; for maps whose entries are small."""
+        return self._joined(take=True)
+
+    def read_all(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns all entries; for maps whose entries are small."""
+        return self._joined(take=False)
+
+    def _joined(self, take: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        parts = list(self.chunks(take))
+        if not parts:
+            return np.zeros(0, self.key_dtype), np.zeros(0, self.value_dtype)
+        return np.concatenate([k for k, _ in parts]), np.concatenate([v for _, v in parts])
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCost:
+    """The kernel's own account of one program.
+
+    `run_time_ns` and `run_count` move only while kernel.bpf_stats_enabled is 1 (v5.1);
+    `recursion_misses` counts events the kernel skipped because they hit a BPF program (v5.12).
+    """
+
+    run_time_ns: int
+    run_count: int
+    recursion_misses: int
+
+
+def program_cost(fd: int) -> ProgramCost:
+    """Reads struct bpf_prog_info; fields that an older kernel lacks are 0."""
+    info = _buffer(bytes(232))
+    _bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
+    run_time_ns, run_count, misses = struct.unpack_from("<QQQ", info, 192)
+    return ProgramCost(run_time_ns, run_count, misses)
+
+
+def open_raw_tracepoint(name: str, program_fd: int) -> int:
+    """Attaches a program to a raw tracepoint; it stays while the returned descriptor is open."""
+    name_buffer = ctypes.create_string_buffer(name.encode())
+    return _bpf(
+        _RAW_TRACEPOINT_OPEN, struct.pack("<QII", ctypes.addressof(name_buffer), program_fd, 0)
+    )
+
+
+def open_cpu_clock(cpu: int, period_ns: int) -> int:
+    """Opens a disabled cpu-clock event that fires every `period_ns` on one CPU, for all tasks."""
+    attributes = bytearray(_PERF_ATTR_BYTES)
+    struct.pack_into(
+        "<IIQQ", attributes, 0, _PERF_TYPE_SOFTWARE, _PERF_ATTR_BYTES, _PERF_COUNT_SW_CPU_CLOCK,
+        period_ns,
+    )  # fmt: skip
+    struct.pack_into("<Q", attributes, 40, _PERF_ATTR_DISABLED)
+    return _syscall(
+        this_architecture().syscall_perf_event_open,
+        bytes(attributes),
+        ctypes.c_int(-1),
+        ctypes.c_int(cpu),
+        ctypes.c_int(-1),
+        ctypes.c_ulong(_PERF_FLAG_FD_CLOEXEC),
+    )
+
+
+def set_event_program(event_fd: int, program_fd: int) -> None:
+    """Runs a program at each overflow of a perf event."""
+    _ioctl(event_fd, _PERF_EVENT_IOC_SET_BPF, program_fd)
+
+
+def enable_event(event_fd: int) -> None:
+    """Starts a perf event."""
+    _ioctl(event_fd, _PERF_EVENT_IOC_ENABLE, 0)
+
+
+def disable_event(event_fd: int) -> None:
+    """Stops a perf event."""
+    _ioctl(event_fd, _PERF_EVENT_IOC_DISABLE, 0)
+
+
+def _ioctl(fd: int, request: int, argument: int) -> None:
+    if _libc.ioctl(ctypes.c_int(fd), ctypes.c_ulong(request), ctypes.c_ulong(argument)) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

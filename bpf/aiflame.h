@@ -1,0 +1,154 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * The contract between the kernel half (bpf/) and the host half (agent/recording/abi.py): every
+ * struct, enum and limit that both sides see. A test compares the layouts; change both together.
+ *
+ * Times are CLOCK_MONOTONIC nanoseconds (bpf_ktime_get_ns) unless a name says otherwise.
+ */
+#ifndef AIFLAME_H
+#define AIFLAME_H
+
+/* Frames kept of each half of a stack: what perf keeps by default (kernel.perf_event_max_stack). */
+#define MAX_FRAMES 127
+
+/* Where nanoseconds went; SampleClass in agent/model.py. */
+enum sample_class {
+	CLASS_ON_CPU = 0,
+	CLASS_BLOCKED = 1, /* switch-out to wake-up */
+	CLASS_WAITING_TO_RUN = 2, /* wake-up to switch-in */
+	CLASS_PREEMPTED = 3, /* switched out while runnable, to switch-in */
+};
+
+/* How a user stack ended; StackEnd in agent/model.py. */
+enum stack_end {
+	END_ROOTED = 0,
+	END_KERNEL_ONLY = 1,
+	END_NO_FRAME_POINTER = 2,
+	END_UNREADABLE = 3,
+	END_TOO_DEEP = 4,
+	END_NOT_WALKED = 5,
+	END_LOST = 6, /* set by the host half only */
+	END_EXCLUDED = 7,
+};
+
+/* One slot each in `counters`; Counter in agent/recording/abi.py says what each means to a user. */
+enum counter {
+	COUNTER_SAMPLES = 0, /* on-CPU samples of targets */
+	COUNTER_SWITCHES, /* switch-outs of targets */
+	COUNTER_STACKS_STORED, /* new stacks since the programs were loaded */
+	LOST_STACKS_FULL,
+	LOST_SUMS_FULL,
+	LOST_RING_FULL,
+	LOST_THREADS_FULL,
+	LOST_PROCESSES_FULL,
+	LOST_KERNEL_STACK, /* bpf_get_stack failed */
+	LOST_SCRATCH, /* per-CPU scratch space not found: cannot happen, but is not assumed */
+	COUNTER_MAX,
+};
+
+/* First word of every record in the ring buffer. */
+enum event_type {
+	EVENT_PROCESS_SEEN = 1, /* first capture in a process image: read its mappings now */
+	EVENT_PROCESS_EXIT = 2,
+	EVENT_THREAD_EXIT = 3,
+	EVENT_WAIT = 4, /* an off-CPU wait over the threshold */
+	EVENT_DRAIN = 5, /* the stack store is filling: do not wait for the interval to end */
+};
+
+/* Bits of process_state.flags. */
+#define PROCESS_TARGET 1u
+#define PROCESS_EXCLUDED 2u /* the recorder and its children */
+#define PROCESS_SEEN 4u /* EVENT_PROCESS_SEEN was sent for this image */
+#define PROCESS_AT_EXEC 8u /* becomes a target when it calls exec */
+
+/* Bits of thread_state.flags. */
+#define THREAD_SEEDED 1u /* entered by the host half when the recording started */
+
+/* Slots of `settings`, written by the host half. */
+enum setting {
+	SETTING_EPOCH = 0, /* which of the two sum maps programs write: 0 or 1 */
+	SETTING_START_NS = 1, /* when the recording began; 0: programs do nothing yet */
+	SETTING_DRAIN_AT = 2, /* stacks stored at which EVENT_DRAIN is due */
+	SETTING_MAX,
+};
+
+struct process_state {
+	u64 image; /* identity of the process image: ns at which it was first known */
+	u32 flags;
+	u32 unused;
+};
+
+struct thread_state {
+	u64 started_ns; /* task_struct.start_time: tells a reused thread id apart */
+	u64 first_seen_ns;
+	u64 switched_ns; /* last switch, in or out; 0: not yet known */
+	u64 waking_ns; /* first wake-up since the switch-out, or 0 */
+	u64 stack; /* id of the stack at switch-out */
+	u64 on_cpu_ns; /* exact time on a CPU between known switches */
+	u64 image;
+	u32 tgid;
+	u32 off_class; /* CLASS_ON_CPU while it runs, else how it was switched out */
+	u32 flags;
+	u32 unused;
+};
+
+struct stack_record {
+	u64 image;
+	u32 tgid;
+	u16 kernel_depth; /* frames used of kernel[] */
+	u16 user_depth; /* frames used of user[] */
+	u16 end; /* enum stack_end */
+	u16 kernel_cut; /* 1: more kernel frames than MAX_FRAMES */
+	u32 unused;
+	u64 kernel[MAX_FRAMES]; /* leaf first */
+	u64 user[MAX_FRAMES]; /* leaf first */
+};
+
+struct sum_key {
+	u64 stack; /* id in `stacks` */
+	u32 tgid;
+	u32 tid;
+	u32 sample_class;
+	u32 unused;
+};
+
+struct sum_value {
+	u64 count; /* samples, or intervals */
+	u64 ns;
+};
+
+struct process_event {
+	u32 type;
+	u32 tgid;
+	u32 parent_tgid;
+	u32 unused;
+	u64 image;
+	u64 ns;
+	u64 cgroup_id; /* inode of the cgroup v2 directory */
+	char comm[16];
+};
+
+struct thread_event {
+	u32 type;
+	u32 tgid;
+	u32 tid;
+	u32 unused;
+	u64 image;
+	u64 ns;
+	u64 first_seen_ns;
+	u64 on_cpu_ns;
+	char comm[16];
+};
+
+struct wait_event {
+	u32 type;
+	u32 tgid;
+	u32 tid;
+	u32 unused;
+	u64 stack;
+	u64 start_ns;
+	u64 blocked_ns;
+	u64 runnable_ns;
+};
+
+#endif

@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * Off-CPU time, and the lives of threads and processes.
+ *
+ * Attach: raw tracepoints sched_switch, sched_waking, sched_process_fork, sched_process_exec,
+ * sched_process_exit. Raw ones cost a quarter of the formatted kind and need no tracefs.
+ * Needs: BPF_PROG_TYPE_RAW_TRACEPOINT (v4.17) and what walk.h needs.
+ *
+ * At sched_switch the current task is still `prev`: its stack is taken there, and its interval is
+ * closed when it is `next`, on whichever CPU that is, since the state is kept by thread id.
+ *
+ * Loses: threads over THREADS_MAX (LOST_THREADS_FULL) and what store.h counts. A wake-up that
+ * races with the switch-out on another CPU is missed: that interval is all "blocked".
+ */
+#include <linux/types.h>
+#include "store.h"
+
+/* 0: on_switch and on_waking are not attached, and no thread state is kept. */
+#ifndef WITH_OFF_CPU
+#define WITH_OFF_CPU 1
+#endif
+/* 1 where sched_switch hands over the state that decided (v5.18); task->state may have changed. */
+#ifndef SWITCH_HAS_STATE
+#define SWITCH_HAS_STATE 1
+#endif
+#ifndef FOLLOW_CHILDREN
+#define FOLLOW_CHILDREN 1
+#endif
+#ifndef THREADS_MAX
+#define THREADS_MAX 65536
+#endif
+#ifndef WAIT_EVENT_NS
+#define WAIT_EVENT_NS 100000000ull /* 100 ms: long enough to be worth a line of its own */
+#endif
+
+BPF_TABLE("hash", u32, struct thread_state, threads, THREADS_MAX);
+
+/* struct bpf_raw_tracepoint_args: the tracepoint's own arguments (include/trace/events/sched.h). */
+struct raw_tracepoint {
+	u64 args[4];
+};
+
+/* Whether a state is this task's and not that of an earlier thread with the same id. */
+static __always_inline bool same_thread(struct thread_state *thread, void *task)
+{
+	u64 started_ns = task_started_ns(task);
+
+	if (!thread->started_ns) /* seeded by the host half, which cannot know the exact time */
+		thread->started_ns = started_ns;
+	return thread->started_ns == started_ns;
+}
+
+/* The state of a target's thread; made anew when the id belonged to another thread before. */
+static __always_inline struct thread_state *thread_of(u32 tid, void *task, u32 tgid, u64 now_ns)
+{
+	struct thread_state *thread = threads.lookup(&tid);
+	struct thread_state fresh = {};
+
+	if (thread && same_thread(thread, task))
+		return thread;
+	if (task_is_exiting(task))
+		return NULL; /* its life was closed at sched_process_exit */
+	fresh.started_ns = task_started_ns(task);
+	fresh.first_seen_ns = now_ns;
+	fresh.tgid = tgid;
+	threads.update(&tid, &fresh);
+	thread = threads.lookup(&tid);
+	if (!thread)
+		count(LOST_THREADS_FULL);
+	return thread;
+}
+
+static __always_inline void switch_out(void *ctx, void *task, u32 tgid, u32 tid, u32 state, u64 now_ns)
+{
+	struct process_state *process = current_target(tgid, now_ns);
+	struct user_regs regs = {};
+	struct thread_state *thread;
+
+	if (!process)
+		return;
+	count(COUNTER_SWITCHES);
+	announce(process, tgid, now_ns);
+	thread = thread_of(tid, task, tgid, now_ns);
+	if (!thread)
+		return;
+	if (thread->off_class == CLASS_ON_CPU && thread->switched_ns)
+		thread->on_cpu_ns += now_ns - thread->switched_ns;
+	thread->image = process->image;
+	thread->tgid = tgid;
+	thread->waking_ns = 0;
+	thread->flags = 0;
+	thread->switched_ns = now_ns;
+	thread->off_class = state ? CLASS_BLOCKED : CLASS_PREEMPTED;
+	current_user_regs(&regs);
+	thread->stack = capture_stack(ctx, &regs, true, tgid, process->image);
+}
+
+/* Adds the interval that ends now to the sums, split at the wake-up. */
+static __always_inline void close_interval(struct thread_state *thread, u32 tid, u64 now_ns)
+{
+	struct sum_key key = { .stack = thread->stack, .tgid = thread->tgid, .tid = tid };
+	u64 waking_ns = thread->waking_ns;
+	struct wait_event event = {};
+
+	if (thread->off_class == CLASS_PREEMPTED) {
+		key.sample_class = CLASS_PREEMPTED;
+		add_sum(&key, now_ns - thread->switched_ns);
+		return;
+	}
+	if (waking_ns < thread->switched_ns || waking_ns > now_ns)
+		waking_ns = now_ns;
+	event.blocked_ns = waking_ns - thread->switched_ns;
+	event.runnable_ns = now_ns - waking_ns;
+	key.sample_class = CLASS_BLOCKED;
+	if (event.blocked_ns)
+		add_sum(&key, event.blocked_ns);
+	key.sample_class = CLASS_WAITING_TO_RUN;
+	if (event.runnable_ns)
+		add_sum(&key, event.runnable_ns);
+	if (now_ns - thread->switched_ns < WAIT_EVENT_NS)
+		return;
+	event.type = EVENT_WAIT;
+	event.tgid = thread->tgid;
+	event.tid = tid;
+	event.stack = thread->stack;
+	event.start_ns = thread->switched_ns;
+	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
+}
+
+static __always_inline void switch_in(void *task, u64 now_ns)
+{
+	u32 tid = task_tid(task);
+	struct thread_state *thread;
+
+	if (!tid)
+		return;
+	thread = threads.lookup(&tid);
+	if (!thread || !same_thread(thread, task))
+		return; /* not a target's, or the id of one that is gone */
+	/* Entered as runnable at the start: since it comes in only now, it was waiting for a CPU. */
+	if (thread->flags & THREAD_SEEDED && thread->off_class == CLASS_ON_CPU)
+		thread->off_class = CLASS_PREEMPTED;
+	if (thread->off_class != CLASS_ON_CPU)
+		close_interval(thread, tid, now_ns);
+	thread->off_class = CLASS_ON_CPU;
+	thread->switched_ns = now_ns;
+	thread->flags = 0;
+}
+
+/* sched_switch(bool preempt, struct task_struct *prev, struct task_struct *next, unsigned state) */
+int on_switch(struct raw_tracepoint *ctx)
+{
+	void *prev = (void *)ctx->args[1];
+	void *next = (void *)ctx->args[2];
+	u64 id = bpf_get_current_pid_tgid();
+	u64 now_ns;
+	u32 state;
+
+	if (!setting(SETTING_START_NS))
+		return 0;
+	now_ns = bpf_ktime_get_ns();
+	state = SWITCH_HAS_STATE ? (u32)ctx->args[3] : task_u32(prev, TASK_STATE);
+	if ((u32)id)
+		switch_out(ctx, prev, id >> 32, (u32)id, state, now_ns);
+	switch_in(next, now_ns);
+	return 0;
+}
+
+/* sched_waking(struct task_struct *task), in the waker's context */
+int on_waking(struct raw_tracepoint *ctx)
+{
+	u32 tid = task_tid((void *)ctx->args[0]);
+	struct thread_state *thread = threads.lookup(&tid);
+
+	if (thread && thread->off_class == CLASS_BLOCKED && !thread->waking_ns)
+		thread->waking_ns = bpf_ktime_get_ns();
+	return 0;
+}
+
+/* sched_process_fork(struct task_struct *parent, struct task_struct *child): threads as well */
+int on_fork(struct raw_tracepoint *ctx)
+{
+	void *child = (void *)ctx->args[1];
+	u32 parent_tgid = bpf_get_current_pid_tgid() >> 32;
+	u32 tgid = task_tgid(child);
+	u32 tid = task_tid(child);
+	u64 now_ns = bpf_ktime_get_ns();
+	struct process_state *parent = processes.lookup(&parent_tgid);
+	struct process_state created = {};
+	struct thread_state *thread;
+
+	if (!parent)
+		return 0;
+	if (tgid != parent_tgid) {
+		if (!FOLLOW_CHILDREN && parent->flags & PROCESS_TARGET)
+			return 0;
+		created.image = now_ns;
+		created.flags = parent->flags & ~PROCESS_SEEN;
+		if (processes.update(&tgid, &created)) {
+			count(LOST_PROCESSES_FULL);
+			return 0;
+		}
+	}
+	if (!WITH_OFF_CPU || !(parent->flags & PROCESS_TARGET) || !setting(SETTING_START_NS))
+		return 0;
+	/* From now to its first switch-in the new thread waits for a CPU; it has no stack of its own. */
+	thread = thread_of(tid, child, tgid, now_ns);
+	if (!thread)
+		return 0;
+	thread->image = tgid == parent_tgid ? parent->image : created.image;
+	thread->off_class = CLASS_BLOCKED;
+	thread->switched_ns = now_ns;
+	thread->waking_ns = now_ns;
+	thread->stack = 0;
+	return 0;
+}
+
+/* sched_process_exec(struct task_struct *task, pid_t old_pid, struct linux_binprm *binary) */
+int on_exec(struct raw_tracepoint *ctx)
+{
+	u32 tgid = bpf_get_current_pid_tgid() >> 32;
+	u32 old_tid = (u32)ctx->args[1];
+	struct process_state *process = processes.lookup(&tgid);
+
+	/* A thread that is not the leader takes over the leader's id when it calls exec. */
+	if (old_tid != tgid)
+		threads.delete(&old_tid);
+	if (!process)
+		return 0;
+	process->image = bpf_ktime_get_ns();
+	if (process->flags & PROCESS_AT_EXEC)
+		process->flags = PROCESS_TARGET;
+	process->flags &= ~PROCESS_SEEN;
+	return 0;
+}
+
+/* sched_process_exit(struct task_struct *task, ...): once a thread, in its own context */
+int on_exit(struct raw_tracepoint *ctx)
+{
+	u64 id = bpf_get_current_pid_tgid();
+	u32 tgid = id >> 32, tid = (u32)id;
+	u64 now_ns = bpf_ktime_get_ns();
+	struct process_state *process = processes.lookup(&tgid);
+	struct thread_state *thread = threads.lookup(&tid);
+	struct process_event gone = {};
+	struct thread_event event = {};
+
+	if (thread) {
+		event.type = EVENT_THREAD_EXIT;
+		event.tgid = tgid;
+		event.tid = tid;
+		event.image = thread->image;
+		event.ns = now_ns;
+		event.first_seen_ns = thread->first_seen_ns;
+		event.on_cpu_ns = thread->on_cpu_ns;
+		if (thread->off_class == CLASS_ON_CPU && thread->switched_ns)
+			event.on_cpu_ns += now_ns - thread->switched_ns;
+		bpf_get_current_comm(event.comm, sizeof(event.comm));
+		send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
+		threads.delete(&tid);
+	}
+	if (!process || !process_is_dead(current_task()))
+		return 0;
+	if (process->flags & PROCESS_SEEN) {
+		gone.type = EVENT_PROCESS_EXIT;
+		gone.tgid = tgid;
+		gone.image = process->image;
+		gone.ns = now_ns;
+		bpf_get_current_comm(gone.comm, sizeof(gone.comm));
+		send(&gone, sizeof(gone), FILTER == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
+	}
+	processes.delete(&tgid);
+	return 0;
+}

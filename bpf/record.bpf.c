@@ -1,0 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * The translation unit of `record`: the attach families share maps, and BCC gives each unit maps
+ * of its own. Since BCC rewrites map accesses in the main file only, the host half pastes these
+ * files in place of their #include lines before it compiles; nothing else is done to the text.
+ */
+#define BPF_LICENSE GPL
+
+#include <linux/types.h>
+#include "oncpu.bpf.c"
+#include "offcpu.bpf.c"

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * Reads of struct task_struct. Offsets are passed with -D by the host half, which takes them from
+ * BTF (/sys/kernel/btf/vmlinux): no kernel header, no kernel version is assumed.
+ */
+#ifndef AIFLAME_TASK_H
+#define AIFLAME_TASK_H
+
+#include "aiflame.h"
+#include "arch.h"
+
+/* 1 where the kernel has bpf_task_pt_regs (v5.15); the host half tries that first. */
+#ifndef HAVE_TASK_PT_REGS
+#define HAVE_TASK_PT_REGS 1
+#endif
+
+/* Kernel threads (include/linux/sched.h, unchanged since v2.6.27). */
+#define PF_KTHREAD 0x00200000u
+/* Set at the start of do_exit (same place, unchanged since v2.6.12). */
+#define PF_EXITING 0x00000004u
+
+/* Declared by number: BCC's own list of helpers ends with the kernel it was made for. */
+static void *(*current_task_btf)(void) = (void *)158; /* bpf_get_current_task_btf, v5.11 */
+static long (*task_pt_regs_of)(void *task) = (void *)175; /* bpf_task_pt_regs, v5.15 */
+
+static __always_inline void *current_task(void)
+{
+	return (void *)bpf_get_current_task();
+}
+
+static __always_inline u32 task_u32(void *task, u32 offset)
+{
+	u32 value = 0;
+
+	bpf_probe_read_kernel(&value, sizeof(value), task + offset);
+	return value;
+}
+
+static __always_inline u64 task_u64(void *task, u32 offset)
+{
+	u64 value = 0;
+
+	bpf_probe_read_kernel(&value, sizeof(value), task + offset);
+	return value;
+}
+
+static __always_inline u32 task_tid(void *task)
+{
+	return task_u32(task, TASK_PID);
+}
+
+static __always_inline u32 task_tgid(void *task)
+{
+	return task_u32(task, TASK_TGID);
+}
+
+static __always_inline u64 task_started_ns(void *task)
+{
+	return task_u64(task, TASK_START_TIME);
+}
+
+static __always_inline u32 task_parent_tgid(void *task)
+{
+	return task_tgid((void *)task_u64(task, TASK_REAL_PARENT));
+}
+
+static __always_inline bool task_is_exiting(void *task)
+{
+	return task_u32(task, TASK_FLAGS) & PF_EXITING;
+}
+
+/* True once the last thread of the task's process has begun to exit. */
+static __always_inline bool process_is_dead(void *task)
+{
+	return task_u32((void *)task_u64(task, TASK_SIGNAL), SIGNAL_LIVE) == 0;
+}
+
+/* The registers with which the current task last entered the kernel; ip 0 for a kernel thread. */
+static __always_inline void current_user_regs(struct user_regs *out)
+{
+	struct pt_regs regs = {};
+	void *task = current_task();
+	void *saved;
+
+	if (task_u32(task, TASK_FLAGS) & PF_KTHREAD) {
+		out->instruction_pointer = 0;
+		return;
+	}
+#if HAVE_TASK_PT_REGS
+	saved = (void *)task_pt_regs_of(current_task_btf());
+#else
+	/* The saved registers end where the kernel stack begins (arch/x86/include/asm/processor.h). */
+	saved = (void *)task_u64(task, TASK_STACK) + THREAD_SIZE - sizeof(regs);
+#endif
+	bpf_probe_read_kernel(&regs, sizeof(regs), saved);
+	user_regs_from(out, &regs);
+}
+
+#endif
