@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds what strip took away: separate debug files and compressed mini symbol tables.
+
+Places in order (GDB manual, "Separate Debug Files" and "MiniDebugInfo"):
+1. /usr/lib/debug/.build-id/xx/yyy.debug, accepted when its build id is the binary's;
+2. the .gnu_debuglink name beside the binary, in .debug/ beside it, and under /usr/lib/debug,
+   accepted when its CRC-32 is the one in the link;
+3. .gnu_debugdata inside the binary: an xz-compressed ELF with a .symtab only.
+
+Each place is tried beneath the target's root, then beneath the host's. Nothing is fetched from
+the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import lzma
+import mmap
+import os
+import posixpath
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.frames import Problem
+from aiflame.agent.symbols.rootfs import open_beneath, open_root
+
+_DEBUG_ROOT = "/usr/lib/debug"
+# Mini symbol tables unpack to a few MB; the largest (browsers) to some 20.
+MAX_DEBUGDATA_BYTES = 64 * 1024 * 1024
+# xz -9 needs 65 MiB to unpack; Fedora packs with the default level, which needs 9.
+_LZMA_MEMORY_BYTES = 128 * 1024 * 1024
+# The checksum reads the whole file: about 1 s per GB.
+MAX_LINKED_BYTES = 4 * 1024 * 1024 * 1024
+_CHUNK_BYTES = 1024 * 1024
+
+
+class MappedElf:
+    """An open ELF file: its descriptor, headers and bytes. The owner closes it.
+
+    Args:
+        fd: Descriptor to take over.
+
+    Raises:
+        BadElf: It is not a sound ELF file; the descriptor is closed.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        try:
+            self.image = ElfImage.from_fd(fd)
+        except BadElf:
+            os.close(fd)
+            raise
+
+    def map(self) -> memoryview:
+        """All bytes, mapped until the last view on them is gone.
+
+        Raises:
+            BadElf: The file does not fit the address space, or shrank to nothing.
+        """
+        try:
+            return memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError) as error:
+            raise BadElf(f"cannot map: {error}") from error
+
+    def close(self) -> None:
+        """Close the descriptor; views from `map` stay valid."""
+        os.close(self.fd)
+
+    @property
+    def has_symbols(self) -> bool:
+        """Has a full symbol table."""
+        section = self.image.section(".symtab")
+        return section is not None and section.size > 0
+
+    @property
+    def has_lines(self) -> bool:
+        """Has DWARF with functions."""
+        return any(self.image.section(name) for name in (".debug_info", ".zdebug_info"))
+
+
+class DebugFileFinder:
+    """Looks for debug files, and remembers which it has already checksummed."""
+
+    def __init__(self) -> None:
+        self._checksums: dict[tuple[int, int, int, int], int] = {}
+
+    def find(
+        self, binary: MappedElf, binary_path: str, root_path: str, problems: list[Problem]
+    ) -> MappedElf | None:
+        """The debug file of a stripped binary; the caller closes it.
+
+        Args:
+            binary: The binary.
+            binary_path: Its path inside the target's root, "" if unknown.
+            root_path: The target's root directory, "" for the host's only.
+            problems: Files that were found but do not belong to the binary are added here.
+        """
+        if binary.has_symbols and binary.has_lines:
+            return None
+        with contextlib.ExitStack() as stack:
+            roots = []
+            for path in dict.fromkeys(path for path in (root_path, "/") if path):
+                with contextlib.suppress(OSError):
+                    roots.append(open_root(path))
+                    stack.callback(os.close, roots[-1])
+            for root in roots:
+                for path, checked in _places(binary.image, binary_path):
+                    found = self._accept(root, path, binary.image, checked, problems)
+                    if found is not None:
+                        return found
+        return None if binary.has_symbols else _mini(binary, problems)
+
+    def _accept(
+        self, root: int, path: str, image: ElfImage, checked: bool, problems: list[Problem]
+    ) -> MappedElf | None:
+        try:
+            fd = open_beneath(root, path)
+        except OSError:
+            return None  # Nearly every place is empty: that is no problem to report.
+        try:
+            candidate = MappedElf(fd)
+        except BadElf as error:
+            problems.append(Problem("bad_debug_file", f"{path}: {error}"))
+            return None
+        reason = self._mismatch(candidate, image, checked)
+        if not reason:
+            return candidate
+        candidate.close()
+        problems.append(Problem("bad_debug_file", f"{path}: {reason}"))
+        return None
+
+    def _mismatch(self, candidate: MappedElf, image: ElfImage, checked: bool) -> str:
+        """Why a debug file does not belong to the binary, "" when it does."""
+        if candidate.image.machine != image.machine or candidate.image.bits != image.bits:
+            return "it is for another machine"
+        if image.build_id and candidate.image.build_id != image.build_id:
+            return "its build id differs"
+        if not checked or image.debuglink is None:
+            return ""
+        if candidate.image.size_bytes > MAX_LINKED_BYTES:
+            return "it is too large to check"
+        return "" if self._crc(candidate.fd) == image.debuglink.crc else "its checksum differs"
+
+    def _crc(self, fd: int) -> int:
+        facts = os.fstat(fd)
+        key = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        if key not in self._checksums:
+            crc = 0
+            for chunk in _chunks(fd, facts.st_size):
+                crc = zlib.crc32(chunk, crc)
+            self._checksums[key] = crc
+        return self._checksums[key]
+
+
+def _chunks(fd: int, size: int) -> Iterator[bytes]:
+    for offset in range(0, size, _CHUNK_BYTES):
+        yield os.pread(fd, min(_CHUNK_BYTES, size - offset), offset)
+
+
+def _places(image: ElfImage, binary_path: str) -> Iterator[tuple[str, bool]]:
+    """Paths to try, and whether the checksum of the link must match."""
+    if len(image.build_id) > 2:
+        head, tail = image.build_id[:2], image.build_id[2:]
+        yield f"{_DEBUG_ROOT}/.build-id/{head}/{tail}.debug", False
+    if image.debuglink is not None and binary_path.startswith("/"):
+        directory = posixpath.dirname(binary_path).rstrip("/")
+        name = image.debuglink.name
+        if posixpath.basename(binary_path) != name:
+            yield f"{directory}/{name}", True
+        yield f"{directory}/.debug/{name}", True
+        yield f"{_DEBUG_ROOT}{directory}/{name}", True
+
+
+def _mini(binary: MappedElf, problems: list[Problem]) -> MappedElf | None:
+    section = binary.image.section(".gnu_debugdata")
+    if section is None or section.size == 0:
+        return None
+    packed = os.pread(binary.fd, min(section.size, MAX_DEBUGDATA_BYTES), section.file_offset)
+    try:
+        unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_LZMA_MEMORY_BYTES)
+        unpacked = unpacker.decompress(packed, MAX_DEBUGDATA_BYTES)
+        if not unpacker.eof:
+            raise BadElf("cut, or over the limit")
+        fd = os.memfd_create("gnu_debugdata", os.MFD_CLOEXEC)
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            file.write(unpacked)
+        return MappedElf(fd)
+    except (lzma.LZMAError, BadElf, MemoryError) as error:
+        problems.append(Problem("bad_debug_file", f".gnu_debugdata: {error}"))
+        return None
+
+
+def path_in_root(path: str) -> str:
+    """The path behind /proc/PID/fd/N as its own root sees it, or the path itself."""
+    if not path.startswith("/proc/"):
+        return path
+    try:
+        target = str(Path(path).readlink())
+    except OSError:
+        return ""
+    return target.removesuffix(" (deleted)") if target.startswith("/") else ""

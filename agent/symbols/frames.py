@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What symbolization answers: source frames and the problems met, as plain data.
+
+Kept apart from the resolver, so that the recorder can hold answers without loading the DWARF
+and demangling libraries into its own memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Names are shown to people and stored in every capture; the longest names of real C++ libraries
+# (torch) are under 8,000 characters and unreadable far before that.
+MAX_NAME_CHARS = 4096
+
+# What a terminal, a folded file or an XML file would take for itself. Semicolons and markup stay:
+# they occur in real names, and each renderer escapes for its own format.
+_UNPRINTABLE = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029), "\ufffd")
+# Characters that reorder the text around them (Unicode UAX #9).
+_UNPRINTABLE |= dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F)), "\ufffd")
+_UNPRINTABLE |= dict.fromkeys((*range(0x2066, 0x206A), *range(0xD800, 0xE000)), "\ufffd")
+
+
+def clean_name(name: str) -> str:
+    """A name that is safe to store and show: no control characters, bounded length.
+
+    Control, text-direction and surrogate characters become U+FFFD; what is longer than
+    `MAX_NAME_CHARS` is cut and ends in an ellipsis.
+    """
+    if len(name) > MAX_NAME_CHARS:
+        name = name[: MAX_NAME_CHARS - 1] + "…"
+    if name.isascii() and name.isprintable():
+        return name
+    return name.translate(_UNPRINTABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFrame:
+    """One function at one address.
+
+    Attributes:
+        name: Demangled and cleaned.
+        file: Source file as the compiler recorded it, "" where unknown.
+        line: Executing line, 0 where unknown.
+        inlined: The compiler put it inside the frame that follows.
+    """
+
+    name: str
+    file: str
+    line: int
+    inlined: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a binary has fewer names than it could have.
+
+    Attributes:
+        reason: Stable snake_case name, one of those in `REASONS`.
+        detail: One line for a person, with the path.
+    """
+
+    reason: str
+    detail: str
+
+
+# Every reason, with the sentence that a report shows beside its count.
+REASONS = {
+    "unreadable_binary": "a binary could not be opened; its frames have no names",
+    "bad_elf": "a binary is not valid ELF; its frames have no names",
+    "bad_symbol_table": "a symbol table is damaged; some names are missing",
+    "too_many_symbols": "a symbol table is larger than any real one; it was not read",
+    "bad_debug_file": "a separate debug file does not belong to its binary; it was not used",
+    "bad_debug_info": "debug information could not be read; no lines or inlined functions",
+    "debug_info_too_large": "debug information is over the limit; no lines or inlined functions",
+    "no_demangler": "libstdc++ is missing; C++ names stay mangled",
+    "names_not_demangled": "names that expand without bound stay mangled",
+    "symbolizer_gave_up": "a binary crashed or stalled the symbol reader; it was read without "
+    "debug information and demangling",
+    "symbolizer_died": "a binary crashed or stalled the symbol reader; its frames have no names",
+}

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of code that a JIT made, from /tmp/perf-PID.map.
+
+Node, the JVM's agents, Julia, .NET and `python -X perf` write lines of `START SIZE name`, in hex
+(Linux: tools/perf/Documentation/jit-interface.txt). Memory is used again, so later lines win.
+
+Anyone may write to /tmp. The file is opened beneath the target's root, must be a regular file,
+and must belong to the target's user or to root, as perf demands too. Of an oversized file the end
+is read: it describes the code that is there now.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.symbols.frames import clean_name
+from aiflame.agent.symbols.intervals import Disjoint, find, flatten
+from aiflame.agent.symbols.rootfs import open_beneath, open_root
+
+U64 = npt.NDArray[np.uint64]
+
+# About a million lines; a large JVM service writes 100,000.
+DEFAULT_MAX_BYTES = 64 * 1024 * 1024
+_MAX_LINE_BYTES = 10_000
+_CHUNK_BYTES = 1024 * 1024
+
+
+class BadPerfMap(AiflameError):
+    """There is a map, but it may not be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerfMap:
+    """The functions of one process's JITs, by process virtual address.
+
+    Attributes:
+        malformed_lines: Lines that are not of the format.
+        skipped_bytes: Bytes at the head of an oversized file that were not read.
+    """
+
+    malformed_lines: int
+    skipped_bytes: int
+    _ranges: Disjoint
+    _names: list[bytes]
+
+    @classmethod
+    def load(
+        cls, root_path: str, namespaced_pid: int, uid: int, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> PerfMap | None:
+        """Read the map of a process.
+
+        Args:
+            root_path: Its root directory, /proc/PID/root.
+            namespaced_pid: Its pid inside its own pid namespace (the last NSpid).
+            uid: Its user id, as the host sees it.
+            max_bytes: How much of the end of the file is read.
+
+        Returns:
+            None where there is no map.
+
+        Raises:
+            BadPerfMap: It is not a regular file, belongs to someone else, or cannot be read.
+        """
+        path = f"/tmp/perf-{namespaced_pid}.map"  # noqa: S108 - the place is the interface
+        try:
+            root = open_root(root_path)
+        except OSError:
+            return None  # The process is gone, and its root with it.
+        try:
+            fd = open_beneath(root, path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise BadPerfMap(f"{path}: {error.strerror}") from error
+        finally:
+            os.close(root)
+        try:
+            facts = os.fstat(fd)
+            if facts.st_uid not in (uid, 0):
+                raise BadPerfMap(f"{path}: belongs to user {facts.st_uid}, not to {uid} or root")
+            skipped = max(0, facts.st_size - max_bytes)
+            return cls.parse(_read(fd, skipped, facts.st_size), skipped)
+        except OSError as error:
+            raise BadPerfMap(f"{path}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def parse(cls, text: bytes, skipped_bytes: int = 0) -> PerfMap:
+        """Read the text of a map; with bytes skipped before it, its first line is only a part."""
+        if skipped_bytes:
+            _, _, text = text.partition(b"\n")
+        starts: list[int] = []
+        ends: list[int] = []
+        names: list[bytes] = []
+        malformed = 0
+        # A line that is still being written has no newline yet, and is no error.
+        for line in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
+            entry = _entry(line)
+            if entry is None:
+                malformed += bool(line.strip())
+                continue
+            starts.append(entry[0])
+            ends.append(entry[1])
+            names.append(entry[2])
+        ranges = flatten(
+            np.array(starts, dtype=np.uint64),
+            np.array(ends, dtype=np.uint64),
+            np.arange(len(starts), dtype=np.int64),
+        )
+        return cls(malformed, skipped_bytes, ranges, names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def lookup(self, addresses: U64) -> list[str | None]:
+        """Names for process virtual addresses, shape (n,); None outside every function."""
+        found = find(self._ranges, addresses)
+        rows = self._ranges.rows[found].tolist() if len(self._ranges.rows) else [0] * len(found)
+        return [
+            clean_name(self._names[row].decode("utf-8", "replace")) if hit >= 0 else None
+            for hit, row in zip(found.tolist(), rows, strict=True)
+        ]
+
+
+def _read(fd: int, start: int, end: int) -> bytes:
+    pieces = []
+    while start < end:
+        piece = os.pread(fd, min(_CHUNK_BYTES, end - start), start)
+        if not piece:
+            break  # It shrank meanwhile.
+        pieces.append(piece)
+        start += len(piece)
+    return b"".join(pieces)
+
+
+def _entry(line: bytes) -> tuple[int, int, bytes] | None:
+    """Start, end and name; None for a line that is not of the format, or wraps around."""
+    fields = line[:_MAX_LINE_BYTES].split(None, 2)
+    if len(fields) < 3:
+        return None
+    try:
+        start, size = int(fields[0], 16), int(fields[1], 16)
+    except ValueError:
+        return None
+    if start < 0 or size <= 0 or start + size >= 1 << 64:
+        return None
+    return start, start + size, fields[2]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the recorder and its symbol worker: a length, then JSON.
+
+JSON and not pickle, since the worker reads hostile files: should one take it over, its answers
+must still be only data.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from aiflame.agent.symbols.frames import Problem, SourceFrame
+
+LENGTH = struct.Struct("<I")
+# An answer for 1,000,000 addresses of distinct functions is about 200 MB.
+MAX_MESSAGE_BYTES = 512 * 1024 * 1024
+
+Frames = list[tuple[SourceFrame, ...]]
+
+
+class BadMessage(ValueError):
+    """The other side sent something that is not a message of this protocol."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One message, ready to be written."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The body of one message.
+
+    Raises:
+        BadMessage: It is not a JSON object.
+    """
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(str(error)) from error
+    if not isinstance(message, dict):
+        raise BadMessage("not an object")
+    return message
+
+
+def pack_frames(frames: Frames) -> dict[str, Any]:
+    """Frames with every distinct one written once."""
+    table: dict[SourceFrame, int] = {}
+    chains = [[table.setdefault(frame, len(table)) for frame in chain] for chain in frames]
+    rows = [[frame.name, frame.file, frame.line, frame.inlined] for frame in table]
+    return {"frames": rows, "chains": chains}
+
+
+def unpack_frames(message: dict[str, Any], count: int) -> Frames:
+    """The reverse of `pack_frames`.
+
+    Raises:
+        BadMessage: It is not what `pack_frames` makes for `count` addresses.
+    """
+    try:
+        table = [
+            SourceFrame(str(name), str(file), int(line), bool(inlined))
+            for name, file, line, inlined in message["frames"]
+        ]
+        frames = [tuple(table[index] for index in chain) for chain in message["chains"]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise BadMessage(f"{type(error).__name__}: {error}") from error
+    if len(frames) != count:
+        raise BadMessage(f"{len(frames)} answers for {count} addresses")
+    return frames
+
+
+def pack_problems(problems: Sequence[Problem]) -> list[list[str]]:
+    """Problems as plain lists."""
+    return [[problem.reason, problem.detail] for problem in problems]
+
+
+def unpack_problems(message: dict[str, Any]) -> list[Problem]:
+    """The reverse of `pack_problems`.
+
+    Raises:
+        BadMessage: It is not a list of pairs.
+    """
+    try:
+        return [Problem(str(reason), str(detail)) for reason, detail in message["problems"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadMessage(f"{type(error).__name__}: {error}") from error

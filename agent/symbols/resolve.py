@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses of one binary to source frames: symbols, debug files, lines and cache put together.
+
+DWARF gives the chain of inlined functions with their lines; where it says nothing about an
+address, the ELF symbol that covers it gives the one name; where there is none, there is no frame,
+and the caller shows `[module+0xoffset]`.
+
+Each failure costs only what it concerns and becomes a `Problem`. What no `except` can catch
+(crashes inside libraries, endless loops, memory) is the reason why recordings use `service`,
+which runs this class in a child process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.symbols.debugfiles import DebugFileFinder, MappedElf, path_in_root
+from aiflame.agent.symbols.demangle import Demangler
+from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.symbols.frames import Problem, SourceFrame, clean_name
+from aiflame.agent.symbols.lines import (
+    DEFAULT_MAX_DWARF_BYTES,
+    BadDebugInfo,
+    DebugInfoTooLarge,
+    LineTable,
+    RawFrame,
+)
+from aiflame.agent.symbols.rootfs import open_regular
+from aiflame.agent.symbols.store import Store, store_key
+from aiflame.agent.symbols.table import CorruptCache, SymbolSource, SymbolTable
+
+__all__ = ["Problem", "Resolver", "SourceFrame"]
+
+U64 = npt.NDArray[np.uint64]
+
+# Tables kept in memory. They are mapped from the cache where there is one; a PyTorch process has
+# some 150 binaries.
+_MAX_TABLES = 256
+_TABLE_SUFFIX, _LINES_SUFFIX = ".symbols", ".lines"
+
+
+class _Tables(NamedTuple):
+    key: str
+    symbols: SymbolTable
+    lines: LineTable | None
+
+
+class Resolver:
+    """Resolves addresses in this process.
+
+    Args:
+        cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
+        guard: See `Demangler`; for a process that does nothing else.
+        max_dwarf_bytes: Debug information larger than this is not read.
+
+    Attributes:
+        problems: What went wrong so far, in order.
+    """
+
+    def __init__(
+        self,
+        cache: Path | None,
+        *,
+        guard: bool = False,
+        max_dwarf_bytes: int = DEFAULT_MAX_DWARF_BYTES,
+    ) -> None:
+        self._store = Store(cache)
+        self._guard = guard
+        self._max_dwarf_bytes = max_dwarf_bytes
+        self._finder = DebugFileFinder()
+        self._tables: OrderedDict[tuple[str, bool], _Tables] = OrderedDict()
+        self.problems: list[Problem] = []
+
+    def resolve(
+        self, path: str, root_path: str, addresses: U64, *, plain: bool = False
+    ) -> list[tuple[SourceFrame, ...]]:
+        """Source frames for virtual addresses of one binary.
+
+        A return address must be lowered by one by the caller, so that it lies in the call.
+
+        Args:
+            path: An openable path, for instance /proc/PID/fd/N.
+            root_path: The target's root directory, for debug files; "" uses the host's only.
+            addresses: Shape (n,).
+            plain: Leave out what runs other people's parsers: DWARF and demangling.
+
+        Returns:
+            For each address its frames, the innermost inlined function first; () outside every
+            symbol, and for every address of a binary that cannot be read.
+        """
+        tables = self._load(path, root_path, plain)
+        if tables is None:
+            return [()] * len(addresses)
+        try:
+            names = tables.symbols.raw_names(addresses)
+        except CorruptCache:
+            self._forget(tables.key)
+            tables = self._load(path, root_path, plain)
+            if tables is None:
+                return [()] * len(addresses)
+            names = tables.symbols.raw_names(addresses)
+        chains = [
+            _chain(tables.lines, address, name)
+            for address, name in zip(addresses.tolist(), names, strict=True)
+        ]
+        return self._readable(chains, path, plain)
+
+    def prepare(self, path: str, root_path: str, *, plain: bool = False) -> None:
+        """Build or load the tables of a binary ahead of `resolve`."""
+        self._load(path, root_path, plain)
+
+    def _readable(
+        self, chains: list[tuple[RawFrame, ...]], path: str, plain: bool
+    ) -> list[tuple[SourceFrame, ...]]:
+        demangler = Demangler(guard=self._guard, enabled=not plain)
+        raw = list(dict.fromkeys(frame.name for chain in chains for frame in chain))
+        encoded = [name.encode("utf-8", "surrogateescape") for name in raw]
+        readable = dict(zip(raw, demangler.names(encoded), strict=True))
+        if demangler.missing:
+            self._problem("no_demangler", path)
+        if demangler.failures:
+            self._problem("names_not_demangled", path)
+        return [
+            tuple(
+                SourceFrame(
+                    name=readable[frame.name] or "[inlined]",
+                    file=clean_name(frame.file),
+                    line=frame.line,
+                    inlined=index + 1 < len(chain),
+                )
+                for index, frame in enumerate(chain)
+            )
+            for chain in chains
+        ]
+
+    def _problem(self, reason: str, detail: object) -> None:
+        self.problems.append(Problem(reason, clean_name(str(detail))))
+
+    def _load(self, path: str, root_path: str, plain: bool) -> _Tables | None:
+        try:
+            binary = MappedElf(open_regular(path))
+        except OSError as error:
+            self._problem("unreadable_binary", f"{path}: {error.strerror}")
+            return None
+        except BadElf as error:
+            self._problem("bad_elf", f"{path_in_root(path) or path}: {error}")
+            return None
+        inside = path_in_root(path)
+        debug = self._finder.find(binary, inside, root_path, self.problems)
+        files = [binary] if debug is None else [binary, debug]
+        try:
+            return self._tables_of(files, inside or path, plain)
+        finally:
+            for file in files:
+                file.close()
+
+    def _tables_of(self, files: list[MappedElf], label: str, plain: bool) -> _Tables:
+        key = store_key(*(file.image.cache_key for file in files))
+        tables = self._tables.get((key, plain))
+        if tables is None:
+            if files[0].image.damage:
+                self._problem("bad_symbol_table", f"{label}: {files[0].image.damage}")
+            symbols = self._symbols(key, files, label)
+            lines = None if plain else self._lines(key, files, label)
+            tables = _Tables(key, symbols, lines)
+            self._tables[key, plain] = tables
+            while len(self._tables) > _MAX_TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end((key, plain))
+        return tables
+
+    def _forget(self, key: str) -> None:
+        self._store.remove(key + _TABLE_SUFFIX)
+        for plain in (False, True):
+            self._tables.pop((key, plain), None)
+
+    def _symbols(self, key: str, files: list[MappedElf], label: str) -> SymbolTable:
+        stored = self._stored_symbols(key)
+        if stored is not None:
+            return stored
+        try:
+            table = SymbolTable.build([SymbolSource(f.image, f.map()) for f in files])
+        except BadElf as error:
+            self._problem("too_many_symbols", f"{label}: {error}")
+            return SymbolTable.build([])
+        except (ValueError, MemoryError) as error:
+            self._problem("bad_symbol_table", f"{label}: {type(error).__name__}: {error}")
+            return SymbolTable.build([])
+        if self._store.write(key + _TABLE_SUFFIX, table.to_chunks()):
+            # The mapped copy costs no memory of our own, and lets go of the target's file.
+            return self._stored_symbols(key) or table
+        return table
+
+    def _stored_symbols(self, key: str) -> SymbolTable | None:
+        mapping = self._store.open(key + _TABLE_SUFFIX)
+        if mapping is None:
+            return None
+        try:
+            return SymbolTable.from_mapping(mapping)
+        except CorruptCache:
+            self._store.remove(key + _TABLE_SUFFIX)
+            return None
+
+    def _lines(self, key: str, files: Iterable[MappedElf], label: str) -> LineTable | None:
+        source = next((file for file in files if file.has_lines), None)
+        if source is None:
+            return None
+        mapping = self._store.open(key + _LINES_SUFFIX)
+        if mapping is not None:
+            try:
+                return LineTable.from_mapping(mapping)
+            except BadDebugInfo:
+                self._store.remove(key + _LINES_SUFFIX)
+        try:
+            table = LineTable.build(source, self._max_dwarf_bytes)
+        except DebugInfoTooLarge as error:
+            self._problem("debug_info_too_large", f"{label}: {error}")
+            return None
+        except BadDebugInfo as error:
+            self._problem("bad_debug_info", f"{label}: {error}")
+            return None
+        chunks = table.to_chunks()
+        if chunks:
+            self._store.write(key + _LINES_SUFFIX, chunks)
+        return table
+
+
+def _chain(lines: LineTable | None, address: int, symbol: bytes | None) -> tuple[RawFrame, ...]:
+    name = None if symbol is None else os.fsdecode(symbol)
+    found = lines.lookup(address) if lines is not None else ()
+    if not found:
+        return () if name is None else (RawFrame(name, "", 0),)
+    outermost = found[-1]
+    if not outermost.name:
+        outermost = outermost._replace(name=name or "")
+    if not outermost.name and len(found) == 1:
+        return ()
+    return (*found[:-1], outermost)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens files inside a target's root directory without ever leaving it.
+
+A container can plant a symbolic link, a FIFO or a device node under any name that a profiler
+reads. The kernel resolves the path (openat2 with RESOLVE_IN_ROOT, Linux 5.6), so that links,
+absolute ones included, stay inside. The file is first opened with O_PATH, which has no effect on
+what it names, and is only opened for reading once it is known to be a regular file: opening some
+devices is already an action.
+
+It does not protect against a file that shrinks while it is mapped; readers use pread, or live in
+the worker process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import platform
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+
+class _Architecture(NamedTuple):
+    """What differs between machines. From asm/unistd.h of Linux 6.1."""
+
+    openat2: int
+
+
+# System calls added since Linux 5.1 share one number on every architecture but alpha.
+_ARCHITECTURES = {
+    "x86_64": _Architecture(openat2=437),
+    "aarch64": _Architecture(openat2=437),
+}
+
+# linux/openat2.h, Linux 5.6.
+_RESOLVE_NO_MAGICLINKS = 0x02
+_RESOLVE_IN_ROOT = 0x10
+
+# The kernel answers EAGAIN when a rename or mount raced with a "..", and asks for a retry.
+_RACE_RETRIES = 8
+
+_LOOK_FLAGS = os.O_PATH | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class _OpenHow(ctypes.Structure):
+    """`struct open_how` of linux/openat2.h."""
+
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _openat2(root_fd: int, path: str) -> int:
+    """O_PATH descriptor of `path` inside the root; OSError(ENOSYS) where the call is missing."""
+    machine = _ARCHITECTURES.get(platform.machine())
+    if machine is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
+    how = _OpenHow(_LOOK_FLAGS, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+    for _ in range(_RACE_RETRIES):
+        result = _libc().syscall(
+            ctypes.c_long(machine.openat2),
+            ctypes.c_int(root_fd),
+            ctypes.c_char_p(os.fsencode(path)),
+            ctypes.byref(how),
+            ctypes.c_size_t(ctypes.sizeof(how)),
+        )
+        if result >= 0:
+            return int(result)
+        if ctypes.get_errno() != errno.EAGAIN:
+            break
+    code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code), path)
+
+
+def _walk(root_fd: int, path: str) -> int:
+    """The same for kernels and sandboxes without openat2; refuses every link and "..".
+
+    Paths from /proc/PID/maps have no links left, so only a linked debug directory loses here.
+    """
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not parts or ".." in parts:
+        raise OSError(errno.EXDEV, "path would leave the root", path)
+    current = os.dup(root_fd)
+    try:
+        for index, part in enumerate(parts):
+            flags = _LOOK_FLAGS | os.O_NOFOLLOW
+            if index + 1 < len(parts):
+                flags |= os.O_DIRECTORY
+            following = os.open(part, flags, dir_fd=current)
+            os.close(current)
+            current = following
+        if stat.S_ISLNK(os.fstat(current).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    except OSError:
+        os.close(current)
+        raise
+    return current
+
+
+def open_root(root_path: str) -> int:
+    """Open a root directory, such as /proc/PID/root, for `open_beneath`.
+
+    Raises:
+        OSError: The process is gone or may not be looked at.
+    """
+    return os.open(root_path, _LOOK_FLAGS | os.O_DIRECTORY)
+
+
+def open_beneath(root_fd: int, path: str) -> int:
+    """Open a regular file for reading inside a target's root directory.
+
+    Args:
+        root_fd: The root directory, from `open_root`.
+        path: Path as the target sees it. Links are followed as the target would, and ".." stops
+            at the root.
+
+    Returns:
+        A descriptor that the caller closes.
+
+    Raises:
+        OSError: It is missing, not permitted, or not a regular file (EINVAL).
+    """
+    if "\0" in path:
+        raise OSError(errno.EINVAL, "path holds a zero byte", path)
+    try:
+        place = _openat2(root_fd, path)
+    except OSError as error:
+        # EPERM: sandboxes of 2020 answer so to calls that they do not know.
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        place = _walk(root_fd, path)
+    try:
+        return reopen_regular(place, path)
+    finally:
+        os.close(place)
+
+
+def reopen_regular(place_fd: int, path: str) -> int:
+    """Turn an O_PATH descriptor into one for reading, if it is a regular file.
+
+    Raises:
+        OSError: EINVAL for anything but a regular file, or what the kernel says.
+    """
+    if not stat.S_ISREG(os.fstat(place_fd).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return os.open(f"/proc/self/fd/{place_fd}", _READ_FLAGS)
+
+
+def open_regular(path: str | Path) -> int:
+    """Open a file of the host for reading, if it is a regular file.
+
+    Raises:
+        OSError: As `open_beneath`.
+    """
+    place = os.open(path, _LOOK_FLAGS)
+    try:
+        return reopen_regular(place, str(path))
+    finally:
+        os.close(place)

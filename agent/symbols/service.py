@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symbol resolution in a child process that may die.
+
+A binary that crashes, stalls or bloats the reader kills the worker, not the recording: the worker
+is started again, and that binary is asked for once more without DWARF and demangling, which is
+where other people's parsers run; if it kills the worker again, it has no names. The others
+continue. Every such event is a `Problem`.
+
+Requests are answered in order, so the one at the head of the queue is the one that the worker
+was at when it died. `warm` may be called while recording: tables are then built at low priority,
+and are there when `resolve_many` asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.symbols import protocol
+from aiflame.agent.symbols.frames import Problem, SourceFrame
+
+U64 = npt.NDArray[np.uint64]
+
+# libtorch_cpu takes 1 s, its debug information some 10; ten times that on a loaded machine.
+DEFAULT_TIMEOUT_S = 60.0
+# Four times what libtorch_cpu needs with its file mapped.
+DEFAULT_MEMORY_BYTES = 4 * 1024 * 1024 * 1024
+# The worker's own alarm comes first; this is for a worker that is stopped or cannot be alarmed.
+_GRACE_S = 5.0
+# A worker that cannot even start must not be tried for ever.
+_MAX_STARTS = 40
+_READ_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Addresses of one binary; the fields are those of `Resolver.resolve`."""
+
+    path: str
+    root_path: str
+    addresses: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to one request; `frames` has one entry per address, in order."""
+
+    request: Request
+    frames: list[tuple[SourceFrame, ...]]
+
+
+@dataclass(slots=True)
+class _Pending:
+    number: int
+    path: str
+    root_path: str
+    addresses: U64 | None  # None only warms
+
+    def message(self, plain: bool) -> bytes:
+        return protocol.encode(
+            {
+                "id": self.number,
+                "path": self.path,
+                "root": self.root_path,
+                "addresses": None if self.addresses is None else self.addresses.tolist(),
+                "plain": plain,
+            }
+        )
+
+
+class SymbolService:
+    """Runs the resolver in a child process. A context manager; start is on first use.
+
+    Args:
+        cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
+        timeout_s: Wall-clock seconds that one binary may take.
+        memory_bytes: Address space of the worker.
+        command: What to run instead of the worker module; it gets the same arguments.
+
+    Attributes:
+        problems: What went wrong so far, in order.
+        cpu_ns: CPU time of all workers, complete after `close`.
+        peak_rss_bytes: Largest resident set of any worker, as of its latest answer.
+    """
+
+    def __init__(
+        self,
+        cache: Path | None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        command: Sequence[str] = (),
+    ) -> None:
+        worker = command or (sys.executable, "-m", "aiflame.agent.symbols.worker")
+        directory = "" if cache is None else str(cache.absolute())
+        self._command = [*worker, directory, str(memory_bytes), str(timeout_s)]
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._starts = 0
+        self._next_number = 0
+        self._queue: deque[_Pending] = deque()
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self._deadline = 0.0
+        self._strikes: dict[str, int] = {}
+        self._done: dict[int, list[tuple[SourceFrame, ...]]] = {}
+        self.problems: list[Problem] = []
+        self.cpu_ns = 0
+        self.peak_rss_bytes = 0
+
+    def __enter__(self) -> SymbolService:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker, None before the first request and after `close`."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the worker now, for a caller that needs `pid` early."""
+        if self._process is None and self._starts < _MAX_STARTS:
+            self._spawn()
+
+    def warm(self, path: str, root_path: str) -> None:
+        """Ask for the tables of a binary to be built; never waits."""
+        self._enqueue(path, root_path, None)
+        self.poll()
+
+    def poll(self) -> None:
+        """Take in answers that have arrived; never waits."""
+        self._pump(0.0)
+
+    def resolve_many(self, requests: Sequence[Request]) -> Iterator[Result]:
+        """Answers in the order of the requests, each as soon as it is there."""
+        self._set_priority(0)
+        numbers = [self._enqueue(r.path, r.root_path, r.addresses) for r in requests]
+        for number, request in zip(numbers, requests, strict=True):
+            while number not in self._done:
+                self._pump(max(0.0, self._deadline - time.monotonic()))
+            yield Result(request, self._done.pop(number))
+
+    def close(self) -> None:
+        """End the worker at once and add up its CPU time. May be called twice."""
+        self._queue.clear()
+        self._reap()
+
+    def _enqueue(self, path: str, root_path: str, addresses: U64 | None) -> int:
+        self._next_number += 1
+        pending = _Pending(self._next_number, path, root_path, addresses)
+        strikes = self._strikes.get(path, 0)
+        if strikes > 1 or not self._running():
+            self._give_up(pending)
+            return pending.number
+        if not self._queue:
+            self._deadline = time.monotonic() + self._timeout_s + _GRACE_S
+        self._queue.append(pending)
+        self._outgoing += pending.message(plain=strikes > 0)
+        return pending.number
+
+    def _running(self) -> bool:
+        self.start()
+        return self._process is not None
+
+    def _give_up(self, pending: _Pending) -> None:
+        if pending.addresses is not None:
+            self._done[pending.number] = [()] * len(pending.addresses)
+
+    def _spawn(self) -> None:
+        self._starts += 1
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
+        # From "/", as `python -m` puts the working directory first on the module path: a root
+        # shell in someone else's directory must not import that directory's modules.
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd="/",
+            # One thread, so that the worker may fork; numpy would start one per CPU.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        for pipe in _pipes(self._process):
+            os.set_blocking(pipe.fileno(), False)
+        self._incoming.clear()
+
+    def _set_priority(self, niceness: int) -> None:
+        if self._process is not None:
+            # Without privilege the worker stays nice, which only makes it slower.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+
+    def _pump(self, wait_s: float) -> None:
+        """Write and read what is possible now or within the time, and handle a dead worker."""
+        process = self._process
+        if process is None:
+            return
+        stdin, stdout = _pipes(process)
+        alive = True
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            if self._outgoing:
+                selector.register(stdin, selectors.EVENT_WRITE)
+            for key, _ in selector.select(wait_s):
+                side = self._send if key.fileobj is stdin else self._receive
+                alive = side(key.fd) and alive
+        if self._queue and time.monotonic() >= self._deadline:
+            alive = False
+        if not alive:
+            self._restart()
+
+    def _send(self, fd: int) -> bool:
+        try:
+            written = os.write(fd, self._outgoing[:_READ_BYTES])
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            return False
+        del self._outgoing[:written]
+        return True
+
+    def _receive(self, fd: int) -> bool:
+        """Read answers; False when the worker is gone or talks nonsense."""
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        self._incoming += data
+        try:
+            while len(self._incoming) >= protocol.LENGTH.size:
+                (length,) = protocol.LENGTH.unpack_from(self._incoming)
+                if length > protocol.MAX_MESSAGE_BYTES:
+                    return False
+                end = protocol.LENGTH.size + length
+                if len(self._incoming) < end:
+                    break
+                body = bytes(self._incoming[protocol.LENGTH.size : end])
+                del self._incoming[:end]
+                self._accept(protocol.decode(body))
+        except protocol.BadMessage:
+            return False
+        return bool(data)
+
+    def _accept(self, message: dict[str, Any]) -> None:
+        if not self._queue or message.get("id") != self._queue[0].number:
+            raise protocol.BadMessage("an answer to no question")
+        pending = self._queue[0]
+        problems = protocol.unpack_problems(message)
+        if pending.addresses is not None:
+            frames = protocol.unpack_frames(message, len(pending.addresses))
+            self._done[pending.number] = frames
+        peak = message.get("peak_rss_bytes")
+        if isinstance(peak, int):
+            self.peak_rss_bytes = max(self.peak_rss_bytes, peak)
+        self.problems += problems
+        self._queue.popleft()
+        self._deadline = time.monotonic() + self._timeout_s + _GRACE_S
+
+    def _restart(self) -> None:
+        """Replace the worker and ask again for what it owed, the culprit with less effort."""
+        how = self._reap()
+        if self._queue:
+            self._strike(self._queue[0], how)
+        waiting, self._queue = self._queue, deque()
+        for pending in waiting:
+            strikes = self._strikes.get(pending.path, 0)
+            if strikes > 1 or not self._running():
+                self._give_up(pending)
+                continue
+            self._queue.append(pending)
+            self._outgoing += pending.message(plain=strikes > 0)
+        self._deadline = time.monotonic() + self._timeout_s + _GRACE_S
+        if any(pending.addresses is not None for pending in self._queue):
+            self._set_priority(0)
+
+    def _strike(self, pending: _Pending, how: str) -> None:
+        strikes = self._strikes.get(pending.path, 0) + 1
+        self._strikes[pending.path] = strikes
+        reason = "symbolizer_gave_up" if strikes == 1 else "symbolizer_died"
+        self.problems.append(Problem(reason, f"{pending.path}: {how}"))
+
+    def _reap(self) -> str:
+        """Kill the worker, add its CPU time, and say in words how it ended."""
+        process, self._process = self._process, None
+        self._outgoing.clear()
+        if process is None:
+            return "the worker could not be started"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        self.cpu_ns += round((usage.ru_utime + usage.ru_stime) * 1e9)
+        for pipe in _pipes(process):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return _ending(process.returncode, self._errors)
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    """Its standard input and output; Popen cannot tell the type checker that both are pipes."""
+    if process.stdin is None or process.stdout is None:
+        raise ValueError("started without pipes")
+    return process.stdin, process.stdout
+
+
+def _ending(code: int, errors: IO[bytes] | None) -> str:
+    last = b""
+    if errors is not None:
+        with errors:
+            errors.seek(0)
+            last = (errors.read(65536).strip().splitlines() or [b""])[-1]
+    if code in (-signal.SIGALRM, -signal.SIGKILL):
+        return "took too long, or was killed"
+    how = f"signal {-code}" if code < 0 else f"exit status {code}"
+    return f"{how} {last[:200].decode('utf-8', 'replace')}".strip()

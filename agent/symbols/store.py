@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache on disk: finished symbol tables and line tables, one file each.
+
+Files are written under a temporary name and renamed, so readers see whole files or none. When the
+total goes over the bound, the files used longest ago go. Nothing here may fail a recording: a
+directory that cannot be made or written, or a full disk, means working without a cache.
+
+What a file holds, and whether it is sound, is the business of its reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+# A PyTorch process needs about 300 MB; a few of those, and never a surprising part of a disk.
+DEFAULT_MAX_BYTES = 1024 * 1024 * 1024
+# Trim to this share, so that not every following write trims again.
+_TRIM_TO = 0.8
+_ROOT_CACHE = Path("/var/cache/aiflame")
+
+
+def cache_dir() -> Path:
+    """Where symbol tables are kept between runs.
+
+    Root, sudo included, uses /var/cache/aiflame: one warm cache for all users of a machine, and
+    root never writes into a directory where someone else can plant links. Others use
+    $XDG_CACHE_HOME/aiflame, by default ~/.cache/aiflame (XDG Base Directory Specification 0.8,
+    under which a relative path counts as unset).
+    """
+    if os.geteuid() == 0:
+        return _ROOT_CACHE
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = configured if configured.is_absolute() else Path("~/.cache").expanduser()
+    return base / "aiflame"
+
+
+def store_key(*cache_keys: str) -> str:
+    """One file name for what was made from these ELF images: build id first, for the reader."""
+    digest = hashlib.sha256("\n".join(cache_keys).encode()).hexdigest()[:24]
+    return f"{cache_keys[0].split('-', 1)[0][:40]}-{digest}"
+
+
+class Store:
+    """A bounded directory of cache files.
+
+    Args:
+        directory: Made if missing, with mode 0700; None works without a cache.
+        max_bytes: Bound on the sum of all files.
+    """
+
+    def __init__(self, directory: Path | None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._directory = _private_directory(directory) if directory else None
+        self._max_bytes = max_bytes
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a directory to keep files in."""
+        return self._directory is not None
+
+    def open(self, name: str) -> mmap.mmap | None:
+        """Map a cache file read-only and mark it as used; None when there is none."""
+        if self._directory is None:
+            return None
+        try:
+            fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            with contextlib.suppress(OSError):
+                os.utime(fd)
+            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # ValueError: the file is empty
+            return None
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview | mmap.mmap]) -> bool:
+        """Write one file whole; False when it could not be written (the cache is then as before).
+
+        Args:
+            name: File name without a directory.
+            chunks: Contents, in order.
+        """
+        if self._directory is None:
+            return False
+        try:
+            fd, temporary = tempfile.mkstemp(dir=self._directory, prefix=".new-")
+        except OSError:
+            return False
+        try:
+            with os.fdopen(fd, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+            Path(temporary).rename(self._directory / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+            return False
+        self._trim(self._directory)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Forget a file, for instance a damaged one."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                (self._directory / name).unlink()
+
+    def _trim(self, directory: Path) -> None:
+        files: list[tuple[float, str, int]] = []
+        with contextlib.suppress(OSError), os.scandir(directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    facts = entry.stat(follow_symlinks=False)
+                    files.append((facts.st_mtime, entry.name, facts.st_size))
+        total = sum(size for _, _, size in files)
+        if total <= self._max_bytes:
+            return
+        for _, name, size in sorted(files):
+            if total <= self._max_bytes * _TRIM_TO:
+                return
+            self.remove(name)
+            total -= size
+
+
+def _private_directory(directory: Path) -> Path | None:
+    """The directory, if only this user can have put files there."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = directory.stat()
+    except OSError:
+        return None
+    writable_by_others = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if facts.st_uid != os.geteuid() or writable_by_others:
+        return None
+    return directory

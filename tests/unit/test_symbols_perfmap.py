@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""perf-PID.map: what JITs write, and what a hostile container may put in its place."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
+
+
+def look(perf_map: PerfMap | None, *addresses: int) -> list[str | None]:
+    assert perf_map is not None
+    return perf_map.lookup(np.array(addresses, dtype=np.uint64))
+
+
+def write(root: Path, text: bytes) -> Path:
+    (root / "tmp").mkdir(exist_ok=True)
+    path = root / "tmp/perf-7.map"
+    path.write_bytes(text)
+    return path
+
+
+def test_names_with_spaces_and_prefixes(tmp_path: Path) -> None:
+    write(tmp_path, b"1000 10 py::main:/a b.py\n0x2000 0x20 LazyCompile:~f a.js:1\n")
+    found = PerfMap.load(str(tmp_path), 7, os.getuid())
+    assert look(found, 0xFFF, 0x1000, 0x100F, 0x1010, 0x201F, 2**64 - 1) == [
+        None,
+        "py::main:/a b.py",
+        "py::main:/a b.py",
+        None,
+        "LazyCompile:~f a.js:1",
+        None,
+    ]
+
+
+def test_later_lines_win(tmp_path: Path) -> None:
+    found = PerfMap.parse(b"1000 100 old\n1040 20 new\n1000 100 newest\n10f0 20 tail\n")
+    assert look(found, 0x1000, 0x1050, 0x10EF, 0x10F0, 0x110F) == [
+        "newest",
+        "newest",
+        "newest",
+        "tail",
+        "tail",
+    ]
+    found = PerfMap.parse(b"1000 100 old\n1040 20 new\n")
+    assert look(found, 0x1000, 0x1040, 0x105F, 0x1060) == ["old", "new", "new", "old"]
+
+
+def test_random_maps_agree_with_reading_line_by_line() -> None:
+    choose = random.Random(11)
+    for _ in range(20):
+        memory: dict[int, str] = {}
+        lines = []
+        for index in range(60):
+            start, size = choose.randrange(300), choose.randrange(1, 50)
+            lines.append(b"%x %x f%d\n" % (start, size, index))
+            memory.update(dict.fromkeys(range(start, start + size), f"f{index}"))
+        found = PerfMap.parse(b"".join(lines))
+        assert look(found, *range(360)) == [memory.get(address) for address in range(360)]
+
+
+def test_malformed_lines_are_counted_and_a_line_being_written_is_not() -> None:
+    found = PerfMap.parse(
+        b"1000 10 good\nnonsense\n\nzz 10 f\n1000 -5 f\n2000 10\nffffffffffffffff 10 f\n3000 10 ha"
+    )
+    assert (found.malformed_lines, len(found)) == (5, 1)
+
+
+def test_control_characters_and_long_names() -> None:
+    found = PerfMap.parse(b"1000 10 a\x1b[2J;<b>\xff\n2000 10 " + b"n" * 20_000 + b"\n")
+    first, second = look(found, 0x1000, 0x2000)
+    assert first == "a\ufffd[2J;<b>\ufffd"
+    assert second is not None and len(second) == 4096
+
+
+def test_no_map_is_no_error(tmp_path: Path) -> None:
+    assert PerfMap.load(str(tmp_path), 7, 0) is None
+    assert PerfMap.load(str(tmp_path / "gone"), 7, 0) is None
+
+
+def test_link_out_of_the_container_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("1000 10 secret\n")
+    root = tmp_path / "root"
+    (root / "tmp").mkdir(parents=True)
+    for target in (tmp_path / "secret", "../../secret"):
+        link = root / "tmp/perf-7.map"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        assert PerfMap.load(str(root), 7, os.getuid()) is None
+
+
+def test_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    os.mkfifo(tmp_path / "tmp/perf-7.map")
+    with pytest.raises(BadPerfMap, match="not a regular file"):
+        PerfMap.load(str(tmp_path), 7, os.getuid())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a file away")
+def test_map_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, b"1000 10 forged\n")
+    os.chown(path, 1234, 1234)
+    with pytest.raises(BadPerfMap, match="user 1234"):
+        PerfMap.load(str(tmp_path), 7, 1000)
+    assert look(PerfMap.load(str(tmp_path), 7, 1234), 0x1000) == ["forged"]
+
+
+def test_end_of_an_oversized_file_is_read(tmp_path: Path) -> None:
+    """GIVEN 10 GB, THEN the bounded end is read, and what was skipped is counted."""
+    path = write(tmp_path, b"1000 10 head\n")
+    size = 10 * 1024**3
+    with path.open("r+b") as file:
+        file.seek(size)
+        file.write(b"\n2000 10 tail\n")
+    began = time.thread_time()
+    found = PerfMap.load(str(tmp_path), 7, os.getuid(), max_bytes=1024 * 1024)
+    assert time.thread_time() - began < 2
+    assert look(found, 0x1000, 0x2000) == [None, "tail"]
+    assert found is not None and found.skipped_bytes == size + 14 - 1024 * 1024

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache on disk: whole files or none, bounded, private, and never in the way."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from aiflame.agent.symbols.store import Store, cache_dir, store_key
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cache")
+    assert store.open("a") is None
+    assert store.write("a", [b"one ", memoryview(b"two")])
+    mapping = store.open("a")
+    assert mapping is not None and mapping[:] == b"one two"
+    mapping.close()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["a"]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_least_recently_used_files_go_first(tmp_path: Path) -> None:
+    store = Store(tmp_path, max_bytes=1000)
+    for index, name in enumerate(("old", "used", "newer")):
+        store.write(name, [bytes(300)])
+        os.utime(tmp_path / name, (1000 + index, 1000 + index))
+    mapping = store.open("old")
+    assert mapping is not None
+    mapping.close()
+    store.write("new", [bytes(300)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_directory_open_to_others_is_not_used(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert not Store(tmp_path).usable
+
+
+def test_works_without_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for store in (Store(None), Store(tmp_path / "file" / "cache")):
+        assert not store.usable
+        assert not store.write("a", [b"x"])
+        assert store.open("a") is None
+        store.remove("a")
+
+
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    """GIVEN a full disk (any error while writing), THEN the old file stays and no part remains."""
+
+    def failing() -> object:
+        yield b"x" * 100
+        raise OSError(28, "No space left on device")
+
+    store = Store(tmp_path)
+    store.write("a", [b"old"])
+    assert not store.write("a", failing())  # type: ignore[arg-type]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_empty_cache_file_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    assert Store(tmp_path).open("a") is None
+
+
+def test_link_in_the_cache_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("x")
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache/a").symlink_to(tmp_path / "target")
+    assert Store(tmp_path / "cache").open("a") is None
+
+
+def test_cache_dir_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert cache_dir() == Path("/var/cache/aiflame")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x/cache")
+    assert cache_dir() == Path("/x/cache/aiflame")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_dir() == Path("/home/someone/.cache/aiflame")
+
+
+def test_keys_fit_a_file_name_and_differ() -> None:
+    key = store_key("ab" * 64 + "-0123", "cd" * 64 + "-4567")
+    assert len(key) < 100 and key != store_key("ab" * 64 + "-0123")
