@@ -30,6 +30,19 @@ def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole if whole else 0:.2f} %"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 frame", "2 frames", "3,000 frames"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def left_out(nodes: int, reason: str, ns: int, whole_ns: int) -> str:
+    """Return the sentence about frames that a picture does not show."""
+    return (
+        f"Left out: {counted(nodes, 'frame')}, {reason}; the frames they belong to keep their"
+        f" time, {percent(ns, whole_ns)} of the whole."
+    )
+
+
 def title(profile: Profile, options: ReportOptions) -> str:
     """Return the title of a picture."""
     return showable(options.title or f"aiflame: {profile.recording.target}")
@@ -37,11 +50,11 @@ def title(profile: Profile, options: ReportOptions) -> str:
 
 def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
     """Return what the whole of the picture is."""
-    threads = len(np.unique(profile.samples["thread"]))
+    threads = counted(len(np.unique(profile.samples["thread"])), "thread")
     lasted = duration(profile.recording.duration_ns)
     return (
         f"100 % = {duration(whole_ns)} of {options.view.label}"
-        f" summed over {threads:,} thread{'' if threads == 1 else 's'}, recorded in {lasted}"
+        f" summed over {threads}, recorded in {lasted}"
     )
 
 

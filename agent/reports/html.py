@@ -26,8 +26,8 @@ from aiflame.agent.reports.pack import MAX_NODES, Packed, pack
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import showable
 
-# In this order they are one program: data and trees, drawing, the page.
-_SCRIPTS = ("model.js", "draw.js", "tip.js", "page.js")
+# In this order they are one program: data and trees, drawing, words, state, the page.
+_SCRIPTS = ("model.js", "draw.js", "tip.js", "address.js", "page.js")
 
 
 class HtmlReport:
@@ -112,8 +112,7 @@ def _losses(profile: Profile) -> str:
 def _cut_note(packed: Packed, options: ReportOptions) -> str:
     if not packed.cut.nodes:
         return ""
-    reason = f"under {options.min_width_pct or 0:g} % of all time"
-    if packed.node_count >= MAX_NODES:
-        reason = f"the narrowest, to keep no more than {MAX_NODES:,}"
-    share = facts.percent(packed.cut.ns, packed.whole_ns)
-    return f"Left out: {packed.cut.nodes:,} frames ({reason}), together {share} of all time."
+    reason = f"each under {options.min_width_pct or 0:g} % of all time"
+    if packed.cut.is_capped:
+        reason = f"the narrowest, since a page holds {MAX_NODES:,}"
+    return facts.left_out(packed.cut.nodes, reason, packed.cut.ns, packed.whole_ns)

@@ -45,14 +45,12 @@ class Packed:
         blob: Base64 of the zlib stream.
         cut: What was left out.
         whole_ns: All time in it.
-        node_count: Nodes of its tree.
     """
 
     index: dict[str, Any]
     blob: str
     cut: Cut
     whole_ns: int
-    node_count: int
 
 
 class _Writer:
@@ -111,7 +109,7 @@ def pack(profile: Profile, per_thread: bool, min_width_pct: float) -> Packed:
         ],
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
     }
-    return Packed(index, writer.blob(), cut, int(tree.total_ns[0]), len(tree))
+    return Packed(index, writer.blob(), cut, int(tree.total_ns[0]))
 
 
 def _kinds_of_time(rows: Rows) -> list[dict[str, Any]]:

@@ -116,10 +116,8 @@ def _notes(picture: _Picture) -> Iterable[str]:
     if picture.cut.nodes:
         width = picture.options.min_width_pct
         share = MIN_WIDTH_PCT if width is None else width
-        yield (
-            f"Left out: {picture.cut.nodes:,} frames, each under {share:g} % of the whole,"
-            f" together {facts.percent(picture.cut.ns, picture.whole_ns)}."
-        )
+        reason = f"each under {share:g} % of the whole"
+        yield facts.left_out(picture.cut.nodes, reason, picture.cut.ns, picture.whole_ns)
     complete, whole = facts.complete_share(picture.profile)
     recording = picture.profile.recording
     own = facts.percent(recording.recorder_cpu_ns, recording.duration_ns)

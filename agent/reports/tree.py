@@ -71,6 +71,7 @@ class Cut:
     nodes: int
     ns: int  # their time; it is still part of the nodes above them
     kept: npt.NDArray[np.bool_]  # by node of the tree before
+    is_capped: bool  # whether the number of nodes was the reason, for some
 
 
 class _Grower:
@@ -241,7 +242,8 @@ def prune(tree: Tree, min_width_pct: float, max_nodes: int | None = None) -> tup
     """
     limit = float(tree.total_ns[0]) * min_width_pct / 100
     keep = tree.total_ns >= limit
-    if max_nodes is not None and np.count_nonzero(keep) > max_nodes:
+    is_capped = max_nodes is not None and int(np.count_nonzero(keep)) > max_nodes
+    if max_nodes is not None and is_capped:
         # A child is never wider than its parent, so what is kept stays connected.
         keep &= (
             tree.total_ns
@@ -249,7 +251,7 @@ def prune(tree: Tree, min_width_pct: float, max_nodes: int | None = None) -> tup
         )
     keep[0] = True
     if keep.all():
-        return tree, Cut(0, 0, keep)
+        return tree, Cut(0, 0, keep, is_capped)
     kept_before: U32 = np.cumsum(np.concatenate([[0], keep])).astype(np.uint32)
     edge = ~keep
     edge[1:] &= keep[tree.parent[1:]]
@@ -265,7 +267,7 @@ def prune(tree: Tree, min_width_pct: float, max_nodes: int | None = None) -> tup
         total_ns=tree.total_ns[keep],
         off_ns=tree.off_ns[keep],
     )
-    return smaller, Cut(len(tree) - len(smaller), int(tree.total_ns[edge].sum()), keep)
+    return smaller, Cut(len(tree) - len(smaller), int(tree.total_ns[edge].sum()), keep, is_capped)
 
 
 def kept_above(tree: Tree, cut: Cut) -> I64:

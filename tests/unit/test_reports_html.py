@@ -149,7 +149,21 @@ def test_cut_frames_leave_their_time_and_its_kind_to_the_frame_above() -> None:
         ("server (100);main", "on-CPU"): 99 * MS,
         ("server (100);main", "[blocked: other]"): MS,
     }
-    assert "Left out: 4 frames (under 5 % of all time), together 3.00 % of all time." in page.text
+    assert "Left out: 4 frames, each under 5 % of all time;" in page.text
+
+
+def test_a_page_too_large_for_a_browser_says_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aiflame.agent.reports.pack.MAX_NODES", 4)
+    profile = profile_of(*(Sample(f"f{i}", (i + 1) * MS) for i in range(4)))
+    page = page_of(profile)
+    assert folded(unpacked(page)) == {
+        ("server (100)", "on-CPU"): 3 * MS,
+        ("server (100);f2", "on-CPU"): 3 * MS,
+        ("server (100);f3", "on-CPU"): 4 * MS,
+    }
+    assert "Left out: 2 frames, the narrowest" in page.text
 
 
 def test_hottest_lines_come_first() -> None:

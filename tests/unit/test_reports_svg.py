@@ -93,7 +93,9 @@ def test_narrow_frames_are_left_out_and_counted() -> None:
     profile = profile_of(Sample("wide", 9_999 * MS, count=500), Sample("narrow", MS))
     drawn = parsed(profile)
     assert not any("narrow" in tip for tip in frames(drawn))
-    assert "Left out: 1 frames, each under 0.1 % of the whole" in words(drawn)
+    assert "Left out: 1 frame, each under 0.1 % of the whole; the frames they belong to" in words(
+        drawn
+    )
     everything = parsed(profile, ReportOptions(min_width_pct=0))
     assert any("narrow" in tip for tip in frames(everything))
     assert "Left out" not in words(everything)

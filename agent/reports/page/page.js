@@ -6,7 +6,6 @@
 // Merged trees stop following frames under this share: 0.005 % is a tenth of a pixel.
 const LEAST_SHARE = 0.00005;
 const TABLE_ROWS = 200; // enough to read; the rest is found by searching
-const MAX_PATH = 400; // frames of a zoom that fit into an address
 
 const byId = (id) => document.getElementById(id);
 const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time" };
@@ -57,20 +56,7 @@ class Page {
   // ---- state ---------------------------------------------------------------------------------
 
   recall() {
-    const given = new URLSearchParams(location.hash.slice(1));
-    const oneOf = (name, values, other) => (values.includes(given.get(name)) ? given.get(name) : other);
-    const known = (text) => (/^\d+$/.test(text) && Number(text) < this.data.names.length ? Number(text) : null);
-    const fn = known(given.get("fn") || "");
-    this.state = {
-      view: oneOf("view", Object.keys(VIEW_CLASSES), this.settings.view),
-      mode: oneOf("mode", ["flame", "inverted", "sandwich"], this.settings.inverted ? "inverted" : "flame"),
-      fn,
-      threads: given.get("threads") || "",
-      search: given.get("search") || "",
-      matchCase: given.get("case") === "1",
-      zoom: (given.get("zoom") || "").split(".").filter((part) => part !== "").map(Number),
-    };
-    if (this.state.mode === "sandwich" && fn === null) this.state.mode = "flame";
+    this.state = readAddress(this.settings, this.data.names.length);
     byId("search").value = this.state.search;
     byId("threads").value = this.state.threads;
     if (byId("threads").selectedIndex < 0) this.state.threads = byId("threads").value = "";
@@ -79,19 +65,7 @@ class Page {
   }
 
   remember(isStep) {
-    const { view, mode, fn, threads, search, matchCase, zoom } = this.state;
-    const kept = new URLSearchParams();
-    if (view !== this.settings.view) kept.set("view", view);
-    if (mode !== (this.settings.inverted ? "inverted" : "flame")) kept.set("mode", mode);
-    if (fn !== null) kept.set("fn", fn);
-    if (threads) kept.set("threads", threads);
-    if (search) kept.set("search", search);
-    if (matchCase) kept.set("case", "1");
-    if (zoom.length && zoom.length <= MAX_PATH) kept.set("zoom", zoom.join("."));
-    const address = "#" + kept.toString();
-    if (address === (location.hash || "#")) return;
-    if (isStep) history.pushState(null, "", address);
-    else history.replaceState(null, "", address);
+    writeAddress(this.state, this.settings, isStep);
   }
 
   set(change, isStep = true) {

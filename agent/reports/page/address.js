@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// The state of the page, kept behind the # of its address, so that it can be sent as a link and
+// the browser's Back goes back. What equals the report's own options is left out.
+"use strict";
+
+const MAX_PATH = 400; // frames of a zoom that fit into an address
+
+function firstMode(settings) {
+  return settings.inverted ? "inverted" : "flame";
+}
+
+// An address may have been edited by hand: what makes no sense is taken for absent.
+function readAddress(settings, labelCount) {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const oneOf = (name, values, other) => (values.includes(given.get(name)) ? given.get(name) : other);
+  const fn = /^\d+$/.test(given.get("fn")) && Number(given.get("fn")) < labelCount ? Number(given.get("fn")) : null;
+  const mode = oneOf("mode", ["flame", "inverted", "sandwich"], firstMode(settings));
+  return {
+    view: oneOf("view", Object.keys(VIEW_CLASSES), settings.view),
+    mode: mode === "sandwich" && fn === null ? "flame" : mode,
+    fn,
+    threads: given.get("threads") || "",
+    search: given.get("search") || "",
+    matchCase: given.get("case") === "1",
+    zoom: (given.get("zoom") || "").split(".").filter((part) => part !== "").map(Number),
+  };
+}
+
+function writeAddress(state, settings, isStep) {
+  const kept = new URLSearchParams();
+  if (state.view !== settings.view) kept.set("view", state.view);
+  if (state.mode !== firstMode(settings)) kept.set("mode", state.mode);
+  if (state.fn !== null) kept.set("fn", state.fn);
+  if (state.threads) kept.set("threads", state.threads);
+  if (state.search) kept.set("search", state.search);
+  if (state.matchCase) kept.set("case", "1");
+  if (state.zoom.length && state.zoom.length <= MAX_PATH) kept.set("zoom", state.zoom.join("."));
+  const address = "#" + kept.toString();
+  if (address === (location.hash || "#")) return;
+  try {
+    if (isStep) history.pushState(null, "", address);
+    else history.replaceState(null, "", address);
+  } catch (error) {
+    // A page inside another one may not change the address; it works without.
+    if (error.name !== "SecurityError") throw error;
+  }
+}
