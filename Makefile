@@ -28,6 +28,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
+# At a recipe's end, also a bad one: what root made in a user's clone belongs to that user.
+define hand_back
+hand_back() {
+	if [[ -n $${SUDO_UID:-} ]]; then
+		find . -name .git -prune -o -user root -exec chown -h "$$SUDO_UID:$$SUDO_GID" {} +
+	fi
+}
+trap hand_back EXIT
+endef
+
 setup: APT := $(APT_RUN)
 setup: LOCK := requirements.lock
 setup-test: APT := $(APT_TEST)
@@ -39,7 +49,8 @@ setup:       ## install what `aiflame` needs: distribution packages, then .venv
 setup-test:  ## the same, and what the checks and tests need
 setup-bench: ## the same, and the profilers to compare with
 setup setup-test setup-bench:
-	@complain() { echo "make $@: $$1" >&2; exit 3; }
+	@$(hand_back)
+	complain() { echo "make $@: $$1" >&2; exit 3; }
 	missing=()
 	for package in $(APT); do
 		[[ $$(dpkg-query -W -f '$${db:Status-Status}' $$package 2>&1) == installed ]] \
@@ -70,17 +81,10 @@ setup setup-test setup-bench:
 	for init in */__init__.py; do
 		ln -sfn "../../../$${init%/*}" "$(VENV)/src/aiflame/$${init%/*}"
 	done
-	$(hand_back)
-
-# What root made in a user's clone belongs to that user.
-define hand_back
-if [[ -n $${SUDO_UID:-} ]]; then
-	find . -name .git -prune -o -user root -exec chown -h "$$SUDO_UID:$$SUDO_GID" {} +
-fi
-endef
 
 define needs_root
-@[[ $$(id -u) == 0 ]] || { echo "make $@: loading BPF programs needs root: sudo make $@" >&2; exit 3; }
+@$(hand_back)
+[[ $$(id -u) == 0 ]] || { echo "make $@: loading BPF programs needs root: sudo make $@" >&2; exit 3; }
 endef
 
 demo:  ## record the bundled workload: a capture and a picture in build/demo
@@ -89,13 +93,11 @@ demo:  ## record the bundled workload: a capture and a picture in build/demo
 	mkdir -p $(DEMO)
 	gcc $(CFLAGS) -o $(DEMO)/serving tests/workloads/serving.c
 	$(VENV)/bin/aiflame record --force -o $(DEMO)/demo.aiflame -- $(DEMO)/serving
-	$(hand_back)
 
 test:  ## all checks and tests, as CI runs them
 	$(needs_root)
 	$(MAKE) --no-print-directory lint
 	$(VENV)/bin/python -m pytest $(PYTEST)
-	$(hand_back)
 
 unit: setup-test  ## the tests that need no root
 	@$(VENV)/bin/python -m pytest -m "not bpf" $(PYTEST)
@@ -115,10 +117,10 @@ bench:  ## measure the cost of recording, beside bpftrace, perf and py-spy
 	$(needs_root)
 	$(MAKE) --no-print-directory setup-bench
 	$(VENV)/bin/python tests/bench/run.py
-	$(hand_back)
 
 wheel: setup  ## build a wheel into dist/
-	@$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+	@rm -rf build/lib build/bdist.*  # setuptools would ship what is left over there
+	$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
 	ls dist/*.whl
 
 # Needs uv. One set of versions for all interpreters: captures made on one are read on another.
