@@ -122,7 +122,8 @@ class Page {
     byId("empty").textContent = this.data.row_node.length
       ? "There is no " + VIEW_NAMES[view] + " in this selection." : "Nothing was recorded.";
     const unfollowed = (main.unfollowed || 0) + (isSandwich ? callers.unfollowed : 0);
-    byId("details").textContent = unfollowed
+    byId("details").textContent = "";
+    byId("unfollowed").textContent = unfollowed
       ? unfollowed.toLocaleString("en-US") + " stacks end early here: merged frames under 0.005 % of the whole are not followed." : "";
   }
 
@@ -224,8 +225,11 @@ class Page {
       byId("matched").textContent = this.state.search ? "not a regular expression" : "";
       return;
     }
-    const sum = matchedTime(tree, this.matches, zoomed);
-    byId("matched").textContent = "Matched: " + percent(sum, tree.total[zoomed]) + " (" + duration(sum) + ")"
+    // The whole is the same merged either way, and only from the root is every frame followed.
+    const isWhole = zoomed === 0 && this.state.mode !== "sandwich";
+    const sum = isWhole ? matchedTime(this.laid, this.matches, 0) : matchedTime(tree, this.matches, zoomed);
+    const least = !isWhole && tree.unfollowed ? "at least " : "";
+    byId("matched").textContent = `Matched: ${least}${percent(sum, tree.total[zoomed])} (${duration(sum)})`
       + (zoomed ? " of the zoom" : "");
   }
 
