@@ -139,6 +139,7 @@ def _limited(names: list[bytes], writing: int) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    # The timer of the worker stays with the worker: a fork starts without timers.
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     for name in names:
         signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S)

@@ -35,12 +35,17 @@ from aiflame.agent.symbols.frames import Problem, SourceFrame
 
 U64 = npt.NDArray[np.uint64]
 
-# libtorch_cpu takes 1 s, its debug information some 10; ten times that on a loaded machine.
-DEFAULT_TIMEOUT_S = 60.0
+# libtorch_cpu takes 0.6 s of CPU time; a GB of debug information some 10.
+DEFAULT_TIMEOUT_S = 20.0
 # Four times what libtorch_cpu needs with its file mapped.
 DEFAULT_MEMORY_BYTES = 4 * 1024 * 1024 * 1024
-# The worker's own alarm comes first; this is for a worker that is stopped or cannot be alarmed.
+# The worker's own limit, in CPU time, comes first. The deadline in wall-clock time is for a worker
+# that is stopped, or blocked in a read; it leaves room for a machine that is busy with others.
+_WALL_FACTOR = 3
 _GRACE_S = 5.0
+# Tables are built while the target runs, which must not wait for us; once the recorder itself
+# waits, the worker runs as anyone else.
+_NICENESS_WARMING, _NICENESS_WAITED_FOR = 10, 0
 # A worker that cannot even start must not be tried for ever.
 _MAX_STARTS = 40
 _READ_BYTES = 1024 * 1024
@@ -87,7 +92,7 @@ class SymbolService:
 
     Args:
         cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
-        timeout_s: Wall-clock seconds that one binary may take.
+        timeout_s: CPU seconds that one binary may take.
         memory_bytes: Address space of the worker.
         command: What to run instead of the worker module; it gets the same arguments.
 
@@ -108,7 +113,8 @@ class SymbolService:
         worker = command or (sys.executable, "-m", "aiflame.agent.symbols.worker")
         directory = "" if cache is None else str(cache.absolute())
         self._command = [*worker, directory, str(memory_bytes), str(timeout_s)]
-        self._timeout_s = timeout_s
+        self._patience_s = _WALL_FACTOR * timeout_s + _GRACE_S
+        self._niceness = _NICENESS_WARMING
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._starts = 0
@@ -155,12 +161,13 @@ class SymbolService:
 
     def resolve_many(self, requests: Sequence[Request]) -> Iterator[Result]:
         """Answers in the order of the requests, each as soon as it is there."""
-        self._set_priority(0)
+        self._prioritize(_NICENESS_WAITED_FOR)
         numbers = [self._enqueue(r.path, r.root_path, r.addresses) for r in requests]
         for number, request in zip(numbers, requests, strict=True):
             while number not in self._done:
                 self._pump(max(0.0, self._deadline - time.monotonic()))
             yield Result(request, self._done.pop(number))
+        self._prioritize(_NICENESS_WARMING)
 
     def close(self) -> None:
         """End the worker at once and add up its CPU time. May be called twice."""
@@ -175,7 +182,7 @@ class SymbolService:
             self._give_up(pending)
             return pending.number
         if not self._queue:
-            self._deadline = time.monotonic() + self._timeout_s + _GRACE_S
+            self._deadline = time.monotonic() + self._patience_s
         self._queue.append(pending)
         self._outgoing += pending.message(plain=strikes > 0)
         return pending.number
@@ -190,24 +197,33 @@ class SymbolService:
 
     def _spawn(self) -> None:
         self._starts += 1
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
         # From "/", as `python -m` puts the working directory first on the module path: a root
         # shell in someone else's directory must not import that directory's modules.
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd="/",
-            # One thread, so that the worker may fork; numpy would start one per CPU.
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        for pipe in _pipes(self._process):
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd="/",
+                # One thread, so that the worker may fork; numpy would start one per CPU.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            errors.close()
+            self._starts = _MAX_STARTS
+            self.problems.append(Problem("symbolizer_died", f"cannot start: {error.strerror}"))
+            return
+        for pipe in _pipes(process):
             os.set_blocking(pipe.fileno(), False)
+        self._process, self._errors = process, errors
         self._incoming.clear()
+        self._prioritize(self._niceness)
 
-    def _set_priority(self, niceness: int) -> None:
+    def _prioritize(self, niceness: int) -> None:
+        self._niceness = niceness
         if self._process is not None:
             # Without privilege the worker stays nice, which only makes it slower.
             with contextlib.suppress(OSError):
@@ -275,9 +291,10 @@ class SymbolService:
         peak = message.get("peak_rss_bytes")
         if isinstance(peak, int):
             self.peak_rss_bytes = max(self.peak_rss_bytes, peak)
-        self.problems += problems
+        # Warming and resolving the same binary meet the same problem.
+        self.problems += [problem for problem in problems if problem not in self.problems]
         self._queue.popleft()
-        self._deadline = time.monotonic() + self._timeout_s + _GRACE_S
+        self._deadline = time.monotonic() + self._patience_s
 
     def _restart(self) -> None:
         """Replace the worker and ask again for what it owed, the culprit with less effort."""
@@ -292,9 +309,7 @@ class SymbolService:
                 continue
             self._queue.append(pending)
             self._outgoing += pending.message(plain=strikes > 0)
-        self._deadline = time.monotonic() + self._timeout_s + _GRACE_S
-        if any(pending.addresses is not None for pending in self._queue):
-            self._set_priority(0)
+        self._deadline = time.monotonic() + self._patience_s
 
     def _strike(self, pending: _Pending, how: str) -> None:
         strikes = self._strikes.get(pending.path, 0) + 1
@@ -332,7 +347,7 @@ def _ending(code: int, errors: IO[bytes] | None) -> str:
         with errors:
             errors.seek(0)
             last = (errors.read(65536).strip().splitlines() or [b""])[-1]
-    if code in (-signal.SIGALRM, -signal.SIGKILL):
+    if code in (-signal.SIGPROF, -signal.SIGKILL):
         return "took too long, or was killed"
     how = f"signal {-code}" if code < 0 else f"exit status {code}"
     return f"{how} {last[:200].decode('utf-8', 'replace')}".strip()

@@ -3,15 +3,14 @@
 
 Started by `service` as `python -m aiflame.agent.symbols.worker CACHE MEMORY_BYTES TIMEOUT_S`;
 requests come on standard input, answers go to standard output (`protocol`). It limits itself: an
-address-space limit, and an alarm that ends it when one request takes too long, also while the
-recorder is busy elsewhere. It ends when its standard input does, or when the recorder dies.
+address-space limit, and a timer that ends it when one request takes too much CPU time, also while
+the recorder is busy elsewhere. It ends when its standard input does, or when the recorder dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import resource
 import signal
 import sys
@@ -30,19 +29,15 @@ from aiflame.agent.symbols.protocol import (
 from aiflame.agent.symbols.resolve import Resolver
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Tables are built while the target runs: it must not wait for us. The recorder lifts this again
-# when it waits for answers.
-NICENESS = 10
 
 
 def _limit_self(memory_bytes: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C is the recorder's to handle; the alarm must end the process wherever it hangs.
+    # Ctrl-C is the recorder's to handle; the timer must end the process wherever it hangs.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
 
 
 def _peak_rss_bytes() -> int:
@@ -78,9 +73,9 @@ def serve(resolver: Resolver, source: BinaryIO, sink: BinaryIO, timeout_s: float
         if length > MAX_MESSAGE_BYTES:
             return
         request = decode(source.read(length))
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)
         reply = encode(_answer(resolver, request))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(reply)
         sink.flush()
 

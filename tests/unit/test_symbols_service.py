@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The symbol worker may crash, stall or bloat: one binary pays, the others keep their names."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent.symbols.service import Request, SymbolService
+from elfbytes import Elf, Symbol
+
+# A worker whose resolver misbehaves by the name of the file; "plain" files do so only in the
+# first attempt, with DWARF and demangling.
+BAD_WORKER = """\
+import os, signal, sys
+from aiflame.agent.symbols import worker
+from aiflame.agent.symbols.resolve import Resolver
+sound = Resolver._load
+def load(self, path, root, plain):
+    name = os.path.basename(path)
+    if "first" in name and plain:
+        return sound(self, path, root, plain)
+    if "crash" in name:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if "exit" in name:
+        sys.exit("the reason")
+    if "hang" in name:
+        while True:
+            pass
+    if "stop" in name:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if "memory" in name:
+        return [bytearray(1 << 28) for _ in range(1 << 20)]
+    if "nonsense" in name:
+        os.write(1, b"\\x05\\0\\0\\0hello")
+    return sound(self, path, root, plain)
+Resolver._load = load
+worker.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def bad_worker(tmp_path: Path) -> tuple[str, ...]:
+    script = tmp_path / "bad_worker.py"
+    script.write_text(BAD_WORKER)
+    return (sys.executable, str(script))
+
+
+def binary(directory: Path, name: str) -> Request:
+    path = directory / name
+    path.write_bytes(Elf(symbols=[Symbol(f"_Z{len(name)}{name}v", 0x1000, 16)]).build())
+    return Request(str(path), "", np.array([0x1000, 0x5000], dtype=np.uint64))
+
+
+def names(service: SymbolService, *requests: Request) -> list[list[list[str]]]:
+    results = list(service.resolve_many(requests))
+    assert [result.request for result in results] == list(requests)
+    return [[[frame.name for frame in chain] for chain in result.frames] for result in results]
+
+
+def test_answers_in_order(tmp_path: Path) -> None:
+    requests = [binary(tmp_path, name) for name in ("one", "two", "three")]
+    with SymbolService(tmp_path / "cache") as service:
+        assert names(service, *requests) == [
+            [["one()"], []],
+            [["two()"], []],
+            [["three()"], []],
+        ]
+        assert service.problems == []
+        assert service.pid is not None and Path(f"/proc/{service.pid}").exists()
+    assert service.pid is None
+    assert service.cpu_ns > 0 and service.peak_rss_bytes > 1 << 20
+
+
+def test_nothing_is_started_without_a_request(tmp_path: Path) -> None:
+    with SymbolService(None) as service:
+        service.poll()
+        assert service.pid is None
+    assert service.cpu_ns == 0
+
+
+def test_warm_builds_the_tables_ahead(tmp_path: Path) -> None:
+    request = binary(tmp_path, "one")
+    cache = tmp_path / "cache"
+    with SymbolService(cache) as service:
+        service.warm(request.path, request.root_path)
+        # An answer to the next question proves that the one before it was dealt with.
+        assert list(service.resolve_many([binary(tmp_path, "other")]))
+        assert len(list(cache.glob("*.symbols"))) == 2
+        assert names(service, request) == [[["one()"], []]]
+
+
+def test_problem_of_a_warmed_binary_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("#!/bin/sh")
+    request = Request(str(tmp_path / "text"), "", np.array([0x1000], dtype=np.uint64))
+    with SymbolService(None) as service:
+        service.warm(request.path, request.root_path)
+        assert names(service, request) == [[[]]]
+        assert [problem.reason for problem in service.problems] == ["bad_elf"]
+
+
+def test_many_warm_requests_never_block(tmp_path: Path) -> None:
+    """GIVEN a worker that reads nothing, THEN warm returns at once, far over a pipe's size."""
+    request = binary(tmp_path, "one")
+    with SymbolService(None) as service:
+        service.start()
+        assert service.pid is not None
+        os.kill(service.pid, signal.SIGSTOP)
+        for _ in range(3000):
+            service.warm(request.path, "/" + "r" * 200)
+        os.kill(service.pid, signal.SIGCONT)
+        assert names(service, request) == [[["one()"], []]]
+
+
+def test_large_requests_and_answers_pass(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    symbols = [Symbol(f"function_number_{i}", 0x1000 + 4 * i, 4) for i in range(50_000)]
+    path.write_bytes(Elf(symbols=symbols, text=bytes(200_000)).build())
+    addresses = np.arange(0x1000, 0x1000 + 200_000, 2, dtype=np.uint64)
+    request = Request(str(path), "", addresses)
+    with SymbolService(None) as service:
+        ((*found,),) = names(service, request)
+    assert len(found) == len(addresses)
+    assert found[-1] == ["function_number_49999"]
+
+
+@pytest.mark.parametrize("how", ["crash", "exit", "hang", "memory", "nonsense"])
+def test_bad_binary_costs_only_itself(
+    tmp_path: Path, bad_worker: tuple[str, ...], how: str
+) -> None:
+    requests = [binary(tmp_path, name) for name in ("one", how, "two")]
+    with SymbolService(None, timeout_s=1, command=bad_worker) as service:
+        found = names(service, *requests)
+        assert found == [[["one()"], []], [[], []], [["two()"], []]]
+        reasons = [problem.reason for problem in service.problems]
+        assert reasons == ["symbolizer_gave_up", "symbolizer_died"]
+        assert all(how in problem.detail for problem in service.problems)
+        # It is not asked a third time.
+        assert names(service, requests[1], requests[0]) == [[[], []], [["one()"], []]]
+        assert len(service.problems) == 2
+
+
+def test_second_attempt_goes_without_dwarf_and_demangling(
+    tmp_path: Path, bad_worker: tuple[str, ...]
+) -> None:
+    with SymbolService(None, command=bad_worker) as service:
+        found = names(service, binary(tmp_path, "crash_first"), binary(tmp_path, "one"))
+        assert found == [[["_Z11crash_firstv"], []], [["one()"], []]]
+        assert [problem.reason for problem in service.problems] == ["symbolizer_gave_up"]
+
+
+def test_reason_of_a_worker_that_ends_is_kept(tmp_path: Path, bad_worker: tuple[str, ...]) -> None:
+    with SymbolService(None, command=bad_worker) as service:
+        names(service, binary(tmp_path, "exit"))
+        assert service.problems[0].detail.endswith("exit status 1 the reason")
+
+
+def test_stopped_worker_is_replaced(
+    tmp_path: Path, bad_worker: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a worker that not even its own timer reaches, THEN the recorder's deadline does."""
+    monkeypatch.setattr("aiflame.agent.symbols.service._GRACE_S", 1.0)
+    with SymbolService(None, timeout_s=1, command=bad_worker) as service:
+        found = names(service, binary(tmp_path, "stop_first"), binary(tmp_path, "one"))
+    assert found == [[["_Z10stop_firstv"], []], [["one()"], []]]
+
+
+def test_killed_while_idle_is_started_again(tmp_path: Path) -> None:
+    request = binary(tmp_path, "one")
+    with SymbolService(None) as service:
+        assert names(service, request) == [[["one()"], []]]
+        first = service.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        assert names(service, binary(tmp_path, "two")) != []
+        assert service.pid not in (None, first)
+
+
+def test_worker_that_cannot_start_costs_names_not_the_recording(tmp_path: Path) -> None:
+    requests = [binary(tmp_path, f"b{i}") for i in range(3)]
+    with SymbolService(None, command=("/bin/false",)) as service:
+        assert names(service, *requests) == [[[], []]] * 3
+        assert {problem.reason for problem in service.problems} >= {"symbolizer_died"}
+    with SymbolService(None, command=("/no/such/program",)) as service:
+        assert names(service, *requests) == [[[], []]] * 3
+        assert [problem.reason for problem in service.problems] == ["symbolizer_died"]
+
+
+def test_no_descriptor_or_process_is_left(tmp_path: Path) -> None:
+    request = binary(tmp_path, "one")
+    before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208 - its entries vanish while listed
+    with SymbolService(None) as service:
+        names(service, request)
+        pid = service.pid
+    assert sorted(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_worker_has_its_limits(tmp_path: Path) -> None:
+    with SymbolService(None, memory_bytes=3 << 30) as service:
+        service.warm(str(tmp_path / "none"), "")
+        assert list(service.resolve_many([binary(tmp_path, "one")]))
+        assert service.pid is not None
+        limits = resource.prlimit(service.pid, resource.RLIMIT_AS)
+        assert limits == (3 << 30, 3 << 30)
+        assert os.getsid(service.pid) == service.pid
+        assert os.readlink(f"/proc/{service.pid}/cwd") == "/"  # noqa: PTH115
