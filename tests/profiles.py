@@ -231,42 +231,24 @@ def deep_profile(depth: int = 10_000) -> Profile:
     return profile_of(Sample("", 10 * MS, frames=tuple(f"f{i}" for i in range(depth))))
 
 
+_LARGE_FUNCTIONS = 20_000  # besides those that spell out a stack's number
+_LARGE_DIGIT = 400  # the last frame is the number's last digit in this base, of at most 1,000 * 400
+
+
 def large_profile(stacks: int = 100_000, depth: int = 40, samples: int = 1_000_000) -> Profile:
     """A profile of `samples` samples in `stacks` distinct stacks, each `depth` frames deep.
 
     Stacks branch like those of a program do: little near the root, much near the leaf. The digits
     of a stack's number choose its last frames, so that no two stacks are alike. Each sample is a
-    row of its own as far as threads (64, in four processes) and classes (four) allow.
+    row of its own as far as threads (64, in four processes) allow.
     """
-    n_functions = 20_000
-    number = np.arange(stacks, dtype=np.int64)
-    functions = np.empty((stacks, depth), dtype=np.int64)
-    for level in range(depth):
-        # The quotient falls from a few values at the root to the whole number at the leaf.
-        shift = max(1, int(stacks ** (1 - (level + 1) / depth)))
-        functions[:, level] = ((number // shift) * 7_919 + level * 104_729) % n_functions
-    # Two leaf frames spell out the stack's number; they make it distinct.
-    functions[:, -2] = n_functions + number // 400
-    functions[:, -1] = n_functions + 1_000 + number % 400
-    n_functions += 1_400
-    kinds = [FrameKind.NATIVE, FrameKind.PYTHON, FrameKind.NATIVE, FrameKind.KERNEL]
+    kinds = (FrameKind.NATIVE, FrameKind.PYTHON, FrameKind.NATIVE, FrameKind.KERNEL)
     names = ("lib::Worker<int, float>::call_{}", "train_step_{}", "compute_block_{}", "do_sys_{}")
-    table = tuple(
-        Function(kinds[i % 4], names[i % 4].format(i), i % 3, f"src/module_{i % 50}.cc")
-        for i in range(n_functions)
-    )
+    n_functions = _LARGE_FUNCTIONS + 1_000 + _LARGE_DIGIT
     frames = np.zeros(n_functions, dtype=FRAME_DTYPE)
     frames["function"] = np.arange(n_functions)
     frames["line"] = np.arange(n_functions) % 900 + 1
     frames["address"] = np.arange(n_functions) * 64
-    row = np.arange(samples, dtype=np.int64)
-    rows = np.zeros(samples, dtype=SAMPLE_DTYPE)
-    rows["stack"] = row % stacks
-    # A stack belongs to one process (addresses do), whose sixteen threads share it.
-    rows["thread"] = (row % stacks) % 4 * 16 + (row // stacks) % 16
-    rows["klass"] = (row % stacks) // 4 % 4
-    rows["count"] = 1
-    rows["ns"] = np.where(rows["klass"] == 0, 10 * MS, (row * 7_919) % (40 * MS) + 1)
     return Profile(
         recording=RECORDING,
         processes=tuple(process(1_000 + i, f"job{i}") for i in range(4)),
@@ -274,13 +256,38 @@ def large_profile(stacks: int = 100_000, depth: int = 40, samples: int = 1_000_0
             Thread(i // 16, 1_000 + i, f"thread{i}", 10 * MS, 2_000 * MS) for i in range(64)
         ),
         binaries=tuple(Binary(f"/usr/lib/lib{i}.so", f"{i:040x}") for i in range(3)),
-        functions=table,
-        frames=frames,
-        stacks=Stacks(
-            np.arange(stacks + 1, dtype=np.uint64) * np.uint64(depth),
-            functions.astype(np.uint32).ravel(),
-            np.zeros(stacks, dtype=np.uint8),
+        functions=tuple(
+            Function(kinds[i % 4], names[i % 4].format(i), i % 3, f"src/module_{i % 50}.cc")
+            for i in range(n_functions)
         ),
-        samples=rows,
+        frames=frames,
+        stacks=_large_stacks(stacks, depth),
+        samples=_large_samples(stacks, samples),
         waits=np.zeros(0, dtype=WAIT_DTYPE),
     )
+
+
+def _large_stacks(stacks: int, depth: int) -> Stacks:
+    number = np.arange(stacks, dtype=np.int64)
+    functions = np.empty((stacks, depth), dtype=np.uint32)
+    for level in range(depth):
+        # The quotient falls from a few values at the root to the whole number at the leaf.
+        shift = max(1, int(stacks ** (1 - (level + 1) / depth)))
+        functions[:, level] = ((number // shift) * 7_919 + level * 104_729) % _LARGE_FUNCTIONS
+    functions[:, -2] = _LARGE_FUNCTIONS + number // _LARGE_DIGIT
+    functions[:, -1] = _LARGE_FUNCTIONS + 1_000 + number % _LARGE_DIGIT
+    offsets = np.arange(stacks + 1, dtype=np.uint64) * np.uint64(depth)
+    return Stacks(offsets, functions.ravel(), np.zeros(stacks, dtype=np.uint8))
+
+
+def _large_samples(stacks: int, samples: int) -> np.ndarray:
+    row = np.arange(samples, dtype=np.int64)
+    stack = row % stacks
+    rows = np.zeros(samples, dtype=SAMPLE_DTYPE)
+    rows["stack"] = stack
+    # A stack belongs to one process (addresses do), whose sixteen threads share it.
+    rows["thread"] = stack % 4 * 16 + (row // stacks) % 16
+    rows["klass"] = stack // 4 % 4
+    rows["count"] = 1
+    rows["ns"] = np.where(rows["klass"] == 0, 10 * MS, (row * 7_919) % (40 * MS) + 1)
+    return rows

@@ -131,10 +131,7 @@ class _LabelTable:
 def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) -> Rows:
     """Return what `view` counts of a profile, as it is shown.
 
-    Args:
-        profile: What was recorded.
-        view: Which classes are counted.
-        per_thread: Whether a thread's frame follows the process's.
+    With `per_thread`, a thread's frame follows the process's.
     """
     samples = profile.samples[view.selects(profile.samples["klass"])]
     table = _LabelTable(profile)
@@ -143,23 +140,21 @@ def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) 
     end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
     tail_of = _tails(profile, table)
     labels, rank = table.sorted()
-
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
-    head = samples["thread"].astype(np.int64)
-    if not per_thread:
-        head = process_of[head]
+    thread = samples["thread"].astype(np.int64)
     stack = samples["stack"].astype(np.int64)
-    n_stacks = max(1, len(profile.stacks))
-    pairs, path_of = np.unique(head * n_stacks + stack, return_inverse=True)
-    heads, stacks = pairs // n_stacks, pairs % n_stacks
-
+    # A path is one stack under one process, or under one thread.
+    head = thread if per_thread else process_of[thread]
+    radix = max(1, len(profile.stacks))
+    pairs, path_of = np.unique(head * radix + stack, return_inverse=True)
+    heads, stacks = pairs // radix, pairs % radix
     columns = [process_ids.start + (process_of[heads] if per_thread else heads)]
     if per_thread:
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
     columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
     offsets, flat = _join(columns, profile, stacks)
-    tail = tail_of[samples["klass"].astype(np.int64), stack]
+    tail = tail_of[samples["klass"], stack]
     return Rows(
         labels=labels,
         path_offsets=offsets,

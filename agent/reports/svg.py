@@ -31,6 +31,8 @@ TOP_PX = 62  # title, subtitle and buttons
 LINE_PX = 18  # of the text below the picture
 CHAR_PX = 7.25  # a 12 px monospace font is 0.6 em wide, DejaVu Sans Mono a little more
 TEXT_PAD_PX = 3
+TITLE_CHARS = 96  # at 17 px, between the buttons
+NOTE_CHARS = 160
 MIN_CHARS = 3  # one letter and ".." tell nothing less
 
 # 1.2 px: narrower frames can hardly be hit with a pointer, and hold no text.
@@ -78,18 +80,19 @@ def _document(picture: _Picture) -> Iterator[str]:
     graph_px = picture.rows * ROW_PX
     below_px = TOP_PX + graph_px + LINE_PX + 4
     height = below_px + LINE_PX * (len(notes) + 1) + PAD_PX
-    title = html.escape(facts.title(picture.profile, picture.options))
+    title = facts.title(picture.profile, picture.options)
+    heading = html.escape(_cut(title, TITLE_CHARS))
     subtitle = facts.subtitle(picture.profile, picture.options, picture.whole_ns)
     page = files("aiflame.agent.reports") / "page"
     yield '<?xml version="1.0" encoding="UTF-8"?>'
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" version="1.1" width="{WIDTH_PX}"'
         f' height="{height}" viewBox="0 0 {WIDTH_PX} {height}" role="img"'
-        f' aria-label="{title}">'
+        f' aria-label="{html.escape(title)}">'
     )
     yield f"<style>\n{(page / 'svg.css').read_text('utf-8')}</style>"
     yield '<rect class="paper" width="100%" height="100%"/>'
-    yield f'<text class="title" x="{WIDTH_PX // 2}" y="26">{_cut(title, 110)}</text>'
+    yield f'<text class="title" x="{WIDTH_PX // 2}" y="26">{heading}</text>'
     yield f'<text class="subtitle" x="{WIDTH_PX // 2}" y="46">{html.escape(subtitle)}</text>'
     yield '<text class="button" id="reset" x="10" y="26" tabindex="0" role="button"'
     yield ' style="display:none">Reset Zoom</text>'
@@ -105,7 +108,8 @@ def _document(picture: _Picture) -> Iterator[str]:
     yield from _legend(picture, below_px + 12)
     for i, note in enumerate(notes):
         y = below_px + LINE_PX * (i + 1) + 12
-        yield f'<text class="note" x="{PAD_PX}" y="{y}">{html.escape(_cut(note, 160))}</text>'
+        text = html.escape(_cut(note, NOTE_CHARS))
+        yield f'<text class="note" x="{PAD_PX}" y="{y}">{text}</text>'
     script = (page / "svg.js").read_text("utf-8")
     yield f"<script><![CDATA[\n{script}]]></script>"
     yield "</svg>\n"
@@ -132,9 +136,7 @@ def _legend(picture: _Picture, baseline: int) -> Iterator[str]:
         (palette.CATEGORIES[c], palette.fill(c, palette.SHADES // 2, False))
         for c in (Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER)
     ]
-    if picture.options.view is View.CPU:
-        entries = [*entries]
-    else:
+    if picture.options.view is not View.CPU:
         entries.append(
             (
                 "blue part of a frame: off the CPU",

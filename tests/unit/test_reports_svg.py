@@ -119,6 +119,11 @@ def test_title_is_escaped_and_can_be_chosen() -> None:
     assert root.find(f"{NS}text[@class='title']").text == '<b>"mine"&'  # type: ignore[union-attr]
 
 
+def test_a_long_title_is_cut_between_characters() -> None:
+    root = parsed(small_profile(), ReportOptions(title="<" * 200))
+    assert root.find(f"{NS}text[@class='title']").text == "<" * 94 + ".."  # type: ignore[union-attr]
+
+
 def test_empty_profile_gives_a_picture_that_says_so() -> None:
     root = parsed(empty_profile())
     assert list(frames(root)) == ["all (0 ns, 0.00 %)"]

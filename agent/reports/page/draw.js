@@ -56,7 +56,7 @@ class Graph {
   layOut() {
     if (!this.tree) return;
     const width = Math.max(1, this.pane.clientWidth);
-    const { total, x, end, parent, depth } = this.tree;
+    const { total, x, parent, depth } = this.tree;
     const boxes = [];
     for (let up = parent[this.zoomed]; up >= 0; up = parent[up]) {
       boxes.push({ node: up, x: 0, width, row: depth[up], more: 0, isPath: true });
@@ -70,22 +70,10 @@ class Graph {
       const row = depth[node];
       rows = Math.max(rows, row + 1);
       boxes.push({ node, x: (x[node] - origin) * scale, width: total[node] * scale, row, more: 0 });
-      let strip = null;
-      for (let c = node + 1; c < end[node]; c = end[c]) {
-        const childPx = total[c] * scale;
-        if (childPx >= MIN_PX) {
-          todo.push(c);
-          strip = null;
-        } else if (childPx > 0) {
-          if (strip === null) {
-            strip = { node: c, x: (x[c] - origin) * scale, width: 0, row: row + 1, more: 0, ns: 0 };
-            boxes.push(strip);
-            rows = Math.max(rows, row + 2);
-          }
-          strip.more++;
-          strip.ns += total[c];
-          strip.width += childPx;
-        }
+      for (const box of this.below(node, scale, origin)) {
+        if (box.more) boxes.push(box);
+        else todo.push(box.node);
+        rows = Math.max(rows, row + 2);
       }
     }
     this.boxes = boxes;
@@ -94,6 +82,29 @@ class Graph {
     this.width = width;
     this.spacer.style.height = rows * ROW_PX + "px";
     this.paintSoon();
+  }
+
+  // The frames above or below `node` that are wide enough, and strips of those between them.
+  below(node, scale, origin) {
+    const { total, x, end, depth } = this.tree;
+    const found = [];
+    let strip = null;
+    for (let c = node + 1; c < end[node]; c = end[c]) {
+      const width = total[c] * scale;
+      if (width >= MIN_PX) {
+        found.push({ node: c, more: 0 });
+        strip = null;
+      } else if (width > 0) {
+        if (strip === null) {
+          strip = { node: c, x: (x[c] - origin) * scale, width: 0, row: depth[c], more: 0, ns: 0 };
+          found.push(strip);
+        }
+        strip.more++;
+        strip.ns += total[c];
+        strip.width += width;
+      }
+    }
+    return found;
   }
 
   paintSoon() {
