@@ -138,7 +138,7 @@ def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) 
     process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in profile.threads])
     end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
-    tail_of = _tails(profile, table)
+    tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
     thread = samples["thread"].astype(np.int64)
@@ -169,13 +169,15 @@ def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) 
     )
 
 
-def _tails(profile: Profile, table: _LabelTable) -> I64:
+def _tails(profile: Profile, table: _LabelTable, has_blocked: bool) -> I64:
     # The label of the off-CPU marker, by [class, stack]; -1 on the CPU.
     tails = np.full((len(SampleClass), len(profile.stacks)), -1, dtype=np.int64)
     for klass, category in CLASS_CATEGORY.items():
         if klass is SampleClass.BLOCKED:
             ids = table.add([f"[blocked: {cause}]" for cause in CAUSES], category)
-            tails[klass] = ids.start + classify(profile).astype(np.int64)
+            # Finding causes costs as much as all else here; a view of the CPU needs none.
+            if has_blocked:
+                tails[klass] = ids.start + classify(profile).astype(np.int64)
         else:
             tails[klass] = table.add([f"[{klass.label}]"], category).start
     return tails
