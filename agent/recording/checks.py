@@ -3,24 +3,63 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.recording import abi, procfs, sysbpf
 from aiflame.agent.recording.arch import this_architecture
 from aiflame.agent.recording.btf import VMLINUX
+from aiflame.agent.recording.loader import BCC_HINT, _explain
+from aiflame.agent.recording.probes import online_cpus
 from aiflame.agent.recording.targets import require_host_pid_namespace
 
 # Capability numbers (include/uapi/linux/capability.h).
 _CAPABILITIES = {"CAP_BPF": 39, "CAP_PERFMON": 38, "CAP_SYS_PTRACE": 19}
 _CAP_SYS_ADMIN = 21
 
+# On securityfs, which containers mostly do not mount.
+_LOCKDOWN = Path("/sys/kernel/security/lockdown")
+# Value of the Seccomp line of /proc/PID/status (include/uapi/linux/seccomp.h).
+_SECCOMP_FILTER = "2"
+# What filters answer for a system call that they refuse.
+_REFUSALS = frozenset({errno.EPERM, errno.ENOSYS})
+# -1 as the u32 of union bpf_attr: never open.
+_NO_FD = 0xFFFF_FFFF
+
+# bcc is imported in a child, as a recording does. It takes 0.2 s; a loaded host may crawl.
+_IMPORT_TIMEOUT_S = 60
+_IMPORT_BCC = """\
+from aiflame.agent.recording.compile import _import_bcc
+bcc = _import_bcc()
+print(getattr(bcc, "__version__", "of unknown version"), "in", bcc.__path__[0])
+"""
+
+
+def _own_status(field: str) -> str:
+    text = procfs.read_text("/proc/self/status")
+    found = re.search(rf"^{field}:\s*(\S+)", text, re.M)
+    return found[1] if found else ""
+
+
+def require_linux() -> None:
+    """Refuses to go on elsewhere.
+
+    Raises:
+        EnvironmentUnfit: This is another system.
+    """
+    if platform.system() != "Linux":
+        raise EnvironmentUnfit(f"recording needs Linux, and this is {platform.system()}")
+
 
 def missing_capabilities() -> list[str]:
     """Returns those that are needed and not held; CAP_SYS_ADMIN stands for the first two."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:  # noqa: PTH123
-        effective = next(
-            (int(line.split()[1], 16) for line in status if line.startswith("CapEff:")), 0
-        )
+    effective = int(_own_status("CapEff") or "0", 16)
     is_admin = bool(effective >> _CAP_SYS_ADMIN & 1)
     return [
         name
@@ -42,6 +81,92 @@ def require_capabilities() -> None:
         )
 
 
+def lockdown_mode(path: Path = _LOCKDOWN) -> str | None:
+    """Returns none, integrity or confidentiality; None where the kernel does not say.
+
+    The file lists all modes with the present one in brackets (security/lockdown/lockdown.c, v5.4).
+    """
+    found = re.search(r"\[(\w+)\]", procfs.read_text(path))
+    return found[1] if found else None
+
+
+def require_no_lockdown(path: Path = _LOCKDOWN) -> None:
+    """Refuses to go on where programs may not read kernel memory.
+
+    Integrity mode forbids writing to user memory, which no program of ours does; confidentiality
+    mode forbids bpf_probe_read_kernel and perf events as well, also to root.
+
+    Raises:
+        EnvironmentUnfit: The kernel is locked down for confidentiality.
+    """
+    if lockdown_mode(path) == "confidentiality":
+        raise EnvironmentUnfit(
+            "kernel lockdown is in confidentiality mode: nothing may read kernel memory",
+            "boot with lockdown=integrity, or without lockdown=",
+        )
+
+
+def has_seccomp_filter() -> bool:
+    """Whether system calls of this process go through a filter, as in most containers."""
+    return _own_status("Seccomp") == _SECCOMP_FILTER
+
+
+def require_system_calls() -> None:
+    """Refuses to go on where a seccomp filter keeps bpf or perf_event_open from the kernel.
+
+    Each is asked for something that does no harm. With the capabilities the kernel itself never
+    answers as filters do.
+
+    Raises:
+        EnvironmentUnfit: Names the system call.
+    """
+    if not has_seccomp_filter():
+        return
+    for name, works in (("bpf", _bpf_arrives), ("perf_event_open", _perf_event_open_arrives)):
+        if not works():
+            raise EnvironmentUnfit(
+                f"a seccomp filter refuses {name}()",
+                "run with --security-opt seccomp=unconfined / seccompProfile: Unconfined",
+            )
+
+
+def _bpf_arrives() -> bool:
+    try:
+        sysbpf.Map(_NO_FD, abi.PID_DTYPE, abi.PID_DTYPE, 1).lookup(bytes(4))
+    except OSError as error:
+        return error.errno not in _REFUSALS  # the kernel answers EBADF
+    return True
+
+
+def _perf_event_open_arrives() -> bool:
+    try:
+        os.close(sysbpf.open_cpu_clock(online_cpus()[0], 1_000_000_000))
+    except OSError as error:
+        return error.errno not in _REFUSALS  # perf_event_paranoid answers EACCES
+    return True
+
+
+def require_clocks() -> int:
+    """Opens what samples are taken by, on every online CPU, and returns on how many.
+
+    Raises:
+        EnvironmentUnfit: perf_event_open is denied.
+    """
+    opened = 0
+    for cpu in online_cpus():
+        try:
+            os.close(sysbpf.open_cpu_clock(cpu, 1_000_000_000))
+        except OSError as error:
+            if error.errno == errno.ENODEV:  # went offline since the list was read
+                continue
+            raise EnvironmentUnfit(
+                f"cannot open a cpu-clock event on CPU {cpu}: {error.strerror}",
+                "run as root, or: sudo sysctl kernel.perf_event_paranoid=-1",
+            ) from error
+        opened += 1
+    return opened
+
+
 def require_btf() -> None:
     """Refuses to go on without the kernel's type information.
 
@@ -55,13 +180,39 @@ def require_btf() -> None:
         )
 
 
+def require_compiler() -> str:
+    """Imports bcc as a recording does, in a child; returns its version and place.
+
+    Raises:
+        EnvironmentUnfit: It is missing, broken, or PyPI's unrelated package of the same name.
+    """
+    command = [sys.executable, "-c", _IMPORT_BCC]
+    try:
+        # From / as in loader.py: -c would import from the working directory first.
+        done = subprocess.run(  # noqa: S603 - our own interpreter and text
+            command, cwd="/", capture_output=True, timeout=_IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentUnfit(f"bcc was not imported within {_IMPORT_TIMEOUT_S} s") from error
+    complaint = done.stderr.decode(errors="replace")
+    if "bcc-missing" in complaint or "bcc-foreign" in complaint:
+        raise _explain(complaint)
+    if done.returncode != 0:
+        last_line = (complaint.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise EnvironmentUnfit(f"the BPF compiler does not import: {last_line}", BCC_HINT)
+    return done.stdout.decode(errors="replace").strip()
+
+
 def require_all() -> None:
     """Runs the checks that cost nothing; loading and attaching are checks of their own.
 
     Raises:
         EnvironmentUnfit: The first that fails.
     """
+    require_linux()
     this_architecture()
     require_capabilities()
     require_host_pid_namespace()
+    require_no_lockdown()
+    require_system_calls()
     require_btf()

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of checks. Adding one is a function in its group's module, and a row here."""
+
+from __future__ import annotations
+
+from aiflame.agent.doctor import bpf, cpu, host, out, target
+from aiflame.agent.doctor.base import Check
+
+_PRIVILEGED = ("os.capabilities",)
+_BEFORE_LOADING = (
+    "os.arch",
+    "os.lockdown",
+    "os.seccomp",
+    "os.capabilities",
+    "cpu.clock",
+    "bpf.bcc",
+    "bpf.btf",
+)
+# A process that does not know the pid the kernel knows it by cannot record itself.
+_TO_RECEIVE = ("os.pid_namespace", "bpf.attach")
+
+CHECKS = (
+    Check("os.linux", host.linux, needs=()),
+    Check("os.arch", host.architecture),
+    Check("os.pid_namespace", host.pid_namespace),
+    Check("os.cgroup2", host.cgroup2, limit="--cgroup cannot be used"),
+    Check("os.lockdown", host.lockdown),
+    Check("os.capabilities", host.capabilities),
+    Check("os.seccomp", host.seccomp, needs=_PRIVILEGED),
+    Check("cpu.clock", cpu.clock, needs=("os.arch", "os.seccomp")),
+    Check("cpu.perf_event_paranoid", cpu.perf_event_paranoid, needs=("os.arch", "os.seccomp")),
+    Check(
+        "cpu.kptr_restrict",
+        cpu.kptr_restrict,
+        limit="kernel frames have no names",
+        needs=_PRIVILEGED,
+    ),
+    Check(
+        "cpu.perf_event_max_stack",
+        cpu.perf_event_max_stack,
+        limit="deep kernel stacks are cut",
+    ),
+    Check("bpf.bcc", bpf.bcc),
+    Check("bpf.btf", bpf.btf),
+    Check("bpf.load", bpf.load, needs=_BEFORE_LOADING),
+    Check("bpf.attach", bpf.attach, needs=("bpf.load",)),
+    Check("bpf.sample", bpf.sample, needs=_TO_RECEIVE),
+    Check("bpf.off_cpu", bpf.off_cpu, needs=_TO_RECEIVE),
+    Check("bpf.ringbuf", bpf.ring_buffer, needs=_TO_RECEIVE),
+    Check("out.folder", out.folder, limit="record needs -o"),
+    Check("out.space", out.space, limit="only short recordings fit on the disk"),
+    Check("out.cache", out.cache, limit="each run reads all symbols anew"),
+)
+
+# Run only for --pid.
+TARGET_CHECKS = (
+    Check("target.visible", target.visible),
+    Check(
+        "target.mappings",
+        target.mappings,
+        limit="no names for the target's user frames",
+        needs=("target.visible",),
+    ),
+)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the group `cpu`: the sampling clock and the kernel settings about it."""
+
+from __future__ import annotations
+
+from aiflame.agent.doctor.base import Context, Finding, ok, warn
+from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.recording import abi, checks, procfs
+from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
+
+# From this value on addresses are hidden from root, too (Documentation/admin-guide/sysctl/kernel).
+_HIDDEN_FROM_ALL = 2
+
+
+def clock(_: Context) -> Finding:
+    """Can each CPU be sampled?"""
+    return ok(f"cpu-clock events open on {checks.require_clocks()} CPUs")
+
+
+def perf_event_paranoid(_: Context) -> Finding:
+    """Does the setting stand in the way? Distributions add levels, so it is tried, not compared."""
+    level = _setting("perf_event_paranoid")
+    try:
+        checks.require_clocks()
+    except EnvironmentUnfit:
+        return warn(
+            f"kernel.perf_event_paranoid is {level}, and sampling is refused",
+            "sudo sysctl kernel.perf_event_paranoid=-1",
+        )
+    return ok(f"kernel.perf_event_paranoid is {level}, which does not bind this process")
+
+
+def kptr_restrict(_: Context) -> Finding:
+    """Are the names of kernel functions visible?"""
+    try:
+        names = KernelSymbols.load()
+    except KernelSymbolsHidden as error:
+        level = _setting("kptr_restrict")
+        hidden_from_all = level.isdecimal() and int(level) >= _HIDDEN_FROM_ALL
+        return warn(
+            f"kernel function names are hidden (kernel.kptr_restrict is {level})",
+            error.hint if hidden_from_all else "run as root, or with CAP_SYSLOG",
+        )
+    except EnvironmentUnfit as error:
+        return warn(str(error), error.hint)
+    return ok(f"{len(names):,} kernel functions have names")
+
+
+def perf_event_max_stack(_: Context) -> Finding:
+    """Does the kernel hand over as many of its own frames as are kept?"""
+    level = _setting("perf_event_max_stack")
+    # The kernel cuts what bpf_get_stack returns at this (kernel/bpf/stackmap.c, v6.1).
+    if level.isdecimal() and int(level) < abi.MAX_FRAMES:
+        return warn(
+            f"kernel.perf_event_max_stack is {level}: kernel stacks are cut at {level} frames",
+            f"sudo sysctl kernel.perf_event_max_stack={abi.MAX_FRAMES}",
+        )
+    return ok(f"kernel.perf_event_max_stack is {level}, and {abi.MAX_FRAMES} frames are kept")
+
+
+def _setting(name: str) -> str:
+    return procfs.read_text(f"/proc/sys/kernel/{name}").strip() or "unknown"

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the group `os`: the machine and what it lets this process do."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
+from aiflame.agent.recording import checks
+from aiflame.agent.recording.arch import this_architecture
+from aiflame.agent.recording.targets import cgroup2_mounts, require_host_pid_namespace
+
+_SECURITYFS = Path("/sys/kernel/security")
+
+
+def linux(_: Context) -> Finding:
+    """Is it Linux? The release is for the reader only."""
+    checks.require_linux()
+    return ok(f"Linux {platform.release()}")
+
+
+def architecture(_: Context) -> Finding:
+    """Is the processor known?"""
+    this_architecture()
+    return ok(f"{platform.machine()} is supported")
+
+
+def pid_namespace(_: Context) -> Finding:
+    """Are pids here those that the kernel half reports?"""
+    require_host_pid_namespace()
+    return ok("pids are the host's")
+
+
+def cgroup2(_: Context) -> Finding:
+    """Is there a cgroup v2 tree for --cgroup?"""
+    mounts = cgroup2_mounts()
+    if mounts:
+        return ok(f"cgroup v2 is mounted at {mounts[0]}")
+    return warn(
+        "cgroup v2 is not mounted",
+        "sudo mkdir -p /run/cgroup2 && sudo mount -t cgroup2 none /run/cgroup2",
+    )
+
+
+def lockdown(_: Context) -> Finding:
+    """Does kernel lockdown let programs read kernel memory?"""
+    checks.require_no_lockdown()
+    mode = checks.lockdown_mode()
+    if mode is not None:
+        return ok(f"kernel lockdown is {mode}")
+    if any(_SECURITYFS.iterdir() if _SECURITYFS.is_dir() else ()):
+        return ok("this kernel has no lockdown")
+    return skip("not visible here: securityfs is not mounted")
+
+
+def seccomp(_: Context) -> Finding:
+    """Do the system calls of a recording get through to the kernel?"""
+    checks.require_system_calls()
+    if checks.has_seccomp_filter():
+        return ok("a seccomp filter is active, and lets bpf() and perf_event_open() through")
+    return ok("no seccomp filter")
+
+
+def capabilities(_: Context) -> Finding:
+    """Does this process hold what loading, sampling and reading targets need?"""
+    checks.require_capabilities()
+    return ok("CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE are held")
