@@ -18,7 +18,7 @@ import support
 
 WORKLOADS = Path(__file__).parent / "workloads"
 
-# Frame pointers, and no tail calls: every frame of a workload is there to be seen.
+# Frame pointers, and no tail calls: with workloads/frames.h every frame is there to be seen.
 WORKLOAD_FLAGS = (
     "-O2",
     "-g",

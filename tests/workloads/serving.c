@@ -4,10 +4,10 @@
  * function that says so.
  *
  *   client      writes a burst of requests into a pipe, then sleeps
- *   tokenizer   waits for the pipe, then burns CPU in tokenize()
- *   worker x2   wait for the queue, run forward_pass(), then update_statistics() under a lock;
+ *   tokenizer   waits for the pipe, burns CPU in tokenize(), fills the workers' pipe
+ *   worker x2   wait for that pipe, run forward_pass(), then update_statistics() under a lock;
  *               both are bound to one CPU, as in a container with a limit, and so wait for it
- *   checkpoint  holds that lock while it writes and syncs a file
+ *   checkpoint  holds that lock while it packs, writes and syncs a file
  *   monitor     polls a descriptor on which nothing ever comes
  *
  * usage: serving [SECONDS]    (5 without)
@@ -23,12 +23,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define NOINLINE __attribute__((noinline))
+#include "frames.h"
 
 enum {
-	WORKERS = 2,
 	REQUEST_BYTES = 2048,
-	QUEUE_SLOTS = 8,
 	MATRIX_SIZE = 208,
 	CHECKPOINT_BYTES = 4 << 20,
 	CHUNK_BYTES = 64 << 10,
@@ -38,18 +36,11 @@ enum {
 	MONITOR_INTERVAL_MS = 250,
 };
 
+/* Less than PIPE_BUF: written and read whole, also by two readers of one pipe. */
 struct request {
 	char text[REQUEST_BYTES];
 	unsigned token_sum;
 };
-
-static struct {
-	struct request slots[QUEUE_SLOTS];
-	unsigned head, count;
-	int closed;
-	pthread_mutex_t lock;
-	pthread_cond_t changed;
-} queue = { .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER };
 
 static struct {
 	pthread_mutex_t lock;
@@ -57,7 +48,7 @@ static struct {
 	unsigned long served;
 } statistics = { .lock = PTHREAD_MUTEX_INITIALIZER };
 
-static int request_pipe[2], silent_pipe[2];
+static int request_pipe[2], work_pipe[2], silent_pipe[2];
 static atomic_int stopping;
 
 static void fail(const char *what)
@@ -112,12 +103,6 @@ static NOINLINE void lock(pthread_mutex_t *mutex)
 		fail("pthread_mutex_lock");
 }
 
-static NOINLINE void wait_for_change(void)
-{
-	if (pthread_cond_wait(&queue.changed, &queue.lock))
-		fail("pthread_cond_wait");
-}
-
 /* The client. */
 
 static NOINLINE void send_request(unsigned number)
@@ -126,7 +111,6 @@ static NOINLINE void send_request(unsigned number)
 
 	for (unsigned i = 0; i < sizeof(text); i++)
 		text[i] = (char)(' ' + (i * 7 + number * 13) % 90);
-	/* Less than PIPE_BUF, so that it is written and read whole. */
 	checked_write(request_pipe[1], text, sizeof(text));
 }
 
@@ -152,6 +136,7 @@ static NOINLINE unsigned hash_token(const char *text, unsigned length)
 {
 	unsigned hash = 2166136261u;
 
+	KEEP_FRAME();
 	for (unsigned i = 0; i < length; i++)
 		hash = (hash ^ (unsigned char)text[i]) * 16777619u;
 	return hash;
@@ -165,14 +150,9 @@ static NOINLINE void tokenize(struct request *request)
 			request->token_sum += hash_token(request->text + start, length);
 }
 
-static NOINLINE void put_into_queue(const struct request *request)
+static NOINLINE void hand_to_workers(const struct request *request)
 {
-	lock(&queue.lock);
-	while (queue.count == QUEUE_SLOTS)
-		wait_for_change();
-	queue.slots[(queue.head + queue.count++) % QUEUE_SLOTS] = *request;
-	pthread_cond_broadcast(&queue.changed);
-	pthread_mutex_unlock(&queue.lock);
+	checked_write(work_pipe[1], request, sizeof(*request));
 }
 
 static void *tokenizer(void *unused)
@@ -181,33 +161,17 @@ static void *tokenizer(void *unused)
 
 	while (read_request(&request)) {
 		tokenize(&request);
-		put_into_queue(&request);
+		hand_to_workers(&request);
 	}
-	lock(&queue.lock);
-	queue.closed = 1;
-	pthread_cond_broadcast(&queue.changed);
-	pthread_mutex_unlock(&queue.lock);
+	close(work_pipe[1]);
 	return unused;
 }
 
 /* The workers. */
 
-static NOINLINE int take_from_queue(struct request *request)
+static NOINLINE int wait_for_work(struct request *request)
 {
-	int taken = 0;
-
-	lock(&queue.lock);
-	while (!queue.count && !queue.closed)
-		wait_for_change();
-	if (queue.count) {
-		*request = queue.slots[queue.head];
-		queue.head = (queue.head + 1) % QUEUE_SLOTS;
-		queue.count--;
-		taken = 1;
-		pthread_cond_broadcast(&queue.changed);
-	}
-	pthread_mutex_unlock(&queue.lock);
-	return taken;
+	return checked_read(work_pipe[0], request, sizeof(*request)) > 0;
 }
 
 struct layer {
@@ -218,6 +182,7 @@ struct layer {
 
 static NOINLINE void matrix_multiply(struct layer *layer)
 {
+	KEEP_FRAME();
 	for (int row = 0; row < MATRIX_SIZE; row++)
 		for (int column = 0; column < MATRIX_SIZE; column++) {
 			float sum = 0;
@@ -230,6 +195,7 @@ static NOINLINE void matrix_multiply(struct layer *layer)
 
 static NOINLINE void layer_norm(struct layer *layer)
 {
+	KEEP_FRAME();
 	for (int pass = 0; pass < 12; pass++)
 		for (int row = 0; row < MATRIX_SIZE; row++) {
 			float sum = 1e-6f;
@@ -274,7 +240,7 @@ static void *worker(void *unused)
 	pthread_setaffinity_np(pthread_self(), sizeof(one), &one);
 	for (int i = 0; i < MATRIX_SIZE * MATRIX_SIZE; i++)
 		layer->weights[i / MATRIX_SIZE][i % MATRIX_SIZE] = (float)(i % 17) / 17;
-	while (take_from_queue(&request)) {
+	while (wait_for_work(&request)) {
 		forward_pass(layer, &request);
 		update_statistics(layer);
 	}
@@ -293,9 +259,21 @@ static NOINLINE void write_checkpoint(int fd, const char *bytes)
 	checked_sync(fd);
 }
 
-static NOINLINE void save_under_lock(int fd, const char *bytes)
+static NOINLINE void pack_statistics(char *bytes)
+{
+	unsigned state = 1;
+
+	KEEP_FRAME();
+	for (int i = 0; i < CHECKPOINT_BYTES; i++) {
+		state = state * 1664525u + (unsigned)statistics.histogram[i % 4096];
+		bytes[i] = (char)(state >> 24);
+	}
+}
+
+static NOINLINE void save_under_lock(int fd, char *bytes)
 {
 	lock(&statistics.lock);
+	pack_statistics(bytes);
 	write_checkpoint(fd, bytes);
 	pthread_mutex_unlock(&statistics.lock);
 }
@@ -343,7 +321,7 @@ int main(int argc, char **argv)
 	long seconds = argc > 1 ? atol(argv[1]) : 5;
 	pthread_t threads[ROLES];
 
-	if (pipe(request_pipe) || pipe(silent_pipe))
+	if (pipe(request_pipe) || pipe(work_pipe) || pipe(silent_pipe))
 		fail("pipe");
 	for (int i = 0; i < ROLES; i++) {
 		if (pthread_create(&threads[i], NULL, roles[i].run, NULL))
