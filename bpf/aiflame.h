@@ -42,6 +42,8 @@ enum counter {
 	LOST_THREADS_FULL,
 	LOST_PROCESSES_FULL,
 	LOST_KERNEL_STACK, /* bpf_get_stack failed */
+	LOST_KERNEL_FRAMES, /* more kernel frames than are kept */
+	LOST_USER_FRAMES, /* more user frames than are kept */
 	LOST_SCRATCH, /* per-CPU scratch space not found: cannot happen, but is not assumed */
 	COUNTER_MAX,
 };

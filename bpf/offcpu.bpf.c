@@ -70,16 +70,15 @@ static __always_inline struct thread_state *thread_of(u32 tid, void *task, u32 t
 	return thread;
 }
 
-static __always_inline void switch_out(void *ctx, void *task, u32 tgid, u32 tid, u32 state, u64 now_ns)
+static __always_inline void switch_out(void *ctx, void *task, struct process_state *process, u64 id,
+				       u32 state, u64 now_ns)
 {
-	struct process_state *process = current_target(tgid, now_ns);
+	u32 tgid = id >> 32, tid = (u32)id;
 	struct user_regs regs = {};
 	struct thread_state *thread;
 
-	if (!process)
-		return;
 	count(COUNTER_SWITCHES);
-	announce(process, tgid, now_ns);
+	announce(process, tgid);
 	thread = thread_of(tid, task, tgid, now_ns);
 	if (!thread)
 		return;
@@ -127,16 +126,10 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
 }
 
-static __always_inline void switch_in(void *task, u64 now_ns)
+static __always_inline void switch_in(struct thread_state *thread, void *task, u32 tid, u64 now_ns)
 {
-	u32 tid = task_tid(task);
-	struct thread_state *thread;
-
-	if (!tid)
-		return;
-	thread = threads.lookup(&tid);
-	if (!thread || !same_thread(thread, task))
-		return; /* not a target's, or the id of one that is gone */
+	if (!same_thread(thread, task))
+		return; /* the id of one that is gone */
 	/* Entered as runnable at the start: since it comes in only now, it was waiting for a CPU. */
 	if (thread->flags & THREAD_SEEDED && thread->off_class == CLASS_ON_CPU)
 		thread->off_class = CLASS_PREEMPTED;
@@ -153,16 +146,24 @@ int on_switch(struct raw_tracepoint *ctx)
 	void *prev = (void *)ctx->args[1];
 	void *next = (void *)ctx->args[2];
 	u64 id = bpf_get_current_pid_tgid();
+	u32 next_tid = task_tid(next);
+	struct process_state *process = NULL;
+	struct thread_state *thread = NULL;
 	u64 now_ns;
-	u32 state;
 
-	if (!setting(SETTING_START_NS))
+	/* Two look-ups decide about a switch between foreign threads; the clock is read after them. */
+	if ((u32)id)
+		process = current_target(id >> 32);
+	if (next_tid)
+		thread = threads.lookup(&next_tid);
+	if ((!process && !thread) || !setting(SETTING_START_NS))
 		return 0;
 	now_ns = bpf_ktime_get_ns();
-	state = SWITCH_HAS_STATE ? (u32)ctx->args[3] : task_u32(prev, TASK_STATE);
-	if ((u32)id)
-		switch_out(ctx, prev, id >> 32, (u32)id, state, now_ns);
-	switch_in(next, now_ns);
+	if (process)
+		switch_out(ctx, prev, process, id,
+			   SWITCH_HAS_STATE ? (u32)ctx->args[3] : task_u32(prev, TASK_STATE), now_ns);
+	if (thread)
+		switch_in(thread, next, next_tid, now_ns);
 	return 0;
 }
 

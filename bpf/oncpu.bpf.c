@@ -25,7 +25,6 @@ struct perf_event_context {
 int on_cpu_sample(struct perf_event_context *ctx)
 {
 	u64 id = bpf_get_current_pid_tgid();
-	u64 now_ns = bpf_ktime_get_ns();
 	struct process_state *process;
 	struct user_regs regs = {};
 	struct sum_key key = {};
@@ -33,13 +32,13 @@ int on_cpu_sample(struct perf_event_context *ctx)
 
 	key.tgid = id >> 32;
 	key.tid = (u32)id;
-	if (!key.tid || !setting(SETTING_START_NS))
-		return 0; /* the idle task, or not started: no target's time */
-	process = current_target(key.tgid, now_ns);
-	if (!process)
+	if (!key.tid)
+		return 0; /* the idle task is no target's time */
+	process = current_target(key.tgid);
+	if (!process || !setting(SETTING_START_NS))
 		return 0;
 	count(COUNTER_SAMPLES);
-	announce(process, key.tgid, now_ns);
+	announce(process, key.tgid);
 	if (IS_USER_MODE(saved))
 		user_regs_from(&regs, saved);
 	else

@@ -61,20 +61,25 @@ static __always_inline void send(void *event, u64 size, u64 flags)
 }
 
 /* The current process if it is to be recorded, else NULL. Runs before anything dearer. */
-static __always_inline struct process_state *current_target(u32 tgid, u64 now_ns)
+static __always_inline struct process_state *current_target(u32 tgid)
 {
 	struct process_state *process = processes.lookup(&tgid);
 	struct process_state created = {};
+	u64 is_target;
 
-	if (process)
-		return process->flags & PROCESS_TARGET ? process : NULL;
+	if (process) {
+		is_target = process->flags & PROCESS_TARGET;
+		/* Else the compiler masks the pointer instead of branching, which verifiers refuse. */
+		asm volatile("" : "+r"(is_target));
+		return is_target ? process : NULL;
+	}
 	if (FILTER == FILTER_PIDS || task_is_exiting(current_task()))
 		return NULL;
 #if FILTER == FILTER_CGROUP
 	if (cgroups.check_current_task(0) <= 0)
 		return NULL;
 #endif
-	created.image = now_ns;
+	created.image = bpf_ktime_get_ns();
 	created.flags = PROCESS_TARGET;
 	if (processes.insert(&tgid, &created)) {
 		process = processes.lookup(&tgid); /* another CPU was first, or the map is full */
@@ -86,7 +91,7 @@ static __always_inline struct process_state *current_target(u32 tgid, u64 now_ns
 }
 
 /* Tells the host half of a process image at its first capture, while it still has mappings. */
-static __always_inline void announce(struct process_state *process, u32 tgid, u64 now_ns)
+static __always_inline void announce(struct process_state *process, u32 tgid)
 {
 	struct process_event event = {};
 
@@ -97,7 +102,7 @@ static __always_inline void announce(struct process_state *process, u32 tgid, u6
 	event.tgid = tgid;
 	event.parent_tgid = task_parent_tgid(current_task());
 	event.image = process->image;
-	event.ns = now_ns;
+	event.ns = bpf_ktime_get_ns();
 	event.cgroup_id = bpf_get_current_cgroup_id();
 	bpf_get_current_comm(event.comm, sizeof(event.comm));
 	send(&event, sizeof(event), BPF_RB_FORCE_WAKEUP);

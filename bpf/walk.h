@@ -26,6 +26,11 @@
 #define WITH_USER_STACKS 1
 #endif
 
+/* The kernel itself cuts at kernel.perf_event_max_stack; the host half passes what it is. */
+#ifndef KERNEL_FRAMES_MAX
+#define KERNEL_FRAMES_MAX MAX_FRAMES
+#endif
+
 BPF_PERCPU_ARRAY(scratch, struct stack_record, 1);
 
 /* splitmix64's multiplier: odd, well mixed bits. */
@@ -73,6 +78,8 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 		frame_pointer = link.frame_pointer;
 	}
 	record->user_depth = depth;
+	if (record->end == END_TOO_DEEP)
+		count(LOST_USER_FRAMES);
 	return hash;
 }
 
@@ -105,10 +112,14 @@ static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, b
 		return hash;
 	}
 	depth = (u32)bytes / sizeof(u64);
-	if (depth >= MAX_FRAMES) {
+	if (depth > MAX_FRAMES)
 		depth = MAX_FRAMES;
+	if (depth >= KERNEL_FRAMES_MAX) {
+		count(LOST_KERNEL_FRAMES);
 		record->kernel_cut = 1;
 	}
+	/* Else the compiler drops the loop's own bound, which is the one that verifiers see. */
+	asm volatile("" : "+r"(depth));
 #pragma clang loop unroll(disable)
 	for (i = 0; i < MAX_FRAMES; i++) {
 		if (i >= depth)

@@ -60,7 +60,9 @@ class Counter(enum.IntEnum):
     THREADS_FULL = 6
     PROCESSES_FULL = 7
     KERNEL_STACK = 8
-    SCRATCH = 9
+    KERNEL_FRAMES = 9
+    USER_FRAMES = 10
+    SCRATCH = 11
 
 
 # Counters that mean a loss: the name in the capture, and what it means with its cure.
@@ -92,6 +94,14 @@ LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
     Counter.KERNEL_STACK: (
         "no_kernel_stack",
         "samples in kernel code without kernel frames: the kernel could not walk its own stack",
+    ),
+    Counter.KERNEL_FRAMES: (
+        "kernel_frames_cut",
+        "samples with more kernel frames than are kept; those nearest to the leaf are there",
+    ),
+    Counter.USER_FRAMES: (
+        "user_frames_cut",
+        "samples with more than 127 user frames; those nearest to the leaf are there",
     ),
     Counter.SCRATCH: ("no_scratch", "samples without room to walk a stack; please report this"),
 }

@@ -15,7 +15,7 @@ from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi, procfs, sysbpf
 from aiflame.agent.recording.arch import this_architecture
 from aiflame.agent.recording.btf import VMLINUX
-from aiflame.agent.recording.loader import BCC_HINT, _explain
+from aiflame.agent.recording.loader import BCC_HINT, explain_failure
 from aiflame.agent.recording.probes import online_cpus
 from aiflame.agent.recording.targets import require_host_pid_namespace
 
@@ -35,8 +35,8 @@ _NO_FD = 0xFFFF_FFFF
 # bcc is imported in a child, as a recording does. It takes 0.2 s; a loaded host may crawl.
 _IMPORT_TIMEOUT_S = 60
 _IMPORT_BCC = """\
-from aiflame.agent.recording.compile import _import_bcc
-bcc = _import_bcc()
+from aiflame.agent.recording.compile import import_bcc
+bcc = import_bcc()
 print(getattr(bcc, "__version__", "of unknown version"), "in", bcc.__path__[0])
 """
 
@@ -196,7 +196,7 @@ def require_compiler() -> str:
         raise EnvironmentUnfit(f"bcc was not imported within {_IMPORT_TIMEOUT_S} s") from error
     complaint = done.stderr.decode(errors="replace")
     if "bcc-missing" in complaint or "bcc-foreign" in complaint:
-        raise _explain(complaint)
+        raise explain_failure(complaint)
     if done.returncode != 0:
         last_line = (complaint.strip() or f"exit code {done.returncode}").splitlines()[-1]
         raise EnvironmentUnfit(f"the BPF compiler does not import: {last_line}", BCC_HINT)

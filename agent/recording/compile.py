@@ -46,7 +46,7 @@ def paste_includes(folder: Path, name: str, pasted: set[str] | None = None) -> s
     return "\n".join(lines)
 
 
-def _import_bcc() -> Any:
+def import_bcc() -> Any:
     try:
         import bcc
     except ImportError:
@@ -59,7 +59,7 @@ def _import_bcc() -> Any:
 def _load(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     folder = Path(request["bpf_folder"])
     os.environ["BCC_KERNEL_SOURCE"] = str(folder / "kernel")
-    bcc = _import_bcc()
+    bcc = import_bcc()
     try:
         macros = {**kernel_macros(), **request["macros"]}
     except EnvironmentUnfit as error:

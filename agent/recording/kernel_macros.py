@@ -8,9 +8,20 @@ the compiling child.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from aiflame.agent.recording.arch import this_architecture
 from aiflame.agent.recording.btf import Btf
+
+# bpf/aiflame.h; abi.py has it too, but brings numpy along.
+MAX_FRAMES = 127
+
+
+def _perf_event_max_stack() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/perf_event_max_stack").read_text())
+    except (OSError, ValueError):
+        return MAX_FRAMES
 
 
 def kernel_macros() -> dict[str, int]:
@@ -35,5 +46,6 @@ def kernel_macros() -> dict[str, int]:
         "THREAD_SIZE": this_architecture().thread_size_bytes,
         # The fourth argument came in v5.18 (kernel commit fa2c3254d7cf).
         "SWITCH_HAS_STATE": int(btf.tracepoint_arguments("sched_switch") >= 4),
+        "KERNEL_FRAMES_MAX": min(_perf_event_max_stack(), MAX_FRAMES),
         "PAGE_SIZE": os.sysconf("SC_PAGE_SIZE"),
     }

@@ -160,7 +160,7 @@ def _ask_child(request: dict[str, Any], options: ProgramOptions) -> Programs:
                 f"the kernel programs were not compiled within {_COMPILE_TIMEOUT_S} s"
             ) from error
         if child.returncode != 0:
-            raise _explain(complaint.decode(errors="replace"))
+            raise explain_failure(complaint.decode(errors="replace"))
         reply, fds, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MAX_FDS)
     names = json.loads(reply)
     count = len(names["programs"])
@@ -171,7 +171,7 @@ def _ask_child(request: dict[str, Any], options: ProgramOptions) -> Programs:
     )
 
 
-def _explain(complaint: str) -> EnvironmentUnfit:
+def explain_failure(complaint: str) -> EnvironmentUnfit:
     if complaint.startswith("unfit: "):
         message, _, hint = complaint.removeprefix("unfit: ").strip().partition("\n")
         return EnvironmentUnfit(message, hint or None)
@@ -184,4 +184,6 @@ def _explain(complaint: str) -> EnvironmentUnfit:
             "the kernel does not let this process load BPF programs",
             "run as root, or with CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE",
         )
-    return _LoadFailed(f"the kernel programs were not accepted:\n{complaint.strip()}")
+    # What BCC and the kernel say stands before Python's own trace of where that was noticed.
+    words = complaint.partition("Traceback (most recent call last)")[0].strip() or complaint
+    return _LoadFailed(f"the kernel programs were not accepted:\n{words.strip()}")

@@ -20,6 +20,7 @@ from aiflame.agent.recording import roots
 from aiflame.agent.recording.names import MAX_INTEGER, Names
 from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
+from aiflame.agent.recording.sinks import KERNEL_CUT
 from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
@@ -140,6 +141,10 @@ class CaptureResolver:
         except KernelSymbolsHidden:
             self.problems["kernel_symbols_hidden"] += 1
         for address, symbol, place in zip(addresses.tolist(), found, places, strict=True):
+            if (address + 1) % (1 << 64) == KERNEL_CUT:
+                marker = SourceFrame("[truncated: kernel frames]", "", 0, False)
+                place.chain = (self._names.frame(FrameKind.MARKER, marker, None, 0),)
+                continue
             name, module = symbol or (f"[kernel {address:#x}]", _KERNEL_PATH)
             binary = self._names.binary(f"[{module.strip('[]')}]", "")
             frame = SourceFrame(clean_name(name), "", 0, False)

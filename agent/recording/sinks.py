@@ -17,6 +17,9 @@ from aiflame.agent.model import StackEnd
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable
 
+# Stands where kernel frames are missing between the kernel's and the user's part of a stack.
+KERNEL_CUT = 0
+
 _NO_STACK, _LOST = StackEnd.NOT_WALKED, StackEnd.LOST
 
 
@@ -67,6 +70,8 @@ class StackSink:
             row = self.row(stack, image)
             del self._unfilled[stack]
             kernel = record["kernel"][: int(record["kernel_depth"])]
+            if record["kernel_cut"]:
+                kernel = np.append(kernel, np.uint64(KERNEL_CUT))
             addresses = kernel.tobytes() + user.tobytes()
             rows.append((row, image.index, len(kernel), int(record["end"]), addresses, None))
         self._writer.put("stacks", rows)
