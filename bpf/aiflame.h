@@ -35,7 +35,8 @@ enum stack_end {
 enum counter {
 	COUNTER_SAMPLES = 0, /* on-CPU samples of targets */
 	COUNTER_SWITCHES, /* switch-outs of targets */
-	COUNTER_STACKS_STORED, /* new stacks since the programs were loaded */
+	COUNTER_STACKS_STORED, /* new entries in `stacks` since the programs were loaded */
+	COUNTER_SUMS_STORED, /* new entries in either map of sums */
 	LOST_STACKS_FULL,
 	LOST_SUMS_FULL,
 	LOST_RING_FULL,
@@ -44,6 +45,7 @@ enum counter {
 	LOST_KERNEL_STACK, /* bpf_get_stack failed */
 	LOST_KERNEL_FRAMES, /* more kernel frames than are kept */
 	LOST_USER_FRAMES, /* more user frames than are kept */
+	LOST_WAIT_EVENTS, /* long waits over the budget: summed, but not sent one by one */
 	LOST_SCRATCH, /* per-CPU scratch space not found: cannot happen, but is not assumed */
 	COUNTER_MAX,
 };
@@ -54,7 +56,7 @@ enum event_type {
 	EVENT_PROCESS_EXIT = 2,
 	EVENT_THREAD_EXIT = 3,
 	EVENT_WAIT = 4, /* an off-CPU wait over the threshold */
-	EVENT_DRAIN = 5, /* the stack store is filling: do not wait for the interval to end */
+	EVENT_DRAIN = 5, /* stacks or sums are filling: do not wait for the interval to end */
 };
 
 /* Bits of process_state.flags. */
@@ -70,8 +72,15 @@ enum event_type {
 enum setting {
 	SETTING_EPOCH = 0, /* which of the two sum maps programs write: 0 or 1 */
 	SETTING_START_NS = 1, /* when the recording began; 0: programs do nothing yet */
-	SETTING_DRAIN_AT = 2, /* stacks stored at which EVENT_DRAIN is due */
+	SETTING_STACKS_DRAIN = 2, /* EVENT_DRAIN is due after this many new stacks of one CPU */
+	SETTING_SUMS_DRAIN = 3, /* the same for sums */
 	SETTING_MAX,
+};
+
+/* One a CPU: how many wait events it has sent in the second that began at window_ns. */
+struct wait_budget {
+	u64 window_ns;
+	u64 sent;
 };
 
 struct process_state {

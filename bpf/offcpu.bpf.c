@@ -33,6 +33,12 @@
 #define WAIT_EVENT_NS 100000000ull /* 100 ms: long enough to be worth a line of its own */
 #endif
 
+#ifndef WAIT_EVENTS_PER_S
+#define WAIT_EVENTS_PER_S 1000 /* on each CPU: 10,000 sleepers must not drown process events */
+#endif
+#define NS_PER_S 1000000000ull
+
+BPF_PERCPU_ARRAY(wait_budgets, struct wait_budget, 1);
 BPF_TABLE("hash", u32, struct thread_state, threads, THREADS_MAX);
 
 /* struct bpf_raw_tracepoint_args: the tracepoint's own arguments (include/trace/events/sched.h). */
@@ -94,6 +100,21 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	thread->stack = capture_stack(ctx, &regs, true, tgid, process->image);
 }
 
+static __always_inline bool may_send_wait(u64 now_ns)
+{
+	u32 zero = 0;
+	struct wait_budget *budget = wait_budgets.lookup(&zero);
+
+	if (!budget)
+		return false;
+	if (now_ns - budget->window_ns >= NS_PER_S) {
+		budget->window_ns = now_ns;
+		budget->sent = 0;
+	}
+	budget->sent += 1;
+	return budget->sent <= WAIT_EVENTS_PER_S;
+}
+
 /* Adds the interval that ends now to the sums, split at the wake-up. */
 static __always_inline void close_interval(struct thread_state *thread, u32 tid, u64 now_ns)
 {
@@ -118,6 +139,10 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 		add_sum(&key, event.runnable_ns);
 	if (now_ns - thread->switched_ns < WAIT_EVENT_NS)
 		return;
+	if (!may_send_wait(now_ns)) {
+		count(LOST_WAIT_EVENTS);
+		return;
+	}
 	event.type = EVENT_WAIT;
 	event.tgid = thread->tgid;
 	event.tid = tid;

@@ -27,7 +27,7 @@
 #define STACKS_MAX 16384
 #endif
 #ifndef SUMS_MAX
-#define SUMS_MAX 32768
+#define SUMS_MAX 65536
 #endif
 #ifndef PROCESSES_MAX
 #define PROCESSES_MAX 16384
@@ -108,29 +108,33 @@ static __always_inline void announce(struct process_state *process, u32 tgid)
 	send(&event, sizeof(event), BPF_RB_FORCE_WAKEUP);
 }
 
-/* Stores the record under its hash unless it is there already. */
-static __always_inline void store_stack(struct stack_record *record, u64 hash)
+/*
+ * Counts a new entry, and asks to be drained each time this CPU has used its share of half the
+ * map. Counts and shares are per CPU: no shared cache line is touched.
+ */
+static __always_inline void count_stored(u32 slot, u32 share_slot)
 {
-	u32 slot = COUNTER_STACKS_STORED;
 	u32 event = EVENT_DRAIN;
-	u64 drain_at;
-	u64 *stored;
+	u64 *stored = counters.lookup(&slot);
+	u64 share = setting(share_slot);
 
-	if (stacks.lookup(&hash))
-		return;
-	/* -EEXIST would mean that another CPU stored the same stack just now; -E2BIG a full store. */
-	if (stacks.insert(&hash, record) && !stacks.lookup(&hash)) {
-		count(LOST_STACKS_FULL);
-		return;
-	}
-	stored = counters.lookup(&slot);
 	if (!stored)
 		return;
 	*stored += 1;
-	/* Per-CPU count against a per-CPU share of the store: no shared cache line is touched. */
-	drain_at = setting(SETTING_DRAIN_AT);
-	if (drain_at && *stored % drain_at == 0)
+	if (share && *stored % share == 0)
 		send(&event, sizeof(event), BPF_RB_FORCE_WAKEUP);
+}
+
+/* Stores the record under its hash unless it is there already. */
+static __always_inline void store_stack(struct stack_record *record, u64 hash)
+{
+	if (stacks.lookup(&hash))
+		return;
+	/* -EEXIST would mean that another CPU stored the same stack just now; -E2BIG a full store. */
+	if (stacks.insert(&hash, record) && !stacks.lookup(&hash))
+		count(LOST_STACKS_FULL);
+	else
+		count_stored(COUNTER_STACKS_STORED, SETTING_STACKS_DRAIN);
 }
 
 /* Captures the current task's stack; returns its id, 0 if there was no room to work in. */
@@ -171,6 +175,8 @@ static __always_inline void add_sum(struct sum_key *key, u64 ns)
 	}
 	if (setting(SETTING_EPOCH) ? sums1.insert(key, &first) : sums0.insert(key, &first))
 		count(LOST_SUMS_FULL);
+	else
+		count_stored(COUNTER_SUMS_STORED, SETTING_SUMS_DRAIN);
 }
 
 #endif

@@ -140,7 +140,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 def _add_advanced(group: argparse._ArgumentGroup) -> None:
     for name, default, what in (
         ("--stack-storage-size", 16384, "distinct stacks kept between two reads, 2 KB each"),
-        ("--hash-storage-size", 32768, "(stack, thread, class) sums kept between two reads"),
+        ("--hash-storage-size", 65536, "(stack, thread, class) sums kept between two reads"),
         ("--thread-storage-size", 65536, "threads whose off-CPU time is followed"),
     ):
         group.add_argument(

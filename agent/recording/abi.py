@@ -37,7 +37,8 @@ class Setting(enum.IntEnum):
 
     EPOCH = 0
     START_NS = 1
-    DRAIN_AT = 2
+    STACKS_DRAIN = 2
+    SUMS_DRAIN = 3
 
 
 class Filter(enum.IntEnum):
@@ -54,15 +55,17 @@ class Counter(enum.IntEnum):
     SAMPLES = 0
     SWITCHES = 1
     STACKS_STORED = 2
-    STACKS_FULL = 3
-    SUMS_FULL = 4
-    RING_FULL = 5
-    THREADS_FULL = 6
-    PROCESSES_FULL = 7
-    KERNEL_STACK = 8
-    KERNEL_FRAMES = 9
-    USER_FRAMES = 10
-    SCRATCH = 11
+    SUMS_STORED = 3
+    STACKS_FULL = 4
+    SUMS_FULL = 5
+    RING_FULL = 6
+    THREADS_FULL = 7
+    PROCESSES_FULL = 8
+    KERNEL_STACK = 9
+    KERNEL_FRAMES = 10
+    USER_FRAMES = 11
+    WAIT_EVENTS = 12
+    SCRATCH = 13
 
 
 # Counters that mean a loss: the name in the capture, and what it means with its cure.
@@ -102,6 +105,11 @@ LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
     Counter.USER_FRAMES: (
         "user_frames_cut",
         "samples with more than 127 user frames; those nearest to the leaf are there",
+    ),
+    Counter.WAIT_EVENTS: (
+        "waits_not_listed",
+        "long waits beyond 1,000 a second and CPU: their time is in every sum, but they are not "
+        "listed one by one; raise --min-wait",
     ),
     Counter.SCRATCH: ("no_scratch", "samples without room to walk a stack; please report this"),
 }

@@ -45,7 +45,7 @@ class ProgramOptions:
     user_stacks: bool = True
     kernel_stacks: bool = True
     stacks_max: int = 16384
-    sums_max: int = 32768
+    sums_max: int = 65536
     threads_max: int = 65536
     processes_max: int = 16384
     ring_pages: int = 256

@@ -8,10 +8,11 @@ records, and holds no compiler.
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,9 @@ from aiflame.agent.recording.targets import Target
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
+
+# A process of 10,000 threads takes a second to enter: draining goes on in between.
+_ENTERING_SLICE_NS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Recorder:
         self._epoch = 0
         self._images_written = self._threads_written = 0
         self.sleepers = Sleepers()
+        self._entering: Iterator[None] = iter(())
 
     def start(self) -> None:
         """Goes live: from here on nothing of the target is missed."""
@@ -87,10 +92,12 @@ class Recorder:
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
         self._enter_process(os.getpid(), 0, abi.ProcessFlag.EXCLUDED)
-        # An event when half of the store is used, counted by each CPU for its share.
-        programs.set(abi.Setting.DRAIN_AT, max(self._options.stacks_max // 2 // self.cpu_count, 1))
+        # Half of a map, shared among the CPUs.
+        parts = 2 * self.cpu_count
+        programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
+        programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         self._wall_start_ns = time.time_ns()
-        self.start_ns = time.monotonic_ns()
+        self.start_ns = self._epoch_since_ns = time.monotonic_ns()
         self.table = ProcessTable(self.start_ns, self._current_image)
         self.stacks = StackSink(self._writer, self.table)
         self.samples = SampleSink(self._writer, self.table, self.stacks)
@@ -103,8 +110,18 @@ class Recorder:
         programs.set(abi.Setting.START_NS, self.start_ns)
         self._probes.start_clocks(self._options.period_ns)
         if self._options.off_cpu:
-            for pid in pids:
-                self.sleepers.enter(programs, pid, self.start_ns, self.start_ns)
+            self._entering = itertools.chain.from_iterable(
+                self.sleepers.enter(programs, pid, self.start_ns) for pid in pids
+            )
+            self._enter_sleepers()
+
+    def _enter_sleepers(self) -> bool:
+        """Goes on entering existing threads for a moment; returns whether all are entered."""
+        until_ns = time.monotonic_ns() + _ENTERING_SLICE_NS
+        for _ in self._entering:
+            if time.monotonic_ns() > until_ns:
+                return False
+        return True
 
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
         state = np.zeros(1, abi.PROCESS_STATE_DTYPE)
@@ -137,8 +154,11 @@ class Recorder:
                 if end_ns is not None and now_ns >= end_ns:
                     break
                 until_ns = next_ns if end_ns is None else min(next_ns, end_ns)
+                if not self._enter_sleepers():
+                    until_ns = 0
                 self._ring.wait((until_ns - now_ns) / 1e9)
-                self._read_events()
+                if self._read_events():
+                    self.drain()
                 if time.monotonic_ns() >= next_ns:
                     self.drain()
                     report(self._progress())
@@ -162,7 +182,9 @@ class Recorder:
             lost=sum(counters[counter] for counter in abi.LOSS_MEANINGS),
         )
 
-    def _read_events(self) -> None:
+    def _read_events(self) -> bool:
+        """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
+        is_pressed = False
         for payload in self._ring.records():
             kind = int.from_bytes(payload[:4], "little")
             if kind == abi.EventType.PROCESS_SEEN:
@@ -178,7 +200,8 @@ class Recorder:
             elif kind == abi.EventType.WAIT:
                 self.samples.add_wait(np.frombuffer(payload, abi.WAIT_EVENT_DTYPE, 1)[0])
             elif kind == abi.EventType.DRAIN:
-                self._drain_stacks()
+                is_pressed = True
+        return is_pressed
 
     def _thread_ended(self, event: np.void) -> None:
         image = self.table.image(int(event["tgid"]), int(event["image"]))
@@ -195,11 +218,12 @@ class Recorder:
         """Empties the kernel's stores into the capture, and commits."""
         idle = self._programs.sums[self._epoch]
         self._epoch ^= 1
+        switched_ns = time.monotonic_ns()
         self._programs.set(abi.Setting.EPOCH, self._epoch)
         self._drain_stacks()
         keys, values = idle.take_all()
-        interval = (time.monotonic_ns() - self.start_ns) // INTERVAL_NS
-        self.samples.add(max(interval - 1, 0), keys, values)
+        self.samples.add((self._epoch_since_ns - self.start_ns) // INTERVAL_NS, keys, values)
+        self._epoch_since_ns = switched_ns
         self._write_tables(
             self.table.images[self._images_written :], self.table.threads[self._threads_written :]
         )

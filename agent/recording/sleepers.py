@@ -13,6 +13,7 @@ A thread that moves while it is entered is taken out again: its switch count tel
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,16 +50,23 @@ class Sleepers:
     def __init__(self) -> None:
         self.by_stack: dict[int, Sleeper] = {}
 
-    def enter(self, programs: Programs, pid: int, image: int, start_ns: int) -> None:
-        """Enters the threads of one process."""
+    def enter(self, programs: Programs, pid: int, start_ns: int) -> Iterator[None]:
+        """Enters the threads of one process, one at each step.
+
+        Args:
+            programs: Loaded and running.
+            pid: The process; its image's identity is `start_ns`.
+            start_ns: When the recording began, monotonic.
+        """
         for tid in procfs.thread_ids(pid):
+            yield
             before = procfs.thread_stat(pid, tid)
             if before is None or before.state not in _ASLEEP + _RUNNING:
                 continue
             stack = _MADE_STACK_BASE + len(self.by_stack) + 1
             state = np.zeros(1, abi.THREAD_STATE_DTYPE)
             state["first_seen_ns"] = state["switched_ns"] = start_ns
-            state["tgid"], state["image"], state["stack"] = pid, image, stack
+            state["tgid"], state["image"], state["stack"] = pid, start_ns, stack
             state["flags"] = abi.THREAD_SEEDED
             is_asleep = before.state in _ASLEEP
             state["off_class"] = SampleClass.BLOCKED if is_asleep else SampleClass.ON_CPU
