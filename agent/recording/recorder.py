@@ -118,10 +118,7 @@ class Recorder:
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""
         until_ns = time.monotonic_ns() + _ENTERING_SLICE_NS
-        for _ in self._entering:
-            if time.monotonic_ns() > until_ns:
-                return False
-        return True
+        return all(time.monotonic_ns() <= until_ns for _ in self._entering)
 
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
         state = np.zeros(1, abi.PROCESS_STATE_DTYPE)
