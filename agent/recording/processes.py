@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.recording import procfs
 from aiflame.agent.recording.binaries import BinaryTable
-from intervaltree import IntervalTree
+from intervaltree import Interval, IntervalTree
 
 # Anonymous executable memory: code that a JIT made.
 NO_BINARY = -1
@@ -25,8 +25,7 @@ NO_BINARY = -1
 _MAX_READS_TO_SKIP = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Mapping:
+class Mapping(NamedTuple):
     """[start, end) of a process shows `binary` from `file_offset` on; NO_BINARY: JIT memory."""
 
     start: int
@@ -35,12 +34,12 @@ class Mapping:
     binary: int
 
 
-_MappingArrays: TypeAlias = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], list[Mapping]]
-
-
 @dataclass(slots=True)
 class ProcessImage:
-    """One process image. Times are monotonic ns; `index` counts from 0."""
+    """One process image. Times are monotonic ns; `index` counts from 0.
+
+    `mappings` are disjoint and in address order.
+    """
 
     index: int
     pid: int
@@ -58,42 +57,42 @@ class ProcessImage:
     was_read: bool = False
     fruitless_reads: int = 0
     reads_to_skip: int = 0
-    mappings: IntervalTree = field(default_factory=IntervalTree)
-    _arrays: _MappingArrays | None = None
-
-    def mapping_arrays(self) -> _MappingArrays:
-        """Returns starts, ends and mappings in address order, for bulk lookups."""
-        if self._arrays is None:
-            ordered = sorted((i.begin, i.end, i.data) for i in self.mappings)
-            self._arrays = (
-                np.array([o[0] for o in ordered], np.uint64),
-                np.array([o[1] for o in ordered], np.uint64),
-                [o[2] for o in ordered],
-            )
-        return self._arrays
+    mappings: list[Mapping] = field(default_factory=list)
+    _starts: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    _ends: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Returns for each address the index of its mapping in `mapping_arrays`, -1 for none."""
-        starts, ends, _ = self.mapping_arrays()
-        if not len(starts):
+        """Returns for each address the index of its mapping in `mappings`, -1 for none."""
+        if not self.mappings:
             return np.full(len(addresses), -1, np.int64)
-        at = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
-        inside = (at >= 0) & (addresses < ends[np.maximum(at, 0)])
+        at = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
+        inside = (at >= 0) & (addresses < self._ends[np.maximum(at, 0)])
         return np.where(inside, at, -1)
 
-    def replace_mappings(self, mappings: list[Mapping]) -> bool:
-        """Lays new mappings over the known ones; returns whether any was new."""
-        changed = False
-        for mapping in mappings:
-            same = self.mappings.at(mapping.start)
-            if any(i.data == mapping and i.end == mapping.end for i in same):
-                continue
-            self.mappings.chop(mapping.start, mapping.end)
-            self.mappings.addi(mapping.start, mapping.end, mapping)
-            changed = True
-        if changed:
-            self._arrays = None
-        return changed
+    def replace_mappings(self, found: list[Mapping]) -> bool:
+        """Lays what was found over what is known; returns whether any of it was new.
+
+        Known mappings, or parts of them, that nothing found covers stay.
+        """
+        fresh = set(found)
+        known = set(self.mappings)
+        if fresh <= known:
+            return False
+        gone = IntervalTree.from_tuples((m.start, m.end, m) for m in known - fresh)
+        for mapping in fresh - known:
+            if gone.overlaps(mapping.start, mapping.end):
+                gone.chop(mapping.start, mapping.end)
+        self.mappings = sorted(fresh | {_remainder(interval) for interval in gone})
+        self._starts = np.array([mapping.start for mapping in self.mappings], np.uint64)
+        self._ends = np.array([mapping.end for mapping in self.mappings], np.uint64)
+        return True
+
+
+def _remainder(interval: Interval) -> Mapping:
+    """Returns what is left of a mapping after others were laid over parts of it."""
+    whole: Mapping = interval.data
+    file_offset = whole.file_offset + interval.begin - whole.start
+    return Mapping(interval.begin, interval.end, file_offset, whole.binary)
 
 
 @dataclass(slots=True)
@@ -175,7 +174,7 @@ class ProcessTable:
             return
         image.executable, image.cgroup = parent.executable, parent.cgroup
         image.command_line, image.root = parent.command_line, parent.root
-        image.replace_mappings([i.data for i in parent.mappings])
+        image.replace_mappings(parent.mappings)
 
     def read_mappings(self, image: ProcessImage) -> bool:
         """Reads the mappings again; returns whether anything new was found.

@@ -27,6 +27,8 @@ from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymb
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
 _KERNEL_PATH = "[kernel]"
 
 # What stands between a tracepoint and a BPF program (include/trace/bpf_probe.h, v6.18).
@@ -66,14 +68,15 @@ class CaptureResolver:
         """Writes binaries and mappings, so that even unresolved stacks can be read."""
         rows = []
         for image in self._table.images:
-            for begin, end, mapping in sorted(image.mappings):
+            for mapping in image.mappings:
                 if mapping.binary == NO_BINARY:
                     continue
-                bias = self._bias(mapping, begin)
+                bias = self._bias(mapping)
                 if not 0 <= bias <= MAX_INTEGER:
                     bias = 0
                 binary = self._binary_id(mapping.binary)
-                rows.append((image.index, begin, end, mapping.file_offset, bias, binary))
+                place = (mapping.start, mapping.end, mapping.file_offset)
+                rows.append((image.index, *place, bias, binary))
         self._writer.put("mappings", rows)
         self._names.write(self._writer)
 
@@ -92,12 +95,17 @@ class CaptureResolver:
         path = clean_name(self._table.binaries.files[binary].path)
         return self._names.binary(path, "" if elf is None else elf.build_id)
 
-    def _bias(self, mapping: Mapping, begin: int) -> int:
-        """Returns what to subtract from an address in [begin, ...) of a mapping."""
+    def _bias(self, mapping: Mapping) -> int:
+        """Returns what to subtract from an address in a mapping."""
         elf = self._image_of(mapping.binary)
-        file_offset = mapping.file_offset + begin - mapping.start
-        virtual = None if elf is None else elf.address_of(file_offset)
-        return begin - (file_offset if virtual is None else virtual)
+        offset = mapping.file_offset
+        for load in () if elf is None else elf.loads:
+            # The loader maps whole pages, also what stands before the segment in its first one.
+            first = load.file_offset & -_PAGE_BYTES
+            is_inside = first <= offset < load.file_offset + load.file_size
+            if load.executable and is_inside:
+                return mapping.start - (offset - load.file_offset + load.virtual_address)
+        return mapping.start - offset
 
     def resolve(self) -> None:
         """Resolves all stacks and writes their frames.
@@ -161,17 +169,16 @@ class CaptureResolver:
     ) -> None:
         """Names what needs no binary, and sorts the rest by binary."""
         mapping_at = image.find(addresses)
-        starts, _, mappings = image.mapping_arrays()
         for at in np.unique(mapping_at).tolist():
             chosen = mapping_at == at
             if at < 0:
                 self._unmapped(image, addresses[chosen], [places[i] for i in indexes[chosen]])
                 continue
-            mapping, begin = mappings[at], int(starts[at])
+            mapping = image.mappings[at]
             if mapping.binary == NO_BINARY:
                 self._anonymous(image, addresses[chosen], [places[i] for i in indexes[chosen]])
                 continue
-            bias = self._bias(mapping, begin) % (1 << 64)
+            bias = self._bias(mapping) % (1 << 64)
             found = addresses[chosen] - np.uint64(bias)
             in_binaries.setdefault(mapping.binary, []).append((found, indexes[chosen]))
 
