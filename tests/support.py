@@ -11,8 +11,8 @@ from collections.abc import Callable
 AIFLAME = (sys.executable, "-m", "aiflame.agent")
 
 # The only reasons for which CI may skip a test, by their beginnings: things that a fresh machine
-# has no package for. Any other skip is a test that could have run.
-ABSENT_HERE = ("PyTorch is not installed", "no pyenv CPython")
+# has no (recent enough) package for. Any other skip is a test that could have run.
+ABSENT_HERE = ("PyTorch is not installed", "no pyenv CPython", "Node.js is older than")
 
 
 def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0) -> None:
