@@ -96,6 +96,7 @@ struct thread_state {
 	u64 waking_ns; /* first wake-up since the switch-out, or 0 */
 	u64 stack; /* id of the stack at switch-out */
 	u64 on_cpu_ns; /* exact time on a CPU between known switches */
+	u64 ran_ns; /* task_struct.se.sum_exec_runtime at the switch-out */
 	u64 image;
 	u32 tgid;
 	u32 off_class; /* CLASS_ON_CPU while it runs, else how it was switched out */

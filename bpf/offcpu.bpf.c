@@ -76,30 +76,6 @@ static __always_inline struct thread_state *thread_of(u32 tid, void *task, u32 t
 	return thread;
 }
 
-static __always_inline void switch_out(void *ctx, void *task, struct process_state *process, u64 id,
-				       u32 state, u64 now_ns)
-{
-	u32 tgid = id >> 32, tid = (u32)id;
-	struct user_regs regs = {};
-	struct thread_state *thread;
-
-	count(COUNTER_SWITCHES);
-	announce(process, tgid);
-	thread = thread_of(tid, task, tgid, now_ns);
-	if (!thread)
-		return;
-	if (thread->off_class == CLASS_ON_CPU && thread->switched_ns)
-		thread->on_cpu_ns += now_ns - thread->switched_ns;
-	thread->image = process->image;
-	thread->tgid = tgid;
-	thread->waking_ns = 0;
-	thread->flags = 0;
-	thread->switched_ns = now_ns;
-	thread->off_class = state ? CLASS_BLOCKED : CLASS_PREEMPTED;
-	current_user_regs(&regs);
-	thread->stack = capture_stack(ctx, &regs, true, tgid, process->image);
-}
-
 static __always_inline bool may_send_wait(u64 now_ns)
 {
 	u32 zero = 0;
@@ -165,6 +141,48 @@ static __always_inline void switch_in(struct thread_state *thread, void *task, u
 	thread->flags = 0;
 }
 
+/*
+ * Closes the interval of a thread that is on the CPU though it was never seen to come back: kernels
+ * that hide a process from tracing, as those of some hosted machines do, hide its switch to the
+ * next thread with it. How long that has run is the scheduler's to say; of one entered by the host
+ * half that is not known.
+ */
+static __always_inline void switch_in_unseen(struct thread_state *thread, void *task, u32 tid,
+					     u64 now_ns)
+{
+	u64 off_cpu_ns = now_ns - thread->switched_ns;
+	u64 ran_ns = thread->flags & THREAD_SEEDED ? 0 : task_ran_ns(task) - thread->ran_ns;
+
+	switch_in(thread, task, tid, now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns));
+}
+
+static __always_inline void switch_out(void *ctx, void *task, struct process_state *process, u64 id,
+				       bool is_asleep, u64 now_ns)
+{
+	u32 tgid = id >> 32, tid = (u32)id;
+	struct user_regs regs = {};
+	struct thread_state *thread;
+
+	count(COUNTER_SWITCHES);
+	announce(process, tgid);
+	thread = thread_of(tid, task, tgid, now_ns);
+	if (!thread)
+		return;
+	if (thread->off_class != CLASS_ON_CPU)
+		switch_in_unseen(thread, task, tid, now_ns);
+	if (thread->switched_ns)
+		thread->on_cpu_ns += now_ns - thread->switched_ns;
+	thread->image = process->image;
+	thread->tgid = tgid;
+	thread->waking_ns = 0;
+	thread->flags = 0;
+	thread->switched_ns = now_ns;
+	thread->ran_ns = task_ran_ns(task);
+	thread->off_class = is_asleep ? CLASS_BLOCKED : CLASS_PREEMPTED;
+	current_user_regs(&regs);
+	thread->stack = capture_stack(ctx, &regs, true, tgid, process->image);
+}
+
 /* sched_switch(bool preempt, struct task_struct *prev, struct task_struct *next, unsigned state) */
 int on_switch(struct raw_tracepoint *ctx)
 {
@@ -174,6 +192,7 @@ int on_switch(struct raw_tracepoint *ctx)
 	u32 next_tid = task_tid(next);
 	struct process_state *process = NULL;
 	struct thread_state *thread = NULL;
+	bool is_asleep = false;
 	u64 now_ns;
 
 	/* Two look-ups decide about a switch between foreign threads; the clock is read after them. */
@@ -184,9 +203,11 @@ int on_switch(struct raw_tracepoint *ctx)
 	if ((!process && !thread) || !setting(SETTING_START_NS))
 		return 0;
 	now_ns = bpf_ktime_get_ns();
+	/* One that was preempted on its way to sleep stays runnable. */
+	if (!(bool)ctx->args[0])
+		is_asleep = SWITCH_HAS_STATE ? (u32)ctx->args[3] : task_u32(prev, TASK_STATE);
 	if (process)
-		switch_out(ctx, prev, process, id,
-			   SWITCH_HAS_STATE ? (u32)ctx->args[3] : task_u32(prev, TASK_STATE), now_ns);
+		switch_out(ctx, prev, process, id, is_asleep, now_ns);
 	if (thread)
 		switch_in(thread, next, next_tid, now_ns);
 	return 0;
@@ -279,7 +300,9 @@ int on_exit(struct raw_tracepoint *ctx)
 		event.ns = now_ns;
 		event.first_seen_ns = thread->first_seen_ns;
 		event.on_cpu_ns = thread->on_cpu_ns;
-		if (thread->off_class == CLASS_ON_CPU && thread->switched_ns)
+		if (thread->off_class != CLASS_ON_CPU)
+			switch_in_unseen(thread, current_task(), tid, now_ns);
+		if (thread->switched_ns)
 			event.on_cpu_ns += now_ns - thread->switched_ns;
 		bpf_get_current_comm(event.comm, sizeof(event.comm));
 		send(&event, sizeof(event), BPF_RB_NO_WAKEUP);

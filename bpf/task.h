@@ -59,6 +59,12 @@ static __always_inline u64 task_started_ns(void *task)
 	return task_u64(task, TASK_START_TIME);
 }
 
+/* Time on a CPU by the scheduler's own account, up to date when the task goes off it. */
+static __always_inline u64 task_ran_ns(void *task)
+{
+	return task_u64(task, TASK_RAN);
+}
+
 static __always_inline u32 task_parent_tgid(void *task)
 {
 	return task_tgid((void *)task_u64(task, TASK_REAL_PARENT));

@@ -127,6 +127,7 @@ THREAD_STATE_DTYPE = np.dtype(
         ("waking_ns", "<u8"),
         ("stack", "<u8"),
         ("on_cpu_ns", "<u8"),
+        ("ran_ns", "<u8"),
         ("image", "<u8"),
         ("tgid", "<u4"),
         ("off_class", "<u4"),

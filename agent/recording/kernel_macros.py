@@ -42,6 +42,8 @@ def kernel_macros() -> dict[str, int]:
         "TASK_REAL_PARENT": btf.member_offset("task_struct", "real_parent"),
         # Monotonic since v5.5 (kernel commit cf25e24db61c); before, the same under that name.
         "TASK_START_TIME": btf.member_offset("task_struct", "start_time"),
+        "TASK_RAN": btf.member_offset("task_struct", "se")
+        + btf.member_offset("sched_entity", "sum_exec_runtime"),
         "SIGNAL_LIVE": btf.member_offset("signal_struct", "live"),
         "THREAD_SIZE": this_architecture().thread_size_bytes,
         # The fourth argument came in v5.18 (kernel commit fa2c3254d7cf).
