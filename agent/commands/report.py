@@ -15,6 +15,7 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.model import Profile
 from aiflame.agent.outfile import refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Report, ReportOptions, View
+from aiflame.agent.reports.endings import format_of_name, no_format_for
 from aiflame.agent.reports.rows import showable
 
 NAME = "report"
@@ -31,19 +32,6 @@ EXAMPLES
 _DEFAULT_FORMAT = "html"
 
 _STDOUT = "-"
-
-# The first whose name ends so is meant; several names are in use for some formats.
-_ENDINGS = {
-    ".html": "html",
-    ".htm": "html",
-    ".svg": "svg",
-    ".folded": "folded",
-    ".txt": "folded",
-    ".speedscope.json": "speedscope",
-    ".json": "speedscope",
-    ".pb.gz": "pprof",
-    ".pprof": "pprof",
-}
 
 _CAPTURE_ENDING = ".aiflame"
 
@@ -139,11 +127,6 @@ def _percentage(text: str) -> float:
     return value
 
 
-def _ending_format(output: str) -> str | None:
-    name = Path(output).name.lower()
-    return next((form for ending, form in _ENDINGS.items() if name.endswith(ending)), None)
-
-
 def _format(chosen: str | None, output: str | None) -> str:
     if output is None:
         return chosen or _DEFAULT_FORMAT
@@ -151,12 +134,9 @@ def _format(chosen: str | None, output: str | None) -> str:
         if chosen is None:
             raise UsageError("no format for standard output", "add -f html|svg|folded|...")
         return chosen
-    implied = _ending_format(output)
+    implied = format_of_name(Path(output).name)
     if chosen is None and implied is None:
-        endings = ", ".join(_ENDINGS)
-        raise UsageError(
-            f"no format ends like this: {showable(output)}", f"add -f, or end in {endings}"
-        )
+        raise no_format_for(Path(output).name)
     if chosen is not None and implied not in (None, chosen):
         raise UsageError(
             f"-f {chosen} contradicts -o {showable(output)}, which ends like {implied}",

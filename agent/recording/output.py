@@ -10,7 +10,7 @@ from pathlib import Path
 from aiflame.agent.errors import UsageError
 from aiflame.agent.outfile import refuse_existing
 from aiflame.agent.reports import FORMATS
-from aiflame.agent.reports.endings import format_of_name
+from aiflame.agent.reports.endings import format_of_name, no_format_for
 
 CAPTURE_ENDING = ".aiflame"
 _CAPTURE_FORMAT = "aiflame"
@@ -76,4 +76,7 @@ def _plan(path: Path, is_named: bool, format_name: str | None, force: bool) -> O
     if is_capture:
         report_path = path.with_suffix(FORMATS[_DEFAULT_FORMAT].extension)
         return OutputPlan(path, _DEFAULT_FORMAT, report_path, force)
-    return OutputPlan(None, format_of_name(path.name), path, force)
+    implied = format_of_name(path.name)
+    if implied is None:
+        raise no_format_for(path.name)
+    return OutputPlan(None, implied, path, force)

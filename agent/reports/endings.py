@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.reports.rows import showable
 
 # Several names are in use for some formats.
 ENDINGS = {
@@ -19,15 +20,14 @@ ENDINGS = {
 }
 
 
-def format_of_name(name: str) -> str:
-    """Returns the format that a file name asks for.
+def format_of_name(name: str) -> str | None:
+    """Returns the format that a file name's ending means, None for no format's."""
+    lower = name.lower()
+    return next((form for ending, form in ENDINGS.items() if lower.endswith(ending)), None)
 
-    Raises:
-        UsageError: The ending means no format.
-    """
-    for ending, format_name in ENDINGS.items():
-        if name.lower().endswith(ending):
-            return format_name
-    raise UsageError(
-        f"no format has the ending of {name}", f"use -f, or one of {' '.join(ENDINGS)}"
+
+def no_format_for(name: str) -> UsageError:
+    """Returns the error to raise where a file name has to mean a format and does not."""
+    return UsageError(
+        f"no format ends like this: {showable(name)}", f"add -f, or end in {', '.join(ENDINGS)}"
     )

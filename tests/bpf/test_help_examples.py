@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example that a help text ends with runs as it stands.
+
+Only what stands for something of the reader's is replaced: the pid 1234, and run.aiflame by a
+capture of that name. A recording that would go on until Ctrl-C gets it once it is attached.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import support
+from aiflame.agent.cli import EXAMPLES, VERBS
+
+pytestmark = pytest.mark.bpf
+
+
+def _examples() -> list[str]:
+    texts = [EXAMPLES]
+    texts += [importlib.import_module(f"aiflame.agent.commands.{verb}").EPILOG for verb in VERBS]
+    lines = (line.partition("  #")[0].strip() for text in texts for line in text.splitlines())
+    return [line for line in lines if line.partition(" ")[0] in ("sudo", "aiflame")]
+
+
+@pytest.fixture(scope="module")
+def target(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def capture(target: subprocess.Popen[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("capture") / "run.aiflame"
+    command = [*support.AIFLAME, "record", "-q", "-p", str(target.pid), "-d", "1", "-o", str(path)]
+    subprocess.run(command, check=True, timeout=120)
+    return path
+
+
+def test_each_help_text_has_examples() -> None:
+    text = "\n".join(_examples())
+    assert all(f"aiflame {verb}" in text for verb in VERBS)
+
+
+@pytest.mark.parametrize("example", _examples())
+def test_example_runs(
+    example: str,
+    target: subprocess.Popen[bytes],
+    capture: Path,
+    tmp_path: Path,
+) -> None:
+    # GIVEN the reader's own process and, unless the example makes it, their capture
+    aiflame = shlex.join(support.AIFLAME)
+    line = example.removeprefix("sudo ").replace("1234", str(target.pid))
+    line = line.replace("aiflame ", f"{aiflame} ", 1).replace(
+        " train.py", " -c 'print(sum(range(10**7)))'"
+    )
+    line = line.replace("-d 30", "-d 2").replace("-d 10", "-d 2")
+    if "-o run.aiflame" not in line:
+        (tmp_path / "run.aiflame").symlink_to(capture)
+    # WHEN it is typed
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {line}" if "|" not in line else line],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    said = ""
+    if " record " in line and " -d " not in line and " -- " not in line:
+        while "attached" not in said and process.poll() is None:
+            said += process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=120)
+    # THEN it ends well
+    assert process.returncode == 0, said + rest
