@@ -200,7 +200,12 @@ int on_switch(struct raw_tracepoint *ctx)
 		process = current_target(id >> 32);
 	if (next_tid)
 		thread = threads.lookup(&next_tid);
-	if ((!process && !thread) || !setting(SETTING_START_NS))
+	if (!process) {
+		asm volatile(""); /* else the compiler ors the pointers, which verifiers refuse */
+		if (!thread)
+			return 0;
+	}
+	if (!setting(SETTING_START_NS))
 		return 0;
 	now_ns = bpf_ktime_get_ns();
 	/* One that was preempted on its way to sleep stays runnable. */
@@ -316,7 +321,8 @@ int on_exit(struct raw_tracepoint *ctx)
 		gone.image = process->image;
 		gone.ns = now_ns;
 		bpf_get_current_comm(gone.comm, sizeof(gone.comm));
-		send(&gone, sizeof(gone), FILTER == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
+		send(&gone, sizeof(gone),
+		     FILTER == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
 	}
 	processes.delete(&tgid);
 	return 0;

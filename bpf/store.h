@@ -138,8 +138,8 @@ static __always_inline void store_stack(struct stack_record *record, u64 hash)
 }
 
 /* Captures the current task's stack; returns its id, 0 if there was no room to work in. */
-static __always_inline u64 capture_stack(void *ctx, struct user_regs *regs, bool in_kernel, u32 tgid,
-					 u64 image)
+static __always_inline u64 capture_stack(void *ctx, struct user_regs *regs, bool in_kernel,
+					 u32 tgid, u64 image)
 {
 	u32 zero = 0;
 	struct stack_record *record = scratch.lookup(&zero);

@@ -43,7 +43,8 @@ static __always_inline u64 hash_step(u64 hash, u64 word)
 }
 
 /* Follows saved frame pointers from `regs`; fills user[], user_depth and end. */
-static __always_inline u64 walk_frame_pointers(struct stack_record *record, struct user_regs *regs, u64 hash)
+static __always_inline u64 walk_frame_pointers(struct stack_record *record, struct user_regs *regs,
+					       u64 hash)
 {
 	struct frame_link link = {};
 	u64 frame_pointer = regs->frame_pointer;
@@ -97,7 +98,8 @@ static __always_inline u64 walk_user(struct stack_record *record, struct user_re
 	return walk_frame_pointers(record, regs, hash);
 }
 
-static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, bool in_kernel, u64 hash)
+static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, bool in_kernel,
+				       u64 hash)
 {
 	u32 depth, i;
 	long bytes;
@@ -118,11 +120,11 @@ static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, b
 		count(LOST_KERNEL_FRAMES);
 		record->kernel_cut = 1;
 	}
-	/* Else the compiler drops the loop's own bound, which is the one that verifiers see. */
-	asm volatile("" : "+r"(depth));
 #pragma clang loop unroll(disable)
 	for (i = 0; i < MAX_FRAMES; i++) {
-		if (i >= depth)
+		/* Else the compiler counts down from depth: a bound that verifiers do not see. */
+		asm volatile("" : "+r"(i));
+		if (i >= depth || i >= MAX_FRAMES)
 			break;
 		hash = hash_step(hash, record->kernel[i]);
 	}

@@ -2,16 +2,16 @@
 """Where threads and processes start: the last frame that a complete stack has.
 
 The functions there have well-known names, but the C library's are local and gone from stripped
-builds, so they are also told by the code around the call that they make (glibc 2.31 to 2.41 on
-x86-64, nptl/pthread_create.c and sysdeps/nptl/libc_start_call_main.h): `start_thread` stores the
-thread's result in its descriptor right after the call, `__libc_start_call_main` passes main's
-result to exit. A stripped program's `_start` is where its ELF header says that it begins.
+builds, so they are also told by the code around the call that they make (glibc 2.35 to 2.41 on
+x86-64: nptl/pthread_create.c, sysdeps/nptl/libc_start_call_main.h, clone3.S). A stripped program's
+`_start` is where its ELF header says that it begins.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import struct
 
 _START_NAMES = re.compile(
     r"""_start | _start_c | __libc_start_main(_impl|@.*)? | __libc_start_call_main
@@ -22,10 +22,22 @@ _START_NAMES = re.compile(
     re.VERBOSE,
 )
 
-# mov %rax,%fs:0x630: the `result` member of struct pthread.
-_STORES_THREAD_RESULT = b"\x64\x48\x89\x04\x25\x30\x06\x00\x00"
-# mov %eax,%edi; call ...
-_PASSES_RESULT_TO_EXIT = b"\x89\xc7\xe8"
+# mov %rax,%fs:disp32: start_thread stores the thread's result in its descriptor, struct pthread,
+# at 0x628 or 0x630, and jumps there from the return address (glibc 2.35 to 2.41 as distributed).
+_STORES_THREAD_RESULT = re.compile(rb"\x64\x48\x89\x04\x25.\x06\x00\x00", re.DOTALL)
+# mov %eax,%edi; call ...: __libc_start_call_main passes main's result to exit.
+_PASSES_RESULT_TO_EXIT = re.compile(rb"\x89\xc7\xe8")
+# mov %rax,%rdi; mov $SYS_exit,%eax; syscall: clone3 ends the thread.
+_EXITS_THREAD = re.compile(rb"\x48\x89\xc7\xb8\x3c\x00\x00\x00\x0f\x05")
+_AFTER_CALL = {
+    "start_thread": _STORES_THREAD_RESULT,
+    "__libc_start_call_main": _PASSES_RESULT_TO_EXIT,
+    "clone3": _EXITS_THREAD,
+}
+_CODE_BYTES = 10  # the longest of these
+
+_JUMP = struct.Struct("<Bi")  # jmp rel32
+_JUMP_OPCODE = 0xE9
 
 # `_start` of glibc and musl is shorter than this (sysdeps/x86_64/start.S: 38 bytes).
 _MAX_START_BYTES = 64
@@ -45,12 +57,12 @@ def start_name_in_libc(fd: int, return_offset: int) -> str | None:
         fd: The library.
         return_offset: File offset of the return address.
     """
-    code = os.pread(fd, len(_STORES_THREAD_RESULT), return_offset)
-    if code == _STORES_THREAD_RESULT:
-        return "start_thread"
-    if code.startswith(_PASSES_RESULT_TO_EXIT):
-        return "__libc_start_call_main"
-    return None
+    code = os.pread(fd, _CODE_BYTES, return_offset)
+    if len(code) >= _JUMP.size and code[0] == _JUMP_OPCODE:
+        # Code and file lie alike within a segment: a relative jump is one in the file, too.
+        target = return_offset + _JUMP.size + _JUMP.unpack_from(code)[1]
+        code = os.pread(fd, _CODE_BYTES, target) if target >= 0 else b""
+    return next((name for name, pattern in _AFTER_CALL.items() if pattern.match(code)), None)
 
 
 def entry_address(fd: int) -> int:

@@ -237,8 +237,10 @@ def _chain(lines: LineTable | None, address: int, symbol: bytes | None) -> tuple
     if not found:
         return () if name is None else (RawFrame(name, "", 0),)
     outermost = found[-1]
-    if not outermost.name:
-        outermost = outermost._replace(name=name or "")
+    if name is not None:
+        # The symbol covers this very address. DWARF has one name for a function with a part
+        # elsewhere, which may be that of the part (gcc 13 and 14: `worker.cold` for `worker`).
+        outermost = outermost._replace(name=name)
     if not outermost.name and len(found) == 1:
         return ()
     return (*found[:-1], outermost)
