@@ -12,10 +12,10 @@ import re
 import sys
 from pathlib import Path
 
+from aiflame.agent.commands.record_output import OutputPlan, plan_output
+from aiflame.agent.commands.record_progress import ProgressPrinter
+from aiflame.agent.commands.record_session import RecordOptions, record
 from aiflame.agent.errors import UsageError
-from aiflame.agent.recording.output import OutputPlan, plan_output
-from aiflame.agent.recording.progress import ProgressPrinter
-from aiflame.agent.recording.session import RecordOptions, record
 from aiflame.agent.recording.targets import (
     Target,
     target_of_all,
@@ -23,6 +23,7 @@ from aiflame.agent.recording.targets import (
     target_of_command,
     target_of_pids,
 )
+from aiflame.agent.reports import FORMATS
 
 NAME = "record"
 
@@ -101,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "-f",
         "--format",
-        choices=("aiflame", "html", "svg", "folded", "speedscope", "pprof"),
+        choices=("aiflame", *FORMATS),
         help="write only this (default: aiflame and html)",
     )
     output.add_argument("--force", action="store_true", help="replace files (default: refuse)")

@@ -17,12 +17,12 @@ from aiflame.agent import __version__
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.commands.record_output import OutputPlan
+from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.model import Profile
 from aiflame.agent.outfile import publish, temporary_name, write_output
 from aiflame.agent.recording import abi, checks
 from aiflame.agent.recording.loader import ProgramOptions
-from aiflame.agent.recording.output import OutputPlan
-from aiflame.agent.recording.progress import ProgressPrinter
 from aiflame.agent.recording.recorder import Outcome, Recorder
 from aiflame.agent.recording.resolve import CaptureResolver
 from aiflame.agent.recording.signals import StopSignals
