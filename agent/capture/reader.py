@@ -8,6 +8,7 @@ offset from the mappings, so that nothing recorded is lost.
 from __future__ import annotations
 
 import sqlite3
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from aiflame.agent.model import (
     Process,
     Profile,
     Recording,
+    SampleClass,
     Stacks,
     Thread,
 )
@@ -91,8 +93,12 @@ class _Reader:
         ids = self._rows(_IDS_OF[table])
         return {row[0]: index for index, row in enumerate(ids)}
 
-    def _table(self, query: str, dtype: np.dtype[Any]) -> npt.NDArray[np.void]:
-        return np.array(self._rows(query), dtype=dtype)
+    def _integers(self, query: str, columns: int) -> list[npt.NDArray[np.int64]]:
+        """Returns the columns of a query; a million rows never exist as Python objects at once."""
+        numbers = np.fromiter(chain.from_iterable(self._database.execute(query)), np.int64)
+        if bool((numbers < 0).any()):
+            raise ValueError("a negative number")
+        return [numbers[column::columns] for column in range(columns)]
 
     def profile(self) -> Profile:
         process_index = self._indexes("processes")
@@ -162,62 +168,87 @@ class _Reader:
         # Frame ids count up from 0 in captures that aiflame wrote; other writers' are mapped.
         frame_ids = np.array([row[0] for row in frame_rows], np.uint32)
         rows = self._rows(
-            "SELECT process_id, kernel_depth, end_reason, addresses, frames FROM stacks ORDER BY id"
+            "SELECT process_id, kernel_depth, end_reason, frames FROM stacks ORDER BY id"
         )
-        blobs = [row[4] or b"" for row in rows]
+        blobs = [row[3] or b"" for row in rows]
         ids = _positions(np.frombuffer(b"".join(blobs), "<u4"), frame_ids)
-        lengths = np.array([len(blob) // 4 for blob in blobs], np.uint64)
-        offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths)])
-        if any(row[4] is None for row in rows):
+        offsets = _offsets([len(blob) // 4 for blob in blobs])
+        unresolved = [index for index, row in enumerate(rows) if row[3] is None]
+        if unresolved:
             parts = [ids[offsets[i] : offsets[i + 1]] for i in range(len(rows))]
-            for index, (process, depth, _, addresses, blob) in enumerate(rows):
-                if blob is None:
-                    parts[index] = self._raw.frames(
-                        process, depth, addresses, functions, frames, binary_index
-                    )
+            # Only here: the raw addresses are twice as large as all the rest of a capture.
+            addresses = self._rows("SELECT addresses FROM stacks WHERE frames IS NULL ORDER BY id")
+            for index, (raw,) in zip(unresolved, addresses, strict=True):
+                process, depth = rows[index][:2]
+                parts[index] = self._raw.frames(
+                    process, depth, raw, functions, frames, binary_index
+                )
             ids = np.concatenate(parts)
-            lengths = np.array([len(part) for part in parts], np.uint64)
-            offsets = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths)])
+            offsets = _offsets([len(part) for part in parts])
         return (
-            Stacks(
-                offsets=offsets.astype(np.uint64),
-                frames=ids.astype(np.uint32),
-                ends=np.array([row[2] for row in rows], np.uint8),
-            ),
+            Stacks(offsets, ids, np.array([row[2] for row in rows], np.uint8)),
             tuple(functions),
             np.array(frames, FRAME_DTYPE),
         )
 
     def _samples(self) -> npt.NDArray[np.void]:
-        rows = self._table(
-            "SELECT stack_id, thread_id, class, SUM(count), SUM(ns) FROM samples"
-            " GROUP BY stack_id, thread_id, class ORDER BY stack_id, thread_id, class",
-            SAMPLE_DTYPE,
+        # Summed here: as a GROUP BY, SQLite's sorting takes longer than all the rest of a report.
+        stack, thread, klass, count, ns = self._integers(
+            "SELECT stack_id, thread_id, class, count, ns FROM samples", 5
         )
-        return self._renumbered(rows)
+        if int(klass.max(initial=0)) > max(SampleClass) or float(np.sum(ns, dtype=float)) >= 2**63:
+            raise ValueError("an unknown class, or more time than there is")
+        stacks, threads = self._ids("stacks"), self._ids("threads")
+        keys = _positions(stack, stacks).astype(np.int64)
+        keys = (keys * len(threads) + _positions(thread, threads)) * len(SampleClass) + klass
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        first = np.flatnonzero(np.diff(keys, prepend=np.int64(-1)))
+        rows = np.zeros(len(first), SAMPLE_DTYPE)
+        rows["klass"] = keys[first] % len(SampleClass)
+        rows["thread"] = keys[first] // len(SampleClass) % max(len(threads), 1)
+        rows["stack"] = keys[first] // len(SampleClass) // max(len(threads), 1)
+        if len(first):
+            rows["count"] = np.add.reduceat(count[order], first)
+            rows["ns"] = np.add.reduceat(ns[order], first)
+        return rows
 
     def _waits(self) -> npt.NDArray[np.void]:
-        rows = self._table(
+        stack, thread, start_ns, blocked_ns, runnable_ns = self._integers(
             "SELECT stack_id, thread_id, start_ns, blocked_ns, runnable_ns FROM waits"
             " ORDER BY start_ns, thread_id",
-            WAIT_DTYPE,
+            5,
         )
-        return self._renumbered(rows)
-
-    def _renumbered(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        for column, table_name in (("stack", "stacks"), ("thread", "threads")):
-            table = np.array([row[0] for row in self._rows(_IDS_OF[table_name])], np.uint32)
-            rows[column] = _positions(rows[column], table)
+        rows = np.zeros(len(stack), WAIT_DTYPE)
+        rows["stack"] = _positions(stack, self._ids("stacks"))
+        rows["thread"] = _positions(thread, self._ids("threads"))
+        rows["start_ns"], rows["blocked_ns"], rows["runnable_ns"] = (
+            start_ns,
+            blocked_ns,
+            runnable_ns,
+        )
         return rows
+
+    def _ids(self, table: str) -> npt.NDArray[np.int64]:
+        return np.fromiter(chain.from_iterable(self._database.execute(_IDS_OF[table])), np.int64)
+
+
+def _offsets(lengths: list[int]) -> npt.NDArray[np.uint64]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.uint64)]).astype(np.uint64)
 
 
 def _positions(
-    ids: npt.NDArray[np.uint32], ordered: npt.NDArray[np.uint32]
+    ids: npt.NDArray[np.integer[Any]], ordered: npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[np.uint32]:
-    """Turns ids into their positions in an ordered array of all ids."""
-    at = np.searchsorted(ordered, ids).astype(np.uint32)
-    if len(ids) and (
-        not len(ordered) or bool((ordered[np.minimum(at, len(ordered) - 1)] != ids).any())
-    ):
+    """Turns ids into their positions in an ordered array of all ids, none of them twice."""
+    if len(ordered) and int(ordered[0]) == 0 and int(ordered[-1]) == len(ordered) - 1:
+        at = ids.astype(np.uint32)  # as aiflame writes them: each id is its own position
+        is_missing = bool((ids >= len(ordered)).any())
+    else:
+        at = np.searchsorted(ordered, ids).astype(np.uint32)
+        is_missing = len(ids) > 0 and (
+            not len(ordered) or bool((ordered[np.minimum(at, len(ordered) - 1)] != ids).any())
+        )
+    if is_missing:
         raise ValueError("a row refers to another that is missing")
     return at

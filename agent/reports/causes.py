@@ -186,6 +186,8 @@ _USER_FRAMES_NEAR_LEAF = 4
 # File names of the C libraries and of what glibc before 2.34 split off.
 _LIBC_PREFIXES = ("libc.", "libc-", "libpthread", "ld-musl", "ld-linux")
 
+I64 = npt.NDArray[np.int64]
+
 _NO_RULE = np.uint8(255)
 
 
@@ -206,11 +208,13 @@ def _prefixes(scope: _Scope) -> tuple[tuple[str, Cause], ...]:
 
 _EXACT = {scope: _exact_names(scope) for scope in _Scope}
 _PREFIXED = {scope: _prefixes(scope) for scope in _Scope}
+_ANY_PREFIX = {scope: tuple(prefix for prefix, _ in _PREFIXED[scope]) for scope in _Scope}
 
 
 def _match(name: str, scope: _Scope) -> Cause | None:
     exact = _EXACT[scope].get(name)
-    if exact is not None:
+    # Almost every name begins with none of them; str tries them all in one call.
+    if exact is not None or not name.startswith(_ANY_PREFIX[scope]):
         return exact
     return next((cause for prefix, cause in _PREFIXED[scope] if name.startswith(prefix)), None)
 
@@ -226,27 +230,26 @@ def _is_libc(binary: Binary) -> bool:
     return PurePosixPath(binary.path).name.startswith(_LIBC_PREFIXES)
 
 
-def _function_cause(function: Function, binaries: tuple[Binary, ...]) -> np.uint8:
+def _function_cause(function: Function, libc: frozenset[int]) -> np.uint8:
     cause = None
     if function.kind is FrameKind.KERNEL:
         cause = _match(_bare_name(function), _Scope.KERNEL)
     elif function.kind is FrameKind.NATIVE:
         name = _bare_name(function)
         cause = _match(name, _Scope.USER)
-        if cause is None and function.binary is not None and _is_libc(binaries[function.binary]):
+        if cause is None and function.binary in libc:
             cause = _match(name, _Scope.LIBC)
     return _NO_RULE if cause is None else np.uint8(cause)
 
 
-def _last_in_row(
-    mask: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Return for each row the position of its last true element, or -1 where it has none."""
-    positions = np.where(mask, np.arange(len(mask), dtype=np.int64), np.int64(-1))
-    # A leading -1 serves the rows that end before the first element.
-    running = np.concatenate(([np.int64(-1)], np.maximum.accumulate(positions)))
-    last: npt.NDArray[np.int64] = running[offsets[1:]]
-    return np.where(last >= offsets[:-1], last, np.int64(-1))
+def _last_by_row(positions: I64, rows: I64, n_rows: int) -> I64:
+    """Return for each row the last of its positions, or -1 where it has none.
+
+    `positions` ascend; of several values for one element numpy keeps the last.
+    """
+    last = np.full(n_rows, -1, dtype=np.int64)
+    last[rows] = positions
+    return last
 
 
 def classify(profile: Profile) -> npt.NDArray[np.uint8]:
@@ -255,23 +258,25 @@ def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     Every stack gets one, also those that were only ever seen on a CPU: whether a thread was
     blocked at all is the business of `SampleClass`.
     """
-    functions = profile.functions
-    causes = np.array([_function_cause(f, profile.binaries) for f in functions], dtype=np.uint8)
-    kinds = np.array([f.kind for f in functions], dtype=np.uint8)
-    function_ids = profile.frames["function"][profile.stacks.frames]
-    frame_causes = causes[function_ids]
-    is_kernel = kinds[function_ids] == FrameKind.KERNEL
-
+    libc = frozenset(i for i, binary in enumerate(profile.binaries) if _is_libc(binary))
+    causes = np.array([_function_cause(f, libc) for f in profile.functions], dtype=np.uint8)
+    kinds = np.array([f.kind for f in profile.functions], dtype=np.uint8)
+    function_ids = profile.frames["function"]
     offsets = profile.stacks.offsets.astype(np.int64)
-    lengths = np.diff(offsets)
+    frame_causes = causes[function_ids][profile.stacks.frames]
+    is_kernel = (kinds[function_ids] == FrameKind.KERNEL)[profile.stacks.frames]
+
+    # Few frames have a rule: all that follows is about these.
+    at = np.flatnonzero(frame_causes != _NO_RULE)
+    row = np.searchsorted(offsets, at, side="right") - 1
     kernel_before = np.concatenate(([np.int64(0)], np.cumsum(is_kernel, dtype=np.int64)))
     user_ends = offsets[1:] - (kernel_before[offsets[1:]] - kernel_before[offsets[:-1]])
-    user_distance = np.repeat(user_ends, lengths) - np.arange(len(function_ids), dtype=np.int64)
-    believed = is_kernel | (user_distance <= _USER_FRAMES_NEAR_LEAF)
+    believed = is_kernel[at] | (user_ends[row] - at <= _USER_FRAMES_NEAR_LEAF)
+    is_fault = frame_causes[at] == Cause.PAGE_FAULT
 
-    innermost = _last_in_row((frame_causes != _NO_RULE) & believed, offsets)
-    fault = _last_in_row(frame_causes == Cause.PAGE_FAULT, offsets)
-    result = np.full(len(lengths), Cause.OTHER, dtype=np.uint8)
+    innermost = _last_by_row(at[believed], row[believed], len(profile.stacks))
+    fault = _last_by_row(at[is_fault], row[is_fault], len(profile.stacks))
+    result = np.full(len(profile.stacks), Cause.OTHER, dtype=np.uint8)
     found = innermost >= 0
     result[found] = frame_causes[innermost[found]]
     result[(fault >= 0) & (result != Cause.OTHER)] = Cause.PAGE_FAULT
