@@ -70,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file to write, - for standard output (default: CAPTURE with the format's ending)",
     )
     output.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
-    content = parser.add_argument_group("Content")
+    _add_content(parser.add_argument_group("Content"))
+
+
+def _add_content(content: argparse._ArgumentGroup) -> None:
     content.add_argument(
         "--view",
         choices=[view.value for view in View],

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contract: what the kernel half and the host half call by the same name is the same thing.
+
+The compiler says what bpf/aiflame.h means; nothing here parses C but the list of its names.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent import model
+from aiflame.agent.recording import abi
+
+_BPF = Path(__file__).parents[2] / "bpf"
+_HEADER = (_BPF / "aiflame.h").read_text()
+
+_DTYPES = {
+    "process_state": abi.PROCESS_STATE_DTYPE,
+    "thread_state": abi.THREAD_STATE_DTYPE,
+    "stack_record": abi.STACK_DTYPE,
+    "sum_key": abi.SUM_KEY_DTYPE,
+    "sum_value": abi.SUM_VALUE_DTYPE,
+    "process_event": abi.PROCESS_EVENT_DTYPE,
+    "thread_event": abi.THREAD_EVENT_DTYPE,
+    "wait_event": abi.WAIT_EVENT_DTYPE,
+}
+# Structs that the host half only hands through as so many bytes.
+_KERNEL_ONLY = {"wait_budget"}
+
+_CONSTANTS = {
+    "MAX_FRAMES": abi.MAX_FRAMES,
+    "THREAD_SEEDED": abi.THREAD_SEEDED,
+    "COUNTER_MAX": len(abi.Counter),
+    "SETTING_MAX": len(abi.Setting),
+    **{f"CLASS_{member.name}": member.value for member in model.SampleClass},
+    **{f"END_{member.name}": member.value for member in model.StackEnd},
+    **{f"EVENT_{member.name}": member.value for member in abi.EventType},
+    **{f"PROCESS_{member.name}": member.value for member in abi.ProcessFlag},
+    **{f"SETTING_{member.name}": member.value for member in abi.Setting},
+    **{
+        f"{'LOST' if member in abi.LOSS_MEANINGS else 'COUNTER'}_{member.name}": member.value
+        for member in abi.Counter
+    },
+}
+
+
+def _without_comments(text: str) -> str:
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def _enumerators() -> set[str]:
+    bodies = re.findall(r"\benum \w+ \{(.*?)\};", _without_comments(_HEADER), re.DOTALL)
+    return set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", " ".join(bodies)))
+
+
+def _defines() -> set[str]:
+    return set(re.findall(r"^#define (\w+) ", _HEADER, re.MULTILINE))
+
+
+def _structs() -> set[str]:
+    return set(re.findall(r"^struct (\w+) \{", _HEADER, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Every size, offset and value, as the compiler has them."""
+    questions = [(name, name) for name in _CONSTANTS]
+    for struct, dtype in _DTYPES.items():
+        questions.append((struct, f"sizeof(struct {struct})"))
+        for field in dtype.names or ():
+            member = f"((struct {struct} *)0)->{field}"
+            questions.append((f"{struct}.{field}", f"__builtin_offsetof(struct {struct}, {field})"))
+            questions.append((f"sizeof {struct}.{field}", f"sizeof({member})"))
+    lines = [f'\tprintf("%s=%llu\\n", "{name}", (u64)({text}));' for name, text in questions]
+    folder = tmp_path_factory.mktemp("abi")
+    source = folder / "layout.c"
+    source.write_text(
+        "#include <linux/types.h>\n"
+        '#include "aiflame.h"\n'
+        "int printf(const char *, ...);\n"
+        "int main(void)\n{\n" + "\n".join(lines) + "\n\treturn 0;\n}\n"
+    )
+    stubs = _BPF / "kernel" / "include"
+    command = ["gcc", "-Wall", "-Wextra", "-Wpadded", "-Werror", f"-I{_BPF}", f"-I{stubs}"]
+    subprocess.run([*command, "-o", str(folder / "layout"), str(source)], check=True)
+    printed = subprocess.run([folder / "layout"], check=True, capture_output=True, text=True).stdout
+    return {
+        name: int(value) for name, _, value in (s.partition("=") for s in printed.split("\n")[:-1])
+    }
+
+
+def test_nothing_of_the_header_is_left_out() -> None:
+    assert _structs() == set(_DTYPES) | _KERNEL_ONLY
+    assert _enumerators() | _defines() == set(_CONSTANTS)
+
+
+@pytest.mark.parametrize("struct", _DTYPES)
+def test_structs_have_the_same_layout(struct: str, compiled: dict[str, int]) -> None:
+    dtype = _DTYPES[struct]
+    assert dtype.itemsize == compiled[struct]
+    fields = dtype.fields or {}
+    assert {name: (field[1], field[0].itemsize) for name, field in fields.items()} == {
+        name: (compiled[f"{struct}.{name}"], compiled[f"sizeof {struct}.{name}"]) for name in fields
+    }
+
+
+def test_constants_have_the_same_values(compiled: dict[str, int]) -> None:
+    assert {name: compiled[name] for name in _CONSTANTS} == _CONSTANTS
+
+
+def test_every_counter_of_a_loss_has_a_name_and_a_meaning() -> None:
+    lost = {name.removeprefix("LOST_") for name in _enumerators() if name.startswith("LOST_")}
+    assert {counter.name for counter in abi.LOSS_MEANINGS} == lost
+    names = [name for name, _ in abi.LOSS_MEANINGS.values()]
+    assert len(set(names)) == len(names)
+    for name, meaning in abi.LOSS_MEANINGS.values():
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name)
+        assert len(meaning.split()) >= 4
+
+
+def test_the_cures_of_losses_are_options_of_record() -> None:
+    source = (_BPF.parent / "agent" / "commands" / "record.py").read_text()
+    options = {o for _, text in abi.LOSS_MEANINGS.values() for o in re.findall(r"--[a-z-]+", text)}
+    assert options
+    assert {option for option in options if f'"{option}"' not in source} == set()
+
+
+def test_events_begin_with_their_type() -> None:
+    for dtype in (abi.PROCESS_EVENT_DTYPE, abi.THREAD_EVENT_DTYPE, abi.WAIT_EVENT_DTYPE):
+        assert (dtype.names or ("",))[0] == "type"
+        assert dtype["type"] == np.dtype("<u4")

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of agent/: which part may know which, and how large modules and functions may be.
+
+Read from the sources, so that an import inside a function counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_AGENT = Path(__file__).parents[2] / "agent"
+_MODULES = {
+    ".".join(path.relative_to(_AGENT).with_suffix("").parts): ast.parse(path.read_text())
+    for path in sorted(_AGENT.rglob("*.py"))
+}
+
+_MAX_MODULE_LINES = 400
+_MAX_FUNCTION_LINES = 40
+_MAX_ARGUMENTS = 6
+
+# What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
+_LEAVES = {"errors", "model", "outfile", ""}
+_MAY_IMPORT = {
+    "": set(),
+    "errors": set(),
+    "model": set(),
+    "outfile": {"errors"},
+    "capture": {"errors", "model"},
+    "symbols": {"errors", "model"},
+    "reports": {"errors", "model"},
+    "recording": {"capture", "symbols", *_LEAVES},
+    "doctor": {"capture", "recording", "reports", "symbols", *_LEAVES},
+    "commands": {"capture", "doctor", "recording", "reports", "symbols", *_LEAVES},
+    "cli": {"commands", *_LEAVES},
+    "__main__": {"cli"},
+}
+_PREFIX = "aiflame.agent"
+
+# They read a capture, and have to work where nothing can be recorded.
+_UNPRIVILEGED = ("commands.report", "commands.stats")
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            # `from package import name` may mean a module of it.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _part(module: str) -> str:
+    return "" if module == "__init__" else module.partition(".")[0]
+
+
+def _parts_known(module: str) -> set[str]:
+    """The parts of agent/ that a module imports."""
+    found = set()
+    for name in _imports(_MODULES[module]):
+        if name == _PREFIX or name.startswith(f"{_PREFIX}."):
+            first = name.removeprefix(_PREFIX).lstrip(".").partition(".")[0]
+            found.add(first if first in _MAY_IMPORT else "")
+    return found - {_part(module)}
+
+
+def _who_imports(package: str) -> list[str]:
+    return [
+        module
+        for module, tree in _MODULES.items()
+        if any(f"{name}.".startswith(f"{package}.") for name in _imports(tree))
+    ]
+
+
+def test_every_part_has_its_rule() -> None:
+    assert {_part(module) for module in _MODULES} == set(_MAY_IMPORT)
+
+
+@pytest.mark.parametrize("part", _MAY_IMPORT)
+def test_imports_follow_the_arrows(part: str) -> None:
+    wrong = {
+        module: sorted(_parts_known(module) - _MAY_IMPORT[part])
+        for module in _MODULES
+        if _part(module) == part
+    }
+    assert {module: parts for module, parts in wrong.items() if parts} == {}
+
+
+def test_bcc_is_imported_in_one_module() -> None:
+    assert _who_imports("bcc") == ["recording.compile"]
+
+
+def test_captures_are_written_by_recordings_only() -> None:
+    assert {_part(m) for m in _who_imports(f"{_PREFIX}.capture.writer")} <= {
+        "recording",
+        "commands",
+    }
+
+
+@pytest.mark.parametrize("module", _UNPRIVILEGED)
+def test_a_capture_is_read_without_what_recording_needs(module: str) -> None:
+    assert _parts_known(module) & {"recording", "doctor", "symbols"} == set()
+    assert f"{_PREFIX}.capture.writer" not in {
+        n.rpartition(".")[0] for n in _imports(_MODULES[module])
+    }
+
+
+def test_the_device_half_is_unknown_here() -> None:
+    assert _who_imports("aiflame.gpu") == []
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_modules_are_small() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in _AGENT.rglob("*.*")}
+    assert {
+        str(path.relative_to(_AGENT)): count
+        for path, count in lines.items()
+        if count > _MAX_MODULE_LINES and path.suffix in (".py", ".js", ".css", ".html", ".sql")
+    } == {}
+
+
+def test_functions_are_small() -> None:
+    assert {
+        f"{module}.{function.name}": length
+        for module, tree in _MODULES.items()
+        for function in _functions(tree)
+        if (length := (function.end_lineno or 0) - function.lineno + 1) > _MAX_FUNCTION_LINES
+    } == {}
+
+
+def test_functions_take_few_arguments() -> None:
+    found = {}
+    for module, tree in _MODULES.items():
+        for function in _functions(tree):
+            taken = function.args
+            names = [a.arg for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            if count > _MAX_ARGUMENTS:
+                found[f"{module}.{function.name}"] = count
+    assert found == {}
