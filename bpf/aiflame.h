@@ -117,7 +117,8 @@ struct stack_record {
 };
 
 struct sum_key {
-	u64 stack; /* id in `stacks` */
+	u64 stack; /* id in `stacks`, 0 for none */
+	u64 image; /* a thread that has not run yet has no stack that would tell */
 	u32 tgid;
 	u32 tid;
 	u32 sample_class;
@@ -158,6 +159,7 @@ struct wait_event {
 	u32 tid;
 	u32 unused;
 	u64 stack;
+	u64 image;
 	u64 start_ns;
 	u64 blocked_ns;
 	u64 runnable_ns;

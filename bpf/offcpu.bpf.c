@@ -94,7 +94,9 @@ static __always_inline bool may_send_wait(u64 now_ns)
 /* Adds the interval that ends now to the sums, split at the wake-up. */
 static __always_inline void close_interval(struct thread_state *thread, u32 tid, u64 now_ns)
 {
-	struct sum_key key = { .stack = thread->stack, .tgid = thread->tgid, .tid = tid };
+	struct sum_key key = {
+		.stack = thread->stack, .image = thread->image, .tgid = thread->tgid, .tid = tid
+	};
 	u64 waking_ns = thread->waking_ns;
 	struct wait_event event = {};
 
@@ -123,6 +125,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	event.tgid = thread->tgid;
 	event.tid = tid;
 	event.stack = thread->stack;
+	event.image = thread->image;
 	event.start_ns = thread->switched_ns;
 	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
 }
@@ -267,22 +270,55 @@ int on_fork(struct raw_tracepoint *ctx)
 	return 0;
 }
 
+/* Reports a thread of an image that ends for it, by exit or by exec. */
+static __always_inline void end_thread(struct thread_state *thread, void *task, u32 tid,
+				       bool is_exit, u64 now_ns)
+{
+	struct thread_event event = {};
+
+	if (thread->off_class != CLASS_ON_CPU)
+		switch_in_unseen(thread, task, tid, now_ns);
+	if (thread->switched_ns)
+		thread->on_cpu_ns += now_ns - thread->switched_ns;
+	event.type = EVENT_THREAD_EXIT;
+	event.tgid = thread->tgid;
+	event.tid = tid;
+	event.image = thread->image;
+	event.ns = now_ns;
+	event.first_seen_ns = thread->first_seen_ns;
+	event.on_cpu_ns = thread->on_cpu_ns;
+	if (is_exit) /* an exec has renamed it already */
+		bpf_get_current_comm(event.comm, sizeof(event.comm));
+	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
+	threads.delete(&tid);
+}
+
 /* sched_process_exec(struct task_struct *task, pid_t old_pid, struct linux_binprm *binary) */
 int on_exec(struct raw_tracepoint *ctx)
 {
+	void *task = current_task();
 	u32 tgid = bpf_get_current_pid_tgid() >> 32;
-	u32 old_tid = (u32)ctx->args[1];
-	struct process_state *process = processes.lookup(&tgid);
-
 	/* A thread that is not the leader takes over the leader's id when it calls exec. */
-	if (old_tid != tgid)
-		threads.delete(&old_tid);
+	u32 old_tid = (u32)ctx->args[1];
+	u64 now_ns = bpf_ktime_get_ns();
+	struct process_state *process = processes.lookup(&tgid);
+	struct thread_state *thread = threads.lookup(&old_tid);
+
+	if (thread)
+		end_thread(thread, task, old_tid, false, now_ns);
 	if (!process)
 		return 0;
-	process->image = bpf_ktime_get_ns();
+	process->image = now_ns;
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
 	process->flags &= ~PROCESS_SEEN;
+	if (!WITH_OFF_CPU || !(process->flags & PROCESS_TARGET) || !setting(SETTING_START_NS))
+		return 0;
+	thread = thread_of(tgid, task, tgid, now_ns);
+	if (!thread)
+		return 0;
+	thread->image = now_ns;
+	thread->switched_ns = now_ns;
 	return 0;
 }
 
@@ -295,24 +331,10 @@ int on_exit(struct raw_tracepoint *ctx)
 	struct process_state *process = processes.lookup(&tgid);
 	struct thread_state *thread = threads.lookup(&tid);
 	struct process_event gone = {};
-	struct thread_event event = {};
 
-	if (thread) {
-		event.type = EVENT_THREAD_EXIT;
-		event.tgid = tgid;
-		event.tid = tid;
-		event.image = thread->image;
-		event.ns = now_ns;
-		event.first_seen_ns = thread->first_seen_ns;
-		event.on_cpu_ns = thread->on_cpu_ns;
-		if (thread->off_class != CLASS_ON_CPU)
-			switch_in_unseen(thread, current_task(), tid, now_ns);
-		if (thread->switched_ns)
-			event.on_cpu_ns += now_ns - thread->switched_ns;
-		bpf_get_current_comm(event.comm, sizeof(event.comm));
-		send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
-		threads.delete(&tid);
-	}
+	/* Once stopped, the host half closes the intervals of all that are there. */
+	if (thread && setting(SETTING_START_NS))
+		end_thread(thread, current_task(), tid, true, now_ns);
 	if (!process || !process_is_dead(current_task()))
 		return 0;
 	if (process->flags & PROCESS_SEEN) {

@@ -44,6 +44,7 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	else
 		current_user_regs(&regs);
 	key.stack = capture_stack(ctx, &regs, !IS_USER_MODE(saved), key.tgid, process->image);
+	key.image = process->image;
 	key.sample_class = CLASS_ON_CPU;
 	add_sum(&key, PERIOD_NS);
 	return 0;

@@ -194,7 +194,7 @@ class _Session:
 
     def _finish(self, recorder: Recorder, outcome: Outcome, service: SymbolService) -> None:
         store_sleepers(recorder.sleepers, recorder.stacks, recorder.table)
-        lost_stacks = recorder.stacks.close()
+        lost_stacks = recorder.stacks.lost()
         resolver = CaptureResolver(self._writer, recorder.table, service)
         resolver.write_mappings()
         self._writer.put_meta({"duration_ns": outcome.duration_ns})

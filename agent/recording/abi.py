@@ -151,6 +151,7 @@ STACK_DTYPE = np.dtype(
 SUM_KEY_DTYPE = np.dtype(
     [
         ("stack", "<u8"),
+        ("image", "<u8"),
         ("tgid", "<u4"),
         ("tid", "<u4"),
         ("sample_class", "<u4"),
@@ -190,6 +191,7 @@ WAIT_EVENT_DTYPE = np.dtype(
         ("tid", "<u4"),
         ("unused", "<u4"),
         ("stack", "<u8"),
+        ("image", "<u8"),
         ("start_ns", "<u8"),
         ("blocked_ns", "<u8"),
         ("runnable_ns", "<u8"),

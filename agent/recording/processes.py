@@ -130,10 +130,6 @@ class ProcessTable:
         known = self._by_key.get((pid, image))
         return known if known is not None else self._enter(pid, image, image)
 
-    def latest(self, pid: int) -> ProcessImage | None:
-        """Returns the newest image of a pid."""
-        return self._latest.get(pid)
-
     def seen(self, pid: int, image: int, parent_pid: int, name: str, ns: int) -> ProcessImage:
         """Enters a process image whose first sample was just taken, and reads it."""
         known = self._by_key.get((pid, image)) or self._enter(pid, image, ns, parent_pid, name)

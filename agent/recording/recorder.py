@@ -203,9 +203,10 @@ class Recorder:
     def _thread_ended(self, event: np.void) -> None:
         image = self.table.image(int(event["tgid"]), int(event["image"]))
         thread = self.table.thread(image, int(event["tid"]))
-        thread.name = bytes(event["comm"]).decode(errors="replace")
-        thread.on_cpu_ns = int(event["on_cpu_ns"])
-        thread.observed_ns = int(event["ns"]) - max(int(event["first_seen_ns"]), self.start_ns)
+        thread.name = bytes(event["comm"]).decode(errors="replace") or thread.name
+        # Added, since a thread id may have had an earlier life in the same process.
+        thread.on_cpu_ns += int(event["on_cpu_ns"])
+        thread.observed_ns += int(event["ns"]) - max(int(event["first_seen_ns"]), self.start_ns)
 
     def _drain_stacks(self) -> None:
         for keys, records in self._programs.stacks.chunks(take=True):
@@ -217,6 +218,7 @@ class Recorder:
         self._epoch ^= 1
         switched_ns = time.monotonic_ns()
         self._programs.set(abi.Setting.EPOCH, self._epoch)
+        self._read_events()  # a process is announced before its first sum
         self._drain_stacks()
         keys, values = idle.take_all()
         self.samples.add((self._epoch_since_ns - self.start_ns) // INTERVAL_NS, keys, values)
@@ -231,8 +233,10 @@ class Recorder:
     def stop(self) -> Outcome:
         """Ends sampling, closes open intervals, and drains what is left."""
         self._probes.stop_clocks()
-        end_ns = time.monotonic_ns()
+        # In this order: what is not seen after the stop goes on as it was, so that on and off add
+        # up; the other way round, both would go on past the end.
         self._programs.set(abi.Setting.START_NS, 0)
+        end_ns = time.monotonic_ns()
         self._read_events()
         self.drain()
         self.drain()  # the other of the two sum maps
@@ -259,8 +263,8 @@ class Recorder:
             tgid, stack = int(state["tgid"]), int(state["stack"])
             image = self.table.image(tgid, int(state["image"]))
             thread = self.table.thread(image, tid)
-            thread.observed_ns = end_ns - max(int(state["first_seen_ns"]), self.start_ns)
-            thread.on_cpu_ns = int(state["on_cpu_ns"])
+            thread.observed_ns += end_ns - max(int(state["first_seen_ns"]), self.start_ns)
+            thread.on_cpu_ns += int(state["on_cpu_ns"])
             switched_ns = int(state["switched_ns"])
             if not switched_ns or switched_ns > end_ns:
                 continue
@@ -268,7 +272,7 @@ class Recorder:
                 thread.on_cpu_ns += end_ns - switched_ns
                 continue
             for sample_class, ns in open_parts(state, end_ns):
-                sum_keys.append((stack, tgid, tid, int(sample_class), 0))
+                sum_keys.append((stack, int(state["image"]), tgid, tid, int(sample_class), 0))
                 sum_values.append((1, ns))
             if end_ns - switched_ns >= self._options.wait_event_ns:
                 self._open_wait(tid, state, end_ns)
@@ -281,7 +285,9 @@ class Recorder:
     def _open_wait(self, tid: int, state: np.void, end_ns: int) -> None:
         parts = dict(open_parts(state, end_ns))
         event = np.zeros(1, abi.WAIT_EVENT_DTYPE)[0]
-        event["tgid"], event["tid"], event["stack"] = state["tgid"], tid, state["stack"]
+        event["tid"] = tid
+        for field in ("tgid", "image", "stack"):
+            event[field] = state[field]
         event["start_ns"] = state["switched_ns"]
         event["blocked_ns"] = parts.get(SampleClass.BLOCKED, 0)
         event["runnable_ns"] = parts.get(SampleClass.WAITING_TO_RUN, 0)
@@ -289,6 +295,7 @@ class Recorder:
 
     def _write_tables(self, images: list[ProcessImage], threads: list[ThreadInfo]) -> None:
         start_ns = self.start_ns
+        self.stacks.write_unfilled()
         self._writer.put("processes", (row_of_image(image, start_ns) for image in images))
         self._writer.put("threads", (row_of_thread(thread) for thread in threads))
 

@@ -20,8 +20,6 @@ from aiflame.agent.recording.processes import ProcessImage, ProcessTable
 # Stands where kernel frames are missing between the kernel's and the user's part of a stack.
 KERNEL_CUT = 0
 
-_NO_STACK, _LOST = StackEnd.NOT_WALKED, StackEnd.LOST
-
 
 class StackSink:
     """Stores each distinct stack once.
@@ -35,8 +33,9 @@ class StackSink:
         self._writer = writer
         self._table = table
         self._rows: dict[int, int] = {}
-        self._image_of: dict[int, ProcessImage] = {}
+        self._filled: set[int] = set()
         self._unfilled: dict[int, ProcessImage] = {}
+        self._unwritten: list[int] = []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -47,18 +46,15 @@ class StackSink:
         if row is None:
             row = self._rows[stack] = len(self._rows)
             self._unfilled[stack] = fallback
+            self._unwritten.append(stack)
         return row
-
-    def image(self, stack: int) -> ProcessImage | None:
-        """Returns the process image a stack belongs to, None while its content has not come."""
-        return self._image_of.get(stack)
 
     def add(self, keys: npt.NDArray[Any], records: npt.NDArray[Any]) -> None:
         """Stores the new ones among a chunk of the kernel's stack store."""
         rows = []
         unknown: dict[int, bool] = {}
         for stack, record in zip(keys.tolist(), records, strict=True):
-            if stack in self._image_of:
+            if stack in self._filled:
                 continue
             image = self._table.image(int(record["tgid"]), int(record["image"]))
             user = record["user"][: int(record["user_depth"])]
@@ -66,7 +62,7 @@ class StackSink:
             if unmapped.any():
                 # The leaf is where the processor was; callers found by frame pointer may be junk.
                 unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
-            self._image_of[stack] = image
+            self._filled.add(stack)
             row = self.row(stack, image)
             del self._unfilled[stack]
             kernel = record["kernel"][: int(record["kernel_depth"])]
@@ -82,21 +78,26 @@ class StackSink:
         """Stores a stack made by the host half, of kernel frames only; returns its row."""
         row = self.row(stack, image)
         self._unfilled.pop(stack, None)
-        self._image_of[stack] = image
+        self._filled.add(stack)
         blob = np.array(addresses, np.uint64).tobytes()
         self._writer.put("stacks", [(row, image.index, len(addresses), int(end), blob, None)])
         return row
 
-    def close(self) -> int:
-        """Enters the stacks that never came as lost; returns how many."""
-        rows = [
-            # Below 0: there never was one, for instance of a thread that has not run yet.
-            (self._rows[stack], image.index, 0, int(_NO_STACK if stack < 0 else _LOST), b"", None)
-            for stack, image in self._unfilled.items()
-        ]
+    def write_unfilled(self) -> None:
+        """Enters the stacks that were mentioned and have not come: no row may refer to nothing."""
+        rows = []
+        for stack in self._unwritten:
+            image = self._unfilled.get(stack)
+            if image is not None:
+                # Below 0: there never was one, for instance of a thread that has not run yet.
+                end = StackEnd.NOT_WALKED if stack < 0 else StackEnd.LOST
+                rows.append((self._rows[stack], image.index, 0, int(end), b"", None))
         self._writer.put("stacks", rows)
-        self._unfilled = {}
-        return sum(row[3] == _LOST for row in rows)
+        self._unwritten = []
+
+    def lost(self) -> int:
+        """Returns how many stacks never came; they stay as they were entered."""
+        return sum(stack >= 0 for stack in self._unfilled)
 
     def mentions(self, stack: int) -> bool:
         """Whether any sample or wait refers to a stack id."""
@@ -119,17 +120,13 @@ class SampleSink:
         self.samples = 0
         self.ns_by_class = [0, 0, 0, 0]
 
-    def _image(self, stack: int, tgid: int) -> ProcessImage:
-        image = self._stacks.image(stack) or self._table.latest(tgid)
-        return image if image is not None else self._table.image(tgid, 0)
-
     def add(self, interval: int, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """Writes one interval's sums."""
         rows = []
         for key, value in zip(keys.tolist(), values.tolist(), strict=True):
-            stack, tgid, tid, sample_class, _ = key
+            stack, image_id, tgid, tid, sample_class, _ = key
             count, ns = value
-            image = self._image(stack, tgid)
+            image = self._table.image(tgid, image_id)
             # 0 means "no stack": one row of its own for each process image.
             row = self._stacks.row(stack or -1 - image.index, image)
             thread = self._table.thread(image, tid)
@@ -142,7 +139,7 @@ class SampleSink:
     def add_wait(self, event: Any) -> None:
         """Writes one long wait from its ring-buffer event."""
         stack = int(event["stack"])
-        image = self._image(stack, int(event["tgid"]))
+        image = self._table.image(int(event["tgid"]), int(event["image"]))
         row = self._stacks.row(stack or -1 - image.index, image)
         thread = self._table.thread(image, int(event["tid"]))
         start_ns = max(int(event["start_ns"]) - self._table.start_ns, 0)

@@ -115,5 +115,5 @@ def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -
     for stack, sleeper in wanted.items():
         # The offset is that of a return address, or 0 where only a name was to be had.
         addresses = [found[n] + max(offset, 1) for n, offset in sleeper.kernel_frames if n in found]
-        image = table.latest(sleeper.pid) or table.image(sleeper.pid, 0)
+        image = table.image(sleeper.pid, table.start_ns)
         stacks.add_made(stack, image, addresses, StackEnd.NOT_WALKED)
