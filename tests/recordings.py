@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recordings of programs that know the truth about themselves, and questions to a profile.
+
+A test starts a workload (see workloads/truth.h), attaches, lets the workload run, reads what it
+measured itself, ends the recording, and compares. Nothing here sleeps: each step waits for the
+line in which the other side says that it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.model import Profile, SampleClass, Thread
+from support import AIFLAME
+
+# A recorder needs a second to stop; a machine with other work several.
+_PATIENCE_S = 60
+
+
+class Workload(AbstractContextManager["Workload"]):
+    """A program that follows the protocol of workloads/truth.h.
+
+    Args:
+        command: Program and arguments.
+        keywords: As for subprocess.Popen.
+    """
+
+    def __init__(self, command: Sequence[object], **keywords: Any) -> None:
+        self.process = subprocess.Popen(
+            [*map(str, command)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **keywords,
+        )
+        self.pid = self.process.pid
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the workload ended early: {self.process.poll()}"
+        return line.rstrip("\n")
+
+    def go(self) -> None:
+        """Lets it begin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def truth(self) -> dict[str, int]:
+        """Waits until it is done; returns what it measured."""
+        measured = {}
+        while (line := self._line()) != "done":
+            name, value = line.split()
+            measured[name] = int(value)
+        return measured
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        try:
+            self.process.wait(_PATIENCE_S)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An `aiflame record` that has ended."""
+
+    returncode: int
+    stderr: str
+    capture: Path
+
+    @property
+    def profile(self) -> Profile:
+        """Its capture."""
+        assert self.returncode == 0, self.stderr
+        return read_capture(self.capture)
+
+
+class Recording(AbstractContextManager["Recording"]):
+    """An `aiflame record` in the background, attached once this returns.
+
+    Args:
+        folder: Where it runs; its capture is run.aiflame there unless arguments say -o.
+        arguments: What follows the verb.
+        keywords: As for subprocess.Popen.
+    """
+
+    def __init__(self, folder: Path, *arguments: object, **keywords: Any) -> None:
+        words = [*map(str, arguments)]
+        if "-o" not in words:
+            words = ["-o", "run.aiflame", *words]
+        self.capture = folder / words[words.index("-o") + 1]
+        self.process = subprocess.Popen(
+            [*AIFLAME, "record", *words],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **keywords,
+        )
+        self.pid = self.process.pid
+        assert self.process.stderr is not None
+        self._said = ""
+        while not self._said.rpartition("\n")[0].rpartition("\n")[2].startswith("attached"):
+            line = self.process.stderr.readline()
+            assert line, f"not attached: {self._said}"
+            self._said += line
+
+    def stop(self, number: int = signal.SIGINT) -> Ended:
+        """Ends it as a user does."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> Ended:
+        """Waits until it ends by itself."""
+        _, rest = self.process.communicate(timeout=_PATIENCE_S)
+        return Ended(self.process.returncode, self._said + rest, self.capture)
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+def record_workload(
+    folder: Path, workload: Workload, *arguments: object
+) -> tuple[Profile, dict[str, int]]:
+    """Records a whole run of a workload; returns the profile and the truth."""
+    with workload, Recording(folder, "-p", workload.pid, *arguments) as recording:
+        workload.go()
+        truth = workload.truth()
+        return recording.stop().profile, truth
+
+
+def frames_of(profile: Profile, stack: int) -> list[str]:
+    """Returns the names of a stack's frames, root first."""
+    begin, end = profile.stacks.offsets[stack : stack + 2]
+    functions = profile.frames["function"][profile.stacks.frames[begin:end]]
+    return [profile.functions[function].name for function in functions]
+
+
+def stacks_with(profile: Profile, function: str) -> npt.NDArray[np.bool_]:
+    """Returns which stacks a function is in, shape (stacks,)."""
+    stacks = range(len(profile.stacks))
+    return np.array([function in frames_of(profile, stack) for stack in stacks], bool)
+
+
+def rows_of(
+    profile: Profile,
+    function: str | None = None,
+    thread: str | None = None,
+    *classes: SampleClass,
+) -> npt.NDArray[np.void]:
+    """Returns the samples under a function, of the threads of a name, of some classes (or all)."""
+    rows = profile.samples
+    if function is not None:
+        rows = rows[stacks_with(profile, function)[rows["stack"]]]
+    if thread is not None:
+        rows = rows[[profile.threads[index].name == thread for index in rows["thread"]]]
+    return rows[np.isin(rows["klass"], classes)] if classes else rows
+
+
+def ns_of(
+    profile: Profile,
+    function: str | None = None,
+    thread: str | None = None,
+    *classes: SampleClass,
+) -> int:
+    """Returns the nanoseconds of `rows_of`."""
+    return int(rows_of(profile, function, thread, *classes)["ns"].sum())
+
+
+def count_of(
+    profile: Profile,
+    function: str | None = None,
+    thread: str | None = None,
+    *classes: SampleClass,
+) -> int:
+    """Returns the samples or intervals of `rows_of`."""
+    return int(rows_of(profile, function, thread, *classes)["count"].sum())
+
+
+OFF_CPU = (SampleClass.BLOCKED, SampleClass.WAITING_TO_RUN, SampleClass.PREEMPTED)
+
+
+def thread_named(profile: Profile, name: str) -> Thread:
+    """Returns the one thread of a name."""
+    (thread,) = (thread for thread in profile.threads if thread.name == name)
+    return thread
+
+
+def off_cpu_by_thread(profile: Profile) -> npt.NDArray[np.int64]:
+    """Returns the exact off-CPU nanoseconds of each thread, shape (threads,)."""
+    rows = profile.samples[profile.samples["klass"] != SampleClass.ON_CPU]
+    sums = np.bincount(rows["thread"], weights=rows["ns"], minlength=len(profile.threads))
+    return sums.astype(np.int64)
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the pids of a process's children."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and f"\nPPid:\t{pid}\n" in (folder / "status").read_text():
+                found.append(int(folder.name))
+        except OSError:  # noqa: PERF203 - it has ended since the listing
+            continue
+    return found
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Returns this environment with some variables set."""
+    return {**os.environ, **changes}
