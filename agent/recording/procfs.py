@@ -21,7 +21,8 @@ _READ_BYTES = 1 << 17
 # What is kept of a command line; a picture's subtitle and a table cell need no more.
 _MAX_COMMAND_LINE_BYTES = 4096
 # Container runtimes name the cgroup after the container: 64 hex digits (OCI, docker, cri-o).
-_CONTAINER_ID = re.compile(r"(?:^|[/-])([0-9a-f]{64})(?:\.scope)?(?:/|$)")
+# containerd joins with colons where systemd names its groups, but does not make them.
+_CONTAINER_ID = re.compile(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?=/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +64,40 @@ def read_text(path: str | Path, limit: int = 65536) -> str:
     return b"".join(parts).decode(errors="replace")
 
 
+def read_lines(path: str | Path, limit: int = 65536) -> list[str]:
+    """Returns the lines of up to `limit` bytes of a small file, none when it cannot be read.
+
+    Only a newline ends a line, which the kernel escapes in names. str.splitlines() knows others,
+    with which a process could write lines of its own into its name or its files'.
+    """
+    lines = read_text(path, limit).split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 def executable_mappings(pid: int) -> list[MapsLine]:
     """Returns what a process has mapped executable, in address order."""
     found = []
-    for line in read_text(f"/proc/{pid}/maps", _MAX_MAPS_BYTES).splitlines():
+    for line in read_lines(f"/proc/{pid}/maps", _MAX_MAPS_BYTES):
         fields = line.split(None, 5)
         if len(fields) < 5 or "x" not in fields[1]:
             continue
-        start, _, end = fields[0].partition("-")
-        # Newlines in file names are written as \012 (seq_file's mangling).
-        path = fields[5].replace("\\012", "\n") if len(fields) > 5 else ""
-        found.append(
-            MapsLine(
-                int(start, 16), int(end, 16), int(fields[2], 16), fields[3], int(fields[4]), path
-            )
-        )
+        mapping = _mapping(fields)
+        if mapping is not None:
+            found.append(mapping)
     return found
+
+
+def _mapping(fields: list[str]) -> MapsLine | None:
+    """Makes a mapping of a line's fields, None of a line that the limit has cut."""
+    start, _, end = fields[0].partition("-")
+    # Newlines in file names are written as \012 (seq_file's mangling).
+    path = fields[5].replace("\\012", "\n") if len(fields) > 5 else ""
+    try:
+        return MapsLine(
+            int(start, 16), int(end, 16), int(fields[2], 16), fields[3], int(fields[4]), path
+        )
+    except ValueError:
+        return None
 
 
 def comm(pid: int, tid: int | None = None) -> str:
@@ -96,15 +115,16 @@ def command_line(pid: int) -> str:
 def executable(pid: int) -> str:
     """Returns the executable's path as the process sees it."""
     try:
-        return str(Path(f"/proc/{pid}/exe").readlink())
+        path = Path(f"/proc/{pid}/exe").readlink()
     except OSError:
         return ""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def cgroup(pid: int) -> str:
     """Returns the cgroup v2 path, or the deepest v1 path where there is no v2 one."""
     paths = {}
-    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
+    for line in read_lines(f"/proc/{pid}/cgroup"):
         _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         paths[controllers] = path
     unified = paths.pop("", "")
@@ -119,7 +139,7 @@ def container_id(cgroup_path: str) -> str:
 
 def status_field(pid: int, field: str) -> list[str]:
     """Returns the words of one line of /proc/PID/status, none when it is not there."""
-    for line in read_text(f"/proc/{pid}/status").splitlines():
+    for line in read_lines(f"/proc/{pid}/status"):
         name, _, words = line.partition(":")
         if name == field:
             return words.split()
@@ -157,9 +177,10 @@ def thread_ids(pid: int) -> list[int]:
 def thread_stat(pid: int, tid: int) -> ThreadStat | None:
     """Returns a thread's state and its count of context switches, None when it is gone."""
     state, switches = "", 0
-    for line in read_text(f"/proc/{pid}/task/{tid}/status").splitlines():
-        if line.startswith("State:"):
-            state = line.split()[1]
-        elif "ctxt_switches" in line:
-            switches += int(line.split()[1])
+    for line in read_lines(f"/proc/{pid}/task/{tid}/status"):
+        field, _, value = line.partition(":")
+        if field == "State":
+            state = value.strip()[:1]
+        elif field.endswith("ctxt_switches"):
+            switches += int(value)
     return ThreadStat(state, switches) if state else None

@@ -103,8 +103,8 @@ def target_of_cgroup(path: Path) -> Target:
 
 def cgroup2_mounts() -> list[Path]:
     """Returns where cgroup v2 is mounted."""
-    lines = procfs.read_text("/proc/self/mounts", 1 << 20).splitlines()
-    return [Path(fields[1]) for fields in map(str.split, lines) if fields[2] == "cgroup2"]
+    mounts = [line.split(" ") for line in procfs.read_lines("/proc/self/mounts", 1 << 20)]
+    return [Path(fields[1]) for fields in mounts if fields[2:3] == ["cgroup2"]]
 
 
 def target_of_all() -> Target:
