@@ -145,7 +145,7 @@ struct thread_event {
 	u32 type;
 	u32 tgid;
 	u32 tid;
-	u32 unused;
+	u32 parent_tgid;
 	u64 image;
 	u64 ns;
 	u64 first_seen_ns;

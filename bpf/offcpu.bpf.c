@@ -41,6 +41,9 @@
 BPF_PERCPU_ARRAY(wait_budgets, struct wait_budget, 1);
 BPF_TABLE("hash", u32, struct thread_state, threads, THREADS_MAX);
 
+/* The target's thread that each CPU runs, 0 for none; u64 as per-CPU values are padded to that. */
+BPF_PERCPU_ARRAY(running, u64, 1);
+
 /* struct bpf_raw_tracepoint_args: the tracepoint's own arguments (include/trace/events/sched.h). */
 struct raw_tracepoint {
 	u64 args[4];
@@ -54,6 +57,15 @@ static __always_inline bool same_thread(struct thread_state *thread, void *task)
 	if (!thread->started_ns) /* seeded by the host half, which cannot know the exact time */
 		thread->started_ns = started_ns;
 	return thread->started_ns == started_ns;
+}
+
+static __always_inline void set_running(u32 tid)
+{
+	u32 zero = 0;
+	u64 *here = running.lookup(&zero);
+
+	if (here)
+		*here = tid;
 }
 
 /* The state of a target's thread; made anew when the id belonged to another thread before. */
@@ -218,6 +230,7 @@ int on_switch(struct raw_tracepoint *ctx)
 		switch_out(ctx, prev, process, id, is_asleep, now_ns);
 	if (thread)
 		switch_in(thread, next, next_tid, now_ns);
+	set_running(thread ? next_tid : 0);
 	return 0;
 }
 
@@ -283,6 +296,7 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	event.type = EVENT_THREAD_EXIT;
 	event.tgid = thread->tgid;
 	event.tid = tid;
+	event.parent_tgid = task_parent_tgid(task);
 	event.image = thread->image;
 	event.ns = now_ns;
 	event.first_seen_ns = thread->first_seen_ns;
@@ -319,6 +333,7 @@ int on_exec(struct raw_tracepoint *ctx)
 		return 0;
 	thread->image = now_ns;
 	thread->switched_ns = now_ns;
+	set_running(tgid);
 	return 0;
 }
 

@@ -116,6 +116,7 @@ LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
 
 SETTINGS_DTYPE = np.dtype("<u8")
 COUNTERS_DTYPE = np.dtype("<u8")
+RUNNING_DTYPE = np.dtype("<u8")
 PID_DTYPE = np.dtype("<u4")
 STACK_ID_DTYPE = np.dtype("<u8")
 PROCESS_STATE_DTYPE = np.dtype([("image", "<u8"), ("flags", "<u4"), ("unused", "<u4")])
@@ -176,7 +177,7 @@ THREAD_EVENT_DTYPE = np.dtype(
         ("type", "<u4"),
         ("tgid", "<u4"),
         ("tid", "<u4"),
-        ("unused", "<u4"),
+        ("parent_tgid", "<u4"),
         ("image", "<u8"),
         ("ns", "<u8"),
         ("first_seen_ns", "<u8"),

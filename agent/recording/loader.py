@@ -68,6 +68,7 @@ class Programs:
         self.counters = Map(
             map_fds["counters"], abi.PID_DTYPE, abi.COUNTERS_DTYPE, len(abi.Counter)
         )
+        self.running = Map(map_fds["running"], abi.PID_DTYPE, abi.RUNNING_DTYPE, 1)
         self.processes = Map(
             map_fds["processes"], abi.PID_DTYPE, abi.PROCESS_STATE_DTYPE, options.processes_max
         )
@@ -119,7 +120,8 @@ def load_programs(options: ProgramOptions) -> Programs:
         "RING_PAGES": options.ring_pages,
         "WAIT_EVENT_NS": f"{options.wait_event_ns}ull",
     }
-    maps = ["settings", "counters", "processes", "threads", "stacks", "sums0", "sums1", "ring"]
+    maps = ["settings", "counters", "processes", "threads", "running", "stacks", "ring"]
+    maps += ["sums0", "sums1"]
     if options.filter is abi.Filter.CGROUP:
         maps.append("cgroups")
     request = {

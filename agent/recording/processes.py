@@ -125,10 +125,10 @@ class ProcessTable:
         self._latest: dict[int, ProcessImage] = {}
         self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
 
-    def image(self, pid: int, image: int) -> ProcessImage:
-        """Returns a process image, entered now if it was not known."""
+    def image(self, pid: int, image: int, parent_pid: int = 0, name: str = "") -> ProcessImage:
+        """Returns a process image, entered now, under that parent and name, if it was not known."""
         known = self._by_key.get((pid, image))
-        return known if known is not None else self._enter(pid, image, image)
+        return known if known is not None else self._enter(pid, image, image, parent_pid, name)
 
     def seen(self, pid: int, image: int, parent_pid: int, name: str, ns: int) -> ProcessImage:
         """Enters a process image whose first sample was just taken, and reads it."""
@@ -152,12 +152,11 @@ class ProcessTable:
     def _read_identity(self, image: ProcessImage) -> None:
         pid = image.pid
         cgroup = procfs.cgroup(pid)
-        if not cgroup:
-            self._inherit(image)
+        executable, command_line = procfs.executable(pid), procfs.command_line(pid)
+        if not cgroup or self._current_image(pid) != image.image:
+            self._inherit(image)  # it is gone, or has become another program by exec
             return
-        image.cgroup = cgroup
-        image.executable = procfs.executable(pid)
-        image.command_line = procfs.command_line(pid)
+        image.cgroup, image.executable, image.command_line = cgroup, executable, command_line
         image.parent_pid = image.parent_pid or procfs.parent_pid(pid)
         image.namespaced_pid = procfs.namespaced_pid(pid)
         image.owner_uid = procfs.owner_uid(pid)

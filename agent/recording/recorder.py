@@ -201,9 +201,13 @@ class Recorder:
         return is_pressed
 
     def _thread_ended(self, event: np.void) -> None:
-        image = self.table.image(int(event["tgid"]), int(event["image"]))
-        thread = self.table.thread(image, int(event["tid"]))
-        thread.name = bytes(event["comm"]).decode(errors="replace") or thread.name
+        tgid, tid = int(event["tgid"]), int(event["tid"])
+        name = bytes(event["comm"]).decode(errors="replace")
+        image = self.table.image(
+            tgid, int(event["image"]), int(event["parent_tgid"]), name if tid == tgid else ""
+        )
+        thread = self.table.thread(image, tid)
+        thread.name = name or thread.name
         # Added, since a thread id may have had an earlier life in the same process.
         thread.on_cpu_ns += int(event["on_cpu_ns"])
         thread.observed_ns += int(event["ns"]) - max(int(event["first_seen_ns"]), self.start_ns)
@@ -258,6 +262,7 @@ class Recorder:
         if not self._options.off_cpu:
             return
         keys, states = self._programs.threads.read_all()
+        running = self._running()
         sum_keys, sum_values = [], []
         for tid, state in zip(keys.tolist(), states, strict=True):
             tgid, stack = int(state["tgid"]), int(state["stack"])
@@ -269,7 +274,9 @@ class Recorder:
             if not switched_ns or switched_ns > end_ns:
                 continue
             if int(state["off_class"]) == SampleClass.ON_CPU:
-                thread.on_cpu_ns += end_ns - switched_ns
+                # Others went off it in a way that the kernel hides: until when is not known.
+                if tid in running or int(state["flags"]) & abi.THREAD_SEEDED:
+                    thread.on_cpu_ns += end_ns - switched_ns
                 continue
             for sample_class, ns in open_parts(state, end_ns):
                 sum_keys.append((stack, int(state["image"]), tgid, tid, int(sample_class), 0))
@@ -281,6 +288,11 @@ class Recorder:
             np.array(sum_keys, abi.SUM_KEY_DTYPE),
             np.array(sum_values, abi.SUM_VALUE_DTYPE),
         )
+
+    def _running(self) -> set[int]:
+        """Returns the targets' threads that the CPUs run, as far as their switches were seen."""
+        tids = self._programs.running.lookup(bytes(4), self.cpu_count)
+        return set() if tids is None else set(tids.tolist())
 
     def _open_wait(self, tid: int, state: np.void, end_ns: int) -> None:
         parts = dict(open_parts(state, end_ns))
