@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process table: which file an address meant when a sample had it.
+
+A literal /proc/PID/maps and a literal answer of the kernel half stand for the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from aiflame.agent.recording import procfs
+from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage, ProcessTable
+from aiflame.agent.recording.procfs import MapsLine
+
+_LIB, _OTHER = 1, 2
+
+
+def _image(*mappings: Mapping) -> ProcessImage:
+    image = ProcessImage(0, 41, 5, 0)
+    image.replace_mappings(list(mappings))
+    return image
+
+
+def _at(image: ProcessImage, *addresses: int) -> list[tuple[int, int] | None]:
+    """The binary and the file offset at each address, None in no mapping."""
+    found = image.find(np.array(addresses, np.uint64)).tolist()
+    mappings = [None if at < 0 else image.mappings[at] for at in found]
+    return [
+        None if m is None else (m.binary, m.file_offset + address - m.start)
+        for m, address in zip(mappings, addresses, strict=True)
+    ]
+
+
+def test_an_address_belongs_to_the_mapping_around_it() -> None:
+    image = _image(Mapping(0x1000, 0x3000, 0x400, _LIB), Mapping(0x3000, 0x4000, 0, _OTHER))
+    assert _at(image, 0xFFF, 0x1000, 0x2FFF, 0x3000, 0x3FFF, 0x4000) == [
+        None,
+        (_LIB, 0x400),
+        (_LIB, 0x23FF),
+        (_OTHER, 0),
+        (_OTHER, 0xFFF),
+        None,
+    ]
+
+
+def test_addresses_at_both_ends_of_the_address_space() -> None:
+    top = 0xFFFF_FFFF_FF60_0000
+    image = _image(Mapping(top, top + 0x1000, 0, _LIB))
+    assert _at(image, 0, top, top + 0xFFF, top + 0x1000, 2**64 - 1) == [
+        None,
+        (_LIB, 0),
+        (_LIB, 0xFFF),
+        None,
+        None,
+    ]
+
+
+def test_no_mappings_and_no_addresses() -> None:
+    assert _at(_image(), 0, 0x1000) == [None, None]
+    assert _image(Mapping(0x1000, 0x2000, 0, _LIB)).find(np.zeros(0, np.uint64)).tolist() == []
+
+
+_KNOWN = (Mapping(0x1000, 0x5000, 0, _LIB), Mapping(0x8000, 0x9000, 0, _LIB))
+
+
+@pytest.mark.parametrize("found", [[], [*_KNOWN], [*reversed(_KNOWN)], [_KNOWN[1]]])
+def test_what_is_known_is_nothing_new(found: list[Mapping]) -> None:
+    image = _image(*_KNOWN)
+    assert not image.replace_mappings(found)
+    assert image.mappings == list(_KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("found", "mappings"),
+    [
+        (  # beside
+            Mapping(0x5000, 0x6000, 0, _OTHER),
+            [_KNOWN[0], Mapping(0x5000, 0x6000, 0, _OTHER), _KNOWN[1]],
+        ),
+        (  # over the end
+            Mapping(0x4000, 0x6000, 0, _OTHER),
+            [Mapping(0x1000, 0x4000, 0, _LIB), Mapping(0x4000, 0x6000, 0, _OTHER), _KNOWN[1]],
+        ),
+        (  # over the beginning: what is left begins later in the file
+            Mapping(0x0800, 0x2000, 0, _OTHER),
+            [Mapping(0x0800, 0x2000, 0, _OTHER), Mapping(0x2000, 0x5000, 0x1000, _LIB), _KNOWN[1]],
+        ),
+        (  # in the middle
+            Mapping(0x2000, 0x3000, 0, _OTHER),
+            [
+                Mapping(0x1000, 0x2000, 0, _LIB),
+                Mapping(0x2000, 0x3000, 0, _OTHER),
+                Mapping(0x3000, 0x5000, 0x2000, _LIB),
+                _KNOWN[1],
+            ],
+        ),
+        (  # over both
+            Mapping(0x1000, 0x9000, 0, NO_BINARY),
+            [Mapping(0x1000, 0x9000, 0, NO_BINARY)],
+        ),
+        (  # the same place with another file: dlclose, then dlopen
+            Mapping(0x1000, 0x5000, 0, _OTHER),
+            [Mapping(0x1000, 0x5000, 0, _OTHER), _KNOWN[1]],
+        ),
+        (  # the same place of the same file, but another part of it
+            Mapping(0x1000, 0x5000, 0x7000, _LIB),
+            [Mapping(0x1000, 0x5000, 0x7000, _LIB), _KNOWN[1]],
+        ),
+        (  # grown
+            Mapping(0x1000, 0x6000, 0, _LIB),
+            [Mapping(0x1000, 0x6000, 0, _LIB), _KNOWN[1]],
+        ),
+    ],
+)
+def test_new_mappings_lie_over_old_ones_which_stay_elsewhere(
+    found: Mapping, mappings: list[Mapping]
+) -> None:
+    image = _image(*_KNOWN)
+    assert image.replace_mappings([found])
+    assert image.mappings == mappings
+    # and what is there now is found, which a second look does not change
+    assert _at(image, found.start) == [(found.binary, found.file_offset)]
+    assert not image.replace_mappings([found])
+
+
+def test_a_library_that_comes_back_to_where_another_was() -> None:
+    first, second = Mapping(0x1000, 0x2000, 0, _LIB), Mapping(0x1000, 0x2000, 0, _OTHER)
+    image = _image(first)
+    for mapping in (second, first):
+        assert image.replace_mappings([mapping])
+        assert image.mappings == [mapping]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_against_one_byte_at_a_time(seed: int) -> None:
+    # GIVEN an address space of 64 bytes in which things are mapped over each other
+    dice = random.Random(seed)
+    image, truth = _image(), [None] * 64
+    for binary in range(20):
+        start = dice.randrange(63)
+        found = Mapping(start, dice.randint(start + 1, 64), dice.randrange(1000), binary)
+        image.replace_mappings([found])
+        for address in range(found.start, found.end):
+            truth[address] = (binary, found.file_offset + address - start)
+    # THEN each byte shows what was mapped there last, and no two mappings overlap
+    assert _at(image, *range(64)) == truth
+    ends = [mapping.end for mapping in image.mappings]
+    assert all(end <= m.start for end, m in zip(ends, image.mappings[1:], strict=False))
+
+
+class _Machine:
+    """What /proc shows of pid 41, and which image of it the kernel half knows."""
+
+    def __init__(self) -> None:
+        self.maps: list[MapsLine] = []
+        self.image: int | None = 5
+        self.reads = 0
+
+    def executable_mappings(self, pid: int) -> list[MapsLine]:
+        self.reads += 1
+        return list(self.maps) if pid == 41 else []
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
+    fake = _Machine()
+    monkeypatch.setattr(procfs, "executable_mappings", fake.executable_mappings)
+    monkeypatch.setattr(procfs, "read_text", lambda path, limit=0: "")
+    return fake
+
+
+@pytest.fixture
+def table(machine: _Machine) -> Iterator[ProcessTable]:
+    made = ProcessTable(1_000, lambda pid: machine.image)
+    yield made
+    made.binaries.close()
+
+
+def _jit(start: int) -> MapsLine:
+    return MapsLine(start, start + 0x1000, 0, "00:00", 0, "")
+
+
+def _mapped(start: int) -> Mapping:
+    return Mapping(start, start + 0x1000, 0, NO_BINARY)
+
+
+def test_a_process_is_read_when_it_is_first_seen(machine: _Machine, table: ProcessTable) -> None:
+    machine.maps = [_jit(0x1000)]
+    image = table.seen(41, 5, 1, "server", 1_500)
+    assert image.mappings == [_mapped(0x1000)]
+    assert (image.pid, image.name, image.parent_pid, image.started_ns) == (41, "server", 1, 1_500)
+    assert image.was_read
+    assert table.image(41, 5) is image
+    assert table.images == [image]
+
+
+def test_a_process_older_than_the_recording_starts_with_it(table: ProcessTable) -> None:
+    assert table.seen(41, 5, 1, "server", 3).started_ns == 1_000
+
+
+def test_mappings_of_another_image_are_not_taken(machine: _Machine, table: ProcessTable) -> None:
+    # GIVEN a process that called exec while its maps were being read, or is gone
+    for known in (6, None):
+        machine.image = known
+        machine.maps = [_jit(0x1000)]
+        image = table.seen(41, 5, 1, "server", 1_500)
+        # THEN what was read is not believed
+        assert image.mappings == []
+        assert not image.was_read
+    # but it is once the image is the right one
+    machine.image = 5
+    assert table.read_mappings(table.image(41, 5))
+    assert table.image(41, 5).mappings == [_mapped(0x1000)]
+
+
+def test_exec_makes_a_new_image_and_keeps_the_old_one(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    machine.maps = [_jit(0x1000)]
+    before = table.seen(41, 5, 1, "sh", 1_500)
+    machine.image, machine.maps = 6, [_jit(0x2000)]
+    table.seen(41, 6, 1, "python3", 1_600)
+    assert [image.mappings for image in table.images] == [[_mapped(0x1000)], [_mapped(0x2000)]]
+    assert table.image(41, 5) is before
+    # The old one is gone, although its pid is not.
+    assert not table.read_mappings(before)
+
+
+def test_a_short_lived_child_has_its_parents_mappings(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    machine.maps = [_jit(0x1000)]
+    table.seen(41, 5, 1, "server", 1_500)
+    machine.image = None
+    child = table.seen(42, 7, 41, "server", 1_600)
+    assert child.mappings == [_mapped(0x1000)]
+    assert child.pid == 42
+    # unless it called exec: then it has another name
+    assert table.seen(43, 8, 41, "ls", 1_700).mappings == []
+
+
+def test_an_image_that_was_never_announced_still_has_a_name(table: ProcessTable) -> None:
+    assert table.image(44, 9).name == "pid 44"
+
+
+def test_an_executing_address_is_looked_for_every_time(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    image = table.image(41, 5)
+    for _ in range(100):
+        table.unknown_address(image, is_certain=True)
+    assert machine.reads == 100
+
+
+def test_a_doubtful_address_is_looked_for_ever_more_rarely(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    image = table.image(41, 5)
+    looked = []
+    for turn in range(300):
+        before = machine.reads
+        table.unknown_address(image, is_certain=False)
+        if machine.reads > before:
+            looked.append(turn)
+    # 2, 4, 8 ... turns are left out, but never more than 64
+    assert looked == [0, 3, 8, 17, 34, 67, 132, 197, 262]
+
+
+def test_a_look_that_brings_something_ends_the_waiting(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    # GIVEN junk that made looks rare
+    image = table.image(41, 5)
+    for _ in range(150):
+        table.unknown_address(image, is_certain=False)
+    # WHEN code is really mapped, and seen executing
+    machine.maps = [_jit(0x7000)]
+    table.unknown_address(image, is_certain=True)
+    assert image.mappings == [_mapped(0x7000)]
+    # THEN the next doubtful addresses are looked for again at once
+    before = machine.reads
+    for _ in range(2):
+        table.unknown_address(image, is_certain=False)
+    assert machine.reads == before + 1
+
+
+def test_threads_are_kept_apart_by_image(table: ProcessTable) -> None:
+    old, new = table.image(41, 5), table.image(41, 6)
+    threads = [table.thread(old, 41), table.thread(new, 41), table.thread(old, 42)]
+    assert table.thread(old, 41) is threads[0]
+    assert table.threads == threads
+    assert [thread.index for thread in threads] == [0, 1, 2]
+    assert threads[0].name == "pid 41"
+
+
+def test_the_end_of_a_process_is_noted_once_it_is_known(table: ProcessTable) -> None:
+    image = table.image(41, 5)
+    table.exited(41, 5, 9_000)
+    table.exited(77, 1, 9_500)
+    assert image.exited_ns == 9_000
+    assert len(table.images) == 1
+
+
+def test_this_process_maps_its_interpreter() -> None:
+    table = ProcessTable(0, lambda pid: 1)
+    try:
+        image = table.seen(os.getpid(), 1, 0, "", 0)
+        files = {table.binaries.files[m.binary].path for m in image.mappings if m.binary >= 0}
+        assert image.executable in files or any("libpython" in path for path in files)
+        assert "[vdso]" in files
+        assert image.namespaced_pid > 0
+        assert image.parent_pid == os.getppid()
+        assert table.binaries.unopened == 0
+    finally:
+        table.binaries.close()
