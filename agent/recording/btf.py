@@ -8,7 +8,9 @@ header, then type records of 12 bytes each followed by kind-specific data, then 
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,14 @@ class _Type:
     data_at: int
 
 
+@contextlib.contextmanager
+def _damage_explained() -> Iterator[None]:
+    try:
+        yield
+    except (struct.error, IndexError) as error:
+        raise EnvironmentUnfit(f"kernel type information is cut or damaged: {error}") from error
+
+
 class Btf:
     """One BTF blob, indexed once.
 
@@ -39,9 +49,10 @@ class Btf:
         blob: The bytes of /sys/kernel/btf/vmlinux.
 
     Raises:
-        EnvironmentUnfit: The blob is not BTF.
+        EnvironmentUnfit: The blob is not BTF, or not a whole one.
     """
 
+    @_damage_explained()
     def __init__(self, blob: bytes) -> None:
         magic, _, _, header_bytes, types_at, types_bytes, strings_at, _ = struct.unpack_from(
             "<HBBIIIII", blob
@@ -93,6 +104,7 @@ class Btf:
     def _find(self, kind: int, name: str) -> int | None:
         return self._by_name.get((kind, self._string_offset(name)))
 
+    @_damage_explained()
     def member_offset(self, struct_name: str, *names: str) -> int:
         """Returns the offset in bytes of the first of `names` that the struct has.
 
@@ -123,6 +135,7 @@ class Btf:
                     return int(bits) + inner
         return None
 
+    @_damage_explained()
     def tracepoint_arguments(self, name: str) -> int:
         """Returns how many arguments the kernel passes to raw tracepoint `name`.
 
