@@ -28,7 +28,7 @@ from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters
 from aiflame.agent.recording.sleepers import Sleepers
-from aiflame.agent.recording.sysbpf import BPF_NOEXIST, Map, ProgramCost
+from aiflame.agent.recording.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.recording.targets import Target
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -123,7 +123,8 @@ class Recorder:
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
         state = np.zeros(1, abi.PROCESS_STATE_DTYPE)
         state["image"], state["flags"] = image, int(flags)
-        self._programs.processes.update(pid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST)
+        # The programs are attached already, and may have been first.
+        self._programs.processes.update(pid.to_bytes(4, "little"), state.tobytes(), BPF_ANY)
 
     def _enter_cgroup(self, map_fd: int) -> None:
         directory = os.open(str(self._target.cgroup), os.O_RDONLY | os.O_DIRECTORY)
