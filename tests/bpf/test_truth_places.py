@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets whose files and ids are not those of the recorder: namespaces, cgroups, deleted files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.recording.targets import cgroup2_mounts
+from recordings import Recording, Workload, children_of, ns_of, rows_of
+from support import wait_until
+
+pytestmark = pytest.mark.bpf
+
+_CONTAINER_ID = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def guest(workload: Callable[..., Path], tmp_path: Path) -> Path:
+    """A folder with a program and the library that it needs, both nowhere else."""
+    library = workload("guestlib", "-shared", "-fPIC", "-Wl,-soname,libguest.so")
+    program = workload("guest", str(library), "-Wl,-rpath,$ORIGIN")
+    folder = tmp_path / "guest files"
+    folder.mkdir()
+    shutil.copy(program, folder / "guest")
+    shutil.copy(library, folder / "libguest.so")
+    return folder
+
+
+def _assert_functions_have_names(profile: Profile, truth: dict[str, int]) -> None:
+    for function, file in (("compute_in_program", "guest"), ("compute_in_library", "libguest.so")):
+        # 150 samples, which vary by less than the root of that: five times so much.
+        sampled_ns = ns_of(profile, function, None, SampleClass.ON_CPU)
+        assert sampled_ns == pytest.approx(truth["cpu_ns"], rel=0.4), function
+        (found,) = (f for f in profile.functions if f.name == function)
+        assert found.binary is not None
+        assert Path(profile.binaries[found.binary].path).name == file
+        assert len(profile.binaries[found.binary].build_id) == 40
+        for row in rows_of(profile, function, None, SampleClass.ON_CPU):
+            assert profile.stacks.ends[row["stack"]] == StackEnd.ROOTED
+    assert not [loss for loss in profile.losses if loss.name != "sampling_skipped"]
+
+
+def test_files_of_another_mount_namespace_give_names(guest: Path, tmp_path: Path) -> None:
+    # GIVEN a process in its own pid and mount namespace, with files on a file system of its own
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    script = 'mount -t tmpfs none "$2" && cp "$1"/* "$2" && rm -r "$1" && exec "$2/guest"'
+    command = ["unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-c", script, "sh", guest, inside]
+    with Workload(command) as workload:
+        (pid,) = children_of(workload.pid)
+        assert not any(inside.iterdir())
+        # WHEN it is recorded from outside
+        with Recording(tmp_path, "-p", pid, "-F", 999) as recording:
+            workload.go()
+            truth = workload.truth()
+            profile = recording.stop().profile
+    # THEN it looks as if there were no walls
+    _assert_functions_have_names(profile, truth)
+    (process,) = profile.processes
+    assert (process.pid, process.name) == (pid, "guest")
+    assert process.executable == str(inside / "guest")
+
+
+def test_deleted_files_give_names(guest: Path, tmp_path: Path) -> None:
+    with Workload([guest / "guest"]) as workload:
+        shutil.rmtree(guest)
+        with Recording(tmp_path, "-p", workload.pid, "-F", 999) as recording:
+            workload.go()
+            truth = workload.truth()
+            profile = recording.stop().profile
+    _assert_functions_have_names(profile, truth)
+
+
+def test_replaced_files_give_the_names_of_those_that_run(guest: Path, tmp_path: Path) -> None:
+    with Workload([guest / "guest"]) as workload:
+        for name in ("guest", "libguest.so"):
+            (guest / "other").write_bytes(b"an upgrade")
+            (guest / "other").replace(guest / name)
+        with Recording(tmp_path, "-p", workload.pid, "-F", 999) as recording:
+            workload.go()
+            truth = workload.truth()
+            profile = recording.stop().profile
+    _assert_functions_have_names(profile, truth)
+
+
+def test_a_command_may_be_gone_before_its_names_are_read(guest: Path, tmp_path: Path) -> None:
+    script = f'echo go | "{guest}/guest" >/dev/null; rm -r "{guest}"'
+    with Recording(tmp_path, "-F", 999, "--", "sh", "-c", script) as recording:
+        profile = recording.wait().profile
+    _assert_functions_have_names(profile, {"cpu_ns": 150_000_000})
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A cgroup with one below it that is named like a container's."""
+    group = cgroup2_mounts()[0] / f"aiflame-test-{os.getpid()}"
+    below = group / f"docker-{_CONTAINER_ID}.scope"
+    below.mkdir(parents=True)
+    yield group
+    for folder in (below, group):
+        # The dead leave their cgroup a moment after they have been waited for.
+        wait_until(lambda folder=folder: _removed(folder))
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _in_cgroup(folder: Path, program: Path) -> Workload:
+    script = 'echo $$ > "$1/cgroup.procs" && exec "$2"'
+    return Workload(["sh", "-c", script, "sh", folder, program])
+
+
+def test_a_cgroup_is_recorded_with_those_below_it(
+    cgroup: Path, guest: Path, tmp_path: Path
+) -> None:
+    (below,) = cgroup.glob("docker-*")
+    program = guest / "guest"
+    with (
+        _in_cgroup(cgroup, program) as here,
+        _in_cgroup(below, program) as child,
+        Workload([program]) as outside,
+        Recording(tmp_path, "--cgroup", cgroup, "-F", 999) as recording,
+    ):
+        for workload in (here, child, outside):
+            workload.go()
+        for workload in (here, child, outside):
+            workload.truth()
+        profile = recording.stop().profile
+    recorded = {process.pid: process for process in profile.processes}
+    assert {*recorded} == {here.pid, child.pid}
+    assert recorded[here.pid].container_id == ""
+    assert recorded[child.pid].container_id == _CONTAINER_ID
+    assert recorded[child.pid].cgroup == f"/{cgroup.name}/{below.name}"
+    assert ns_of(profile, "compute_in_program", None, SampleClass.ON_CPU) == pytest.approx(
+        300_000_000, rel=0.3
+    )
+
+
+def test_a_process_that_enters_a_cgroup_is_recorded_from_there_on(
+    cgroup: Path, guest: Path, tmp_path: Path
+) -> None:
+    with Recording(tmp_path, "--cgroup", cgroup, "-F", 999) as recording:
+        with _in_cgroup(cgroup, guest / "guest") as workload:
+            workload.go()
+            workload.truth()
+        profile = recording.stop().profile
+    assert workload.pid in {process.pid for process in profile.processes}
+    assert ns_of(profile, "compute_in_library", None, SampleClass.ON_CPU) == pytest.approx(
+        150_000_000, rel=0.4
+    )
