@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.capture.columns import check_columns
 from aiflame.agent.capture.raw_frames import RawFrames
 from aiflame.agent.capture.schema import APPLICATION_ID, FACT_PREFIX, SCHEMA_VERSION
 from aiflame.agent.errors import CaptureError
@@ -29,6 +30,7 @@ from aiflame.agent.model import (
     Profile,
     Recording,
     SampleClass,
+    StackEnd,
     Stacks,
     Thread,
 )
@@ -49,9 +51,11 @@ def read_capture(path: Path) -> Profile:
     Raises:
         CaptureError: No such file, cut, foreign, damaged, or of a newer schema.
     """
-    if not path.is_file():
-        raise CaptureError(f"no such capture: {path}")
     try:
+        if not path.exists():
+            raise CaptureError(f"no such capture: {path}")
+        if not path.is_file():  # reading a FIFO would wait for somebody to write
+            raise CaptureError(f"not a file: {path}")
         with path.open("rb") as file:
             magic = file.read(16)
         if magic != b"SQLite format 3\0":
@@ -59,14 +63,16 @@ def read_capture(path: Path) -> Profile:
         database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
         try:
             _check_header(database, path)
+            check_columns(database)
             return _Reader(database).profile()
         finally:
             database.close()
     except OSError as error:
         raise CaptureError(f"cannot read {path}: {error.strerror}") from error
     except (sqlite3.Error, KeyError, ValueError, IndexError, TypeError, OverflowError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise CaptureError(
-            f"damaged capture: {path}: {error}", "record again; a copy may have been cut short"
+            f"damaged capture: {path}: {reason}", "record again; a copy may have been cut short"
         ) from error
 
 
@@ -79,6 +85,12 @@ def _check_header(database: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema {version}, this aiflame reads {SCHEMA_VERSION}",
             "use the version of aiflame that recorded it, or a newer one",
         )
+    pages, page_bytes = (
+        database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
+    )
+    # SQLite itself fills a last page that is not whole with zeros.
+    if pages * page_bytes > path.stat().st_size:
+        raise ValueError("the end is missing")
 
 
 class _Reader:
@@ -185,8 +197,11 @@ class _Reader:
                 )
             ids = np.concatenate(parts)
             offsets = _offsets([len(part) for part in parts])
+        ends = np.array([row[2] for row in rows], np.uint8)
+        if int(ends.max(initial=0)) > max(StackEnd):
+            raise ValueError("an unknown end of a stack")
         return (
-            Stacks(offsets, ids, np.array([row[2] for row in rows], np.uint8)),
+            Stacks(offsets, ids, ends),
             tuple(functions),
             np.array(frames, FRAME_DTYPE),
         )

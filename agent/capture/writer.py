@@ -7,6 +7,7 @@ a readable capture at any moment. Writing knows nothing of how rows came about.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -69,8 +70,10 @@ class CaptureWriter:
         self._many(statement, rows)
 
     def put_meta(self, facts: dict[str, str | int]) -> None:
-        """Writes key/value facts."""
-        rows = ((key, str(value)) for key, value in facts.items())
+        """Writes key/value facts; words of a command line need not be UTF-8."""
+        rows = (
+            (key, os.fsencode(str(value)).decode(errors="replace")) for key, value in facts.items()
+        )
         self._many("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
     def set_stack_frames(self, rows: Iterable[tuple[int, bytes, int]]) -> None:

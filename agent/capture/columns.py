@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a capture's columns hold what schema.sql says.
+
+SQLite keeps whatever is put into a column, and a capture may come from anywhere: a report that
+meets a number instead of a name would end in an internal error. Of the large tables, all of whose
+columns the reader turns into integers itself, only the kind is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+
+from aiflame.agent.capture.schema import schema_sql
+
+_READ_AS_INTEGERS = frozenset({"samples", "waits"})
+
+
+def check_columns(database: sqlite3.Connection) -> None:
+    """Looks at the type of every value.
+
+    Raises:
+        ValueError: A table is missing or is a view, or a value is of another type.
+        sqlite3.Error: A column is missing, or the file is damaged.
+    """
+    # A view could compute forever.
+    found = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE rootpage")}
+    for table, condition in _conditions().items():
+        if table not in found:
+            raise ValueError(f"no table {table}")
+        if table in _READ_AS_INTEGERS:
+            continue
+        query = f"SELECT 1 FROM {table} WHERE {condition} LIMIT 1"  # noqa: S608 - our own names
+        if database.execute(query).fetchone():
+            raise ValueError(f"a value in {table} is of the wrong type")
+
+
+def _conditions() -> dict[str, str]:
+    """Returns for each table of the schema what is true of a row that holds another type."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as empty:
+        empty.executescript(schema_sql())
+        tables = empty.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        return {
+            table: " OR ".join(
+                _is_wrong(name, kind, bool(not_null or key))
+                for _, name, kind, not_null, _, key in empty.execute(f"PRAGMA table_info({table})")
+            )
+            for (table,) in tables
+        }
+
+
+def _is_wrong(column: str, kind: str, is_required: bool) -> str:
+    allowed = f"'{kind.lower()}'" if is_required else f"'{kind.lower()}', 'null'"
+    return f'typeof("{column}") NOT IN ({allowed})'

@@ -1,0 +1,519 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures: what is written is what is read, and what is no whole capture is said to be none."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sqlite3
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent import cli
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
+from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.errors import AiflameError, CaptureError
+from aiflame.agent.model import Binary, FrameKind, Function, Loss, Process, SampleClass, Thread
+
+_MS = 1_000_000
+
+_META: dict[str, str | int] = {
+    "aiflame_version": "0.1.0",
+    "started_unix_ns": 1_795_000_000 * 10**9,
+    "duration_ns": 2_000 * _MS,
+    "period_ns": 10 * _MS,
+    "command": "aiflame record -p 100",
+    "target": "server (pid 100)",
+    "recorder_cpu_ns": 15 * _MS,
+    "recorder_peak_rss_bytes": 48 << 20,
+    "fact:kernel": "6.8.0",
+    "fact:host": "testhost",
+    "complete": 1,
+}
+
+# Ids begin anywhere and have gaps: a reader may rely on neither.
+_ROWS: dict[str, list[tuple[object, ...]]] = {
+    "processes": [
+        (3, 100, 1, "server", "/opt/server", "/opt/server --fast", "/a", "ab" * 32, 0, None),
+        (7, 200, 100, "helper", "", "", "/", "", 5 * _MS, 900 * _MS),
+    ],
+    "threads": [
+        (2, 7, 200, "helper", 3 * _MS, 895 * _MS),
+        (9, 3, 101, "worker", 40 * _MS, 2_000 * _MS),
+    ],
+    "binaries": [(1, "/opt/server", "abcd"), (4, "/lib/libx.so.1", "")],
+    "mappings": [
+        (3, 0x5000_0000, 0x5001_0000, 0x1000, 0x4FFF_F000, 1),
+        (3, 0x7000_0000, 0x7000_2000, 0, 0x7000_0000, 4),
+    ],
+    "functions": [
+        (5, 0, "main", 1, "src/main.c"),
+        (6, 1, "do_sys_read", None, ""),
+        (8, 2, "train", None, "train.py"),
+    ],
+    "frames": [(10, 8, 31, 0, 0), (20, 5, 12, 0x1040, 0), (30, 6, 0, 0xFFFF_8100, 1)],
+    "stacks": [
+        (1, 3, 1, 0, bytes(24), struct.pack("<3I", 20, 10, 30)),
+        (6, 3, 0, 5, b"", b""),
+        (8, 7, 0, 2, bytes(8), struct.pack("<I", 20)),
+    ],
+    "samples": [
+        (0, 8, 2, 0, 3, 30 * _MS),
+        (0, 1, 9, 1, 1, 500 * _MS),
+        (1, 1, 9, 1, 2, 700 * _MS),
+        (1, 6, 9, 3, 1, 9),
+        (1, 1, 9, 0, 4, 40 * _MS),
+    ],
+    "waits": [(1, 9, 600 * _MS, 700 * _MS, 5), (1, 9, 20 * _MS, 500 * _MS, 0)],
+    "losses": [("ring_full", 2, "events that were lost")],
+}
+
+
+def _write(path: Path, *, meta: dict[str, str | int] | None = None, **rows: list) -> Path:
+    writer = CaptureWriter(path)
+    writer.put_meta(_META if meta is None else meta)
+    for table, own in _ROWS.items():
+        writer.put(table, rows.get(table, own))
+    writer.commit()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Path:
+    return _write(tmp_path / "run.aiflame")
+
+
+def test_what_was_written_is_read(capture: Path) -> None:
+    profile = read_capture(capture)
+    recording = profile.recording
+    assert recording.started_unix_ns == 1_795_000_000 * 10**9
+    assert (recording.duration_ns, recording.period_ns) == (2_000 * _MS, 10 * _MS)
+    assert (recording.command, recording.target) == ("aiflame record -p 100", "server (pid 100)")
+    assert (recording.recorder_cpu_ns, recording.recorder_peak_rss_bytes) == (15 * _MS, 48 << 20)
+    assert recording.facts == (("kernel", "6.8.0"), ("host", "testhost"))
+    assert profile.processes == (
+        Process(100, 1, "server", "/opt/server", "/opt/server --fast", "/a", "ab" * 32, 0, None),
+        Process(200, 100, "helper", "", "", "/", "", 5 * _MS, 900 * _MS),
+    )
+    assert profile.threads == (
+        Thread(1, 200, "helper", 3 * _MS, 895 * _MS),
+        Thread(0, 101, "worker", 40 * _MS, 2_000 * _MS),
+    )
+    assert profile.binaries == (Binary("/opt/server", "abcd"), Binary("/lib/libx.so.1", ""))
+    assert profile.functions == (
+        Function(FrameKind.NATIVE, "main", 0, "src/main.c"),
+        Function(FrameKind.KERNEL, "do_sys_read", None, ""),
+        Function(FrameKind.PYTHON, "train", None, "train.py"),
+    )
+    assert profile.losses == (Loss("ring_full", 2, "events that were lost"),)
+
+
+def test_ids_become_indexes(capture: Path) -> None:
+    profile = read_capture(capture)
+    assert profile.frames.tolist() == [
+        (2, 31, 0, False),
+        (0, 12, 0x1040, False),
+        (1, 0, 0xFFFF_8100, True),
+    ]
+    assert profile.stacks.offsets.tolist() == [0, 3, 3, 4]
+    assert profile.stacks.frames.tolist() == [1, 0, 2, 1]
+    assert profile.stacks.ends.tolist() == [0, 5, 2]
+
+
+def test_samples_are_summed_over_the_intervals(capture: Path) -> None:
+    assert sorted(read_capture(capture).samples.tolist()) == [
+        (0, 1, SampleClass.ON_CPU, 4, 40 * _MS),
+        (0, 1, SampleClass.BLOCKED, 3, 1_200 * _MS),
+        (1, 1, SampleClass.PREEMPTED, 1, 9),
+        (2, 0, SampleClass.ON_CPU, 3, 30 * _MS),
+    ]
+
+
+def test_waits_are_in_order(capture: Path) -> None:
+    assert read_capture(capture).waits.tolist() == [
+        (0, 1, 20 * _MS, 500 * _MS, 0),
+        (0, 1, 600 * _MS, 700 * _MS, 5),
+    ]
+
+
+def test_a_capture_of_nothing(tmp_path: Path) -> None:
+    empty = _write(tmp_path / "run.aiflame", **{table: [] for table in _ROWS})
+    profile = read_capture(empty)
+    assert len(profile.stacks) == len(profile.samples) == len(profile.waits) == 0
+    assert profile.threads == profile.functions == profile.losses == ()
+
+
+_ADDRESSES = [0xFFFF_FFFF_8100_0000, 0x5000_0040, 0x7000_1234, 0x9999_0000]
+
+
+def test_unresolved_stacks_are_read_by_module_and_offset(tmp_path: Path) -> None:
+    # GIVEN a recording that was killed: one stack has its names, and one has not
+    raw = struct.pack("<4Q", *_ADDRESSES)
+    meta = {key: value for key, value in _META.items() if key not in ("complete", "duration_ns")}
+    stacks = [_ROWS["stacks"][0], (6, 3, 1, 5, raw, None), _ROWS["stacks"][2]]
+    profile = read_capture(_write(tmp_path / "run.aiflame", meta=meta, stacks=stacks))
+    # THEN its frames are named by where they are, root first
+    begin, end = profile.stacks.offsets[1:3]
+    functions = [
+        profile.functions[profile.frames["function"][frame]]
+        for frame in profile.stacks.frames[begin:end]
+    ]
+    assert functions == [
+        Function(FrameKind.NATIVE, "[native 0x99990000]", None, ""),
+        Function(FrameKind.NATIVE, "[libx.so.1+0x1234]", 1, ""),
+        Function(FrameKind.NATIVE, "[server+0x1040]", 0, ""),
+        Function(FrameKind.KERNEL, "[kernel 0xffffffff81000000]", None, ""),
+    ]
+    assert profile.frames["address"][profile.stacks.frames[begin:end]].tolist()[1:3] == [
+        0x1234,
+        0x1040,
+    ]
+    # and the others are as they were, and the reader is told
+    assert profile.stacks.frames[:begin].tolist() == [1, 0, 2]
+    assert profile.stacks.frames[end:].tolist() == [1]
+    assert ("incomplete", "the recording did not end in order") in profile.recording.facts
+
+
+def test_an_unresolved_stack_of_an_unmapped_process(tmp_path: Path) -> None:
+    stacks = [(i, 7, 0, 2, struct.pack("<Q", 0x5000_0040), None) for i in (1, 6, 8)]
+    profile = read_capture(_write(tmp_path / "run.aiflame", stacks=stacks))
+    assert profile.functions[-1].name == "[native 0x50000040]"
+    assert np.unique(profile.stacks.frames).size == 1
+
+
+def test_only_what_was_committed_is_there(tmp_path: Path) -> None:
+    path = _write(tmp_path / "run.aiflame")
+    before = path.read_bytes()
+    other = tmp_path / "other.aiflame"
+    writer = CaptureWriter(other)
+    writer.put_meta(_META)
+    writer.put("binaries", [(1, "/a", "")])
+    writer.commit()
+    writer.put("binaries", [(2, "/b", "")])
+    writer.rollback()
+    writer.put("binaries", [(3, "/c", "")])
+    writer.commit()
+    writer.put("binaries", [(4, "/d", "")])
+    writer.close()
+    assert [binary.path for binary in read_capture(other).binaries] == ["/a", "/c"]
+    # and reading changes nothing, nor leaves files beside it
+    read_capture(path)
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.aiflame", "run.aiflame"]
+
+
+def test_rows_with_the_same_key_are_replaced(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path / "run.aiflame")
+    writer.put_meta(_META)
+    for name in ("sh", "python3"):
+        writer.put("processes", [(0, 1, 0, name, "", "", "", "", 0, None)])
+        writer.put_meta({"target": name})
+    writer.commit()
+    writer.close()
+    profile = read_capture(tmp_path / "run.aiflame")
+    assert [process.name for process in profile.processes] == ["python3"]
+    assert profile.recording.target == "python3"
+
+
+def test_stacks_between_recording_and_resolving(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path / "run.aiflame")
+    writer.put("stacks", [(4, 0, 1, 0, b"a" * 16, None), (2, 0, 0, 3, b"", None)])
+    writer.put("samples", [(0, 4, 0, 1, 1, 5), (0, 2, 0, 0, 1, 5), (1, 4, 0, 2, 1, 5)])
+    assert writer.stack_rows() == [(2, 0, 0, 3, b""), (4, 0, 1, 0, b"a" * 16)]
+    assert writer.switch_stack_ids() == [4]
+    writer.set_stack_frames([(2, b"\1\0\0\0", 4)])
+    assert writer.stack_rows()[1] == (4, 0, 1, 2, b"a" * 16)
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ["x" * 10_000, "\u202e\u05d0\U0001f525", "a\0b\nc\x1b[31m", ""])
+def test_names_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    path = _write(
+        tmp_path / "run.aiflame",
+        functions=[(5, 0, name, 1, name), *_ROWS["functions"][1:]],
+        processes=[(3, 1, 0, name, name, name, name, name, 0, None), _ROWS["processes"][1]],
+    )
+    profile = read_capture(path)
+    assert profile.functions[0] == Function(FrameKind.NATIVE, name, 0, name)
+    assert profile.processes[0].command_line == name
+
+
+def test_a_command_line_that_is_not_utf8_does_not_end_the_recording(tmp_path: Path) -> None:
+    meta = {**_META, "command": "aiflame record -- ./" + os.fsdecode(b"\xff")}
+    path = _write(tmp_path / "run.aiflame", meta=meta)
+    assert read_capture(path).recording.command == "aiflame record -- ./\ufffd"
+
+
+def test_a_full_disk_keeps_what_was_committed(tmp_path: Path) -> None:
+    path = tmp_path / "run.aiflame"
+    writer = CaptureWriter(path)
+    writer.put_meta(_META)
+    writer.commit()
+    # GIVEN a limit on the size of files, which is as good as a disk's end
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4096, hard))
+    try:
+        with pytest.raises(DiskFull, match=f"^cannot write {path}: ") as error:
+            for i in range(1_000):
+                writer.put("binaries", [(i, "x" * 10_000, "")])
+                writer.commit()
+        writer.rollback()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "free some space" in (error.value.hint or "")
+    writer.close()
+    assert read_capture(path).recording.target == "server (pid 100)"
+
+
+@pytest.mark.parametrize("folder", ["missing", "file"])
+def test_a_capture_that_cannot_be_made(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(AiflameError, match=r"^cannot write .*: unable to open database file$"):
+        CaptureWriter(tmp_path / folder / "run.aiflame")
+
+
+# What is no whole capture. Each is read through the command line, as a user would.
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], path: Path, verb: str = "stats") -> str:
+    """The one line that both verbs print; anything else fails."""
+    arguments = {"stats": [], "report": ["-f", "folded", "-o", "-"]}[verb]
+    assert cli.main([verb, str(path), *arguments]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("aiflame: ")
+    assert "internal error" not in err
+    assert "Traceback" not in err
+    return err.removeprefix("aiflame: ").partition("\n")[0].replace(str(path), "PATH")
+
+
+def test_what_is_there_instead_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "fifo")  # reading it would wait forever
+    (tmp_path / "loop").symlink_to("loop")
+    assert _refusal(capsys, tmp_path / "missing") == "no such capture: PATH"
+    assert _refusal(capsys, tmp_path) == "not a file: PATH"
+    assert _refusal(capsys, tmp_path / "fifo") == "not a file: PATH"
+    assert _refusal(capsys, Path("/dev/zero")) == "not a file: PATH"
+    assert _refusal(capsys, tmp_path / "loop") == "no such capture: PATH"
+    assert _refusal(capsys, tmp_path / ("x" * 10_000)) == "cannot read PATH: File name too long"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0", b"SQLite", b"SQLite format 3", b"<!doctype html>", os.urandom(4096)]
+)
+def test_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    path = tmp_path / "run.aiflame"
+    path.write_bytes(content)
+    assert _refusal(capsys, path) == "not an aiflame capture: PATH"
+    assert _refusal(capsys, path, "report") == "not an aiflame capture: PATH"
+
+
+def test_another_programs_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "places.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE samples (a)")
+    database.close()
+    assert _refusal(capsys, path) == "not an aiflame capture: PATH"
+
+
+def _change(path: Path, *statements: str) -> Path:
+    with sqlite3.connect(path) as database:
+        # Nobody needs it after a power cut.
+        database.execute("PRAGMA synchronous = OFF")
+        for statement in statements:
+            database.execute(statement)
+    database.close()
+    return path
+
+
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, 2**31 - 1])
+def test_another_schema(capture: Path, capsys: pytest.CaptureFixture[str], version: int) -> None:
+    _change(capture, f"PRAGMA user_version = {version}")
+    assert _refusal(capsys, capture) == f"PATH has schema {version}, this aiflame reads 1"
+
+
+def test_a_database_with_nothing_but_our_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _change(
+        tmp_path / "run.aiflame",
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        f"PRAGMA user_version = {SCHEMA_VERSION}",
+    )
+    assert _refusal(capsys, path) == "damaged capture: PATH: no table meta"
+
+
+def test_a_capture_that_was_cut_anywhere(capture: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = capture.read_bytes()
+    said = set()
+    for length in [*range(0, 200, 7), *range(200, len(whole), 997), len(whole) - 1]:
+        capture.write_bytes(whole[:length])
+        said.add(_refusal(capsys, capture).partition(":")[0])
+    assert said == {"not an aiflame capture", "damaged capture"}
+
+
+def test_a_capture_with_bytes_changed_is_read_or_refused(
+    capture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = capture.read_bytes()
+    codes = []
+    for place in range(100, len(whole), 499):
+        capture.write_bytes(whole[:place] + b"\xa5" * 9 + whole[place + 9 :])
+        codes.append(cli.main(["report", str(capture), "-f", "folded", "-o", "-"]))
+        assert "internal error" not in capsys.readouterr().err
+    assert set(codes) == {0, 1}
+
+
+_COLUMNS = {
+    "meta": "key value",
+    "processes": "id pid parent_pid name executable command_line cgroup container_id started_ns"
+    " exited_ns",
+    "threads": "id process_id tid name on_cpu_ns observed_ns",
+    "binaries": "id path build_id",
+    "functions": "id kind name binary_id file",
+    "frames": "id function_id line address inlined",
+    "stacks": "id process_id kernel_depth end_reason addresses frames",
+    "samples": "stack_id thread_id class count ns",
+    "waits": "stack_id thread_id start_ns blocked_ns runnable_ns",
+    "losses": "name count meaning",
+}
+_MAY_BE_NULL = {"processes.exited_ns", "functions.binary_id", "stacks.frames"}
+_TEXTS = {
+    "meta": "key value",
+    "processes": "name executable command_line cgroup container_id",
+    "threads": "name",
+    "binaries": "path build_id",
+    "functions": "name file",
+    "losses": "name meaning",
+}
+
+
+def _cells(columns: dict[str, str]) -> list[str]:
+    return [f"{table}.{column}" for table, names in columns.items() for column in names.split()]
+
+
+def _put(path: Path, cell: str, value: str) -> Path:
+    """Puts an SQL value into a column of each row, whatever the schema says."""
+    table, column = cell.split(".")
+    with sqlite3.connect(path) as database:
+        names = [f'"{row[1]}"' for row in database.execute(f"PRAGMA table_info({table})")]
+        statements = (
+            f"ALTER TABLE {table} RENAME TO strict",
+            f"CREATE TABLE {table} ({', '.join(names)})",  # without types it takes anything
+            f"INSERT INTO {table} SELECT * FROM strict",  # noqa: S608
+            f"UPDATE {table} SET {column} = {value}",  # noqa: S608
+        )
+    database.close()
+    return _change(path, *statements)
+
+
+@pytest.mark.parametrize("cell", _cells(_COLUMNS))
+def test_values_of_the_wrong_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cell: str
+) -> None:
+    wrong = ["x'fffe'", "1e999", "7" if cell in _cells(_TEXTS) else "'abc'"]
+    if cell == "stacks.addresses" or cell == "stacks.frames":
+        wrong.remove("x'fffe'")
+    if cell not in _MAY_BE_NULL:
+        wrong.append("NULL")
+    for i, value in enumerate(wrong):
+        path = _put(_write(tmp_path / f"{i}.aiflame"), cell, value)
+        assert _refusal(capsys, path).startswith("damaged capture: PATH: ")
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        ("threads.process_id", "99"),
+        ("functions.binary_id", "99"),
+        ("functions.kind", "9"),
+        ("frames.function_id", "99"),
+        ("frames.line", "-1"),
+        ("frames.line", "1 << 40"),
+        ("frames.address", "-1"),
+        ("stacks.end_reason", "8"),
+        ("stacks.end_reason", "256"),
+        ("stacks.end_reason", "-1"),
+        ("stacks.frames", "x'63000000'"),
+        ("stacks.frames", "x'0a0000'"),
+        ("stacks.frames", "x'0a000000' || x'00'"),
+        ("samples.stack_id", "99"),
+        ("samples.thread_id", "0"),
+        ("samples.class", "4"),
+        ("samples.class", "256"),
+        ("samples.ns", "-1"),
+        ("samples.ns", str(2**63 - 1)),
+        ("waits.stack_id", "2"),
+        ("waits.thread_id", "-1"),
+        ("waits.blocked_ns", "-5"),
+        ("meta.value", "'abc'"),
+    ],
+)
+def test_numbers_that_cannot_be(
+    capture: Path, capsys: pytest.CaptureFixture[str], cell: str, value: str
+) -> None:
+    _put(capture, cell, value)
+    assert _refusal(capsys, capture).startswith("damaged capture: PATH: ")
+    assert _refusal(capsys, capture, "report").startswith("damaged capture: PATH: ")
+
+
+@pytest.mark.parametrize("table", _COLUMNS)
+def test_a_missing_table_and_a_view_in_its_place(
+    capture: Path, capsys: pytest.CaptureFixture[str], table: str
+) -> None:
+    _change(capture, f"DROP TABLE {table}")
+    assert _refusal(capsys, capture) == f"damaged capture: PATH: no table {table}"
+    # This one would never end.
+    endless = "WITH RECURSIVE n (x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"
+    _change(capture, f"CREATE VIEW {table} AS {endless}")
+    assert _refusal(capsys, capture) == f"damaged capture: PATH: no table {table}"
+
+
+@pytest.mark.parametrize("key", ["aiflame_version", "started_unix_ns", "period_ns", "target"])
+def test_a_missing_fact_is_named(
+    capture: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    _change(capture, f"DELETE FROM meta WHERE key = '{key}'")  # noqa: S608
+    assert _refusal(capsys, capture) == f"damaged capture: PATH: '{key}' is missing"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["stats"],
+        *(["report", "-f", f, "-o", "-"] for f in ("html", "svg", "folded", "speedscope", "pprof")),
+    ],
+)
+@pytest.mark.parametrize("change", [
+    "UPDATE meta SET value = '0' WHERE key LIKE '%_ns'",
+    "UPDATE meta SET value = '-5' WHERE key LIKE '%_ns'",
+    "UPDATE meta SET value = '9999999999999999999999' WHERE key LIKE '%_ns'",
+    "UPDATE processes SET pid = -1, parent_pid = -1, started_ns = -1",
+    "UPDATE functions SET name = replace(hex(zeroblob(5000)), '00', 'xx')",
+    "UPDATE threads SET on_cpu_ns = 9223372036854775807, observed_ns = 0",
+    "DELETE FROM losses",
+])  # fmt: skip
+def test_odd_but_possible_captures_are_shown_or_refused(
+    capture: Path, capsysbinary: pytest.CaptureFixture[bytes], change: str, arguments: list[str]
+) -> None:
+    _change(capture, change)
+    assert cli.main([arguments[0], str(capture), *arguments[1:]]) in (0, 1)
+    assert b"internal error" not in capsysbinary.readouterr().err
+
+
+def test_a_path_with_characters_of_urls(tmp_path: Path) -> None:
+    make: Callable[[str], Path] = lambda name: _write(tmp_path / name)  # noqa: E731
+    for name in ("a?mode=rw.aiflame", "50%41#x.aiflame", "sp ace\u05d0.aiflame"):
+        assert read_capture(make(name)).recording.target == "server (pid 100)"
+
+
+def test_a_foreign_file_is_an_error_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError):
+        read_capture(tmp_path / "missing")
