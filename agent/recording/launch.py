@@ -53,7 +53,9 @@ class HeldCommand:
 
     def __init__(self, command: list[str]) -> None:
         if shutil.which(command[0]) is None:
-            raise UsageError(f"cannot run {command[0]}: no such program")
+            raise UsageError(
+                f"cannot run {command[0]}: no such program", "name one in PATH, or give its path"
+            )
         self._gate_fd = self._failure_fd = -1
         gate_read, self._gate_fd = os.pipe2(os.O_CLOEXEC)
         self._failure_fd, failure_write = os.pipe2(os.O_CLOEXEC)

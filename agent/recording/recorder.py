@@ -83,7 +83,7 @@ class Recorder:
         self.cpu_count = os.sysconf("SC_NPROCESSORS_CONF")
         self._epoch = 0
         self._images_written = self._threads_written = 0
-        self.sleepers = Sleepers()
+        self.sleepers = Sleepers(options.kernel_stacks)
         self._entering: Iterator[None] = iter(())
 
     def start(self) -> None:
@@ -282,7 +282,8 @@ class Recorder:
             for sample_class, ns in open_parts(state, end_ns):
                 sum_keys.append((stack, int(state["image"]), tgid, tid, int(sample_class), 0))
                 sum_values.append((1, ns))
-            if end_ns - switched_ns >= self._options.wait_event_ns:
+            is_wait = int(state["off_class"]) == SampleClass.BLOCKED
+            if is_wait and end_ns - switched_ns >= self._options.wait_event_ns:
                 self._open_wait(tid, state, end_ns)
         self.samples.add(
             (end_ns - self.start_ns - 1) // INTERVAL_NS,

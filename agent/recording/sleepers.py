@@ -45,9 +45,14 @@ class Sleeper:
 
 
 class Sleepers:
-    """The threads entered at the start, by the id of their made-up stack."""
+    """The threads entered at the start, by the id of their made-up stack.
 
-    def __init__(self) -> None:
+    Args:
+        kernel_stacks: Whether kernel frames are asked for.
+    """
+
+    def __init__(self, kernel_stacks: bool) -> None:
+        self._kernel_stacks = kernel_stacks
         self.by_stack: dict[int, Sleeper] = {}
 
     def enter(self, programs: Programs, pid: int, start_ns: int) -> Iterator[None]:
@@ -70,7 +75,8 @@ class Sleepers:
             state["flags"] = abi.THREAD_SEEDED
             is_asleep = before.state in _ASLEEP
             state["off_class"] = SampleClass.BLOCKED if is_asleep else SampleClass.ON_CPU
-            sleeper = Sleeper(pid, _kernel_frames(pid, tid) if is_asleep else ())
+            has_frames = is_asleep and self._kernel_stacks
+            sleeper = Sleeper(pid, _kernel_frames(pid, tid) if has_frames else ())
             if not programs.threads.update(tid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST):
                 continue
             self.by_stack[stack] = sleeper
