@@ -163,5 +163,5 @@ def test_a_command_is_recorded_from_its_first_instruction(lives: Path, tmp_path:
     assert process.command_line == f"{lives} first"
     assert process.exited_ns is not None
     assert thread.observed_ns == pytest.approx(process.exited_ns - process.started_ns, rel=0.01)
-    assert thread.on_cpu_ns >= 201_000_000
+    assert thread.on_cpu_ns >= 0.99 * 201_000_000
     _assert_sums_are_possible(profile)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a recording ends: by signals, by force, for want of space; and what it leaves behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.errors import CaptureError
+from recordings import Recording, Workload, children_of
+from support import AIFLAME, wait_until
+
+pytestmark = pytest.mark.bpf
+
+
+@pytest.fixture
+def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that both computes and waits, for longer than any test takes."""
+    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_a_recording_in_order(
+    busy: subprocess.Popen[bytes], tmp_path: Path, number: int
+) -> None:
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        ended = recording.stop(number)
+    assert ended.returncode == 0, ended.stderr
+    assert _files(tmp_path) == {"run.aiflame", "run.html"}
+    assert "Wrote run.aiflame" in ended.stderr
+    assert "Next: aiflame" in ended.stderr
+    assert len(ended.profile.samples)
+
+
+def test_a_second_signal_leaves_nothing(busy: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        # Both arrive at once, however fast the recorder is.
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM):
+            recording.process.send_signal(number)
+        ended = recording.stop(signal.SIGCONT)
+    assert ended.returncode == 130, ended.stderr
+    assert "aborted" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert _files(tmp_path) == set()
+
+
+def test_the_end_of_the_target_ends_a_recording(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        busy.kill()
+        ended = recording.wait()
+    assert ended.returncode == 0, ended.stderr
+    assert _files(tmp_path) == {"run.aiflame", "run.html"}
+    assert all(process.exited_ns is not None for process in ended.profile.processes)
+
+
+@pytest.mark.parametrize("report", [["stats"], ["report", "-f", "folded", "-o", "-"]])
+def test_ctrl_c_ends_other_verbs_without_a_trace(
+    busy: subprocess.Popen[bytes], tmp_path: Path, report: list[str]
+) -> None:
+    # GIVEN a verb that waits to be read, since the pipe it writes to is full
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        recording.stop()
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, bytes(4096))
+    command = [*AIFLAME, report[0], "run.aiflame", *report[1:]]
+    verb = subprocess.Popen(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    # The system call it is in: write (1) to standard output (1); proc.rst, v6.1.
+    wait_until(lambda: Path(f"/proc/{verb.pid}/syscall").read_text().startswith("1 0x1 "), 60)
+    # WHEN Ctrl-C is pressed
+    verb.send_signal(signal.SIGINT)
+    _, said = verb.communicate(timeout=60)
+    os.close(reader)
+    # THEN it ends as programs do that a Ctrl-C ends
+    assert verb.returncode == 130
+    assert b"Traceback" not in said
+
+
+def test_ctrl_c_ends_doctor_without_a_trace(tmp_path: Path) -> None:
+    doctor = subprocess.Popen(
+        [*AIFLAME, "doctor"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    # It compiles in a child, as a recording does: by then it is at work.
+    wait_until(lambda: children_of(doctor.pid) or doctor.poll() is not None, 60)
+    doctor.send_signal(signal.SIGINT)
+    _, said = doctor.communicate(timeout=60)
+    assert doctor.returncode in (0, 130)
+    assert b"Traceback" not in said
+
+
+def _samples(capture: Path) -> int:
+    try:
+        return len(read_capture(capture).samples)
+    except CaptureError:
+        return 0
+
+
+def test_a_killed_recording_leaves_no_half_file(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    # GIVEN a recording that has written its first second
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        (hidden,) = tmp_path.iterdir()
+        wait_until(lambda: _samples(hidden), 60)
+        children = children_of(recording.pid)
+        # WHEN it is killed
+        ended = recording.stop(signal.SIGKILL)
+    assert ended.returncode == -signal.SIGKILL
+    # THEN nothing has the name that was asked for, and what was written can be read
+    assert not ended.capture.exists()
+    assert hidden.name.startswith(".")
+    profile = read_capture(hidden)
+    assert len(profile.samples)
+    assert "incomplete" in dict(profile.recording.facts)
+    # and nothing runs on.
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`small_disk(kilobytes)` mounts a file system of that size."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(kilobytes: int) -> Path:
+        options = f"size={kilobytes}k"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+        return folder
+
+    yield mount
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("kilobytes", [16, 96, 200, 400])
+def test_a_full_disk_loses_nothing_that_was_written(
+    workload: Callable[..., Path], small_disk: Callable[[int], Path], kilobytes: int
+) -> None:
+    # GIVEN a disk that has room for nothing, for an empty capture, for a part, for a capture alone
+    folder = small_disk(kilobytes)
+    command = [*AIFLAME, "record", "-o", "run.aiflame"]
+    with Workload([workload("lives"), "crowd"]) as crowd:
+        # WHEN two thousand threads are recorded
+        recorder = subprocess.Popen(
+            [*command, "-p", str(crowd.pid), "-d", "1"],
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        crowd.go()
+        crowd.truth()
+        _, said = recorder.communicate(timeout=60)
+    # THEN it says so, and there is a capture that can be read, or none
+    assert recorder.returncode == 1, said
+    assert "free some space" in said
+    assert "Traceback" not in said
+    assert _files(folder) <= {"run.aiflame", "run.html"}
+    if kilobytes < 96:
+        assert _files(folder) == set()
+    else:
+        read_capture(folder / "run.aiflame")
+
+
+def test_the_command_runs_as_the_sudo_user_who_owns_the_files(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    user = {"SUDO_UID": "65534", "SUDO_GID": "65534", "SUDO_USER": "nobody"}
+    with Recording(
+        tmp_path, "--", workload("lives"), "first", env={**os.environ, **user}
+    ) as recording:
+        out, said = recording.process.communicate(timeout=60)
+    assert recording.process.returncode == 0, said
+    assert out.startswith("uid 65534 gid 65534 home /nonexistent")
+    for name in ("run.aiflame", "run.html"):
+        status = (tmp_path / name).stat()
+        assert (status.st_uid, status.st_gid) == (65534, 65534)
+
+
+def test_the_recorder_ends_with_its_command(workload: Callable[..., Path], tmp_path: Path) -> None:
+    # The command's own exit code is its own: the recording went well.
+    with Recording(tmp_path, "--", workload("lives"), "first", "3") as recording:
+        ended = recording.wait()
+    assert ended.returncode == 0, ended.stderr
+    assert _files(tmp_path) == {"run.aiflame", "run.html"}

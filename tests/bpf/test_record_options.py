@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the options of `record` do, and with which code and words it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from recordings import Workload
+
+pytestmark = pytest.mark.bpf
+
+RunAiflame = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def asleep(workload: Callable[..., Path]) -> Iterator[Workload]:
+    """A process whose two threads wait for good."""
+    with Workload([workload("waits")]) as waiting:
+        yield waiting
+
+
+def _kinds(profile: Profile) -> set[FrameKind]:
+    return {FrameKind(profile.functions[f].kind) for f in profile.frames["function"]}
+
+
+def _record(
+    run_aiflame: RunAiflame, folder: Path, target: int, *options: str
+) -> tuple[Profile, str]:
+    done = run_aiflame("record", "-p", target, "-d", "600ms", *options, "-f", "aiflame", "-o", "x")
+    assert done.returncode == 0, done.stderr
+    return read_capture(folder / "x"), done.stderr
+
+
+def test_user_frames_only(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    profile, _ = _record(run_aiflame, tmp_path, busy.pid, "-U")
+    assert FrameKind.KERNEL not in _kinds(profile)
+    assert FrameKind.NATIVE in _kinds(profile)
+
+
+def test_kernel_frames_only(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    profile, _ = _record(run_aiflame, tmp_path, busy.pid, "-K")
+    assert FrameKind.NATIVE not in _kinds(profile)
+    assert FrameKind.KERNEL in _kinds(profile)
+    ends = {StackEnd(end) for end in profile.stacks.ends}
+    assert StackEnd.EXCLUDED in ends
+    assert StackEnd.ROOTED not in ends
+
+
+def test_without_off_cpu_time(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    profile, said = _record(run_aiflame, tmp_path, busy.pid, "--no-off-cpu")
+    assert set(profile.samples["klass"]) == {SampleClass.ON_CPU}
+    assert len(profile.waits) == 0
+    assert "on CPU only" in said
+
+
+def test_frequency_sets_the_weight_of_a_sample(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    profile, _ = _record(run_aiflame, tmp_path, busy.pid, "-F", "250")
+    on_cpu = profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]
+    assert profile.recording.period_ns == 4_000_000
+    assert (on_cpu["ns"] == 4_000_000 * on_cpu["count"]).all()
+    assert on_cpu["count"].sum() > 0
+
+
+def test_duration_is_kept(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    profile, _ = _record(run_aiflame, tmp_path, busy.pid)
+    # To the end of the interval that was asked for, and what it takes to notice on a busy machine.
+    assert 600_000_000 <= profile.recording.duration_ns < 1_600_000_000
+
+
+def test_long_waits_are_listed_from_the_length_asked_for(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    profile, _ = _record(run_aiflame, tmp_path, busy.pid, "--min-wait", "20ms")
+    lengths_ns = profile.waits["blocked_ns"] + profile.waits["runnable_ns"]
+    assert len(lengths_ns) > 0
+    assert lengths_ns.min() >= 20_000_000
+    assert lengths_ns.min() < 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        (["-o", "a.aiflame"], {"a.aiflame", "a.html"}),
+        (["-o", "a.svg"], {"a.svg"}),
+        (["-o", "a.folded"], {"a.folded"}),
+        (["-f", "speedscope", "-o", "a.json"], {"a.json"}),
+        (["-f", "aiflame", "-o", "a.aiflame"], {"a.aiflame"}),
+        (["-f", "pprof", "-o", "a.aiflame"], {"a.pb.gz"}),
+    ],
+)
+def test_output_decides_what_is_written(
+    busy: subprocess.Popen[bytes],
+    run_aiflame: RunAiflame,
+    tmp_path: Path,
+    options: list[str],
+    files: set[str],
+) -> None:
+    done = run_aiflame("record", "-p", busy.pid, "-d", "200ms", *options)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert all(f"Wrote {name}" in done.stderr for name in files)
+    assert done.stdout == ""
+
+
+def test_default_names_say_what_and_when(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    done = run_aiflame("record", "-p", busy.pid, "-d", "200ms", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    stem = names[0].removesuffix(".aiflame")
+    assert names == [f"{stem}.aiflame", f"{stem}.html"]
+    assert stem.startswith(f"aiflame-serving-{busy.pid}-")
+
+
+def test_no_samples_is_an_exit_code_of_its_own(
+    asleep: Workload, run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    done = run_aiflame("record", "-p", asleep.pid, "-d", "200ms", "--no-off-cpu", "-o", "x.aiflame")
+    assert done.returncode == 4
+    assert "No samples were captured" in done.stderr
+    assert len(read_capture(tmp_path / "x.aiflame").samples) == 0
+
+
+def _refusal(run_aiflame: RunAiflame, folder: Path, *arguments: object, code: int) -> str:
+    before = {path.name for path in folder.iterdir()}
+    done = run_aiflame("record", *arguments)
+    assert done.returncode == code, done.stderr
+    assert {path.name for path in folder.iterdir()} == before
+    assert "Traceback" not in done.stderr
+    message, _, hint = done.stderr.strip().partition("\n\n  ")
+    assert message.startswith("aiflame: ")
+    assert hint
+    return done.stderr
+
+
+def test_a_process_that_is_not_there(run_aiflame: RunAiflame, tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    said = _refusal(run_aiflame, tmp_path, "-p", ended.pid, code=1)
+    assert f"no such process: {ended.pid}" in said
+
+
+def test_a_thread_is_no_process(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path
+) -> None:
+    threads = {int(path.name) for path in Path(f"/proc/{busy.pid}/task").iterdir()}
+    thread = max(threads - {busy.pid})
+    said = _refusal(run_aiflame, tmp_path, "-p", thread, code=2)
+    assert f"{thread} is a thread" in said
+    assert f"aiflame record -p {busy.pid}" in said
+
+
+@pytest.mark.parametrize("existing", ["x.aiflame", "x.html"])
+def test_files_are_not_replaced_unless_forced(
+    busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path, existing: str
+) -> None:
+    (tmp_path / existing).write_text("precious")
+    options = ("-p", busy.pid, "-d", "200ms", "-o", "x.aiflame")
+    assert "--force" in _refusal(run_aiflame, tmp_path, *options, code=2)
+    assert (tmp_path / existing).read_text() == "precious"
+    assert run_aiflame("record", *options, "--force").returncode == 0
+    assert (tmp_path / existing).read_bytes()[:8] != b"precious"
+
+
+def test_a_command_that_is_not_there(run_aiflame: RunAiflame, tmp_path: Path) -> None:
+    assert "no-such-program" in _refusal(run_aiflame, tmp_path, "--", "./no-such-program", code=2)
+
+
+def test_a_folder_is_no_cgroup(run_aiflame: RunAiflame, tmp_path: Path) -> None:
+    assert "not a cgroup v2" in _refusal(run_aiflame, tmp_path, "--cgroup", tmp_path, code=2)
+
+
+def test_not_permitted(
+    busy: subprocess.Popen[bytes], aiflame_command: tuple[str, ...], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    nobody = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+    done = subprocess.run(
+        [*nobody, *aiflame_command, "record", "-p", str(busy.pid), "-o", str(tmp_path / "x.svg")],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd="/",
+        timeout=60,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "not permitted: needs CAP_BPF" in done.stderr
+    assert "sudo" in done.stderr
+    assert list(tmp_path.iterdir()) == []
