@@ -10,7 +10,7 @@ from pathlib import Path
 from aiflame.agent.errors import UsageError
 from aiflame.agent.outfile import refuse_existing
 from aiflame.agent.reports import FORMATS
-from aiflame.agent.reports.endings import format_of_name, no_format_for
+from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 
 CAPTURE_ENDING = ".aiflame"
 _CAPTURE_FORMAT = "aiflame"
@@ -51,7 +51,7 @@ def plan_output(output: str | None, format_name: str | None, stem: str, force: b
         force: --force.
 
     Raises:
-        UsageError: A file exists, or there is no such folder or format.
+        UsageError: A file exists, there is no such folder or format, or -o and -f contradict.
     """
     if output == "-":
         raise UsageError("a recording cannot go to standard output", "aiflame report can: -o -")
@@ -67,6 +67,8 @@ def plan_output(output: str | None, format_name: str | None, stem: str, force: b
 
 def _plan(path: Path, is_named: bool, format_name: str | None, force: bool) -> OutputPlan:
     is_capture = path.suffix == CAPTURE_ENDING
+    if format_name is not None:
+        refuse_other_ending(format_name, str(path))
     if format_name == _CAPTURE_FORMAT:
         return OutputPlan(path, None, None, force)
     if format_name is not None:

@@ -15,7 +15,7 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.model import Profile
 from aiflame.agent.outfile import refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Report, ReportOptions, View
-from aiflame.agent.reports.endings import format_of_name, no_format_for
+from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.rows import showable
 
 NAME = "report"
@@ -140,11 +140,8 @@ def _format(chosen: str | None, output: str | None) -> str:
     implied = format_of_name(Path(output).name)
     if chosen is None and implied is None:
         raise no_format_for(Path(output).name)
-    if chosen is not None and implied not in (None, chosen):
-        raise UsageError(
-            f"-f {chosen} contradicts -o {showable(output)}, which ends like {implied}",
-            "leave out -f, or change the ending",
-        )
+    if chosen is not None:
+        refuse_other_ending(chosen, output)
     return chosen or implied or _DEFAULT_FORMAT
 
 

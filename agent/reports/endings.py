@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from aiflame.agent.errors import UsageError
 from aiflame.agent.reports.rows import showable
 
@@ -24,6 +26,16 @@ def format_of_name(name: str) -> str | None:
     """Returns the format that a file name's ending means, None for no format's."""
     lower = name.lower()
     return next((form for ending, form in ENDINGS.items() if lower.endswith(ending)), None)
+
+
+def refuse_other_ending(chosen: str, output: str) -> None:
+    """Raises UsageError where an output's ending means another format than the one chosen."""
+    implied = format_of_name(Path(output).name)
+    if implied not in (None, chosen):
+        raise UsageError(
+            f"-f {chosen} contradicts -o {showable(output)}, which ends like {implied}",
+            "leave out -f, or change the ending",
+        )
 
 
 def no_format_for(name: str) -> UsageError:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files a recording writes: every combination of -o and -f."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from aiflame.agent.commands.record_output import OutputPlan, plan_output
+from aiflame.agent.errors import AiflameError, UsageError
+
+_DEFAULT = "aiflame-server-100-20260102T030405Z"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, at a fixed time."""
+    monkeypatch.chdir(tmp_path)
+    moment = time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0))
+    monkeypatch.setattr(time, "gmtime", lambda: moment)
+    return tmp_path
+
+
+def _plan(output: str | None, form: str | None, force: bool = False) -> OutputPlan:
+    return plan_output(output, form, "server-100", force)
+
+
+@pytest.mark.parametrize(
+    ("output", "form", "capture", "report", "report_path"),
+    [
+        # Neither: the capture, and a page beside it.
+        (None, None, f"{_DEFAULT}.aiflame", "html", f"{_DEFAULT}.html"),
+        # -f alone: only that, under the default name.
+        (None, "aiflame", f"{_DEFAULT}.aiflame", None, None),
+        (None, "html", None, "html", f"{_DEFAULT}.html"),
+        (None, "svg", None, "svg", f"{_DEFAULT}.svg"),
+        (None, "folded", None, "folded", f"{_DEFAULT}.folded"),
+        (None, "speedscope", None, "speedscope", f"{_DEFAULT}.speedscope.json"),
+        (None, "pprof", None, "pprof", f"{_DEFAULT}.pb.gz"),
+        # -o alone: the ending decides.
+        ("run.aiflame", None, "run.aiflame", "html", "run.html"),
+        ("a.b.aiflame", None, "a.b.aiflame", "html", "a.b.html"),
+        ("run.html", None, None, "html", "run.html"),
+        ("run.svg", None, None, "svg", "run.svg"),
+        ("run.SVG", None, None, "svg", "run.SVG"),
+        ("run.txt", None, None, "folded", "run.txt"),
+        ("run.json", None, None, "speedscope", "run.json"),
+        ("run.pb.gz", None, None, "pprof", "run.pb.gz"),
+        # Both: -f decides, and -o is the name where it agrees.
+        ("run.aiflame", "aiflame", "run.aiflame", None, None),
+        ("run", "aiflame", "run", None, None),
+        ("run.aiflame", "svg", None, "svg", "run.svg"),
+        ("run.aiflame", "speedscope", None, "speedscope", "run.speedscope.json"),
+        ("run.svg", "svg", None, "svg", "run.svg"),
+        ("run.htm", "html", None, "html", "run.htm"),
+        ("run", "folded", None, "folded", "run"),
+        ("run.data", "pprof", None, "pprof", "run.data"),
+        ("/dev/null", "folded", None, "folded", "/dev/null"),
+    ],
+)
+def test_what_is_written(
+    output: str | None,
+    form: str | None,
+    capture: str | None,
+    report: str | None,
+    report_path: str | None,
+) -> None:
+    def path(name: str | None) -> Path | None:
+        return None if name is None else Path(name)
+
+    plan = _plan(output, form)
+    assert plan == OutputPlan(path(capture), report, path(report_path), force=False)
+    assert plan.any_path == path(capture or report_path)
+
+
+@pytest.mark.parametrize(
+    ("output", "form", "message"),
+    [
+        ("-", None, "a recording cannot go to standard output"),
+        ("-", "folded", "a recording cannot go to standard output"),
+        ("run", None, "no format ends like this: run"),
+        ("run.xyz", None, "no format ends like this: run.xyz"),
+        ("", None, "no format ends like this: [unnamed]"),
+        ("missing/run.aiflame", None, "no such folder: missing"),
+        ("missing/run.svg", None, "no such folder: missing"),
+        ("folder.svg", None, "is a folder: folder.svg"),
+        ("run.svg", "html", "-f html contradicts -o run.svg, which ends like svg"),
+        ("run.svg", "aiflame", "-f aiflame contradicts -o run.svg, which ends like svg"),
+        ("run.pb.gz", "folded", "-f folded contradicts -o run.pb.gz, which ends like pprof"),
+    ],
+)
+def test_what_is_refused(folder: Path, output: str, form: str | None, message: str) -> None:
+    (folder / "folder.svg").mkdir()
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$") as error:
+        _plan(output, form)
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("existing", "output", "form"),
+    [
+        ("run.aiflame", "run.aiflame", None),
+        ("run.html", "run.aiflame", None),  # the page beside it
+        ("run.aiflame", "run.aiflame", "aiflame"),
+        ("run.svg", "run.svg", None),
+        ("run.svg", "run.aiflame", "svg"),
+        (f"{_DEFAULT}.html", None, None),
+    ],
+)
+def test_an_existing_file_is_refused_before_anything_runs(
+    folder: Path, existing: str, output: str | None, form: str | None
+) -> None:
+    (folder / existing).write_text("precious")
+    with pytest.raises(UsageError, match=f"^file exists: {re.escape(existing)}$") as error:
+        _plan(output, form)
+    assert error.value.hint == "use --force"
+    assert _plan(output, form, force=True).force
+
+
+@pytest.mark.parametrize(
+    ("existing", "output", "form"),
+    [
+        ("run.html", "run.aiflame", "aiflame"),
+        ("run.aiflame", "run.aiflame", "svg"),
+        ("run.aiflame", "run.svg", None),
+    ],
+)
+def test_an_existing_file_that_is_not_written_is_no_matter(
+    folder: Path, existing: str, output: str, form: str | None
+) -> None:
+    (folder / existing).write_text("precious")
+    assert not _plan(output, form).force
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [
+        ("server-100", "server-100"),
+        ("kworker/0:1-12", "kworker_0_1-12"),
+        ("../../etc/x-1", ".._.._etc_x-1"),
+        ("a b\n\x1b[31m-1", "a_b___31m-1"),
+        ("-rf-1", "-rf-1"),
+        ("tmux: server-1", "tmux__server-1"),
+        ("x.aiflame-1", "x.aiflame-1"),
+        ("\u05d0\u05d1-1", "\u05d0\u05d1-1"),
+        ("\udcff\ufffd\u202e-1", "___-1"),
+        ("", ""),
+    ],
+)
+def test_a_name_that_a_process_chose_is_only_a_name(folder: Path, stem: str, name: str) -> None:
+    plan = plan_output(None, None, stem, False)
+    assert plan.capture == Path(f"aiflame-{name}-20260102T030405Z.aiflame")
+    assert plan.report_path == Path(f"aiflame-{name}-20260102T030405Z.html")
+    plan.capture.touch()
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(AiflameError, match="file name too long"):
+        _plan("x" * 300 + ".svg", None)
