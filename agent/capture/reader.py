@@ -197,11 +197,8 @@ class _Reader:
                 )
             ids = np.concatenate(parts)
             offsets = _offsets([len(part) for part in parts])
-        ends = np.array([row[2] for row in rows], np.uint8)
-        if int(ends.max(initial=0)) > max(StackEnd):
-            raise ValueError("an unknown end of a stack")
         return (
-            Stacks(offsets, ids, ends),
+            Stacks(offsets, ids, _ends([row[2] for row in rows])),
             tuple(functions),
             np.array(frames, FRAME_DTYPE),
         )
@@ -246,6 +243,13 @@ class _Reader:
 
     def _ids(self, table: str) -> npt.NDArray[np.int64]:
         return np.fromiter(chain.from_iterable(self._database.execute(_IDS_OF[table])), np.int64)
+
+
+def _ends(values: list[int]) -> npt.NDArray[np.uint8]:
+    ends = np.array(values, np.uint8)
+    if int(ends.max(initial=0)) > max(StackEnd):
+        raise ValueError("an unknown end of a stack")
+    return ends
 
 
 def _offsets(lengths: list[int]) -> npt.NDArray[np.uint64]:
