@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.recording.procfs import comm, process_ids
 from aiflame.agent.recording.targets import cgroup2_mounts
 from recordings import Recording, Workload, children_of, ns_of, rows_of
 from support import wait_until
@@ -158,3 +159,18 @@ def test_a_process_that_enters_a_cgroup_is_recorded_from_there_on(
     assert ns_of(profile, "compute_in_library", None, SampleClass.ON_CPU) == pytest.approx(
         150_000_000, rel=0.4
     )
+
+
+def test_a_kernel_thread_has_kernel_frames_only(tmp_path: Path) -> None:
+    # One that is woken up several times a second on any machine that does anything.
+    wanted = ("rcu_preempt", "rcu_sched")
+    pid = next(pid for pid in process_ids() if comm(pid) in wanted)
+    with Recording(tmp_path, "-p", pid, "-d", "1") as recording:
+        profile = recording.wait().profile
+    kinds = {profile.functions[function].kind for function in profile.frames["function"]}
+    assert kinds == {FrameKind.KERNEL}
+    ends = {StackEnd(end) for end in profile.stacks.ends}
+    assert StackEnd.KERNEL_ONLY in ends
+    assert ends <= {StackEnd.KERNEL_ONLY, StackEnd.NOT_WALKED}
+    (process,) = profile.processes
+    assert (process.executable, process.command_line) == ("", "")
