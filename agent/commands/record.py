@@ -44,12 +44,16 @@ _MAX_FREQUENCY_HZ = 100_000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
 _UNIT_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, None: 10**9}
 
+# A century: monotonic clocks and SQLite's integers hold 292 years of nanoseconds.
+_MAX_DURATION_NS = 100 * 365 * 24 * 3600 * 10**9
+
 
 def _duration_ns(text: str) -> int:
     match = _DURATION.fullmatch(text)
-    if match is None or not float(match[1]):
+    ns = 0.0 if match is None else float(match[1]) * _UNIT_NS[match[2]]
+    if not 1 <= ns <= _MAX_DURATION_NS:
         raise argparse.ArgumentTypeError(f"not a duration: {text} (30, 30s, 5m)")
-    return round(float(match[1]) * _UNIT_NS[match[2]])
+    return round(ns)
 
 
 def _pids(text: str) -> list[int]:
