@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a whole: help, exit codes, and one message for every error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from aiflame.agent import __version__, cli
+from aiflame.agent.errors import (
+    Aborted,
+    AiflameError,
+    CaptureError,
+    EnvironmentUnfit,
+    NoSamples,
+    UsageError,
+)
+from support import AIFLAME
+
+
+def test_without_a_verb_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: aiflame ")
+    for verb in cli.VERBS:
+        assert f"\n    {verb} " in err
+    assert "EXAMPLES\n  sudo aiflame record -p 1234" in err
+
+
+def _asked_for_help(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    assert (exit_info.value.code, err) == (0, "")
+    return out
+
+
+def test_help_is_the_same_however_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = _asked_for_help(capsys, "--help")
+    assert whole.startswith("usage: aiflame ")
+    assert _asked_for_help(capsys, "help") == _asked_for_help(capsys, "-h") == whole
+    for verb in cli.VERBS:
+        text = _asked_for_help(capsys, "help", verb)
+        assert (
+            text == _asked_for_help(capsys, verb, "--help") == _asked_for_help(capsys, verb, "-h")
+        )
+        assert text.startswith(f"usage: aiflame {verb} ")
+        assert "\nEXAMPLES\n" in text
+        # what the list of verbs says is what the verb says of itself
+        assert f"    {verb} " in whole
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _asked_for_help(capsys, "--version") == f"aiflame {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["recrod"], ["help", "recrod"], ["record", "--no-such-option"], ["--frobnicate"], [""]],
+)
+def test_a_wrong_command_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    assert (exit_info.value.code, out) == (2, "")
+    assert err.startswith("usage: aiflame ")
+    assert "\naiflame" in err
+    assert "error: " in err
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]:
+    """`verb(body)`: `aiflame stats [anything]` now does this."""
+
+    def does(body: Callable[[], int]) -> None:
+        module = ModuleType("stats", "Do something.")
+        module.EPILOG = ""  # type: ignore[attr-defined]
+        module.add_arguments = lambda parser: parser.add_argument("rest", nargs="*")  # type: ignore[attr-defined]
+        module.run = lambda args: body()  # type: ignore[attr-defined]
+        monkeypatch.setattr(cli, "_module", lambda name: module)
+
+    return does
+
+
+def _raiser(error: BaseException) -> Callable[[], int]:
+    def body() -> int:
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (AiflameError("it failed", "do this"), 1),
+        (UsageError("it failed", "do this"), 2),
+        (EnvironmentUnfit("it failed", "do this"), 3),
+        (NoSamples("it failed", "do this"), 4),
+        (CaptureError("it failed", "do this"), 1),
+        (Aborted("it failed", "do this"), 130),
+    ],
+)
+def test_an_error_is_one_line_and_its_cure(
+    verb: Callable[..., None], capsys: pytest.CaptureFixture[str], error: AiflameError, code: int
+) -> None:
+    verb(_raiser(error))
+    assert cli.main(["stats"]) == code
+    assert capsys.readouterr() == ("", "aiflame: it failed\n\n  do this\n")
+    error.hint = None
+    assert cli.main(["stats", "-v"]) == code
+    assert capsys.readouterr() == ("", "aiflame: it failed\n")
+
+
+def test_an_error_that_nobody_foresaw(
+    verb: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(_raiser(ZeroDivisionError("division by zero")))
+    assert cli.main(["stats"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "aiflame: internal error: ZeroDivisionError: division by zero\n"
+        "\n  run again with -vv and report what it prints\n",
+    )
+
+
+@pytest.mark.parametrize("error", [UsageError("it failed"), ZeroDivisionError("it failed")])
+def test_where_in_the_program_is_shown_on_request(
+    verb: Callable[..., None], capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    verb(_raiser(error))
+    for flags, is_shown in ((["-v"], False), (["-vv"], True), (["-v", "-v"], True)):
+        assert cli.main(["stats", *flags]) == getattr(error, "exit_code", 1)
+        err = capsys.readouterr().err
+        assert err.startswith("Traceback (most recent call last):\n") is is_shown
+        assert (", in body\n" in err) is is_shown
+        assert "aiflame: " in err
+
+
+def test_ctrl_c(verb: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    verb(_raiser(KeyboardInterrupt()))
+    assert cli.main(["stats"]) == 130
+    assert capsys.readouterr() == ("", "aiflame: interrupted\n")
+
+
+def test_the_verbs_exit_code_is_the_programs(verb: Callable[..., None]) -> None:
+    for code in (0, 4):
+        verb(lambda code=code: code)
+        assert cli.main(["stats"]) == code
+
+
+def test_a_verb_knows_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+    module = cli._module("stats")
+    monkeypatch.setattr(module, "run", lambda args: seen.append(args) or 0)
+    words = ["stats", "a b.aiflame", "-n", "3"]
+    assert cli.main(words) == 0
+    assert shlex.split(seen[0].command_words) == ["aiflame", *words]
+
+
+def test_a_reader_that_goes_away() -> None:
+    # GIVEN a pipe that nobody reads
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = (
+        "import sys\n"
+        "from aiflame.agent import cli\n"
+        "module = cli._module('stats')\n"
+        "module.run = lambda args: print('x' * 1_000_000)\n"
+        "sys.exit(cli.main(['stats', 'x']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write_end)
+    # THEN it ends as if by SIGPIPE, and says nothing
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_only_the_chosen_verb_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from aiflame.agent import cli\n"
+        "cli.main(['stats', '/nonexistent'])\n"
+        "known = sorted(n for n in sys.modules if n.startswith('aiflame.agent.'))\n"
+        "print(*known)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    parts = {name.split(".")[2] for name in done.stdout.split()}
+    assert {"commands", "capture", "reports"} <= parts
+    assert parts & {"recording", "symbols", "doctor"} == set()
+    assert done.stderr == "aiflame: no such capture: /nonexistent\n"
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run([*AIFLAME, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"aiflame {__version__}\n"
