@@ -8,11 +8,11 @@ line in which the other side says that it is there.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,9 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """Returns this environment with some variables set."""
-    return {**os.environ, **changes}
+@contextmanager
+def public_folder() -> Iterator[Path]:
+    """Yields a folder that every user may enter and write to; pytest closes those of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)

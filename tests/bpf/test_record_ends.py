@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import CaptureError
-from recordings import Recording, Workload, children_of
+from recordings import Recording, Workload, children_of, public_folder
 from support import AIFLAME, wait_until
 
 pytestmark = pytest.mark.bpf
@@ -177,18 +178,18 @@ def test_a_full_disk_loses_nothing_that_was_written(
 
 
 def test_the_command_runs_as_the_sudo_user_who_owns_the_files(
-    workload: Callable[..., Path], tmp_path: Path
+    workload: Callable[..., Path],
 ) -> None:
     user = {"SUDO_UID": "65534", "SUDO_GID": "65534", "SUDO_USER": "nobody"}
-    with Recording(
-        tmp_path, "--", workload("lives"), "first", env={**os.environ, **user}
-    ) as recording:
-        out, said = recording.process.communicate(timeout=60)
-    assert recording.process.returncode == 0, said
-    assert out.startswith("uid 65534 gid 65534 home /nonexistent")
-    for name in ("run.aiflame", "run.html"):
-        status = (tmp_path / name).stat()
-        assert (status.st_uid, status.st_gid) == (65534, 65534)
+    with public_folder() as folder:
+        program = shutil.copy(workload("lives"), folder)
+        with Recording(folder, "--", program, "first", env={**os.environ, **user}) as recording:
+            out, said = recording.process.communicate(timeout=60)
+        assert recording.process.returncode == 0, said
+        assert out == "uid 65534 gid 65534 home /nonexistent\n"
+        for name in ("run.aiflame", "run.html"):
+            status = (folder / name).stat()
+            assert (status.st_uid, status.st_gid) == (65534, 65534)
 
 
 def test_the_recorder_ends_with_its_command(workload: Callable[..., Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
-from recordings import Workload
+from recordings import Workload, public_folder
 
 pytestmark = pytest.mark.bpf
 
@@ -194,20 +194,18 @@ def test_a_folder_is_no_cgroup(run_aiflame: RunAiflame, tmp_path: Path) -> None:
     assert "not a cgroup v2" in _refusal(run_aiflame, tmp_path, "--cgroup", tmp_path, code=2)
 
 
-def test_not_permitted(
-    busy: subprocess.Popen[bytes], aiflame_command: tuple[str, ...], tmp_path: Path
-) -> None:
-    tmp_path.chmod(0o777)
+def test_not_permitted(busy: subprocess.Popen[bytes], aiflame_command: tuple[str, ...]) -> None:
     nobody = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
-    done = subprocess.run(
-        [*nobody, *aiflame_command, "record", "-p", str(busy.pid), "-o", str(tmp_path / "x.svg")],
-        capture_output=True,
-        check=False,
-        text=True,
-        cwd="/",
-        timeout=60,
-    )
+    with public_folder() as folder:
+        done = subprocess.run(
+            [*nobody, *aiflame_command, "record", "-p", str(busy.pid)],
+            capture_output=True,
+            check=False,
+            text=True,
+            cwd=folder,
+            timeout=60,
+        )
+        assert list(folder.iterdir()) == []
     assert done.returncode == 3, done.stderr
     assert "not permitted: needs CAP_BPF" in done.stderr
     assert "sudo" in done.stderr
-    assert list(tmp_path.iterdir()) == []
