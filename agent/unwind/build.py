@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an open file to its unwind table, through the cache on disk.
+
+.eh_frame is what the program itself unwinds with, so it wins; .debug_frame only adds functions of
+which .eh_frame says nothing. Where FDEs overlap, the one that starts later rules from there on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.store import Store, store_key
+from aiflame.agent.unwind import x86_64 as arch
+from aiflame.agent.unwind.lockstep import Rows, run_programs
+from aiflame.agent.unwind.places import FrameSection, code_ranges, frame_sections
+from aiflame.agent.unwind.records import (
+    I64,
+    MAX_ROWS,
+    MAX_SECTION_BYTES,
+    U64,
+    BadUnwindInfo,
+    parse_section,
+)
+from aiflame.agent.unwind.table import CorruptTable, UnwindTable
+
+_SUFFIX = ".unwind"
+# The head of .eh_frame tells where functions lie; all of .eh_frame would take too long.
+_FINGERPRINT_BYTES = 1024 * 1024
+
+
+def load_or_build(fd: int, image: ElfImage, store: Store) -> UnwindTable:
+    """The unwind table of an open ELF file.
+
+    Args:
+        fd: The file; its position is left alone.
+        image: Its headers.
+        store: The cache on disk.
+
+    Returns:
+        The table, without rows for a file that has no CFI.
+
+    Raises:
+        BadUnwindInfo: The file is for another machine, or over a limit.
+        BadElf: It cannot be read.
+    """
+    table = _load(fd, image, store, is_built=True)
+    assert table is not None  # noqa: S101 - only a look into the cache finds none
+    return table
+
+
+def load_cached(fd: int, image: ElfImage, store: Store) -> UnwindTable | None:
+    """The same, but None where it would have to be built."""
+    return _load(fd, image, store, is_built=False)
+
+
+def _load(fd: int, image: ElfImage, store: Store, is_built: bool) -> UnwindTable | None:
+    if (image.machine, image.bits) != (arch.MACHINE, 64):
+        raise BadUnwindInfo(f"no unwind rules for {image.machine}, {image.bits} bits")
+    try:
+        sections = frame_sections(fd, image)
+        identity = _identity(fd, image, sections)
+        name = store_key(image.cache_key, identity.hex()) + _SUFFIX
+        mapping = store.open(name)
+        if mapping is not None:
+            try:
+                return UnwindTable.from_mapping(mapping, identity)
+            except CorruptTable:
+                store.remove(name)
+        if not is_built:
+            return None
+        table = build(fd, image, sections)
+    except OSError as error:
+        raise BadElf(f"cannot read: {error.strerror}") from error
+    store.write(name, table.to_chunks(identity))
+    return table
+
+
+def build(fd: int, image: ElfImage, sections: list[FrameSection]) -> UnwindTable:
+    """Make the table without the cache.
+
+    Raises:
+        BadUnwindInfo: The file is over a limit.
+        OSError: It cannot be read.
+    """
+    drops: Counter[str] = Counter()
+    code = code_ranges(image)
+    found: list[_Functions] = []
+    for section in sections:
+        if section.is_compressed:
+            drops["compressed section"] += 1
+            continue
+        if section.size > MAX_SECTION_BYTES:
+            raise BadUnwindInfo(f"{section.size} bytes of unwind information, over the limit")
+        data = os.pread(fd, section.size, section.file_offset)
+        fdes = parse_section(data, section.address, section.is_eh, drops)
+        found.append(_Functions(fdes.starts, fdes.sizes, run_programs(fdes, drops)))
+    every = _merged(found)
+    chosen = _chosen(every, found, code, drops)
+    addresses, states = _states(every, chosen)
+    return UnwindTable.of_states(addresses, states, drops)
+
+
+def _identity(fd: int, image: ElfImage, sections: list[FrameSection]) -> bytes:
+    """Tells binaries apart even if they copy each other's build id."""
+    digest = hashlib.sha256(image.cache_key.encode())
+    for section in sections:
+        digest.update(b"%d %d %d;" % (section.address, section.file_offset, section.size))
+        half = min(section.size, _FINGERPRINT_BYTES)
+        digest.update(os.pread(fd, half, section.file_offset))
+        digest.update(os.pread(fd, half, section.file_offset + section.size - half))
+    return digest.digest()
+
+
+class _Functions:
+    """The FDEs of one or more sections with the rows of their programs."""
+
+    def __init__(self, starts: U64, sizes: U64, rows: Rows) -> None:
+        self.starts = starts
+        self.sizes = sizes
+        self.rows = rows
+
+
+def _merged(found: list[_Functions]) -> _Functions:
+    """All sections in one, their FDEs numbered one after the other."""
+    if len(found) == 1:
+        return found[0]
+    none = np.zeros(0, np.int64)
+    bases = np.cumsum([0, *(len(part.starts) for part in found)])
+    parts = [
+        (part.rows.fdes + np.int32(base), part.rows.ranks, part.rows.offsets, part.rows.states)
+        for part, base in zip(found, bases.tolist(), strict=False)
+    ]
+    narrow = none.astype(np.int32)
+    parts.append((narrow, narrow, none, none.astype(np.uint64)))
+    columns: list[npt.NDArray[Any]] = [
+        np.concatenate(column) for column in zip(*parts, strict=True)
+    ]
+    counts = np.concatenate([none, *(part.rows.counts for part in found)])
+    empty = none.astype(np.uint64)
+    starts = np.concatenate([empty, *(part.starts for part in found)])
+    sizes = np.concatenate([empty, *(part.sizes for part in found)])
+    return _Functions(starts, sizes, Rows(columns[0], columns[1], columns[2], columns[3], counts))
+
+
+class _Chosen:
+    """FDEs in the order of their code, each ending where the next begins or before."""
+
+    def __init__(self, order: I64, starts: U64, ends: U64) -> None:
+        self.order = order
+        self.starts = starts
+        self.ends = ends
+
+
+def _chosen(every: _Functions, found: list[_Functions], code: U64, drops: Counter[str]) -> _Chosen:
+    starts, sizes = every.starts, every.sizes
+    inside = _inside(starts, sizes, code)
+    drops["outside code"] += int((~inside).sum())
+    usable = inside & (every.rows.counts > 0)
+    if len(found) > 1:
+        usable &= _unshadowed(starts, starts + sizes, usable, len(found[0].starts))
+    order = np.flatnonzero(usable)
+    if not (starts[order][1:] > starts[order][:-1]).all():
+        # Of FDEs with one start the shortest is the last, and so the one that stays.
+        order = order[np.lexsort((~sizes[order], starts[order]))]
+    begins = starts[order]
+    ends = begins + sizes[order]
+    over = ends[:-1] > begins[1:]
+    drops["overlapped"] += int(over.sum())
+    ends[:-1] = np.minimum(ends[:-1], begins[1:])
+    kept = ends > begins
+    return _Chosen(order[kept], begins[kept], ends[kept])
+
+
+def _inside(starts: U64, sizes: U64, code: U64) -> npt.NDArray[np.bool_]:
+    """Which FDEs lie within one range of executable memory; `code` has shape (ranges, 2)."""
+    if not len(code):
+        return np.zeros(len(starts), bool)
+    at = np.maximum(np.searchsorted(code[:, 0], starts, "right") - 1, 0)
+    low, high = code[at, 0], code[at, 1]
+    result: npt.NDArray[np.bool_] = (starts >= low) & (starts < high)
+    room = np.where(result, high - starts, np.uint64(0))
+    return result & (sizes > 0) & (sizes <= room)
+
+
+def _unshadowed(
+    starts: U64, ends: U64, usable: npt.NDArray[np.bool_], first: int
+) -> npt.NDArray[np.bool_]:
+    """Which FDEs are of the first section, or touch none of it."""
+    result = np.ones(len(starts), bool)
+    mine = np.flatnonzero(usable[:first])
+    if len(mine):
+        mine = mine[np.argsort(starts[mine], kind="stable")]
+        reach = np.maximum.accumulate(ends[mine])
+        # Of the functions that start before a candidate's end, the farthest must end before it.
+        before = np.searchsorted(starts[mine], ends[first:], "left")
+        farthest = np.where(before > 0, reach[np.maximum(before, 1) - 1], np.uint64(0))
+        result[first:] = farthest <= starts[first:]
+    return result
+
+
+def _states(every: _Functions, chosen: _Chosen) -> tuple[U64, U64]:
+    """Where each state begins: the rows of all chosen FDEs, and the gaps behind them."""
+    rows = every.rows
+    counts = rows.counts[chosen.order]
+    is_gap = np.ones(len(counts), bool)
+    is_gap[:-1] = chosen.ends[:-1] != chosen.starts[1:]
+    behind = np.cumsum(counts + is_gap)
+    total = int(behind[-1]) if len(behind) else 0
+    if total > MAX_ROWS:
+        raise BadUnwindInfo(f"{total} rows, over the limit of {MAX_ROWS}")
+    # Where the first row of each FDE goes, by its number; those not chosen go nowhere.
+    first = np.full(len(every.starts), -1, np.int64)
+    first[chosen.order] = behind - counts - is_gap
+    place = first[rows.fdes]
+    kept = place >= 0
+    taken = slice(None) if kept.all() else kept
+    target = place[taken] + rows.ranks[taken]
+    addresses, states = np.zeros(total, np.uint64), np.zeros(total, np.uint64)
+    addresses[target] = every.starts[rows.fdes[taken]] + rows.offsets[taken].view(np.uint64)
+    states[target] = rows.states[taken]
+    gaps = behind[is_gap] - 1
+    addresses[gaps] = chosen.ends[is_gap]
+    states[gaps] = np.uint64(arch.NO_CFI_STATE)
+    # Programs may run on behind their function, or behind where an overlap cut it.
+    limits = np.repeat(chosen.ends, counts + is_gap)
+    limits[gaps] = np.uint64(arch.ALL_BITS)
+    within = addresses < limits
+    return addresses[within], states[within]

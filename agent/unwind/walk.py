@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks a recorded stack with unwind tables, step by step as the kernel half does.
+
+For tests, and for replaying in Python what went wrong on another machine: it needs registers, a
+way to read stack words, and the mappings with their tables; no root and no live process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aiflame.agent.unwind.table import UnwindTable
+from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
+
+MAX_FRAMES = 127
+WORD_BYTES = 8
+_ADDRESS_MASK = (1 << 64) - 1
+# A return address lies behind a call, which may be the last instruction of its function.
+_INTO_CALL = 1
+
+# Reads one word of the target's memory; None where it is not readable.
+ReadU64 = Callable[[int], int | None]
+
+
+class WalkEnd(enum.Enum):
+    """Why a walk ended; the value is what a reader sees."""
+
+    ROOTED = "rooted"  # at a frame that has no caller
+    NO_TABLE = "no table"  # code without CFI, and no frame pointer led on
+    UNREADABLE = "unreadable memory"
+    TOO_DEEP = "too deep"
+    UNSUPPORTED = "unsupported rule"
+    BAD_ADDRESS = "bad address"  # a caller outside all code, or a stack that does not grow
+
+
+class FoundBy(enum.Enum):
+    """What led from the callee to a frame."""
+
+    REGISTERS = "registers"
+    TABLE = "table"
+    FRAME_POINTER = "frame pointer"
+
+
+class Mapping(NamedTuple):
+    """Executable memory of the process. `address - bias` is an address of the table's binary."""
+
+    start: int
+    end: int
+    bias: int
+    table: UnwindTable | None
+
+
+class WalkedFrame(NamedTuple):
+    """An instruction pointer; an exact one is not a return address (leaf, interrupted frame)."""
+
+    address: int
+    is_exact: bool
+    found_by: FoundBy
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Frames from the leaf on, and why there are no more."""
+
+    frames: tuple[WalkedFrame, ...]
+    end: WalkEnd
+
+
+class Registers(NamedTuple):
+    """What a walk needs of a thread; `rbp` None once it is lost."""
+
+    rip: int
+    rsp: int
+    rbp: int | None
+
+
+class _Stop(Exception):
+    def __init__(self, end: WalkEnd) -> None:
+        super().__init__(end.value)
+        self.end = end
+
+
+class ReplayWalker:
+    """Walks stacks of one process.
+
+    Args:
+        mappings: Executable mappings, disjoint, in any order.
+        read_u64: Reads a word of the recorded stack.
+        max_frames: Where a walk is given up.
+    """
+
+    def __init__(
+        self, mappings: Sequence[Mapping], read_u64: ReadU64, max_frames: int = MAX_FRAMES
+    ) -> None:
+        self._mappings = sorted(mappings, key=lambda mapping: mapping.start)
+        self._starts = [mapping.start for mapping in self._mappings]
+        self._read_u64 = read_u64
+        self._max_frames = max_frames
+
+    def walk(self, rip: int, rsp: int, rbp: int) -> Walk:
+        """Follow the stack of a thread with these registers to its end."""
+        registers = Registers(rip, rsp, rbp)
+        frames = [WalkedFrame(rip, True, FoundBy.REGISTERS)]
+        try:
+            while True:
+                registers, frame = self._caller(registers, frames[-1].is_exact)
+                if self._mapping(frame.address, frame.is_exact) is None:
+                    no_table = frame.found_by == FoundBy.FRAME_POINTER
+                    raise _Stop(WalkEnd.NO_TABLE if no_table else WalkEnd.BAD_ADDRESS)
+                if len(frames) == self._max_frames:
+                    raise _Stop(WalkEnd.TOO_DEEP)
+                frames.append(frame)
+        except _Stop as stop:
+            return Walk(tuple(frames), stop.end)
+
+    def _mapping(self, address: int, is_exact: bool) -> Mapping | None:
+        looked_up = address if is_exact else address - _INTO_CALL
+        index = bisect.bisect_right(self._starts, looked_up) - 1
+        if index < 0 or looked_up >= self._mappings[index].end:
+            return None
+        return self._mappings[index]
+
+    def _caller(self, at: Registers, is_exact: bool) -> tuple[Registers, WalkedFrame]:
+        mapping = self._mapping(at.rip, is_exact)
+        if mapping is None:
+            raise _Stop(WalkEnd.BAD_ADDRESS)
+        looked_up = at.rip - mapping.bias - (0 if is_exact else _INTO_CALL)
+        rule = mapping.table.lookup(looked_up) if mapping.table is not None else None
+        if rule is None or rule.kind == RuleKind.NO_CFI:
+            return self._by_frame_pointer(at)
+        if rule.kind == RuleKind.UNDEFINED_RA:
+            raise _Stop(WalkEnd.ROOTED)
+        if rule.kind == RuleKind.UNSUPPORTED:
+            raise _Stop(WalkEnd.UNSUPPORTED)
+        if rule.kind == RuleKind.SIGNAL:
+            return self._interrupted(at, rule)
+        cfa = self._cfa(at, rule)
+        # Each call pushes a word, so the stack grows from frame to frame; this ends every loop.
+        if cfa <= at.rsp or cfa % WORD_BYTES:
+            raise _Stop(WalkEnd.BAD_ADDRESS)
+        rip = self._read(cfa - WORD_BYTES)
+        frame = WalkedFrame(rip, False, FoundBy.TABLE)
+        return Registers(rip, cfa, self._rbp(at, rule, cfa)), frame
+
+    def _cfa(self, at: Registers, rule: Rule) -> int:
+        if rule.kind == RuleKind.RSP:
+            return at.rsp + rule.cfa_offset
+        if rule.kind == RuleKind.PLT:
+            pushed = (at.rip & 15) >= rule.cfa_offset
+            return at.rsp + WORD_BYTES + (WORD_BYTES if pushed else 0)
+        if at.rbp is None:
+            raise _Stop(WalkEnd.UNSUPPORTED)
+        slot = at.rbp + rule.cfa_offset
+        return self._read(slot) if rule.kind == RuleKind.RBP_DEREF else slot
+
+    def _rbp(self, at: Registers, rule: Rule, cfa: int) -> int | None:
+        if rule.rbp_kind == RbpKind.SAME:
+            return at.rbp
+        if rule.rbp_kind == RbpKind.AT_CFA:
+            return self._read(cfa + rule.rbp_offset)
+        if rule.rbp_kind == RbpKind.AT_RBP and at.rbp is not None:
+            return self._read(at.rbp + rule.rbp_offset)
+        return None
+
+    def _interrupted(self, at: Registers, rule: Rule) -> tuple[Registers, WalkedFrame]:
+        """The thread as it was when the signal came; its stack may be another one."""
+        slot = at.rsp + rule.cfa_offset
+        rsp, rip = self._read(slot), self._read(slot + WORD_BYTES)
+        rbp = self._read(at.rsp + rule.rbp_offset)
+        return Registers(rip, rsp, rbp), WalkedFrame(rip, True, FoundBy.TABLE)
+
+    def _by_frame_pointer(self, at: Registers) -> tuple[Registers, WalkedFrame]:
+        """Saved RBP and return address at RBP, if that can be a frame at all."""
+        if at.rbp is None or at.rbp < at.rsp or at.rbp % WORD_BYTES:
+            raise _Stop(WalkEnd.NO_TABLE)
+        rbp, rip = self._read_u64(at.rbp), self._read_u64(at.rbp + WORD_BYTES)
+        if rbp is None or rip is None:
+            raise _Stop(WalkEnd.NO_TABLE)
+        frame = WalkedFrame(rip, False, FoundBy.FRAME_POINTER)
+        return Registers(rip, at.rbp + 2 * WORD_BYTES, rbp), frame
+
+    def _read(self, address: int) -> int:
+        word = self._read_u64(address & _ADDRESS_MASK)
+        if word is None:
+            raise _Stop(WalkEnd.UNREADABLE)
+        return word

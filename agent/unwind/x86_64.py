@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that unwinding knows about x86-64: registers, rules, linkage stubs, signal frames.
+
+While a CFI program runs, everything a rule needs is one 64-bit word, the state. So a whole column
+of programs is a numpy array, DW_CFA_remember_state saves one word, and equal rules are equal words.
+
+    bits  0-31  CFA offset, two's complement
+    bits 32-47  RBP offset, two's complement
+    bits 48-51  RbpKind
+    bits 52-55  where the return address is (RA_*)
+    bits 56-63  CFA: a DWARF register number, or one of the CFA_* forms below
+
+Another architecture is another module with these names.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+
+MACHINE = "X86_64"
+
+# System V psABI for x86-64, figure 3.36 (DWARF register numbers)
+RBP, RSP, RIP = 6, 7, 16
+CODE_ALIGN, DATA_ALIGN = 1, -8
+
+RULE = np.dtype([("kind", "u1"), ("rbp_kind", "u1"), ("rbp_offset", "<i2"), ("cfa_offset", "<i4")])
+
+
+class RuleKind(enum.IntEnum):
+    """How the caller's stack pointer, the CFA, is found. Values are shared with bpf/."""
+
+    NO_CFI = 0  # nothing is known: frame pointers, or the end
+    RSP = 1  # CFA = RSP + cfa_offset
+    RBP = 2  # CFA = RBP + cfa_offset
+    RBP_DEREF = 3  # CFA = *(RBP + cfa_offset): functions that realign their stack
+    PLT = 4  # CFA = RSP + 8, and 8 more once (RIP & 15) >= cfa_offset: lazy linkage stubs
+    SIGNAL = 5  # RSP, RIP, RBP = *(RSP + cfa_offset), *(... + 8), *(RSP + rbp_offset)
+    UNDEFINED_RA = 6  # the outermost frame
+    UNSUPPORTED = 7  # there is CFI, but no rule expresses it
+
+
+class RbpKind(enum.IntEnum):
+    """Where the caller's RBP is. Values are shared with bpf/."""
+
+    SAME = 0
+    AT_CFA = 1  # at CFA + rbp_offset
+    AT_RBP = 2  # at RBP + rbp_offset
+    AT_RSP = 3  # at RSP + rbp_offset; only with RuleKind.SIGNAL
+    UNKNOWN = 4  # lost, or saved in a way that no rule expresses
+
+
+class Rule(NamedTuple):
+    """One rule, in the field order of RULE. Offsets in bytes."""
+
+    kind: RuleKind
+    rbp_kind: RbpKind
+    rbp_offset: int
+    cfa_offset: int
+
+
+NO_CFI_RULE = Rule(RuleKind.NO_CFI, RbpKind.SAME, 0, 0)
+UNSUPPORTED_RULE = Rule(RuleKind.UNSUPPORTED, RbpKind.SAME, 0, 0)
+_ROOT_RULE = Rule(RuleKind.UNDEFINED_RA, RbpKind.SAME, 0, 0)
+
+# Return address: RA_NONE is a CIE that never said, RA_UCONTEXT is the slot of a signal frame.
+RA_NONE, RA_AT_CFA_8, RA_UNDEFINED, RA_UCONTEXT, RA_UNSUPPORTED = range(5)
+# Forms of the CFA besides register + offset
+MAX_REGISTER = 63
+CFA_RBP_DEREF, CFA_RSP_DEREF, CFA_PLT, CFA_UNSUPPORTED, CFA_NO_CFI = range(64, 69)
+
+# struct rt_sigframe behind its return address, Linux arch/x86/include/uapi/asm/{ucontext,
+# sigcontext}.h: where the interrupted RSP, RIP and RBP are, as glibc's __restore_rt describes them.
+_UCONTEXT_RSP, _UCONTEXT_RIP = 160, 168
+
+CFA_SHIFT, RA_SHIFT, RBP_KIND_SHIFT, RBP_OFFSET_SHIFT = 56, 52, 48, 32
+OFFSET_MASK = 0xFFFF_FFFF
+RBP_MASK = 0xF_FFFF << RBP_OFFSET_SHIFT
+RA_MASK = 0xF << RA_SHIFT
+CFA_MASK = 0xFF << CFA_SHIFT
+ALL_BITS = (1 << 64) - 1
+
+NO_CFI_STATE = CFA_NO_CFI << CFA_SHIFT
+UNSUPPORTED_STATE = CFA_UNSUPPORTED << CFA_SHIFT
+# Before a CIE has said anything.
+EMPTY_STATE = UNSUPPORTED_STATE
+
+# DWARF 5, 7.7.1: DW_OP_breg7 8, breg16 0, lit15, and, litN, ge, lit3, shl, plus: what ld writes for
+# lazy stubs, with N = 11 for the classic form, 9 and 10 with IBT and BND prefixes.
+_PLT_HEAD, _PLT_TAIL = b"\x77\x08\x80\x00\x3f\x1a", b"\x2a\x33\x24\x22"
+_OP_LIT0 = 0x30
+OP_BREG_RBP, OP_BREG_RSP, OP_DEREF = 0x76, 0x77, 0x06
+
+
+def with_cfa(state: int, form: int, offset: int) -> int:
+    """The state with another CFA; one that does not fit becomes unsupported."""
+    if not -(1 << 31) <= offset < 1 << 31 or not 0 <= form < 1 << 8:
+        form, offset = CFA_UNSUPPORTED, 0
+    return state & ~(CFA_MASK | OFFSET_MASK) | form << CFA_SHIFT | offset & OFFSET_MASK
+
+
+def with_rbp(state: int, kind: RbpKind, offset: int = 0) -> int:
+    """The state with RBP found elsewhere; an offset that does not fit loses RBP."""
+    if not -(1 << 15) <= offset < 1 << 15:
+        kind, offset = RbpKind.UNKNOWN, 0
+    return state & ~RBP_MASK | kind << RBP_KIND_SHIFT | (offset & 0xFFFF) << RBP_OFFSET_SHIFT
+
+
+def with_ra(state: int, where: int) -> int:
+    """The state with the return address elsewhere."""
+    return state & ~RA_MASK | where << RA_SHIFT
+
+
+def cfa_of_expression(expression: bytes) -> tuple[int, int]:
+    """Form and offset of the CFA that a DWARF expression computes."""
+    plt = len(_PLT_HEAD) + 1 + len(_PLT_TAIL)
+    if len(expression) == plt and expression[:6] == _PLT_HEAD and expression[7:] == _PLT_TAIL:
+        threshold = expression[6] - _OP_LIT0
+        return (CFA_PLT, threshold) if 0 < threshold < 16 else (CFA_UNSUPPORTED, 0)
+    if expression[-1:] == bytes([OP_DEREF]):
+        base, offset = base_of_expression(expression[:-1])
+        form = {RBP: CFA_RBP_DEREF, RSP: CFA_RSP_DEREF}.get(base, CFA_UNSUPPORTED)
+        return form, offset
+    base, offset = base_of_expression(expression)
+    return (base, offset) if base in (RBP, RSP) else (CFA_UNSUPPORTED, 0)
+
+
+def base_of_expression(expression: bytes) -> tuple[int, int]:
+    """Register and offset of an expression that is one DW_OP_breg of RBP or RSP, else (-1, 0)."""
+    register = {OP_BREG_RBP: RBP, OP_BREG_RSP: RSP}.get(expression[0] if expression else 0, -1)
+    value = 0
+    for index, byte in enumerate(expression[1:6]):
+        value |= (byte & 0x7F) << 7 * index
+        if not byte & 0x80:
+            whole = index + 2 == len(expression)
+            if byte & 0x40:
+                value -= 1 << 7 * (index + 1)
+            return (register, value) if whole and register >= 0 else (-1, 0)
+    return -1, 0
+
+
+def with_saved_at(state: int, register: int, expression: bytes) -> int:
+    """The state after DW_CFA_expression: the register is saved where the expression points."""
+    base, offset = base_of_expression(expression)
+    if register == RBP:
+        kind = {RBP: RbpKind.AT_RBP, RSP: RbpKind.AT_RSP}.get(base, RbpKind.UNKNOWN)
+        return with_rbp(state, kind, offset)
+    if register == RIP:
+        in_ucontext = (base, offset) == (RSP, _UCONTEXT_RIP)
+        return with_ra(state, RA_UCONTEXT if in_ucontext else RA_UNSUPPORTED)
+    return state
+
+
+def rule_of(state: int) -> Rule:
+    """What a walker does in that state."""
+    form, ra = state >> CFA_SHIFT, state >> RA_SHIFT & 0xF
+    offset = _signed(state & OFFSET_MASK, 32)
+    rbp_kind = RbpKind(state >> RBP_KIND_SHIFT & 0xF)
+    rbp_offset = _signed(state >> RBP_OFFSET_SHIFT & 0xFFFF, 16)
+    if form == CFA_NO_CFI:
+        return NO_CFI_RULE
+    if ra == RA_UNDEFINED:
+        return _ROOT_RULE
+    if form == CFA_RSP_DEREF and ra == RA_UCONTEXT:
+        if offset == _UCONTEXT_RSP and rbp_kind == RbpKind.AT_RSP:
+            return Rule(RuleKind.SIGNAL, rbp_kind, rbp_offset, offset)
+        return UNSUPPORTED_RULE
+    kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP}
+    kinds |= {CFA_RBP_DEREF: RuleKind.RBP_DEREF, CFA_PLT: RuleKind.PLT}
+    if ra != RA_AT_CFA_8 or form not in kinds:
+        return UNSUPPORTED_RULE
+    if rbp_kind in (RbpKind.AT_RSP, RbpKind.UNKNOWN):
+        rbp_kind, rbp_offset = RbpKind.UNKNOWN, 0
+    return Rule(kinds[form], rbp_kind, rbp_offset, offset)
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value

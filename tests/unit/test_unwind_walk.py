@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replay walker on small made-up stacks: every rule, and every way to end."""
+
+from __future__ import annotations
+
+import pytest
+from aiflame.agent.unwind.table import UnwindTable
+from aiflame.agent.unwind.walk import FoundBy, Mapping, ReplayWalker, Walk, WalkEnd
+from cfibytes import (
+    PROLOGUE,
+    RBP,
+    RIP,
+    RSP,
+    TEXT,
+    Frames,
+    cfa_expression,
+    def_cfa_offset,
+    elf_with,
+    expression,
+    sleb,
+    table_of,
+    uleb,
+)
+
+BIAS = 0x7F00_0000_0000
+STACK = 0x7FFD_0000_0000
+JIT = 0x1234_0000
+PLT = b"\x77\x08\x80\x00\x3f\x1a\x3b\x2a\x33\x24\x22"
+# Where the functions of the test library are
+ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, NO_CFI = range(
+    TEXT, TEXT + 0x900, 0x100
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
+    frames = Frames()
+    cie, signal_cie = frames.cie(), frames.cie(augmentation=b"zRS")
+    frames.fde(cie, ROOT, 0x100, b"\x07" + uleb(RIP))
+    frames.fde(cie, PLAIN, 0x100, def_cfa_offset(32))
+    frames.fde(cie, WITH_RBP, 0x100, PROLOGUE)
+    frames.fde(cie, STUB, 0x100, cfa_expression(PLT))
+    realigned = expression(RBP, b"\x76\0") + cfa_expression(b"\x76" + sleb(-8) + b"\x06")
+    frames.fde(cie, REALIGNED, 0x100, realigned)
+    signal = cfa_expression(b"\x77" + sleb(160) + b"\x06")
+    for register, place in ((RBP, 120), (RSP, 160), (RIP, 168)):
+        signal += expression(register, b"\x77" + sleb(place))
+    frames.fde(signal_cie, SIGNAL, 0x100, signal)
+    frames.fde(cie, ODD, 0x100, cfa_expression(b"\x70\0"))
+    frames.fde(cie, LOSES_RBP, 0x100, b"\x07" + uleb(RBP))
+    return table_of(elf_with(frames), tmp_path_factory.mktemp("walk"))
+
+
+def walk(
+    library: UnwindTable, words: dict[int, int], registers: tuple[int, int, int], depth: int = 127
+) -> Walk:
+    """Walk with code at BIAS and JIT; `words` are by distance from the stack's start."""
+    memory = {STACK + place: word for place, word in words.items()}
+    mappings = [
+        Mapping(BIAS + TEXT, BIAS + TEXT + 0x1000, BIAS, library),
+        Mapping(JIT, JIT + 0x1000, 0, None),
+    ]
+    rip, rsp, rbp = registers
+    return ReplayWalker(mappings, memory.get, depth).walk(rip, STACK + rsp, rbp)
+
+
+def code(place: int, behind: int = 8) -> int:
+    return BIAS + place + behind
+
+
+def addresses(found: Walk) -> list[int]:
+    return [frame.address for frame in found.frames]
+
+
+def test_from_leaf_to_root(library: UnwindTable) -> None:
+    words = {24: code(WITH_RBP), 64: STACK + 0x500, 72: code(STUB, 11), 88: code(ROOT)}
+    found = walk(library, words, (code(PLAIN), 0, STACK + 64))
+    assert found.end == WalkEnd.ROOTED
+    assert addresses(found) == [code(PLAIN), code(WITH_RBP), code(STUB, 11), code(ROOT)]
+    assert [frame.is_exact for frame in found.frames] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("behind", "slot"), [(0, 0), (10, 0), (11, 8), (15, 8)])
+def test_linkage_stub_before_and_after_its_push(
+    library: UnwindTable, behind: int, slot: int
+) -> None:
+    found = walk(library, {slot: code(ROOT)}, (code(STUB, behind), 0, 0))
+    assert found.end == WalkEnd.ROOTED
+
+
+def test_realigned_stack(library: UnwindTable) -> None:
+    # GIVEN the CFA at RBP - 8 and the caller's RBP at RBP
+    words = {0x40 - 8: STACK + 0x80, 0x40: STACK + 0xA0, 0x78: code(WITH_RBP)}
+    words |= {0xA0: 0, 0xA8: code(ROOT)}
+    found = walk(library, words, (code(REALIGNED), 0, STACK + 0x40))
+    assert addresses(found) == [code(REALIGNED), code(WITH_RBP), code(ROOT)]
+    assert found.end == WalkEnd.ROOTED
+
+
+def test_through_a_signal_handler(library: UnwindTable) -> None:
+    # GIVEN a handler on a stack above the one it interrupted, at a function's first instruction
+    words = {0x1018: code(SIGNAL), 0x1020 + 160: STACK, 0x1020 + 168: code(PLAIN, 0)}
+    words |= {0x1020 + 120: 77, 24: code(ROOT)}
+    found = walk(library, words, (code(PLAIN), 0x1000, 0))
+    assert addresses(found) == [code(PLAIN), code(SIGNAL), code(PLAIN, 0), code(ROOT)]
+    assert [frame.is_exact for frame in found.frames] == [True, False, True, False]
+
+
+def test_frame_pointers_where_there_is_no_table(library: UnwindTable) -> None:
+    words = {32: STACK + 64, 40: JIT + 8, 64: 0, 72: code(ROOT)}
+    found = walk(library, words, (code(NO_CFI), 0, STACK + 32))
+    assert [frame.found_by for frame in found.frames] == [
+        FoundBy.REGISTERS,
+        FoundBy.FRAME_POINTER,
+        FoundBy.FRAME_POINTER,
+    ]
+    assert found.end == WalkEnd.ROOTED
+
+
+@pytest.mark.parametrize(
+    ("words", "registers", "end", "depth"),
+    [
+        ({}, (code(PLAIN), 0, 0), WalkEnd.UNREADABLE, 1),
+        ({24: 0xDEAD}, (code(PLAIN), 0, 0), WalkEnd.BAD_ADDRESS, 1),
+        ({24: 0}, (code(PLAIN), 0, 0), WalkEnd.BAD_ADDRESS, 1),
+        ({}, (0xDEAD, 0, 0), WalkEnd.BAD_ADDRESS, 1),
+        ({}, (code(ODD), 0, 0), WalkEnd.UNSUPPORTED, 1),
+        ({0: code(WITH_RBP)}, (code(LOSES_RBP), 0, STACK + 64), WalkEnd.UNSUPPORTED, 2),
+        ({}, (code(WITH_RBP), 0x100, STACK), WalkEnd.BAD_ADDRESS, 1),
+        ({}, (code(WITH_RBP), 0, STACK + 3), WalkEnd.BAD_ADDRESS, 1),
+        ({}, (code(WITH_RBP), 0, (1 << 64) - 8), WalkEnd.UNREADABLE, 1),
+        ({0: STACK, 8: code(PLAIN)}, (code(NO_CFI), 0x100, STACK), WalkEnd.NO_TABLE, 1),
+        ({0: 0, 8: 0xDEAD}, (JIT, 0, STACK), WalkEnd.NO_TABLE, 1),
+        ({}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
+        ({}, (JIT, 0, STACK), WalkEnd.NO_TABLE, 1),
+    ],
+)
+def test_how_walks_end(
+    library: UnwindTable,
+    words: dict[int, int],
+    registers: tuple[int, int, int],
+    end: WalkEnd,
+    depth: int,
+) -> None:
+    found = walk(library, words, registers)
+    assert (found.end, len(found.frames)) == (end, depth)
+
+
+def test_recursion_is_cut_at_the_limit(library: UnwindTable) -> None:
+    words = {24 + 32 * index: code(PLAIN) for index in range(200)} | {24 + 32 * 200: code(ROOT)}
+    cut = walk(library, words, (code(PLAIN), 0, 0))
+    assert (cut.end, len(cut.frames)) == (WalkEnd.TOO_DEEP, 127)
+    whole = walk(library, words, (code(PLAIN), 0, 0), depth=202)
+    assert (whole.end, len(whole.frames)) == (WalkEnd.ROOTED, 202)
+
+
+def test_a_call_at_the_end_of_a_function_belongs_to_it(library: UnwindTable) -> None:
+    # GIVEN a return address that is the first byte of the next function
+    words = {24: BIAS + WITH_RBP, 56: code(ROOT)}
+    assert walk(library, words, (code(PLAIN), 0, 0)).end == WalkEnd.ROOTED
