@@ -51,6 +51,9 @@ class StackEnd(enum.IntEnum):
     NOT_WALKED = 5  # asleep since before the recording, or not yet run
     LOST = 6  # the stack store was full: only the time is known
     EXCLUDED = 7  # not asked for (--kernel-only)
+    ROOTED_BY_TABLE = 8  # as ROOTED, by the unwind table; a capture says ROOTED
+    NO_TABLE = 9  # code without unwind information, and without frame pointers
+    UNSUPPORTED_RULE = 10  # unwind information that no rule expresses
 
     @property
     def label(self) -> str:

@@ -29,6 +29,58 @@ enum stack_end {
 	END_NOT_WALKED = 5,
 	END_LOST = 6, /* set by the host half only */
 	END_EXCLUDED = 7,
+	END_ROOTED_BY_TABLE =
+		8, /* a row says that the return address is undefined: the outermost */
+	END_NO_TABLE =
+		9, /* a caller in code that is in no mapping or has neither CFI nor frame pointer */
+	END_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
+};
+
+/* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
+enum rule_kind {
+	RULE_NO_CFI = 0,
+	RULE_RSP = 1, /* CFA = RSP + cfa_offset */
+	RULE_RBP = 2, /* CFA = RBP + cfa_offset */
+	RULE_RBP_DEREF = 3, /* CFA = *(RBP + cfa_offset) */
+	RULE_PLT = 4, /* CFA = RSP + 8, and 8 more once (RIP & 15) >= cfa_offset */
+	RULE_SIGNAL = 5, /* RSP, RIP, RBP = *(RSP + cfa_offset), *(... + 8), *(RSP + rbp_offset) */
+	RULE_UNDEFINED_RA = 6,
+	RULE_UNSUPPORTED = 7,
+};
+
+/* Where a row finds the caller's RBP; RbpKind in agent/unwind/x86_64.py. */
+enum rbp_kind {
+	RBP_SAME = 0,
+	RBP_AT_CFA = 1,
+	RBP_AT_RBP = 2,
+	RBP_AT_RSP = 3,
+	RBP_UNKNOWN = 4,
+};
+
+/* Distinct rules of all tables together: a row has 16 bits for one. */
+#define RULES_MAX 65536
+/* Binaries with a table at the same time. */
+#define TABLES_MAX 4096
+/* An address is a page of 64 KiB and 16 bits in it. */
+#define TABLE_PAGE_SHIFT 16
+
+struct unwind_rule {
+	u8 kind; /* enum rule_kind */
+	u8 rbp_kind; /* enum rbp_kind */
+	s16 rbp_offset; /* bytes */
+	s32 cfa_offset; /* bytes */
+};
+
+/*
+ * One executable mapping of a process; address - bias is an address of the table's binary. Slot 0
+ * of a process's mappings is none: start is its image, end the number of mappings.
+ */
+struct mapping_slot {
+	u64 start;
+	u64 end;
+	u64 bias;
+	u32 table; /* slot in unwind_tables; TABLES_MAX: no table */
+	u32 unused;
 };
 
 /* One slot each in `counters`; Counter in agent/recording/abi.py says what each means to a user. */
@@ -37,6 +89,7 @@ enum counter {
 	COUNTER_SWITCHES, /* switch-outs of targets */
 	COUNTER_STACKS_STORED, /* new entries in `stacks` since the programs were loaded */
 	COUNTER_SUMS_STORED, /* new entries in either map of sums */
+	COUNTER_WITHOUT_TABLES, /* user stacks walked by frame pointer: no tables yet */
 	LOST_STACKS_FULL,
 	LOST_SUMS_FULL,
 	LOST_RING_FULL,

@@ -171,12 +171,41 @@ static __always_inline void switch_in_unseen(struct thread_state *thread, void *
 	switch_in(thread, task, tid, now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns));
 }
 
+/* Slot 0: walk_switch, which goes on with a walk. */
+BPF_PROG_ARRAY(switch_walkers, 1);
+
+static __always_inline void finish_switch(struct capture *capture)
+{
+	u32 tid = capture->walk.tid;
+	u64 stack = finish_capture(capture);
+	struct thread_state *thread = threads.lookup(&tid);
+
+	if (thread)
+		thread->stack = stack;
+}
+
+/* Tail-called with a capture in per-CPU memory. */
+int walk_switch(struct raw_tracepoint *ctx)
+{
+	u32 zero = 0;
+	struct capture *capture = scratch.lookup(&zero);
+
+	if (!capture)
+		return 0;
+	if (!walk_some(capture))
+		switch_walkers.call(ctx, 0);
+	finish_switch(capture);
+	return 0;
+}
+
+/* Does not return while the stack is walked: nothing may follow it. */
 static __always_inline void switch_out(void *ctx, void *task, struct process_state *process, u64 id,
 				       bool is_asleep, u64 now_ns)
 {
 	u32 tgid = id >> 32, tid = (u32)id;
 	struct user_regs regs = {};
 	struct thread_state *thread;
+	struct capture *capture;
 
 	count(COUNTER_SWITCHES);
 	announce(process, tgid);
@@ -194,8 +223,15 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	thread->switched_ns = now_ns;
 	thread->ran_ns = task_ran_ns(task);
 	thread->off_class = is_asleep ? CLASS_BLOCKED : CLASS_PREEMPTED;
+	thread->stack = 0;
 	current_user_regs(&regs);
-	thread->stack = capture_stack(ctx, &regs, true, tgid, process->image);
+	capture = begin_capture(ctx, &regs, true, id, process->image);
+	if (!capture)
+		return;
+	if (capture->walk.depth && mappings_of(&capture->walk))
+		switch_walkers.call(ctx, 0);
+	walk_without_tables(capture);
+	finish_switch(capture);
 }
 
 /* sched_switch(bool preempt, struct task_struct *prev, struct task_struct *next, unsigned state) */
@@ -226,11 +262,11 @@ int on_switch(struct raw_tracepoint *ctx)
 	/* One that was preempted on its way to sleep stays runnable. */
 	if (!(bool)ctx->args[0])
 		is_asleep = SWITCH_HAS_STATE ? (u32)ctx->args[3] : task_u32(prev, TASK_STATE);
-	if (process)
-		switch_out(ctx, prev, process, id, is_asleep, now_ns);
 	if (thread)
 		switch_in(thread, next, next_tid, now_ns);
 	set_running(thread ? next_tid : 0);
+	if (process)
+		switch_out(ctx, prev, process, id, is_asleep, now_ns);
 	return 0;
 }
 

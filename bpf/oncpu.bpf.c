@@ -22,30 +22,59 @@ struct perf_event_context {
 	u64 addr;
 };
 
+/* Slot 0: walk_sample, which goes on with a walk. */
+BPF_PROG_ARRAY(sample_walkers, 1);
+
+static __always_inline void finish_sample(struct capture *capture)
+{
+	struct sum_key key = { .tgid = capture->walk.tgid, .tid = capture->walk.tid };
+
+	key.image = capture->walk.image;
+	key.stack = finish_capture(capture);
+	key.sample_class = CLASS_ON_CPU;
+	add_sum(&key, PERIOD_NS);
+}
+
+/* Tail-called with a capture in per-CPU memory. */
+int walk_sample(struct perf_event_context *ctx)
+{
+	u32 zero = 0;
+	struct capture *capture = scratch.lookup(&zero);
+
+	if (!capture)
+		return 0;
+	if (!walk_some(capture))
+		sample_walkers.call(ctx, 0);
+	finish_sample(capture);
+	return 0;
+}
+
 int on_cpu_sample(struct perf_event_context *ctx)
 {
 	u64 id = bpf_get_current_pid_tgid();
+	u32 tgid = id >> 32;
 	struct process_state *process;
 	struct user_regs regs = {};
-	struct sum_key key = {};
+	struct capture *capture;
 	struct pt_regs *saved = &ctx->regs;
 
-	key.tgid = id >> 32;
-	key.tid = (u32)id;
-	if (!key.tid)
+	if (!(u32)id)
 		return 0; /* the idle task is no target's time */
-	process = current_target(key.tgid);
+	process = current_target(tgid);
 	if (!process || !setting(SETTING_START_NS))
 		return 0;
 	count(COUNTER_SAMPLES);
-	announce(process, key.tgid);
+	announce(process, tgid);
 	if (IS_USER_MODE(saved))
 		user_regs_from(&regs, saved);
 	else
 		current_user_regs(&regs);
-	key.stack = capture_stack(ctx, &regs, !IS_USER_MODE(saved), key.tgid, process->image);
-	key.image = process->image;
-	key.sample_class = CLASS_ON_CPU;
-	add_sum(&key, PERIOD_NS);
+	capture = begin_capture(ctx, &regs, !IS_USER_MODE(saved), id, process->image);
+	if (!capture)
+		return 0;
+	if (capture->walk.depth && mappings_of(&capture->walk))
+		sample_walkers.call(ctx, 0);
+	walk_without_tables(capture);
+	finish_sample(capture);
 	return 0;
 }

@@ -36,6 +36,19 @@
 #define RING_PAGES 256
 #endif
 
+#include "unwind.h"
+
+/* Frames walked by one program before it calls itself again: what verifiers get through. */
+#ifndef STEPS_PER_CALL
+#define STEPS_PER_CALL 8
+#endif
+
+struct capture {
+	struct walk walk;
+	struct stack_record record;
+};
+
+BPF_PERCPU_ARRAY(scratch, struct capture, 1);
 BPF_ARRAY(settings, u64, SETTING_MAX);
 BPF_TABLE("hash", u32, struct process_state, processes, PROCESSES_MAX);
 BPF_TABLE("hash", u64, struct stack_record, stacks, STACKS_MAX);
@@ -137,26 +150,123 @@ static __always_inline void store_stack(struct stack_record *record, u64 hash)
 		count_stored(COUNTER_STACKS_STORED, SETTING_STACKS_DRAIN);
 }
 
-/* Captures the current task's stack; returns its id, 0 if there was no room to work in. */
-static __always_inline u64 capture_stack(void *ctx, struct user_regs *regs, bool in_kernel,
-					 u32 tgid, u64 image)
+/*
+ * Begins the capture of the current task's stack: its kernel half and the user leaf. NULL if there
+ * is no room to work in. One capture a CPU at a time: a clock tick cannot come between, since
+ * sched_switch runs with interrupts off.
+ */
+static __always_inline struct capture *begin_capture(void *ctx, struct user_regs *regs,
+						     bool in_kernel, u64 id, u64 image)
 {
 	u32 zero = 0;
-	struct stack_record *record = scratch.lookup(&zero);
-	u64 hash;
+	struct capture *capture = scratch.lookup(&zero);
+	struct stack_record *record;
+	struct walk *walk;
 
-	if (!record) {
+	if (!capture) {
 		count(LOST_SCRATCH);
-		return 0;
+		return NULL;
 	}
-	record->image = image;
-	record->tgid = tgid;
-	hash = hash_step(hash_step(0, image), tgid);
-	hash = walk_kernel(ctx, record, in_kernel, hash);
-	hash = walk_user(record, regs, hash);
+	record = &capture->record;
+	walk = &capture->walk;
+	record->image = walk->image = image;
+	record->tgid = walk->tgid = id >> 32;
+	walk->tid = (u32)id;
+	walk->hash =
+		walk_kernel(ctx, record, in_kernel, hash_step(hash_step(0, image), walk->tgid));
+	walk->instruction_pointer = regs->instruction_pointer;
+	walk->stack_pointer = regs->stack_pointer;
+	walk->frame_pointer = regs->frame_pointer;
+	walk->mapping.start = walk->mapping.end = 0;
+	walk->depth = 0;
+	walk->is_exact = walk->has_frame_pointer = 1;
+	walk->end = WITH_USER_STACKS ? END_KERNEL_ONLY : END_EXCLUDED;
+	if (!WITH_USER_STACKS || !regs->instruction_pointer)
+		return capture;
+	walk->end = END_TOO_DEEP;
+	walk->depth = 1;
+	record->user[0] = regs->instruction_pointer;
+	walk->hash = hash_step(walk->hash, regs->instruction_pointer);
+	return capture;
+}
+
+/* The mappings of the process that is being walked, NULL if the host half has not brought them. */
+static __always_inline void *mappings_of(struct walk *walk)
+{
+	u32 tgid = walk->tgid, zero = 0;
+	void *mappings = process_mappings.lookup(&tgid);
+	struct mapping_slot *slot;
+
+	if (!mappings)
+		return NULL;
+	slot = bpf_map_lookup_elem(mappings, &zero);
+	/* After an exec the old image's mappings are there for a moment: better none. */
+	return slot && slot->start == walk->image ? mappings : NULL;
+}
+
+/* Walks some frames; returns whether the walk has ended. */
+static __always_inline bool walk_some(struct capture *capture)
+{
+	struct walk *walk = &capture->walk;
+	void *mappings = mappings_of(walk);
+	u64 frame, depth;
+	u32 i;
+
+	if (!mappings) {
+		walk->end = END_NO_TABLE;
+		return true;
+	}
+#pragma clang loop unroll(disable)
+	for (i = 0; i < STEPS_PER_CALL; i++) {
+		depth = walk->depth;
+		if (depth >= MAX_FRAMES)
+			return true; /* walk->end is END_TOO_DEEP since the beginning */
+		if (step(walk, mappings) != STEP_ON)
+			return true;
+		/* The host half looks callers up one byte before: an exact one is put there. */
+		frame = walk->instruction_pointer + walk->is_exact;
+		/* Shown to verifiers once more: they forget a bound that was copied. */
+		asm volatile("" : "+r"(depth));
+		if (depth >= MAX_FRAMES)
+			return true;
+		capture->record.user[depth] = frame;
+		walk->hash = hash_step(walk->hash, frame);
+		walk->depth = depth + 1;
+	}
+	return false;
+}
+
+/* Ends a capture; returns the stack's id. */
+static __always_inline u64 finish_capture(struct capture *capture)
+{
+	struct stack_record *record = &capture->record;
+	u64 hash = capture->walk.hash;
+
+	record->end = capture->walk.end;
+	record->user_depth = capture->walk.depth;
+	if (record->end == END_TOO_DEEP)
+		count(LOST_USER_FRAMES);
 	hash = hash_step(hash, record->end | (u64)record->kernel_depth << 16);
 	store_stack(record, hash);
 	return hash;
+}
+
+/* The whole walk by frame pointer, while there are no tables. */
+static __always_inline void walk_without_tables(struct capture *capture)
+{
+	struct walk *walk = &capture->walk;
+	struct user_regs regs = {
+		.instruction_pointer = walk->instruction_pointer,
+		.stack_pointer = walk->stack_pointer,
+		.frame_pointer = walk->frame_pointer,
+	};
+
+	if (!walk->depth)
+		return;
+	count(COUNTER_WITHOUT_TABLES);
+	walk->hash = walk_frame_pointers(&capture->record, &regs, walk->hash);
+	walk->depth = capture->record.user_depth;
+	walk->end = capture->record.end;
 }
 
 static __always_inline void add_sum(struct sum_key *key, u64 ns)

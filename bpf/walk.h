@@ -31,8 +31,6 @@
 #define KERNEL_FRAMES_MAX MAX_FRAMES
 #endif
 
-BPF_PERCPU_ARRAY(scratch, struct stack_record, 1);
-
 /* splitmix64's multiplier: odd, well mixed bits. */
 #define HASH_MULTIPLIER 0xbf58476d1ce4e5b9ull
 
@@ -51,8 +49,6 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 	u64 stack_pointer = regs->stack_pointer;
 	u32 depth = 1;
 
-	record->user[0] = regs->instruction_pointer;
-	hash = hash_step(hash, regs->instruction_pointer);
 	record->end = END_TOO_DEEP;
 #pragma clang loop unroll(disable)
 	for (; depth < MAX_FRAMES; depth++) {
@@ -79,23 +75,7 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 		frame_pointer = link.frame_pointer;
 	}
 	record->user_depth = depth;
-	if (record->end == END_TOO_DEEP)
-		count(LOST_USER_FRAMES);
 	return hash;
-}
-
-static __always_inline u64 walk_user(struct stack_record *record, struct user_regs *regs, u64 hash)
-{
-	record->user_depth = 0;
-	if (!WITH_USER_STACKS) {
-		record->end = END_EXCLUDED;
-		return hash;
-	}
-	if (!regs->instruction_pointer) {
-		record->end = END_KERNEL_ONLY;
-		return hash;
-	}
-	return walk_frame_pointers(record, regs, hash);
 }
 
 static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, bool in_kernel,

@@ -43,6 +43,11 @@ _PROBLEM_MEANINGS = {
     "kernel_symbols_hidden": "kernel addresses without names; sysctl kernel.kptr_restrict=1",
     "perf_map_refused": "a perf-PID.map was not a regular file of the target's own; not used",
     "perf_map_cut": "a perf-PID.map was too large or malformed; a part of it was not used",
+    "bad_unwind_info": "binaries whose unwind information is damaged; walked by frame pointer",
+    "unwind_memory_full": "binaries whose unwind table found no room; walked by frame pointer",
+    "unwind_rules_full": "unwind rules beyond those that the kernel half holds; stacks end there",
+    "too_many_mappings": "processes with over 4,095 executable mappings; the rest has no tables",
+    "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
     "binary_not_opened": "mapped files that could not be opened; their frames have no names",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
     "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
@@ -195,7 +200,7 @@ class _Session:
     def _finish(self, recorder: Recorder, outcome: Outcome, service: SymbolService) -> None:
         store_sleepers(recorder.sleepers, recorder.stacks, recorder.table)
         lost_stacks = recorder.stacks.lost()
-        resolver = CaptureResolver(self._writer, recorder.table, service)
+        resolver = CaptureResolver(self._writer, recorder.table, recorder.images, service)
         resolver.write_mappings()
         self._writer.put_meta({"duration_ns": outcome.duration_ns})
         self._writer.commit()
@@ -204,6 +209,7 @@ class _Session:
         for problem in service.problems:
             problems[problem.reason] = problems.get(problem.reason, 0) + 1
             self._printer.detail(f"{problem.reason}: {problem.detail}")
+        problems.update(recorder.tables.problems)
         problems["binary_not_opened"] = recorder.table.binaries.unopened
         problems["stack_lost"] = lost_stacks
         problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())
@@ -215,6 +221,9 @@ class _Session:
                 "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
                 "recorder_peak_rss_bytes": self._running_rss_bytes,
                 f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
+                f"{FACT_PREFIX}stacks walked before their tables came": outcome.counters[
+                    abi.Counter.WITHOUT_TABLES
+                ],
                 f"{FACT_PREFIX}context switches seen": outcome.counters[abi.Counter.SWITCHES],
                 "complete": 1,
             }

@@ -49,6 +49,11 @@ class Filter(enum.IntEnum):
     ALL = 2
 
 
+# Limits of the unwind tables.
+RULES_MAX = 65536
+TABLES_MAX = 4096
+
+
 class Counter(enum.IntEnum):
     """Slots of the per-CPU `counters` array."""
 
@@ -56,16 +61,17 @@ class Counter(enum.IntEnum):
     SWITCHES = 1
     STACKS_STORED = 2
     SUMS_STORED = 3
-    STACKS_FULL = 4
-    SUMS_FULL = 5
-    RING_FULL = 6
-    THREADS_FULL = 7
-    PROCESSES_FULL = 8
-    KERNEL_STACK = 9
-    KERNEL_FRAMES = 10
-    USER_FRAMES = 11
-    WAIT_EVENTS = 12
-    SCRATCH = 13
+    WITHOUT_TABLES = 4
+    STACKS_FULL = 5
+    SUMS_FULL = 6
+    RING_FULL = 7
+    THREADS_FULL = 8
+    PROCESSES_FULL = 9
+    KERNEL_STACK = 10
+    KERNEL_FRAMES = 11
+    USER_FRAMES = 12
+    WAIT_EVENTS = 13
+    SCRATCH = 14
 
 
 # Counters that mean a loss: the name in the capture, and what it means with its cure.
@@ -197,4 +203,16 @@ WAIT_EVENT_DTYPE = np.dtype(
         ("blocked_ns", "<u8"),
         ("runnable_ns", "<u8"),
     ]
+)
+MAPPING_SLOT_DTYPE = np.dtype(
+    [
+        ("start", "<u8"),
+        ("end", "<u8"),
+        ("bias", "<u8"),
+        ("table", "<u4"),
+        ("unused", "<u4"),
+    ]
+)
+UNWIND_RULE_DTYPE = np.dtype(
+    [("kind", "u1"), ("rbp_kind", "u1"), ("rbp_offset", "<i2"), ("cfa_offset", "<i4")]
 )

@@ -25,12 +25,28 @@ _MAX_FDS = 253
 
 PROGRAMS = {
     "on_cpu_sample": "perf_event",
+    "walk_sample": "perf_event",
     "on_switch": "raw_tracepoint",
+    "walk_switch": "raw_tracepoint",
     "on_waking": "raw_tracepoint",
     "on_fork": "raw_tracepoint",
     "on_exec": "raw_tracepoint",
     "on_exit": "raw_tracepoint",
 }
+_MAPS = (
+    *(
+        "settings",
+        "counters",
+        "processes",
+        "threads",
+        "running",
+        "stacks",
+        "sums0",
+        "sums1",
+        "ring",
+    ),
+    *("process_mappings", "unwind_tables", "unwind_rules", "sample_walkers", "switch_walkers"),
+)
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
 
 
@@ -78,6 +94,18 @@ class Programs:
         self.stacks = Map(
             map_fds["stacks"], abi.STACK_ID_DTYPE, abi.STACK_DTYPE, options.stacks_max
         )
+        self.process_mappings = Map(
+            map_fds["process_mappings"], abi.PID_DTYPE, abi.PID_DTYPE, options.processes_max
+        )
+        self.unwind_tables = Map(
+            map_fds["unwind_tables"], abi.PID_DTYPE, abi.PID_DTYPE, abi.TABLES_MAX
+        )
+        self.unwind_rules = Map(
+            map_fds["unwind_rules"], abi.PID_DTYPE, abi.UNWIND_RULE_DTYPE, abi.RULES_MAX
+        )
+        for kind in ("sample", "switch"):
+            walkers = Map(map_fds[f"{kind}_walkers"], abi.PID_DTYPE, abi.PID_DTYPE, 1)
+            walkers.update(bytes(4), program_fds[f"walk_{kind}"].to_bytes(4, "little"))
         self.sums = tuple(
             Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
             for name in ("sums0", "sums1")
@@ -120,8 +148,7 @@ def load_programs(options: ProgramOptions) -> Programs:
         "RING_PAGES": options.ring_pages,
         "WAIT_EVENT_NS": f"{options.wait_event_ns}ull",
     }
-    maps = ["settings", "counters", "processes", "threads", "running", "stacks", "ring"]
-    maps += ["sums0", "sums1"]
+    maps = list(_MAPS)
     if options.filter is abi.Filter.CGROUP:
         maps.append("cgroups")
     request = {

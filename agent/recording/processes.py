@@ -111,12 +111,14 @@ class ProcessTable:
     """All images and threads of a recording.
 
     Args:
-        start_ns: When the recording began, monotonic.
+        start_ns: Identity of the images that are there before the recording begins, and until
+            `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
     """
 
     def __init__(self, start_ns: int, current_image: Callable[[int], int | None]) -> None:
-        self.start_ns = start_ns
+        self.start_ns = self.first_image = start_ns
+        self.on_mappings: Callable[[ProcessImage], None] = lambda image: None
         self._current_image = current_image
         self.images: list[ProcessImage] = []
         self.threads: list[ThreadInfo] = []
@@ -185,7 +187,10 @@ class ProcessTable:
         if self._current_image(image.pid) != image.image:
             return False
         image.was_read = image.was_read or bool(found)
-        return image.replace_mappings(found)
+        is_new = image.replace_mappings(found)
+        if is_new:
+            self.on_mappings(image)
+        return is_new
 
     def unknown_address(self, image: ProcessImage, is_certain: bool) -> None:
         """Reads mappings again since a sample had an address in none.

@@ -128,7 +128,8 @@ class RawStacks:
         """
         ends = self.ends.copy()
         by_pointer = np.isin(
-            ends, [StackEnd.ROOTED, StackEnd.NO_FRAME_POINTER, StackEnd.UNREADABLE]
+            ends,
+            [StackEnd.ROOTED, StackEnd.NO_FRAME_POINTER, StackEnd.UNREADABLE, StackEnd.NO_TABLE],
         )
         ends[(kept < self.lengths) & (ends != StackEnd.KERNEL_ONLY)] = StackEnd.NO_FRAME_POINTER
         has_user = kept > self.kernel_depths
@@ -137,6 +138,7 @@ class RawStacks:
         if len(self.place):
             is_rooted = has_user & is_thread_start[self.place[last]]
         ends[by_pointer & is_rooted] = StackEnd.ROOTED
+        ends[ends == StackEnd.ROOTED_BY_TABLE] = StackEnd.ROOTED
         ends[by_pointer & ~is_rooted & (ends == StackEnd.ROOTED)] = StackEnd.NO_FRAME_POINTER
         return ends
 

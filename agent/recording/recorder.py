@@ -20,6 +20,7 @@ import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi
+from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.recording.probes import Probes
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
@@ -29,7 +30,9 @@ from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters
 from aiflame.agent.recording.sleepers import Sleepers
 from aiflame.agent.recording.sysbpf import BPF_ANY, Map, ProgramCost
+from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
+from aiflame.agent.symbols.store import cache_dir
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
@@ -96,22 +99,31 @@ class Recorder:
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
-        self._wall_start_ns = time.time_ns()
-        self.start_ns = self._epoch_since_ns = time.monotonic_ns()
-        self.table = ProcessTable(self.start_ns, self._current_image)
+        self.table = ProcessTable(time.monotonic_ns(), self._current_image)
         self.stacks = StackSink(self._writer, self.table)
         self.samples = SampleSink(self._writer, self.table, self.stacks)
         pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
         for pid in pids:
-            self._enter_process(pid, self.start_ns, abi.ProcessFlag.TARGET)
+            self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
+        self.images = ElfImages(self.table.binaries)
+        self.tables = UnwindTables(
+            programs, self.table.binaries, self.images, cache_dir(), self._ring.watch
+        )
+        if self._options.user_stacks:
+            self.table.on_mappings = self.tables.push
+        if self._target.filter is abi.Filter.PIDS:
+            for pid in pids:
+                self.table.seen(pid, self.table.first_image, 0, "", 0)
         command = self._target.command
         if command is not None:
-            self._enter_process(command.pid, self.start_ns, abi.ProcessFlag.AT_EXEC)
+            self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
+        self._wall_start_ns = time.time_ns()
+        self.start_ns = self._epoch_since_ns = self.table.start_ns = time.monotonic_ns()
         programs.set(abi.Setting.START_NS, self.start_ns)
         self._probes.start_clocks(self._options.period_ns)
         if self._options.off_cpu:
             self._entering = itertools.chain.from_iterable(
-                self.sleepers.enter(programs, pid, self.start_ns) for pid in pids
+                self.sleepers.enter(programs, self.table, pid) for pid in pids
             )
             self._enter_sleepers()
 
@@ -157,6 +169,7 @@ class Recorder:
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self._read_events():
                     self.drain()
+                self.tables.poll()
                 if time.monotonic_ns() >= next_ns:
                     self.drain()
                     report(self._progress())
@@ -193,6 +206,7 @@ class Recorder:
             elif kind == abi.EventType.PROCESS_EXIT:
                 event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
                 self.table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))
+                self.tables.forget(int(event["tgid"]))
             elif kind == abi.EventType.THREAD_EXIT:
                 self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
             elif kind == abi.EventType.WAIT:
@@ -316,6 +330,8 @@ class Recorder:
     def close(self) -> None:
         """Detaches and takes the programs out of the kernel."""
         self._probes.close()
+        if hasattr(self, "tables"):
+            self.tables.close()
         self._ring.close()
         self._programs.close()
 

@@ -17,11 +17,11 @@ import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import FrameKind
 from aiflame.agent.recording import roots
+from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.names import MAX_INTEGER, Names
-from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage, ProcessTable
+from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.sinks import KERNEL_CUT
-from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
@@ -51,15 +51,22 @@ class CaptureResolver:
     Args:
         writer: Open capture; all stacks are in it.
         table: Process table of the recording.
+        images: ELF headers of its binaries.
         service: Resolves binaries.
     """
 
-    def __init__(self, writer: CaptureWriter, table: ProcessTable, service: SymbolService) -> None:
+    def __init__(
+        self,
+        writer: CaptureWriter,
+        table: ProcessTable,
+        images: ElfImages,
+        service: SymbolService,
+    ) -> None:
         self._writer = writer
         self._table = table
         self._service = service
         self._names = Names()
-        self._elf: dict[int, ElfImage | None] = {}
+        self._images = images
         self._entries: dict[int, int] = {}
         self.problems: Counter[str] = Counter()
         self.ends: dict[int, int] = {}
@@ -71,7 +78,7 @@ class CaptureResolver:
             for mapping in image.mappings:
                 if mapping.binary == NO_BINARY:
                     continue
-                bias = self._bias(mapping)
+                bias = self._images.bias(mapping)
                 if not 0 <= bias <= MAX_INTEGER:
                     bias = 0
                 binary = self._binary_id(mapping.binary)
@@ -80,32 +87,10 @@ class CaptureResolver:
         self._writer.put("mappings", rows)
         self._names.write(self._writer)
 
-    def _image_of(self, binary: int) -> ElfImage | None:
-        if binary not in self._elf:
-            fd = self._table.binaries.files[binary].fd
-            try:
-                self._elf[binary] = None if fd is None else ElfImage.from_fd(fd)
-            except BadElf:
-                self.problems["bad_elf"] += 1
-                self._elf[binary] = None
-        return self._elf[binary]
-
     def _binary_id(self, binary: int) -> int:
-        elf = self._image_of(binary)
+        elf = self._images.of(binary)
         path = clean_name(self._table.binaries.files[binary].path)
         return self._names.binary(path, "" if elf is None else elf.build_id)
-
-    def _bias(self, mapping: Mapping) -> int:
-        """Returns what to subtract from an address in a mapping."""
-        elf = self._image_of(mapping.binary)
-        offset = mapping.file_offset
-        for load in () if elf is None else elf.loads:
-            # The loader maps whole pages, also what stands before the segment in its first one.
-            first = load.file_offset & -_PAGE_BYTES
-            is_inside = first <= offset < load.file_offset + load.file_size
-            if load.executable and is_inside:
-                return mapping.start - (offset - load.file_offset + load.virtual_address)
-        return mapping.start - offset
 
     def resolve(self) -> None:
         """Resolves all stacks and writes their frames.
@@ -178,7 +163,7 @@ class CaptureResolver:
             if mapping.binary == NO_BINARY:
                 self._anonymous(image, addresses[chosen], [places[i] for i in indexes[chosen]])
                 continue
-            bias = self._bias(mapping) % (1 << 64)
+            bias = self._images.bias(mapping) % (1 << 64)
             found = addresses[chosen] - np.uint64(bias)
             in_binaries.setdefault(mapping.binary, []).append((found, indexes[chosen]))
 
@@ -248,7 +233,7 @@ class CaptureResolver:
 
     def _start_name(self, binary: int, address: int) -> str | None:
         """Names a place without a symbol if threads or processes start there."""
-        fd, elf = self._table.binaries.files[binary].fd, self._image_of(binary)
+        fd, elf = self._table.binaries.files[binary].fd, self._images.of(binary)
         if fd is None or elf is None:
             return None
         if binary not in self._entries:

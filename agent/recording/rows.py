@@ -21,7 +21,7 @@ def row_of_image(image: ProcessImage, start_ns: int) -> tuple[Any, ...]:
         image.command_line,
         image.cgroup,
         container_id(image.cgroup),
-        image.started_ns - start_ns,
+        max(image.started_ns - start_ns, 0),
         None if image.exited_ns is None else image.exited_ns - start_ns,
     )
 

@@ -55,13 +55,13 @@ class Sleepers:
         self._kernel_stacks = kernel_stacks
         self.by_stack: dict[int, Sleeper] = {}
 
-    def enter(self, programs: Programs, pid: int, start_ns: int) -> Iterator[None]:
+    def enter(self, programs: Programs, table: ProcessTable, pid: int) -> Iterator[None]:
         """Enters the threads of one process, one at each step.
 
         Args:
             programs: Loaded and running.
-            pid: The process; its image's identity is `start_ns`.
-            start_ns: When the recording began, monotonic.
+            table: Process table; knows when the recording began.
+            pid: The process.
         """
         for tid in procfs.thread_ids(pid):
             yield
@@ -70,8 +70,8 @@ class Sleepers:
                 continue
             stack = _MADE_STACK_BASE + len(self.by_stack) + 1
             state = np.zeros(1, abi.THREAD_STATE_DTYPE)
-            state["first_seen_ns"] = state["switched_ns"] = start_ns
-            state["tgid"], state["image"], state["stack"] = pid, start_ns, stack
+            state["first_seen_ns"] = state["switched_ns"] = table.start_ns
+            state["tgid"], state["image"], state["stack"] = pid, table.first_image, stack
             state["flags"] = abi.THREAD_SEEDED
             is_asleep = before.state in _ASLEEP
             state["off_class"] = SampleClass.BLOCKED if is_asleep else SampleClass.ON_CPU
@@ -121,5 +121,5 @@ def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -
     for stack, sleeper in wanted.items():
         # The offset is that of a return address, or 0 where only a name was to be had.
         addresses = [found[n] + max(offset, 1) for n, offset in sleeper.kernel_frames if n in found]
-        image = table.image(sleeper.pid, table.start_ns)
+        image = table.image(sleeper.pid, table.first_image)
         stacks.add_made(stack, image, addresses, StackEnd.NOT_WALKED)

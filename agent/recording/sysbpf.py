@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.recording.arch import this_architecture
 
+_MAP_CREATE, _MAP_TYPE_ARRAY = 0, 2
 _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM, _MAP_GET_NEXT_KEY = 1, 2, 3, 4
 _OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
 _MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
@@ -64,6 +65,12 @@ def _address(array: npt.NDArray[Any] | ctypes.Array[ctypes.c_char]) -> int:
 
 def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(data, len(data))
+
+
+def create_array(value_bytes: int, entries: int, flags: int) -> int:
+    """Makes an array map; returns its descriptor. Flags are BPF_F_*."""
+    attributes = struct.pack("<IIIII", _MAP_TYPE_ARRAY, 4, value_bytes, entries, flags)
+    return _bpf(_MAP_CREATE, attributes + bytes(44))
 
 
 class Map:

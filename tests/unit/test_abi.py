@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 from aiflame.agent import model
 from aiflame.agent.recording import abi
+from aiflame.agent.unwind.table import PAGE_SHIFT
+from aiflame.agent.unwind.x86_64 import RbpKind, RuleKind
 
 _BPF = Path(__file__).parents[2] / "bpf"
 _HEADER = (_BPF / "aiflame.h").read_text()
 
 _DTYPES = {
+    "mapping_slot": abi.MAPPING_SLOT_DTYPE,
+    "unwind_rule": abi.UNWIND_RULE_DTYPE,
     "process_state": abi.PROCESS_STATE_DTYPE,
     "thread_state": abi.THREAD_STATE_DTYPE,
     "stack_record": abi.STACK_DTYPE,
@@ -33,6 +37,11 @@ _KERNEL_ONLY = {"wait_budget"}
 
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,
+    "RULES_MAX": abi.RULES_MAX,
+    "TABLES_MAX": abi.TABLES_MAX,
+    "TABLE_PAGE_SHIFT": PAGE_SHIFT,
+    **{f"RULE_{member.name}": member.value for member in RuleKind},
+    **{f"RBP_{member.name}": member.value for member in RbpKind},
     "THREAD_SEEDED": abi.THREAD_SEEDED,
     "COUNTER_MAX": len(abi.Counter),
     "SETTING_MAX": len(abi.Setting),

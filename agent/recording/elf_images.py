@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ELF headers of the binaries of a recording, each parsed once."""
+
+from __future__ import annotations
+
+import os
+
+from aiflame.agent.recording.binaries import BinaryTable
+from aiflame.agent.recording.processes import Mapping
+from aiflame.agent.symbols.elf import BadElf, ElfImage
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class ElfImages:
+    """Headers by binary index.
+
+    Args:
+        binaries: The files that targets map.
+    """
+
+    def __init__(self, binaries: BinaryTable) -> None:
+        self._binaries = binaries
+        self._images: dict[int, ElfImage | None] = {}
+        self.bad = 0
+
+    def of(self, binary: int) -> ElfImage | None:
+        """Returns the headers, None for a file that could not be opened or is not sound."""
+        if binary not in self._images:
+            fd = self._binaries.files[binary].fd
+            try:
+                self._images[binary] = None if fd is None else ElfImage.from_fd(fd)
+            except BadElf:
+                self.bad += 1
+                self._images[binary] = None
+        return self._images[binary]
+
+    def bias(self, mapping: Mapping) -> int:
+        """Returns what to subtract from an address in a mapping to get the binary's own."""
+        elf = self.of(mapping.binary)
+        offset = mapping.file_offset
+        for load in () if elf is None else elf.loads:
+            # The loader maps whole pages, also what stands before the segment in its first one.
+            first = load.file_offset & -_PAGE_BYTES
+            is_inside = first <= offset < load.file_offset + load.file_size
+            if load.executable and is_inside:
+                return mapping.start - (offset - load.file_offset + load.virtual_address)
+        return mapping.start - offset

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has unwind tables built by a child process, one after the other, without ever waiting for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+# libtorch_cpu takes a second; what takes this long on any machine is a file made to.
+_TIMEOUT_S = 60.0
+
+
+class TableBuilder:
+    """A queue of binaries, and the child that works on its head.
+
+    Args:
+        cache: Directory in which tables are built.
+        watch: Told of the descriptor that becomes readable when `finished` has something to say.
+    """
+
+    def __init__(self, cache: Path, watch: Callable[[int], None]) -> None:
+        self._cache = cache
+        self._watch = watch
+        self._queue: deque[tuple[int, str]] = deque()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+        self._is_asked = False
+
+    def ask(self, binary: int, path: str) -> None:
+        """Queues a binary by its index and an openable path."""
+        self._queue.append((binary, path))
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        if self._is_asked or not self._queue:
+            return
+        if self._child is None:
+            self._child = subprocess.Popen(  # noqa: S603 - a module of our own
+                [sys.executable, "-m", "aiflame.agent.unwind.worker", str(self._cache)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the recorder
+            )
+            assert self._child.stdout is not None  # noqa: S101 - it is a pipe
+            os.set_blocking(self._child.stdout.fileno(), False)
+            self._watch(self._child.stdout.fileno())
+        assert self._child.stdin is not None  # noqa: S101 - it is a pipe
+        try:
+            self._child.stdin.write(f"{self._queue[0][1]}\n".encode())
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died: `finished` notices, and drops the binary that it was at
+        self._is_asked = True
+        self._deadline = time.monotonic() + _TIMEOUT_S
+
+    def finished(self) -> list[int]:
+        """Returns the binaries that are done with, whether there is a table now or not."""
+        done: list[int] = []
+        while self._is_asked and self._child is not None:
+            assert self._child.stdout is not None  # noqa: S101 - it is a pipe
+            answer = self._child.stdout.read(4096)
+            if answer is None and time.monotonic() < self._deadline:
+                break
+            if not answer:  # it ended, or takes too long
+                self.close()
+            done.append(self._queue.popleft()[0])
+            self._is_asked = False
+            self._ask_next()
+        return done
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._child is None:
+            return
+        self._child.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._child = None
