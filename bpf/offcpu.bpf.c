@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
- * Off-CPU time, and the lives of threads and processes.
+ * Off-CPU time.
  *
- * Attach: raw tracepoints sched_switch, sched_waking, sched_process_fork, sched_process_exec,
- * sched_process_exit. Raw ones cost a quarter of the formatted kind and need no tracefs.
+ * Attach: raw tracepoints sched_switch and sched_waking. Raw ones cost a quarter of the formatted
+ * kind and need no tracefs.
  * Needs: BPF_PROG_TYPE_RAW_TRACEPOINT (v4.17) and what walk.h needs.
  *
  * At sched_switch the current task is still `prev`: its stack is taken there, and its interval is
@@ -22,9 +22,6 @@
 /* 1 where sched_switch hands over the state that decided (v5.18); task->state may have changed. */
 #ifndef SWITCH_HAS_STATE
 #define SWITCH_HAS_STATE 1
-#endif
-#ifndef FOLLOW_CHILDREN
-#define FOLLOW_CHILDREN 1
 #endif
 #ifndef THREADS_MAX
 #define THREADS_MAX 65536
@@ -278,125 +275,5 @@ int on_waking(struct raw_tracepoint *ctx)
 
 	if (thread && thread->off_class == CLASS_BLOCKED && !thread->waking_ns)
 		thread->waking_ns = bpf_ktime_get_ns();
-	return 0;
-}
-
-/* sched_process_fork(struct task_struct *parent, struct task_struct *child): threads as well */
-int on_fork(struct raw_tracepoint *ctx)
-{
-	void *child = (void *)ctx->args[1];
-	u32 parent_tgid = bpf_get_current_pid_tgid() >> 32;
-	u32 tgid = task_tgid(child);
-	u32 tid = task_tid(child);
-	u64 now_ns = bpf_ktime_get_ns();
-	struct process_state *parent = processes.lookup(&parent_tgid);
-	struct process_state created = {};
-	struct thread_state *thread;
-
-	if (!parent)
-		return 0;
-	if (tgid != parent_tgid) {
-		if (!FOLLOW_CHILDREN && parent->flags & PROCESS_TARGET)
-			return 0;
-		created.image = now_ns;
-		created.flags = parent->flags & ~PROCESS_SEEN;
-		if (processes.update(&tgid, &created)) {
-			count(LOST_PROCESSES_FULL);
-			return 0;
-		}
-	}
-	if (!WITH_OFF_CPU || !(parent->flags & PROCESS_TARGET) || !setting(SETTING_START_NS))
-		return 0;
-	/* From now to its first switch-in the new thread waits for a CPU; it has no stack of its own. */
-	thread = thread_of(tid, child, tgid, now_ns);
-	if (!thread)
-		return 0;
-	thread->image = tgid == parent_tgid ? parent->image : created.image;
-	thread->off_class = CLASS_BLOCKED;
-	thread->switched_ns = now_ns;
-	thread->waking_ns = now_ns;
-	thread->stack = 0;
-	return 0;
-}
-
-/* Reports a thread of an image that ends for it, by exit or by exec. */
-static __always_inline void end_thread(struct thread_state *thread, void *task, u32 tid,
-				       bool is_exit, u64 now_ns)
-{
-	struct thread_event event = {};
-
-	if (thread->off_class != CLASS_ON_CPU)
-		switch_in_unseen(thread, task, tid, now_ns);
-	if (thread->switched_ns)
-		thread->on_cpu_ns += now_ns - thread->switched_ns;
-	event.type = EVENT_THREAD_EXIT;
-	event.tgid = thread->tgid;
-	event.tid = tid;
-	event.parent_tgid = task_parent_tgid(task);
-	event.image = thread->image;
-	event.ns = now_ns;
-	event.first_seen_ns = thread->first_seen_ns;
-	event.on_cpu_ns = thread->on_cpu_ns;
-	if (is_exit) /* an exec has renamed it already */
-		bpf_get_current_comm(event.comm, sizeof(event.comm));
-	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
-	threads.delete(&tid);
-}
-
-/* sched_process_exec(struct task_struct *task, pid_t old_pid, struct linux_binprm *binary) */
-int on_exec(struct raw_tracepoint *ctx)
-{
-	void *task = current_task();
-	u32 tgid = bpf_get_current_pid_tgid() >> 32;
-	/* A thread that is not the leader takes over the leader's id when it calls exec. */
-	u32 old_tid = (u32)ctx->args[1];
-	u64 now_ns = bpf_ktime_get_ns();
-	struct process_state *process = processes.lookup(&tgid);
-	struct thread_state *thread = threads.lookup(&old_tid);
-
-	if (thread)
-		end_thread(thread, task, old_tid, false, now_ns);
-	if (!process)
-		return 0;
-	process->image = now_ns;
-	if (process->flags & PROCESS_AT_EXEC)
-		process->flags = PROCESS_TARGET;
-	process->flags &= ~PROCESS_SEEN;
-	if (!WITH_OFF_CPU || !(process->flags & PROCESS_TARGET) || !setting(SETTING_START_NS))
-		return 0;
-	thread = thread_of(tgid, task, tgid, now_ns);
-	if (!thread)
-		return 0;
-	thread->image = now_ns;
-	thread->switched_ns = now_ns;
-	set_running(tgid);
-	return 0;
-}
-
-/* sched_process_exit(struct task_struct *task, ...): once a thread, in its own context */
-int on_exit(struct raw_tracepoint *ctx)
-{
-	u64 id = bpf_get_current_pid_tgid();
-	u32 tgid = id >> 32, tid = (u32)id;
-	u64 now_ns = bpf_ktime_get_ns();
-	struct process_state *process = processes.lookup(&tgid);
-	struct thread_state *thread = threads.lookup(&tid);
-	struct process_event gone = {};
-
-	/* Once stopped, the host half closes the intervals of all that are there. */
-	if (thread && setting(SETTING_START_NS))
-		end_thread(thread, current_task(), tid, true, now_ns);
-	if (!process || !process_is_dead(current_task()))
-		return 0;
-	if (process->flags & PROCESS_SEEN) {
-		gone.type = EVENT_PROCESS_EXIT;
-		gone.tgid = tgid;
-		gone.image = process->image;
-		gone.ns = now_ns;
-		bpf_get_current_comm(gone.comm, sizeof(gone.comm));
-		send(&gone, sizeof(gone),
-		     FILTER == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
-	}
-	processes.delete(&tgid);
 	return 0;
 }

@@ -9,3 +9,4 @@
 #include <linux/types.h>
 #include "oncpu.bpf.c"
 #include "offcpu.bpf.c"
+#include "lives.bpf.c"
