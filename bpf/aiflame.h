@@ -117,6 +117,7 @@ enum event_type {
 #define PROCESS_EXCLUDED 2u /* the recorder and its children */
 #define PROCESS_SEEN 4u /* EVENT_PROCESS_SEEN was sent for this image */
 #define PROCESS_AT_EXEC 8u /* becomes a target when it calls exec */
+#define PROCESS_SETTLED 16u /* it was sent when the image's libraries were mapped */
 
 /* Bits of thread_state.flags. */
 #define THREAD_SEEDED 1u /* entered by the host half when the recording started */

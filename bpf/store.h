@@ -103,19 +103,31 @@ static __always_inline struct process_state *current_target(u32 tgid)
 	return processes.lookup(&tgid);
 }
 
-/* Tells the host half of a process image at its first capture, while it still has mappings. */
+/* By then the loader has mapped a program's libraries, with room for a slow disk. */
+#define SETTLE_NS 20000000ull
+
+/*
+ * Tells the host half of a process image at its first capture, while it still has mappings, and of
+ * a new one again at the first after SETTLE_NS: it may end before an unknown address is noticed.
+ */
 static __always_inline void announce(struct process_state *process, u32 tgid)
 {
 	struct process_event event = {};
+	bool is_settled;
+	u64 now_ns;
 
-	if (process->flags & PROCESS_SEEN)
+	if (process->flags & PROCESS_SETTLED)
 		return;
-	process->flags |= PROCESS_SEEN;
+	now_ns = bpf_ktime_get_ns();
+	is_settled = now_ns - process->image >= SETTLE_NS;
+	if (process->flags & PROCESS_SEEN && !is_settled)
+		return;
+	process->flags |= is_settled ? PROCESS_SEEN | PROCESS_SETTLED : PROCESS_SEEN;
 	event.type = EVENT_PROCESS_SEEN;
 	event.tgid = tgid;
 	event.parent_tgid = task_parent_tgid(current_task());
 	event.image = process->image;
-	event.ns = bpf_ktime_get_ns();
+	event.ns = now_ns;
 	event.cgroup_id = bpf_get_current_cgroup_id();
 	bpf_get_current_comm(event.comm, sizeof(event.comm));
 	send(&event, sizeof(event), BPF_RB_FORCE_WAKEUP);

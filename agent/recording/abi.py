@@ -27,6 +27,7 @@ class ProcessFlag(enum.IntFlag):
     EXCLUDED = 2
     SEEN = 4
     AT_EXEC = 8
+    SETTLED = 16
 
 
 THREAD_SEEDED = 1  # bit of thread_state.flags
