@@ -183,6 +183,7 @@ static __always_inline u32 step_over_signal(struct walk *walk, struct unwind_rul
 static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *rule)
 {
 	u64 cfa = walk->stack_pointer + (s64)rule->cfa_offset;
+	struct frame_link link = {};
 	u64 saved;
 
 	if (rule->kind == RULE_PLT) {
@@ -199,12 +200,24 @@ static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *r
 	/* Each call pushes a word: this is what ends a table that goes round in circles. */
 	if (cfa <= walk->stack_pointer || (cfa & 7))
 		return end_walk(walk, END_NO_TABLE);
+	if (rule->rbp_kind == RBP_AT_CFA && rule->rbp_offset == -(s16)sizeof(link)) {
+		/* As `push %rbp` leaves them: both words in one read, the dearest part of a step. */
+		if (bpf_probe_read_user(&link, sizeof(link), (void *)(cfa - sizeof(link))))
+			return end_walk(walk, END_UNREADABLE);
+		walk->instruction_pointer = link.return_address;
+		walk->frame_pointer = link.frame_pointer;
+		walk->has_frame_pointer = 1;
+		walk->stack_pointer = cfa;
+		walk->is_exact = 0;
+		return STEP_ON;
+	}
 	if (!read_word(cfa - 8, &walk->instruction_pointer))
 		return end_walk(walk, END_UNREADABLE);
 	saved = rule->rbp_kind == RBP_AT_CFA ? cfa : walk->frame_pointer;
 	if (rule->rbp_kind == RBP_AT_CFA || rule->rbp_kind == RBP_AT_RBP) {
 		if (!read_word(saved + (s64)rule->rbp_offset, &walk->frame_pointer))
 			return end_walk(walk, END_UNREADABLE);
+		walk->has_frame_pointer = 1;
 	} else if (rule->rbp_kind != RBP_SAME) {
 		walk->has_frame_pointer = 0;
 	}
