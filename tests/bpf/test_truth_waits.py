@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from aiflame.agent.model import Profile, SampleClass, StackEnd
 from aiflame.agent.reports.causes import Cause, classify
@@ -44,6 +45,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, workload: Callable[..., Path])
     return Run(*record_workload(folder, Workload([workload("waits")]), "-F", 999))
 
 
+def _ns_by_cause(profile: Profile, rows: npt.NDArray[np.void], cause: Cause) -> int:
+    return int(rows["ns"][classify(profile)[rows["stack"]] == cause].sum())
+
+
 @pytest.mark.parametrize(
     ("function", "cause"),
     [
@@ -59,7 +64,8 @@ def test_waits_last_as_long_as_the_thread_says(run: Run, function: str, cause: C
     # Nearly all of it asleep, and for the right reason.
     blocked = rows_of(run.profile, function, None, SampleClass.BLOCKED)
     assert blocked["ns"].sum() > 0.5 * truth_ns
-    assert set(classify(run.profile)[blocked["stack"]]) == {cause}
+    # A machine short of memory may add a page fault.
+    assert _ns_by_cause(run.profile, blocked, cause) > 0.98 * blocked["ns"].sum()
 
 
 def test_waits_for_a_mutex_last_as_long_as_the_thread_says(run: Run) -> None:
@@ -72,7 +78,7 @@ def test_waits_for_a_mutex_last_as_long_as_the_thread_says(run: Run) -> None:
 
     blocked = off_cpu[off_cpu["klass"] == SampleClass.BLOCKED]
     assert blocked["count"].sum() == run.truth["locks.sleeps"]
-    assert set(classify(run.profile)[blocked["stack"]]) == {Cause.LOCK}
+    assert _ns_by_cause(run.profile, blocked, Cause.LOCK) > 0.98 * blocked["ns"].sum()
 
 
 def test_a_prime_number_of_sleeps_is_counted(run: Run) -> None:
