@@ -129,7 +129,7 @@ static __always_inline void announce(struct process_state *process, u32 tgid)
 	event.image = process->image;
 	event.ns = now_ns;
 	event.cgroup_id = bpf_get_current_cgroup_id();
-	bpf_get_current_comm(event.comm, sizeof(event.comm));
+	task_process_name(current_task(), event.comm, sizeof(event.comm));
 	send(&event, sizeof(event), BPF_RB_FORCE_WAKEUP);
 }
 

@@ -75,6 +75,14 @@ static __always_inline bool task_is_exiting(void *task)
 	return task_u32(task, TASK_FLAGS) & PF_EXITING;
 }
 
+/* The name of the task's process: that of its first thread. */
+static __always_inline void task_process_name(void *task, char *name, u32 size)
+{
+	void *leader = (void *)task_u64(task, TASK_GROUP_LEADER);
+
+	bpf_probe_read_kernel(name, size, leader + TASK_COMM);
+}
+
 /* True once the last thread of the task's process has begun to exit. */
 static __always_inline bool process_is_dead(void *task)
 {

@@ -34,6 +34,8 @@ def kernel_macros() -> dict[str, int]:
     return {
         "TASK_PID": btf.member_offset("task_struct", "pid"),
         "TASK_TGID": btf.member_offset("task_struct", "tgid"),
+        "TASK_COMM": btf.member_offset("task_struct", "comm"),
+        "TASK_GROUP_LEADER": btf.member_offset("task_struct", "group_leader"),
         "TASK_FLAGS": btf.member_offset("task_struct", "flags"),
         # Renamed in v5.14 (kernel commit 2f064a59a11f).
         "TASK_STATE": btf.member_offset("task_struct", "__state", "state"),
