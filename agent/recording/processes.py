@@ -127,6 +127,10 @@ class ProcessTable:
         self._latest: dict[int, ProcessImage] = {}
         self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
 
+    def is_current(self, image: ProcessImage) -> bool:
+        """Whether the kernel half knows an image as what its pid runs now."""
+        return self._current_image(image.pid) == image.image
+
     def image(self, pid: int, image: int, parent_pid: int = 0, name: str = "") -> ProcessImage:
         """Returns a process image, entered now, under that parent and name, if it was not known."""
         known = self._by_key.get((pid, image))
@@ -155,7 +159,7 @@ class ProcessTable:
         pid = image.pid
         cgroup = procfs.cgroup(pid)
         executable, command_line = procfs.executable(pid), procfs.command_line(pid)
-        if not cgroup or self._current_image(pid) != image.image:
+        if not cgroup or not self.is_current(image):
             self._inherit(image)  # it is gone, or has become another program by exec
             return
         image.cgroup, image.executable, image.command_line = cgroup, executable, command_line
@@ -184,7 +188,7 @@ class ProcessTable:
             file = self.binaries.of_mapping(image.pid, line)
             binary = NO_BINARY if file is None else file.index
             found.append(Mapping(line.start, line.end, line.offset, binary))
-        if self._current_image(image.pid) != image.image:
+        if not self.is_current(image):
             return False
         image.was_read = image.was_read or bool(found)
         is_new = image.replace_mappings(found)

@@ -105,15 +105,7 @@ class Recorder:
         pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
-        self.images = ElfImages(self.table.binaries)
-        self.tables = UnwindTables(
-            programs, self.table.binaries, self.images, cache_dir(), self._ring.watch
-        )
-        if self._options.user_stacks:
-            self.table.on_mappings = self.tables.push
-        if self._target.filter is abi.Filter.PIDS:
-            for pid in pids:
-                self.table.seen(pid, self.table.first_image, 0, "", 0)
+        self._prepare_tables(pids)
         command = self._target.command
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
@@ -126,6 +118,23 @@ class Recorder:
                 self.sleepers.enter(programs, self.table, pid) for pid in pids
             )
             self._enter_sleepers()
+
+    def _prepare_tables(self, pids: list[int]) -> None:
+        """Brings what the cache has of named targets' unwind tables, before the first sample."""
+        self.images = ElfImages(self.table.binaries)
+        self.tables = UnwindTables(
+            self._programs,
+            self.table.binaries,
+            self.images,
+            self.table.is_current,
+            cache_dir(),
+            self._ring.watch,
+        )
+        if self._options.user_stacks:
+            self.table.on_mappings = self.tables.push
+        if self._target.filter is abi.Filter.PIDS:
+            for pid in pids:
+                self.table.seen(pid, self.table.first_image, 0, "", 0)
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""

@@ -27,8 +27,6 @@ from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymb
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 _KERNEL_PATH = "[kernel]"
 
 # What stands between a tracepoint and a BPF program (include/trace/bpf_probe.h, v6.18).
@@ -69,7 +67,6 @@ class CaptureResolver:
         self._images = images
         self._entries: dict[int, int] = {}
         self.problems: Counter[str] = Counter()
-        self.ends: dict[int, int] = {}
 
     def write_mappings(self) -> None:
         """Writes binaries and mappings, so that even unresolved stacks can be read."""
@@ -125,7 +122,6 @@ class CaptureResolver:
         blobs = stacks.frame_blobs(first, kept, chain_starts, chains)
         self._names.write(self._writer)
         self._writer.set_stack_frames(zip(ends.tolist(), blobs, stacks.ids.tolist(), strict=True))
-        self.ends = dict(zip(stacks.ids.tolist(), ends.tolist(), strict=True))
 
     def _kernel(self, addresses: U64, places: list[Place]) -> None:
         found: Sequence[KernelName | None] = [None] * len(addresses)

@@ -11,11 +11,12 @@ while the recorder goes on draining and stacks are walked by frame pointer.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,11 @@ _MAX_MAPPINGS = 1 << 12
 # libtorch_cpu has 2.6 million rows: in slices they take no memory to speak of.
 _ROWS_AT_A_TIME = 1 << 16
 
-# What a reader of a recording of many processes can expect to be paid for.
-DEFAULT_MEMORY_BYTES = 256 << 20
+# All tables together: twenty PyTorch processes' worth of different libraries.
+MAX_MEMORY_BYTES = 256 << 20
+
+# Each table begins with the rules NO_CFI and UNSUPPORTED, so these are their numbers everywhere.
+_UNSUPPORTED_RULE_NUMBER = 1
 
 
 class UnwindTables:
@@ -53,9 +57,9 @@ class UnwindTables:
         programs: Loaded programs.
         binaries: The files that targets map.
         images: Their ELF headers.
+        is_current: Whether a process image is what its pid runs now.
         cache: Directory of the cache on disk, None for none.
         watch: Told of a descriptor that becomes readable when `poll` has something to do.
-        memory_bytes: Bound on all tables together.
     """
 
     def __init__(
@@ -63,20 +67,21 @@ class UnwindTables:
         programs: Programs,
         binaries: BinaryTable,
         images: ElfImages,
+        is_current: Callable[[ProcessImage], bool],
         cache: Path | None,
         watch: Callable[[int], None],
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
         self._programs = programs
         self._binaries = binaries
         self._images = images
+        self._is_current = is_current
         self._store = Store(cache)
         self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if cache is None or not self._store.usable:
             self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
             self._store = Store(Path(self._own_cache.name))
             cache = Path(self._own_cache.name)
-        self._memory_left = memory_bytes
+        self._memory_left = MAX_MEMORY_BYTES
         self._slots: dict[int, int | None] = {}  # binary -> slot; None: it has no table
         self._users: dict[int, list[ProcessImage]] = {}  # binary being built -> who waits
         self._builder = TableBuilder(cache, watch)
@@ -98,15 +103,13 @@ class UnwindTables:
             if slot is not None:
                 row["table"] = slot
                 row["bias"] = self._images.bias(mapping) % (1 << 64)
-        fd = create_array(slots.dtype.itemsize, len(slots), _F_MMAPABLE | _F_INNER_MAP)
-        with _mapped(fd, slots.nbytes) as memory:
-            memory[: slots.nbytes] = slots.tobytes()
-        key = image.pid.to_bytes(4, "little")
         try:
-            self._programs.process_mappings.update(key, fd.to_bytes(4, "little"))
-        except OSError:
+            with _new_array(slots.dtype.itemsize, len(slots)) as (fd, memory):
+                memory[: slots.nbytes] = slots.tobytes()
+                key = image.pid.to_bytes(4, "little")
+                self._programs.process_mappings.update(key, fd.to_bytes(4, "little"))
+        except OSError:  # the kernel has no memory for it, or the process table is full
             self.problems["mappings_not_kept"] += 1
-        os.close(fd)
 
     def forget(self, pid: int) -> None:
         """Takes a process's mappings out."""
@@ -148,15 +151,18 @@ class UnwindTables:
         if 8 * words > self._memory_left or slot >= abi.TABLES_MAX:
             self.problems["unwind_memory_full"] += 1
             return None
-        fd = create_array(8, words, _F_MMAPABLE | _F_INNER_MAP)
-        with _mapped(fd, 8 * words) as memory:
-            halves = np.frombuffer(memory, np.uint32, 2 * words)
-            halves[:2] = table.base_page, pages
-            halves[2 : 3 + pages] = table.page_first_row
-            self._write_rows(table, halves[2 * head_words :])
-            del halves  # else the memory could not be unmapped
-        self._programs.unwind_tables.update(slot.to_bytes(4, "little"), fd.to_bytes(4, "little"))
-        os.close(fd)
+        try:
+            with _new_array(8, words) as (fd, memory):
+                halves = np.frombuffer(memory, np.uint32, 2 * words)
+                halves[:2] = table.base_page, pages
+                halves[2 : 3 + pages] = table.page_first_row
+                self._write_rows(table, halves[2 * head_words :])
+                del halves  # else the memory could not be unmapped
+                key = slot.to_bytes(4, "little")
+                self._programs.unwind_tables.update(key, fd.to_bytes(4, "little"))
+        except OSError:
+            self.problems["unwind_memory_full"] += 1
+            return None
         self._memory_left -= 8 * words
         return slot
 
@@ -169,13 +175,13 @@ class UnwindTables:
             halves[begin : begin + len(rows)] = rules | rows["offset"]
 
     def _rule(self, rule: bytes) -> int:
-        """Returns the number of a rule, entering it if it is new; 0 (no CFI) when all are used."""
+        """Returns the number of a rule, entering it if it is new; UNSUPPORTED's past the last."""
         number = self._rules.get(rule)
         if number is None:
             number = len(self._rules)
             if number >= abi.RULES_MAX:
                 self.problems["unwind_rules_full"] += 1
-                return 0
+                return _UNSUPPORTED_RULE_NUMBER
             self._rules[rule] = number
             self._programs.unwind_rules.update(number.to_bytes(4, "little"), rule)
         return number
@@ -189,7 +195,9 @@ class UnwindTables:
                 self.problems["bad_unwind_info"] += 1
             again.update((image.index, image) for image in users)
         for image in again.values():
-            self.push(image)
+            # Gone, or another program by now: its mappings must not take the new ones' place.
+            if self._is_current(image):
+                self.push(image)
 
     def close(self) -> None:
         """Ends the builder. The kernel frees the tables with the maps that hold them."""
@@ -198,7 +206,16 @@ class UnwindTables:
             self._own_cache.cleanup()
 
 
-def _mapped(fd: int, length: int) -> mmap.mmap:
-    """Maps an array map, to be written without a system call for each entry."""
+@contextlib.contextmanager
+def _new_array(value_bytes: int, entries: int) -> Iterator[tuple[int, mmap.mmap]]:
+    """Yields a new array map and its memory, to be filled without a system call for each entry.
+
+    The kernel keeps it as long as another map holds it.
+    """
     page = mmap.PAGESIZE
-    return mmap.mmap(fd, (length + page - 1) // page * page)
+    fd = create_array(value_bytes, entries, _F_MMAPABLE | _F_INNER_MAP)
+    try:
+        with mmap.mmap(fd, (value_bytes * entries + page - 1) // page * page) as memory:
+            yield fd, memory
+    finally:
+        os.close(fd)
