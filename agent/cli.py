@@ -88,16 +88,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
-    parser = _parser(words[0] if words else None)
-    options = parser.parse_args(words)
-    if options.verb is None:
-        parser.print_help(sys.stderr)
-        return 2
-    options.command_words = shlex.join(["aiflame", *words])
+    verbose = 0
     try:
+        parser = _parser(words[0] if words else None)
+        options = parser.parse_args(words)
+        if options.verb is None:
+            parser.print_help(sys.stderr)
+            return 2
+        verbose = options.verbose
+        options.command_words = shlex.join(["aiflame", *words])
         return int(_module(options.verb).run(options))
     except AiflameError as error:
-        if options.verbose > 1:
+        if verbose > 1:
             traceback.print_exc()
         _print_error(error)
         return error.exit_code
@@ -109,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_SIGPIPE
     except Exception as error:
-        if options.verbose > 1:
+        if verbose > 1:
             traceback.print_exc()
         _print_error(
             AiflameError(

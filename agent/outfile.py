@@ -64,6 +64,14 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{stem}{suffix}")
 
 
+def sudo_ids() -> tuple[int, int] | None:
+    """Return user and group id of who typed sudo, None when nobody did."""
+    uid, gid = os.environ.get("SUDO_UID", ""), os.environ.get("SUDO_GID", "")
+    if os.geteuid() != 0 or not (_is_id(uid) and _is_id(gid)):
+        return None
+    return int(uid), int(gid)
+
+
 def chown_to_sudo_user(path: Path) -> None:
     """Give a file to the user who typed sudo; does nothing when there is none.
 
@@ -72,11 +80,11 @@ def chown_to_sudo_user(path: Path) -> None:
     Raises:
         AiflameError: The file is not there, or the file system is read-only.
     """
-    uid, gid = os.environ.get("SUDO_UID", ""), os.environ.get("SUDO_GID", "")
-    if os.geteuid() != 0 or not (_is_id(uid) and _is_id(gid)):
+    ids = sudo_ids()
+    if ids is None:
         return
     try:
-        os.chown(path, int(uid), int(gid), follow_symlinks=False)
+        os.chown(path, *ids, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise _cannot_write(path, error) from error

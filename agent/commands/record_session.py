@@ -186,7 +186,7 @@ class _Session:
         options = self._options
         return {
             "aiflame_version": __version__,
-            "started_unix_ns": time.time_ns(),
+            "started_unix_ns": recorder.started_unix_ns,
             "period_ns": options.period_ns,
             "command": options.command_words,
             "target": self._target.words,

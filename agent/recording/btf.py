@@ -19,7 +19,7 @@ from aiflame.agent.errors import EnvironmentUnfit
 VMLINUX = Path("/sys/kernel/btf/vmlinux")
 
 _MAGIC = 0xEB9F
-_PTR, _STRUCT, _UNION, _TYPEDEF, _FUNC_PROTO = 2, 4, 5, 8, 13
+_STRUCT, _UNION, _TYPEDEF = 4, 5, 8
 # Bytes that follow a type record: per member for the kinds with a count, else fixed.
 _BYTES_PER_MEMBER = {4: 12, 5: 12, 6: 8, 13: 8, 15: 12, 19: 12}
 _FIXED_BYTES = {1: 4, 3: 12, 14: 4, 17: 4}

@@ -11,6 +11,7 @@ import signal
 from dataclasses import dataclass
 
 from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.outfile import sudo_ids
 
 # What a shell returns for a command that it cannot execute (POSIX 2.8.2).
 _CANNOT_EXECUTE = 126
@@ -31,14 +32,14 @@ class SudoUser:
 
 def sudo_user() -> SudoUser | None:
     """Returns the user behind sudo, None when there is none."""
-    uid, gid = os.environ.get("SUDO_UID", ""), os.environ.get("SUDO_GID", "")
-    if os.geteuid() != 0 or not uid.isdigit() or not gid.isdigit() or int(uid) == 0:
+    ids = sudo_ids()
+    if ids is None or ids[0] == 0:
         return None
     try:
-        entry = pwd.getpwuid(int(uid))
+        entry = pwd.getpwuid(ids[0])
     except KeyError:
-        return SudoUser(int(uid), int(gid), os.environ.get("SUDO_USER", uid), "/")
-    return SudoUser(int(uid), int(gid), entry.pw_name, entry.pw_dir)
+        return SudoUser(*ids, os.environ.get("SUDO_USER", str(ids[0])), "/")
+    return SudoUser(*ids, entry.pw_name, entry.pw_dir)
 
 
 class HeldCommand:

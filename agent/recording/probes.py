@@ -12,6 +12,7 @@ from aiflame.agent.recording import sysbpf
 from aiflame.agent.recording.loader import Programs
 
 _ONLINE_CPUS = Path("/sys/devices/system/cpu/online")
+_POSSIBLE_CPUS = Path("/sys/devices/system/cpu/possible")
 
 # Raw tracepoints of the programs; the off-CPU ones are attached only when asked for.
 _LIFE_TRACEPOINTS = {
@@ -23,9 +24,22 @@ _OFF_CPU_TRACEPOINTS = {"on_switch": "sched_switch", "on_waking": "sched_waking"
 
 
 def online_cpus() -> list[int]:
-    """Returns the CPUs that are online, from a list such as `0-3,8`."""
+    """Returns the CPUs that are online."""
+    return _cpus_of(_ONLINE_CPUS)
+
+
+def possible_cpus() -> int:
+    """Returns how many values a per-CPU map has for each key: one for each CPU that may ever be.
+
+    Not what sysconf says: the kernel writes this many, whatever room there is.
+    """
+    return len(_cpus_of(_POSSIBLE_CPUS))
+
+
+def _cpus_of(listing: Path) -> list[int]:
+    """Reads a list such as `0-3,8`."""
     cpus: list[int] = []
-    for part in _ONLINE_CPUS.read_text().strip().split(","):
+    for part in listing.read_text().strip().split(","):
         first, _, last = part.partition("-")
         cpus.extend(range(int(first), int(last or first) + 1))
     return cpus

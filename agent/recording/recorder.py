@@ -22,7 +22,7 @@ from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
-from aiflame.agent.recording.probes import Probes
+from aiflame.agent.recording.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
 from aiflame.agent.recording.ringbuf import RingBuffer
 from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
@@ -55,12 +55,9 @@ class Progress:
 class Outcome:
     """What a finished recording knows besides the rows it wrote. Times in ns."""
 
-    start_ns: int
-    started_unix_ns: int
     duration_ns: int
     counters: dict[abi.Counter, int]
     costs: dict[str, ProgramCost]
-    ns_by_class: tuple[int, int, int, int]
 
 
 class Recorder:
@@ -83,7 +80,8 @@ class Recorder:
         self._programs: Programs = load_programs(options)
         self._probes = Probes(self._programs, options.off_cpu)
         self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
-        self.cpu_count = os.sysconf("SC_NPROCESSORS_CONF")
+        self.cpu_count = len(online_cpus())
+        self._possible_cpus = possible_cpus()
         self._epoch = 0
         self._images_written = self._threads_written = 0
         self.sleepers = Sleepers(options.kernel_stacks)
@@ -109,7 +107,7 @@ class Recorder:
         command = self._target.command
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
-        self._wall_start_ns = time.time_ns()
+        self.started_unix_ns = time.time_ns()
         self.start_ns = self._epoch_since_ns = self.table.start_ns = time.monotonic_ns()
         programs.set(abi.Setting.START_NS, self.start_ns)
         self._probes.start_clocks(self._options.period_ns)
@@ -194,7 +192,7 @@ class Recorder:
         return [pid for pid in self._target.pids if Path(f"/proc/{pid}").is_dir()]
 
     def _progress(self) -> Progress:
-        counters = read_counters(self._programs.counters, self.cpu_count)
+        counters = read_counters(self._programs.counters, self._possible_cpus)
         return Progress(
             elapsed_ns=time.monotonic_ns() - self.start_ns,
             samples=self.samples.samples,
@@ -269,14 +267,11 @@ class Recorder:
         self.drain()
         self.drain()  # the other of the two sum maps
         self._close_open_intervals(end_ns)
-        counters = read_counters(self._programs.counters, self.cpu_count)
+        counters = read_counters(self._programs.counters, self._possible_cpus)
         outcome = Outcome(
-            start_ns=self.start_ns,
-            started_unix_ns=self._wall_start_ns,
             duration_ns=end_ns - self.start_ns,
             counters=counters,
             costs=self._programs.costs(),
-            ns_by_class=tuple(self.samples.ns_by_class),  # type: ignore[arg-type]
         )
         self._write_tables(self.table.images, self.table.threads)
         self._writer.commit()
@@ -316,7 +311,7 @@ class Recorder:
 
     def _running(self) -> set[int]:
         """Returns the targets' threads that the CPUs run, as far as their switches were seen."""
-        tids = self._programs.running.lookup(bytes(4), self.cpu_count)
+        tids = self._programs.running.lookup(bytes(4), self._possible_cpus)
         return set() if tids is None else set(tids.tolist())
 
     def _open_wait(self, tid: int, state: np.void, end_ns: int) -> None:

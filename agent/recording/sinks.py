@@ -37,9 +37,6 @@ class StackSink:
         self._unfilled: dict[int, ProcessImage] = {}
         self._unwritten: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def row(self, stack: int, fallback: ProcessImage) -> int:
         """Returns the row of a stack id, giving one out at its first mention."""
         row = self._rows.get(stack)
@@ -74,14 +71,15 @@ class StackSink:
         for index, is_certain in unknown.items():
             self._table.unknown_address(self._table.images[index], is_certain)
 
-    def add_made(self, stack: int, image: ProcessImage, addresses: list[int], end: StackEnd) -> int:
-        """Stores a stack made by the host half, of kernel frames only; returns its row."""
+    def add_made(
+        self, stack: int, image: ProcessImage, addresses: list[int], end: StackEnd
+    ) -> None:
+        """Stores a stack made by the host half, of kernel frames only."""
         row = self.row(stack, image)
         self._unfilled.pop(stack, None)
         self._filled.add(stack)
         blob = np.array(addresses, np.uint64).tobytes()
         self._writer.put("stacks", [(row, image.index, len(addresses), int(end), blob, None)])
-        return row
 
     def write_unfilled(self) -> None:
         """Enters the stacks that were mentioned and have not come: no row may refer to nothing."""

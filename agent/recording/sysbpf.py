@@ -22,18 +22,18 @@ import numpy.typing as npt
 from aiflame.agent.recording.arch import this_architecture
 
 _MAP_CREATE, _MAP_TYPE_ARRAY = 0, 2
-_MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM, _MAP_GET_NEXT_KEY = 1, 2, 3, 4
+_MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3
 _OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
 _MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
 
-BPF_ANY, BPF_NOEXIST, BPF_EXIST = 0, 1, 2
+BPF_ANY, BPF_NOEXIST = 0, 1
 
 # Entries moved by one system call: a chunk of 2 KB stacks stays about 1 MB.
 _CHUNK_ENTRIES = 512
 
 _PERF_TYPE_SOFTWARE, _PERF_COUNT_SW_CPU_CLOCK = 1, 0
 _PERF_FLAG_FD_CLOEXEC = 8
-_PERF_EVENT_IOC_ENABLE, _PERF_EVENT_IOC_DISABLE = 0x2400, 0x2401
+_PERF_EVENT_IOC_ENABLE = 0x2400
 _PERF_EVENT_IOC_SET_BPF = 0x40042408
 _PERF_ATTR_BYTES = 112  # PERF_ATTR_SIZE_VER5: every kernel since v4.1 knows it
 _PERF_ATTR_DISABLED = 1
@@ -241,11 +241,6 @@ def set_event_program(event_fd: int, program_fd: int) -> None:
 def enable_event(event_fd: int) -> None:
     """Starts a perf event."""
     _ioctl(event_fd, _PERF_EVENT_IOC_ENABLE, 0)
-
-
-def disable_event(event_fd: int) -> None:
-    """Stops a perf event."""
-    _ioctl(event_fd, _PERF_EVENT_IOC_DISABLE, 0)
 
 
 def _ioctl(fd: int, request: int, argument: int) -> None:

@@ -82,8 +82,11 @@ def test_waits_for_a_mutex_last_as_long_as_the_thread_says(run: Run) -> None:
 
 
 def test_a_prime_number_of_sleeps_is_counted(run: Run) -> None:
-    assert run.truth["take_naps.sleeps"] == 23
-    assert count_of(run.profile, "take_naps", None, SampleClass.BLOCKED) == 23
+    blocked = rows_of(run.profile, "take_naps", None, SampleClass.BLOCKED)
+    causes = classify(run.profile)[blocked["stack"]]
+    assert int(blocked["count"][causes == Cause.SLEEP].sum()) == 23
+    # A page that the machine took back may cost the thread a sleep more.
+    assert int(blocked["count"].sum()) == run.truth["take_naps.sleeps"] <= 25
 
 
 @pytest.mark.parametrize(

@@ -20,3 +20,12 @@ def test_online_cpus(
     listing.write_text(text)
     monkeypatch.setattr(probes, "_ONLINE_CPUS", listing)
     assert probes.online_cpus() == cpus
+
+
+def test_possible_cpus_counts_those_that_are_not_online(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = tmp_path / "possible"
+    listing.write_text("0-127\n")
+    monkeypatch.setattr(probes, "_POSSIBLE_CPUS", listing)
+    assert probes.possible_cpus() == 128
