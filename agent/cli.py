@@ -113,10 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if verbose > 1:
             traceback.print_exc()
-        _print_error(
-            AiflameError(
-                f"internal error: {type(error).__name__}: {error}",
-                "run again with -vv and report what it prints",
-            )
-        )
+        what = f"internal error: {type(error).__name__}: {error}"
+        _print_error(AiflameError(what, "run again with -vv and report what it prints"))
         return 1

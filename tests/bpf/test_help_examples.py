@@ -39,7 +39,7 @@ def target(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture(scope="module")
 def capture(target: subprocess.Popen[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("capture") / "run.aiflame"
-    command = [*support.AIFLAME, "record", "-q", "-p", str(target.pid), "-d", "1", "-o", str(path)]
+    command = [*support.AIFLAME, "record", "-q", "-p", str(target.pid), "-d", "3", "-o", str(path)]
     subprocess.run(command, check=True, timeout=120)
     return path
 
