@@ -34,6 +34,7 @@ enum stack_end {
 	END_NO_TABLE =
 		9, /* a caller in code that is in no mapping or has neither CFI nor frame pointer */
 	END_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
+	END_ROOTED_BY_GUESS = 11, /* as ROOTED_BY_TABLE, with a caller found by a checked guess */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
@@ -46,6 +47,9 @@ enum rule_kind {
 	RULE_SIGNAL = 5, /* RSP, RIP, RBP = *(RSP + cfa_offset), *(... + 8), *(RSP + rbp_offset) */
 	RULE_UNDEFINED_RA = 6,
 	RULE_UNSUPPORTED = 7,
+	/* From prologues, where there is no CFI. The return address must prove to be one. */
+	RULE_RSP_GUESS = 8, /* as RULE_RSP */
+	RULE_RBP_GUESS = 9, /* as RULE_RBP */
 };
 
 /* Where a row finds the caller's RBP; RbpKind in agent/unwind/x86_64.py. */
@@ -61,8 +65,8 @@ enum rbp_kind {
 #define RULES_MAX 65536
 /* Binaries with a table at the same time. */
 #define TABLES_MAX 4096
-/* An address is a page of 64 KiB and 16 bits in it. */
-#define TABLE_PAGE_SHIFT 16
+/* A page of 512 bytes has six rows on average: a search takes three steps instead of eleven. */
+#define TABLE_PAGE_SHIFT 9
 
 struct unwind_rule {
 	u8 kind; /* enum rule_kind */
@@ -72,15 +76,15 @@ struct unwind_rule {
 };
 
 /*
- * One executable mapping of a process; address - bias is an address of the table's binary. Slot 0
- * of a process's mappings is none: start is its image, end the number of mappings.
+ * One executable mapping of a process; address - bias is a distance from the table's first page.
+ * Slot 0 of a process's mappings is none: start is its image, end the number of mappings.
  */
 struct mapping_slot {
 	u64 start;
 	u64 end;
 	u64 bias;
-	u32 table; /* slot in unwind_tables; TABLES_MAX: no table */
-	u32 unused;
+	u32 table; /* slot in unwind_tables */
+	u32 pages; /* of that table; 0: no table */
 };
 
 /* One slot each in `counters`; Counter in agent/recording/abi.py says what each means to a user. */

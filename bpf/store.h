@@ -190,6 +190,8 @@ static __always_inline struct capture *begin_capture(void *ctx, struct user_regs
 	walk->stack_pointer = regs->stack_pointer;
 	walk->frame_pointer = regs->frame_pointer;
 	walk->mapping.start = walk->mapping.end = 0;
+	walk->window_words = 0;
+	walk->is_guessed = 0;
 	walk->depth = 0;
 	walk->is_exact = walk->has_frame_pointer = 1;
 	walk->end = WITH_USER_STACKS ? END_KERNEL_ONLY : END_EXCLUDED;
@@ -255,6 +257,8 @@ static __always_inline u64 finish_capture(struct capture *capture)
 	u64 hash = capture->walk.hash;
 
 	record->end = capture->walk.end;
+	if (record->end == END_ROOTED_BY_TABLE && capture->walk.is_guessed)
+		record->end = END_ROOTED_BY_GUESS;
 	record->user_depth = capture->walk.depth;
 	if (record->end == END_TOO_DEEP)
 		count(LOST_USER_FRAMES);

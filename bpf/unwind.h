@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
  * One step of a user stack walk: from a frame to its caller, by the unwind table of the binary it
- * is in, else by frame pointer.
+ * is in, else by frame pointer, else, for a leaf, by what looks like a return address.
  *
  * Needs: maps in maps whose inner sizes differ (v5.10), bpf_probe_read_user (v5.5).
  * Loses: nothing silently; each way to end has its stack_end, which is stored with the stack.
  *
- * A table is an array of u64 words. Word 0 holds the first page's number and the number of pages;
- * then come, two to a word, the row index at which each page begins and the one past the last; then
- * the rows, two to a word: the low 16 bits an offset in the page, the high 16 bits a rule. Each
- * page that has code begins with a row at offset 0. agent/recording/tables.py writes it.
+ * A table is an array of u64 words, each two halves of 32 bits. First come, for each page of code,
+ * the row at which it begins, and one past the last; then, from the next whole word on, the rows: the
+ * low 16 bits an offset in the page, the high 16 bits a rule. Each page that has code begins with a
+ * row at offset 0. agent/recording/tables.py writes it.
  */
 #ifndef AIFLAME_UNWIND_H
 #define AIFLAME_UNWIND_H
@@ -20,9 +20,17 @@
 #define F_MMAPABLE (1 << 10) /* BPF_F_MMAPABLE, v5.5 */
 #define F_INNER_MAP (1 << 12) /* BPF_F_INNER_MAP, v5.10 */
 
-/* Halvings that find one of 4,096 mappings of a process, and one of 65,536 rows of a page. */
-#define MAPPING_STEPS 13
-#define ROW_STEPS 16
+/* Halvings that find one of 65,535 mappings of a process, and one of 512 rows of a page. */
+#define MAPPING_STEPS 17
+#define ROW_STEPS 10
+
+/*
+ * A piece of the user's stack, read at once: a guarded read costs some 70 ns whether it brings 8
+ * bytes or 512, and most frames are smaller than that.
+ */
+#define WINDOW_WORDS 64 /* a power of two */
+/* Callers' registers are saved below the return address, which is read first. */
+#define WINDOW_BELOW_BYTES 56
 
 BPF_F_TABLE("array", u32, u64, unwind_table, 1, F_MMAPABLE | F_INNER_MAP);
 BPF_ARRAY_OF_MAPS(unwind_tables, "unwind_table", TABLES_MAX);
@@ -44,7 +52,13 @@ struct walk {
 	u32 tid;
 	u32 is_exact; /* 0: the instruction pointer is a return address */
 	u32 has_frame_pointer; /* 0: a rule said that it is lost */
+	u32 is_guessed; /* 1: some caller was found by a checked guess */
 	u32 end; /* enum stack_end, once it has ended */
+	u32 unused;
+	u64 window_start; /* address of window[0] */
+	u64 window_words; /* how many are filled; 0: none yet */
+	u64 window_at;
+	u64 window[WINDOW_WORDS];
 };
 
 /* Results of a step. */
@@ -98,24 +112,19 @@ static __always_inline bool find_mapping(struct walk *walk, void *mappings, u64 
 static __always_inline struct unwind_rule *find_rule(struct walk *walk, u64 address)
 {
 	u32 table_slot = walk->mapping.table;
-	u32 zero = 0, rows, low, high, middle, row, page, pages, i, rule = 0;
-	u64 *head;
+	u32 rows, low, high, middle, row, page, i, rule = 0;
 	void *table;
 
+	address -= walk->mapping.bias;
+	if (address >> TABLE_PAGE_SHIFT >= walk->mapping.pages)
+		return NULL;
 	table = unwind_tables.lookup((int *)&table_slot);
 	if (!table)
 		return NULL;
-	head = bpf_map_lookup_elem(table, &zero);
-	if (!head)
-		return NULL;
-	address -= walk->mapping.bias;
-	page = (address >> TABLE_PAGE_SHIFT) - (u32)*head;
-	pages = *head >> 32;
-	if (page >= pages)
-		return NULL;
-	low = half_word(table, 1, page);
-	high = half_word(table, 1, page + 1);
-	rows = 1 + ((pages + 2) >> 1);
+	page = address >> TABLE_PAGE_SHIFT;
+	low = half_word(table, 0, page);
+	high = half_word(table, 0, page + 1);
+	rows = (walk->mapping.pages + 2) >> 1;
 	address &= (1 << TABLE_PAGE_SHIFT) - 1;
 	if (low >= high)
 		return NULL;
@@ -142,86 +151,82 @@ static __always_inline u32 end_walk(struct walk *walk, u32 end)
 	return STEP_END;
 }
 
-static __always_inline bool read_word(u64 address, u64 *out)
+/*
+ * Reads a word of the user's stack through the window. Its state is volatile, so that the verifier
+ * sees the same whether a word needed a read or not; else it would follow both ways at each word.
+ */
+static __always_inline bool read_word(struct walk *walk, u64 address, u64 *out)
 {
-	return !bpf_probe_read_user(out, sizeof(*out), (void *)address);
+	volatile struct walk *state = walk;
+	u64 at;
+
+	if (address & 7)
+		return !bpf_probe_read_user(out, sizeof(*out), (void *)address);
+	state->window_at = (address - state->window_start) >> 3;
+	if (state->window_at >= state->window_words) {
+		state->window_start = address - WINDOW_BELOW_BYTES;
+		state->window_words = WINDOW_WORDS;
+		state->window_at = WINDOW_BELOW_BYTES >> 3;
+		if (bpf_probe_read_user(walk->window, sizeof(walk->window),
+					(void *)(address - WINDOW_BELOW_BYTES))) {
+			/* Near the end of a mapping, or beside a page that is not there. */
+			state->window_start = address;
+			state->window_at = 0;
+			state->window_words = 1;
+			if (bpf_probe_read_user(walk->window, sizeof(u64), (void *)address)) {
+				state->window_words = 0;
+				return false;
+			}
+		}
+	}
+	at = state->window_at;
+	/* In assembly: the compiler knows the bound and would leave it out, verifiers do not. */
+	asm volatile("%0 &= %1" : "+r"(at) : "i"(WINDOW_WORDS - 1));
+	*out = walk->window[at];
+	return true;
+}
+
+#include "unwind_x86_64.h"
+
+/* Whether an address is code that was called from just before it; leaves its mapping in walk. */
+static __always_inline bool is_return_address(struct walk *walk, void *mappings, u64 address)
+{
+	return find_mapping(walk, mappings, address - 1) && follows_call(address);
+}
+
+/* The caller of a leaf without a frame, as hand-written code has them: its return address is on top. */
+static __always_inline u32 step_by_guess(struct walk *walk, void *mappings)
+{
+	u64 address = 0;
+
+	if (!read_word(walk, walk->stack_pointer, &address) ||
+	    !is_return_address(walk, mappings, address))
+		return end_walk(walk, END_NO_TABLE);
+	walk->instruction_pointer = address;
+	walk->stack_pointer += 8;
+	walk->is_exact = 0;
+	walk->is_guessed = 1;
+	return STEP_ON;
 }
 
 /* The caller by saved frame pointer, where there is no CFI: generated or hand-written code. */
-static __always_inline u32 step_by_frame_pointer(struct walk *walk)
+static __always_inline u32 step_without_cfi(struct walk *walk, void *mappings)
 {
-	struct frame_link link = {};
+	bool is_leaf = walk->depth == 1;
+	u64 caller = 0, saved = 0;
+	bool has_link = walk->has_frame_pointer && walk->frame_pointer >= walk->stack_pointer &&
+			!(walk->frame_pointer & 7);
 
-	if (!walk->has_frame_pointer || walk->frame_pointer < walk->stack_pointer ||
-	    (walk->frame_pointer & 7))
+	if (has_link)
+		has_link = read_word(walk, walk->frame_pointer, &saved) &&
+			   read_word(walk, walk->frame_pointer + 8, &caller);
+	if (is_leaf && !(has_link && is_return_address(walk, mappings, caller)))
+		return step_by_guess(walk, mappings);
+	if (!has_link)
 		return end_walk(walk, END_NO_TABLE);
-	if (bpf_probe_read_user(&link, sizeof(link), (void *)walk->frame_pointer))
-		return end_walk(walk, END_NO_TABLE);
-	walk->instruction_pointer = link.return_address;
-	walk->stack_pointer = walk->frame_pointer + sizeof(link);
-	walk->frame_pointer = link.frame_pointer;
-	walk->is_exact = 0;
-	return STEP_ON;
-}
-
-/* The thread as it was when a signal came; its stack may be another one. */
-static __always_inline u32 step_over_signal(struct walk *walk, struct unwind_rule *rule)
-{
-	u64 slot = walk->stack_pointer + (s64)rule->cfa_offset;
-	u64 saved = walk->stack_pointer + (s64)rule->rbp_offset;
-	u64 stack_pointer = 0;
-
-	if (!read_word(slot, &stack_pointer) || !read_word(slot + 8, &walk->instruction_pointer) ||
-	    !read_word(saved, &walk->frame_pointer))
-		return end_walk(walk, END_UNREADABLE);
-	walk->stack_pointer = stack_pointer;
-	walk->has_frame_pointer = 1;
-	walk->is_exact = 1;
-	return STEP_ON;
-}
-
-static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *rule)
-{
-	u64 cfa = walk->stack_pointer + (s64)rule->cfa_offset;
-	struct frame_link link = {};
-	u64 saved;
-
-	if (rule->kind == RULE_PLT) {
-		cfa = walk->stack_pointer + 8;
-		if ((walk->instruction_pointer & 15) >= (u64)rule->cfa_offset)
-			cfa += 8;
-	} else if (rule->kind != RULE_RSP) {
-		if (!walk->has_frame_pointer)
-			return end_walk(walk, END_UNSUPPORTED_RULE);
-		cfa = walk->frame_pointer + (s64)rule->cfa_offset;
-		if (rule->kind == RULE_RBP_DEREF && !read_word(cfa, &cfa))
-			return end_walk(walk, END_UNREADABLE);
-	}
-	/* Each call pushes a word: this is what ends a table that goes round in circles. */
-	if (cfa <= walk->stack_pointer || (cfa & 7))
-		return end_walk(walk, END_NO_TABLE);
-	if (rule->rbp_kind == RBP_AT_CFA && rule->rbp_offset == -(s16)sizeof(link)) {
-		/* As `push %rbp` leaves them: both words in one read, the dearest part of a step. */
-		if (bpf_probe_read_user(&link, sizeof(link), (void *)(cfa - sizeof(link))))
-			return end_walk(walk, END_UNREADABLE);
-		walk->instruction_pointer = link.return_address;
-		walk->frame_pointer = link.frame_pointer;
-		walk->has_frame_pointer = 1;
-		walk->stack_pointer = cfa;
-		walk->is_exact = 0;
-		return STEP_ON;
-	}
-	if (!read_word(cfa - 8, &walk->instruction_pointer))
-		return end_walk(walk, END_UNREADABLE);
-	saved = rule->rbp_kind == RBP_AT_CFA ? cfa : walk->frame_pointer;
-	if (rule->rbp_kind == RBP_AT_CFA || rule->rbp_kind == RBP_AT_RBP) {
-		if (!read_word(saved + (s64)rule->rbp_offset, &walk->frame_pointer))
-			return end_walk(walk, END_UNREADABLE);
-		walk->has_frame_pointer = 1;
-	} else if (rule->rbp_kind != RBP_SAME) {
-		walk->has_frame_pointer = 0;
-	}
-	walk->stack_pointer = cfa;
+	walk->instruction_pointer = caller;
+	walk->stack_pointer = walk->frame_pointer + sizeof(struct frame_link);
+	walk->frame_pointer = saved;
 	walk->is_exact = 0;
 	return STEP_ON;
 }
@@ -238,14 +243,21 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 		return end_walk(walk, END_NO_TABLE);
 	rule = find_rule(walk, address);
 	if (!rule || rule->kind == RULE_NO_CFI)
-		return step_by_frame_pointer(walk);
+		return step_without_cfi(walk, mappings);
 	if (rule->kind == RULE_UNDEFINED_RA)
 		return end_walk(walk, END_ROOTED_BY_TABLE);
 	if (rule->kind == RULE_UNSUPPORTED)
 		return end_walk(walk, END_UNSUPPORTED_RULE);
 	if (rule->kind == RULE_SIGNAL)
 		return step_over_signal(walk, rule);
-	return step_by_rule(walk, rule);
+	if (step_by_rule(walk, rule) == STEP_END)
+		return STEP_END;
+	if (rule->kind >= RULE_RSP_GUESS) {
+		if (!is_return_address(walk, mappings, walk->instruction_pointer))
+			return end_walk(walk, END_NO_TABLE);
+		walk->is_guessed = 1;
+	}
+	return STEP_ON;
 }
 
 #endif

@@ -75,6 +75,13 @@ def _entries(text: str) -> int:
     return int(text)
 
 
+def _megabytes(text: str) -> int:
+    # From nothing, for those who want frame pointers only, to what the kernel still can give.
+    if not text.isdecimal() or int(text) > 1 << 20:
+        raise argparse.ArgumentTypeError(f"not a number of megabytes up to {1 << 20}: {text}")
+    return int(text) << 20
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `aiflame record` takes."""
     target = parser.add_argument_group("Target (one of them)")
@@ -152,6 +159,13 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
             name, metavar="N", type=_entries, default=default, help=f"{what} (default: {default})"
         )
     group.add_argument(
+        "--unwind-memory",
+        metavar="MB",
+        type=_megabytes,
+        default=256 << 20,
+        help="kernel memory for unwind tables; a PyTorch process needs 20 (default: 256)",
+    )
+    group.add_argument(
         "--min-wait",
         metavar="TIME",
         type=_duration_ns,
@@ -179,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
             sums_max=args.hash_storage_size,
             threads_max=args.thread_storage_size,
             wait_event_ns=args.min_wait,
+            unwind_bytes_max=args.unwind_memory,
             command_words=args.command_words,
         )
         return record(target, options, plan, ProgressPrinter(sys.stderr, args.quiet, args.verbose))

@@ -17,6 +17,7 @@ from aiflame.agent import __version__
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.model import Profile
@@ -31,27 +32,10 @@ from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.warm import Warmer
 from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.facts import complete_share, duration, percent
-from aiflame.agent.symbols.frames import REASONS
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 
 _NO_SAMPLES_EXIT = 4
-
-# Kept in a capture for the reader: reasons that resolve.py adds to those of the symbol readers.
-_PROBLEM_MEANINGS = {
-    **REASONS,
-    "kernel_symbols_hidden": "kernel addresses without names; sysctl kernel.kptr_restrict=1",
-    "perf_map_refused": "a perf-PID.map was not a regular file of the target's own; not used",
-    "perf_map_cut": "a perf-PID.map was too large or malformed; a part of it was not used",
-    "bad_unwind_info": "binaries whose unwind information is damaged; walked by frame pointer",
-    "unwind_memory_full": "binaries whose unwind table found no room; walked by frame pointer",
-    "unwind_rules_full": "unwind rules beyond those that the kernel half holds; stacks end there",
-    "too_many_mappings": "processes with over 4,095 executable mappings; the rest has no tables",
-    "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
-    "binary_not_opened": "mapped files that could not be opened; their frames have no names",
-    "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
-    "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +52,7 @@ class RecordOptions:
     sums_max: int
     threads_max: int
     wait_event_ns: int
+    unwind_bytes_max: int
     command_words: str
 
     @property
@@ -88,6 +73,7 @@ class RecordOptions:
             sums_max=self.sums_max,
             threads_max=self.threads_max,
             wait_event_ns=self.wait_event_ns,
+            unwind_bytes_max=self.unwind_bytes_max,
         )
 
 
@@ -213,7 +199,8 @@ class _Session:
         problems["binary_not_opened"] = recorder.table.binaries.unopened
         problems["stack_lost"] = lost_stacks
         problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())
-        self._writer.put("losses", _loss_rows(outcome, problems))
+        files = recorder.tables.problem_files
+        self._writer.put("losses", loss_rows(outcome, problems, files))
         service.close()
         running_share = percent(self._running_cpu_ns, self._running_ns)
         self._writer.put_meta(
@@ -269,15 +256,6 @@ class _Session:
         say(f"aiflame used {cpu_s:.2f} CPU seconds in all, and {rss_mb:.0f} MB while recording.")
         if plan.capture is not None:
             say(f"Next: aiflame stats {plan.capture}")
-
-
-def _loss_rows(outcome: Outcome, problems: dict[str, int]) -> list[tuple[str, int, str]]:
-    rows = [
-        (name, outcome.counters[counter], meaning)
-        for counter, (name, meaning) in abi.LOSS_MEANINGS.items()
-    ]
-    rows += [(name, count, _PROBLEM_MEANINGS[name]) for name, count in problems.items()]
-    return [row for row in rows if row[1]]
 
 
 def _own_cpu_ns() -> int:

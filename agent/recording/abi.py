@@ -211,7 +211,7 @@ MAPPING_SLOT_DTYPE = np.dtype(
         ("end", "<u8"),
         ("bias", "<u8"),
         ("table", "<u4"),
-        ("unused", "<u4"),
+        ("pages", "<u4"),
     ]
 )
 UNWIND_RULE_DTYPE = np.dtype(

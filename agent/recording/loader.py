@@ -66,6 +66,7 @@ class ProgramOptions:
     processes_max: int = 16384
     ring_pages: int = 256
     wait_event_ns: int = 100_000_000
+    unwind_bytes_max: int = 256 << 20  # not compiled in: the host half keeps to it
 
 
 class Programs:

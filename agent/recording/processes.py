@@ -60,6 +60,7 @@ class ProcessImage:
     mappings: list[Mapping] = field(default_factory=list)
     _starts: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     _ends: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    _binaries: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Returns for each address the index of its mapping in `mappings`, -1 for none."""
@@ -68,6 +69,19 @@ class ProcessImage:
         at = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
         inside = (at >= 0) & (addresses < self._ends[np.maximum(at, 0)])
         return np.where(inside, at, -1)
+
+    @property
+    def bounds(self) -> npt.NDArray[np.uint64]:
+        """Starts and ends of the mappings, shape (2, mappings)."""
+        return np.stack([self._starts, self._ends])
+
+    def binaries_at(self, found: npt.NDArray[np.int64]) -> list[int]:
+        """Returns the binaries of mappings that `find` found, one for each address in a file."""
+        if not self.mappings:
+            return []
+        binaries = self._binaries[found[found >= 0]]
+        known: list[int] = binaries[binaries != NO_BINARY].tolist()
+        return known
 
     def replace_mappings(self, found: list[Mapping]) -> bool:
         """Lays what was found over what is known; returns whether any of it was new.
@@ -85,6 +99,7 @@ class ProcessImage:
         self.mappings = sorted(fresh | {_remainder(interval) for interval in gone})
         self._starts = np.array([mapping.start for mapping in self.mappings], np.uint64)
         self._ends = np.array([mapping.end for mapping in self.mappings], np.uint64)
+        self._binaries = np.array([mapping.binary for mapping in self.mappings], np.int64)
         return True
 
 

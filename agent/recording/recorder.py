@@ -20,7 +20,6 @@ import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi
-from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.recording.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
@@ -119,20 +118,17 @@ class Recorder:
 
     def _prepare_tables(self, pids: list[int]) -> None:
         """Brings what the cache has of named targets' unwind tables, before the first sample."""
-        self.images = ElfImages(self.table.binaries)
+        limit_bytes = self._options.unwind_bytes_max
         self.tables = UnwindTables(
-            self._programs,
-            self.table.binaries,
-            self.images,
-            self.table.is_current,
-            cache_dir(),
-            self._ring.watch,
+            self._programs, self.table, cache_dir(), limit_bytes, self._ring.watch
         )
+        self.images = self.tables.images
         if self._options.user_stacks:
             self.table.on_mappings = self.tables.push
         if self._target.filter is abi.Filter.PIDS:
             for pid in pids:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
+        self.tables.poll()
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""
@@ -237,6 +233,7 @@ class Recorder:
     def _drain_stacks(self) -> None:
         for keys, records in self._programs.stacks.chunks(take=True):
             self.stacks.add(keys, records)
+        self.tables.note_used(self.stacks.take_hits())
 
     def drain(self) -> None:
         """Empties the kernel's stores into the capture, and commits."""

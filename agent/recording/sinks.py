@@ -8,6 +8,7 @@ content is filled in when it comes. A stack that never comes is entered as lost 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class StackSink:
         self._filled: set[int] = set()
         self._unfilled: dict[int, ProcessImage] = {}
         self._unwritten: list[int] = []
+        self._hits: Counter[int] = Counter()
 
     def row(self, stack: int, fallback: ProcessImage) -> int:
         """Returns the row of a stack id, giving one out at its first mention."""
@@ -55,7 +57,9 @@ class StackSink:
                 continue
             image = self._table.image(int(record["tgid"]), int(record["image"]))
             user = record["user"][: int(record["user_depth"])]
-            unmapped = image.find(user) < 0
+            found = image.find(user)
+            self._hits.update(image.binaries_at(found))
+            unmapped = found < 0
             if unmapped.any():
                 # The leaf is where the processor was; callers found by frame pointer may be junk.
                 unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
@@ -70,6 +74,11 @@ class StackSink:
         self._writer.put("stacks", rows)
         for index, is_certain in unknown.items():
             self._table.unknown_address(self._table.images[index], is_certain)
+
+    def take_hits(self) -> Counter[int]:
+        """Returns how many addresses of the stacks since the last call are in each binary."""
+        hits, self._hits = self._hits, Counter()
+        return hits
 
     def add_made(
         self, stack: int, image: ProcessImage, addresses: list[int], end: StackEnd

@@ -9,13 +9,14 @@ Layouts: include/uapi/linux/bpf.h and perf_event.h (v6.1); both are stable ABI.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,15 @@ from aiflame.agent.recording.arch import this_architecture
 
 _MAP_CREATE, _MAP_TYPE_ARRAY = 0, 2
 _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3
+_PROG_LOAD = 5
 _OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
 _MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
+_MAP_UPDATE_BATCH, _MAP_DELETE_BATCH = 26, 27
+# What kernels before v5.19 say of batches on maps of maps (include/linux/errno.h).
+_ENOTSUPP = 524
+
+# BPF_PROG_TYPE_*, by the names that loader.py uses.
+PROGRAM_TYPES = {"perf_event": 7, "raw_tracepoint": 17}
 
 BPF_ANY, BPF_NOEXIST = 0, 1
 
@@ -67,10 +75,67 @@ def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(data, len(data))
 
 
+class MapShape(NamedTuple):
+    """What a map is created with; `kind` is BPF_MAP_TYPE_*, `flags` BPF_F_*."""
+
+    kind: int
+    key_bytes: int
+    value_bytes: int
+    max_entries: int
+    flags: int
+
+
+class MapFacts(NamedTuple):
+    """The kernel's number of a map, and its shape."""
+
+    id: int
+    kind: int
+    key_bytes: int
+    value_bytes: int
+    max_entries: int
+    flags: int
+
+
+def create_map(shape: MapShape, inner_fd: int = 0) -> int:
+    """Makes a map; returns its descriptor. A map of maps needs one like those that it will hold."""
+    return _bpf(_MAP_CREATE, struct.pack("<IIIIII", *shape, inner_fd) + bytes(40))
+
+
 def create_array(value_bytes: int, entries: int, flags: int) -> int:
     """Makes an array map; returns its descriptor. Flags are BPF_F_*."""
-    attributes = struct.pack("<IIIII", _MAP_TYPE_ARRAY, 4, value_bytes, entries, flags)
-    return _bpf(_MAP_CREATE, attributes + bytes(44))
+    return create_map(MapShape(_MAP_TYPE_ARRAY, 4, value_bytes, entries, flags))
+
+
+def map_facts(fd: int) -> MapFacts:
+    """Reads struct bpf_map_info."""
+    info = _buffer(bytes(80))
+    _bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
+    kind, number, *rest = struct.unpack_from("<IIIIII", info)
+    return MapFacts(number, kind, *rest)
+
+
+def load_program(kind: str, name: str, instructions: bytes) -> int:
+    """Loads a program; returns its descriptor.
+
+    Args:
+        kind: One of PROGRAM_TYPES.
+        name: For bpftool; the kernel keeps 15 bytes of it.
+        instructions: struct bpf_insn, with descriptors of this process where maps are.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    body, terms = _buffer(instructions), _buffer(b"GPL\0")
+    attributes = struct.pack(
+        "<IIQQIIQII16s",
+        PROGRAM_TYPES[kind],
+        len(instructions) // 8,
+        ctypes.addressof(body),
+        ctypes.addressof(terms),
+        *(0, 0, 0, 0, 0),
+        name.encode()[:15],
+    )
+    return _bpf(_PROG_LOAD, attributes + bytes(64))
 
 
 class Map:
@@ -127,6 +192,51 @@ class Map:
         except OSError as error:
             if error.errno != errno.ENOENT:
                 raise
+
+    def update_many(self, entries: Mapping[int, int]) -> int:
+        """Writes u32 values under u32 keys by one system call; returns how many found room."""
+        keys = np.fromiter(entries.keys(), np.uint32, len(entries))
+        values = np.fromiter(entries.values(), np.uint32, len(entries))
+        return self._many(_MAP_UPDATE_BATCH, keys, values)
+
+    def delete_many(self, keys: Collection[int]) -> int:
+        """Removes u32 keys by one system call; returns how many were there."""
+        array = np.fromiter(keys, np.uint32, len(keys))
+        return self._many(_MAP_DELETE_BATCH, array, None)
+
+    def _many(self, command: int, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None) -> int:
+        """Goes on behind an entry that is refused; one by one where the kernel has no batches."""
+        done = begin = 0
+        while begin < len(keys):
+            values_left = None if values is None else values[begin:]
+            batch = _buffer(
+                struct.pack(
+                    "<QQQQIIQQ",
+                    *(0, 0, _address(keys[begin:])),
+                    0 if values_left is None else _address(values_left),
+                    *(len(keys) - begin, self.fd, 0, 0),
+                )
+            )
+            try:
+                _bpf(command, batch)
+                return done + len(keys) - begin
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, _ENOTSUPP):
+                    return done + self._one_by_one(keys[begin:], values_left)
+            filled = int(struct.unpack_from("<I", batch, 32)[0])
+            done += filled
+            begin += filled + 1
+        return done
+
+    def _one_by_one(self, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None) -> int:
+        done = 0
+        for index, key in enumerate(keys):
+            value = None if values is None else _buffer(values[index].tobytes())
+            command = _MAP_DELETE_ELEM if values is None else _MAP_UPDATE_ELEM
+            with contextlib.suppress(OSError):
+                self._element(command, key.tobytes(), value, BPF_ANY)
+                done += 1
+        return done
 
     def chunks(self, take: bool = False) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Yields all entries as (keys, values), a bounded number at a time.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has unwind tables built by a child process, one after the other, without ever waiting for it."""
+"""Has unwind tables built by a child process, one after the other, without ever waiting for it.
+
+The one that samples need most comes next: a process may map a hundred files and run in three.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,19 +23,25 @@ class TableBuilder:
     Args:
         cache: Directory in which tables are built.
         watch: Told of the descriptor that becomes readable when `finished` has something to say.
+        urgency: Of a binary; the greatest is built next.
     """
 
-    def __init__(self, cache: Path, watch: Callable[[int], None]) -> None:
+    def __init__(
+        self, cache: Path, watch: Callable[[int], None], urgency: Callable[[int], float]
+    ) -> None:
         self._cache = cache
         self._watch = watch
-        self._queue: deque[tuple[int, str]] = deque()
+        self._urgency = urgency
+        self._queue: dict[int, str] = {}
+        self._current = -1
         self._child: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
         self._is_asked = False
 
     def ask(self, binary: int, path: str) -> None:
-        """Queues a binary by its index and an openable path."""
-        self._queue.append((binary, path))
+        """Queues a binary by its index and an openable path, unless it is queued already."""
+        if binary != self._current:
+            self._queue.setdefault(binary, path)
         self._ask_next()
 
     def _ask_next(self) -> None:
@@ -52,8 +60,10 @@ class TableBuilder:
             os.set_blocking(self._child.stdout.fileno(), False)
             self._watch(self._child.stdout.fileno())
         assert self._child.stdin is not None  # noqa: S101 - it is a pipe
+        self._current = max(self._queue, key=self._urgency)
+        path = self._queue.pop(self._current)
         try:
-            self._child.stdin.write(f"{self._queue[0][1]}\n".encode())
+            self._child.stdin.write(f"{path}\n".encode())
             self._child.stdin.flush()
         except BrokenPipeError:
             pass  # it died: `finished` notices, and drops the binary that it was at
@@ -70,8 +80,8 @@ class TableBuilder:
                 break
             if not answer:  # it ended, or takes too long
                 self.close()
-            done.append(self._queue.popleft()[0])
-            self._is_asked = False
+            done.append(self._current)
+            self._is_asked, self._current = False, -1
             self._ask_next()
         return done
 

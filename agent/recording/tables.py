@@ -1,53 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings unwind tables and mappings to the kernel half, so that it can walk any code.
-
-A binary's table is an array of its own in the kernel, shared by all processes that map the binary;
-a process's mappings are another, entered under its pid with the identity of its image: after an
-exec the kernel half uses none until the new ones are there. bpf/unwind.h has the layouts.
+"""Decides which unwind tables and mappings the kernel half has, so that it can walk any code.
 
 Tables come from the cache on disk at once; one that has to be built is built by a child process,
-while the recorder goes on draining and stacks are walked by frame pointer.
+those that samples need most first, while the recorder goes on draining and stacks are walked by
+frame pointer. When the kernel's share of memory is used up, tables that no sample has needed for
+the longest time make room. After an exec the kernel half uses no mappings until the new image's
+are there.
+
+Changes are collected, and made by `poll`: `kernel_tables` tells why.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.recording import abi
-from aiflame.agent.recording.binaries import BinaryTable
 from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
 from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage
-from aiflame.agent.recording.sysbpf import create_array
+from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.recording.table_builder import TableBuilder
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
-from aiflame.agent.unwind.table import UnwindTable
+from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, UnwindTable
 
-# Flags of the inner maps' templates in bpf/unwind.h.
-_F_MMAPABLE, _F_INNER_MAP = 1 << 10, 1 << 12
+# A process may have 65,530 mappings (vm.max_map_count); the kernel half halves 17 times.
+_MAX_MAPPINGS = (1 << 16) - 1
 
-# A process may have 65,530 mappings; the kernel half halves 13 times.
-_MAX_MAPPINGS = 1 << 12
-
-# libtorch_cpu has 2.6 million rows: in slices they take no memory to speak of.
-_ROWS_AT_A_TIME = 1 << 16
-
-# All tables together: twenty PyTorch processes' worth of different libraries.
-MAX_MEMORY_BYTES = 256 << 20
-
-# Each table begins with the rules NO_CFI and UNSUPPORTED, so these are their numbers everywhere.
-_UNSUPPORTED_RULE_NUMBER = 1
+# A table needed in one of the last three drains is in use: it is not taken out.
+_DRAINS_IN_USE = 3
 
 
 class UnwindTables:
@@ -55,167 +44,182 @@ class UnwindTables:
 
     Args:
         programs: Loaded programs.
-        binaries: The files that targets map.
-        images: Their ELF headers.
-        is_current: Whether a process image is what its pid runs now.
+        table: Process table; says who maps what, and which images are current.
         cache: Directory of the cache on disk, None for none.
+        limit_bytes: Bound of kernel memory for tables and mappings.
         watch: Told of a descriptor that becomes readable when `poll` has something to do.
     """
 
     def __init__(
         self,
         programs: Programs,
-        binaries: BinaryTable,
-        images: ElfImages,
-        is_current: Callable[[ProcessImage], bool],
+        table: ProcessTable,
         cache: Path | None,
+        limit_bytes: int,
         watch: Callable[[int], None],
     ) -> None:
-        self._programs = programs
-        self._binaries = binaries
-        self._images = images
-        self._is_current = is_current
+        self._table = table
+        self.images = ElfImages(table.binaries)
         self._store = Store(cache)
         self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if cache is None or not self._store.usable:
             self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
             self._store = Store(Path(self._own_cache.name))
             cache = Path(self._own_cache.name)
-        self._memory_left = MAX_MEMORY_BYTES
-        self._slots: dict[int, int | None] = {}  # binary -> slot; None: it has no table
-        self._users: dict[int, list[ProcessImage]] = {}  # binary being built -> who waits
-        self._builder = TableBuilder(cache, watch)
-        self._rules: dict[bytes, int] = {}
         self.problems: Counter[str] = Counter()
+        self.problem_files: dict[str, set[str]] = {}
+        self._kernel = KernelTables(programs, limit_bytes, self.problems)
+        self._hits: Counter[int] = Counter()  # addresses of new stacks, by binary
+        self._builder = TableBuilder(cache, watch, self._urgency)
+        self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
+        self._without: set[int] = set()  # those among them that have none
+        self._wanted: set[int] = set()  # needed by samples, but out of the kernel
+        self._short: set[int] = set()  # those for which there was no room
+        self._used_at: dict[int, int] = {}  # the last drain that needed a binary's table
+        self._drains = 0
+        self._queued: dict[int, ProcessImage] = {}  # by pid
+        self._gone: set[int] = set()
+        self._pushed: dict[int, ProcessImage] = {}  # by pid
 
     def push(self, image: ProcessImage) -> None:
-        """Brings a process's mappings, and the tables of what it maps as far as they exist."""
-        mappings = image.mappings
-        if len(mappings) > _MAX_MAPPINGS - 1:
-            self.problems["too_many_mappings"] += 1
-            mappings = mappings[: _MAX_MAPPINGS - 1]
-        slots = np.zeros(len(mappings) + 1, abi.MAPPING_SLOT_DTYPE)
-        slots[0]["start"], slots[0]["end"] = image.image, len(mappings)
-        for row, mapping in zip(slots[1:], mappings, strict=True):
-            row["start"], row["end"] = mapping.start, mapping.end
-            row["table"] = abi.TABLES_MAX
-            slot = self._slot_of(mapping, image)
-            if slot is not None:
-                row["table"] = slot
-                row["bias"] = self._images.bias(mapping) % (1 << 64)
-        try:
-            with _new_array(slots.dtype.itemsize, len(slots)) as (fd, memory):
-                memory[: slots.nbytes] = slots.tobytes()
-                key = image.pid.to_bytes(4, "little")
-                self._programs.process_mappings.update(key, fd.to_bytes(4, "little"))
-        except OSError:  # the kernel has no memory for it, or the process table is full
-            self.problems["mappings_not_kept"] += 1
+        """Has `poll` bring a process's mappings, and the tables of what it maps."""
+        self._queued[image.pid] = image
+        self._gone.discard(image.pid)
 
     def forget(self, pid: int) -> None:
-        """Takes a process's mappings out."""
-        self._programs.process_mappings.delete(pid.to_bytes(4, "little"))
+        """Has `poll` take a process's mappings out."""
+        self._queued.pop(pid, None)
+        self._gone.add(pid)
 
-    def _slot_of(self, mapping: Mapping, image: ProcessImage) -> int | None:
-        binary = mapping.binary
-        if binary == NO_BINARY:
-            return None
-        if binary not in self._slots and not self._enter_from_cache(binary):
-            self._users[binary] = []
-            fd = self._binaries.files[binary].fd
-            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
-        if binary in self._users and image not in self._users[binary]:
-            self._users[binary].append(image)
-        return self._slots[binary]
-
-    def _enter_from_cache(self, binary: int) -> bool:
-        """Enters a binary's table; returns False where it would have to be built first."""
-        fd, elf = self._binaries.files[binary].fd, self._images.of(binary)
-        self._slots[binary] = None
-        if fd is None or elf is None:
-            return True
-        try:
-            table = load_cached(fd, elf, self._store)
-        except (BadElf, BadUnwindInfo):
-            self.problems["bad_unwind_info"] += 1
-            return True
-        if table is not None:
-            self._slots[binary] = self._enter(table)
-        return table is not None
-
-    def _enter(self, table: UnwindTable) -> int | None:
-        """Puts a table into the kernel; None where there is no room for it."""
-        pages = len(table.page_first_row) - 1
-        head_words = 1 + (pages + 2) // 2
-        words = head_words + (len(table) + 1) // 2
-        slot = sum(known is not None for known in self._slots.values())
-        if 8 * words > self._memory_left or slot >= abi.TABLES_MAX:
-            self.problems["unwind_memory_full"] += 1
-            return None
-        try:
-            with _new_array(8, words) as (fd, memory):
-                halves = np.frombuffer(memory, np.uint32, 2 * words)
-                halves[:2] = table.base_page, pages
-                halves[2 : 3 + pages] = table.page_first_row
-                self._write_rows(table, halves[2 * head_words :])
-                del halves  # else the memory could not be unmapped
-                key = slot.to_bytes(4, "little")
-                self._programs.unwind_tables.update(key, fd.to_bytes(4, "little"))
-        except OSError:
-            self.problems["unwind_memory_full"] += 1
-            return None
-        self._memory_left -= 8 * words
-        return slot
-
-    def _write_rows(self, table: UnwindTable, halves: npt.NDArray[np.uint32]) -> None:
-        """Writes the rows with the numbers that their rules have in the kernel."""
-        numbers = np.array([self._rule(rule.tobytes()) for rule in table.rules], np.uint32)
-        for begin in range(0, len(table), _ROWS_AT_A_TIME):
-            rows = table.rows[begin : begin + _ROWS_AT_A_TIME]
-            rules = numbers[rows["rule"]] << np.uint32(16)
-            halves[begin : begin + len(rows)] = rules | rows["offset"]
-
-    def _rule(self, rule: bytes) -> int:
-        """Returns the number of a rule, entering it if it is new; UNSUPPORTED's past the last."""
-        number = self._rules.get(rule)
-        if number is None:
-            number = len(self._rules)
-            if number >= abi.RULES_MAX:
-                self.problems["unwind_rules_full"] += 1
-                return _UNSUPPORTED_RULE_NUMBER
-            self._rules[rule] = number
-            self._programs.unwind_rules.update(number.to_bytes(4, "little"), rule)
-        return number
+    def note_used(self, hits: Counter[int]) -> None:
+        """Takes note of how many addresses of a drain's new stacks were in each binary."""
+        self._drains += 1
+        self._hits.update(hits)
+        for binary in hits:
+            self._used_at[binary] = self._drains
+            is_out = binary in self._settled and binary not in self._without
+            if is_out and binary not in self._kernel.places:
+                self._wanted.add(binary)
 
     def poll(self) -> None:
-        """Takes in tables that were built meanwhile; never waits."""
-        again: dict[int, ProcessImage] = {}
-        for binary in self._builder.finished():
-            users = self._users.pop(binary, [])
-            if not self._enter_from_cache(binary):
-                self.problems["bad_unwind_info"] += 1
-            again.update((image.index, image) for image in users)
-        for image in again.values():
-            # Gone, or another program by now: its mappings must not take the new ones' place.
-            if self._is_current(image):
-                self.push(image)
+        """Makes the changes that are due, and takes in tables that were built; never waits."""
+        built = self._builder.finished()
+        for binary in built:
+            self._settled.add(binary)
+        if built or self._wanted:
+            renewed = {*built, *self._wanted}
+            for image in list(self._pushed.values()):
+                # Gone, or another program by now: its mappings must not take the new ones' place.
+                maps_one = any(mapping.binary in renewed for mapping in image.mappings)
+                if maps_one and self._table.is_current(image):
+                    self._queued.setdefault(image.pid, image)
+        if self._gone:
+            self._kernel.drop_mappings(self._gone)
+            for pid in self._gone:
+                self._pushed.pop(pid, None)
+            self._gone.clear()
+        if self._queued:
+            self._enter_tables()
+            for binary in self._wanted - self._kernel.places.keys() - self._short:
+                self._short.add(binary)
+                self._blame(binary, "unwind_memory_full", 1)
+            images, self._queued = self._queued, {}
+            self._kernel.set_mappings({pid: self._slots(image) for pid, image in images.items()})
+            self._pushed.update(images)
+        self._wanted.clear()
+
+    def _enter_tables(self) -> None:
+        """Brings the tables that queued images map and the cache has, as far as there is room."""
+        found: dict[int, UnwindTable] = {}
+        size_bytes = wanted_bytes = 0
+        for binary in {m.binary for image in self._queued.values() for m in image.mappings}:
+            if binary == NO_BINARY or binary in self._kernel.places or binary in self._without:
+                continue
+            table = self._cached(binary)
+            if table is None:
+                continue
+            found[binary] = table
+            size_bytes += table_bytes(table)
+            wanted_bytes += table_bytes(table) * (binary in self._wanted)
+        if wanted_bytes and not self._kernel.has_room(size_bytes):
+            self._evict(size_bytes - self._kernel.free_bytes)
+        # Those that samples need first, in case there is not room for all.
+        order = sorted(found, key=lambda binary: -self._hits[binary])
+        self._kernel.enter({binary: found[binary] for binary in order})
+
+    def _cached(self, binary: int) -> UnwindTable | None:
+        """Returns a binary's table from the cache; has it built where it is not there."""
+        fd, elf = self._table.binaries.files[binary].fd, self.images.of(binary)
+        table = None
+        if fd is not None and elf is not None:
+            try:
+                table = load_cached(fd, elf, self._store)
+            except (BadElf, BadUnwindInfo):
+                self._blame(binary, "bad_unwind_info", 1)
+                elf = None
+        if table is not None:
+            damage = sum(table.drops.get(reason, 0) for reason in DAMAGE)
+            if damage and binary not in self._settled:
+                self._blame(binary, "bad_unwind_records", damage)
+            self._settled.add(binary)
+        elif fd is None or elf is None:
+            self._settled.add(binary)
+            self._without.add(binary)
+        elif binary in self._settled:  # it was to be built, and could not be
+            self._blame(binary, "bad_unwind_info", 1)
+            self._without.add(binary)
+        else:
+            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
+        return table
+
+    def _urgency(self, binary: int) -> float:
+        """What building a table is worth: samples that need it, by the time that it takes."""
+        elf = self.images.of(binary)
+        return (self._hits[binary] + 1) / (elf.size_bytes if elf is not None else 1)
+
+    def _blame(self, binary: int, problem: str, count: int) -> None:
+        self.problems[problem] += count
+        path = self._table.binaries.files[binary].path
+        self.problem_files.setdefault(problem, set()).add(path)
+
+    def _evict(self, needed_bytes: int) -> None:
+        """Takes the least used tables out, and first all mappings that lead to them."""
+        oldest = sorted(self._kernel.places, key=lambda binary: self._used_at.get(binary, 0))
+        leaving: set[int] = set()
+        for binary in oldest:
+            if needed_bytes <= 0 or self._used_at.get(binary, 0) > self._drains - _DRAINS_IN_USE:
+                break
+            leaving.add(binary)
+            needed_bytes -= self._kernel.size_bytes(binary)
+        if not leaving:
+            return
+        users = [
+            image
+            for image in self._pushed.values()
+            if any(mapping.binary in leaving for mapping in image.mappings)
+        ]
+        self._kernel.drop_mappings([image.pid for image in users])
+        self._kernel.remove(leaving)
+        for image in users:
+            self._queued.setdefault(image.pid, image)
+
+    def _slots(self, image: ProcessImage) -> npt.NDArray[np.void]:
+        """A process's mappings as the kernel half reads them."""
+        count = min(len(image.mappings), _MAX_MAPPINGS)
+        self.problems["too_many_mappings"] += len(image.mappings) - count
+        slots = np.zeros(count + 1, abi.MAPPING_SLOT_DTYPE)
+        slots[0]["start"], slots[0]["end"] = image.image, count
+        slots["start"][1:], slots["end"][1:] = image.bounds[:, :count]
+        for row, mapping in enumerate(image.mappings[:count], 1):
+            place = self._kernel.places.get(mapping.binary)
+            if place is not None:
+                bias = self.images.bias(mapping) + (place.base_page << PAGE_SHIFT)
+                slots[row]["bias"] = bias % (1 << 64)
+                slots[row]["table"], slots[row]["pages"] = place.slot, place.pages
+        return slots
 
     def close(self) -> None:
         """Ends the builder. The kernel frees the tables with the maps that hold them."""
         self._builder.close()
         if self._own_cache is not None:
             self._own_cache.cleanup()
-
-
-@contextlib.contextmanager
-def _new_array(value_bytes: int, entries: int) -> Iterator[tuple[int, mmap.mmap]]:
-    """Yields a new array map and its memory, to be filled without a system call for each entry.
-
-    The kernel keeps it as long as another map holds it.
-    """
-    page = mmap.PAGESIZE
-    fd = create_array(value_bytes, entries, _F_MMAPABLE | _F_INNER_MAP)
-    try:
-        with mmap.mmap(fd, (value_bytes * entries + page - 1) // page * page) as memory:
-            yield fd, memory
-    finally:
-        os.close(fd)

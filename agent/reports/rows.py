@@ -25,10 +25,12 @@ from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 
+ROOTED_ENDS = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
+
 # Ends after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED are
 # whole as they are: there is no user stack, or none was asked for.
 TRUNCATED_ENDS = tuple(
-    end for end in StackEnd if end not in (StackEnd.ROOTED, StackEnd.KERNEL_ONLY, StackEnd.EXCLUDED)
+    end for end in StackEnd if end not in (*ROOTED_ENDS, StackEnd.KERNEL_ONLY, StackEnd.EXCLUDED)
 )
 
 # The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.

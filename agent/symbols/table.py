@@ -239,6 +239,24 @@ class SymbolTable:
         return cls(ranges, columns[2], _StoredNames(data[names_at:], checksums))
 
 
+def function_ranges(image: ElfImage, data: memoryview) -> tuple[U64, U64]:
+    """Returns where the functions of one file begin and end, sorted and distinct, shape (n,) each.
+
+    Args:
+        image: Its headers.
+        data: All of it.
+
+    Raises:
+        BadElf: It has more than `MAX_SYMBOLS` symbols.
+    """
+    symbols = _resolve_sizes(_concatenate(_candidates(image, data, _Names())))
+    order = np.lexsort((symbols.ends, symbols.starts))
+    starts, ends = symbols.starts[order], symbols.ends[order]
+    is_last = np.ones(len(starts), bool)
+    is_last[:-1] = starts[1:] != starts[:-1]
+    return starts[is_last], ends[is_last]
+
+
 def _block_checksums(blocks: list[Buffer]) -> list[int]:
     """CRC of every block; each pair in the list is a blob and its padding."""
     checksums = []

@@ -2,7 +2,8 @@
 """From an open file to its unwind table, through the cache on disk.
 
 .eh_frame is what the program itself unwinds with, so it wins; .debug_frame only adds functions of
-which .eh_frame says nothing. Where FDEs overlap, the one that starts later rules from there on.
+which .eh_frame says nothing, and prologues those of which neither does. Where FDEs overlap, the one
+that starts later rules from there on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.store import Store, store_key
 from aiflame.agent.unwind import x86_64 as arch
+from aiflame.agent.unwind.guesses import with_guesses
 from aiflame.agent.unwind.lockstep import Rows, run_programs
 from aiflame.agent.unwind.places import FrameSection, code_ranges, frame_sections
 from aiflame.agent.unwind.records import (
@@ -29,7 +31,8 @@ from aiflame.agent.unwind.records import (
 )
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
-_SUFFIX = ".unwind"
+# With the version of its layout: two versions of aiflame may share a cache.
+_SUFFIX = ".unwind02"
 # The head of .eh_frame tells where functions lie; all of .eh_frame would take too long.
 _FINGERPRINT_BYTES = 1024 * 1024
 
@@ -103,6 +106,7 @@ def build(fd: int, image: ElfImage, sections: list[FrameSection]) -> UnwindTable
     every = _merged(found)
     chosen = _chosen(every, found, code, drops)
     addresses, states = _states(every, chosen)
+    addresses, states = with_guesses(fd, image, addresses, states, drops)
     return UnwindTable.of_states(addresses, states, drops)
 
 

@@ -68,20 +68,20 @@ def _by_segment(fd: int, image: ElfImage) -> list[FrameSection]:
 
 def _behind_header(fd: int, image: ElfImage, address: int) -> list[FrameSection]:
     """Follow .eh_frame_hdr; .eh_frame itself ends at its terminator, or with its segment."""
-    place = _in_file(image, address)
+    place = in_file(image, address)
     if place is None:
         return []
     head = os.pread(fd, 8, place[0])
     if len(head) < 8 or head[:2] != _HDR_HEAD:
         return []
     target = address + 4 + struct.unpack_from("<i", head, 4)[0]
-    found = _in_file(image, target)
+    found = in_file(image, target)
     if found is None:
         return []
     return [FrameSection(True, target, *found, False)]
 
 
-def _in_file(image: ElfImage, address: int) -> tuple[int, int] | None:
+def in_file(image: ElfImage, address: int) -> tuple[int, int] | None:
     """File offset of a virtual address, and the bytes from there to the segment's end."""
     for load in image.loads:
         inside = address - load.virtual_address

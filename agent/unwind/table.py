@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The unwind table of one binary, as the kernel half searches it and as it lies in the cache.
 
-An address is (page of 64 KiB, 16-bit offset), so a row takes 4 bytes: its offset and the index of
+An address is (page of 512 bytes, offset in it), so a row takes 4 bytes: its offset and the index of
 its rule. Rules are few (a thousand in libtorch_cpu) and stored once. Each page that has code begins
-with a row at offset 0, so a search never leaves its page.
+with a row at offset 0, so a search never leaves its page; in pages this small it takes three steps.
 
 Not here: reading CFI (`records`), and the life of tables in the kernel.
 """
@@ -22,11 +22,12 @@ from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.records import I64, MAX_ROWS, U64, BadUnwindInfo
 from aiflame.agent.unwind.x86_64 import RULE, RbpKind, Rule, RuleKind
 
-PAGE_SHIFT = 16
+PAGE_SHIFT = 9
+PAGE_BYTES = 1 << PAGE_SHIFT
 ROW = np.dtype([("offset", "<u2"), ("rule", "<u2")])
 MAX_RULES = 1 << 16
-# 4 GiB between the first and the last function: beyond what one code model reaches.
-MAX_PAGES = 1 << 16
+# 2 GiB between the first and the last function: what relative calls reach.
+MAX_PAGES = 1 << 31 - PAGE_SHIFT
 
 # Why an FDE or a row is not in the table. The order is that of the cache file: append only.
 DROP_REASONS = (
@@ -41,9 +42,13 @@ DROP_REASONS = (
     "overlapped",
     "rule over the limit",
     "compressed section",
+    "function without CFI",
 )
 
-_MAGIC = b"aifunw01"
+# Those that tell of damage; the others come with sound files, too.
+DAMAGE = DROP_REASONS[:7]
+
+_MAGIC = b"aifunw02"
 # magic, CRC-32 of all that follows the header, base page, pages, rows, rules
 _HEADER = struct.Struct("<8sIIQIII4x")
 _IDENTITY_BYTES = 32
@@ -59,7 +64,7 @@ class UnwindTable:
     """Rules by virtual address of the binary. All arrays may be views of a cache file.
 
     Attributes:
-        base_page: Number (address >> 16) of the first page.
+        base_page: Number (address >> PAGE_SHIFT) of the first page.
         page_first_row: Rows of page p are rows[page_first_row[p]:page_first_row[p + 1]], u32 of
             shape (pages + 1,).
         rows: ROW of shape (n,), sorted within each page.
@@ -87,7 +92,7 @@ class UnwindTable:
         if not 0 <= page < len(self.page_first_row) - 1:
             return arch.NO_CFI_RULE
         first, end = int(self.page_first_row[page]), int(self.page_first_row[page + 1])
-        offset = np.uint16(address & 0xFFFF)
+        offset = np.uint16(address % PAGE_BYTES)
         row = first + int(np.searchsorted(self.rows["offset"][first:end], offset, "right")) - 1
         if row < first:
             return arch.NO_CFI_RULE
@@ -229,7 +234,7 @@ def _pages(
     has_own = (begins < ends) & (addresses[np.minimum(begins, len(addresses) - 1)] == starts[:-1])
     added = ~has_own & ((begins < ends) | (in_force != 0))
     rows = np.empty(len(addresses), ROW)
-    rows["offset"] = addresses & np.uint64(0xFFFF)
+    rows["offset"] = addresses & np.uint64(PAGE_BYTES - 1)
     rows["rule"] = rule_rows
     carried = np.zeros(int(added.sum()), ROW)
     carried["rule"] = in_force[added]

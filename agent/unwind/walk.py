@@ -2,7 +2,7 @@
 """Walks a recorded stack with unwind tables, step by step as the kernel half does.
 
 For tests, and for replaying in Python what went wrong on another machine: it needs registers, a
-way to read stack words, and the mappings with their tables; no root and no live process.
+way to read words of the stack and of code, and the mappings with their tables; no root, no process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from aiflame.agent.unwind.table import UnwindTable
-from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
+from aiflame.agent.unwind.x86_64 import GUESSES, RbpKind, Rule, RuleKind, follows_call
 
 MAX_FRAMES = 127
 WORD_BYTES = 8
@@ -43,6 +43,7 @@ class FoundBy(enum.Enum):
     REGISTERS = "registers"
     TABLE = "table"
     FRAME_POINTER = "frame pointer"
+    GUESS = "guess"  # a prologue's row, or the top of a leaf's stack; it follows a call
 
 
 class Mapping(NamedTuple):
@@ -107,7 +108,8 @@ class ReplayWalker:
         frames = [WalkedFrame(rip, True, FoundBy.REGISTERS)]
         try:
             while True:
-                registers, frame = self._caller(registers, frames[-1].is_exact)
+                at_leaf = len(frames) == 1
+                registers, frame = self._caller(registers, frames[-1].is_exact, at_leaf)
                 if self._mapping(frame.address, frame.is_exact) is None:
                     no_table = frame.found_by == FoundBy.FRAME_POINTER
                     raise _Stop(WalkEnd.NO_TABLE if no_table else WalkEnd.BAD_ADDRESS)
@@ -124,14 +126,16 @@ class ReplayWalker:
             return None
         return self._mappings[index]
 
-    def _caller(self, at: Registers, is_exact: bool) -> tuple[Registers, WalkedFrame]:
+    def _caller(
+        self, at: Registers, is_exact: bool, is_leaf: bool
+    ) -> tuple[Registers, WalkedFrame]:
         mapping = self._mapping(at.rip, is_exact)
         if mapping is None:
             raise _Stop(WalkEnd.BAD_ADDRESS)
         looked_up = at.rip - mapping.bias - (0 if is_exact else _INTO_CALL)
         rule = mapping.table.lookup(looked_up) if mapping.table is not None else None
         if rule is None or rule.kind == RuleKind.NO_CFI:
-            return self._by_frame_pointer(at)
+            return self._without_cfi(at, is_leaf)
         if rule.kind == RuleKind.UNDEFINED_RA:
             raise _Stop(WalkEnd.ROOTED)
         if rule.kind == RuleKind.UNSUPPORTED:
@@ -143,11 +147,16 @@ class ReplayWalker:
         if cfa <= at.rsp or cfa % WORD_BYTES:
             raise _Stop(WalkEnd.BAD_ADDRESS)
         rip = self._read(cfa - WORD_BYTES)
-        frame = WalkedFrame(rip, False, FoundBy.TABLE)
+        found_by = FoundBy.TABLE
+        if rule.kind in GUESSES:
+            found_by = FoundBy.GUESS
+            if not self._is_return_address(rip):
+                raise _Stop(WalkEnd.NO_TABLE)
+        frame = WalkedFrame(rip, False, found_by)
         return Registers(rip, cfa, self._rbp(at, rule, cfa)), frame
 
     def _cfa(self, at: Registers, rule: Rule) -> int:
-        if rule.kind == RuleKind.RSP:
+        if rule.kind in (RuleKind.RSP, RuleKind.RSP_GUESS):
             return at.rsp + rule.cfa_offset
         if rule.kind == RuleKind.PLT:
             pushed = (at.rip & 15) >= rule.cfa_offset
@@ -173,15 +182,34 @@ class ReplayWalker:
         rbp = self._read(at.rsp + rule.rbp_offset)
         return Registers(rip, rsp, rbp), WalkedFrame(rip, True, FoundBy.TABLE)
 
-    def _by_frame_pointer(self, at: Registers) -> tuple[Registers, WalkedFrame]:
-        """Saved RBP and return address at RBP, if that can be a frame at all."""
-        if at.rbp is None or at.rbp < at.rsp or at.rbp % WORD_BYTES:
-            raise _Stop(WalkEnd.NO_TABLE)
-        rbp, rip = self._read_u64(at.rbp), self._read_u64(at.rbp + WORD_BYTES)
-        if rbp is None or rip is None:
+    def _without_cfi(self, at: Registers, is_leaf: bool) -> tuple[Registers, WalkedFrame]:
+        """By saved RBP and return address at RBP; a leaf's may be on top of the stack instead."""
+        rbp = rip = None
+        if at.rbp is not None and at.rbp >= at.rsp and at.rbp % WORD_BYTES == 0:
+            rbp, rip = self._read_u64(at.rbp), self._read_u64(at.rbp + WORD_BYTES)
+        has_link = rbp is not None and rip is not None
+        if is_leaf and not (rip is not None and has_link and self._is_return_address(rip)):
+            rip = self._read_u64(at.rsp)
+            if rip is None or not self._is_return_address(rip):
+                raise _Stop(WalkEnd.NO_TABLE)
+            frame = WalkedFrame(rip, False, FoundBy.GUESS)
+            return Registers(rip, at.rsp + WORD_BYTES, at.rbp), frame
+        if at.rbp is None or rbp is None or rip is None:
             raise _Stop(WalkEnd.NO_TABLE)
         frame = WalkedFrame(rip, False, FoundBy.FRAME_POINTER)
         return Registers(rip, at.rbp + 2 * WORD_BYTES, rbp), frame
+
+    def _is_return_address(self, address: int) -> bool:
+        """Whether an address is in code, behind a call; code is read as the stack is."""
+        if self._mapping(address, is_exact=False) is None:
+            return False
+        first = (address - 8) & -WORD_BYTES
+        words = [self._read_u64(first), self._read_u64(first + WORD_BYTES)]
+        if None in words:
+            return False
+        code = b"".join(word.to_bytes(WORD_BYTES, "little") for word in words if word is not None)
+        begin = address - 8 - first
+        return follows_call(code[begin : begin + 8])
 
     def _read(self, address: int) -> int:
         word = self._read_u64(address & _ADDRESS_MASK)

@@ -40,6 +40,11 @@ class RuleKind(enum.IntEnum):
     SIGNAL = 5  # RSP, RIP, RBP = *(RSP + cfa_offset), *(... + 8), *(RSP + rbp_offset)
     UNDEFINED_RA = 6  # the outermost frame
     UNSUPPORTED = 7  # there is CFI, but no rule expresses it
+    RSP_GUESS = 8  # as RSP, from a prologue; the return address must follow a call
+    RBP_GUESS = 9  # as RBP, likewise
+
+
+GUESSES = (RuleKind.RSP_GUESS, RuleKind.RBP_GUESS)
 
 
 class RbpKind(enum.IntEnum):
@@ -70,6 +75,7 @@ RA_NONE, RA_AT_CFA_8, RA_UNDEFINED, RA_UCONTEXT, RA_UNSUPPORTED = range(5)
 # Forms of the CFA besides register + offset
 MAX_REGISTER = 63
 CFA_RBP_DEREF, CFA_RSP_DEREF, CFA_PLT, CFA_UNSUPPORTED, CFA_NO_CFI = range(64, 69)
+CFA_RSP_GUESS, CFA_RBP_GUESS = 69, 70
 
 # struct rt_sigframe behind its return address, Linux arch/x86/include/uapi/asm/{ucontext,
 # sigcontext}.h: where the interrupted RSP, RIP and RBP are, as glibc's __restore_rt describes them.
@@ -169,6 +175,7 @@ def rule_of(state: int) -> Rule:
         return UNSUPPORTED_RULE
     kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP}
     kinds |= {CFA_RBP_DEREF: RuleKind.RBP_DEREF, CFA_PLT: RuleKind.PLT}
+    kinds |= {CFA_RSP_GUESS: RuleKind.RSP_GUESS, CFA_RBP_GUESS: RuleKind.RBP_GUESS}
     if ra != RA_AT_CFA_8 or form not in kinds:
         return UNSUPPORTED_RULE
     if rbp_kind in (RbpKind.AT_RSP, RbpKind.UNKNOWN):
@@ -178,3 +185,21 @@ def rule_of(state: int) -> Rule:
 
 def _signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def follows_call(code: bytes) -> bool:
+    """Whether 8 bytes end in a call instruction, as those before a return address do.
+
+    Intel SDM volume 2A, CALL: E8 rel32, or FF /2 with its addressing forms (tables 2-2 and 2-3).
+    """
+    if code[3] == 0xE8:
+        return True
+    if code[6] == 0xFF and code[7] & 0xF8 in (0xD0, 0x10):
+        return True  # register, or memory at a register
+    if code[5] == 0xFF and (code[6] == 0x14 or code[6] & 0xF8 == 0x50):
+        return True  # scaled index, or an 8-bit displacement
+    if code[4] == 0xFF and code[5] == 0x54:
+        return True  # scaled index and an 8-bit displacement
+    if code[2] == 0xFF and (code[3] == 0x15 or code[3] & 0xF8 == 0x90):
+        return True  # relative to RIP, or a 32-bit displacement
+    return code[1] == 0xFF and code[2] == 0x94  # scaled index and a 32-bit displacement

@@ -49,14 +49,16 @@ class _Case:
     is_foreign: bool = False
 
 
-def _windows(tool: Tool, folder: Path) -> list[Window]:
+def windows(tool: Tool, folder: Path) -> list[Window]:
+    """Watches a tool's programs while it records; the first moment is left out."""
     with Running(tool, folder) as running:
         time.sleep(_WARM_UP_S)
         return [watch(running.pid, _WINDOW_S) for _ in range(_WINDOWS)]
 
 
-def _ns(windows: Sequence[Window], *programs: str) -> list[float]:
-    values = [window.ns_per_run(*programs) for window in windows]
+def ns_of(seen: Sequence[Window], *programs: str) -> list[float]:
+    """Returns the nanoseconds of a run of these programs together, in each window that had one."""
+    values = [window.ns_per_run(*programs) for window in seen]
     return [value for value in values if value is not None]
 
 
@@ -98,21 +100,21 @@ def _cases(busy: Path, idle_pid: int) -> list[_Case]:
 
 
 def _rows(case: _Case, ours: list[Window], theirs: list[Window]) -> list[tuple[str, ...]]:
-    our_ns, their_ns = _ns(ours, case.our_program), _ns(theirs, THEIR_PROGRAM)
+    our_ns, their_ns = ns_of(ours, case.our_program), ns_of(theirs, THEIR_PROGRAM)
     commands = f"{code(case.ours.words)}, {code(case.theirs.words)}"
     rows = [(case.what, spread(our_ns, 0), spread(their_ns, 0), commands)]
     if case.has_wakeups:
-        both_ns = _ns(ours, case.our_program, "on_waking")
+        both_ns = ns_of(ours, case.our_program, "on_waking")
         rows.append(("the same, with its wake-up", spread(both_ns, 0), "", ""))
     return rows
 
 
 def _aims(case: _Case, ours: list[Window], theirs: list[Window]) -> list[Aim]:
-    our_ns = statistics.median(_ns(ours, case.our_program))
+    our_ns = statistics.median(ns_of(ours, case.our_program))
     if case.is_foreign:
         return [Aim(case.what, our_ns, _FOREIGN_AIM_NS, "ns")]
-    their_ns = statistics.median(_ns(theirs, THEIR_PROGRAM))
-    whole_ns = statistics.median(_ns(ours, case.our_program, "on_waking"))
+    their_ns = statistics.median(ns_of(theirs, THEIR_PROGRAM))
+    whole_ns = statistics.median(ns_of(ours, case.our_program, "on_waking"))
     return [Aim(f"{case.what}, below bpftrace's", whole_ns, their_ns, "ns")]
 
 
@@ -123,7 +125,7 @@ def measure(busy: Path, folder: Path) -> list[Table]:
     with bpf_stats(True), loads.background(("sleep", "600")) as idle:
         for case in _cases(busy, idle[0]):
             with loads.background(*case.load):
-                ours, theirs = _windows(case.ours, folder), _windows(case.theirs, folder)
+                ours, theirs = windows(case.ours, folder), windows(case.theirs, folder)
             rows += _rows(case, ours, theirs)
             aims += _aims(case, ours, theirs)
     columns = ("event", "aiflame, ns", "bpftrace, ns", "commands")

@@ -189,6 +189,7 @@ def test_defaults(recordings: _Recordings) -> None:
         sums_max=65536,
         threads_max=65536,
         wait_event_ns=100_000_000,
+        unwind_bytes_max=256 << 20,
         command_words=f"aiflame record -p {pid} -o run.aiflame",
     )
     assert options.period_ns == 10_101_010
@@ -197,7 +198,7 @@ def test_defaults(recordings: _Recordings) -> None:
 def test_every_option_arrives(recordings: _Recordings) -> None:
     given = (
         "record -a -F 50 -d 2s --no-off-cpu -U --stack-storage-size 1 --hash-storage-size 2"
-        " --thread-storage-size 3 --min-wait 4ms -o run.svg --force -q"
+        " --thread-storage-size 3 --min-wait 4ms --unwind-memory 5 -o run.svg --force -q"
     )
     assert cli.main(given.split()) == 0
     [(target, options, plan)] = recordings.asked
@@ -214,6 +215,7 @@ def test_every_option_arrives(recordings: _Recordings) -> None:
         sums_max=2,
         threads_max=3,
         wait_event_ns=4_000_000,
+        unwind_bytes_max=5 << 20,
         command_words=f"aiflame {given}",
     )
     # Of all processes, children are processes, too.

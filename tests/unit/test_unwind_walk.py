@@ -25,6 +25,7 @@ from cfibytes import (
 BIAS = 0x7F00_0000_0000
 STACK = 0x7FFD_0000_0000
 JIT = 0x1234_0000
+CALL = 0xE8 << 24  # call rel32 in the last five bytes of a word
 PLT = b"\x77\x08\x80\x00\x3f\x1a\x3b\x2a\x33\x24\x22"
 # Where the functions of the test library are
 ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, NO_CFI = range(
@@ -54,14 +55,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
 def walk(
     library: UnwindTable, words: dict[int, int], registers: tuple[int, int, int], depth: int = 127
 ) -> Walk:
-    """Walk with code at BIAS and JIT; `words` are by distance from the stack's start."""
+    """Walk with code at BIAS and JIT; `words` are by distance from the stack's start.
+
+    All code is calls: 8-aligned addresses follow one, others do not.
+    """
     memory = {STACK + place: word for place, word in words.items()}
     mappings = [
         Mapping(BIAS + TEXT, BIAS + TEXT + 0x1000, BIAS, library),
         Mapping(JIT, JIT + 0x1000, 0, None),
     ]
+
+    def read(address: int) -> int | None:
+        in_code = any(mapping.start <= address < mapping.end for mapping in mappings)
+        return CALL if in_code else memory.get(address)
+
     rip, rsp, rbp = registers
-    return ReplayWalker(mappings, memory.get, depth).walk(rip, STACK + rsp, rbp)
+    return ReplayWalker(mappings, read, depth).walk(rip, STACK + rsp, rbp)
 
 
 def code(place: int, behind: int = 8) -> int:
@@ -117,6 +126,18 @@ def test_frame_pointers_where_there_is_no_table(library: UnwindTable) -> None:
     assert found.end == WalkEnd.ROOTED
 
 
+def test_a_leaf_without_a_frame_is_left_by_a_checked_guess(library: UnwindTable) -> None:
+    # GIVEN a leaf in code without CFI, whose RBP leads nowhere
+    found = walk(library, {0: code(PLAIN), 32: code(ROOT)}, (JIT, 0, 5))
+    assert addresses(found) == [JIT, code(PLAIN), code(ROOT)]
+    assert [frame.found_by for frame in found.frames] == [
+        FoundBy.REGISTERS,
+        FoundBy.GUESS,
+        FoundBy.TABLE,
+    ]
+    assert found.end == WalkEnd.ROOTED
+
+
 @pytest.mark.parametrize(
     ("words", "registers", "end", "depth"),
     [
@@ -132,6 +153,11 @@ def test_frame_pointers_where_there_is_no_table(library: UnwindTable) -> None:
         ({0: STACK, 8: code(PLAIN)}, (code(NO_CFI), 0x100, STACK), WalkEnd.NO_TABLE, 1),
         ({0: 0, 8: 0xDEAD}, (JIT, 0, STACK), WalkEnd.NO_TABLE, 1),
         ({}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
+        # On top of a leaf's stack: code, but behind no call; a call, but no code.
+        ({0: JIT + 9}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
+        ({0: 0xDEAD0}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
+        # Only a leaf's: here the caller is in code without CFI.
+        ({24: JIT + 8, 32: code(ROOT)}, (code(PLAIN), 0, 0), WalkEnd.NO_TABLE, 2),
         ({}, (JIT, 0, STACK), WalkEnd.NO_TABLE, 1),
     ],
 )

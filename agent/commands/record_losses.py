@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recording lost, in a reader's words."""
+
+from __future__ import annotations
+
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.recorder import Outcome
+from aiflame.agent.symbols.frames import REASONS, clean_name
+
+# Files named in a loss: a line is to be read.
+_MAX_LISTED = 8
+
+# Kept in a capture for the reader: reasons that resolve.py adds to those of the symbol readers.
+_PROBLEM_MEANINGS = {
+    **REASONS,
+    "kernel_symbols_hidden": "kernel addresses without names; sysctl kernel.kptr_restrict=1",
+    "perf_map_refused": "a perf-PID.map was not a regular file of the target's own; not used",
+    "perf_map_cut": "a perf-PID.map was too large or malformed; a part of it was not used",
+    "bad_unwind_info": "binaries whose unwind information is damaged; walked by frame pointer",
+    "bad_unwind_records": "damaged records in unwind information; functions of theirs may be cut",
+    "unwind_memory_full": "binaries whose unwind table found no room and that were walked by frame"
+    " pointer for a while; raise --unwind-memory",
+    "unwind_rules_full": "unwind rules beyond those that the kernel half holds; stacks end there",
+    "too_many_mappings": "executable mappings beyond 65,535 of a process; walked by frame pointer",
+    "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
+    "binary_not_opened": "mapped files that could not be opened; their frames have no names",
+    "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
+    "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
+}
+
+
+def loss_rows(
+    outcome: Outcome, problems: dict[str, int], files: dict[str, set[str]]
+) -> list[tuple[str, int, str]]:
+    """Returns the losses of a recording as (name, count, meaning), without those that are none.
+
+    Args:
+        outcome: What the kernel half counted.
+        problems: What the host half counted, by name.
+        files: Those to blame, by the problem's name.
+    """
+    rows = [
+        (name, outcome.counters[counter], meaning)
+        for counter, (name, meaning) in abi.LOSS_MEANINGS.items()
+    ]
+    for name, count in problems.items():
+        culprits = _listed(files.get(name, set()))
+        rows.append((name, count, _PROBLEM_MEANINGS[name] + (f": {culprits}" if culprits else "")))
+    return [row for row in rows if row[1]]
+
+
+def _listed(paths: set[str]) -> str:
+    """Names files in a line; a path is the target's to choose, and may hold anything."""
+    names = [clean_name(path) for path in sorted(paths)]
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows for functions of which CFI says nothing: their prologues are read instead.
+
+Only functions that symbols delimit and that lie wholly in a gap between the rows of the CFI: what
+the compiler said is never overruled. The rows are guesses, see `prologue_x86_64`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.table import function_ranges
+from aiflame.agent.unwind import x86_64 as arch
+from aiflame.agent.unwind.places import in_file
+from aiflame.agent.unwind.prologue_x86_64 import rows_of_function
+from aiflame.agent.unwind.records import U64
+
+# libtorch_cpu has 8,000 such functions with 38 MB; reading them takes half a second.
+_MAX_FUNCTIONS = 50_000
+# The largest of MKL's has 300 KB.
+_MAX_FUNCTION_BYTES = 1 << 20
+
+
+def with_guesses(
+    fd: int, image: ElfImage, addresses: U64, states: U64, drops: Counter[str]
+) -> tuple[U64, U64]:
+    """Adds rows of functions without CFI.
+
+    Args:
+        fd: The file.
+        image: Its headers.
+        addresses: Where each state of the CFI begins, ascending and distinct, shape (n,).
+        states: See `x86_64`, shape (n,).
+        drops: Counts functions over the limit.
+
+    Returns:
+        The same with more rows.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    if not image.size_bytes:
+        return addresses, states
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as data:
+        try:
+            starts, ends = function_ranges(image, data)
+        except BadElf:
+            return addresses, states  # unwinding does without symbols
+    is_bare = _in_gap(starts, ends, addresses, states)
+    starts, ends = starts[is_bare], ends[is_bare]
+    if len(starts) > _MAX_FUNCTIONS:
+        drops["function without CFI"] += len(starts) - _MAX_FUNCTIONS
+    found: list[tuple[int, int]] = []
+    bounds: list[int] = []
+    for start, end in zip(starts[:_MAX_FUNCTIONS].tolist(), ends.tolist(), strict=False):
+        place = in_file(image, start)
+        if place is None or end - start > min(place[1], _MAX_FUNCTION_BYTES):
+            continue
+        rows = rows_of_function(os.pread(fd, end - start, place[0]))
+        found += [(start + row.offset, row.state) for row in rows]
+        bounds.append(end)
+    return _inserted(addresses, states, found, bounds)
+
+
+def _in_gap(starts: U64, ends: U64, addresses: U64, states: U64) -> npt.NDArray[np.bool_]:
+    """Which functions begin in a gap and end before the next row, and overlap no other function."""
+    if not len(starts):
+        return np.zeros(0, bool)
+    if not len(addresses):
+        in_gap = np.ones(len(starts), bool)
+    else:
+        at = np.searchsorted(addresses, starts, "right").astype(np.int64) - 1
+        is_unknown = (at < 0) | (states[np.maximum(at, 0)] == np.uint64(arch.NO_CFI_STATE))
+        following = np.append(addresses, np.uint64(arch.ALL_BITS))[at + 1]
+        in_gap = is_unknown & (ends <= following)
+    in_gap[1:] &= starts[1:] >= np.maximum.accumulate(ends)[:-1]
+    return in_gap
+
+
+def _inserted(
+    addresses: U64, states: U64, found: list[tuple[int, int]], bounds: list[int]
+) -> tuple[U64, U64]:
+    """Lays found rows over the gaps; where a function ends the gap goes on, unless a row begins."""
+    if not found:
+        return addresses, states
+    more = np.array(found, np.uint64)
+    gaps = np.array(bounds, np.uint64)
+    every = np.concatenate([gaps, addresses, more[:, 0]])
+    all_states = np.concatenate(
+        [np.full(len(gaps), arch.NO_CFI_STATE, np.uint64), states, more[:, 1]]
+    )
+    order = np.argsort(every, kind="stable")
+    every, all_states = every[order], all_states[order]
+    is_last = np.ones(len(every), bool)
+    is_last[:-1] = every[1:] != every[:-1]
+    return every[is_last], all_states[is_last]

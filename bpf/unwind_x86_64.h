@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * All that a step of a stack walk knows about x86-64: rules, signal frames, call instructions.
+ * The host half's counterpart is agent/unwind/x86_64.py. Another processor is another such file.
+ *
+ * Needs and loses: see unwind.h, the only file that includes this one.
+ */
+#ifndef AIFLAME_UNWIND_X86_64_H
+#define AIFLAME_UNWIND_X86_64_H
+
+/* The thread as it was when a signal came; its stack may be another one. */
+static __always_inline u32 step_over_signal(struct walk *walk, struct unwind_rule *rule)
+{
+	u64 slot = walk->stack_pointer + (s64)rule->cfa_offset;
+	u64 saved = walk->stack_pointer + (s64)rule->rbp_offset;
+	u64 stack_pointer = 0;
+
+	if (!read_word(walk, saved, &walk->frame_pointer) ||
+	    !read_word(walk, slot, &stack_pointer) ||
+	    !read_word(walk, slot + 8, &walk->instruction_pointer))
+		return end_walk(walk, END_UNREADABLE);
+	walk->stack_pointer = stack_pointer;
+	walk->has_frame_pointer = 1;
+	walk->is_exact = 1;
+	return STEP_ON;
+}
+
+static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *rule)
+{
+	u64 cfa = walk->stack_pointer + (s64)rule->cfa_offset;
+	u64 saved;
+
+	if (rule->kind == RULE_PLT) {
+		cfa = walk->stack_pointer + 8;
+		if ((walk->instruction_pointer & 15) >= (u64)rule->cfa_offset)
+			cfa += 8;
+	} else if (rule->kind != RULE_RSP && rule->kind != RULE_RSP_GUESS) {
+		if (!walk->has_frame_pointer)
+			return end_walk(walk, END_UNSUPPORTED_RULE);
+		cfa = walk->frame_pointer + (s64)rule->cfa_offset;
+		if (rule->kind == RULE_RBP_DEREF && !read_word(walk, cfa, &cfa))
+			return end_walk(walk, END_UNREADABLE);
+	}
+	/* Each call pushes a word: this is what ends a table that goes round in circles. */
+	if (cfa <= walk->stack_pointer || (cfa & 7))
+		return end_walk(walk, END_NO_TABLE);
+	if (!read_word(walk, cfa - 8, &walk->instruction_pointer))
+		return end_walk(walk, END_UNREADABLE);
+	if (rule->rbp_kind == RBP_AT_CFA || rule->rbp_kind == RBP_AT_RBP) {
+		saved = rule->rbp_kind == RBP_AT_CFA ? cfa : walk->frame_pointer;
+		if (!read_word(walk, saved + (s64)rule->rbp_offset, &walk->frame_pointer))
+			return end_walk(walk, END_UNREADABLE);
+		walk->has_frame_pointer = 1;
+	} else if (rule->rbp_kind != RBP_SAME) {
+		walk->has_frame_pointer = 0;
+	}
+	walk->stack_pointer = cfa;
+	walk->is_exact = 0;
+	return STEP_ON;
+}
+
+/*
+ * Whether an address follows a call instruction: what tells a return address from other words.
+ * Intel SDM volume 2A, CALL: E8 rel32, or FF /2 with its addressing forms (2.1.5, tables 2-2, 2-3).
+ */
+static __always_inline bool follows_call(u64 address)
+{
+	u8 code[8] = {};
+
+	if (bpf_probe_read_user(code, sizeof(code), (void *)(address - sizeof(code))))
+		return false;
+	if (code[3] == 0xe8)
+		return true;
+	if (code[6] == 0xff && ((code[7] & 0xf8) == 0xd0 || (code[7] & 0xf8) == 0x10))
+		return true; /* register, or memory at a register */
+	if (code[5] == 0xff && (code[6] == 0x14 || (code[6] & 0xf8) == 0x50))
+		return true; /* scaled index, or an 8-bit displacement */
+	if (code[4] == 0xff && code[5] == 0x54)
+		return true; /* scaled index and an 8-bit displacement */
+	if (code[2] == 0xff && (code[3] == 0x15 || (code[3] & 0xf8) == 0x90))
+		return true; /* relative to RIP, or a 32-bit displacement */
+	return code[1] == 0xff && code[2] == 0x94; /* scaled index and a 32-bit displacement */
+}
+
+#endif

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of code without frame pointers, each compared with the one that it must have been.
+
+One recording of several programs at once, each a tree of functions in which the leaf tells all its
+callers (tests/chains.py), compiled so that unwinding finds its rules in another way. The tables are
+in the cache by then: a first recording is there to have them built.
+
+Not judged: leaves for which the compiler, the linker or the C library give wrong information or
+none, where a walk by frame pointer leaves out a caller (`_MISDESCRIBED`, `_UNDESCRIBED`, and stubs
+of a library that has only .debug_frame).
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.symbols.store import Store, cache_dir
+from aiflame.agent.unwind.build import load_cached
+from chain_truth import Verdict, Wrong, judge, user_frames
+from chains import Shape, Tree, make_tree
+from conftest import WORKLOADS
+from recordings import Recording, Workload
+from support import wait_until
+
+pytestmark = [pytest.mark.bpf, pytest.mark.slow]
+
+_HZ = 4999
+# As in chains.c: what is not judged, since the tables may still be on their way.
+_SETTLED_MS = 100
+# For a table of a hundred kilobytes, on a machine with other work.
+_PATIENCE_S = 30
+# Tail calls would take callers out of the truth.
+_FLAGS = ("-fomit-frame-pointer", "-fno-optimize-sibling-calls", "-pthread")
+_LAZY = ("-rdynamic", "-Wl,-z,lazy")
+# GCC 12 describes the last instruction of these wrongly: RBP as still saved where it is restored.
+_MISDESCRIBED = {Shape.ALIGNED_ALLOCA}
+# Leaves without unwind information: behind the system call that ends a signal's handler, where it
+# ends one instruction early (with and without symbols), and in stubs of static programs.
+_UNDESCRIBED = ("__restore_rt", "[libc", "*ABS*")
+# In static programs linkage stubs have no unwind information, and lead to memmove.
+_STUBS = {*_MISDESCRIBED, Shape.COPY}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to build a tree. The largest is what most samples are of."""
+
+    size: int
+    cpu_ms: int
+    flags: tuple[str, ...]
+    link_flags: tuple[str, ...] = _LAZY
+    has_library: bool = True
+    without: Set[Shape] = frozenset(_MISDESCRIBED)
+
+    @property
+    def tree(self) -> Tree:
+        """The functions, always the same."""
+        shapes = [shape for shape in Shape if shape not in self.without]
+        return make_tree(self.size, self.size, shapes)
+
+
+VARIANTS = {
+    "O2": Variant(1500, 4300, ("-O2",)),
+    "O3-ibt": Variant(400, 800, ("-O3", "-fcf-protection=full"), (*_LAZY, "-Wl,-z,ibtplt")),
+    "static-pie": Variant(400, 800, ("-O2", "-fPIE"), ("-static-pie",), False, _STUBS),
+    "static": Variant(400, 800, ("-Os", "-fno-pie"), ("-static", "-no-pie"), False, _STUBS),
+    "debug-frame": Variant(400, 800, ("-O2", "-g1", "-fno-asynchronous-unwind-tables"), (), False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The recording of this file."""
+
+    profile: Profile
+    trees: dict[str, Tree]
+    pids: dict[str, int]
+
+
+def _build(folder: Path, tree: Tree, variant: Variant) -> Path:
+    folder.mkdir()
+    program, library = tree.write(folder)
+    flags = [*variant.flags, *_FLAGS]
+    sources: list[Path | str] = [program, WORKLOADS / "chains.c"]
+    if variant.has_library:
+        shared = ["-shared", "-fPIC", "-Wl,-z,lazy", "-o", folder / "library.so"]
+        subprocess.run(["gcc", *flags, *shared, library], check=True)
+        sources += [folder / "library.so", "-Wl,-rpath,$ORIGIN"]
+    else:
+        sources.append(library)
+    output = folder / "chains"
+    subprocess.run(["gcc", *flags, *variant.link_flags, "-o", output, *sources], check=True)
+    return output
+
+
+def _has_table(binary: Path) -> bool:
+    with binary.open("rb") as file:
+        image = ElfImage.from_fd(file.fileno())
+        return load_cached(file.fileno(), image, Store(cache_dir())) is not None
+
+
+def _mapped_files(pid: int) -> set[Path]:
+    lines = map(str.split, Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {Path(line[5]) for line in lines if "x" in line[1] and line[5].startswith("/")}
+
+
+def _fill_cache(folder: Path, programs: list[Path]) -> None:
+    """Records the programs until each of the files that they map has its table."""
+    with ExitStack() as stack:
+        loads = [stack.enter_context(Workload([program])) for program in programs]
+        with Recording(folder, *_target(loads), "-o", "1.aiflame") as recording:
+            for load in loads:
+                load.go()
+            files = [file for load in loads for file in _mapped_files(load.pid)]
+            wait_until(lambda: all(map(_has_table, files)), _PATIENCE_S)
+            for load in loads:
+                load.process.kill()
+            recording.wait()
+
+
+def _target(loads: list[Workload]) -> list[object]:
+    return ["-p", ",".join(str(load.pid) for load in loads), "--no-off-cpu", "-F", _HZ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("chains")
+    trees = {name: variant.tree for name, variant in VARIANTS.items()}
+    programs = [_build(folder / name, trees[name], v) for name, v in VARIANTS.items()]
+    _fill_cache(folder, programs)
+    with ExitStack() as stack:
+        loads = [
+            stack.enter_context(Workload([program, variant.cpu_ms]))
+            for program, variant in zip(programs, VARIANTS.values(), strict=True)
+        ]
+        with Recording(folder, *_target(loads)) as recording:
+            for load in loads:
+                load.go()
+            for load in loads:
+                load.truth()
+            profile = recording.stop().profile
+    pids = {name: load.pid for name, load in zip(VARIANTS, loads, strict=True)}
+    return Run(profile, trees, pids)
+
+
+def _judged(run: Run, name: str) -> tuple[Counter[StackEnd], Counter[Verdict]]:
+    """Judges all on-CPU samples of a program; returns samples by end and by verdict."""
+    profile, wrong = run.profile, []
+    ends: Counter[StackEnd] = Counter()
+    verdicts: Counter[Verdict] = Counter()
+    for row in profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]:
+        thread = profile.threads[row["thread"]]
+        if profile.processes[thread.process].pid != run.pids[name]:
+            continue
+        frames = user_frames(profile, int(row["stack"]))
+        end = StackEnd(profile.stacks.ends[row["stack"]])
+        if frames and "settle" in frames[:3]:
+            continue
+        ends[end] += int(row["count"])
+        if frames and frames[0].startswith(_UNDESCRIBED):
+            continue
+        try:
+            verdicts[judge(run.trees[name], frames, end)] += int(row["count"])
+        except Wrong as error:
+            wrong.append((str(error), end.label, frames))
+    assert not wrong, (len(wrong), wrong[:3])
+    return ends, verdicts
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, name: str) -> None:
+    ends, verdicts = _judged(run, name)
+    samples = ends.total()
+    # A sample a period; a machine with other work may be late with some.
+    assert samples > 0.95 * (VARIANTS[name].cpu_ms - _SETTLED_MS) * _HZ / 1000
+    # The rest: prologues of functions that realign their stack, lazy binding.
+    assert ends[StackEnd.ROOTED] >= 0.995 * samples, ends
+    assert sum(n for verdict, n in verdicts.items() if verdict.is_judged) > 0.8 * samples
+    assert sum(n for verdict, n in verdicts.items() if verdict.has_signal) > 0.005 * samples
+    assert max(verdict.depth for verdict in verdicts) > 25
+
+
+def test_nothing_was_lost(run: Run) -> None:
+    assert not run.profile.losses

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows read off prologues: against the compiler's own CFI, and on code made to mislead."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.symbols.store import Store
+from aiflame.agent.unwind.build import load_or_build
+from aiflame.agent.unwind.prologue_x86_64 import rows_of_function
+from aiflame.agent.unwind.table import UnwindTable
+from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind, rule_of
+
+# Frames as compilers make them: leaf, saved registers, room, RBP as frame pointer, alloca.
+_SOURCE = """
+int sink(int); void fill(char *, int); void *memcpy(void *, const void *, unsigned long);
+__attribute__((noinline)) int leaf(int a, int b) { return a * b + 7; }
+__attribute__((noinline)) int saves(int a, int b, int c, int d) {
+    int sum = 0;
+    for (int i = 0; i < a; i++) sum += sink(b) * sink(c) + sink(d) * sum + i;
+    return sum + b + c + d;
+}
+__attribute__((noinline)) int room(int a) { char buffer[600]; fill(buffer, a); return buffer[a]; }
+__attribute__((noinline)) int both(int a, int b) {
+    char buffer[90];
+    fill(buffer, a); fill(buffer + 9, b);
+    return buffer[a] + sink(b) + sink(a);
+}
+__attribute__((noinline)) int grows(int a) {
+    char *buffer = __builtin_alloca(a + 16);
+    fill(buffer, a);
+    return buffer[3] + sink(a);
+}
+int sink(int a) { return a; }
+void fill(char *buffer, int a) { for (int i = 0; i < a; i++) buffer[i] = i; }
+int main(int argc, char **argv) {
+    return leaf(argc, 2) + saves(argc, 1, 2, 3) + room(argc) + both(argc, 2) + grows(argc);
+}
+"""
+_FUNCTIONS = ("leaf", "saves", "room", "both", "grows", "sink", "fill")
+
+
+def _built(folder: Path, name: str, *options: str) -> Path:
+    source, program = folder / "frames.c", folder / name
+    source.write_text(_SOURCE)
+    command = ["cc", "-no-pie", "-fno-inline", *options, "-o", str(program), str(source)]
+    subprocess.run(command, check=True)
+    return program
+
+
+def _table(path: Path) -> UnwindTable:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return load_or_build(fd, ElfImage.from_fd(fd), Store(None))
+    finally:
+        os.close(fd)
+
+
+def _instructions(path: Path, function: str) -> list[int]:
+    """Returns the addresses of a function's instructions."""
+    command = ["objdump", "-d", "--no-show-raw-insn", f"--disassemble={function}", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lines = (line.split(":")[0].strip() for line in text.splitlines() if ":\t" in line)
+    return [int(line, 16) for line in lines]
+
+
+@pytest.mark.parametrize("level", ["-O1", "-O2", "-O3", "-Os", "-O2 -fno-omit-frame-pointer"])
+def test_guesses_agree_with_the_compilers_own_cfi(tmp_path: Path, level: str) -> None:
+    # GIVEN one program with CFI, and the same code without
+    options = [*level.split(), "-fno-optimize-sibling-calls", "-fcf-protection=full"]
+    told = _built(tmp_path, "told", *options)
+    untold = _built(tmp_path, "untold", *options, "-fno-asynchronous-unwind-tables")
+    truth, guessed = _table(told), _table(untold)
+    agreed = 0
+    for function in _FUNCTIONS:
+        pairs = zip(_instructions(told, function), _instructions(untold, function), strict=True)
+        for with_cfi, without_cfi in pairs:
+            true, found = truth.lookup(with_cfi), guessed.lookup(without_cfi)
+            if found.kind == RuleKind.NO_CFI:
+                continue  # not plain: no guess is no wrong guess
+            # THEN the guess is right at each instruction
+            kind = {RuleKind.RSP: RuleKind.RSP_GUESS, RuleKind.RBP: RuleKind.RBP_GUESS}[true.kind]
+            expected = true._replace(kind=kind)
+            if -true.rbp_offset > true.cfa_offset:
+                # RBP has been popped: it is the same in the register and below the stack pointer.
+                expected = expected._replace(rbp_kind=RbpKind.SAME, rbp_offset=0)
+            assert found == expected, (function, hex(with_cfi))
+            agreed += 1
+    assert agreed > 60
+
+
+def test_what_cfi_says_is_never_overruled(tmp_path: Path) -> None:
+    told = _built(tmp_path, "told", "-O2")
+    table = _table(told)
+    kinds = {table.lookup(place).kind for name in _FUNCTIONS for place in _instructions(told, name)}
+    assert kinds <= {RuleKind.RSP, RuleKind.RBP}
+
+
+def _rules(code: bytes) -> list[tuple[int, Rule]]:
+    return [(offset, rule_of(state)) for offset, state in rows_of_function(code)]
+
+
+def _guess(cfa: int, rbp: int | None = None) -> Rule:
+    saved = (RbpKind.SAME, 0) if rbp is None else (RbpKind.AT_CFA, rbp)
+    return Rule(RuleKind.RSP_GUESS, *saved, cfa)
+
+
+def test_registers_stored_below_the_stack_pointer_of_the_caller() -> None:
+    # endbr64; sub $0x80,%rsp; mov %rbx,(%rsp); mov %rbp,0x8(%rsp); vzeroupper; add; ret; nop
+    code = bytes.fromhex("f30f1efa 4881ec80000000 48891c24 48896c2408 c5f877 4881c480000000 c3 90")
+    assert _rules(code) == [
+        (0, _guess(8)),
+        (11, _guess(136)),
+        (20, _guess(136, -128)),
+        (30, _guess(8)),
+        (31, _guess(136, -128)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "488d642480 c3",  # lea -0x80(%rsp),%rsp
+        "4889c4 c3",  # mov %rax,%rsp
+        "488b6008 c3",  # mov 0x8(%rax),%rsp
+        "bd00000000 4889c5 50 c3",  # RBP used before it is saved
+        "7500 4881ec00010000 c3",  # room behind a jump
+        "4883e4c0 c3",  # aligned without a frame pointer
+        "4883ec08 50 58 c3",  # pushes below the room
+    ],
+)
+def test_frames_that_are_not_plain_give_no_rows(code: str) -> None:
+    assert rows_of_function(bytes.fromhex(code)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_bytes_give_rows_inside_the_function(seed: int) -> None:
+    chooser = random.Random(seed)
+    likely = [0x50, 0x55, 0x41, 0x48, 0x83, 0x81, 0xEC, 0x89, 0xE5, 0xC5, 0xC4, 0x62, 0x0F, 0xC3]
+    for _ in range(500):
+        length = chooser.randrange(1, 40)
+        code = bytes(chooser.choice([*likely, chooser.randrange(256)]) for _ in range(length))
+        offsets = [row.offset for row in rows_of_function(code)]
+        assert all(0 <= offset < len(code) for offset in offsets)
