@@ -49,6 +49,12 @@ _PROBLEM_MEANINGS = {
     "too_many_mappings": "processes with over 4,095 executable mappings; the rest has no tables",
     "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
     "binary_not_opened": "mapped files that could not be opened; their frames have no names",
+    "sleepers_not_walked": "threads asleep since before the recording that show kernel frames only:"
+    " this kernel does not tell their registers (BPF task iterators came with v5.8)",
+    "threads_not_entered": "threads that slept or ran before the recording, which was too short to"
+    " enter them all: their time is missing; record longer",
+    "stacks_stuck": "processes whose memory could not be read within a second; their threads asleep"
+    " since before the recording show kernel frames only",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
     "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
 }
@@ -210,6 +216,8 @@ class _Session:
             problems[problem.reason] = problems.get(problem.reason, 0) + 1
             self._printer.detail(f"{problem.reason}: {problem.detail}")
         problems.update(recorder.tables.problems)
+        problems.update(recorder.sleepers.problems)
+        outcome.counters[abi.Counter.USER_FRAMES] += recorder.sleepers.frames_cut
         problems["binary_not_opened"] = recorder.table.binaries.unopened
         problems["stack_lost"] = lost_stacks
         problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())

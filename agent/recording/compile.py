@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.recording.btf import Btf
 from aiflame.agent.recording.kernel_macros import kernel_macros
+from aiflame.agent.recording.syscalls import load_iterator
 
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
 # The kernel passes at most 253 descriptors in a message (SCM_MAX_FD, include/net/scm.h).
@@ -61,7 +63,8 @@ def _load(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     os.environ["BCC_KERNEL_SOURCE"] = str(folder / "kernel")
     bcc = import_bcc()
     try:
-        macros = {**kernel_macros(), **request["macros"]}
+        btf = Btf.of_kernel()
+        macros = {**kernel_macros(btf), **request["macros"]}
     except EnvironmentUnfit as error:
         sys.exit(f"unfit: {error}\n{error.hint or ''}")
     flags = [f"-D{name}={value}" for name, value in macros.items()]
@@ -71,6 +74,11 @@ def _load(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         name: os.dup(module.load_func(name.encode(), types[kind]).fd)
         for name, kind in request["programs"].items()
     }
+    for name, function in request["iterators"].items():
+        # A recording does without where the kernel has none, and says so.
+        with contextlib.suppress(OSError, EnvironmentUnfit):
+            code = module.dump_func(name.encode())
+            programs[name] = load_iterator(code, btf.function_type(function))
     maps = {name: os.dup(module[name.encode()].map_fd) for name in request["maps"]}
     return programs, maps
 

@@ -33,6 +33,8 @@ PROGRAMS = {
     "on_exec": "raw_tracepoint",
     "on_exit": "raw_tracepoint",
 }
+# Those that a recording can do without, by the kernel function that stands for their kind.
+_ITERATORS = {"bpf_iter__task": "bpf_iter_task"}
 _MAPS = (
     *(
         "settings",
@@ -112,6 +114,11 @@ class Programs:
         )
         self._all_fds = [*program_fds.values(), *map_fds.values()]
 
+    @property
+    def thread_iterator_fd(self) -> int | None:
+        """The program that `thread_registers` reads by, None where the kernel has no such kind."""
+        return self.fds.get("bpf_iter__task")
+
     def set(self, setting: abi.Setting, value: int) -> None:
         """Writes one run-time setting."""
         self.settings.update(setting.to_bytes(4, "little"), value.to_bytes(8, "little"))
@@ -155,6 +162,7 @@ def load_programs(options: ProgramOptions) -> Programs:
         "bpf_folder": str(Path(next(iter(aiflame.bpf.__path__))).resolve()),
         "unit": "record.bpf.c",
         "programs": PROGRAMS,
+        "iterators": _ITERATORS if options.user_stacks and options.off_cpu else {},
         "maps": maps,
     }
     try:

@@ -20,11 +20,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.recording.arch import this_architecture
+from aiflame.agent.recording.syscalls import bpf, ioctl, syscall
 
 _MAP_CREATE, _MAP_TYPE_ARRAY = 0, 2
 _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3
 _OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
 _MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
+_LINK_CREATE, _ITER_CREATE = 28, 33
+_TRACE_ITER = 28  # enum bpf_attach_type
 
 BPF_ANY, BPF_NOEXIST = 0, 1
 
@@ -38,26 +41,6 @@ _PERF_EVENT_IOC_SET_BPF = 0x40042408
 _PERF_ATTR_BYTES = 112  # PERF_ATTR_SIZE_VER5: every kernel since v4.1 knows it
 _PERF_ATTR_DISABLED = 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-
-
-def _syscall(number: int, *arguments: Any) -> int:
-    result = int(_libc.syscall(ctypes.c_long(number), *arguments))
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
-
-
-def _bpf(command: int, attributes: bytes | ctypes.Array[ctypes.c_char]) -> int:
-    return _syscall(
-        this_architecture().syscall_bpf,
-        ctypes.c_int(command),
-        attributes,
-        ctypes.c_uint(len(attributes)),
-    )
-
 
 def _address(array: npt.NDArray[Any] | ctypes.Array[ctypes.c_char]) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else ctypes.addressof(array)
@@ -70,7 +53,7 @@ def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
 def create_array(value_bytes: int, entries: int, flags: int) -> int:
     """Makes an array map; returns its descriptor. Flags are BPF_F_*."""
     attributes = struct.pack("<IIIII", _MAP_TYPE_ARRAY, 4, value_bytes, entries, flags)
-    return _bpf(_MAP_CREATE, attributes + bytes(44))
+    return bpf(_MAP_CREATE, attributes + bytes(44))
 
 
 class Map:
@@ -94,7 +77,7 @@ class Map:
     def _element(self, command: int, key: bytes, value: Any, flags: int) -> None:
         key_buffer = _buffer(key)
         value_address = 0 if value is None else _address(value)
-        _bpf(
+        bpf(
             command,
             struct.pack("<IIQQQ", self.fd, 0, ctypes.addressof(key_buffer), value_address, flags),
         )
@@ -154,7 +137,7 @@ class Map:
                 )
             )
             try:
-                _bpf(command, attributes)
+                bpf(command, attributes)
             except OSError as error:
                 if error.errno == errno.ENOSPC:  # one hash bucket holds more than the room
                     room *= 2
@@ -202,7 +185,7 @@ class ProgramCost:
 def program_cost(fd: int) -> ProgramCost:
     """Reads struct bpf_prog_info; fields that an older kernel lacks are 0."""
     info = _buffer(bytes(232))
-    _bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
+    bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
     run_time_ns, run_count, misses = struct.unpack_from("<QQQ", info, 192)
     return ProgramCost(run_time_ns, run_count, misses)
 
@@ -210,7 +193,7 @@ def program_cost(fd: int) -> ProgramCost:
 def open_raw_tracepoint(name: str, program_fd: int) -> int:
     """Attaches a program to a raw tracepoint; it stays while the returned descriptor is open."""
     name_buffer = ctypes.create_string_buffer(name.encode())
-    return _bpf(
+    return bpf(
         _RAW_TRACEPOINT_OPEN, struct.pack("<QII", ctypes.addressof(name_buffer), program_fd, 0)
     )
 
@@ -223,7 +206,7 @@ def open_cpu_clock(cpu: int, period_ns: int) -> int:
         period_ns,
     )  # fmt: skip
     struct.pack_into("<Q", attributes, 40, _PERF_ATTR_DISABLED)
-    return _syscall(
+    return syscall(
         this_architecture().syscall_perf_event_open,
         bytes(attributes),
         ctypes.c_int(-1),
@@ -235,15 +218,33 @@ def open_cpu_clock(cpu: int, period_ns: int) -> int:
 
 def set_event_program(event_fd: int, program_fd: int) -> None:
     """Runs a program at each overflow of a perf event."""
-    _ioctl(event_fd, _PERF_EVENT_IOC_SET_BPF, program_fd)
+    ioctl(event_fd, _PERF_EVENT_IOC_SET_BPF, program_fd)
 
 
 def enable_event(event_fd: int) -> None:
     """Starts a perf event."""
-    _ioctl(event_fd, _PERF_EVENT_IOC_ENABLE, 0)
+    ioctl(event_fd, _PERF_EVENT_IOC_ENABLE, 0)
 
 
-def _ioctl(fd: int, request: int, argument: int) -> None:
-    if _libc.ioctl(ctypes.c_int(fd), ctypes.c_ulong(request), ctypes.c_ulong(argument)) < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+def open_task_iterator(program_fd: int, pid: int | None) -> int:
+    """Opens what runs an iterator program over tasks when it is read; returns the descriptor.
+
+    Args:
+        program_fd: The program.
+        pid: The process whose threads are visited, None for all tasks.
+
+    Raises:
+        OSError: E2BIG where the kernel cannot be told a process (before v6.1).
+    """
+    # union bpf_iter_link_info, its member task: tid, pid, pid_fd.
+    which = b"" if pid is None else struct.pack("<III", 0, pid, 0)
+    which_buffer = _buffer(which)
+    which_address = ctypes.addressof(which_buffer) if which else 0
+    link_fd = bpf(
+        _LINK_CREATE,
+        struct.pack("<IIIIQI4x", program_fd, 0, _TRACE_ITER, 0, which_address, len(which)),
+    )
+    try:
+        return bpf(_ITER_CREATE, struct.pack("<II", link_fd, 0))
+    finally:
+        os.close(link_fd)  # the iterator holds the link

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import time
@@ -74,6 +75,12 @@ class TableBuilder:
             self._is_asked = False
             self._ask_next()
         return done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until `finished` has something to say; returns whether it has."""
+        if self._child is None or self._child.stdout is None:
+            return False
+        return bool(select.select([self._child.stdout], [], [], timeout_s)[0])
 
     def close(self) -> None:
         """Ends the child."""

@@ -15,8 +15,9 @@ import contextlib
 import mmap
 import os
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +120,7 @@ class UnwindTables:
         binary = mapping.binary
         if binary == NO_BINARY:
             return None
-        if binary not in self._slots and not self._enter_from_cache(binary):
-            self._users[binary] = []
-            fd = self._binaries.files[binary].fd
-            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
-        if binary in self._users and image not in self._users[binary]:
+        if self.is_being_built(binary) and image not in self._users[binary]:
             self._users[binary].append(image)
         return self._slots[binary]
 
@@ -198,6 +195,36 @@ class UnwindTables:
             # Gone, or another program by now: its mappings must not take the new ones' place.
             if self._is_current(image):
                 self.push(image)
+
+    def table_of(self, binary: int) -> UnwindTable | None:
+        """Returns a binary's table for a walk in Python, None where there is none in the cache."""
+        fd, elf = self._binaries.files[binary].fd, self._images.of(binary)
+        if fd is None or elf is None:
+            return None
+        try:
+            return load_cached(fd, elf, self._store)
+        except (BadElf, BadUnwindInfo):
+            return None  # counted when it was to be entered
+
+    def is_being_built(self, binary: int) -> bool:
+        """Whether a binary's table is on its way; it is asked for if it is not in the cache."""
+        if binary not in self._slots and not self._enter_from_cache(binary):
+            self._users[binary] = []
+            fd = self._binaries.files[binary].fd
+            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
+        return binary in self._users
+
+    def wait(self, binaries: Collection[int], deadline_ns: int) -> bool:
+        """Waits for tables that are being built, until a monotonic time; returns if all are done.
+
+        One that cannot be built is done as well.
+        """
+        while any(binary in self._users for binary in binaries):
+            left_ns = deadline_ns - time.monotonic_ns()
+            if left_ns <= 0 or not self._builder.wait(left_ns / 1e9):
+                return False
+            self.poll()
+        return True
 
     def close(self) -> None:
         """Ends the builder. The kernel frees the tables with the maps that hold them."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks a recorded stack with unwind tables, step by step as the kernel half does.
 
-For tests, and for replaying in Python what went wrong on another machine: it needs registers, a
-way to read stack words, and the mappings with their tables; no root and no live process.
+For threads that no probe sees, for tests, and for replaying in Python what went wrong on another
+machine: it needs registers, a way to read stack words, and the mappings with their tables; no root
+and no live process.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import bisect
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
 
 MAX_FRAMES = 127
@@ -45,13 +45,20 @@ class FoundBy(enum.Enum):
     FRAME_POINTER = "frame pointer"
 
 
+class RuleSource(Protocol):
+    """What a walk asks of an `UnwindTable`."""
+
+    def lookup(self, address: int) -> Rule:
+        """The rule for an instruction at a virtual address of the binary."""
+
+
 class Mapping(NamedTuple):
     """Executable memory of the process. `address - bias` is an address of the table's binary."""
 
     start: int
     end: int
     bias: int
-    table: UnwindTable | None
+    table: RuleSource | None
 
 
 class WalkedFrame(NamedTuple):
