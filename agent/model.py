@@ -48,7 +48,7 @@ class StackEnd(enum.IntEnum):
     NO_FRAME_POINTER = 2  # the frame-pointer chain stopped short of the thread's start
     UNREADABLE = 3  # stack memory could not be read (paged out, or a wild pointer)
     TOO_DEEP = 4  # more frames than are kept
-    NOT_WALKED = 5  # asleep since before the recording, or not yet run
+    NOT_WALKED = 5  # not yet run, or woken up before its stack could be read
     LOST = 6  # the stack store was full: only the time is known
     EXCLUDED = 7  # not asked for (--kernel-only)
     ROOTED_BY_TABLE = 8  # as ROOTED, by the unwind table; a capture says ROOTED

@@ -223,4 +223,24 @@ struct wait_event {
 	u64 runnable_ns;
 };
 
+/*
+ * What threads.bpf.c tells of a thread. Two readings that are equal have no run of the thread
+ * between them: a thread that runs uses time.
+ */
+struct thread_registers {
+	u64 started_ns; /* since the boot, as thread_state.started_ns */
+	u64 ran_ns; /* task_struct.se.sum_exec_runtime */
+	u64 voluntary_switches;
+	u64 involuntary_switches;
+	u64 instruction_pointer; /* as it entered the kernel; 0 for a kernel thread */
+	u64 stack_pointer;
+	u64 frame_pointer;
+	u64 thread_pointer; /* the FS base: where thread-local storage is */
+	u32 tgid;
+	u32 tid;
+	u32 state; /* task_struct.__state: 0 for a thread that runs or may run */
+	u32 is_on_cpu;
+	char comm[16];
+};
+
 #endif

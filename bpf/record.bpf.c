@@ -10,3 +10,4 @@
 #include "oncpu.bpf.c"
 #include "offcpu.bpf.c"
 #include "lives.bpf.c"
+#include "threads.bpf.c"

@@ -89,25 +89,38 @@ static __always_inline bool process_is_dead(void *task)
 	return task_u32((void *)task_u64(task, TASK_SIGNAL), SIGNAL_LIVE) == 0;
 }
 
-/* The registers with which the current task last entered the kernel; ip 0 for a kernel thread. */
-static __always_inline void current_user_regs(struct user_regs *out)
+/* Where the kernel saved the registers with which a task last entered it; `task` is BTF's kind. */
+static __always_inline void *saved_regs_of(void *task)
+{
+#if HAVE_TASK_PT_REGS
+	return (void *)task_pt_regs_of(task);
+#else
+	/* They end where the kernel stack begins (arch/x86/include/asm/processor.h). */
+	return (void *)task_u64(task, TASK_STACK) + THREAD_SIZE - sizeof(struct pt_regs);
+#endif
+}
+
+/* The registers with which a task last entered the kernel; ip 0 for a kernel thread. */
+static __always_inline void user_regs_of(struct user_regs *out, void *task)
 {
 	struct pt_regs regs = {};
-	void *task = current_task();
-	void *saved;
 
 	if (task_u32(task, TASK_FLAGS) & PF_KTHREAD) {
 		out->instruction_pointer = 0;
 		return;
 	}
-#if HAVE_TASK_PT_REGS
-	saved = (void *)task_pt_regs_of(current_task_btf());
-#else
-	/* The saved registers end where the kernel stack begins (arch/x86/include/asm/processor.h). */
-	saved = (void *)task_u64(task, TASK_STACK) + THREAD_SIZE - sizeof(regs);
-#endif
-	bpf_probe_read_kernel(&regs, sizeof(regs), saved);
+	bpf_probe_read_kernel(&regs, sizeof(regs), saved_regs_of(task));
 	user_regs_from(out, &regs);
+}
+
+/* The same of the current task. */
+static __always_inline void current_user_regs(struct user_regs *out)
+{
+#if HAVE_TASK_PT_REGS
+	user_regs_of(out, current_task_btf());
+#else
+	user_regs_of(out, current_task());
+#endif
 }
 
 #endif

@@ -24,6 +24,12 @@ _PROBLEM_MEANINGS = {
     "too_many_mappings": "executable mappings beyond 65,535 of a process; walked by frame pointer",
     "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
     "binary_not_opened": "mapped files that could not be opened; their frames have no names",
+    "sleepers_not_walked": "threads asleep since before the recording that show kernel frames only:"
+    " this kernel does not tell their registers (BPF task iterators came with v5.8)",
+    "threads_not_entered": "threads that slept or ran before the recording, which was too short to"
+    " enter them all: their time is missing; record longer",
+    "stacks_stuck": "processes whose memory could not be read within a second; their threads asleep"
+    " since before the recording show kernel frames only",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
     "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
 }

@@ -196,6 +196,8 @@ class _Session:
             problems[problem.reason] = problems.get(problem.reason, 0) + 1
             self._printer.detail(f"{problem.reason}: {problem.detail}")
         problems.update(recorder.tables.problems)
+        problems.update(recorder.sleepers.problems)
+        outcome.counters[abi.Counter.USER_FRAMES] += recorder.sleepers.frames_cut
         problems["binary_not_opened"] = recorder.table.binaries.unopened
         problems["stack_lost"] = lost_stacks
         problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())

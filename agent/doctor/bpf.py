@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from aiflame.agent.doctor.base import Context, Finding, ok, skip
+from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi, checks
+from aiflame.agent.recording.btf import Btf
 from aiflame.agent.recording.kernel_macros import kernel_macros
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.recording.probes import Probes
@@ -46,7 +47,7 @@ def bcc(_: Context) -> Finding:
 def btf(_: Context) -> Finding:
     """Does the kernel describe the structures that the programs read?"""
     checks.require_btf()
-    kernel_macros()
+    kernel_macros(Btf.of_kernel())
     return ok("the kernel describes all structures that are read")
 
 
@@ -54,6 +55,12 @@ def load(context: Context) -> Finding:
     """Do compiler and verifier accept the programs?"""
     context.programs = load_programs(_OPTIONS)
     context.cleanup.callback(context.programs.close)
+    if context.programs.thread_iterator_fd is None:
+        return warn(
+            "this kernel has no BPF iterator over tasks (v5.8): threads asleep since before a"
+            " recording will show kernel frames only",
+            None,
+        )
     return ok(f"{len(context.programs.fds)} programs compile and load")
 
 

@@ -217,3 +217,20 @@ MAPPING_SLOT_DTYPE = np.dtype(
 UNWIND_RULE_DTYPE = np.dtype(
     [("kind", "u1"), ("rbp_kind", "u1"), ("rbp_offset", "<i2"), ("cfa_offset", "<i4")]
 )
+THREAD_REGISTERS_DTYPE = np.dtype(
+    [
+        ("started_ns", "<u8"),
+        ("ran_ns", "<u8"),
+        ("voluntary_switches", "<u8"),
+        ("involuntary_switches", "<u8"),
+        ("instruction_pointer", "<u8"),
+        ("stack_pointer", "<u8"),
+        ("frame_pointer", "<u8"),
+        ("thread_pointer", "<u8"),
+        ("tgid", "<u4"),
+        ("tid", "<u4"),
+        ("state", "<u4"),
+        ("is_on_cpu", "<u4"),
+        ("comm", "S16"),
+    ]
+)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Struct offsets from the running kernel's BTF.
 
-Reads only what the programs need: member offsets of named structs and the number of arguments of
-a tracepoint. The format is Documentation/bpf/btf.rst and include/uapi/linux/btf.h (v6.1): a
-header, then type records of 12 bytes each followed by kind-specific data, then strings.
+Reads only what the programs need: member offsets of named structs, the number of arguments of a
+tracepoint and the type of a function. The format is Documentation/bpf/btf.rst and
+include/uapi/linux/btf.h (v6.1): a header, then type records of 12 bytes each followed by
+kind-specific data, then strings.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from aiflame.agent.errors import EnvironmentUnfit
 VMLINUX = Path("/sys/kernel/btf/vmlinux")
 
 _MAGIC = 0xEB9F
-_STRUCT, _UNION, _TYPEDEF = 4, 5, 8
+_STRUCT, _UNION, _TYPEDEF, _FUNC = 4, 5, 8, 12
 # Bytes that follow a type record: per member for the kinds with a count, else fixed.
 _BYTES_PER_MEMBER = {4: 12, 5: 12, 6: 8, 13: 8, 15: 12, 19: 12}
 _FIXED_BYTES = {1: 4, 3: 12, 14: 4, 17: 4}
@@ -88,7 +89,7 @@ class Btf:
         while at < end:
             name, info, target = unpack(self._blob, at)
             kind, members = info >> 24 & 0x1F, info & 0xFFFF
-            if name and kind in (_STRUCT, _TYPEDEF):
+            if name and kind in (_STRUCT, _TYPEDEF, _FUNC):
                 by_name.setdefault((kind, name), len(types))
             types.append(_Type(kind, members, bool(info >> 31), target, at + 12))
             at += 12 + (
@@ -150,3 +151,14 @@ class Btf:
             raise EnvironmentUnfit(f"this kernel has no tracepoint {name} (asked from its BTF)")
         prototype = self._types[self._types[self._types[index].target].target]
         return prototype.members - 1
+
+    def function_type(self, name: str) -> int:
+        """Returns the id of a kernel function's type, by which a program attaches to it.
+
+        Raises:
+            EnvironmentUnfit: The kernel has no such function.
+        """
+        index = self._find(_FUNC, name)
+        if index is None:
+            raise EnvironmentUnfit(f"this kernel has no function {name} (asked from its BTF)")
+        return index

@@ -24,13 +24,12 @@ def _perf_event_max_stack() -> int:
         return MAX_FRAMES
 
 
-def kernel_macros() -> dict[str, int]:
+def kernel_macros(btf: Btf) -> dict[str, int]:
     """Returns the kernel facts that bpf/task.h asks for, from BTF.
 
     Raises:
-        EnvironmentUnfit: No BTF, or a struct member that aiflame needs is missing.
+        EnvironmentUnfit: A struct member that aiflame needs is missing.
     """
-    btf = Btf.of_kernel()
     return {
         "TASK_PID": btf.member_offset("task_struct", "pid"),
         "TASK_TGID": btf.member_offset("task_struct", "tgid"),
@@ -46,6 +45,11 @@ def kernel_macros() -> dict[str, int]:
         "TASK_START_TIME": btf.member_offset("task_struct", "start_time"),
         "TASK_RAN": btf.member_offset("task_struct", "se")
         + btf.member_offset("sched_entity", "sum_exec_runtime"),
+        "TASK_NVCSW": btf.member_offset("task_struct", "nvcsw"),
+        "TASK_NIVCSW": btf.member_offset("task_struct", "nivcsw"),
+        "TASK_ON_CPU": btf.member_offset("task_struct", "on_cpu"),
+        "TASK_THREAD_POINTER": btf.member_offset("task_struct", "thread")
+        + btf.member_offset("thread_struct", "fsbase"),
         "SIGNAL_LIVE": btf.member_offset("signal_struct", "live"),
         "THREAD_SIZE": this_architecture().thread_size_bytes,
         # The fourth argument came in v5.18 (kernel commit fa2c3254d7cf).

@@ -15,7 +15,11 @@ from typing import Any
 import aiflame.bpf
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi
+from aiflame.agent.recording.compile import paste_includes
+from aiflame.agent.recording.program_cache import StaleBundle, bundle_name, load
 from aiflame.agent.recording.sysbpf import Map, ProgramCost, program_cost
+from aiflame.agent.recording.syscalls import lift_memlock_limit
+from aiflame.agent.symbols.store import Store
 
 # Longer than the slowest compile seen (1 s) by an order of magnitude; a loaded host may crawl.
 _COMPILE_TIMEOUT_S = 120
@@ -33,6 +37,11 @@ PROGRAMS = {
     "on_exec": "raw_tracepoint",
     "on_exit": "raw_tracepoint",
 }
+# Those that a recording can do without, by the kernel function that stands for their kind.
+_ITERATORS = {"bpf_iter__task": "bpf_iter_task"}
+_UNIT = "record.bpf.c"
+# The maps of maps, and what their inner maps are made like.
+_TEMPLATES = {"unwind_tables": "unwind_table", "process_mappings": "mapping_table"}
 _MAPS = (
     *(
         "settings",
@@ -113,6 +122,11 @@ class Programs:
         )
         self._all_fds = [*program_fds.values(), *map_fds.values()]
 
+    @property
+    def thread_iterator_fd(self) -> int | None:
+        """The program that `thread_registers` reads by, None where the kernel has no such kind."""
+        return self.fds.get("bpf_iter__task")
+
     def set(self, setting: abi.Setting, value: int) -> None:
         """Writes one run-time setting."""
         self.settings.update(setting.to_bytes(4, "little"), value.to_bytes(8, "little"))
@@ -128,14 +142,49 @@ class Programs:
         self._all_fds = []
 
 
-def load_programs(options: ProgramOptions) -> Programs:
-    """Compiles and loads the programs; nothing is attached yet.
+def load_programs(options: ProgramOptions, cache: Path | None = None) -> Programs:
+    """Gets the programs into the kernel; nothing is attached yet.
+
+    Args:
+        options: What is compiled into them.
+        cache: Directory that keeps what was compiled; without one they are compiled anew.
 
     Raises:
         EnvironmentUnfit: BCC is missing or foreign, the compile failed, or the kernel refused; the
             compiler's or the verifier's own words are part of the message.
     """
-    macros: dict[str, int | str] = {
+    folder = Path(next(iter(aiflame.bpf.__path__))).resolve()
+    # bpf_task_pt_regs is missing before v5.15: the registers are found without it.
+    variants = [{**_macros(options), "HAVE_TASK_PT_REGS": have} for have in (1, 0)]
+    store = Store(cache)
+    if store.usable:
+        source = paste_includes(folder, _UNIT)
+        lift_memlock_limit()
+        for macros in variants:
+            kept = _load_kept(store, bundle_name(source, macros))
+            if kept is not None:
+                return Programs(*kept, options)
+    request: dict[str, Any] = {
+        "bpf_folder": str(folder),
+        "unit": _UNIT,
+        "programs": PROGRAMS,
+        "iterators": _ITERATORS if options.user_stacks and options.off_cpu else {},
+        "maps": [*_MAPS, *(["cgroups"] if options.filter is abi.Filter.CGROUP else [])],
+        "templates": _TEMPLATES,
+        "cache": str(cache),
+    }
+    for macros in variants:
+        request["macros"] = macros
+        request["bundle"] = bundle_name(source, macros) if store.usable else None
+        try:
+            return _ask_child(request, options)
+        except _LoadFailed as error:
+            failed = error
+    raise failed
+
+
+def _macros(options: ProgramOptions) -> dict[str, int | str]:
+    return {
         "FILTER": int(options.filter),
         "PERIOD_NS": f"{options.period_ns}ull",
         "FOLLOW_CHILDREN": int(options.follow_children),
@@ -149,20 +198,18 @@ def load_programs(options: ProgramOptions) -> Programs:
         "RING_PAGES": options.ring_pages,
         "WAIT_EVENT_NS": f"{options.wait_event_ns}ull",
     }
-    maps = list(_MAPS)
-    if options.filter is abi.Filter.CGROUP:
-        maps.append("cgroups")
-    request = {
-        "bpf_folder": str(Path(next(iter(aiflame.bpf.__path__))).resolve()),
-        "unit": "record.bpf.c",
-        "programs": PROGRAMS,
-        "maps": maps,
-    }
-    try:
-        return _ask_child({**request, "macros": {**macros, "HAVE_TASK_PT_REGS": 1}}, options)
-    except _LoadFailed:
-        # bpf_task_pt_regs is missing before v5.15: the registers are found without it.
-        return _ask_child({**request, "macros": {**macros, "HAVE_TASK_PT_REGS": 0}}, options)
+
+
+def _load_kept(store: Store, name: str) -> tuple[dict[str, int], dict[str, int]] | None:
+    mapping = store.open(name)
+    if mapping is None:
+        return None
+    with mapping:
+        try:
+            return load(mapping[:])
+        except StaleBundle:
+            store.remove(name)
+            return None
 
 
 class _LoadFailed(EnvironmentUnfit):

@@ -151,6 +151,10 @@ class ProcessTable:
         known = self._by_key.get((pid, image))
         return known if known is not None else self._enter(pid, image, image, parent_pid, name)
 
+    def known(self, pid: int, image: int) -> ProcessImage | None:
+        """Returns a process image if it was entered."""
+        return self._by_key.get((pid, image))
+
     def seen(self, pid: int, image: int, parent_pid: int, name: str, ns: int) -> ProcessImage:
         """Enters a process image whose first sample was just taken, and reads it."""
         known = self._by_key.get((pid, image)) or self._enter(pid, image, ns, parent_pid, name)

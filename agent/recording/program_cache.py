@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aiflame.agent.recording import sysbpf
+from aiflame.agent.recording import syscalls
 
 _SUFFIX = ".bpf"
 _MAGIC = b"aifbpf01"
@@ -34,11 +34,15 @@ _INSTRUCTION = struct.Struct("<BBhi")
 _LOAD_IMMEDIATE_64, _PSEUDO_MAP_FD = 0x18, 1
 
 
+ITERATOR = "iterator"
+
+
 class CompiledProgram(NamedTuple):
     """Instructions as the kernel takes them, with descriptors of this process where maps are."""
 
     kind: str
     instructions: bytes
+    function_type: int = 0  # of an iterator: BTF id of the kernel function that stands for its kind
 
 
 def bundle_name(source: str, macros: Mapping[str, int | str]) -> str:
@@ -64,31 +68,26 @@ def pack(
     Raises:
         OSError: The kernel does not tell what a map was created with.
     """
-    names = {sysbpf.map_facts(fd).id: name for name, fd in maps.items()}
-    facts = {name: sysbpf.map_facts(fd) for name, fd in maps.items()}
-    order = [*inner.values(), *(name for name in maps if name not in inner.values())]
-    bodies, relocations = [], {}
-    for name, program in programs.items():
-        body = bytearray(program.instructions)
+    facts = {name: syscalls.map_facts(fd) for name, fd in maps.items()}
+    # A map of maps is made like its template, which so comes first.
+    order = sorted(facts, key=lambda name: name in inner)
+    names = {found.id: name for name, found in facts.items()}
+    rows, bodies = [], []
+    for name, made in programs.items():
+        body = bytearray(made.instructions)
         places = []
         for at, fd in _map_references(body):
-            found = sysbpf.map_facts(fd)
+            found = syscalls.map_facts(fd)
             known = names.setdefault(found.id, f"map {len(names)}")
             if known not in facts:
                 facts[known] = found
                 order.append(known)
             places.append((at, order.index(known)))
             struct.pack_into("<i", body, at + 4, 0)
-        relocations[name] = places
+        rows.append((name, made.kind, made.function_type, len(body), places))
         bodies.append(bytes(body))
-    head = {
-        "maps": [(name, *facts[name][1:], inner.get(name)) for name in order],
-        "programs": [
-            (name, program.kind, len(program.instructions), relocations[name])
-            for name, program in programs.items()
-        ],
-    }
-    text = json.dumps(head).encode()
+    shapes = [(name, *facts[name][1:], inner.get(name)) for name in order]
+    text = json.dumps({"maps": shapes, "programs": rows}).encode()
     content = _HEADER.pack(_MAGIC, len(text)) + text + b"".join(bodies)
     return hashlib.sha256(content).digest() + content
 
@@ -133,8 +132,8 @@ def _make_maps(rows: Sequence[Any], opened: list[int]) -> dict[str, int]:
     made: dict[str, int] = {}
     for name, kind, key_bytes, value_bytes, max_entries, flags, inner in rows:
         inner_fd = made[inner] if inner is not None else 0
-        shape = sysbpf.MapShape(kind, key_bytes, value_bytes, max_entries, flags)
-        made[name] = sysbpf.create_map(shape, inner_fd)
+        shape = syscalls.MapShape(kind, key_bytes, value_bytes, max_entries, flags)
+        made[name] = syscalls.create_map(shape, inner_fd)
         opened.append(made[name])
     return made
 
@@ -145,11 +144,14 @@ def _load_programs(
     fds = list(maps.values())
     loaded: dict[str, int] = {}
     begin = 0
-    for name, kind, size, relocations in rows:
+    for name, kind, function_type, size, relocations in rows:
         body = bytearray(bodies[begin : begin + size])
         begin += size
         for at, index in relocations:
             struct.pack_into("<i", body, at + 4, fds[index])
-        loaded[name] = sysbpf.load_program(kind, name, bytes(body))
+        if kind == ITERATOR:
+            loaded[name] = syscalls.load_iterator(bytes(body), function_type)
+        else:
+            loaded[name] = syscalls.load_program(kind, name, bytes(body))
         opened.append(loaded[name])
     return loaded

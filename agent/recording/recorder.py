@@ -8,7 +8,6 @@ records, and holds no compiler.
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import time
@@ -31,6 +30,7 @@ from aiflame.agent.recording.sleepers import Sleepers
 from aiflame.agent.recording.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
+from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.symbols.store import cache_dir
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -76,14 +76,13 @@ class Recorder:
         self._options = options
         self._writer = writer
         self._signals = signals
-        self._programs: Programs = load_programs(options)
+        self._programs: Programs = load_programs(options, cache_dir())
         self._probes = Probes(self._programs, options.off_cpu)
         self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
         self.cpu_count = len(online_cpus())
         self._possible_cpus = possible_cpus()
         self._epoch = 0
         self._images_written = self._threads_written = 0
-        self.sleepers = Sleepers(options.kernel_stacks)
         self._entering: Iterator[None] = iter(())
 
     def start(self) -> None:
@@ -110,10 +109,11 @@ class Recorder:
         self.start_ns = self._epoch_since_ns = self.table.start_ns = time.monotonic_ns()
         programs.set(abi.Setting.START_NS, self.start_ns)
         self._probes.start_clocks(self._options.period_ns)
+        walker = StackWalker(self.tables, self.images) if self._options.user_stacks else None
+        kernel_stacks = self._options.kernel_stacks
+        self.sleepers = Sleepers(programs, self.table, self.tables, walker, kernel_stacks)
         if self._options.off_cpu:
-            self._entering = itertools.chain.from_iterable(
-                self.sleepers.enter(programs, self.table, pid) for pid in pids
-            )
+            self._entering = self.sleepers.enter(pids)
             self._enter_sleepers()
 
     def _prepare_tables(self, pids: list[int]) -> None:
@@ -331,6 +331,8 @@ class Recorder:
     def close(self) -> None:
         """Detaches and takes the programs out of the kernel."""
         self._probes.close()
+        if hasattr(self, "sleepers"):
+            self.sleepers.close()
         if hasattr(self, "tables"):
             self.tables.close()
         self._ring.close()

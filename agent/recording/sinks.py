@@ -81,14 +81,14 @@ class StackSink:
         return hits
 
     def add_made(
-        self, stack: int, image: ProcessImage, addresses: list[int], end: StackEnd
+        self, stack: int, image: ProcessImage, kernel: list[int], user: list[int], end: StackEnd
     ) -> None:
-        """Stores a stack made by the host half, of kernel frames only."""
+        """Stores a stack made by the host half, of kernel and user addresses, leaf first."""
         row = self.row(stack, image)
         self._unfilled.pop(stack, None)
         self._filled.add(stack)
-        blob = np.array(addresses, np.uint64).tobytes()
-        self._writer.put("stacks", [(row, image.index, len(addresses), int(end), blob, None)])
+        blob = np.array([*kernel, *user], np.uint64).tobytes()
+        self._writer.put("stacks", [(row, image.index, len(kernel), int(end), blob, None)])
 
     def write_unfilled(self) -> None:
         """Enters the stacks that were mentioned and have not come: no row may refer to nothing."""

@@ -4,16 +4,20 @@
 A context switch shows a thread's stack when it goes to sleep. One that slept before the recording
 and does not wake up in it would be missing, and with it most of the wall time of a server. So each
 existing thread is entered in the kernel's thread table, and for those asleep the kernel frames are
-read from /proc/PID/task/TID/stack (or one frame from wchan). Their user frames are not known: such
-a stack ends in `[truncated: not walked]`.
+read from /proc/PID/task/TID/stack (or one frame from wchan), and the user frames are walked from
+the thread's registers and a copy of its stack (`snapshots`).
 
-A thread that moves while it is entered is taken out again: its switch count tells.
+A thread that moves while it is entered is taken out again: its switch count tells. The same count
+tells whether a snapshot is of the sleep in which the thread was entered. What cannot be walked at
+once, since tables are still being built or the process has not been read, is walked at the end.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +26,11 @@ from aiflame.agent.recording import abi, procfs
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import ProcessTable
 from aiflame.agent.recording.sinks import StackSink
+from aiflame.agent.recording.snapshots import PIECE_BYTES, Snapshot, Snapshots
+from aiflame.agent.recording.stack_memory import StackMemory
 from aiflame.agent.recording.sysbpf import BPF_NOEXIST
+from aiflame.agent.recording.tables import UnwindTables
+from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
 
 # Ids of stacks that the host half makes, outside the kernel's hash in all likelihood: bits 63..32.
 _MADE_STACK_BASE = 0x51EE_9E55 << 32
@@ -35,53 +43,255 @@ _ASLEEP, _RUNNING = "SDIT", "R"
 # A kernel with many modules lists 250,000 symbols of some 60 bytes.
 _MAX_KALLSYMS_BYTES = 64 << 20
 
+# Threads whose stacks are copied together: first a few, so that a short recording has them, then
+# twice as many each time, since each pass over 10,000 threads takes 10 ms. Their copies take 30 MB
+# at most.
+_FIRST_BATCH_THREADS, _MAX_BATCH_THREADS = 128, 2048
 
-@dataclass(frozen=True, slots=True)
+# Copies of stacks kept until the tables are there; beyond, a stack is read again at the end.
+_MAX_KEPT_BYTES = 64 << 20
+
+# While they are few, more is copied of those that may have woken up when they are walked.
+_FEW_THREADS, _LARGER_PIECE_BYTES = 256, 1 << 18
+
+# The tables of all of PyTorch's libraries take five seconds; only those on stacks are waited for.
+_TABLES_PATIENCE_NS = 15_000_000_000
+
+
+@dataclass(slots=True)
 class Sleeper:
-    """What a thread slept in when the recording began: (kernel function, offset), leaf first."""
+    """What a thread slept in when the recording began.
+
+    Attributes:
+        kernel_frames: (kernel function, offset), leaf first.
+        switches: How often it had been switched out by then.
+        is_asleep: It was not running.
+        snapshot: Of the same sleep, while it is still to be walked.
+        walked: Its user half.
+    """
 
     pid: int
+    tid: int
     kernel_frames: tuple[tuple[str, int], ...]
+    switches: int
+    is_asleep: bool
+    snapshot: Snapshot | None = None
+    walked: WalkedThread | None = None
 
 
 class Sleepers:
     """The threads entered at the start, by the id of their made-up stack.
 
     Args:
+        programs: Loaded and running.
+        table: Process table; knows when the recording began.
+        tables: Unwind tables.
+        walker: Walks user stacks; None where they are not asked for.
         kernel_stacks: Whether kernel frames are asked for.
+
+    Attributes:
+        problems: What is missing, by name.
+        frames_cut: Stacks with more user frames than are kept.
     """
 
-    def __init__(self, kernel_stacks: bool) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        table: ProcessTable,
+        tables: UnwindTables,
+        walker: StackWalker | None,
+        kernel_stacks: bool,
+    ) -> None:
+        self._programs = programs
+        self._table = table
+        self._tables = tables
+        self._walker = walker
         self._kernel_stacks = kernel_stacks
+        self._snapshots = Snapshots(programs.thread_iterator_fd) if walker is not None else None
+        self._batches: Iterator[list[tuple[int, int]]] = iter(())
+        self._left: list[tuple[int, int]] = []
+        self._kept_bytes = 0
+        self._lacking: set[int] = set()
         self.by_stack: dict[int, Sleeper] = {}
+        self.problems: Counter[str] = Counter()
+        self.frames_cut = 0
 
-    def enter(self, programs: Programs, table: ProcessTable, pid: int) -> Iterator[None]:
-        """Enters the threads of one process, one at each step.
-
-        Args:
-            programs: Loaded and running.
-            table: Process table; knows when the recording began.
-            pid: The process.
-        """
-        for tid in procfs.thread_ids(pid):
+    def enter(self, pids: Iterable[int]) -> Iterator[None]:
+        """Enters the threads of processes, one at each step."""
+        self._batches = _batches(pids)
+        for batch in self._batches:
+            self._left = batch[::-1]
             yield
-            before = procfs.thread_stat(pid, tid)
-            if before is None or before.state not in _ASLEEP + _RUNNING:
+            snapshots = self._take(batch)
+            asleep = []
+            while self._left:
+                yield
+                sleeper = self._enter(*self._left.pop())
+                if sleeper is not None and sleeper.is_asleep:
+                    _assign([sleeper], snapshots)
+                    asleep.append(sleeper)
+            missed = [sleeper for sleeper in asleep if sleeper.snapshot is None]
+            _assign(missed, self._take([(sleeper.pid, sleeper.tid) for sleeper in missed]))
+            yield from self._walk(asleep, is_last=False)
+            self._keep([sleeper for sleeper in asleep if sleeper.snapshot is not None])
+        if self._walker is not None:
+            self._walker.forget()
+
+    def _take(
+        self, threads: list[tuple[int, int]], piece_bytes: int = PIECE_BYTES
+    ) -> dict[int, Snapshot]:
+        return {} if self._snapshots is None else self._snapshots.take(threads, piece_bytes)
+
+    def _enter(self, pid: int, tid: int) -> Sleeper | None:
+        """Enters a thread; returns what is known of it if that was possible."""
+        programs, table = self._programs, self._table
+        before = procfs.thread_stat(pid, tid)
+        if before is None or before.state not in _ASLEEP + _RUNNING:
+            return None
+        stack = _MADE_STACK_BASE + len(self.by_stack) + 1
+        state = np.zeros(1, abi.THREAD_STATE_DTYPE)
+        state["first_seen_ns"] = state["switched_ns"] = table.start_ns
+        state["tgid"], state["image"], state["stack"] = pid, table.first_image, stack
+        state["flags"] = abi.THREAD_SEEDED
+        is_asleep = before.state in _ASLEEP
+        state["off_class"] = SampleClass.BLOCKED if is_asleep else SampleClass.ON_CPU
+        has_frames = is_asleep and self._kernel_stacks
+        frames = _kernel_frames(pid, tid) if has_frames else ()
+        if not programs.threads.update(tid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST):
+            return None
+        sleeper = Sleeper(pid, tid, frames, before.switches, is_asleep)
+        self.by_stack[stack] = sleeper
+        if procfs.thread_stat(pid, tid) != before:
+            _take_out(programs, tid)
+        return sleeper
+
+    def _walk(self, sleepers: list[Sleeper], is_last: bool) -> Iterator[None]:
+        """Walks what can be walked now, a thread at each step; at last, all that there is."""
+        late = []
+        for sleeper in sleepers:
+            yield
+            snapshot = sleeper.snapshot
+            if self._snapshots is None or snapshot is None:
                 continue
-            stack = _MADE_STACK_BASE + len(self.by_stack) + 1
-            state = np.zeros(1, abi.THREAD_STATE_DTYPE)
-            state["first_seen_ns"] = state["switched_ns"] = table.start_ns
-            state["tgid"], state["image"], state["stack"] = pid, table.first_image, stack
-            state["flags"] = abi.THREAD_SEEDED
-            is_asleep = before.state in _ASLEEP
-            state["off_class"] = SampleClass.BLOCKED if is_asleep else SampleClass.ON_CPU
-            has_frames = is_asleep and self._kernel_stacks
-            sleeper = Sleeper(pid, _kernel_frames(pid, tid) if has_frames else ())
-            if not programs.threads.update(tid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST):
+            memory = self._snapshots.memory_of(snapshot, is_live=True)
+            walked = self._walk_one(sleeper, snapshot, memory)
+            if walked is None or (walked.lacks and not is_last):
                 continue
-            self.by_stack[stack] = sleeper
-            if procfs.thread_stat(pid, tid) != before:
-                _take_out(programs, tid)
+            if memory.late_pages:
+                late.append((sleeper, snapshot, walked))
+            else:
+                sleeper.walked, sleeper.snapshot = walked, None
+        if self._snapshots is None or not late:
+            return
+        asleep = self._snapshots.still_asleep([snapshot for _, snapshot, _ in late])
+        for sleeper, snapshot, walked in late:
+            sleeper.walked, sleeper.snapshot = walked, None
+            if sleeper.tid not in asleep:
+                # Its pages may be of another moment: what leads there has to do, if anything does.
+                memory = self._snapshots.memory_of(snapshot, is_live=False)
+                cut = self._walk_one(sleeper, snapshot, memory)
+                sleeper.walked = cut if snapshot.piece else None
+
+    def _walk_one(
+        self, sleeper: Sleeper, snapshot: Snapshot, memory: StackMemory
+    ) -> WalkedThread | None:
+        """Walks a thread; None while too little is known of its process."""
+        if not snapshot.registers.has_user_half:
+            return WalkedThread((), StackEnd.KERNEL_ONLY, frozenset())
+        image = self._table.known(sleeper.pid, self._table.first_image)
+        if self._walker is None or image is None or not image.was_read:
+            return None
+        walked = self._walker.walk_thread(image, snapshot.registers, memory)
+        self._lacking |= walked.lacks
+        return walked
+
+    def _keep(self, sleepers: list[Sleeper]) -> None:
+        """Keeps what is to be walked at the end, within bounds: it may wake up before."""
+        if len(sleepers) <= _FEW_THREADS:
+            larger = self._take([(s.pid, s.tid) for s in sleepers], _LARGER_PIECE_BYTES)
+            _assign(sleepers, larger)
+        for sleeper in sleepers:
+            if sleeper.snapshot is not None:
+                self._kept_bytes += len(sleeper.snapshot.piece)
+                if self._kept_bytes > _MAX_KEPT_BYTES:
+                    self._kept_bytes -= len(sleeper.snapshot.piece)
+                    sleeper.snapshot = sleeper.snapshot.without_piece()
+
+    def finish(self, wanted: list[Sleeper]) -> None:
+        """Walks what is left of these, once the recording has ended; may wait for tables."""
+        left = [sleeper for sleeper in wanted if sleeper.snapshot is not None]
+        self._read_processes({sleeper.pid for sleeper in left})
+        deadline_ns = time.monotonic_ns() + _TABLES_PATIENCE_NS
+        is_last = False
+        while left and not is_last:
+            self._lacking.clear()
+            _run(self._walk(left, is_last=False))
+            left = [sleeper for sleeper in left if sleeper.snapshot is not None]
+            is_last = not self._lacking or not self._tables.wait(self._lacking, deadline_ns)
+        _run(self._walk(left, is_last=True))
+        for sleeper in wanted:
+            if sleeper.walked is None:
+                is_lost = self._snapshots is not None and not self._snapshots.are_possible
+                self.problems["sleepers_not_walked"] += is_lost and sleeper.is_asleep
+            else:
+                self.frames_cut += sleeper.walked.end is StackEnd.TOO_DEEP
+        self.problems["threads_not_entered"] = self._count_left()
+        self.problems["stacks_stuck"] = 0 if self._snapshots is None else self._snapshots.stuck
+
+    def _count_left(self) -> int:
+        """Returns how many threads the recording has missed, as it was too short to enter them."""
+        left = [*self._left, *(thread for batch in self._batches for thread in batch)]
+        lookup = self._programs.threads.lookup
+        return sum(lookup(tid.to_bytes(4, "little")) is None for _, tid in left)
+
+    def _read_processes(self, pids: set[int]) -> None:
+        """Reads the mappings of processes that nothing was seen of in the recording."""
+        self._table.on_mappings = lambda image: None  # the kernel half walks no more
+        for pid in pids:
+            image = self._table.image(pid, self._table.first_image)
+            if not image.was_read:
+                self._table.read_mappings(image)
+
+    def end_of(self, sleeper: Sleeper) -> StackEnd:
+        """Returns how a thread's user stack ended."""
+        if self._walker is None:
+            return StackEnd.EXCLUDED
+        return StackEnd.NOT_WALKED if sleeper.walked is None else sleeper.walked.end
+
+    def close(self) -> None:
+        """Lets go of everything."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+
+
+def _batches(pids: Iterable[int]) -> Iterator[list[tuple[int, int]]]:
+    """Yields (pid, tid) of all threads, some at a time."""
+    batch: list[tuple[int, int]] = []
+    limit = _FIRST_BATCH_THREADS
+    for pid in pids:
+        for tid in procfs.thread_ids(pid):
+            batch.append((pid, tid))
+            if len(batch) == limit:
+                yield batch
+                batch, limit = [], min(2 * limit, _MAX_BATCH_THREADS)
+    yield batch
+
+
+def _assign(sleepers: list[Sleeper], snapshots: dict[int, Snapshot]) -> None:
+    """Gives sleepers the snapshots that are of the sleep in which they were entered."""
+    for sleeper in sleepers:
+        snapshot = snapshots.get(sleeper.tid)
+        if (
+            snapshot is not None
+            and snapshot.registers.pid == sleeper.pid
+            and snapshot.registers.switches == sleeper.switches
+        ):
+            sleeper.snapshot = snapshot
+
+
+def _run(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass
 
 
 def _take_out(programs: Programs, tid: int) -> None:
@@ -116,10 +326,12 @@ def kernel_addresses(names: set[str]) -> dict[str, int]:
 def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -> None:
     """Stores the stacks of those sleepers that any sample or wait refers to."""
     wanted = {stack: s for stack, s in sleepers.by_stack.items() if stacks.mentions(stack)}
+    sleepers.finish(list(wanted.values()))
     frames = {name for sleeper in wanted.values() for name, _ in sleeper.kernel_frames}
     found = kernel_addresses(frames) if frames else {}
     for stack, sleeper in wanted.items():
         # The offset is that of a return address, or 0 where only a name was to be had.
-        addresses = [found[n] + max(offset, 1) for n, offset in sleeper.kernel_frames if n in found]
+        kernel = [found[n] + max(offset, 1) for n, offset in sleeper.kernel_frames if n in found]
+        user = [] if sleeper.walked is None else list(sleeper.walked.addresses)
         image = table.image(sleeper.pid, table.first_image)
-        stacks.add_made(stack, image, addresses, StackEnd.NOT_WALKED)
+        stacks.add_made(stack, image, kernel, user, sleepers.end_of(sleeper))

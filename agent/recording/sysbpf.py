@@ -16,23 +16,22 @@ import os
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.recording.arch import this_architecture
+from aiflame.agent.recording.syscalls import MapShape, bpf, create_map, ioctl, syscall
 
-_MAP_CREATE, _MAP_TYPE_ARRAY = 0, 2
+_MAP_TYPE_ARRAY = 2
 _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3
-_PROG_LOAD = 5
 _OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
 _MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
 _MAP_UPDATE_BATCH, _MAP_DELETE_BATCH = 26, 27
 # What kernels before v5.19 say of batches on maps of maps (include/linux/errno.h).
 _ENOTSUPP = 524
-
-# BPF_PROG_TYPE_*, by the names that loader.py uses.
-PROGRAM_TYPES = {"perf_event": 7, "raw_tracepoint": 17}
+_LINK_CREATE, _ITER_CREATE = 28, 33
+_TRACE_ITER = 28  # enum bpf_attach_type
 
 BPF_ANY, BPF_NOEXIST = 0, 1
 
@@ -46,26 +45,6 @@ _PERF_EVENT_IOC_SET_BPF = 0x40042408
 _PERF_ATTR_BYTES = 112  # PERF_ATTR_SIZE_VER5: every kernel since v4.1 knows it
 _PERF_ATTR_DISABLED = 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-
-
-def _syscall(number: int, *arguments: Any) -> int:
-    result = int(_libc.syscall(ctypes.c_long(number), *arguments))
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
-
-
-def _bpf(command: int, attributes: bytes | ctypes.Array[ctypes.c_char]) -> int:
-    return _syscall(
-        this_architecture().syscall_bpf,
-        ctypes.c_int(command),
-        attributes,
-        ctypes.c_uint(len(attributes)),
-    )
-
 
 def _address(array: npt.NDArray[Any] | ctypes.Array[ctypes.c_char]) -> int:
     return array.ctypes.data if isinstance(array, np.ndarray) else ctypes.addressof(array)
@@ -75,67 +54,9 @@ def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(data, len(data))
 
 
-class MapShape(NamedTuple):
-    """What a map is created with; `kind` is BPF_MAP_TYPE_*, `flags` BPF_F_*."""
-
-    kind: int
-    key_bytes: int
-    value_bytes: int
-    max_entries: int
-    flags: int
-
-
-class MapFacts(NamedTuple):
-    """The kernel's number of a map, and its shape."""
-
-    id: int
-    kind: int
-    key_bytes: int
-    value_bytes: int
-    max_entries: int
-    flags: int
-
-
-def create_map(shape: MapShape, inner_fd: int = 0) -> int:
-    """Makes a map; returns its descriptor. A map of maps needs one like those that it will hold."""
-    return _bpf(_MAP_CREATE, struct.pack("<IIIIII", *shape, inner_fd) + bytes(40))
-
-
 def create_array(value_bytes: int, entries: int, flags: int) -> int:
     """Makes an array map; returns its descriptor. Flags are BPF_F_*."""
     return create_map(MapShape(_MAP_TYPE_ARRAY, 4, value_bytes, entries, flags))
-
-
-def map_facts(fd: int) -> MapFacts:
-    """Reads struct bpf_map_info."""
-    info = _buffer(bytes(80))
-    _bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
-    kind, number, *rest = struct.unpack_from("<IIIIII", info)
-    return MapFacts(number, kind, *rest)
-
-
-def load_program(kind: str, name: str, instructions: bytes) -> int:
-    """Loads a program; returns its descriptor.
-
-    Args:
-        kind: One of PROGRAM_TYPES.
-        name: For bpftool; the kernel keeps 15 bytes of it.
-        instructions: struct bpf_insn, with descriptors of this process where maps are.
-
-    Raises:
-        OSError: The kernel refuses it.
-    """
-    body, terms = _buffer(instructions), _buffer(b"GPL\0")
-    attributes = struct.pack(
-        "<IIQQIIQII16s",
-        PROGRAM_TYPES[kind],
-        len(instructions) // 8,
-        ctypes.addressof(body),
-        ctypes.addressof(terms),
-        *(0, 0, 0, 0, 0),
-        name.encode()[:15],
-    )
-    return _bpf(_PROG_LOAD, attributes + bytes(64))
 
 
 class Map:
@@ -159,7 +80,7 @@ class Map:
     def _element(self, command: int, key: bytes, value: Any, flags: int) -> None:
         key_buffer = _buffer(key)
         value_address = 0 if value is None else _address(value)
-        _bpf(
+        bpf(
             command,
             struct.pack("<IIQQQ", self.fd, 0, ctypes.addressof(key_buffer), value_address, flags),
         )
@@ -218,7 +139,7 @@ class Map:
                 )
             )
             try:
-                _bpf(command, batch)
+                bpf(command, batch)
                 return done + len(keys) - begin
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, _ENOTSUPP):
@@ -264,7 +185,7 @@ class Map:
                 )
             )
             try:
-                _bpf(command, attributes)
+                bpf(command, attributes)
             except OSError as error:
                 if error.errno == errno.ENOSPC:  # one hash bucket holds more than the room
                     room *= 2
@@ -312,7 +233,7 @@ class ProgramCost:
 def program_cost(fd: int) -> ProgramCost:
     """Reads struct bpf_prog_info; fields that an older kernel lacks are 0."""
     info = _buffer(bytes(232))
-    _bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
+    bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
     run_time_ns, run_count, misses = struct.unpack_from("<QQQ", info, 192)
     return ProgramCost(run_time_ns, run_count, misses)
 
@@ -320,7 +241,7 @@ def program_cost(fd: int) -> ProgramCost:
 def open_raw_tracepoint(name: str, program_fd: int) -> int:
     """Attaches a program to a raw tracepoint; it stays while the returned descriptor is open."""
     name_buffer = ctypes.create_string_buffer(name.encode())
-    return _bpf(
+    return bpf(
         _RAW_TRACEPOINT_OPEN, struct.pack("<QII", ctypes.addressof(name_buffer), program_fd, 0)
     )
 
@@ -333,7 +254,7 @@ def open_cpu_clock(cpu: int, period_ns: int) -> int:
         period_ns,
     )  # fmt: skip
     struct.pack_into("<Q", attributes, 40, _PERF_ATTR_DISABLED)
-    return _syscall(
+    return syscall(
         this_architecture().syscall_perf_event_open,
         bytes(attributes),
         ctypes.c_int(-1),
@@ -345,15 +266,33 @@ def open_cpu_clock(cpu: int, period_ns: int) -> int:
 
 def set_event_program(event_fd: int, program_fd: int) -> None:
     """Runs a program at each overflow of a perf event."""
-    _ioctl(event_fd, _PERF_EVENT_IOC_SET_BPF, program_fd)
+    ioctl(event_fd, _PERF_EVENT_IOC_SET_BPF, program_fd)
 
 
 def enable_event(event_fd: int) -> None:
     """Starts a perf event."""
-    _ioctl(event_fd, _PERF_EVENT_IOC_ENABLE, 0)
+    ioctl(event_fd, _PERF_EVENT_IOC_ENABLE, 0)
 
 
-def _ioctl(fd: int, request: int, argument: int) -> None:
-    if _libc.ioctl(ctypes.c_int(fd), ctypes.c_ulong(request), ctypes.c_ulong(argument)) < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+def open_task_iterator(program_fd: int, pid: int | None) -> int:
+    """Opens what runs an iterator program over tasks when it is read; returns the descriptor.
+
+    Args:
+        program_fd: The program.
+        pid: The process whose threads are visited, None for all tasks.
+
+    Raises:
+        OSError: E2BIG where the kernel cannot be told a process (before v6.1).
+    """
+    # union bpf_iter_link_info, its member task: tid, pid, pid_fd.
+    which = b"" if pid is None else struct.pack("<III", 0, pid, 0)
+    which_buffer = _buffer(which)
+    which_address = ctypes.addressof(which_buffer) if which else 0
+    link_fd = bpf(
+        _LINK_CREATE,
+        struct.pack("<IIIIQI4x", program_fd, 0, _TRACE_ITER, 0, which_address, len(which)),
+    )
+    try:
+        return bpf(_ITER_CREATE, struct.pack("<II", link_fd, 0))
+    finally:
+        os.close(link_fd)  # the iterator holds the link

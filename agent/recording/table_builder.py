@@ -7,6 +7,7 @@ The one that samples need most comes next: a process may map a hundred files and
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import time
@@ -84,6 +85,12 @@ class TableBuilder:
             self._is_asked, self._current = False, -1
             self._ask_next()
         return done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until `finished` has something to say; returns whether it has."""
+        if self._child is None or self._child.stdout is None:
+            return False
+        return bool(select.select([self._child.stdout], [], [], timeout_s)[0])
 
     def close(self) -> None:
         """Ends the child."""

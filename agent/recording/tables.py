@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,34 @@ class UnwindTables:
                 slots[row]["bias"] = bias % (1 << 64)
                 slots[row]["table"], slots[row]["pages"] = place.slot, place.pages
         return slots
+
+    def table_of(self, binary: int) -> UnwindTable | None:
+        """Returns a binary's table for a walk in Python, None where there is none in the cache."""
+        fd, elf = self._table.binaries.files[binary].fd, self.images.of(binary)
+        if fd is None or elf is None:
+            return None
+        try:
+            return load_cached(fd, elf, self._store)
+        except (BadElf, BadUnwindInfo):
+            return None  # counted when it was to be entered
+
+    def is_being_built(self, binary: int) -> bool:
+        """Whether a binary's table is on its way; it is asked for if it is not in the cache."""
+        if binary not in self._settled:
+            self._cached(binary)
+        return binary not in self._settled
+
+    def wait(self, binaries: Collection[int], deadline_ns: int) -> bool:
+        """Waits for tables that are being built, until a monotonic time; returns if all are done.
+
+        One that cannot be built is done as well.
+        """
+        while any(binary not in self._settled for binary in binaries):
+            left_ns = deadline_ns - time.monotonic_ns()
+            if left_ns <= 0 or not self._builder.wait(left_ns / 1e9):
+                return False
+            self.poll()
+        return True
 
     def close(self) -> None:
         """Ends the builder. The kernel frees the tables with the maps that hold them."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Walks a recorded stack with unwind tables, step by step as the kernel half does.
 
-For tests, and for replaying in Python what went wrong on another machine: it needs registers, a
-way to read words of the stack and of code, and the mappings with their tables; no root, no process.
+For threads that no probe sees, for tests, and for replaying in Python what went wrong on another
+machine: it needs registers, a way to read words of the stack and of code, and the mappings with
+their tables; no root and no live process.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import bisect
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.x86_64 import GUESSES, RbpKind, Rule, RuleKind, follows_call
 
 MAX_FRAMES = 127
@@ -46,13 +46,20 @@ class FoundBy(enum.Enum):
     GUESS = "guess"  # a prologue's row, or the top of a leaf's stack; it follows a call
 
 
+class RuleSource(Protocol):
+    """What a walk asks of an `UnwindTable`."""
+
+    def lookup(self, address: int) -> Rule:
+        """The rule for an instruction at a virtual address of the binary."""
+
+
 class Mapping(NamedTuple):
     """Executable memory of the process. `address - bias` is an address of the table's binary."""
 
     start: int
     end: int
     bias: int
-    table: UnwindTable | None
+    table: RuleSource | None
 
 
 class WalkedFrame(NamedTuple):
@@ -92,15 +99,21 @@ class ReplayWalker:
         mappings: Executable mappings, disjoint, in any order.
         read_u64: Reads a word of the recorded stack.
         max_frames: Where a walk is given up.
+        read_code: Reads a word of code; without it, any address in code may be a return address.
     """
 
     def __init__(
-        self, mappings: Sequence[Mapping], read_u64: ReadU64, max_frames: int = MAX_FRAMES
+        self,
+        mappings: Sequence[Mapping],
+        read_u64: ReadU64,
+        max_frames: int = MAX_FRAMES,
+        read_code: ReadU64 | None = None,
     ) -> None:
         self._mappings = sorted(mappings, key=lambda mapping: mapping.start)
         self._starts = [mapping.start for mapping in self._mappings]
         self._read_u64 = read_u64
         self._max_frames = max_frames
+        self._read_code = read_code
 
     def walk(self, rip: int, rsp: int, rbp: int) -> Walk:
         """Follow the stack of a thread with these registers to its end."""
@@ -200,11 +213,13 @@ class ReplayWalker:
         return Registers(rip, at.rbp + 2 * WORD_BYTES, rbp), frame
 
     def _is_return_address(self, address: int) -> bool:
-        """Whether an address is in code, behind a call; code is read as the stack is."""
+        """Whether an address is in code, behind a call."""
         if self._mapping(address, is_exact=False) is None:
             return False
+        if self._read_code is None:
+            return True
         first = (address - 8) & -WORD_BYTES
-        words = [self._read_u64(first), self._read_u64(first + WORD_BYTES)]
+        words = [self._read_code(first), self._read_code(first + WORD_BYTES)]
         if None in words:
             return False
         code = b"".join(word.to_bytes(WORD_BYTES, "little") for word in words if word is not None)

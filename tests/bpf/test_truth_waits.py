@@ -21,6 +21,7 @@ from recordings import (
     OFF_CPU,
     Workload,
     count_of,
+    frames_of,
     ns_of,
     off_cpu_by_thread,
     record_workload,
@@ -142,8 +143,9 @@ def test_a_thread_asleep_since_before_the_recording_is_there(run: Run) -> None:
     assert row["count"] == 1
     assert int(row["ns"]) == pytest.approx(run.profile.recording.duration_ns, rel=0.01)
 
-    # Its user frames cannot be known, and that is said; what the kernel tells gives the cause.
-    assert run.profile.stacks.ends[row["stack"]] == StackEnd.NOT_WALKED
+    # Its stack was walked from outside.
+    assert run.profile.stacks.ends[row["stack"]] == StackEnd.ROOTED
+    assert "wait_for_ever" in frames_of(run.profile, row["stack"])
     assert classify(run.profile)[row["stack"]] == Cause.PIPE_SOCKET
 
 
@@ -155,7 +157,7 @@ def test_a_thread_that_never_wakes_up_again_is_there(run: Run) -> None:
 
     # It has a line among the long waits as well, to the end of the recording.
     waits = run.profile.waits[stacks_with(run.profile, "wait_for_ever")[run.profile.waits["stack"]]]
-    (wait,) = waits
+    (wait,) = waits[waits["thread"] == run.profile.threads.index(thread)]
     assert wait["blocked_ns"] == rows["ns"].sum()
     end_ns = int(wait["start_ns"] + wait["blocked_ns"])
     assert end_ns == pytest.approx(run.profile.recording.duration_ns, rel=0.001)

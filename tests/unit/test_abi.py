@@ -31,6 +31,7 @@ _DTYPES = {
     "process_event": abi.PROCESS_EVENT_DTYPE,
     "thread_event": abi.THREAD_EVENT_DTYPE,
     "wait_event": abi.WAIT_EVENT_DTYPE,
+    "thread_registers": abi.THREAD_REGISTERS_DTYPE,
 }
 # Structs that the host half only hands through as so many bytes.
 _KERNEL_ONLY = {"wait_budget"}

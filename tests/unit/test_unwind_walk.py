@@ -67,10 +67,10 @@ def walk(
 
     def read(address: int) -> int | None:
         in_code = any(mapping.start <= address < mapping.end for mapping in mappings)
-        return CALL if in_code else memory.get(address)
+        return CALL if in_code else None
 
     rip, rsp, rbp = registers
-    return ReplayWalker(mappings, read, depth).walk(rip, STACK + rsp, rbp)
+    return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, rbp)
 
 
 def code(place: int, behind: int = 8) -> int:

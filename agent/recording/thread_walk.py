@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks stacks of sleeping threads, as the kernel half walks those of threads that it meets.
+
+By the same tables, to the same ends, and in the form in which the kernel half stores frames.
+Threads of a pool sleep in the same few places, so what a table says of an address is kept: a frame
+then costs a few microseconds.
+
+Not here: where registers and memory come from, and whether they are of one moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiflame.agent.model import StackEnd
+from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage
+from aiflame.agent.recording.stack_memory import StackMemory
+from aiflame.agent.recording.threads import ThreadRegisters
+from aiflame.agent.unwind import walk
+from aiflame.agent.unwind.table import UnwindTable
+from aiflame.agent.unwind.x86_64 import NO_CFI_RULE, Rule
+
+# Answers kept of one binary: what a target with odd stacks may make us hold, some 30 MB.
+_MAX_KEPT_RULES = 1 << 16
+
+# The end that the kernel half gives the same stack, once it is judged (raw_stacks.py).
+_ENDS = {
+    walk.WalkEnd.ROOTED: StackEnd.ROOTED_BY_TABLE,
+    walk.WalkEnd.NO_TABLE: StackEnd.NO_TABLE,
+    walk.WalkEnd.UNREADABLE: StackEnd.UNREADABLE,
+    walk.WalkEnd.TOO_DEEP: StackEnd.TOO_DEEP,
+    walk.WalkEnd.UNSUPPORTED: StackEnd.UNSUPPORTED_RULE,
+    walk.WalkEnd.BAD_ADDRESS: StackEnd.NO_FRAME_POINTER,
+}
+
+
+class TableSource(Protocol):
+    """Where tables come from; UnwindTables is one."""
+
+    def table_of(self, binary: int) -> UnwindTable | None:
+        """Returns a binary's table, None where there is none now."""
+
+    def is_being_built(self, binary: int) -> bool:
+        """Whether a binary's table is on its way; asks for it if nobody has."""
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedThread:
+    """The user half of a stack.
+
+    Attributes:
+        addresses: Leaf first; all but the leaf are looked up one byte before.
+        end: Why there are no more.
+        lacks: Binaries whose tables were asked for and are still being built.
+    """
+
+    addresses: tuple[int, ...]
+    end: StackEnd
+    lacks: frozenset[int]
+
+
+class _Rules:
+    """What one binary's table says, asked once for each address."""
+
+    def __init__(self, binary: int, tables: TableSource, lacking: set[int]) -> None:
+        self._binary = binary
+        self._tables = tables
+        self._lacking = lacking
+        self._table: UnwindTable | None = None
+        self._is_final = False
+        self._kept: dict[int, Rule] = {}
+
+    def lookup(self, address: int) -> Rule:
+        """The rule for an instruction at a virtual address of the binary."""
+        rule = self._kept.get(address)
+        return self._ask(address) if rule is None else rule
+
+    def _ask(self, address: int) -> Rule:
+        if not self._is_final:
+            if self._tables.is_being_built(self._binary):
+                self._lacking.add(self._binary)
+                return NO_CFI_RULE
+            self._table = self._tables.table_of(self._binary)
+            self._is_final = True
+        rule = NO_CFI_RULE if self._table is None else self._table.lookup(address)
+        if len(self._kept) >= _MAX_KEPT_RULES:
+            self._kept.clear()
+        self._kept[address] = rule
+        return rule
+
+
+class _ProcessWalker:
+    """Walks stacks of one process while its mappings are these."""
+
+    def __init__(self, known: list[Mapping], mappings: list[walk.Mapping]) -> None:
+        self.known = known
+        self._memory: StackMemory | None = None
+        self._walker = walk.ReplayWalker(mappings, self._read)
+
+    def _read(self, address: int) -> int | None:
+        return None if self._memory is None else self._memory.read_u64(address)
+
+    def walk(self, registers: ThreadRegisters, memory: StackMemory) -> walk.Walk:
+        self._memory = memory
+        try:
+            return self._walker.walk(
+                registers.instruction_pointer, registers.stack_pointer, registers.frame_pointer
+            )
+        finally:
+            self._memory = None
+
+
+class StackWalker:
+    """Walks stacks of any process.
+
+    Args:
+        tables: Unwind tables.
+        images: ELF headers of the binaries.
+    """
+
+    def __init__(self, tables: TableSource, images: ElfImages) -> None:
+        self._tables = tables
+        self._images = images
+        self._rules: dict[int, _Rules] = {}
+        self._walkers: dict[int, _ProcessWalker] = {}
+        self._lacking: set[int] = set()
+
+    def walk_thread(
+        self, image: ProcessImage, registers: ThreadRegisters, memory: StackMemory
+    ) -> WalkedThread:
+        """Follows the stack of a thread with these registers to its end."""
+        self._lacking.clear()
+        found = self._walker_of(image).walk(registers, memory)
+        leaf, *callers = found.frames
+        # An exact caller is put where the look-up one byte before finds it (bpf/store.h).
+        addresses = (leaf.address, *(caller.address + caller.is_exact for caller in callers))
+        end = _ENDS[found.end]
+        is_guessed = any(frame.found_by is walk.FoundBy.GUESS for frame in callers)
+        if end is StackEnd.ROOTED_BY_TABLE and is_guessed:
+            end = StackEnd.ROOTED_BY_GUESS
+        return WalkedThread(addresses, end, frozenset(self._lacking))
+
+    def _walker_of(self, image: ProcessImage) -> _ProcessWalker:
+        walker = self._walkers.get(image.index)
+        # The list is never changed, only replaced by another.
+        if walker is None or walker.known is not image.mappings:
+            mappings = [self._mapping(mapping) for mapping in image.mappings]
+            walker = self._walkers[image.index] = _ProcessWalker(image.mappings, mappings)
+        return walker
+
+    def _mapping(self, mapping: Mapping) -> walk.Mapping:
+        binary = mapping.binary
+        if binary == NO_BINARY:
+            return walk.Mapping(mapping.start, mapping.end, 0, None)
+        rules = self._rules.get(binary)
+        if rules is None:
+            rules = self._rules[binary] = _Rules(binary, self._tables, self._lacking)
+        return walk.Mapping(mapping.start, mapping.end, self._images.bias(mapping), rules)
+
+    def forget(self) -> None:
+        """Lets go of the tables; they are loaded again when they are needed."""
+        self._rules.clear()
+        self._walkers.clear()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that fell asleep before the recording: their whole stacks (workloads/sleepers.c).
+
+The program has no frame pointers, and each of its threads sleeps at the end of a chain of calls
+that its name tells.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from recordings import Recording, Workload, frames_of, rows_of
+
+pytestmark = pytest.mark.bpf
+
+# What a thread waits in, by the first part of its name.
+_WAITS = {
+    "futex": ["wait_on_futex"],
+    "nanosleep": ["wait_in_nanosleep"],
+    "read": ["wait_in_read"],
+    "poll": ["wait_in_poll"],
+    "epoll": ["wait_in_epoll"],
+    "large": ["wait_with_large_locals"],
+    "libc": ["wait_in_libc", "<libc>"],
+    "handler": ["wait_in_handler", "trap_at_entry", "<libc>", "handle_trap"],
+}
+_DEPTHS = (0, 7, 90)
+_THREADS = {f"{way}-{depth}" for way in _WAITS for depth in _DEPTHS}
+
+
+def _truth(thread: str) -> list[str]:
+    """The chain of a thread, root first; threads start in the C library."""
+    way, _, depth = thread.partition("-")
+    return ["<libc>", "run_sleeper", *["call_deeper"] * int(depth), *_WAITS[way]]
+
+
+def _chain(profile: Profile, stack: int) -> list[str]:
+    """The user frames of a stack, root first; those in the C library together as one."""
+    begin, end = profile.stacks.offsets[stack : stack + 2]
+    indexes = profile.frames["function"][profile.stacks.frames[begin:end]]
+    chain: list[str] = []
+    for function in (profile.functions[index] for index in indexes):
+        if function.kind != FrameKind.NATIVE:
+            continue
+        binary = "" if function.binary is None else profile.binaries[function.binary].path
+        is_own = Path(binary).name.startswith("sleepers")
+        name = function.name if is_own else "<libc>"
+        if name != "<libc>" or chain[-1:] != ["<libc>"]:
+            chain.append(name)
+    return chain
+
+
+def _program(workload: Callable[..., Path]) -> Path:
+    """Builds the program with an identity of its own, so that nothing of it is in any cache."""
+    return workload("sleepers", "-fomit-frame-pointer", f"-Wl,--build-id=0x{os.urandom(20).hex()}")
+
+
+def _record(folder: Path, pid: int, *options: object) -> Profile:
+    with Recording(folder, "-p", pid, "--force", *options) as recording:
+        return recording.wait().profile
+
+
+def _assert_asleep_all_the_time(profile: Profile) -> None:
+    for thread in _THREADS:
+        (row,) = rows_of(profile, None, thread)
+        assert row["klass"] == SampleClass.BLOCKED, thread
+        assert int(row["ns"]) == pytest.approx(profile.recording.duration_ns, rel=0.2)
+        assert _chain(profile, row["stack"]) == _truth(thread), thread
+        assert profile.stacks.ends[row["stack"]] == StackEnd.ROOTED, thread
+    assert not profile.losses
+
+
+def test_threads_that_never_wake_up_have_their_whole_stacks(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    with Workload([_program(workload)]) as sleepers:
+        # WHEN the tables have to be built, in a recording that is too short for it
+        _assert_asleep_all_the_time(_record(tmp_path, sleepers.pid, "-d", "50ms"))
+        # AND when they are there
+        _assert_asleep_all_the_time(_record(tmp_path, sleepers.pid, "-d", "1s"))
+
+
+@pytest.mark.parametrize("how", ["first", "second"])
+def test_what_threads_slept_in_before_they_woke_up_is_known(
+    workload: Callable[..., Path], tmp_path: Path, how: str
+) -> None:
+    program = _program(workload)
+    if how == "second":
+        with Workload([program]) as sleepers:
+            _record(tmp_path, sleepers.pid, "-d", "50ms")
+    with (
+        Workload([program, "wake"]) as sleepers,
+        Recording(tmp_path, "-p", sleepers.pid, "--force") as recording,
+    ):
+        # WHEN all wake up at once, in the first moments of the recording
+        sleepers.go()
+        assert sleepers.truth()["threads"] == len(_THREADS)
+        profile = recording.stop().profile
+    for thread in _THREADS:
+        truth, end = _truth(thread), StackEnd.ROOTED
+        if how == "first" and thread.startswith("handler"):
+            # Without tables nobody knew of its other stack while it was there to be read.
+            truth, end = truth[-3:], StackEnd.UNREADABLE
+        rows = rows_of(profile, None, thread, SampleClass.BLOCKED)
+        before = [row for row in rows if _chain(profile, row["stack"]) == truth]
+        assert sum(int(row["count"]) for row in before) == 1, thread
+        assert {StackEnd(profile.stacks.ends[row["stack"]]) for row in before} == {end}, thread
+    assert StackEnd.NOT_WALKED not in profile.stacks.ends
+
+
+def test_user_stacks_that_are_not_asked_for_are_not_read(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    with Workload([_program(workload)]) as sleepers:
+        profile = _record(tmp_path, sleepers.pid, "-d", "50ms", "-K")
+    assert {profile.functions[index].kind for index in profile.frames["function"]} == {
+        FrameKind.KERNEL
+    }
+    assert set(profile.stacks.ends.tolist()) == {StackEnd.EXCLUDED}
+
+
+def test_ten_thousand_sleeping_threads_have_their_whole_stacks(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    with Workload([_program(workload), "crowd", "10000"]) as crowd:
+        for options in (["-d", "2s"], ["-d", "3s"]):
+            profile = _record(tmp_path, crowd.pid, *options)
+            rows = rows_of(profile, "wait_on_futex", None, SampleClass.BLOCKED)
+            assert len(np.unique(rows["thread"])) >= len(profile.threads) - 1
+            assert set(profile.stacks.ends.tolist()) == {StackEnd.ROOTED}
+            (chain,) = {tuple(frames_of(profile, int(row["stack"]))) for row in rows}
+            assert chain.count("call_deeper") == 5
+    assert len(profile.threads) == 10_001
+    assert {loss.name for loss in profile.losses} == set()

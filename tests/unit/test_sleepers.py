@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which snapshots of sleeping threads are to be believed, and what is said where there are none.
+
+The kernel's iterator is stood in for: a pipe with records for its file, a list for its answers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Collection, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from aiflame.agent.model import StackEnd
+from aiflame.agent.recording import abi, procfs, snapshots, threads
+from aiflame.agent.recording.processes import ProcessTable
+from aiflame.agent.recording.sleepers import Sleepers, store_sleepers
+from aiflame.agent.recording.snapshots import Snapshots
+from aiflame.agent.recording.thread_walk import StackWalker
+from aiflame.agent.recording.threads import ThreadRegisters, thread_registers
+
+_INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
+_IDLE_WORKER = 0x402
+
+
+def _record(pid: int, tid: int, **fields: Any) -> ThreadRegisters:
+    whole = ThreadRegisters(1, 2, 3, 4, 0x1000, 0x2000, 0x3000, 5, pid, tid, 1, 0, b"name")
+    return whole._replace(**fields)
+
+
+def _bytes(*records: ThreadRegisters) -> bytes:
+    return np.array([tuple(record) for record in records], abi.THREAD_REGISTERS_DTYPE).tobytes()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All tasks of a host; the list gets what the kernel was asked for, None for all tasks."""
+    asked: list[Any] = []
+    tasks = [_record(10, 10), _record(10, 11), _record(20, 20), _record(30, 30)]
+
+    def open_task_iterator(program_fd: int, pid: int | None) -> int:
+        assert program_fd == 5
+        asked.append(pid)
+        read_fd, write_fd = os.pipe()
+        os.write(write_fd, _bytes(*(task for task in tasks if pid in (None, task.pid))))
+        os.close(write_fd)
+        return read_fd
+
+    monkeypatch.setattr(threads, "open_task_iterator", open_task_iterator)
+    return asked
+
+
+def _ids(records: list[ThreadRegisters]) -> set[tuple[int, int]]:
+    return {(record.pid, record.tid) for record in records}
+
+
+def test_a_few_processes_are_asked_for_by_name(host: list[Any]) -> None:
+    found = thread_registers(5, [10, 30, 40])
+    assert found[0] == _record(10, 10)
+    assert _ids(found) == {(10, 10), (10, 11), (30, 30)}
+    assert host == [10, 30, 40]
+    assert _ids(thread_registers(5, [10], [11])) == {(10, 11)}
+
+
+def test_many_processes_are_picked_from_all_tasks(host: list[Any]) -> None:
+    assert _ids(thread_registers(5, range(15, 100))) == {(20, 20), (30, 30)}
+    assert host == [None]
+
+
+def test_kernels_that_take_no_process_show_all_tasks(
+    monkeypatch: pytest.MonkeyPatch, host: list[Any]
+) -> None:
+    opened = threads.open_task_iterator
+
+    def refuse(program_fd: int, pid: int | None) -> int:
+        if pid is not None:
+            raise OSError(errno.E2BIG, "Argument list too long")
+        return opened(program_fd, pid)
+
+    monkeypatch.setattr(threads, "open_task_iterator", refuse)
+    assert _ids(thread_registers(5, [10])) == {(10, 10), (10, 11)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_asleep"),
+    [
+        ({"state": _INTERRUPTIBLE}, True),
+        ({"state": _IDLE_WORKER}, True),
+        ({"state": _INTERRUPTIBLE, "is_on_cpu": 1}, False),  # about to sleep, or just woken up
+        ({"state": _RUNNABLE}, False),
+        ({"state": _WAKING}, False),
+        ({"state": _DEAD}, False),
+    ],
+)
+def test_who_is_asleep(fields: dict[str, Any], is_asleep: bool) -> None:
+    assert _record(1, 1, **fields).is_asleep is is_asleep
+
+
+def test_only_threads_that_slept_on_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [_record(1, tid) for tid in range(5)] + [_record(1, 9, state=_RUNNABLE)]
+    after = [
+        before[0],
+        _record(1, 1, ran_ns=2 + 1),  # ran, and sleeps again in the same place
+        _record(1, 2, state=_RUNNABLE),
+        _record(1, 3, started_ns=77),  # another thread by the same id
+        # the fifth has ended
+    ]
+    answers = iter([before, after])
+
+    def registers(fd: int, pids: Collection[int], tids: Collection[int]) -> list[ThreadRegisters]:
+        return next(answers)
+
+    monkeypatch.setattr(snapshots, "thread_registers", registers)
+    taken = Snapshots(5)
+    try:
+        assert set(taken.take([(1, tid) for tid in range(10)])) == {0}
+    finally:
+        taken.close()
+
+
+def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def registers(*_: object) -> list[ThreadRegisters]:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(snapshots, "thread_registers", registers)
+    taken = Snapshots(5)
+    assert taken.are_possible
+    assert taken.take([(1, 1)]) == {}
+    assert not taken.are_possible
+
+
+class _Threads:
+    """The kernel's thread table."""
+
+    def __init__(self) -> None:
+        self.entries: dict[bytes, bytes] = {}
+
+    def update(self, key: bytes, value: bytes, flags: int) -> bool:
+        return self.entries.setdefault(key, value) is value
+
+    def lookup(self, key: bytes) -> Any:
+        value = self.entries.get(key)
+        return None if value is None else np.frombuffer(value, abi.THREAD_STATE_DTYPE)
+
+    def delete(self, key: bytes) -> None:
+        self.entries.pop(key, None)
+
+
+@pytest.fixture
+def waiting_tid() -> Iterator[int]:
+    """A thread of this process that sleeps."""
+    released, begun = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        released.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    assert thread.native_id is not None
+    yield thread.native_id
+    released.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("is_walked", "end", "missing"),
+    [(True, StackEnd.NOT_WALKED, 1), (False, StackEnd.EXCLUDED, 0)],
+)
+def test_kernels_without_the_iterator_are_said_to_be(
+    waiting_tid: int,
+    wait_until: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_walked: bool,
+    end: StackEnd,
+    missing: int,
+) -> None:
+    here = os.getpid()
+    wait_until(lambda: getattr(procfs.thread_stat(here, waiting_tid), "state", "") == "S")
+    monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
+    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
+    tables: Any = SimpleNamespace(wait=lambda binaries, deadline_ns: None)
+    table = ProcessTable(1, lambda pid: 1)
+    walker = StackWalker(tables, SimpleNamespace()) if is_walked else None  # type: ignore[arg-type]
+    sleepers = Sleepers(programs, table, tables, walker, kernel_stacks=True)
+    for _ in sleepers.enter([here]):
+        pass
+    made = []
+    stacks: Any = SimpleNamespace(
+        mentions=lambda stack: True, add_made=lambda *row: made.append(row)
+    )
+    store_sleepers(sleepers, stacks, table)
+    ((stack, image, _, user, how),) = made
+    assert sleepers.by_stack[stack].tid == waiting_tid
+    assert (image.pid, user, how) == (here, [], end)
+    assert sleepers.problems["sleepers_not_walked"] == missing
+
+
+def test_threads_that_a_short_recording_missed_are_counted(
+    waiting_tid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "thread_ids", lambda pid: [os.getpid(), waiting_tid])
+    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
+    tables: Any = SimpleNamespace()
+    sleepers = Sleepers(programs, ProcessTable(1, lambda pid: 1), tables, None, False)
+    entering = sleepers.enter([os.getpid(), 2])
+    next(entering)
+    # WHEN the recording ends before the first is entered; one was entered by the kernel half
+    programs.threads.update(waiting_tid.to_bytes(4, "little"), b"", 0)
+    sleepers.finish([])
+    # THEN those of both processes that are not in the table are counted
+    assert sleepers.problems["threads_not_entered"] == 2
