@@ -60,19 +60,22 @@ def _program(workload: Callable[..., Path]) -> Path:
     return workload("sleepers", "-fomit-frame-pointer", f"-Wl,--build-id=0x{os.urandom(20).hex()}")
 
 
-def _record(folder: Path, pid: int, *options: object) -> Profile:
-    with Recording(folder, "-p", pid, "--force", *options) as recording:
+def _record(folder: Path, *options: object) -> Profile:
+    with Recording(folder, "--force", *options) as recording:
         return recording.wait().profile
 
 
-def _assert_asleep_all_the_time(profile: Profile) -> None:
+def _pid_of(profile: Profile, row: np.void) -> int:
+    return profile.processes[profile.threads[row["thread"]].process].pid
+
+
+def _assert_asleep_all_the_time(profile: Profile, pid: int) -> None:
     for thread in _THREADS:
-        (row,) = rows_of(profile, None, thread)
+        (row,) = (row for row in rows_of(profile, None, thread) if _pid_of(profile, row) == pid)
         assert row["klass"] == SampleClass.BLOCKED, thread
         assert int(row["ns"]) == pytest.approx(profile.recording.duration_ns, rel=0.2)
         assert _chain(profile, row["stack"]) == _truth(thread), thread
         assert profile.stacks.ends[row["stack"]] == StackEnd.ROOTED, thread
-    assert not profile.losses
 
 
 def test_threads_that_never_wake_up_have_their_whole_stacks(
@@ -80,9 +83,21 @@ def test_threads_that_never_wake_up_have_their_whole_stacks(
 ) -> None:
     with Workload([_program(workload)]) as sleepers:
         # WHEN the tables have to be built, in a recording that is too short for it
-        _assert_asleep_all_the_time(_record(tmp_path, sleepers.pid, "-d", "50ms"))
+        profile = _record(tmp_path, "-p", sleepers.pid, "-d", "50ms")
+        _assert_asleep_all_the_time(profile, sleepers.pid)
+        assert not profile.losses
         # AND when they are there
-        _assert_asleep_all_the_time(_record(tmp_path, sleepers.pid, "-d", "1s"))
+        profile = _record(tmp_path, "-p", sleepers.pid, "-d", "1s")
+        _assert_asleep_all_the_time(profile, sleepers.pid)
+        assert not profile.losses
+
+
+def test_threads_of_processes_that_nothing_was_seen_of_have_their_whole_stacks(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    with Workload([_program(workload)]) as sleepers:
+        profile = _record(tmp_path, "-a", "-d", "2s")
+        _assert_asleep_all_the_time(profile, sleepers.pid)
 
 
 @pytest.mark.parametrize("how", ["first", "second"])
@@ -92,7 +107,7 @@ def test_what_threads_slept_in_before_they_woke_up_is_known(
     program = _program(workload)
     if how == "second":
         with Workload([program]) as sleepers:
-            _record(tmp_path, sleepers.pid, "-d", "50ms")
+            _record(tmp_path, "-p", sleepers.pid, "-d", "50ms")
     with (
         Workload([program, "wake"]) as sleepers,
         Recording(tmp_path, "-p", sleepers.pid, "--force") as recording,
@@ -102,14 +117,17 @@ def test_what_threads_slept_in_before_they_woke_up_is_known(
         assert sleepers.truth()["threads"] == len(_THREADS)
         profile = recording.stop().profile
     for thread in _THREADS:
-        truth, end = _truth(thread), StackEnd.ROOTED
-        if how == "first" and thread.startswith("handler"):
-            # Without tables nobody knew of its other stack while it was there to be read.
-            truth, end = truth[-3:], StackEnd.UNREADABLE
-        rows = rows_of(profile, None, thread, SampleClass.BLOCKED)
-        before = [row for row in rows if _chain(profile, row["stack"]) == truth]
+        whole = (_truth(thread), StackEnd.ROOTED)
+        # Without tables nobody knew of a handler's other stack while it was there to be read.
+        cut = (_truth(thread)[-3:], StackEnd.UNREADABLE)
+        may_be_cut = how == "first" and thread.startswith("handler")
+        before = [
+            row
+            for row in rows_of(profile, None, thread, SampleClass.BLOCKED)
+            if (_chain(profile, row["stack"]), profile.stacks.ends[row["stack"]])
+            in ((whole, cut) if may_be_cut else (whole,))
+        ]
         assert sum(int(row["count"]) for row in before) == 1, thread
-        assert {StackEnd(profile.stacks.ends[row["stack"]]) for row in before} == {end}, thread
     assert StackEnd.NOT_WALKED not in profile.stacks.ends
 
 
@@ -117,7 +135,7 @@ def test_user_stacks_that_are_not_asked_for_are_not_read(
     workload: Callable[..., Path], tmp_path: Path
 ) -> None:
     with Workload([_program(workload)]) as sleepers:
-        profile = _record(tmp_path, sleepers.pid, "-d", "50ms", "-K")
+        profile = _record(tmp_path, "-p", sleepers.pid, "-d", "50ms", "-K")
     assert {profile.functions[index].kind for index in profile.frames["function"]} == {
         FrameKind.KERNEL
     }
@@ -129,11 +147,13 @@ def test_ten_thousand_sleeping_threads_have_their_whole_stacks(
 ) -> None:
     with Workload([_program(workload), "crowd", "10000"]) as crowd:
         for options in (["-d", "2s"], ["-d", "3s"]):
-            profile = _record(tmp_path, crowd.pid, *options)
+            profile = _record(tmp_path, "-p", crowd.pid, *options)
             rows = rows_of(profile, "wait_on_futex", None, SampleClass.BLOCKED)
-            assert len(np.unique(rows["thread"])) >= len(profile.threads) - 1
+            assert len(np.unique(rows["thread"])) >= len(profile.threads) - 1 > 0
             assert set(profile.stacks.ends.tolist()) == {StackEnd.ROOTED}
             (chain,) = {tuple(frames_of(profile, int(row["stack"]))) for row in rows}
             assert chain.count("call_deeper") == 5
-    assert len(profile.threads) == 10_001
-    assert {loss.name for loss in profile.losses} == set()
+            # A machine that is too busy to get them all in time says how many are missing.
+            missing = {loss.name: loss.count for loss in profile.losses}
+            assert len(profile.threads) + missing.pop("threads_not_entered", 0) == 10_001
+            assert not missing

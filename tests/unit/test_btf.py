@@ -134,6 +134,19 @@ def test_arguments_of_a_tracepoint() -> None:
             btf.tracepoint_arguments(name)
 
 
+def test_type_of_a_function() -> None:
+    b = _Builder()
+    number = b.add(_INT, "int", 4, data=struct.pack("<I", 32))
+    prototype = b.add(_FUNC_PROTO)
+    b.add(_TYPEDEF, "bpf_iter_tasks", number)
+    function = b.add(_FUNC, "bpf_iter_task", prototype)
+    btf = Btf(b.build())
+    assert btf.function_type("bpf_iter_task") == function
+    for name in ("bpf_iter_tasks", "bpf_iter", "int"):
+        with pytest.raises(EnvironmentUnfit, match=f"this kernel has no function {name} "):
+            btf.function_type(name)
+
+
 def test_a_blob_of_something_else() -> None:
     with pytest.raises(EnvironmentUnfit, match="bad magic 0x464c"):
         Btf(_Builder().build(magic=0x464C))
@@ -176,3 +189,4 @@ def test_the_running_kernel() -> None:
     assert btf.member_offset("list_head", "prev") == 8
     assert btf.member_offset("task_struct", "tgid") == btf.member_offset("task_struct", "pid") + 4
     assert btf.tracepoint_arguments("sched_switch") in (3, 4)  # v5.18 added prev_state
+    assert btf.function_type("bpf_iter_task") > 0

@@ -144,9 +144,9 @@ def test_stacks_that_lead_nowhere_keep_their_leaf(
 
 
 def test_generated_code_is_walked_by_frame_pointer(table: UnwindTable) -> None:
-    words = {16: 0, 24: _JIT + 8}
-    found = _walk(_walker(_Tables(table)), _image(), _JIT + 4, words, _STACK + 16)
-    assert found.addresses == (_JIT + 4, _JIT + 8)
+    words = {24: _JIT + 4, 48: 0, 56: _JIT + 8}
+    found = _walk(_walker(_Tables(table)), _image(), _code(_PLAIN), words, _STACK + 48)
+    assert found.addresses == (_code(_PLAIN), _JIT + 4, _JIT + 8)
 
 
 def test_recursion_is_cut_where_sampled_stacks_are(table: UnwindTable) -> None:
