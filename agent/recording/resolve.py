@@ -217,25 +217,28 @@ class CaptureResolver:
     ) -> None:
         binary_id = self._binary_id(binary)
         if not chain:
-            start = self._start_name(binary, address)
+            name, place.is_start = self._name_by_code(binary, address)
             module = self._table.binaries.files[binary].path.rpartition("/")[2]
-            self._name(place, start or clean_name(f"[{module}+{address:#x}]"), binary_id, address)
-            place.is_start = start is not None
+            self._name(place, name or clean_name(f"[{module}+{address:#x}]"), binary_id, address)
             return
         place.chain = tuple(
             self._names.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
         )
         place.is_start = roots.is_start_name(chain[-1].name)
 
-    def _start_name(self, binary: int, address: int) -> str | None:
-        """Names a place without a symbol if threads or processes start there."""
+    def _name_by_code(self, binary: int, address: int) -> tuple[str, bool]:
+        """Names a place without a symbol that is known by its code, "" if it is not.
+
+        Returns:
+            The name, and whether threads or processes start there.
+        """
         fd, elf = self._table.binaries.files[binary].fd, self._images.of(binary)
         if fd is None or elf is None:
-            return None
+            return "", False
         if binary not in self._entries:
             self._entries[binary] = roots.entry_address(fd)
         if roots.is_at_entry(self._entries[binary], address):
-            return "_start"
+            return "_start", True
         offset = next(
             (
                 address + 1 - load.virtual_address + load.file_offset
@@ -244,7 +247,12 @@ class CaptureResolver:
             ),
             None,
         )
-        return None if offset is None else roots.start_name_in_libc(fd, offset)
+        if offset is None:
+            return "", False
+        if roots.is_signal_return(fd, offset):
+            return "__restore_rt", False
+        start = roots.start_name_in_libc(fd, offset)
+        return start or "", start is not None
 
     def _name(self, place: Place, name: str, binary: int | None, address: int) -> None:
         source = SourceFrame(name, "", 0, False)

@@ -34,6 +34,7 @@ _AFTER_CALL = {
     "__libc_start_call_main": _PASSES_RESULT_TO_EXIT,
     "clone3": _EXITS_THREAD,
 }
+_CALLS_SIGRETURN = b"\x48\xc7\xc0\x0f\x00\x00\x00\x0f\x05"
 _CODE_BYTES = 10  # the longest of these
 
 _JUMP = struct.Struct("<Bi")  # jmp rel32
@@ -63,6 +64,15 @@ def start_name_in_libc(fd: int, return_offset: int) -> str | None:
         target = return_offset + _JUMP.size + _JUMP.unpack_from(code)[1]
         code = os.pread(fd, _CODE_BYTES, target) if target >= 0 else b""
     return next((name for name, pattern in _AFTER_CALL.items() if pattern.match(code)), None)
+
+
+def is_signal_return(fd: int, return_offset: int) -> bool:
+    """Whether a handler returns to here: to the trampoline that calls sigreturn(2).
+
+    Such a return address is the trampoline's first byte, and what lies before it is another
+    function, or none (mov $15,%rax; syscall: glibc 2.35 to 2.41, musl 1.2).
+    """
+    return os.pread(fd, len(_CALLS_SIGRETURN), return_offset) == _CALLS_SIGRETURN
 
 
 def entry_address(fd: int) -> int:

@@ -32,7 +32,7 @@ from aiflame.agent.unwind.records import (
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout: two versions of aiflame may share a cache.
-_SUFFIX = ".unwind02"
+_SUFFIX = ".unwind03"
 # The head of .eh_frame tells where functions lie; all of .eh_frame would take too long.
 _FINGERPRINT_BYTES = 1024 * 1024
 
@@ -102,7 +102,10 @@ def build(fd: int, image: ElfImage, sections: list[FrameSection]) -> UnwindTable
             raise BadUnwindInfo(f"{section.size} bytes of unwind information, over the limit")
         data = os.pread(fd, section.size, section.file_offset)
         fdes = parse_section(data, section.address, section.is_eh, drops)
-        found.append(_Functions(fdes.starts, fdes.sizes, run_programs(fdes, drops)))
+        # A thread inside sigreturn(2) is at the first byte behind its trampoline.
+        is_signal = np.array([cie.is_signal_frame for cie in fdes.cies], np.uint64)
+        sizes = fdes.sizes + (is_signal[fdes.cie_rows] if len(is_signal) else np.uint64(0))
+        found.append(_Functions(fdes.starts, sizes, run_programs(fdes, drops)))
     every = _merged(found)
     chosen = _chosen(every, found, code, drops)
     addresses, states = _states(every, chosen)

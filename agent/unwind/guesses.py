@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for functions of which CFI says nothing: their prologues are read instead.
+"""Rows for code of which CFI says nothing: linkage stubs, and functions by their prologues.
 
-Only functions that symbols delimit and that lie wholly in a gap between the rows of the CFI: what
-the compiler said is never overruled. The rows are guesses, see `prologue_x86_64`.
+Linkers leave CFI out where no input has any, but their stubs are of a few known forms. Functions
+are those that symbols delimit; their rows are guesses, see `prologue_x86_64`. All must lie wholly
+in a gap between the rows of the CFI: what the compiler said is never overruled.
 """
 
 from __future__ import annotations
@@ -51,12 +52,11 @@ def with_guesses(
             starts, ends = function_ranges(image, data)
         except BadElf:
             return addresses, states  # unwinding does without symbols
+    found, bounds = _stubs(fd, image, addresses, states)
     is_bare = _in_gap(starts, ends, addresses, states)
     starts, ends = starts[is_bare], ends[is_bare]
     if len(starts) > _MAX_FUNCTIONS:
         drops["function without CFI"] += len(starts) - _MAX_FUNCTIONS
-    found: list[tuple[int, int]] = []
-    bounds: list[int] = []
     for start, end in zip(starts[:_MAX_FUNCTIONS].tolist(), ends.tolist(), strict=False):
         place = in_file(image, start)
         if place is None or end - start > min(place[1], _MAX_FUNCTION_BYTES):
@@ -65,6 +65,26 @@ def with_guesses(
         found += [(start + row.offset, row.state) for row in rows]
         bounds.append(end)
     return _inserted(addresses, states, found, bounds)
+
+
+def _stubs(
+    fd: int, image: ElfImage, addresses: U64, states: U64
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Rows of linkage stubs, and where their sections end."""
+    found: list[tuple[int, int]] = []
+    bounds: list[int] = []
+    for name in arch.STUB_SECTIONS:
+        section = image.section(name)
+        if section is None or not section.executable or not section.size:
+            continue
+        starts = np.array([section.virtual_address], np.uint64)
+        ends = np.array([section.end_address], np.uint64)
+        if _in_gap(starts, ends, addresses, states)[0]:
+            code = os.pread(fd, arch.STUB_SAMPLE_BYTES, section.file_offset)
+            rows = arch.stub_states(code)
+            found += [(section.virtual_address + offset, state) for offset, state in rows]
+            bounds.append(section.end_address)
+    return found, bounds
 
 
 def _in_gap(starts: U64, ends: U64, addresses: U64, states: U64) -> npt.NDArray[np.bool_]:

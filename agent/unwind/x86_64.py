@@ -180,6 +180,10 @@ def rule_of(state: int) -> Rule:
         return UNSUPPORTED_RULE
     if rbp_kind in (RbpKind.AT_RSP, RbpKind.UNKNOWN):
         rbp_kind, rbp_offset = RbpKind.UNKNOWN, 0
+    if (form, offset, rbp_kind) == (RSP, 8, RbpKind.AT_RBP):
+        # GCC at the `ret` of a function that realigned its stack: RBP has been popped by then, and
+        # no longer points at where it was saved.
+        rbp_kind, rbp_offset = RbpKind.SAME, 0
     return Rule(kinds[form], rbp_kind, rbp_offset, offset)
 
 
@@ -203,3 +207,29 @@ def follows_call(code: bytes) -> bool:
     if code[2] == 0xFF and (code[3] == 0x15 or code[3] & 0xF8 == 0x90):
         return True  # relative to RIP, or a 32-bit displacement
     return code[1] == 0xFF and code[2] == 0x94  # scaled index and a 32-bit displacement
+
+
+# System V psABI 5.2: where linkage stubs are; ld puts those of static programs in .iplt or .plt.
+STUB_SECTIONS = (".plt", ".plt.got", ".plt.sec", ".iplt")
+# The head of a lazy section and its first stub.
+STUB_SAMPLE_BYTES = 32
+_STUB_BYTES = 16
+_PUSH_FROM_MEMORY, _PUSH_IMMEDIATE = b"\xff\x35", 0x68
+
+
+def stub_states(code: bytes) -> list[tuple[int, int]]:
+    """Where states begin in a section of linkage stubs, as (offset, state).
+
+    Args:
+        code: Its first STUB_SAMPLE_BYTES, or all of it.
+    """
+    bare = with_ra(with_cfa(0, RSP, 8), RA_AT_CFA_8)
+    if not code.startswith(_PUSH_FROM_MEMORY):
+        return [(0, bare)]  # stubs that only jump
+    # The head is jumped to with the stub's number pushed, and pushes another word (6 bytes).
+    head = [(0, with_cfa(bare, RSP, 16)), (6, with_cfa(bare, RSP, 24))]
+    pushed_at = code.find(_PUSH_IMMEDIATE, _STUB_BYTES, 2 * _STUB_BYTES) - _STUB_BYTES
+    # push imm32 has 5 bytes, and is not the stub's last instruction.
+    if not 0 <= pushed_at <= _STUB_BYTES - 6:
+        return head
+    return [*head, (_STUB_BYTES, with_cfa(bare, CFA_PLT, pushed_at + 5))]

@@ -3,18 +3,13 @@
 
 One recording of several programs at once, each a tree of functions in which the leaf tells all its
 callers (tests/chains.py), compiled so that unwinding finds its rules in another way. The tables are
-in the cache by then: a first recording is there to have them built.
-
-Not judged: leaves for which the compiler, the linker or the C library give wrong information or
-none, where a walk by frame pointer leaves out a caller (`_MISDESCRIBED`, `_UNDESCRIBED`, and stubs
-of a library that has only .debug_frame).
+in the cache by then: a first recording, while the programs still wait, is there to have them built.
 """
 
 from __future__ import annotations
 
 import subprocess
 from collections import Counter
-from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +35,6 @@ _PATIENCE_S = 30
 # Tail calls would take callers out of the truth.
 _FLAGS = ("-fomit-frame-pointer", "-fno-optimize-sibling-calls", "-pthread")
 _LAZY = ("-rdynamic", "-Wl,-z,lazy")
-# GCC 12 describes the last instruction of these wrongly: RBP as still saved where it is restored.
-_MISDESCRIBED = {Shape.ALIGNED_ALLOCA}
-# Leaves without unwind information: behind the system call that ends a signal's handler, where it
-# ends one instruction early (with and without symbols), and in stubs of static programs.
-_UNDESCRIBED = ("__restore_rt", "[libc", "*ABS*")
-# In static programs linkage stubs have no unwind information, and lead to memmove.
-_STUBS = {*_MISDESCRIBED, Shape.COPY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +46,19 @@ class Variant:
     flags: tuple[str, ...]
     link_flags: tuple[str, ...] = _LAZY
     has_library: bool = True
-    without: Set[Shape] = frozenset(_MISDESCRIBED)
 
     @property
     def tree(self) -> Tree:
         """The functions, always the same."""
-        shapes = [shape for shape in Shape if shape not in self.without]
-        return make_tree(self.size, self.size, shapes)
+        return make_tree(self.size, self.size, list(Shape))
 
 
 VARIANTS = {
     "O2": Variant(1500, 4300, ("-O2",)),
     "O3-ibt": Variant(400, 800, ("-O3", "-fcf-protection=full"), (*_LAZY, "-Wl,-z,ibtplt")),
-    "static-pie": Variant(400, 800, ("-O2", "-fPIE"), ("-static-pie",), False, _STUBS),
-    "static": Variant(400, 800, ("-Os", "-fno-pie"), ("-static", "-no-pie"), False, _STUBS),
-    "debug-frame": Variant(400, 800, ("-O2", "-g1", "-fno-asynchronous-unwind-tables"), (), False),
+    "static-pie": Variant(400, 800, ("-O2", "-fPIE"), ("-static-pie",), False),
+    "static": Variant(400, 800, ("-Os", "-fno-pie"), ("-static", "-no-pie"), False),
+    "debug-frame": Variant(400, 800, ("-O2", "-g1", "-fno-asynchronous-unwind-tables")),
 }
 
 
@@ -165,8 +151,8 @@ def _judged(run: Run, name: str) -> tuple[Counter[StackEnd], Counter[Verdict]]:
         if frames and "settle" in frames[:3]:
             continue
         ends[end] += int(row["count"])
-        if frames and frames[0].startswith(_UNDESCRIBED):
-            continue
+        if frames and frames[0] == "__restore_rt":
+            frames = frames[1:]  # the handler has returned, its frame is still there
         try:
             verdicts[judge(run.trees[name], frames, end)] += int(row["count"])
         except Wrong as error:

@@ -146,3 +146,9 @@ def test_the_entry_of_a_real_program() -> None:
     # Its first instructions are endbr64 or xor %ebp,%ebp: sysdeps/x86_64/start.S
     with Path("/proc/self/exe").open("rb") as program:
         assert roots.entry_address(program.fileno()) > 0
+
+
+def test_signal_trampoline_is_known_by_its_code(library: Callable[..., int]) -> None:
+    trampoline = bytes.fromhex("48c7c00f000000 0f05")
+    assert roots.is_signal_return(library({0x100: trampoline}), 0x100)
+    assert not roots.is_signal_return(library({0x100: trampoline[:-1]}), 0x100)

@@ -10,6 +10,7 @@ import pytest
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind import build as build_module
 from aiflame.agent.unwind import lockstep
+from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
@@ -132,7 +133,8 @@ def test_realigned_stack(tmp_path: Path) -> None:
     assert table.lookup(TEXT) == UNSUPPORTED
     assert table.lookup(TEXT + 10) == Rule(RuleKind.RBP_DEREF, RbpKind.AT_RBP, 0, -24)
     assert table.lookup(TEXT + 0x1FA) == UNSUPPORTED
-    assert table.lookup(TEXT + 0x1FF) == Rule(RuleKind.RSP, RbpKind.AT_RBP, 0, 8)
+    # At its `ret` RBP has been popped, whatever the compiler still says.
+    assert table.lookup(TEXT + 0x1FF) == Rule(RuleKind.RSP, RbpKind.SAME, 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -365,3 +367,28 @@ def test_file_without_section_headers(tmp_path: Path) -> None:
 
 # .eh_frame itself then begins at FRAMES, where `Frames` supposes it.
 FRAMES_HDR = Frames().address - 8
+
+
+@pytest.mark.parametrize(
+    ("stub", "rows"),
+    [
+        # jmp *GOT; push $0; jmp head
+        ("ff2500000000 6800000000 e900000000", [(0, 16), (6, 24), (16, 11)]),
+        # endbr64; push $0; bnd jmp head; nop
+        ("f30f1efa 6800000000 f2e900000000 90", [(0, 16), (6, 24), (16, 9)]),
+        # no stub behind the head
+        ("", [(0, 16), (6, 24)]),
+    ],
+)
+def test_lazy_stubs_without_cfi(stub: str, rows: list[tuple[int, int]]) -> None:
+    head = bytes.fromhex("ff3500000000 ff2500000000 0f1f4000")
+    states = arch.stub_states(head + bytes.fromhex(stub))
+    found = [(offset, arch.rule_of(state)) for offset, state in states]
+    kinds = [RuleKind.RSP, RuleKind.RSP, RuleKind.PLT]
+    assert [(at, rule.cfa_offset) for at, rule in found] == rows
+    assert [rule.kind for _, rule in found] == kinds[: len(rows)]
+
+
+def test_stubs_that_only_jump_leave_the_stack_alone() -> None:
+    states = arch.stub_states(bytes.fromhex("f30f1efa ff2500000000 660f1f440000"))
+    assert [(at, arch.rule_of(state)) for at, state in states] == [(0, rsp(8))]
