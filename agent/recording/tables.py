@@ -73,6 +73,7 @@ class UnwindTables:
         self._hits: Counter[int] = Counter()  # addresses of new stacks, by binary
         self._builder = TableBuilder(cache, watch, self._urgency)
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
+        self._building: set[int] = set()
         self._without: set[int] = set()  # those among them that have none
         self._wanted: set[int] = set()  # needed by samples, but out of the kernel
         self._short: set[int] = set()  # those for which there was no room
@@ -105,8 +106,8 @@ class UnwindTables:
     def poll(self) -> None:
         """Makes the changes that are due, and takes in tables that were built; never waits."""
         built = self._builder.finished()
-        for binary in built:
-            self._settled.add(binary)
+        self._settled.update(built)
+        self._building.difference_update(built)
         if built or self._wanted:
             renewed = {*built, *self._wanted}
             for image in list(self._pushed.values()):
@@ -150,6 +151,8 @@ class UnwindTables:
 
     def _cached(self, binary: int) -> UnwindTable | None:
         """Returns a binary's table from the cache; has it built where it is not there."""
+        if binary in self._building:
+            return None
         fd, elf = self._table.binaries.files[binary].fd, self.images.of(binary)
         table = None
         if fd is not None and elf is not None:
@@ -170,6 +173,7 @@ class UnwindTables:
             self._blame(binary, "bad_unwind_info", 1)
             self._without.add(binary)
         else:
+            self._building.add(binary)
             self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
         return table
 
