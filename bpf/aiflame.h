@@ -77,7 +77,8 @@ struct unwind_rule {
 
 /*
  * One executable mapping of a process; address - bias is a distance from the table's first page.
- * Slot 0 of a process's mappings is none: start is its image, end the number of mappings.
+ * Slot 0 of a process's mappings is none: start is its image, end the number of mappings, and table
+ * a number that no other mappings had, nor the same ones before they changed.
  */
 struct mapping_slot {
 	u64 start;

@@ -215,7 +215,10 @@ static __always_inline void *mappings_of(struct walk *walk)
 		return NULL;
 	slot = bpf_map_lookup_elem(mappings, &zero);
 	/* After an exec the old image's mappings are there for a moment: better none. */
-	return slot && slot->start == walk->image ? mappings : NULL;
+	if (!slot || slot->start != walk->image)
+		return NULL;
+	walk->serial = slot->table;
+	return mappings;
 }
 
 /* Walks some frames; returns whether the walk has ended. */

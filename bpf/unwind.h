@@ -38,6 +38,24 @@ BPF_F_TABLE("array", u32, struct mapping_slot, mapping_table, 1, F_MMAPABLE | F_
 BPF_TABLE("hash_of_maps$mapping_table", u32, int, process_mappings, PROCESSES_MAX);
 BPF_ARRAY(unwind_rules, struct unwind_rule, RULES_MAX);
 
+/*
+ * What was found for addresses before: most samples pass through the same callers, and a search in
+ * tables of megabytes costs several misses of the processor's cache.
+ */
+#define KNOWN_ADDRESSES 1024 /* a power of two; 16 KB a CPU */
+
+struct known_address {
+	u64 address;
+	u32 serial; /* of the process's mappings: others have others */
+	u32 rule;
+};
+
+struct known_addresses {
+	struct known_address slots[KNOWN_ADDRESSES];
+};
+
+BPF_PERCPU_ARRAY(known_addresses, struct known_addresses, 1);
+
 /* Where a walk stands. It lies in per-CPU memory, since a walk goes on over tail calls. */
 struct walk {
 	u64 instruction_pointer;
@@ -54,7 +72,7 @@ struct walk {
 	u32 has_frame_pointer; /* 0: a rule said that it is lost */
 	u32 is_guessed; /* 1: some caller was found by a checked guess */
 	u32 end; /* enum stack_end, once it has ended */
-	u32 unused;
+	u32 serial; /* of the mappings */
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;
@@ -108,8 +126,8 @@ static __always_inline bool find_mapping(struct walk *walk, void *mappings, u64 
 	return false;
 }
 
-/* Finds the rule for an address of the current mapping; NULL without a table or a row. */
-static __always_inline struct unwind_rule *find_rule(struct walk *walk, u64 address)
+/* Finds the rule for an address of the current mapping; RULE_NO_CFI's without a table or a row. */
+static __always_inline u32 find_rule(struct walk *walk, u64 address)
 {
 	u32 table_slot = walk->mapping.table;
 	u32 rows, low, high, middle, row, page, i, rule = 0;
@@ -117,17 +135,17 @@ static __always_inline struct unwind_rule *find_rule(struct walk *walk, u64 addr
 
 	address -= walk->mapping.bias;
 	if (address >> TABLE_PAGE_SHIFT >= walk->mapping.pages)
-		return NULL;
+		return 0;
 	table = unwind_tables.lookup((int *)&table_slot);
 	if (!table)
-		return NULL;
+		return 0;
 	page = address >> TABLE_PAGE_SHIFT;
 	low = half_word(table, 0, page);
 	high = half_word(table, 0, page + 1);
 	rows = (walk->mapping.pages + 2) >> 1;
 	address &= (1 << TABLE_PAGE_SHIFT) - 1;
 	if (low >= high)
-		return NULL;
+		return 0;
 	/* The last row that begins at or before the address. */
 #pragma clang loop unroll(disable)
 	for (i = 0; i < ROW_STEPS; i++) {
@@ -142,6 +160,32 @@ static __always_inline struct unwind_rule *find_rule(struct walk *walk, u64 addr
 			high = middle;
 		}
 	}
+	return rule;
+}
+
+/* The same for any address, from what is known if it can be; NULL if it is in no mapping. */
+static __always_inline struct unwind_rule *rule_of(struct walk *walk, void *mappings, u64 address)
+{
+	u32 zero = 0, rule;
+	struct known_addresses *known = known_addresses.lookup(&zero);
+	struct known_address *slot;
+	u64 at = (address ^ address >> 12) & (KNOWN_ADDRESSES - 1);
+
+	if (!known)
+		return NULL;
+	/* In assembly: the compiler knows the bound and would leave it out, verifiers do not. */
+	asm volatile("%0 &= %1" : "+r"(at) : "i"(KNOWN_ADDRESSES - 1));
+	slot = &known->slots[at];
+	if (slot->address == address && slot->serial == walk->serial) {
+		rule = slot->rule;
+		return unwind_rules.lookup((int *)&rule);
+	}
+	if (!find_mapping(walk, mappings, address))
+		return NULL;
+	rule = find_rule(walk, address);
+	slot->address = address;
+	slot->serial = walk->serial;
+	slot->rule = rule;
 	return unwind_rules.lookup((int *)&rule);
 }
 
@@ -239,10 +283,10 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 
 	if (!walk->instruction_pointer)
 		return end_walk(walk, END_ROOTED); /* the host half judges whether it is */
-	if (!find_mapping(walk, mappings, address))
+	rule = rule_of(walk, mappings, address);
+	if (!rule)
 		return end_walk(walk, END_NO_TABLE);
-	rule = find_rule(walk, address);
-	if (!rule || rule->kind == RULE_NO_CFI)
+	if (rule->kind == RULE_NO_CFI)
 		return step_without_cfi(walk, mappings);
 	if (rule->kind == RULE_UNDEFINED_RA)
 		return end_walk(walk, END_ROOTED_BY_TABLE);

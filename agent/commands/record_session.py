@@ -31,7 +31,7 @@ from aiflame.agent.recording.sleepers import store_sleepers
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.warm import Warmer
 from aiflame.agent.reports import FORMATS, ReportOptions
-from aiflame.agent.reports.facts import complete_share, duration, percent
+from aiflame.agent.reports.facts import complete_share, cut_short, duration, percent
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 
@@ -246,7 +246,11 @@ class _Session:
             f" {duration(int(ns[~on_cpu].sum()))} off CPU,"
             f" {len(profile.threads):,} threads, {len(profile.stacks):,} distinct stacks."
         )
-        say(f"{percent(complete_ns, whole_ns)} of the recorded time has complete stacks.")
+        cut = cut_short(profile)
+        say(
+            f"{percent(complete_ns, whole_ns)} of the recorded time has complete stacks"
+            + (f"; cut short in: {cut}." if cut else ".")
+        )
         for loss in profile.losses:
             say(f"lost: {loss.name} {loss.count:,}: {loss.meaning}")
         if not profile.losses:

@@ -25,7 +25,7 @@ from aiflame.agent.recording.ringbuf import RingBuffer
 
 # A sample each millisecond: the answer comes at once, even when other programs want the CPU.
 _PERIOD_NS = 1_000_000
-_PATIENCE_NS = 1_000_000_000
+PATIENCE_NS = 1_000_000_000
 # Room for one process and its few threads.
 _OPTIONS = ProgramOptions(
     filter=abi.Filter.PIDS,
@@ -79,8 +79,9 @@ def sample(context: Context) -> Finding:
     """Do samples of a loop in this process arrive, with their stacks?"""
     if context.programs is None or context.probes is None:
         return skip("nothing is attached")
-    with _recording_itself(context.programs) as programs:
-        if not _until(lambda: _received(programs, SampleClass.ON_CPU), _spin):
+    programs = context.programs
+    with recording_itself(programs):
+        if not _until(lambda: _received(programs, SampleClass.ON_CPU), spin):
             raise EnvironmentUnfit("no sample of a busy loop arrived within 1 s")
         if not any(len(keys) for keys, _ in programs.stacks.chunks(take=True)):
             raise EnvironmentUnfit("samples arrive, but without stacks")
@@ -91,7 +92,8 @@ def off_cpu(context: Context) -> Finding:
     """Does the time arrive in which this process sleeps?"""
     if context.programs is None or context.probes is None:
         return skip("nothing is attached")
-    with _recording_itself(context.programs) as programs:
+    programs = context.programs
+    with recording_itself(programs):
         if not _until(lambda: _received(programs, SampleClass.BLOCKED), _doze):
             raise EnvironmentUnfit("no context switch of a sleeping process arrived within 1 s")
     return ok("the time of a short sleep arrives")
@@ -101,7 +103,8 @@ def ring_buffer(context: Context) -> Finding:
     """Do events come through the ring buffer?"""
     if context.programs is None or context.probes is None:
         return skip("nothing is attached")
-    with _recording_itself(context.programs) as programs:
+    programs = context.programs
+    with recording_itself(programs):
         ring = RingBuffer(programs.ring_fd, programs.ring_bytes)
         try:
             if not _until(lambda: _announced(ring), _doze):
@@ -112,19 +115,21 @@ def ring_buffer(context: Context) -> Finding:
 
 
 @contextmanager
-def _recording_itself(programs: Programs) -> Iterator[Programs]:
+def recording_itself(programs: Programs) -> Iterator[int]:
+    """Makes this process the target; yields its image."""
     state = np.zeros(1, abi.PROCESS_STATE_DTYPE)
-    state["image"], state["flags"] = time.monotonic_ns(), int(abi.ProcessFlag.TARGET)
+    image = time.monotonic_ns()
+    state["image"], state["flags"] = image, int(abi.ProcessFlag.TARGET)
     programs.processes.update(os.getpid().to_bytes(4, "little"), state.tobytes())
     programs.set(abi.Setting.START_NS, time.monotonic_ns())
     try:
-        yield programs
+        yield image
     finally:
         programs.set(abi.Setting.START_NS, 0)
 
 
 def _until(received: Callable[[], bool], do: Callable[[], None]) -> bool:
-    deadline_ns = time.monotonic_ns() + _PATIENCE_NS
+    deadline_ns = time.monotonic_ns() + PATIENCE_NS
     while time.monotonic_ns() < deadline_ns:
         do()
         if received():
@@ -132,7 +137,8 @@ def _until(received: Callable[[], bool], do: Callable[[], None]) -> bool:
     return False
 
 
-def _spin() -> None:
+def spin() -> None:
+    """Uses the CPU for a few ticks of the clock."""
     end_ns = time.thread_time_ns() + 5 * _PERIOD_NS
     while time.thread_time_ns() < end_ns:
         pass

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from aiflame.agent.doctor import bpf, cpu, host, out, target
+from aiflame.agent.doctor import bpf, cpu, host, out, stacks, target
 from aiflame.agent.doctor.base import Check
 
 _PRIVILEGED = ("os.capabilities",)
@@ -45,6 +45,7 @@ CHECKS = (
     Check("bpf.load", bpf.load, needs=_BEFORE_LOADING),
     Check("bpf.attach", bpf.attach, needs=("bpf.load",)),
     Check("bpf.sample", bpf.sample, needs=_TO_RECEIVE),
+    Check("bpf.stacks", stacks.stacks, limit="some stacks are cut short", needs=("bpf.sample",)),
     Check("bpf.off_cpu", bpf.off_cpu, needs=_TO_RECEIVE),
     Check("bpf.ringbuf", bpf.ring_buffer, needs=_TO_RECEIVE),
     Check("out.folder", out.folder, limit="record needs -o"),

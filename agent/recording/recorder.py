@@ -233,7 +233,6 @@ class Recorder:
     def _drain_stacks(self) -> None:
         for keys, records in self._programs.stacks.chunks(take=True):
             self.stacks.add(keys, records)
-        self.tables.note_used(self.stacks.take_hits())
 
     def drain(self) -> None:
         """Empties the kernel's stores into the capture, and commits."""
@@ -245,6 +244,7 @@ class Recorder:
         self._drain_stacks()
         keys, values = idle.take_all()
         self.samples.add((self._epoch_since_ns - self.start_ns) // INTERVAL_NS, keys, values)
+        self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         self._epoch_since_ns = switched_ns
         self._write_tables(
             self.table.images[self._images_written :], self.table.threads[self._threads_written :]

@@ -34,10 +34,11 @@ class StackSink:
         self._writer = writer
         self._table = table
         self._rows: dict[int, int] = {}
-        self._filled: set[int] = set()
+        # Those whose content has come, and the binaries that each has addresses in.
+        self._filled: dict[int, tuple[int, ...]] = {}
+        self._binaries: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._unfilled: dict[int, ProcessImage] = {}
         self._unwritten: list[int] = []
-        self._hits: Counter[int] = Counter()
 
     def row(self, stack: int, fallback: ProcessImage) -> int:
         """Returns the row of a stack id, giving one out at its first mention."""
@@ -58,12 +59,13 @@ class StackSink:
             image = self._table.image(int(record["tgid"]), int(record["image"]))
             user = record["user"][: int(record["user_depth"])]
             found = image.find(user)
-            self._hits.update(image.binaries_at(found))
+            binaries = tuple(sorted(set(image.binaries_at(found))))
             unmapped = found < 0
             if unmapped.any():
                 # The leaf is where the processor was; callers found by frame pointer may be junk.
                 unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
-            self._filled.add(stack)
+            # Stacks are many, sets of binaries few: each is kept once.
+            self._filled[stack] = self._binaries.setdefault(binaries, binaries)
             row = self.row(stack, image)
             del self._unfilled[stack]
             kernel = record["kernel"][: int(record["kernel_depth"])]
@@ -75,10 +77,12 @@ class StackSink:
         for index, is_certain in unknown.items():
             self._table.unknown_address(self._table.images[index], is_certain)
 
-    def take_hits(self) -> Counter[int]:
-        """Returns how many addresses of the stacks since the last call are in each binary."""
-        hits, self._hits = self._hits, Counter()
-        return hits
+    def binaries_of(self, stacks: npt.NDArray[np.uint64]) -> Counter[int]:
+        """Returns in how many of some stacks each binary is."""
+        found: Counter[int] = Counter()
+        for stack in np.unique(stacks).tolist():
+            found.update(self._filled.get(stack, ()))
+        return found
 
     def add_made(
         self, stack: int, image: ProcessImage, kernel: list[int], user: list[int], end: StackEnd
@@ -86,7 +90,7 @@ class StackSink:
         """Stores a stack made by the host half, of kernel and user addresses, leaf first."""
         row = self.row(stack, image)
         self._unfilled.pop(stack, None)
-        self._filled.add(stack)
+        self._filled[stack] = ()
         blob = np.array([*kernel, *user], np.uint64).tobytes()
         self._writer.put("stacks", [(row, image.index, len(kernel), int(end), blob, None)])
 

@@ -70,7 +70,7 @@ class UnwindTables:
         self.problems: Counter[str] = Counter()
         self.problem_files: dict[str, set[str]] = {}
         self._kernel = KernelTables(programs, limit_bytes, self.problems)
-        self._hits: Counter[int] = Counter()  # addresses of new stacks, by binary
+        self._hits: Counter[int] = Counter()  # stacks that each binary was in, over all drains
         self._builder = TableBuilder(cache, watch, self._urgency)
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
@@ -82,6 +82,7 @@ class UnwindTables:
         self._queued: dict[int, ProcessImage] = {}  # by pid
         self._gone: set[int] = set()
         self._pushed: dict[int, ProcessImage] = {}  # by pid
+        self._serial = 0
 
     def push(self, image: ProcessImage) -> None:
         """Has `poll` bring a process's mappings, and the tables of what it maps."""
@@ -94,7 +95,7 @@ class UnwindTables:
         self._gone.add(pid)
 
     def note_used(self, hits: Counter[int]) -> None:
-        """Takes note of how many addresses of a drain's new stacks were in each binary."""
+        """Takes note of how many of a drain's stacks each binary is in."""
         self._drains += 1
         self._hits.update(hits)
         for binary in hits:
@@ -213,7 +214,8 @@ class UnwindTables:
         count = min(len(image.mappings), _MAX_MAPPINGS)
         self.problems["too_many_mappings"] += len(image.mappings) - count
         slots = np.zeros(count + 1, abi.MAPPING_SLOT_DTYPE)
-        slots[0]["start"], slots[0]["end"] = image.image, count
+        self._serial += 1
+        slots[0]["start"], slots[0]["end"], slots[0]["table"] = image.image, count, self._serial
         slots["start"][1:], slots["end"][1:] = image.bounds[:, :count]
         for row, mapping in enumerate(image.mappings[:count], 1):
             place = self._kernel.places.get(mapping.binary)

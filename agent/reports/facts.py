@@ -6,13 +6,19 @@ Each number comes with its unit and each percentage names its whole.
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.model import Profile, SampleClass
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
 
 # Below this many samples a picture says little; flame graph tools have long warned at 100.
 FEW_SAMPLES = 100
+
+# Where stacks are cut, in a line: more is in `aiflame stats`.
+_MODULES_NAMED = 3
 
 _UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"))
 
@@ -66,6 +72,48 @@ def complete_share(profile: Profile) -> tuple[int, int]:
     return whole - int(ns[truncated].sum()), whole
 
 
+def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str, int]:
+    """Return in which modules stacks are cut short, and the ns of such stacks, most first.
+
+    Args:
+        profile: The profile.
+        stack_ns: Time of each stack, shape (stacks,).
+    """
+    cut = np.isin(profile.stacks.ends, TRUNCATED_ENDS) & (stack_ns > 0)
+    sums: dict[str, int] = {}
+    for stack in np.flatnonzero(cut).tolist():
+        module = _outermost_module(profile, stack)
+        sums[module] = sums.get(module, 0) + int(stack_ns[stack])
+    return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _outermost_module(profile: Profile, stack: int) -> str:
+    start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
+    if start == stop:
+        return "[no stack]"
+    frame = profile.frames[int(profile.stacks.frames[start])]
+    module = module_of(profile, profile.functions[int(frame["function"])].binary)
+    return showable(module) if module else "[unknown module]"
+
+
+def module_of(profile: Profile, binary: int | None) -> str:
+    """Return the file name of a binary, "" for none."""
+    if binary is None:
+        return ""
+    path = profile.binaries[binary].path
+    return PurePosixPath(path).name or path
+
+
+def cut_short(profile: Profile) -> str:
+    """Return where stacks are cut short and for how much of the time, "" for nowhere."""
+    samples = profile.samples
+    stack_ns = np.zeros(len(profile.stacks), np.int64)
+    np.add.at(stack_ns, samples["stack"], samples["ns"].astype(np.int64))
+    whole = int(stack_ns.sum())
+    first = [*cut_modules(profile, stack_ns).items()][:_MODULES_NAMED]
+    return ", ".join(f"{module} {percent(ns, whole)}" for module, ns in first)
+
+
 def warnings(profile: Profile) -> list[str]:
     """Return what a reader should know before trusting the picture, one sentence each."""
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
@@ -104,6 +152,7 @@ def recording_facts(profile: Profile) -> list[tuple[str, str]]:
         ),
         ("off-CPU intervals", f"{int(counts[~on_cpu].sum()):,}, exact"),
         ("complete stacks", f"{percent(complete, whole)} of the recorded time"),
+        *([("cut short in", cut)] if (cut := cut_short(profile)) else []),
         *recording.facts,
         (
             "recorder's own cost",

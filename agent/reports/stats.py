@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
-from aiflame.agent.reports.facts import duration, recording_facts
-from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+from aiflame.agent.reports.facts import cut_modules, duration, module_of, recording_facts
+from aiflame.agent.reports.rows import showable
 
 U64 = npt.NDArray[np.uint64]
 
@@ -73,7 +72,7 @@ def _functions(profile: Profile, view: View, limit: int) -> Table:
     rows = []
     for i in order[:limit].tolist():
         function = profile.functions[i]
-        where = _module(profile, function.binary) or function.file
+        where = module_of(profile, function.binary) or function.file
         own, total = int(self_ns[i]), int(total_ns[i])
         times = (_ms(own), _percent(own, whole), _ms(total), _percent(total, whole))
         rows.append((*times, showable(function.name), showable(where) if where else ""))
@@ -222,29 +221,15 @@ def _ends(profile: Profile, view: View) -> Table:
 
 def _modules(profile: Profile, view: View, limit: int) -> Table:
     stack_ns = _ns_by_stack(profile, view)
-    cut = np.isin(profile.stacks.ends, TRUNCATED_ENDS) & (stack_ns > 0)
-    sums: dict[str, int] = {}
-    for stack in np.flatnonzero(cut).tolist():
-        module = _outermost_module(profile, stack)
-        sums[module] = sums.get(module, 0) + int(stack_ns[stack])
+    sums = cut_modules(profile, stack_ns)
     whole = sum(sums.values())
-    order = sorted(sums, key=lambda module: (-sums[module], module))
     return Table(
         "Modules whose callers are missing",
         f"100 % = {duration(whole)} of {view.label} in truncated stacks",
         (">ms", ">share", "module of the outermost function found"),
-        tuple((_ms(sums[m]), _percent(sums[m], whole), m) for m in order[:limit]),
-        max(0, len(order) - limit),
+        tuple((_ms(ns), _percent(ns, whole), m) for m, ns in [*sums.items()][:limit]),
+        max(0, len(sums) - limit),
     )
-
-
-def _outermost_module(profile: Profile, stack: int) -> str:
-    start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
-    if start == stop:
-        return "[no stack]"
-    frame = profile.frames[int(profile.stacks.frames[start])]
-    module = _module(profile, profile.functions[int(frame["function"])].binary)
-    return showable(module) if module else "[unknown module]"
 
 
 def _losses(profile: Profile) -> Table:
@@ -267,13 +252,6 @@ def _ns_by_stack(profile: Profile, view: View) -> U64:
 
 def _ns_and_count(samples: npt.NDArray[np.void]) -> tuple[int, int]:
     return int(samples["ns"].sum()), int(samples["count"].sum())
-
-
-def _module(profile: Profile, binary: int | None) -> str:
-    if binary is None:
-        return ""
-    path = profile.binaries[binary].path
-    return PurePosixPath(path).name or path
 
 
 def _ms(ns: int) -> str:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether stacks are walked to their root, by unwind tables: tried on this very process.
+
+Debian's and Ubuntu's interpreter, which this runs in, has no frame pointers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
+from aiflame.agent.doctor.bpf import PATIENCE_NS, recording_itself, spin
+from aiflame.agent.model import StackEnd
+from aiflame.agent.recording.processes import NO_BINARY, ProcessTable
+from aiflame.agent.recording.tables import UnwindTables
+from aiflame.agent.symbols.store import cache_dir
+
+# The interpreter and its libraries take a second to build, on a busy machine ten.
+_BUILD_PATIENCE_NS = 20_000_000_000
+_LIMIT_BYTES = 64 << 20
+# Fewer would say little, more would take long where ticks are rare.
+_SAMPLES = 50
+_ENOUGH = 0.95
+_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
+
+
+def stacks(context: Context) -> Finding:
+    """Are the stacks of a loop in this process complete?"""
+    if context.programs is None or context.probes is None:
+        return skip("nothing is attached")
+    programs = context.programs
+    with recording_itself(programs) as image:
+        table = ProcessTable(time.monotonic_ns(), lambda _: image)
+        tables = UnwindTables(programs, table, cache_dir(), _LIMIT_BYTES, lambda _: None)
+        try:
+            table.on_mappings = tables.push
+            process = table.seen(os.getpid(), image, 0, "", 0)
+            binaries = {mapping.binary for mapping in process.mappings} - {NO_BINARY}
+            tables.poll()
+            tables.wait(binaries, time.monotonic_ns() + _BUILD_PATIENCE_NS)
+            tables.poll()
+            ends = _ends_of_samples(context)
+        finally:
+            tables.close()
+            table.binaries.close()
+            programs.process_mappings.delete(os.getpid().to_bytes(4, "little"))
+    if not ends:
+        return skip("no sample of a busy loop arrived")
+    complete = int(np.isin(ends, _ROOTED).sum())
+    text = f"{complete} of {len(ends)} stacks of this process are complete"
+    if complete < _ENOUGH * len(ends):
+        reasons = sorted({StackEnd(end).label for end in ends} - {end.label for end in _ROOTED})
+        return warn(f"{text}; the others end with: {', '.join(reasons)}", None)
+    return ok(text)
+
+
+def _ends_of_samples(context: Context) -> list[int]:
+    """Collects stacks until there are enough, or for a moment."""
+    assert context.programs is not None  # noqa: S101 - asked by the caller
+    ends: list[int] = []
+    for _ in context.programs.stacks.chunks(take=True):
+        pass  # from before the tables came
+    until_ns = time.monotonic_ns() + PATIENCE_NS
+    while len(ends) < _SAMPLES and time.monotonic_ns() < until_ns:
+        spin()
+        for _, records in context.programs.stacks.chunks(take=True):
+            mine = (records["tgid"] == os.getpid()) & (records["user_depth"] > 0)
+            ends += records["end"][mine].tolist()
+    return ends
