@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a thread of the operating system to its Python thread state, and who holds the GIL.
+
+The kernel half takes the thread state from the slot of the pthread key `autoTSSkey`: it stays there
+while the GIL is released, which the "current" thread state does not. `tss_slot_offset` says where
+the slot is from the thread's fs base. User space cannot see another thread's registers without
+stopping it, so here the interpreter's own lists are walked instead and matched by kernel thread id.
+
+Of a thread with states in several interpreters the key holds the one bound last; the lists show
+all of them. Only glibc on x86-64 is known; musl keeps its keys elsewhere and is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
+from aiflame.agent.python.memory import Memory, read_i32, read_u64, sound_address
+
+# glibc 2.36 nptl/descr.h, x86-64: struct pthread begins at the fs base; `tid`, then
+# `specific_1stblock` of 32 pairs {seq, data}, then `specific` with pointers to further blocks.
+_PTHREAD_TID = 0x2D0
+_KEY_BLOCK = 0x310
+_KEYS_PER_BLOCK = 32
+_KEY_PAIR_BYTES, _KEY_DATA = 16, 8
+
+# A process with more is no Python program but garbage; sub-interpreters are rare.
+MAX_INTERPRETERS = 64
+MAX_THREADS = 65536
+
+
+class UnsupportedLibc(AiflameError):
+    """Where this C library keeps a thread's key data is not known here."""
+
+
+class GilState(enum.Enum):
+    """What a thread's Python side is up to; the names appear in reports."""
+
+    HELD = "held"
+    NOT_HELD = "not_held"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """One PyThreadState.
+
+    Attributes:
+        address: Where it is.
+        interpreter: Address of its PyInterpreterState.
+        pthread: pthread_self() of the thread, 0 before it has run.
+        tid: Kernel thread id in the target's own pid namespace, 0 where unknown.
+    """
+
+    address: int
+    interpreter: int
+    pthread: int
+    tid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadList:
+    """All thread states that were found.
+
+    Attributes:
+        threads: In the order of the lists: newest first.
+        complete: False where a list was cut, looped or could not be read to its end.
+    """
+
+    threads: tuple[ThreadState, ...]
+    complete: bool
+
+
+def tss_slot_offset(key: int) -> int:
+    """Bytes from the fs base of a thread to what it keeps under a pthread key, on glibc.
+
+    Raises:
+        UnsupportedLibc: Keys from 32 on are in blocks that are allocated on demand.
+    """
+    if not 0 <= key < _KEYS_PER_BLOCK:
+        raise UnsupportedLibc(f"pthread key {key} lies outside the first block of glibc")
+    return _KEY_BLOCK + _KEY_PAIR_BYTES * key + _KEY_DATA
+
+
+def read_tss_key(memory: Memory, key_address: int) -> int | None:
+    """The value of autoTSSkey, None before the interpreter has made it.
+
+    Args:
+        key_address: Of `_key`, which `_is_initialized` precedes (Include/cpython/pythread.h).
+    """
+    if not read_i32(memory, key_address - 4):
+        return None
+    return read_i32(memory, key_address)
+
+
+def list_threads(memory: Memory, layout: Layout, runtime_address: int) -> ThreadList:
+    """Walk the interpreters and their thread states.
+
+    Args:
+        memory: The process.
+        layout: Of its interpreter.
+        runtime_address: Of _PyRuntime in the process.
+    """
+    found: list[ThreadState] = []
+    seen: set[int] = set()
+    interpreter = read_u64(memory, runtime_address + layout.runtime_interpreters)
+    while interpreter:
+        if interpreter in seen or len(seen) >= MAX_INTERPRETERS:
+            return ThreadList(tuple(found), False)
+        seen.add(interpreter)
+        if not _collect(memory, layout, interpreter, found):
+            return ThreadList(tuple(found), False)
+        interpreter = read_u64(memory, interpreter + layout.interpreter_next)
+    return ThreadList(tuple(found), interpreter is not None)
+
+
+def _collect(memory: Memory, layout: Layout, interpreter: int, found: list[ThreadState]) -> bool:
+    """Add the thread states of one interpreter; False where the list is damaged."""
+    seen: set[int] = set()
+    address = read_u64(memory, interpreter + layout.interpreter_threads)
+    while address:
+        pthread = read_u64(memory, address + layout.thread_id)
+        if address in seen or pthread is None or len(found) >= MAX_THREADS:
+            return False
+        seen.add(address)
+        tid = _native_id(memory, layout, address, pthread)
+        found.append(ThreadState(address, interpreter, pthread, tid))
+        address = read_u64(memory, address + layout.thread_next)
+    return address is not None
+
+
+def _native_id(memory: Memory, layout: Layout, address: int, pthread: int) -> int:
+    if layout.thread_native_id != ABSENT:
+        return read_u64(memory, address + layout.thread_native_id) or 0
+    if not sound_address(pthread):
+        return 0
+    return max(0, read_i32(memory, pthread + _PTHREAD_TID) or 0)
+
+
+def gil_holder(
+    memory: Memory, layout: Layout, runtime_address: int, interpreter: int
+) -> int | None:
+    """Thread state that holds the GIL of an interpreter, 0 for none, None where unknown."""
+    if layout.gil_kind is GilHolder.NONE:
+        return None
+    if layout.gil_kind is GilHolder.RUNTIME:
+        return read_u64(memory, runtime_address + layout.gil)
+    gil = read_u64(memory, interpreter + layout.gil)
+    if not gil:
+        return None
+    locked = read_i32(memory, gil + layout.gil_locked)
+    if locked is None:
+        return None
+    return read_u64(memory, gil + layout.gil_last_holder) if locked > 0 else 0
+
+
+def gil_state(
+    memory: Memory, layout: Layout, runtime_address: int, thread: ThreadState
+) -> GilState:
+    """Whether a thread holds the GIL of its interpreter at this moment."""
+    holder = gil_holder(memory, layout, runtime_address, thread.interpreter)
+    if holder is None:
+        return GilState.UNKNOWN
+    return GilState.HELD if holder == thread.address else GilState.NOT_HELD
