@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 from aiflame.agent.python.layouts import (
     ABSENT,
@@ -76,6 +77,35 @@ _GROUPS: Mapping[Version, tuple[tuple[str, str], ...]] = {
     ),
 }
 
+# Field of Layout: the debug offset that it is.
+_FIELDS = {
+    "runtime_interpreters": "runtime.interpreters_head",
+    "interpreter_next": "interpreter.next",
+    "interpreter_threads": "interpreter.threads_head",
+    "thread_next": "thread.next",
+    "thread_interpreter": "thread.interp",
+    "thread_id": "thread.thread_id",
+    "thread_native_id": "thread.native_thread_id",
+    "thread_frame": "thread.current_frame",
+    "frame_code": "frame.executable",
+    "frame_previous": "frame.previous",
+    "frame_position": "frame.instr_ptr",
+    "frame_mark": "frame.owner",
+    # All that is read of a frame lies before its locals.
+    "frame_bytes": "frame.localsplus",
+    "gil": "interpreter.ceval_gil",
+    "code_first_line": "code.firstlineno",
+    "code_filename": "code.filename",
+    "code_name": "code.name",
+    "code_qualname": "code.qualname",
+    "code_line_table": "code.linetable",
+    "code_instructions": "code.co_code_adaptive",
+    "str_length": "unicode.length",
+    "str_state": "unicode.state",
+    "bytes_length": "bytes.ob_size",
+    "bytes_data": "bytes.ob_sval",
+}
+
 
 def version_in(data: bytes) -> Version | None:
     """Major and minor of a _PyRuntime that begins with debug offsets, else None."""
@@ -101,50 +131,25 @@ def read_layout(data: bytes) -> Layout:
     at = _offsets(data, version)
     _check(at, version)
     ascii_bytes = at["unicode.asciiobject_size"]
-    holder, locked = (
-        at[f"interpreter.gil_runtime_state_{name}"] - at["interpreter.gil_runtime_state"]
-        for name in ("holder", "locked")
-    )
+    gil = at["interpreter.gil_runtime_state"]
+    rest: dict[str, Any] = {field: at[name] for field, name in _FIELDS.items()}
     return Layout(
         version=version,
         free_threaded=free_threaded,
-        runtime_interpreters=at["runtime.interpreters_head"],
         runtime_tss_key=added.runtime_tss_key,
-        interpreter_next=at["interpreter.next"],
-        interpreter_threads=at["interpreter.threads_head"],
-        thread_next=at["thread.next"],
-        thread_interpreter=at["thread.interp"],
-        thread_id=at["thread.thread_id"],
-        thread_native_id=at["thread.native_thread_id"],
-        thread_frame=at["thread.current_frame"],
         cframe_frame=ABSENT,
-        frame_code=at["frame.executable"],
-        frame_previous=at["frame.previous"],
-        frame_position=at["frame.instr_ptr"],
-        frame_mark=at["frame.owner"],
-        frame_bytes=at["frame.localsplus"],
         code_tags=added.code_tags,
         position=Position.POINTER,
         run_end=RunEnd.SHIM,
-        gil=at["interpreter.ceval_gil"],
         gil_kind=GilHolder.NONE if free_threaded else GilHolder.INTERPRETER,
-        gil_last_holder=holder,
-        gil_locked=locked,
-        code_first_line=at["code.firstlineno"],
-        code_filename=at["code.filename"],
-        code_name=at["code.name"],
-        code_qualname=at["code.qualname"],
-        code_line_table=at["code.linetable"],
-        code_instructions=at["code.co_code_adaptive"],
+        gil_last_holder=at["interpreter.gil_runtime_state_holder"] - gil,
+        gil_locked=at["interpreter.gil_runtime_state_locked"] - gil,
         line_table=LineTable.LOCATIONS,
-        str_length=at["unicode.length"],
-        str_state=at["unicode.state"],
         str_kind_shift=added.str_kind_shift,
         str_ascii_data=ascii_bytes,
         # PyCompactUnicodeObject adds utf8_length and utf8 (Include/cpython/unicodeobject.h).
         str_compact_data=ascii_bytes + 16,
-        bytes_length=at["bytes.ob_size"],
-        bytes_data=at["bytes.ob_sval"],
+        **rest,
     )
 
 

@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.symbols.elf import ElfImage, Section
 
 # libtorch_cpu has 120 MB of names; an interpreter 0.5 MB.
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
-_ENTRY = np.dtype(
-    [("name", "<u4"), ("info", "u1"), ("other", "u1"), ("shndx", "<u2"), ("value", "<u8")]
-    + [("size", "<u8")]
-)
+# Elf64_Sym, elf.h
+_ENTRY = np.dtype("<u4,u1,u1,<u2,<u8,<u8")
+_ENTRY.names = ("name", "info", "other", "shndx", "value", "size")
+_Entries = npt.NDArray[np.void]
 # More places than this for one short name only in a table made to be slow.
 _MAX_PLACES = 1024
 
@@ -76,9 +77,7 @@ def at_address(fd: int, image: ElfImage, address: int, size: int) -> bytes | Non
     return None
 
 
-def _tables(
-    fd: int, image: ElfImage
-) -> list[tuple[np.ndarray[tuple[int], np.dtype[np.void]], bytes]]:
+def _tables(fd: int, image: ElfImage) -> list[tuple[_Entries, bytes]]:
     found = []
     for name in (".symtab", ".dynsym"):
         section = image.section(name)
@@ -98,10 +97,8 @@ def _bytes(fd: int, section: Section) -> bytes:
     return os.pread(fd, section.size, section.file_offset)
 
 
-def _find(
-    entries: np.ndarray[tuple[int], np.dtype[np.void]], strings: bytes, name: bytes
-) -> Symbol | None:
-    places = [p for p in _places(strings, name + b"\0")]
+def _find(entries: _Entries, strings: bytes, name: bytes) -> Symbol | None:
+    places = _places(strings, name + b"\0")
     rows = np.flatnonzero(np.isin(entries["name"], places) & (entries["shndx"] != 0))
     if not len(rows):
         return None

@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass
 
 from aiflame.agent.python import debugoffsets
-from aiflame.agent.python.elfbytes import at_address, find_symbols
+from aiflame.agent.python.elfbytes import Symbol, at_address, find_symbols
 from aiflame.agent.python.evalcode import AddressRange, eval_ranges, key_operand
 from aiflame.agent.python.layouts import (
     ABSENT,
@@ -102,14 +102,10 @@ def find_interpreter(fd: int, image: ElfImage, name: str) -> Interpreter | None:
         OSError: The file cannot be read.
     """
     symbols = find_symbols(fd, image, (_RUNTIME, _VERSION, _EVAL, _GET_STATE))
-    section = image.section(_RUNTIME_SECTION)
-    found = symbols.get(_RUNTIME)
-    if found is not None and found.size >= 8:
-        runtime, runtime_bytes = found.address, found.size
-    elif section is not None:
-        runtime, runtime_bytes = section.virtual_address, section.size
-    else:
+    place = _runtime(image, symbols.get(_RUNTIME))
+    if place is None:
         return None
+    runtime, runtime_bytes = place
     if image.machine != "X86_64" or image.bits != 64:
         raise UnsupportedPython(f"CPython on {image.machine} is not supported yet")
     head = at_address(fd, image, runtime, debugoffsets.MAX_BYTES) or b""
@@ -120,16 +116,24 @@ def find_interpreter(fd: int, image: ElfImage, name: str) -> Interpreter | None:
     if _EVAL not in symbols:
         raise UnsupportedPython(f"CPython {_text(version)} without its eval function's symbol")
     ranges, is_sure = eval_ranges(fd, image, symbols[_EVAL])
-    key_at = layout.runtime_tss_key
+    key = runtime + layout.runtime_tss_key if layout.runtime_tss_key != ABSENT else None
     get_state = symbols.get(_GET_STATE)
-    code = at_address(fd, image, get_state.address, _GET_STATE_BYTES) if get_state else None
-    if get_state and code:
-        limit = min(max(runtime_bytes, layout.runtime_tss_key), _MAX_RUNTIME_BYTES)
-        key = key_operand(code, get_state.address, AddressRange(runtime, runtime + limit))
-        key_at = key_at if key is None else key - runtime
-    if key_at == ABSENT:
+    if get_state is not None:
+        code = at_address(fd, image, get_state.address, _GET_STATE_BYTES) or b""
+        limit = runtime + min(runtime_bytes, _MAX_RUNTIME_BYTES)
+        # What the code reads beats the table: options of the build may move it.
+        key = key_operand(code, get_state.address, AddressRange(runtime, limit)) or key
+    if key is None:
         raise UnsupportedPython(f"CPython {_text(version)}: its thread key was not found")
-    return Interpreter(version, layout, runtime, runtime + key_at, ranges, is_sure)
+    return Interpreter(version, layout, runtime, key, ranges, is_sure)
+
+
+def _runtime(image: ElfImage, symbol: Symbol | None) -> tuple[int, int] | None:
+    """Address and size of _PyRuntime, from its symbol, else from the section made for it."""
+    if symbol is not None and symbol.size:
+        return symbol.address, symbol.size
+    section = image.section(_RUNTIME_SECTION)
+    return None if section is None else (section.virtual_address, section.size)
 
 
 def _version(stated: bytes | None, head: bytes, name: str) -> Version:
