@@ -8,6 +8,7 @@ which costs one read of 200 bytes. Names are cut at a bound and cleaned before a
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from aiflame.agent.symbols.frames import MAX_NAME_CHARS, clean_name
 MAX_CACHED = 100_000
 # Of a string's characters, whatever it says its length is; one more, so that the cut shows.
 _MAX_CHARS = MAX_NAME_CHARS + 1
+# A table is walked from its start for each line; hot code asks for the same few lines again.
+_line_of = functools.lru_cache(maxsize=65536)(line_of)
 _CODECS = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}
 
 
@@ -98,7 +101,7 @@ class CodeReader:
         """The line that executes at a position of a frame; the first line where that is unknown."""
         if position == NO_POSITION or not code.line_table:
             return code.first_line
-        line = line_of(self._layout.line_table, code.line_table, code.first_line, position)
+        line = _line_of(self._layout.line_table, code.line_table, code.first_line, position)
         return code.first_line if line == NO_LINE else line
 
     def _fingerprint(self, head: bytes) -> bytes:

@@ -121,20 +121,18 @@ def _functions(fd: int, image: ElfImage) -> tuple[I64, I64]:
 def key_operand(code: bytes, address: int, runtime: AddressRange) -> int | None:
     """Address of the pthread key that PyGILState_GetThisThreadState hands on, or None.
 
-    Its last argument load before the call or jump: `mov edi, [rip + x]` of the key itself, or
+    Its first argument load from there: `mov edi, [rip + x]` of the key itself, or
     `lea rdi, [rip + x]` of the Py_tss_t, whose key is 4 bytes on (Include/cpython/pythread.h).
     """
-    found = None
-    for index in range(len(code) - 6):
-        displacement = int.from_bytes(code[index + 2 : index + 6], "little", signed=True)
+    for index in range(len(code) - 5):
         if code[index : index + 2] == b"\x8b\x3d":
-            target = address + index + 6 + displacement
-        elif code[index : index + 3] == b"\x48\x8d\x3d":
-            displacement = int.from_bytes(code[index + 3 : index + 7], "little", signed=True)
-            target = address + index + 7 + displacement + 4
+            end, inside = index + 6, 0
+        elif code[index : index + 3] == b"\x48\x8d\x3d" and index + 7 <= len(code):
+            end, inside = index + 7, 4
         else:
             continue
+        displacement = int.from_bytes(code[end - 4 : end], "little", signed=True)
+        target = address + end + displacement + inside
         if runtime.begin < target < runtime.end and target % 4 == 0:
-            found = target
-            break
-    return found
+            return target
+    return None

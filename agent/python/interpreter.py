@@ -113,7 +113,7 @@ def find_interpreter(fd: int, image: ElfImage, name: str) -> Interpreter | None:
     value = at_address(fd, image, stated.address, 8) if stated else None
     version = _version(value, head, name)
     layout = _layout(version, head)
-    if _EVAL not in symbols:
+    if _EVAL not in symbols or not symbols[_EVAL].size:
         raise UnsupportedPython(f"CPython {_text(version)} without its eval function's symbol")
     ranges, is_sure = eval_ranges(fd, image, symbols[_EVAL])
     key = runtime + layout.runtime_tss_key if layout.runtime_tss_key != ABSENT else None

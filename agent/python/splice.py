@@ -51,10 +51,10 @@ class Match(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """One frame of the combined stack: which list it is from, and its index there."""
+    """One frame of the combined stack: which list it is from, and its place there."""
 
     is_python: bool
-    index: int
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ _GLUE = re.compile(
     partial_(?:call\w*|vectorcall\w*) | type_call | _?PyType_Call |
     gen_(?:send\w*|iternext\w*|_?close\w*) | _?PyGen_\w+ | PyIter_(?:Next|Send) |
     coro_wrapper_\w+ | _PyEval_(?:Vector|EvalCode\w*|EvalFrame|EvalFrame_\w+) |
-    PyEval_(?:EvalCode\w*|EvalFrame\w*|CallObject\w*|CallFunction|CallMethod) | eval_frame_handle\w*
-    | _PyFunction_FastCall\w* |
-    py_?run_?\w* | _?PyRun_\w+ | run_(?:mod|eval_code_obj|pyc_file) | Py_(?:RunMain|BytesMain|Main) |
+    PyEval_(?:EvalCode\w*|EvalFrame\w*|CallObject\w*|CallFunction|CallMethod) |
+    py_?run_?\w* | _?PyRun_\w+ | run_(?:mod|eval_code_obj|pyc_file) |
+    Py_(?:RunMain|BytesMain|Main) |
     pymain_\w+ | builtin_(?:exec|eval)(?:_impl)? | thread_run | t_bootstrap | pythread_wrapper
     )(?:\.\w+)*""",
     re.VERBOSE,
