@@ -34,7 +34,8 @@ class Role(enum.Enum):
     KERNEL = 0
     EVAL = 1  # its address is in one of the eval loop's ranges
     GLUE = 2  # the interpreter calling itself: no work of its own
-    OTHER = 3
+    UNNAMED = 3  # of a stripped interpreter: whether it works or calls cannot be told
+    OTHER = 4
 
 
 class Match(enum.Enum):
@@ -94,7 +95,7 @@ _GLUE = re.compile(
     method_vectorcall\w* | method_call | methoddescr_call | wrapperdescr_call | wrapper_call |
     instancemethod_call | classmethod_\w+ | slot_tp_\w+ | vectorcall_(?:method|maybe|unbound) |
     call_(?:method|maybe|unbound\w*|function|attribute) | do_call_core | fast_function |
-    partial_(?:call\w*|vectorcall\w*) | type_call | _?PyType_Call |
+    partial_(?:call|fastcall|vectorcall)\w* | type_call | _?PyType_Call |
     gen_(?:send\w*|iternext\w*|_?close\w*) | _?PyGen_\w+ | PyIter_(?:Next|Send) |
     coro_wrapper_\w+ | _PyEval_(?:Vector|EvalCode\w*|EvalFrame|EvalFrame_\w+) |
     PyEval_(?:EvalCode\w*|EvalFrame\w*|CallObject\w*|CallFunction|CallMethod) |
@@ -120,7 +121,11 @@ def role_of(name: str, is_eval: bool, in_interpreter: bool, is_kernel: bool = Fa
     if is_eval:
         return Role.EVAL
     # A C extension may have functions of these names; only the interpreter's are glue.
-    return Role.GLUE if in_interpreter and _GLUE.fullmatch(name) else Role.OTHER
+    if not in_interpreter:
+        return Role.OTHER
+    if not name:
+        return Role.UNNAMED
+    return Role.GLUE if _GLUE.fullmatch(name) else Role.OTHER
 
 
 def splice(
@@ -135,8 +140,9 @@ def splice(
         roles: Of the native frames, kernel frames among them.
         pythons: The Python frames.
         cuts: Which of the two is incomplete at its root.
-        keep_glue: Keep the interpreter's own frames between Python frames. Without, those are
-            kept that no user-space frame is on the leaf side of: time is spent in them.
+        keep_glue: Keep the interpreter's own frames. Without, glue is kept where no user-space
+            frame is on the leaf side of it, since time is spent in it then, and unnamed frames
+            where no Python frame is.
     """
     runs = _runs(pythons)
     evals = [index for index, role in enumerate(roles) if role is Role.EVAL]
@@ -145,12 +151,15 @@ def splice(
         return Spliced(tuple(Piece(False, i) for i in range(len(roles))), match, 0)
     pieces: list[Piece] = []
     folded = 0
-    has_user_leaf = False
+    has_user_leaf = has_python = False
     for index, role in enumerate(roles):
         if index in pairs:
             for run in pairs[index]:
                 pieces += [Piece(True, i) for i in runs[run] if pythons[i].code_address]
-        elif role is Role.GLUE and has_user_leaf and not keep_glue:
+            has_python = True
+        elif not keep_glue and (
+            (role is Role.GLUE and has_user_leaf) or (role is Role.UNNAMED and has_python)
+        ):
             folded += 1
         else:
             pieces.append(Piece(False, index))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a thread of the operating system to its Python thread state, and who holds the GIL.
+"""From a thread of the operating system to its Python thread state.
 
 The kernel half takes the thread state from the slot of the pthread key `autoTSSkey`: it stays there
 while the GIL is released, which the "current" thread state does not. `tss_slot_offset` says where
@@ -12,11 +12,10 @@ all of them. Only glibc on x86-64 is known; musl keeps its keys elsewhere and is
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
+from aiflame.agent.python.layouts import ABSENT, Layout
 from aiflame.agent.python.memory import Memory, read_i32, read_u64, sound_address
 
 # glibc 2.36 nptl/descr.h, x86-64: struct pthread begins at the fs base; `tid`, then
@@ -33,14 +32,6 @@ MAX_THREADS = 65536
 
 class UnsupportedLibc(AiflameError):
     """Where this C library keeps a thread's key data is not known here."""
-
-
-class GilState(enum.Enum):
-    """What a thread's Python side is up to; the names appear in reports."""
-
-    HELD = "held"
-    NOT_HELD = "not_held"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,30 +128,3 @@ def _native_id(memory: Memory, layout: Layout, address: int, pthread: int) -> in
     if not sound_address(pthread):
         return 0
     return max(0, read_i32(memory, pthread + _PTHREAD_TID) or 0)
-
-
-def gil_holder(
-    memory: Memory, layout: Layout, runtime_address: int, interpreter: int
-) -> int | None:
-    """Thread state that holds the GIL of an interpreter, 0 for none, None where unknown."""
-    if layout.gil_kind is GilHolder.NONE:
-        return None
-    if layout.gil_kind is GilHolder.RUNTIME:
-        return read_u64(memory, runtime_address + layout.gil)
-    gil = read_u64(memory, interpreter + layout.gil)
-    if not gil:
-        return None
-    locked = read_i32(memory, gil + layout.gil_locked)
-    if locked is None:
-        return None
-    return read_u64(memory, gil + layout.gil_last_holder) if locked > 0 else 0
-
-
-def gil_state(
-    memory: Memory, layout: Layout, runtime_address: int, thread: ThreadState
-) -> GilState:
-    """Whether a thread holds the GIL of its interpreter at this moment."""
-    holder = gil_holder(memory, layout, runtime_address, thread.interpreter)
-    if holder is None:
-        return GilState.UNKNOWN
-    return GilState.HELD if holder == thread.address else GilState.NOT_HELD

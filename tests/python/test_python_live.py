@@ -8,10 +8,9 @@ from typing import Any
 
 import support
 from aiflame.agent.python.codes import CodeReader
+from aiflame.agent.python.gil import holds_gil
 from aiflame.agent.python.memory import read_u64
 from aiflame.agent.python.threads import (
-    GilState,
-    gil_state,
     list_threads,
     read_tss_key,
     tss_slot_offset,
@@ -97,7 +96,7 @@ def test_a_busy_thread_holds_the_gil_and_sleepers_do_not(start: Start) -> None:
 
     def holds(who: str) -> bool:
         thread = threads[target.truth[who]["tid"]]
-        return gil_state(target.memory, layout, runtime, thread) is GilState.HELD
+        return holds_gil(target.memory, layout, runtime, thread) is True
 
     support.wait_until(lambda: holds("busy"))
     assert not holds("sleeper")
@@ -108,7 +107,7 @@ def test_nobody_holds_the_gil_when_all_wait(start: Start) -> None:
     target = start()
     runtime, layout = target.interpreter.runtime_address, target.interpreter.layout
     for thread in _threads(target).values():
-        assert gil_state(target.memory, layout, runtime, thread) is GilState.NOT_HELD
+        assert holds_gil(target.memory, layout, runtime, thread) is False
 
 
 def test_code_objects_are_read_once(start: Start) -> None:

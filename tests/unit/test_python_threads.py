@@ -9,12 +9,11 @@ import subprocess
 
 import pytest
 from aiflame.agent.python.debugoffsets import read_layout
+from aiflame.agent.python.gil import GilState, LeafFrame, gil_state, holds_gil
 from aiflame.agent.python.layouts import Layout, table_layout
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import (
-    GilState,
     UnsupportedLibc,
-    gil_state,
     list_threads,
     read_tss_key,
     tss_slot_offset,
@@ -86,26 +85,25 @@ def test_the_gil_of_an_interpreter() -> None:
     memory.word(threads[0].interpreter + PY312.gil, gil)
     memory.word(gil + PY312.gil_last_holder, first)
     memory.write(gil + PY312.gil_locked, struct.pack("<i", 1))
-    states = [gil_state(memory, PY312, runtime, thread) for thread in threads]
-    assert states == [GilState.HELD, GilState.NOT_HELD]
+    assert [holds_gil(memory, PY312, runtime, thread) for thread in threads] == [True, False]
     # Released: the last holder stays written.
     memory.write(gil + PY312.gil_locked, struct.pack("<i", 0))
-    assert gil_state(memory, PY312, runtime, threads[0]) is GilState.NOT_HELD
+    assert holds_gil(memory, PY312, runtime, threads[0]) is False
 
 
 def test_the_gil_of_old_versions_is_in_the_runtime() -> None:
     memory, runtime, ((first,),) = _process(table_layout((3, 11)), [[1]])
     layout = table_layout((3, 11))
     (thread,) = list_threads(memory, layout, runtime).threads
-    assert gil_state(memory, layout, runtime, thread) is GilState.NOT_HELD
+    assert holds_gil(memory, layout, runtime, thread) is False
     memory.word(runtime + layout.gil, first)
-    assert gil_state(memory, layout, runtime, thread) is GilState.HELD
+    assert holds_gil(memory, layout, runtime, thread) is True
 
 
 def test_without_a_gil_nothing_is_said() -> None:
     memory, runtime, _ = _process(PY312, [[1]])
     (thread,) = list_threads(memory, PY312, runtime).threads
-    assert gil_state(memory, FREE, runtime, thread) is GilState.UNKNOWN
+    assert holds_gil(memory, FREE, runtime, thread) is None
 
 
 def test_a_key_counts_once_it_is_made() -> None:
@@ -139,3 +137,26 @@ def test_the_memory_of_an_ended_process_cannot_be_read() -> None:
     ended.wait()
     with pytest.raises(NoMemoryAccess, match=f"process {ended.pid}"):
         ProcessMemory(ended.pid).read(1 << 40, 8)
+
+
+_COND = LeafFrame("pthread_cond_timedwait", False)
+
+
+@pytest.mark.parametrize(
+    ("holds", "has_python", "leaf", "expected"),
+    [
+        (True, True, [LeafFrame("take_gil", True)], GilState.HELD),
+        (False, True, [_COND, LeafFrame("take_gil.lto_priv.0", True)], GilState.WAITING),
+        # stripped: the function that waits has no name
+        (False, True, [_COND, LeafFrame("", True)], GilState.WAITING),
+        # an extension's own condition variable, with the GIL released
+        (False, True, [_COND, LeafFrame("work", False)], GilState.RELEASED),
+        (False, True, [LeafFrame("read", False), LeafFrame("_Py_read", True)], GilState.RELEASED),
+        (False, False, [_COND], GilState.NO_PYTHON),
+        (None, True, [], GilState.UNKNOWN),
+    ],
+)
+def test_what_a_thread_has_to_do_with_the_gil(
+    holds: bool | None, has_python: bool, leaf: list[LeafFrame], expected: GilState
+) -> None:
+    assert gil_state(holds, has_python, leaf) is expected
