@@ -12,18 +12,33 @@ all of them. Only glibc on x86-64 is known; musl keeps its keys elsewhere and is
 
 from __future__ import annotations
 
+import re
+import struct
 from dataclasses import dataclass
 
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.python.elfbytes import at_address, find_symbols
 from aiflame.agent.python.layouts import ABSENT, Layout
 from aiflame.agent.python.memory import Memory, read_i32, read_u64, sound_address
+from aiflame.agent.symbols.elf import ElfImage
 
 # glibc 2.36 nptl/descr.h, x86-64: struct pthread begins at the fs base; `tid`, then
 # `specific_1stblock` of 32 pairs {seq, data}, then `specific` with pointers to further blocks.
 _PTHREAD_TID = 0x2D0
-_KEY_BLOCK = 0x310
+KEY_BLOCK = 0x310
 _KEYS_PER_BLOCK = 32
 _KEY_PAIR_BYTES, _KEY_DATA = 16, 8
+
+_GETTER = b"pthread_getspecific"
+_MAX_GETTER_BYTES = 512
+# mov r64, fs:[index * 8 + disp32]: prefix 64, REX.W 8B /r, SIB with scale 8 and no base
+_FURTHER_BLOCKS = re.compile(
+    rb"\x64[\x48-\x4f]\x8b[\x04\x0c\x14\x1c\x24\x2c\x34\x3c]"
+    rb"[\xc5\xcd\xd5\xdd\xed\xf5\xfd](.{4})",
+    re.DOTALL,
+)
+# struct pthread has 2304 bytes in glibc 2.36.
+_MAX_PTHREAD_BYTES = 4096
 
 # A process with more is no Python program but garbage; sub-interpreters are rare.
 MAX_INTERPRETERS = 64
@@ -64,15 +79,48 @@ class ThreadList:
     complete: bool
 
 
-def tss_slot_offset(key: int) -> int:
+def find_key_block(fd: int, image: ElfImage) -> int | None:
+    """Bytes from the fs base to the first block of key data, as this C library's code has it.
+
+    From pthread_getspecific, in libc.so.6, before glibc 2.34 in libpthread.so.0: it reads the
+    pointers to further blocks by `mov reg, fs:[8 * reg + specific]`, and they follow the first
+    block. musl has no such instruction.
+
+    Args:
+        fd: The library.
+        image: Its headers.
+
+    Returns:
+        None where the library is another one.
+
+    Raises:
+        UnsupportedLibc: It has the function, but not as glibc has it.
+        OSError: The file cannot be read.
+    """
+    symbol = find_symbols(fd, image, (_GETTER,)).get(_GETTER)
+    if symbol is None:
+        return None
+    code = at_address(fd, image, symbol.address, min(symbol.size, _MAX_GETTER_BYTES) or 1) or b""
+    found = {struct.unpack("<i", match[1])[0] for match in _FURTHER_BLOCKS.finditer(code)}
+    block = found.pop() - _KEYS_PER_BLOCK * _KEY_PAIR_BYTES if len(found) == 1 else -1
+    if not 0 < block < _MAX_PTHREAD_BYTES or block % 8:
+        raise UnsupportedLibc("a C library that keeps pthread keys unlike glibc is not supported")
+    return block
+
+
+def tss_slot_offset(key: int, key_block: int = KEY_BLOCK) -> int:
     """Bytes from the fs base of a thread to what it keeps under a pthread key, on glibc.
+
+    Args:
+        key: The pthread key.
+        key_block: From `find_key_block`.
 
     Raises:
         UnsupportedLibc: Keys from 32 on are in blocks that are allocated on demand.
     """
     if not 0 <= key < _KEYS_PER_BLOCK:
         raise UnsupportedLibc(f"pthread key {key} lies outside the first block of glibc")
-    return _KEY_BLOCK + _KEY_PAIR_BYTES * key + _KEY_DATA
+    return key_block + _KEY_PAIR_BYTES * key + _KEY_DATA
 
 
 def read_tss_key(memory: Memory, key_address: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 import support
 from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
 from aiflame.agent.python.memory import ProcessMemory
+from aiflame.agent.python.threads import find_key_block
 from aiflame.agent.symbols.elf import ElfImage
 
 HERE = Path(__file__).parent
@@ -45,7 +47,7 @@ class Target:
     truth: dict[str, Any]
     memory: ProcessMemory
     interpreter: LoadedInterpreter
-    libc_base: int
+    key_block: int
 
 
 def _loaded(pid: int) -> LoadedInterpreter:
@@ -71,6 +73,20 @@ def _loaded(pid: int) -> LoadedInterpreter:
     raise AssertionError(f"no interpreter in process {pid}")
 
 
+def _key_block(pid: int) -> int:
+    """Where the C library of a process keeps key data."""
+    maps = Path(f"/proc/{pid}/maps").read_text().split()
+    for name in {word for word in maps if re.search(r"/(libc|libpthread)[-.].*so", word)}:
+        fd = os.open(name, os.O_RDONLY)
+        try:
+            block = find_key_block(fd, ElfImage.from_fd(fd))
+        finally:
+            os.close(fd)
+        if block is not None:
+            return block
+    raise AssertionError(f"no pthread_getspecific in process {pid}")
+
+
 @pytest.fixture
 def start(python: Path) -> Iterator[Callable[..., Target]]:
     """`start("--busy")`: runs nested.py until all its threads wait where they said."""
@@ -86,7 +102,13 @@ def start(python: Path) -> Iterator[Callable[..., Target]]:
         for who in truth:
             if who != "busy":
                 support.wait_until(lambda who=who: _sleeps(process.pid, truth[who]["tid"]))
-        return Target(process.pid, truth, ProcessMemory(process.pid), _loaded(process.pid), 0)
+        return Target(
+            process.pid,
+            truth,
+            ProcessMemory(process.pid),
+            _loaded(process.pid),
+            _key_block(process.pid),
+        )
 
     yield go
     for process in running:

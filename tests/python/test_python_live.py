@@ -85,7 +85,7 @@ def test_key_slot_holds_the_thread_state_while_the_gil_is_released(start: Start)
     for who in ("main", "sleeper", "coroutine"):
         thread = _threads(target)[target.truth[who]["tid"]]
         # pthread_self() is the fs base, with glibc on x86-64.
-        held = read_u64(target.memory, thread.pthread + tss_slot_offset(key))
+        held = read_u64(target.memory, thread.pthread + tss_slot_offset(key, target.key_block))
         assert held == thread.address
 
 

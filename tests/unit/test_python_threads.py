@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import struct
 import subprocess
+from pathlib import Path
 
 import pytest
 from aiflame.agent.python.debugoffsets import read_layout
@@ -14,10 +15,12 @@ from aiflame.agent.python.layouts import Layout, table_layout
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import (
     UnsupportedLibc,
+    find_key_block,
     list_threads,
     read_tss_key,
     tss_slot_offset,
 )
+from aiflame.agent.symbols.elf import ElfImage
 from pymemory import ConstructedMemory, debug_offsets
 
 PY310, PY312 = table_layout((3, 10)), table_layout((3, 12))
@@ -160,3 +163,45 @@ def test_what_a_thread_has_to_do_with_the_gil(
     holds: bool | None, has_python: bool, leaf: list[LeafFrame], expected: GilState
 ) -> None:
     assert gil_state(holds, has_python, leaf) is expected
+
+
+def _library(folder: Path, body: str) -> Path:
+    """A C library whose pthread_getspecific is made of these instructions."""
+    source = 'asm(".globl pthread_getspecific\\n.type pthread_getspecific, @function\\n' + (
+        f"pthread_getspecific:\\n{body}\\nret\\n.size pthread_getspecific, "
+        '. - pthread_getspecific");'
+    )
+    (folder / "c.c").write_text(source)
+    command = ["gcc", "-shared", "-nostdlib", "-fPIC", "-o", folder / "c.so", folder / "c.c"]
+    subprocess.run(command, check=True)
+    return folder / "c.so"
+
+
+def _key_block(path: Path) -> int | None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return find_key_block(fd, ElfImage.from_fd(fd))
+    finally:
+        os.close(fd)
+
+
+def test_key_data_is_where_the_c_library_reads_it(tmp_path: Path) -> None:
+    assert _key_block(_library(tmp_path, "mov %fs:0x590(,%rdx,8), %rcx")) == 0x390
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "mov %fs:0, %rax; mov 0x80(%rax), %rax; mov (%rax,%rdi,8), %rax",  # as musl does
+        "mov %fs:0x20(,%rdx,8), %rcx",
+        "mov %fs:0x590(,%rdx,8), %rcx; mov %fs:0x690(,%rdx,8), %rcx",
+        "nop",
+    ],
+)
+def test_another_kind_of_c_library_is_refused(tmp_path: Path, body: str) -> None:
+    with pytest.raises(UnsupportedLibc, match="unlike glibc"):
+        _key_block(_library(tmp_path, body))
+
+
+def test_a_library_without_keys_has_no_block() -> None:
+    assert _key_block(Path("/bin/true").resolve()) is None
