@@ -9,8 +9,10 @@ The rows of 3.8 to 3.12, and the figures of 3.13 beside its debug offsets, were 
 program using offsetof and each version's own headers (CPython v3.8.18, v3.9.18, v3.10.13, v3.11.7,
 v3.12.1, v3.13.0; Include/cpython/{pystate,code,frameobject,unicodeobject}.h and
 Include/internal/pycore_{frame,runtime,interp,gil}.h), default builds for x86-64, and read from
-running interpreters; a test does so again (tests/python/offsets.c). 3.14 and its free-threaded build come from the published headers and have not
-been seen running. An unknown version is refused: a guessed offset shows wrong frames.
+running interpreters; a test does so again (tests/python/offsets.c). 3.14 and its free-threaded
+build come from the published headers and have not been seen running.
+
+An unknown version is refused: a guessed offset shows wrong frames.
 """
 
 from __future__ import annotations
