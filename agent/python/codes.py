@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code objects of a target: name, file, first line and line table, each read once.
+
+A code object is immutable but not immortal: its address may be reused by another. So each answer
+from the cache is checked against a fingerprint, the pointers and numbers in the object itself,
+which costs one read of 200 bytes. Names are cut at a bound and cleaned before anyone sees them.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from aiflame.agent.python.layouts import ABSENT, Layout
+from aiflame.agent.python.lines import NO_LINE, line_of
+from aiflame.agent.python.memory import MAX_READ_BYTES, Memory, sound_address
+from aiflame.agent.python.walk import NO_POSITION
+from aiflame.agent.symbols.frames import MAX_NAME_CHARS, clean_name
+
+# A large program has some 50,000 code objects, at about 500 bytes each here.
+MAX_CACHED = 100_000
+# Of a string's characters, whatever it says its length is; one more, so that the cut shows.
+_MAX_CHARS = MAX_NAME_CHARS + 1
+# A table is walked from its start for each line; hot code asks for the same few lines again.
+_line_of = functools.lru_cache(maxsize=65536)(line_of)
+_CODECS = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What one code object says about itself.
+
+    Attributes:
+        name: `co_name`, cleaned.
+        qualname: `co_qualname`, the name where the version has none.
+        filename: `co_filename`.
+        first_line: `co_firstlineno`, 0 where it makes no sense.
+        line_table: Undecoded, b"" where it was unreadable or too long.
+    """
+
+    name: str
+    qualname: str
+    filename: str
+    first_line: int
+    line_table: bytes
+
+
+class CodeReader:
+    """Reads the code objects of one process.
+
+    Args:
+        memory: The process.
+        layout: Of its interpreter.
+
+    Attributes:
+        drops: How many were not read as they are, by reason: `unreadable_code`, `unreadable_name`,
+            `name_cut`, `line_table_cut`, `unreadable_line_table`, `address_reused` (no loss: read
+            anew) and `cache_full` (the oldest was forgotten).
+    """
+
+    def __init__(self, memory: Memory, layout: Layout) -> None:
+        self._memory = memory
+        self._layout = layout
+        self._cache: OrderedDict[int, tuple[bytes, Code]] = OrderedDict()
+        pointers = (
+            layout.code_filename,
+            layout.code_name,
+            layout.code_qualname,
+            layout.code_line_table,
+            layout.code_instructions if layout.code_qualname == ABSENT else ABSENT,
+        )
+        self._pointers = tuple(offset for offset in pointers if offset != ABSENT)
+        self._head_bytes = max(*self._pointers, layout.code_first_line) + 8
+        self.drops: Counter[str] = Counter()
+
+    def read(self, address: int) -> Code | None:
+        """The code object at an address, or None where there is none that can be read."""
+        head = self._memory.read(address, self._head_bytes) if sound_address(address) else None
+        if head is None:
+            self.drops["unreadable_code"] += 1
+            return None
+        fingerprint = self._fingerprint(head)
+        cached = self._cache.get(address)
+        if cached is not None:
+            if cached[0] == fingerprint:
+                return cached[1]
+            self.drops["address_reused"] += 1
+        code = self._read(head)
+        if code is None:
+            self._cache.pop(address, None)
+            return None
+        self._cache[address] = (fingerprint, code)
+        if len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+            self.drops["cache_full"] += 1
+        return code
+
+    def line(self, code: Code, position: int) -> int:
+        """The line that executes at a position of a frame; the first line where that is unknown."""
+        if position == NO_POSITION or not code.line_table:
+            return code.first_line
+        line = _line_of(self._layout.line_table, code.line_table, code.first_line, position)
+        return code.first_line if line == NO_LINE else line
+
+    def _fingerprint(self, head: bytes) -> bytes:
+        first = head[self._layout.code_first_line : self._layout.code_first_line + 4]
+        return first + b"".join(head[offset : offset + 8] for offset in self._pointers)
+
+    def _read(self, head: bytes) -> Code | None:
+        at = self._layout
+        name = self._string(_word(head, at.code_name))
+        filename = self._string(_word(head, at.code_filename))
+        qualname = name
+        if at.code_qualname != ABSENT:
+            qualname = self._string(_word(head, at.code_qualname))
+        if name is None or filename is None or qualname is None:
+            self.drops["unreadable_name"] += 1
+            return None
+        first_line = max(0, struct.unpack_from("<i", head, at.code_first_line)[0])
+        table = self._bytes(_word(head, at.code_line_table))
+        return Code(name, qualname, filename, first_line, table)
+
+    def _string(self, address: int) -> str | None:
+        """A str object, cut and cleaned; None where that is none (PEP 393)."""
+        at = self._layout
+        head = self._memory.read(address, at.str_state + 4) if sound_address(address) else None
+        if head is None:
+            return None
+        length = struct.unpack_from("<q", head, at.str_length)[0]
+        state = struct.unpack_from("<I", head, at.str_state)[0] >> at.str_kind_shift
+        width, compact, ascii_only = state & 7, state >> 3 & 1, state >> 4 & 1
+        # Names of code objects are made by the compiler, which makes compact strings only.
+        if width not in _CODECS or not compact or length < 0 or (ascii_only and width != 1):
+            return None
+        if length == 0:
+            return ""
+        if length > _MAX_CHARS:
+            self.drops["name_cut"] += 1
+        data_at = at.str_ascii_data if ascii_only else at.str_compact_data
+        data = self._memory.read(address + data_at, min(length, _MAX_CHARS) * width)
+        return None if data is None else clean_name(_decoded(data, width))
+
+    def _bytes(self, address: int) -> bytes:
+        at = self._layout
+        head = self._memory.read(address, at.bytes_data) if sound_address(address) else None
+        length = -1 if head is None else struct.unpack_from("<q", head, at.bytes_length)[0]
+        if length > MAX_READ_BYTES:
+            self.drops["line_table_cut"] += 1
+            return b""
+        if length == 0:
+            return b""
+        data = self._memory.read(address + at.bytes_data, length) if length > 0 else None
+        if data is None:
+            self.drops["unreadable_line_table"] += 1
+            return b""
+        return data
+
+
+def _decoded(data: bytes, width: int) -> str:
+    """UCS-2 is UTF-16 without surrogate pairs, and may hold lone surrogates."""
+    return data.decode(_CODECS[width], "replace")
+
+
+def _word(data: bytes, offset: int) -> int:
+    return int(struct.unpack_from("<Q", data, offset)[0])

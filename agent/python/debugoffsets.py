@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`_Py_DebugOffsets`: the offsets that CPython 3.13 and later carry at the start of _PyRuntime.
+
+Eight bytes "xdebugpy", PY_VERSION_HEX, free_threaded, then groups of 64-bit offsets whose order
+belongs to the minor version (Include/internal/pycore_runtime.h of v3.13.0 and
+Include/internal/pycore_debug_offsets.h of 3.14). A minor version without a group list is refused,
+and so is a table with an offset outside the structure that it is said to lie in: the bytes come
+from the target.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from aiflame.agent.python.layouts import (
+    ABSENT,
+    ADDED,
+    GilHolder,
+    Layout,
+    LineTable,
+    Position,
+    RunEnd,
+    UnsupportedPython,
+    Version,
+    refusal,
+)
+
+COOKIE = b"xdebugpy"
+_HEAD = struct.Struct("<8sQQ")
+# 3.14's has 760 bytes.
+MAX_BYTES = 1024
+# PyInterpreterState is the largest structure: 194,968 bytes on 3.13, 283,320 with _PyRuntime.
+_MAX_STRUCT_BYTES = 16 * 1024 * 1024
+_POINTER_BYTES = 8
+
+_INTERPRETER_313 = (
+    "size id next threads_head gc imports_modules sysdict builtins ceval_gil gil_runtime_state "
+    "gil_runtime_state_enabled gil_runtime_state_locked gil_runtime_state_holder"
+)
+_THREAD = "size prev next interp current_frame thread_id native_thread_id datastack_chunk status"
+_FRAME_313 = "size previous executable instr_ptr localsplus owner"
+_CODE_313 = (
+    "size filename name qualname linetable firstlineno argcount localsplusnames localspluskinds "
+    "co_code_adaptive"
+)
+_UNICODE = "size state length asciiobject_size"
+# Number of words of the groups between: pyobject, type, tuple, list, [set,] dict, float, long.
+_SKIP_313, _SKIP_314 = "-" * (2 + 4 + 3 + 3 + 3 + 2 + 3), "-" * (2 + 4 + 3 + 3 + 4 + 3 + 2 + 3)
+_BYTES = "size ob_size ob_sval"
+
+_GROUPS: Mapping[Version, tuple[tuple[str, str], ...]] = {
+    (3, 13): (
+        ("runtime", "size finalizing interpreters_head"),
+        ("interpreter", _INTERPRETER_313),
+        ("thread", _THREAD),
+        ("frame", _FRAME_313),
+        ("code", _CODE_313),
+        ("", " ".join(_SKIP_313)),
+        ("bytes", _BYTES),
+        ("unicode", _UNICODE),
+    ),
+    (3, 14): (
+        ("runtime", "size finalizing interpreters_head"),
+        (
+            "interpreter",
+            _INTERPRETER_313.replace("threads_head", "threads_head threads_main")
+            + " code_object_generation tlbc_generation",
+        ),
+        ("thread", _THREAD),
+        ("frame", _FRAME_313 + " stackpointer tlbc_index"),
+        ("code", _CODE_313 + " co_tlbc"),
+        ("", " ".join(_SKIP_314)),
+        ("bytes", _BYTES),
+        ("unicode", _UNICODE),
+    ),
+}
+
+# Field of Layout: the debug offset that it is.
+_FIELDS = {
+    "runtime_interpreters": "runtime.interpreters_head",
+    "interpreter_next": "interpreter.next",
+    "interpreter_threads": "interpreter.threads_head",
+    "thread_next": "thread.next",
+    "thread_interpreter": "thread.interp",
+    "thread_id": "thread.thread_id",
+    "thread_native_id": "thread.native_thread_id",
+    "thread_frame": "thread.current_frame",
+    "frame_code": "frame.executable",
+    "frame_previous": "frame.previous",
+    "frame_position": "frame.instr_ptr",
+    "frame_mark": "frame.owner",
+    # All that is read of a frame lies before its locals.
+    "frame_bytes": "frame.localsplus",
+    "gil": "interpreter.ceval_gil",
+    "code_first_line": "code.firstlineno",
+    "code_filename": "code.filename",
+    "code_name": "code.name",
+    "code_qualname": "code.qualname",
+    "code_line_table": "code.linetable",
+    "code_instructions": "code.co_code_adaptive",
+    "str_length": "unicode.length",
+    "str_state": "unicode.state",
+    "bytes_length": "bytes.ob_size",
+    "bytes_data": "bytes.ob_sval",
+}
+
+
+def version_in(data: bytes) -> Version | None:
+    """Major and minor of a _PyRuntime that begins with debug offsets, else None."""
+    if len(data) < _HEAD.size or not data.startswith(COOKIE):
+        return None
+    version = _HEAD.unpack_from(data)[1]
+    return (version >> 24 & 0xFF, version >> 16 & 0xFF)
+
+
+def read_layout(data: bytes) -> Layout:
+    """The layout that the first `MAX_BYTES` bytes of _PyRuntime describe.
+
+    Raises:
+        UnsupportedPython: No cookie, an unknown version or build, or senseless offsets.
+    """
+    version = version_in(data)
+    if version is None:
+        raise UnsupportedPython("CPython without its debug offsets is not supported")
+    free_threaded = bool(_HEAD.unpack_from(data)[2])
+    added = ADDED.get((version, free_threaded))
+    if added is None or version not in _GROUPS:
+        raise refusal(version, " without the GIL" if free_threaded else "")
+    at = _offsets(data, version)
+    _check(at, version)
+    ascii_bytes = at["unicode.asciiobject_size"]
+    gil = at["interpreter.gil_runtime_state"]
+    rest: dict[str, Any] = {field: at[name] for field, name in _FIELDS.items()}
+    return Layout(
+        version=version,
+        free_threaded=free_threaded,
+        runtime_tss_key=added.runtime_tss_key,
+        cframe_frame=ABSENT,
+        code_tags=added.code_tags,
+        position=Position.POINTER,
+        run_end=RunEnd.SHIM,
+        gil_kind=GilHolder.NONE if free_threaded else GilHolder.INTERPRETER,
+        gil_last_holder=at["interpreter.gil_runtime_state_holder"] - gil,
+        gil_locked=at["interpreter.gil_runtime_state_locked"] - gil,
+        line_table=LineTable.LOCATIONS,
+        str_kind_shift=added.str_kind_shift,
+        str_ascii_data=ascii_bytes,
+        # PyCompactUnicodeObject adds utf8_length and utf8 (Include/cpython/unicodeobject.h).
+        str_compact_data=ascii_bytes + 16,
+        **rest,
+    )
+
+
+def _offsets(data: bytes, version: Version) -> dict[str, int]:
+    names = [
+        f"{group}.{field}" for group, fields in _GROUPS[version] for field in fields.split(" ")
+    ]
+    if len(data) < _HEAD.size + 8 * len(names):
+        raise UnsupportedPython("damaged debug offsets: cut short")
+    values = struct.unpack_from(f"<{len(names)}Q", data, _HEAD.size)
+    return dict(zip(names, values, strict=True))
+
+
+def _check(at: Mapping[str, int], version: Version) -> None:
+    """Refuse what lies outside its structure, or a structure outside all reason."""
+    # The kernel half reads a frame, and user space a code object's head, in one piece.
+    limits = {"frame": 256, "code": 1024, "thread": 65536, "bytes": 256, "unicode": 512}
+    for group, fields in _GROUPS[version]:
+        if not group:
+            continue
+        size = at[f"{group}.size"]
+        if not 0 < size <= limits.get(group, _MAX_STRUCT_BYTES):
+            raise UnsupportedPython(f"damaged debug offsets: a {group} of {size} bytes")
+        for field in fields.split(" "):
+            if at[f"{group}.{field}"] > size:
+                raise UnsupportedPython(f"damaged debug offsets: {group}.{field} lies outside")
+    if at["interpreter.gil_runtime_state_holder"] < at["interpreter.gil_runtime_state"]:
+        raise UnsupportedPython("damaged debug offsets: the GIL's holder lies before the GIL")
+    # The pointer read at the last of them has to lie in the part of a frame that is read.
+    within = at["frame.localsplus"]
+    pointers = (at[f"frame.{name}"] for name in ("executable", "previous", "instr_ptr"))
+    if max(pointers) + _POINTER_BYTES > within or at["frame.owner"] >= within:
+        raise UnsupportedPython("damaged debug offsets: a frame's fields lie among its locals")

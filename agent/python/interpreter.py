@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the interpreter in a binary: its version, its layout, _PyRuntime and the eval loop's code.
+
+All of it is in the file, so it is found once per binary and holds for each process that maps it:
+`Interpreter` has virtual addresses of the file, `LoadedInterpreter` those of one process. A program
+that links libpython has no _PyRuntime itself, and is no interpreter here.
+
+The eval loop's address ranges decide which native frames stand for Python frames. GCC moves the
+rare part of the function elsewhere, `_PyEval_EvalFrameDefault.cold`; `evalcode` finds it.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+from aiflame.agent.python import debugoffsets
+from aiflame.agent.python.elfbytes import Symbol, at_address, find_symbols
+from aiflame.agent.python.evalcode import AddressRange, eval_ranges, key_operand
+from aiflame.agent.python.layouts import (
+    ABSENT,
+    Layout,
+    UnsupportedPython,
+    Version,
+    refusal,
+    table_layout,
+)
+from aiflame.agent.symbols.elf import ElfImage
+
+_RUNTIME = b"_PyRuntime"
+_VERSION = b"Py_Version"  # const unsigned long, since 3.11 (Include/pylifecycle.h)
+_EVAL = b"_PyEval_EvalFrameDefault"
+_GET_STATE = b"PyGILState_GetThisThreadState"
+_RUNTIME_SECTION = ".PyRuntime"  # GENERATE_DEBUG_SECTION, since 3.11
+_FIRST_WITH_DEBUG_OFFSETS = (3, 13)
+_FILE_NAME = re.compile(r"(?:lib)?python(3)\.(\d{1,2})[a-z]*(?:\.so[.\d]*)?$")
+# PyGILState_GetThisThreadState has 25 to 60 bytes.
+_GET_STATE_BYTES = 96
+# What is taken for the size of _PyRuntime where no symbol says it (3.12: 459,944 bytes).
+_MAX_RUNTIME_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """One interpreter in one file. Addresses are virtual addresses of the file.
+
+    Attributes:
+        version: Major and minor.
+        layout: Its offsets.
+        runtime_address: _PyRuntime.
+        tss_key_address: The pthread key of the thread state (the int itself, behind
+            `_is_initialized`).
+        eval_ranges: Begin and end of the eval loop's code, the function's own first.
+        is_cold_sure: The ranges come from symbols; else the moved parts were told by their jumps.
+    """
+
+    version: Version
+    layout: Layout
+    runtime_address: int
+    tss_key_address: int
+    eval_ranges: tuple[AddressRange, ...]
+    is_cold_sure: bool
+
+    def loaded_at(self, bias: int) -> LoadedInterpreter:
+        """The interpreter in a process that maps the file `bias` bytes behind its addresses."""
+        return LoadedInterpreter(
+            self.layout,
+            self.runtime_address + bias,
+            self.tss_key_address + bias,
+            tuple(AddressRange(r.begin + bias, r.end + bias) for r in self.eval_ranges),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedInterpreter:
+    """An interpreter in a process. Addresses are those of the process.
+
+    Attributes:
+        layout: Its offsets.
+        runtime_address: _PyRuntime.
+        tss_key_address: The pthread key of the thread state.
+        eval_ranges: Begin and end of the eval loop's code.
+    """
+
+    layout: Layout
+    runtime_address: int
+    tss_key_address: int
+    eval_ranges: tuple[AddressRange, ...]
+
+
+def find_interpreter(fd: int, image: ElfImage, name: str) -> Interpreter | None:
+    """The interpreter in an open file, or None where it holds none.
+
+    Args:
+        fd: The file.
+        image: Its headers.
+        name: Its file name without folders, which tells the version of those before 3.11.
+
+    Raises:
+        UnsupportedPython: It is CPython, but of a version, build or machine that is not known here.
+        OSError: The file cannot be read.
+    """
+    symbols = find_symbols(fd, image, (_RUNTIME, _VERSION, _EVAL, _GET_STATE))
+    place = _runtime(image, symbols.get(_RUNTIME))
+    if place is None:
+        return None
+    runtime, runtime_bytes = place
+    if image.machine != "X86_64" or image.bits != 64:
+        raise UnsupportedPython(f"CPython on {image.machine} is not supported yet")
+    head = at_address(fd, image, runtime, debugoffsets.MAX_BYTES) or b""
+    stated = symbols.get(_VERSION)
+    value = at_address(fd, image, stated.address, 8) if stated else None
+    version = _version(value, head, name)
+    layout = _layout(version, head)
+    if _EVAL not in symbols or not symbols[_EVAL].size:
+        raise UnsupportedPython(f"CPython {_text(version)} without its eval function's symbol")
+    ranges, is_sure = eval_ranges(fd, image, symbols[_EVAL])
+    key = runtime + layout.runtime_tss_key if layout.runtime_tss_key != ABSENT else None
+    get_state = symbols.get(_GET_STATE)
+    if get_state is not None:
+        code = at_address(fd, image, get_state.address, _GET_STATE_BYTES) or b""
+        limit = runtime + min(runtime_bytes, _MAX_RUNTIME_BYTES)
+        # What the code reads beats the table: options of the build may move it.
+        key = key_operand(code, get_state.address, AddressRange(runtime, limit)) or key
+    if key is None:
+        raise UnsupportedPython(f"CPython {_text(version)}: its thread key was not found")
+    return Interpreter(version, layout, runtime, key, ranges, is_sure)
+
+
+def _runtime(image: ElfImage, symbol: Symbol | None) -> tuple[int, int] | None:
+    """Address and size of _PyRuntime, from its symbol, else from the section made for it."""
+    if symbol is not None and symbol.size:
+        return symbol.address, symbol.size
+    section = image.section(_RUNTIME_SECTION)
+    return None if section is None else (section.virtual_address, section.size)
+
+
+def _version(stated: bytes | None, head: bytes, name: str) -> Version:
+    """What the interpreter says of itself, else what its file is called."""
+    if stated is not None:
+        value = struct.unpack("<Q", stated)[0]
+        if value >> 24 == 3:
+            return (3, value >> 16 & 0xFF)
+    said = debugoffsets.version_in(head)
+    if said is not None:
+        return said
+    match = _FILE_NAME.match(name)
+    if match is None:
+        raise UnsupportedPython("CPython of unknown version: neither symbol nor file name tells it")
+    return (int(match[1]), int(match[2]))
+
+
+def _layout(version: Version, head: bytes) -> Layout:
+    if version < _FIRST_WITH_DEBUG_OFFSETS:
+        return table_layout(version)
+    layout = debugoffsets.read_layout(head)
+    if layout.version != version:
+        raise refusal(version, " whose debug offsets are of another version")
+    return layout
+
+
+def _text(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real interpreters for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support
+from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
+from aiflame.agent.python.memory import ProcessMemory
+from aiflame.agent.python.threads import find_key_block
+from aiflame.agent.symbols.elf import ElfImage
+
+HERE = Path(__file__).parent
+_PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "system")
+
+
+def _executable(version: str) -> Path:
+    if version == "system":
+        return Path("/usr/bin/python3").resolve()
+    found = sorted(_PYENV.glob(f"{version}.*/bin/python{version}"))
+    if not found:
+        pytest.skip(f"no pyenv CPython {version} on this machine")
+    return found[-1]
+
+
+@pytest.fixture(params=VERSIONS)
+def python(request: pytest.FixtureRequest) -> Path:
+    """Each interpreter in turn: its executable."""
+    return _executable(str(request.param))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process that runs nested.py, and what it said about itself."""
+
+    pid: int
+    truth: dict[str, Any]
+    memory: ProcessMemory
+    interpreter: LoadedInterpreter
+    key_block: int
+
+
+def _loaded(pid: int) -> LoadedInterpreter:
+    """The interpreter of a process, by its mappings."""
+    seen = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or not fields[5].startswith("/") or fields[5] in seen:
+            continue
+        seen.add(fields[5])
+        path = Path(fields[5])
+        if "python" not in path.name:
+            continue
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            image = ElfImage.from_fd(fd)
+            found = find_interpreter(fd, image, path.name)
+        finally:
+            os.close(fd)
+        if found is not None:
+            start = int(fields[0].split("-")[0], 16) - int(fields[2], 16)
+            return found.loaded_at(0 if image.kind == "exec" else start - image.load_address)
+    raise AssertionError(f"no interpreter in process {pid}")
+
+
+def _key_block(pid: int) -> int:
+    """Where the C library of a process keeps key data."""
+    maps = Path(f"/proc/{pid}/maps").read_text().split()
+    for name in {word for word in maps if re.search(r"/(libc|libpthread)[-.].*so", word)}:
+        fd = os.open(name, os.O_RDONLY)
+        try:
+            block = find_key_block(fd, ElfImage.from_fd(fd))
+        finally:
+            os.close(fd)
+        if block is not None:
+            return block
+    raise AssertionError(f"no pthread_getspecific in process {pid}")
+
+
+@pytest.fixture
+def start(python: Path) -> Iterator[Callable[..., Target]]:
+    """`start("--busy")`: runs nested.py until all its threads wait where they said."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def go(*arguments: str) -> Target:
+        # Isolated, but not -S: site-packages of the machine may print or be slow.
+        command = [str(python), "-I", str(HERE / "nested.py"), *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        running.append(process)
+        assert process.stdout is not None
+        truth = json.loads(process.stdout.readline())
+        for who in truth:
+            if who != "busy":
+                support.wait_until(lambda who=who: _sleeps(process.pid, truth[who]["tid"]))
+        return Target(
+            process.pid,
+            truth,
+            ProcessMemory(process.pid),
+            _loaded(process.pid),
+            _key_block(process.pid),
+        )
+
+    yield go
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def _sleeps(pid: int, tid: int) -> bool:
+    stat = Path(f"/proc/{pid}/task/{tid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "S"

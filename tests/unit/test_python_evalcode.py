@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The eval loop's moved parts, told by their jumps without symbols; and thread keys' places."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from aiflame.agent.python.elfbytes import find_symbols
+from aiflame.agent.python.evalcode import AddressRange, eval_ranges, jump_targets, key_operand
+from aiflame.agent.symbols.elf import ElfImage
+
+_EVAL = b"_PyEval_EvalFrameDefault"
+
+# Each case calls a cold function and goes on, so GCC moves the call and jumps there and back.
+# Equal functions surround it (kept apart by -fno-ipa-icf), whose parts must not be taken for its
+# own.
+_SOURCE = """
+__attribute__((cold, noinline)) int rare(int n) { asm volatile(""); return n + 1; }
+#define FEW(n) if (__builtin_expect(x == n, 0)) x += rare(n * 7) * x;
+#define MORE(n) FEW(n) FEW(n + 1) FEW(n + 2) FEW(n + 3) FEW(n + 4) FEW(n + 5)
+#define FUNCTION(name) int name(int x) { for (int i = 0; i < 100; i++) { \\
+  MORE(100) MORE(200) MORE(300) x ^= i * x; } return x; }
+FUNCTION(before)
+FUNCTION(_PyEval_EvalFrameDefault)
+FUNCTION(after)
+"""
+
+
+def _ranges(path: Path) -> tuple[tuple[AddressRange, ...], bool]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        image = ElfImage.from_fd(fd)
+        return eval_ranges(fd, image, find_symbols(fd, image, (_EVAL,))[_EVAL])
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "eval.c").write_text(_SOURCE)
+    command = [
+        "gcc",
+        "-O2",
+        "-fno-ipa-icf",
+        "-shared",
+        "-fPIC",
+        "-o",
+        folder / "eval.so",
+        folder / "eval.c",
+    ]
+    subprocess.run(command, check=True)
+    return folder / "eval.so"
+
+
+def test_cold_parts_are_found_without_symbols_as_with_them(library: Path) -> None:
+    named, is_named = _ranges(library)
+    assert is_named
+    assert len(named) == 2
+    stripped = library.with_name("stripped.so")
+    subprocess.run(["strip", "-o", stripped, library], check=True)
+    found, is_named = _ranges(stripped)
+    assert not is_named
+    assert found == named
+
+
+def test_a_jump_is_seen_at_any_place() -> None:
+    code = (
+        b"\x90\xe9" + struct.pack("<i", 0x1000) + b"\x0f\x84" + struct.pack("<i", -0x20) + b"\x90"
+    )
+    assert set(jump_targets(code, 0x400000)) >= {0x400006 + 0x1000, 0x40000C - 0x20}
+
+
+@pytest.mark.parametrize("length", range(13))
+def test_code_that_is_cut(length: int) -> None:
+    assert len(jump_targets(b"\x0f\x84" * 6 + b"\xe9", 0)[:length]) <= length
+
+
+RUNTIME = AddressRange(0x9000, 0xA000)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        # mov edi, [rip + x] loads the key itself; lea rdi, [rip + x] is the struct around it
+        (b"\x90\x8b\x3d" + struct.pack("<i", 0x9010 - 0x1007), 0x9010),
+        (b"\x48\x8d\x3d" + struct.pack("<i", 0x9010 - 0x1007), 0x9014),
+        (b"\x8b\x3d" + struct.pack("<i", 0x100), None),
+        (b"\x8b\x3d", None),
+        (b"", None),
+    ],
+)
+def test_thread_keys_place(code: bytes, expected: int | None) -> None:
+    assert key_operand(code, 0x1000, RUNTIME) == expected

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: what 3.13 and later say of themselves, and the refusal of all that is unknown."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from aiflame.agent.python.debugoffsets import _GROUPS, COOKIE, read_layout
+from aiflame.agent.python.layouts import (
+    ABSENT,
+    GilHolder,
+    RunEnd,
+    UnsupportedPython,
+    table_layout,
+)
+from pymemory import debug_offsets
+
+
+# Group starts as published for 3.13 (584 bytes) and 3.14 (760 bytes), head of 24 bytes included.
+@pytest.mark.parametrize(
+    ("version", "starts"),
+    [
+        ((3, 13), {"runtime": 24, "interpreter": 48, "thread": 152, "frame": 224, "code": 272}),
+        ((3, 14), {"runtime": 24, "interpreter": 48, "thread": 176, "frame": 248, "code": 312}),
+    ],
+)
+def test_groups_begin_where_the_headers_put_them(
+    version: tuple[int, int], starts: dict[str, int]
+) -> None:
+    starts["unicode"] = {(3, 13): 536, (3, 14): 616}[version]
+    at, found = 24, {}
+    for group, fields in _GROUPS[version]:
+        found[group] = at
+        at += 8 * len(fields.split(" "))
+    assert {group: found[group] for group in starts} == starts
+
+
+def test_313_describes_itself() -> None:
+    layout = read_layout(debug_offsets((3, 13)))
+    assert (layout.thread_frame, layout.frame_code, layout.frame_mark) == (72, 0, 70)
+    assert (layout.code_instructions, layout.code_tags) == (200, 0)
+    assert (layout.gil_last_holder, layout.gil_locked) == (8, 16)
+    assert layout.run_end is RunEnd.SHIM
+
+
+def test_314_has_tagged_code_pointers() -> None:
+    layout = read_layout(debug_offsets((3, 14)))
+    assert (layout.frame_mark, layout.code_instructions, layout.code_tags) == (74, 208, 3)
+    assert layout.runtime_tss_key == 2340
+
+
+def test_free_threaded_314_has_larger_objects_and_no_gil() -> None:
+    layout = read_layout(debug_offsets((3, 14), free_threaded=True))
+    assert layout.free_threaded
+    assert layout.gil_kind is GilHolder.NONE
+    assert (layout.str_ascii_data, layout.str_compact_data, layout.bytes_data) == (56, 72, 48)
+    assert (layout.str_kind_shift, layout.runtime_tss_key) == (8, ABSENT)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (debug_offsets((3, 15)), "CPython 3.15 is not supported yet"),
+        (debug_offsets((3, 13), True), "CPython 3.13 without the GIL is not supported yet"),
+        (bytes(600), "without its debug offsets"),
+        (b"", "without its debug offsets"),
+        (debug_offsets((3, 13))[:300], "cut short"),
+        (COOKIE, "without its debug offsets"),
+        (debug_offsets((3, 13), frame__owner=1 << 40), "frame.owner lies outside"),
+        (debug_offsets((3, 13), frame__size=1 << 40), "a frame of"),
+        (debug_offsets((3, 13), code__name=4096), "code.name lies outside"),
+        (debug_offsets((3, 13), frame__instr_ptr=72), "among its locals"),
+        (debug_offsets((3, 13), interpreter__gil_runtime_state_holder=8), "before the GIL"),
+    ],
+)
+def test_what_is_unknown_or_senseless_is_refused_by_name(data: bytes, message: str) -> None:
+    with pytest.raises(UnsupportedPython, match=message):
+        read_layout(data)
+
+
+def test_random_offsets_are_refused_or_bounded() -> None:
+    chance = random.Random(1)
+    head = debug_offsets((3, 14))[:24]
+    accepted = 0
+    for _ in range(300):
+        words = b"".join(
+            chance.randrange(1 << chance.choice((4, 8, 64))).to_bytes(8, "little")
+            for _ in range(95)
+        )
+        try:
+            layout = read_layout(head + words)
+        except UnsupportedPython:
+            continue
+        accepted += 1
+        assert layout.frame_bytes <= 256
+    assert accepted < 300
+
+
+@pytest.mark.parametrize("version", [(3, 7), (2, 7), (3, 13), (3, 15), (4, 0)])
+def test_versions_outside_the_table_are_refused(version: tuple[int, int]) -> None:
+    with pytest.raises(UnsupportedPython, match=rf"CPython {version[0]}\.{version[1]} "):
+        table_layout(version)
