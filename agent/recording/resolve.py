@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import FrameKind
+from aiflame.agent.model import FrameKind, StackEnd
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.names import MAX_INTEGER, Names
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.recording.pythons import PythonChain, PythonProcess
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.sinks import KERNEL_CUT
+from aiflame.agent.recording.splicing import NativeFrame, Splicer
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
@@ -41,6 +43,43 @@ class Place:
     is_mapped: bool = True
     is_start: bool = False
     is_tracing: bool = False  # the profiler's own, when it is at the leaf of a switch stack
+    binary: int = NO_BINARY
+    binary_id: int | None = None
+    address: int = 0  # in the binary
+    sources: tuple[SourceFrame, ...] = ()
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StackPython:
+    """What is known of the Python half of a stack; `gil` is abi.PythonGil."""
+
+    process: PythonProcess
+    chain: PythonChain | None
+    gil: int
+
+
+def _natives(
+    stacks: RawStacks, places: list[Place], index: int, positions: range
+) -> list[NativeFrame]:
+    """The native frames of one stack, leaf first."""
+    start = int(stacks.starts[index])
+    found = []
+    for at in stacks.place[start + positions.start : start + positions.stop].tolist():
+        place = places[at]
+        found.append(
+            NativeFrame(
+                address=int(stacks.addresses[at]),
+                is_kernel=int(stacks.owners[at]) == KERNEL_OWNER,
+                binary=place.binary,
+                binary_id=place.binary_id,
+                place=place.address,
+                sources=place.sources,
+                label=place.label,
+                frames=place.chain,
+            )
+        )
+    return found
 
 
 class CaptureResolver:
@@ -51,6 +90,7 @@ class CaptureResolver:
         table: Process table of the recording.
         images: ELF headers of its binaries.
         service: Resolves binaries.
+        pythons: Python frames of stacks, by row id of the stack.
     """
 
     def __init__(
@@ -59,6 +99,7 @@ class CaptureResolver:
         table: ProcessTable,
         images: ElfImages,
         service: SymbolService,
+        pythons: Mapping[int, StackPython],
     ) -> None:
         self._writer = writer
         self._table = table
@@ -66,6 +107,8 @@ class CaptureResolver:
         self._names = Names()
         self._images = images
         self._entries: dict[int, int] = {}
+        self._pythons = pythons
+        self.splicer = Splicer(self._names)
         self.problems: Counter[str] = Counter()
 
     def write_mappings(self) -> None:
@@ -120,6 +163,13 @@ class CaptureResolver:
             np.isin(stacks.ids, self._writer.switch_stack_ids()),
         )
         blobs = stacks.frame_blobs(first, kept, chain_starts, chains)
+        for index in np.flatnonzero(np.isin(stacks.ids, list(self._pythons))).tolist():
+            python = self._pythons[int(stacks.ids[index])]
+            natives = _natives(stacks, places, index, range(int(first[index]), int(kept[index])))
+            is_rooted = int(ends[index]) in (StackEnd.ROOTED, StackEnd.ROOTED_BY_GUESS)
+            if python.chain is not None:
+                frames = self.splicer.splice(python.process, natives, python.chain, is_rooted)
+                blobs[index] = np.array(frames[::-1], "<u4").tobytes()
         self._names.write(self._writer)
         self._writer.set_stack_frames(zip(ends.tolist(), blobs, stacks.ids.tolist(), strict=True))
 
@@ -216,11 +266,13 @@ class CaptureResolver:
         self, place: Place, binary: int, address: int, chain: tuple[SourceFrame, ...]
     ) -> None:
         binary_id = self._binary_id(binary)
+        place.binary, place.binary_id, place.address = binary, binary_id, address
         if not chain:
             name, place.is_start = self._name_by_code(binary, address)
             module = self._table.binaries.files[binary].path.rpartition("/")[2]
             self._name(place, name or clean_name(f"[{module}+{address:#x}]"), binary_id, address)
             return
+        place.sources = chain
         place.chain = tuple(
             self._names.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
         )
@@ -255,5 +307,6 @@ class CaptureResolver:
         return start or "", start is not None
 
     def _name(self, place: Place, name: str, binary: int | None, address: int) -> None:
+        place.label = name
         source = SourceFrame(name, "", 0, False)
         place.chain = (self._names.frame(FrameKind.NATIVE, source, binary, address),)
