@@ -23,7 +23,6 @@ class FrameKind(enum.IntEnum):
     NATIVE = 0  # machine code of a user-space binary
     KERNEL = 1  # kernel, kernel module or BPF program
     PYTHON = 2  # a Python function
-    INTERPRETER = 4  # machine code of an interpreter that only hands calls on; hidden by default
     MARKER = 3  # made by aiflame, in square brackets: [truncated: ...], [blocked: lock]
     INTERPRETER = 4  # an interpreter's machine code that only hands calls on; hidden by default
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import FrameKind, StackEnd
 from aiflame.agent.recording import roots
@@ -163,15 +164,35 @@ class CaptureResolver:
             np.isin(stacks.ids, self._writer.switch_stack_ids()),
         )
         blobs = stacks.frame_blobs(first, kept, chain_starts, chains)
-        for index in np.flatnonzero(np.isin(stacks.ids, list(self._pythons))).tolist():
-            python = self._pythons[int(stacks.ids[index])]
-            natives = _natives(stacks, places, index, range(int(first[index]), int(kept[index])))
-            is_rooted = int(ends[index]) in (StackEnd.ROOTED, StackEnd.ROOTED_BY_GUESS)
-            if python.chain is not None:
-                frames = self.splicer.splice(python.process, natives, python.chain, is_rooted)
-                blobs[index] = np.array(frames[::-1], "<u4").tobytes()
+        first_kept = np.stack([first, kept], axis=1)
+        python_rows = self._splice(stacks, places, first_kept, ends, blobs)
         self._names.write(self._writer)
         self._writer.set_stack_frames(zip(ends.tolist(), blobs, stacks.ids.tolist(), strict=True))
+        self._writer.set_python_stacks(python_rows)
+
+    def _splice(
+        self,
+        stacks: RawStacks,
+        places: list[Place],
+        first_kept: I64,
+        ends: npt.NDArray[np.uint8],
+        blobs: list[bytes],
+    ) -> list[tuple[int, bytes, int, int]]:
+        """Combines the stacks that have a Python half; returns rows for the writer."""
+        rows = []
+        for index in np.flatnonzero(np.isin(stacks.ids, list(self._pythons))).tolist():
+            row, end = int(stacks.ids[index]), int(ends[index])
+            python = self._pythons[row]
+            natives = _natives(stacks, places, index, range(*first_kept[index].tolist()))
+            frames = blobs[index]
+            if python.chain is not None:
+                is_rooted = end in (StackEnd.ROOTED, StackEnd.ROOTED_BY_GUESS)
+                found = self.splicer.splice(python.process, natives, python.chain, is_rooted)
+                frames = np.array(found[::-1], "<u4").tobytes()
+            has_python = python.chain is not None and any(python.chain.sources)
+            gil = self.splicer.gil(python.process, natives, python.gil, has_python)
+            rows.append((end, frames, int(gil), row))
+        return rows
 
     def _kernel(self, addresses: U64, places: list[Place]) -> None:
         found: Sequence[KernelName | None] = [None] * len(addresses)

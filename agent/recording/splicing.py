@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aiflame.agent.model import FrameKind
-from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
+from aiflame.agent.model import FrameKind, GilState
+from aiflame.agent.python import gil as python_gil
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.names import Names
@@ -22,6 +22,13 @@ from aiflame.agent.symbols.frames import SourceFrame
 # Ways to fit that leave no doubt, or only about the leaf of the moment.
 _SOUND = (Match.EXACT, Match.NO_PYTHON, Match.LEAF_RACE, Match.PYTHON_CUT, Match.NATIVE_CUT)
 _HOLDS = {abi.PythonGil.HELD: True, abi.PythonGil.NOT_HELD: False}
+_STATES = {
+    python_gil.GilState.HELD: GilState.HELD,
+    python_gil.GilState.WAITING: GilState.WAITING,
+    python_gil.GilState.RELEASED: GilState.RELEASED,
+    python_gil.GilState.NO_PYTHON: GilState.NONE,
+    python_gil.GilState.UNKNOWN: GilState.UNKNOWN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +118,11 @@ class Splicer:
         self, process: PythonProcess, natives: Sequence[NativeFrame], gil: int, has_python: bool
     ) -> GilState:
         """Returns what a thread had to do with the GIL."""
-        leaf: list[LeafFrame] = []
+        leaf: list[python_gil.LeafFrame] = []
         for native in natives:
             if self._role(process, native) is Role.EVAL:
                 break
             if not native.is_kernel:
-                leaf.append(LeafFrame(native.symbol, native.binary == process.binary))
-        return gil_state(_HOLDS.get(abi.PythonGil(gil)), has_python, leaf)
+                in_interpreter = native.binary == process.binary
+                leaf.append(python_gil.LeafFrame(native.symbol, in_interpreter))
+        return _STATES[python_gil.gil_state(_HOLDS.get(abi.PythonGil(gil)), has_python, leaf)]
