@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
+from aiflame.agent.python.gil import gil_holder
 from aiflame.agent.python.interpreter import Interpreter, LoadedInterpreter, find_interpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, UnsupportedPython
-from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory
+from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, read_u64
 from aiflame.agent.python.threads import (
     KEY_BLOCK,
     UnsupportedLibc,
@@ -28,7 +29,7 @@ from aiflame.agent.python.threads import (
     read_tss_key,
     tss_slot_offset,
 )
-from aiflame.agent.python.walk import PythonFrame
+from aiflame.agent.python.walk import PythonFrame, WalkEnd, walk
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.loader import Programs
@@ -66,6 +67,14 @@ class PythonChain:
     is_whole: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadPython:
+    """The Python half of a thread that is asleep."""
+
+    chain: PythonChain
+    gil: abi.PythonGil
+
+
 @dataclass(slots=True)
 class PythonProcess:
     """An interpreter in a process image."""
@@ -75,7 +84,7 @@ class PythonProcess:
     loaded: LoadedInterpreter
     reader: CodeReader
     memory: ProcessMemory
-    is_known_to_kernel: bool = False
+    state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
     lines: dict[tuple[int, int], tuple[Code, SourceFrame]] = field(default_factory=dict)
 
 
@@ -133,6 +142,7 @@ class PythonProcesses:
                 del self._waiting[pid]
                 continue
             del self._waiting[pid]
+            process.state_slot = slot
             record = _record(process, slot)
             self._programs.pythons.update(pid.to_bytes(4, "little"), record.tobytes())
 
@@ -140,6 +150,39 @@ class PythonProcesses:
         """Takes a process out of the kernel half."""
         self._waiting.pop(pid, None)
         self._programs.pythons.delete(pid.to_bytes(4, "little"))
+
+    def of_thread(self, image: ProcessImage, thread_pointer: int) -> ThreadPython | None:
+        """Walks the Python frames of a thread that is asleep, None if it has none.
+
+        Args:
+            image: Its process.
+            thread_pointer: Its FS base.
+        """
+        process = self.by_image.get(image.index)
+        if process is None or process.state_slot is None:
+            return None
+        memory, loaded = process.memory, process.loaded
+        try:
+            state = read_u64(memory, thread_pointer + process.state_slot)
+            if not state:
+                return None
+            walked = walk(memory, loaded.layout, state)
+            interpreter = read_u64(memory, state + loaded.layout.thread_interpreter) or 0
+            holder = gil_holder(memory, loaded.layout, loaded.runtime_address, interpreter)
+        except NoMemoryAccess:
+            return None
+        checked: dict[tuple[int, int], Code | None] = {}
+        sources = tuple(
+            self._source(process, frame.code_address, frame.position, checked)
+            if frame.code_address
+            else None
+            for frame in walked.frames
+        )
+        gil = abi.PythonGil.UNKNOWN
+        if holder is not None:
+            gil = abi.PythonGil.HELD if holder == state else abi.PythonGil.NOT_HELD
+        is_whole = walked.end is WalkEnd.COMPLETE
+        return ThreadPython(PythonChain(walked.frames, sources, is_whole), gil)
 
     def take_chains(self) -> None:
         """Empties the kernel's store of Python frames, and reads what they are called."""

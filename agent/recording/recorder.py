@@ -113,7 +113,9 @@ class Recorder:
         self._probes.start_clocks(self._options.period_ns)
         walker = StackWalker(self.tables, self.images) if self._options.user_stacks else None
         kernel_stacks = self._options.kernel_stacks
-        self.sleepers = Sleepers(programs, self.table, self.tables, walker, kernel_stacks)
+        self.sleepers = Sleepers(
+            programs, self.table, self.tables, walker, self.pythons, kernel_stacks
+        )
         if self._options.off_cpu:
             self._entering = self.sleepers.enter(pids)
             self._enter_sleepers()
