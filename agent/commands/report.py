@@ -14,7 +14,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model import Profile
 from aiflame.agent.outfile import refuse_existing, write_output
-from aiflame.agent.reports import FORMATS, Report, ReportOptions, View
+from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.rows import showable
 
@@ -96,6 +96,18 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
     content.add_argument(
         "--plain", action="store_true", help="folded: no _[k] and _[p] suffixes (default: with)"
     )
+    content.add_argument(
+        "--frames",
+        choices=[frames.value for frames in Frames],
+        default=Frames.BOTH.value,
+        help="of Python programs: Python and native without the interpreter's own, one of them,"
+        " or everything (default: %(default)s)",
+    )
+    content.add_argument(
+        "--hide-importlib",
+        action="store_true",
+        help="leave out Python frames that import modules or start the program (default: keep)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,6 +174,8 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         min_width_pct=args.min_width,
         title=args.title,
         plain=args.plain,
+        frames=Frames(args.frames),
+        hide_importlib=args.hide_importlib,
     )
 
 
