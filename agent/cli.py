@@ -19,7 +19,7 @@ from types import ModuleType
 from aiflame.agent import __version__
 from aiflame.agent.errors import Aborted, AiflameError
 
-VERBS = ("record", "report", "stats", "doctor")
+VERBS = ("record", "report", "stats", "dump", "doctor")
 
 EXAMPLES = """\
 EXAMPLES
@@ -28,6 +28,7 @@ EXAMPLES
   sudo aiflame record -- python3 train.py    # from its first instruction
   aiflame report run.aiflame -f svg          # render a capture again, without root
   aiflame stats run.aiflame                  # tables in the terminal
+  sudo aiflame dump -p 1234                  # what each of its threads does right now
   aiflame doctor                             # can this machine record?
 """
 

@@ -309,6 +309,7 @@ struct thread_registers {
 	u64 stack_pointer;
 	u64 frame_pointer;
 	u64 thread_pointer; /* the FS base: where thread-local storage is */
+	u64 stopped_ns; /* when it last left a CPU, by the scheduler's clock; 0 where unknown */
 	u32 tgid;
 	u32 tid;
 	u32 state; /* task_struct.__state: 0 for a thread that runs or may run */

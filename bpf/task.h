@@ -65,6 +65,25 @@ static __always_inline u64 task_ran_ns(void *task)
 	return task_u64(task, TASK_RAN);
 }
 
+/* SCHED_NORMAL, SCHED_BATCH, SCHED_IDLE (include/uapi/linux/sched.h). */
+#define FAIR_POLICIES (1u << 0 | 1u << 3 | 1u << 5)
+
+/*
+ * When a task that is off the CPU left it, by the scheduler's clock (rq_clock): when it got there,
+ * and the time that it used since. Only the fair class keeps the latter apart. 0: not known.
+ */
+static __always_inline u64 task_stopped_ns(void *task)
+{
+#if TASK_STOPPED_KNOWN
+	u64 arrived = task_u64(task, TASK_LAST_ARRIVAL);
+	u32 policy = task_u32(task, TASK_POLICY);
+
+	if (arrived && policy < 32 && FAIR_POLICIES >> policy & 1)
+		return arrived + task_u64(task, TASK_RAN) - task_u64(task, TASK_RAN_BEFORE);
+#endif
+	return 0;
+}
+
 static __always_inline u32 task_parent_tgid(void *task)
 {
 	return task_tgid((void *)task_u64(task, TASK_REAL_PARENT));

@@ -45,6 +45,7 @@ int bpf_iter__task(struct task_iteration *ctx)
 	record.ran_ns = task_ran_ns(task);
 	record.voluntary_switches = task_u64(task, TASK_NVCSW);
 	record.involuntary_switches = task_u64(task, TASK_NIVCSW);
+	record.stopped_ns = task_stopped_ns(task);
 	record.tgid = task_tgid(task);
 	record.tid = task_tid(task);
 	record.state = task_u32(task, TASK_STATE);

@@ -287,6 +287,7 @@ THREAD_REGISTERS_DTYPE = np.dtype(
         ("stack_pointer", "<u8"),
         ("frame_pointer", "<u8"),
         ("thread_pointer", "<u8"),
+        ("stopped_ns", "<u8"),
         ("tgid", "<u4"),
         ("tid", "<u4"),
         ("state", "<u4"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording.arch import this_architecture
 from aiflame.agent.recording.btf import Btf
 
@@ -24,12 +25,23 @@ def _perf_event_max_stack() -> int:
         return MAX_FRAMES
 
 
+def _last_arrival(btf: Btf) -> int | None:
+    """Offset of when a task last got a CPU; None without CONFIG_SCHED_INFO."""
+    try:
+        return btf.member_offset("task_struct", "sched_info") + btf.member_offset(
+            "sched_info", "last_arrival"
+        )
+    except EnvironmentUnfit:
+        return None
+
+
 def kernel_macros(btf: Btf) -> dict[str, int]:
     """Returns the kernel facts that bpf/task.h asks for, from BTF.
 
     Raises:
         EnvironmentUnfit: A struct member that aiflame needs is missing.
     """
+    arrived = _last_arrival(btf)
     return {
         "TASK_PID": btf.member_offset("task_struct", "pid"),
         "TASK_TGID": btf.member_offset("task_struct", "tgid"),
@@ -47,6 +59,11 @@ def kernel_macros(btf: Btf) -> dict[str, int]:
         + btf.member_offset("sched_entity", "sum_exec_runtime"),
         "TASK_NVCSW": btf.member_offset("task_struct", "nvcsw"),
         "TASK_NIVCSW": btf.member_offset("task_struct", "nivcsw"),
+        "TASK_STOPPED_KNOWN": int(arrived is not None),
+        "TASK_LAST_ARRIVAL": arrived or 0,
+        "TASK_RAN_BEFORE": btf.member_offset("task_struct", "se")
+        + btf.member_offset("sched_entity", "prev_sum_exec_runtime"),
+        "TASK_POLICY": btf.member_offset("task_struct", "policy"),
         "TASK_ON_CPU": btf.member_offset("task_struct", "on_cpu"),
         "TASK_THREAD_POINTER": btf.member_offset("task_struct", "thread")
         + btf.member_offset("thread_struct", "fsbase"),

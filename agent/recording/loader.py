@@ -164,7 +164,7 @@ def load_programs(options: ProgramOptions, cache: Path | None = None) -> Program
         source = paste_includes(folder, _UNIT)
         lift_memlock_limit()
         for macros in variants:
-            kept = _load_kept(store, bundle_name(source, macros))
+            kept = load_kept(store, bundle_name(source, macros))
             if kept is not None:
                 return Programs(*kept, options)
     request: dict[str, Any] = {
@@ -180,8 +180,8 @@ def load_programs(options: ProgramOptions, cache: Path | None = None) -> Program
         request["macros"] = macros
         request["bundle"] = bundle_name(source, macros) if store.usable else None
         try:
-            return _ask_child(request, options)
-        except _LoadFailed as error:
+            return Programs(*ask_child(request), options)
+        except LoadFailed as error:
             failed = error
     raise failed
 
@@ -204,7 +204,8 @@ def _macros(options: ProgramOptions) -> dict[str, int | str]:
     }
 
 
-def _load_kept(store: Store, name: str) -> tuple[dict[str, int], dict[str, int]] | None:
+def load_kept(store: Store, name: str) -> tuple[dict[str, int], dict[str, int]] | None:
+    """Loads a kept bundle; None where there is none that this kernel takes."""
     mapping = store.open(name)
     if mapping is None:
         return None
@@ -216,11 +217,16 @@ def _load_kept(store: Store, name: str) -> tuple[dict[str, int], dict[str, int]]
             return None
 
 
-class _LoadFailed(EnvironmentUnfit):
+class LoadFailed(EnvironmentUnfit):
     """The compile or the verifier said no."""
 
 
-def _ask_child(request: dict[str, Any], options: ProgramOptions) -> Programs:
+def ask_child(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Has a child compile and load; returns descriptors of programs and maps by name.
+
+    Raises:
+        EnvironmentUnfit: It did not come about.
+    """
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = subprocess.Popen(  # noqa: S603 - a module of our own
@@ -245,10 +251,9 @@ def _ask_child(request: dict[str, Any], options: ProgramOptions) -> Programs:
         reply, fds, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MAX_FDS)
     names = json.loads(reply)
     count = len(names["programs"])
-    return Programs(
+    return (
         dict(zip(names["programs"], fds[:count], strict=True)),
         dict(zip(names["maps"], fds[count:], strict=True)),
-        options,
     )
 
 
@@ -267,4 +272,4 @@ def explain_failure(complaint: str) -> EnvironmentUnfit:
         )
     # What BCC and the kernel say stands before Python's own trace of where that was noticed.
     words = complaint.partition("Traceback (most recent call last)")[0].strip() or complaint
-    return _LoadFailed(f"the kernel programs were not accepted:\n{words.strip()}")
+    return LoadFailed(f"the kernel programs were not accepted:\n{words.strip()}")

@@ -163,7 +163,7 @@ class Sleepers:
         is_asleep = before.state in _ASLEEP
         state["off_class"] = SampleClass.BLOCKED if is_asleep else SampleClass.ON_CPU
         has_frames = is_asleep and self._kernel_stacks
-        frames = _kernel_frames(pid, tid) if has_frames else ()
+        frames = kernel_frames(pid, tid) if has_frames else ()
         if not programs.threads.update(tid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST):
             return None
         sleeper = Sleeper(pid, tid, frames, before.switches, is_asleep)
@@ -332,7 +332,8 @@ def _take_out(programs: Programs, tid: int) -> None:
         programs.threads.delete(key)
 
 
-def _kernel_frames(pid: int, tid: int) -> tuple[tuple[str, int], ...]:
+def kernel_frames(pid: int, tid: int) -> tuple[tuple[str, int], ...]:
+    """Returns (kernel function, offset) of a sleeping thread, leaf first; offset 0: unknown."""
     found = []
     for line in procfs.read_text(f"/proc/{pid}/task/{tid}/stack").splitlines():
         match = _STACK_LINE.match(line)

@@ -43,6 +43,7 @@ class ThreadRegisters(NamedTuple):
     stack_pointer: int
     frame_pointer: int
     thread_pointer: int
+    stopped_ns: int
     pid: int
     tid: int
     state: int

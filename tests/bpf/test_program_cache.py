@@ -38,7 +38,7 @@ def _close(programs: Programs) -> None:
 def test_a_second_load_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _close(load_programs(_OPTIONS, tmp_path))
     # GIVEN a machine on which nothing can be compiled any more
-    monkeypatch.setattr(loader, "_ask_child", None)
+    monkeypatch.setattr(loader, "ask_child", None)
     # THEN programs and maps come from the bundle, again and again
     for _ in range(2):
         programs = load_programs(_OPTIONS, tmp_path)

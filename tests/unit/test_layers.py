@@ -34,9 +34,13 @@ _MAY_IMPORT = {
     "unwind": {"errors", "model", "symbols"},
     "python": {"errors", "symbols", "unwind"},
     "reports": {"errors", "model"},
+    "dumps": {"python", "recording", "reports", "symbols", "unwind", *_LEAVES},
     "recording": {"capture", "python", "symbols", "unwind", *_LEAVES},
     "doctor": {"capture", "python", "recording", "reports", "symbols", *_LEAVES},
-    "commands": {"capture", "doctor", "python", "recording", "reports", "symbols", *_LEAVES},
+    "commands": {
+        *("capture", "doctor", "dumps", "python", "recording", "reports", "symbols"),
+        *_LEAVES,
+    },
     "cli": {"commands", *_LEAVES},
     "__main__": {"cli"},
 }

@@ -80,7 +80,7 @@ def _walk(
     piece = bytearray(max(words, default=0) + 8)
     for place, word in words.items():
         struct.pack_into("<Q", piece, place, word)
-    registers = ThreadRegisters(1, 2, 3, 4, leaf, _STACK, frame, 0, 41, 42, 1, 0, b"sleeper")
+    registers = ThreadRegisters(1, 2, 3, 4, leaf, _STACK, frame, 0, 0, 41, 42, 1, 0, b"sleeper")
     memory = StackMemory(Place(41, 42, _STACK, len(piece)), bytes(piece), None)
     return walker.walk_thread(image, registers, memory)
 

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python frames of a process's threads, read from outside.
+
+A thread's state is found by its pthread_self(), which is its FS base with glibc and musl on
+x86-64: that holds in any pid namespace, and while the GIL is released. Of several states of one
+thread (sub-interpreters) the one with frames is shown, of several with frames the newest.
+
+Reads of a thread that runs meanwhile may be torn; the caller knows which threads slept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from aiflame.agent.dumps.model import DumpFrame
+from aiflame.agent.model import FrameKind
+from aiflame.agent.python.codes import CodeReader
+from aiflame.agent.python.evalcode import AddressRange
+from aiflame.agent.python.gil import gil_holder
+from aiflame.agent.python.interpreter import Interpreter, LoadedInterpreter, find_interpreter
+from aiflame.agent.python.layouts import GilHolder, UnsupportedPython
+from aiflame.agent.python.memory import Memory, NoMemoryAccess, ProcessMemory
+from aiflame.agent.python.threads import ThreadState, list_threads
+from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
+from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+
+# Extension modules have "cpython" behind their names, and are many.
+_FILE_NAME = re.compile(r"(?:lib)?python\d")
+_UNREAD = Walk((), WalkEnd.UNREADABLE)
+
+
+class PythonStack(NamedTuple):
+    """Python frames of one thread, and whether it holds the GIL (None: not known)."""
+
+    walk: Walk
+    holds_gil: bool | None
+
+
+class PythonProcess:
+    """The interpreter of one process.
+
+    Args:
+        interpreter: With the addresses of the process.
+        binary: Index of the interpreter's file.
+        memory: Of the process.
+    """
+
+    def __init__(self, interpreter: LoadedInterpreter, binary: int, memory: Memory) -> None:
+        self.binary = binary
+        self._interpreter = interpreter
+        self._memory = memory
+        self._codes = CodeReader(memory, interpreter.layout)
+        self._states: dict[int, ThreadState] = {}
+        self._holders: dict[int, int | None] = {}
+        self.is_complete = True
+
+    @property
+    def version(self) -> str:
+        """As in "3.11"."""
+        return "{}.{}".format(*self._interpreter.layout.version)
+
+    @property
+    def has_gil(self) -> bool:
+        """Whether threads of this build have to take turns."""
+        return self._interpreter.layout.gil_kind is not GilHolder.NONE
+
+    def is_eval(self, address: int) -> bool:
+        """Whether an address is in the eval loop's code."""
+        ranges: tuple[AddressRange, ...] = self._interpreter.eval_ranges
+        return any(found.begin <= address < found.end for found in ranges)
+
+    def refresh(self) -> None:
+        """Reads which threads there are."""
+        layout, runtime = self._interpreter.layout, self._interpreter.runtime_address
+        self._states.clear()
+        try:
+            listed = list_threads(self._memory, layout, runtime)
+            for state in listed.threads:
+                known = self._states.get(state.pthread)
+                if known is None or not leaf_frame(self._memory, layout, known.address):
+                    self._states[state.pthread] = state
+        except NoMemoryAccess:
+            self.is_complete = False
+        else:
+            self.is_complete = listed.complete
+
+    def refresh_holders(self) -> None:
+        """Reads who holds the GIL, within the time in which threads are shown not to have moved."""
+        layout, runtime = self._interpreter.layout, self._interpreter.runtime_address
+        try:
+            self._holders = {
+                interpreter: gil_holder(self._memory, layout, runtime, interpreter)
+                for interpreter in {state.interpreter for state in self._states.values()}
+            }
+        except NoMemoryAccess:
+            self._holders = {}
+
+    def read(self, thread_pointer: int) -> PythonStack | None:
+        """Walks a thread by its FS base; None for a thread without a thread state."""
+        state = self._states.get(thread_pointer)
+        if state is None:
+            return None
+        holder = self._holders.get(state.interpreter)
+        try:
+            walked = walk(self._memory, self._interpreter.layout, state.address)
+        except NoMemoryAccess:
+            walked = _UNREAD
+        return PythonStack(walked, None if holder is None else holder == state.address)
+
+    def frame(self, frame: PythonFrame) -> DumpFrame:
+        """Names a frame."""
+        try:
+            code = self._codes.read(frame.code_address)
+        except NoMemoryAccess:
+            code = None
+        if code is None:
+            return DumpFrame(FrameKind.PYTHON, "[unreadable Python function]", "", 0, "")
+        line = self._codes.line(code, frame.position)
+        return DumpFrame(FrameKind.PYTHON, code.qualname, code.filename, line, "")
+
+
+def find_python(
+    image: ProcessImage,
+    table: ProcessTable,
+    images: ElfImages,
+    tid: int,
+    note: Callable[[str], None],
+) -> PythonProcess | None:
+    """Finds the interpreter of a process.
+
+    Files that are called so are looked into, and the program itself, which may have one inside.
+
+    Args:
+        image: The process, with its mappings.
+        table: Of which it is.
+        images: Headers of its files.
+        tid: A thread that is alive: a process whose first thread has ended is not read by its id.
+        note: Told why there are no Python frames, where that is known.
+    """
+    for mapping in image.mappings:
+        if mapping.binary == NO_BINARY:
+            continue
+        path = table.binaries.files[mapping.binary].path
+        if path != image.executable and not _FILE_NAME.match(path.rpartition("/")[2]):
+            continue
+        found = _in_file(mapping.binary, table, images, note)
+        if found is not None:
+            loaded = found.loaded_at(images.bias(mapping))
+            return PythonProcess(loaded, mapping.binary, ProcessMemory(tid))
+    return None
+
+
+def _in_file(
+    binary: int, table: ProcessTable, images: ElfImages, note: Callable[[str], None]
+) -> Interpreter | None:
+    file, elf = table.binaries.files[binary], images.of(binary)
+    if file.fd is None or elf is None:
+        return None
+    try:
+        return find_interpreter(file.fd, elf, file.path.rpartition("/")[2])
+    except UnsupportedPython as error:
+        note(f"no Python frames: {error}")
+    except OSError as error:
+        note(f"no Python frames: the interpreter's file cannot be read: {error.strerror}")
+    return None

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads all threads of a process, each at one moment, without stopping any.
+
+Registers are read, then kernel frames, stacks and Python frames, then the registers again: where
+both readings are equal, the thread did not run in between, and all that was read is of one moment.
+One that moved is read again by itself, which takes a tenth of a millisecond; after a few tries it
+is marked. One that is on a CPU is marked at once: to try until it sleeps would show the sleeps of
+busy threads only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from aiflame.agent.dumps.model import Doubt
+from aiflame.agent.dumps.pythons import PythonProcess, PythonStack
+from aiflame.agent.recording.processes import ProcessImage
+from aiflame.agent.recording.sleepers import kernel_frames
+from aiflame.agent.recording.stack_memory import Place, StackMemory, StackReader
+from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
+from aiflame.agent.recording.threads import ThreadRegisters, thread_registers
+
+# Threads read between two readings of all registers: few enough for those that wake up often.
+_BATCH_THREADS = 64
+_MAX_TRIES = 4
+# Most stacks are shorter; the rest is read page by page.
+_PIECE_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class RawThread:
+    """One thread, unnamed.
+
+    Attributes:
+        registers: And what else the kernel said.
+        read_ns: When that was, monotonic.
+        kernel: Functions that it sleeps in, leaf first.
+        walked: Its native user half; None where it cannot be read.
+        python: Its Python frames; None where it has no thread state.
+        doubt: Why this may not be of one moment.
+    """
+
+    registers: ThreadRegisters
+    read_ns: int
+    kernel: tuple[str, ...]
+    walked: WalkedThread | None
+    python: PythonStack | None
+    doubt: Doubt | None
+
+
+class ThreadReader:
+    """Reads threads.
+
+    Args:
+        program_fd: The loaded iterator program.
+        walker: Walks native stacks.
+    """
+
+    def __init__(self, program_fd: int, walker: StackWalker) -> None:
+        self._program_fd = program_fd
+        self._walker = walker
+        self._stacks = StackReader()
+
+    @property
+    def stuck(self) -> set[int]:
+        """Processes with memory that could not be read in time."""
+        return self._stacks.stuck
+
+    def read(self, image: ProcessImage, python: PythonProcess | None) -> list[RawThread]:
+        """Reads all threads of a process, in the order of their ids; none of one that is gone."""
+        if python is not None:
+            python.refresh()
+        tids = sorted(thread.tid for thread in self._registers(image.pid, None))
+        found: dict[int, RawThread] = {}
+        for first in range(0, len(tids), _BATCH_THREADS):
+            batch = tids[first : first + _BATCH_THREADS]
+            for thread in self._attempt(image, python, batch):
+                found[thread.registers.tid] = thread
+        for tid in tids:
+            for _ in range(1, _MAX_TRIES):
+                known = found.get(tid)
+                if known is None or known.doubt is not Doubt.MOVED:
+                    break
+                for again in self._attempt(image, python, [tid]):
+                    found[tid] = again
+        return [found[tid] for tid in tids if tid in found]
+
+    def _registers(self, pid: int, tids: Collection[int] | None) -> list[ThreadRegisters]:
+        return thread_registers(self._program_fd, [pid], tids)
+
+    def _attempt(
+        self, image: ProcessImage, python: PythonProcess | None, tids: Sequence[int]
+    ) -> list[RawThread]:
+        read_ns = time.monotonic_ns()
+        before = self._registers(image.pid, tids)
+        if python is not None:
+            python.refresh_holders()
+        places = [_place(thread) for thread in before]
+        pieces = self._stacks.read(places)
+        found = [
+            self._thread(thread, read_ns, image, python, StackMemory(place, piece, self._stacks))
+            for thread, place, piece in zip(before, places, pieces, strict=True)
+        ]
+        still = set(self._registers(image.pid, tids))
+        return [thread if thread.registers in still else _moved(thread) for thread in found]
+
+    def _thread(
+        self,
+        registers: ThreadRegisters,
+        read_ns: int,
+        image: ProcessImage,
+        python: PythonProcess | None,
+        memory: StackMemory,
+    ) -> RawThread:
+        stack = None if python is None else python.read(registers.thread_pointer)
+        if registers.is_on_cpu:
+            return RawThread(registers, read_ns, (), None, stack, Doubt.RUNNING)
+        # One that was switched out is in the kernel, and its registers of user space are saved.
+        kernel = tuple(name for name, _ in kernel_frames(registers.pid, registers.tid))
+        walked = None
+        if registers.has_user_half:
+            walked = self._walker.walk_thread(image, registers, memory)
+        return RawThread(registers, read_ns, kernel, walked, stack, None)
+
+    def clock_offset_ns(self, tid: int, pid: int) -> int | None:
+        """Returns monotonic time less the scheduler's clock; None where that is not known.
+
+        The scheduler noted when the calling thread got its CPU back, a few microseconds ago: the
+        two clocks run at rates that differ by less than 500 ppm (NTP), but start apart.
+
+        Args:
+            tid: The calling thread.
+            pid: Its process.
+        """
+        time.sleep(_SHORTEST_SLEEP_S)
+        now_ns = time.monotonic_ns()
+        own = self._registers(pid, [tid])
+        return now_ns - own[0].stopped_ns if own and own[0].stopped_ns else None
+
+    def close(self) -> None:
+        """Ends the helper thread."""
+        self._stacks.close()
+
+
+# Long enough to leave the CPU.
+_SHORTEST_SLEEP_S = 0.0002
+
+
+def _place(thread: ThreadRegisters) -> Place:
+    is_wanted = thread.has_user_half and not thread.is_on_cpu
+    size = _PIECE_BYTES if is_wanted else 0
+    return Place(thread.pid, thread.tid, thread.stack_pointer, size)
+
+
+def _moved(thread: RawThread) -> RawThread:
+    doubt = thread.doubt or Doubt.MOVED
+    return RawThread(
+        thread.registers, thread.read_ns, thread.kernel, thread.walked, thread.python, doubt
+    )

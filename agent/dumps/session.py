@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes a dump: gets ready by a rehearsal, then reads all threads and names what was read.
+
+The rehearsal builds the unwind tables that are needed, reads symbol tables and code objects: the
+dump itself then takes a few milliseconds, and is of the moment that it says it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiflame.agent.dumps.joining import Joined, join, places_of
+from aiflame.agent.dumps.model import Dump, ProcessDump, ThreadDump
+from aiflame.agent.dumps.native import NativeNames
+from aiflame.agent.dumps.pythons import PythonProcess, find_python
+from aiflame.agent.dumps.reading import RawThread, ThreadReader
+from aiflame.agent.dumps.tables import WaitingTables
+from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
+from aiflame.agent.errors import AiflameError, EnvironmentUnfit
+from aiflame.agent.recording import procfs
+from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.processes import ProcessImage, ProcessTable
+from aiflame.agent.recording.thread_iterator import load_thread_iterator
+from aiflame.agent.recording.thread_walk import StackWalker
+from aiflame.agent.recording.threads import thread_registers
+from aiflame.agent.symbols.frames import clean_name
+from aiflame.agent.symbols.service import SymbolService
+
+# There is no recording that would tell images of one pid apart.
+_IMAGE = 1
+
+
+class _Target:
+    """One process."""
+
+    def __init__(self, image: ProcessImage) -> None:
+        self.image = image
+        self.python: PythonProcess | None = None
+        self.notes: list[str] = []
+        self.threads: list[RawThread] = []
+
+
+class DumpSession:
+    """What a dump needs, held while it is taken. A context manager.
+
+    Args:
+        cache: Directory for compiled programs, unwind tables and symbols; None for none.
+        service: Resolves symbols.
+
+    Raises:
+        EnvironmentUnfit: The kernel does not tell registers of threads.
+    """
+
+    def __init__(self, cache: Path | None, service: SymbolService) -> None:
+        self._begun_ns = time.monotonic_ns()
+        service.start()
+        self._program_fd = load_thread_iterator(cache)
+        self._table = ProcessTable(0, lambda pid: _IMAGE)
+        self._images = ElfImages(self._table.binaries)
+        self._tables = WaitingTables(self._table.binaries, self._images, cache)
+        self._reader = ThreadReader(self._program_fd, StackWalker(self._tables, self._images))
+        self._names = NativeNames(self._table, self._images, service)
+        self._clock_offset_ns: int | None = None
+
+    def __enter__(self) -> DumpSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+        self._tables.close()
+        self._table.binaries.close()
+        os.close(self._program_fd)
+
+    def take(self, pids: Sequence[int]) -> Dump:
+        """Takes a dump of processes.
+
+        Raises:
+            AiflameError: None of them is there any more.
+            EnvironmentUnfit: The kernel does not run the iterator.
+        """
+        try:
+            targets = [self._target(pid) for pid in pids]
+            self._read(targets)
+            self._named(targets)
+            tid, pid = threading.get_native_id(), os.getpid()
+            self._clock_offset_ns = self._reader.clock_offset_ns(tid, pid)
+            ready_ns = time.monotonic_ns()
+            self._read(targets)
+        except OSError as error:
+            raise EnvironmentUnfit(f"threads cannot be read: {error.strerror}") from error
+        read_ns = time.monotonic_ns()
+        processes = self._named(targets)
+        if not any(process.threads for process in processes):
+            gone = ", ".join(str(pid) for pid in pids)
+            raise AiflameError(f"no thread could be read: process {gone} has ended")
+        named_ns = time.monotonic_ns()
+        return Dump(processes, ready_ns - self._begun_ns, read_ns - ready_ns, named_ns - ready_ns)
+
+    def _target(self, pid: int) -> _Target:
+        target = _Target(self._table.seen(pid, _IMAGE, 0, "", 0))
+        alive = thread_registers(self._program_fd, [pid])
+        if alive:
+            target.python = find_python(
+                target.image, self._table, self._images, alive[0].tid, target.notes.append
+            )
+        return target
+
+    def _read(self, targets: Sequence[_Target]) -> None:
+        for target in targets:
+            target.threads = self._reader.read(target.image, target.python)
+
+    def _named(self, targets: Sequence[_Target]) -> tuple[ProcessDump, ...]:
+        found = []
+        for target in targets:
+            image = target.image
+            places = {
+                place
+                for thread in target.threads
+                for place in places_of(image, thread, self._names)
+            }
+            self._names.learn(image, places)
+            found.append(self._process(target))
+        return tuple(found)
+
+    def _process(self, target: _Target) -> ProcessDump:
+        image, python = target.image, target.python
+        joined = [join(image, thread, self._names, python) for thread in target.threads]
+        causes = causes_of([found.frames for found in joined])
+        rows = zip(target.threads, joined, causes, strict=True)
+        threads = tuple(self._thread(raw, found, cause) for raw, found, cause in rows)
+        notes = list(target.notes)
+        if not threads:
+            notes.append("the process has ended")
+        if python is not None and not python.is_complete:
+            notes.append("the interpreter's list of threads could not be read to its end")
+        if image.pid in self._reader.stuck:
+            notes.append("its memory could not be read in time: native frames are missing")
+        return ProcessDump(
+            image.pid,
+            clean_name(procfs.comm(image.pid) or image.name),
+            clean_name(image.command_line),
+            "" if python is None else python.version,
+            tuple(notes),
+            threads,
+        )
+
+    def _thread(self, raw: RawThread, found: Joined, cause: str) -> ThreadDump:
+        registers = raw.registers
+        waited = waited_ns(registers, raw.read_ns, self._clock_offset_ns)
+        is_waiting = waited is not None or registers.is_asleep
+        return ThreadDump(
+            registers.tid,
+            clean_name(registers.comm.decode(errors="replace")),
+            state_of(registers),
+            cause if is_waiting else "",
+            clean_name(raw.kernel[0]) if raw.kernel and is_waiting else "",
+            waited,
+            found.gil,
+            found.frames,
+            found.cut,
+            found.python_cut,
+            raw.doubt,
+        )
