@@ -27,6 +27,8 @@ EXAMPLES
   aiflame report run.aiflame -f pprof              # for go tool pprof run.pb.gz
   aiflame report run.aiflame -f speedscope         # for www.speedscope.app
   aiflame report run.aiflame -f folded -o - | grep futex
+  aiflame report run.aiflame --frames python       # Python code only
+  aiflame report run.aiflame -f pstats            # for python3 -m pstats
 """
 
 _DEFAULT_FORMAT = "html"
@@ -49,6 +51,12 @@ _REFUSALS = (
     ("plain", "svg", "it shows kinds of frames by colour"),
     ("plain", "speedscope", "it has no suffixes"),
     ("plain", "pprof", "it has no suffixes"),
+    ("inverted", "pstats", "its print_callers() does that"),
+    ("min_width", "pstats", "it holds every function; use print_stats(0.1)"),
+    ("per_thread", "pstats", "it has no threads"),
+    ("title", "pstats", "it has no title"),
+    ("plain", "pstats", "it has no suffixes"),
+    ("frames", "pstats", "it holds Python frames only"),
 )
 
 
@@ -99,9 +107,8 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
     content.add_argument(
         "--frames",
         choices=[frames.value for frames in Frames],
-        default=Frames.BOTH.value,
         help="of Python programs: Python and native without the interpreter's own, one of them,"
-        " or everything (default: %(default)s)",
+        f" or everything (default: {Frames.BOTH.value})",
     )
     content.add_argument(
         "--hide-importlib",
@@ -174,7 +181,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         min_width_pct=args.min_width,
         title=args.title,
         plain=args.plain,
-        frames=Frames(args.frames),
+        frames=Frames(args.frames or Frames.BOTH),
         hide_importlib=args.hide_importlib,
     )
 

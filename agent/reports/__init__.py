@@ -21,6 +21,7 @@ _CLASSES = {
     "folded": ("folded", "FoldedReport"),
     "speedscope": ("speedscope", "SpeedscopeReport"),
     "pprof": ("pprof", "PprofReport"),
+    "pstats": ("pstats", "PstatsReport"),
 }
 
 

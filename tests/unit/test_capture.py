@@ -544,7 +544,10 @@ def test_a_missing_fact_is_named(
     "arguments",
     [
         ["stats"],
-        *(["report", "-f", f, "-o", "-"] for f in ("html", "svg", "folded", "speedscope", "pprof")),
+        *(
+            ["report", "-f", f, "-o", "-"]
+            for f in ("html", "svg", "folded", "speedscope", "pprof", "pstats")
+        ),
     ],
 )
 @pytest.mark.parametrize("change", [
