@@ -14,7 +14,7 @@ from aiflame.agent.dumps.reading import RawThread
 from aiflame.agent.model import FrameKind, StackEnd
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
 from aiflame.agent.python.splice import Cuts, Role, role_of, splice
-from aiflame.agent.python.walk import WalkEnd
+from aiflame.agent.python.walk import Walk, WalkEnd
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.processes import ProcessImage
 from aiflame.agent.symbols.frames import clean_name
@@ -40,11 +40,87 @@ class Joined(NamedTuple):
     gil: GilState | None
 
 
-def places_of(image: ProcessImage, thread: RawThread, names: NativeNames) -> list[tuple[int, int]]:
-    """Returns the places of a thread's native frames, leaf first, for `NativeNames`."""
-    if thread.walked is None:
-        return []
-    return [names.place(image, address) for address in _looked_up(thread)]
+class Joiner:
+    """Joins the threads of one process; threads that do the same are joined once.
+
+    Args:
+        image: The process.
+        names: Of native frames.
+        python: Its interpreter, None for none.
+    """
+
+    def __init__(
+        self, image: ProcessImage, names: NativeNames, python: PythonProcess | None
+    ) -> None:
+        self._image = image
+        self._names = names
+        self._python = python
+        self._natives: dict[int, _Native] = {}
+        self._known: dict[tuple[object, ...], Joined] = {}
+
+    def learn(self, threads: Sequence[RawThread]) -> None:
+        """Names all that the native stacks of threads consist of; to be called before `join`."""
+        addresses = {address for thread in threads for address in _looked_up(thread)}
+        places = {address: self._names.place(self._image, address) for address in addresses}
+        self._names.learn(self._image, places.values())
+        for address, place in places.items():
+            self._natives[address] = self._native(address, place)
+
+    def _native(self, address: int, place: tuple[int, int]) -> _Native:
+        chain = self._names.chain(self._image, place)
+        if self._python is None:
+            return _Native(chain, Role.OTHER, False)
+        in_interpreter = place[0] == self._python.binary
+        name = "" if chain[-1].name.startswith("[") else chain[-1].name
+        role = role_of(name, self._python.is_eval(address), in_interpreter)
+        return _Native(chain, role, in_interpreter)
+
+    def join(self, thread: RawThread) -> Joined:
+        """Makes one stack of what was read of a thread."""
+        key = (thread.kernel, thread.walked, thread.python)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._join(thread)
+        return found
+
+    def _join(self, thread: RawThread) -> Joined:
+        natives = [_kernel(name) for name in thread.kernel]
+        natives += [self._natives[address] for address in _looked_up(thread)]
+        cut = _native_cut(thread, natives)
+        if self._python is None or thread.python is None:
+            label = None if self._python is None else GilState.NO_PYTHON
+            frames = tuple(frame for native in natives for frame in native.chain)
+            return Joined(frames, cut, "", label)
+        walked, holds = thread.python
+        python_cut = "" if walked.end is WalkEnd.COMPLETE else walked.end.value.replace("_", " ")
+        if thread.walked is None:
+            frames = tuple(self._python.frame(f) for f in walked.frames if f.code_address)
+            return Joined(frames, cut, python_cut, gil_state(holds, bool(frames), ()))
+        cuts = Cuts(native=bool(cut), python=bool(python_cut))
+        frames, leaf = self._spliced(natives, walked, cuts)
+        has_python = any(frame.kind is FrameKind.PYTHON for frame in frames)
+        return Joined(frames, cut, python_cut, gil_state(holds, has_python, leaf))
+
+    def _spliced(
+        self, natives: Sequence[_Native], walked: Walk, cuts: Cuts
+    ) -> tuple[tuple[DumpFrame, ...], list[LeafFrame]]:
+        """Returns all frames, and the native ones on the leaf side of the first Python frame."""
+        assert self._python is not None  # noqa: S101 - there are Python frames
+        roles = [native.role for native in natives]
+        pieces = splice(roles, walked.frames, cuts, keep_glue=True).pieces
+        kept = set(splice(roles, walked.frames, cuts).pieces)
+        found: list[DumpFrame] = []
+        for piece in pieces:
+            if piece.is_python:
+                found.append(self._python.frame(walked.frames[piece.at]))
+            else:
+                chain = natives[piece.at].chain
+                found += chain if piece in kept else map(_as_glue, chain)
+        behind = itertools.takewhile(lambda piece: not piece.is_python, pieces)
+        leaf = [natives[piece.at] for piece in behind]
+        return tuple(found), [
+            LeafFrame(native.chain[-1].name, native.in_interpreter) for native in leaf
+        ]
 
 
 def _looked_up(thread: RawThread) -> list[int]:
@@ -53,59 +129,9 @@ def _looked_up(thread: RawThread) -> list[int]:
     return [address - (at > 0) for at, address in enumerate(addresses)]
 
 
-def join(
-    image: ProcessImage, thread: RawThread, names: NativeNames, python: PythonProcess | None
-) -> Joined:
-    """Makes one stack of what was read; the names of its places were learnt before."""
-    natives = [_kernel(name) for name in thread.kernel]
-    natives += [_native(image, address, names, python) for address in _looked_up(thread)]
-    cut = _native_cut(thread, natives)
-    if python is None:
-        return Joined(_expanded(natives), cut, "", None)
-    walked = None if thread.python is None else thread.python.walk
-    if thread.python is None or walked is None:
-        return Joined(_expanded(natives), cut, "", GilState.NO_PYTHON)
-    python_cut = "" if walked.end is WalkEnd.COMPLETE else walked.end.value.replace("_", " ")
-    if thread.walked is None:
-        frames = tuple(python.frame(frame) for frame in walked.frames if frame.code_address)
-        label = gil_state(thread.python.holds_gil, bool(walked.frames), ())
-        return Joined(frames, cut, python_cut, label)
-    cuts = Cuts(native=bool(cut), python=bool(python_cut))
-    roles = [native.role for native in natives]
-    pieces = splice(roles, walked.frames, cuts, keep_glue=True).pieces
-    kept = set(splice(roles, walked.frames, cuts).pieces)
-    found: list[DumpFrame] = []
-    for piece in pieces:
-        if piece.is_python:
-            found.append(python.frame(walked.frames[piece.at]))
-        else:
-            chain = natives[piece.at].chain
-            found += chain if piece in kept else map(_as_glue, chain)
-    behind = list(itertools.takewhile(lambda piece: not piece.is_python, pieces))
-    leaf = [
-        LeafFrame(natives[piece.at].chain[-1].name, natives[piece.at].in_interpreter)
-        for piece in behind
-    ]
-    label = gil_state(thread.python.holds_gil, len(behind) < len(pieces), leaf)
-    return Joined(tuple(found), cut, python_cut, label)
-
-
 def _kernel(name: str) -> _Native:
     frame = DumpFrame(FrameKind.KERNEL, clean_name(name), "", 0, _KERNEL)
     return _Native((frame,), Role.KERNEL, False)
-
-
-def _native(
-    image: ProcessImage, address: int, names: NativeNames, python: PythonProcess | None
-) -> _Native:
-    place = names.place(image, address)
-    chain = names.chain(image, place)
-    if python is None:
-        return _Native(chain, Role.OTHER, False)
-    in_interpreter = place[0] == python.binary
-    name = chain[-1].name
-    role = role_of("" if name.startswith("[") else name, python.is_eval(address), in_interpreter)
-    return _Native(chain, role, in_interpreter)
 
 
 def _native_cut(thread: RawThread, natives: Sequence[_Native]) -> str:
@@ -114,10 +140,6 @@ def _native_cut(thread: RawThread, natives: Sequence[_Native]) -> str:
     if natives and roots.is_start_name(natives[-1].chain[-1].name):
         return ""
     return thread.walked.end.label
-
-
-def _expanded(natives: Sequence[_Native]) -> tuple[DumpFrame, ...]:
-    return tuple(frame for native in natives for frame in native.chain)
 
 
 def _as_glue(frame: DumpFrame) -> DumpFrame:

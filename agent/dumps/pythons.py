@@ -10,6 +10,7 @@ Reads of a thread that runs meanwhile may be torn; the caller knows which thread
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,7 +30,33 @@ from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTa
 
 # Extension modules have "cpython" behind their names, and are many.
 _FILE_NAME = re.compile(r"(?:lib)?python\d")
+_PAGE_BYTES = mmap.PAGESIZE
 _UNREAD = Walk((), WalkEnd.UNREADABLE)
+
+
+class _Pages:
+    """Memory a page at a time: from 3.11 on a thread's frames lie side by side.
+
+    It is for one thread at one moment: pages are kept until they are `forgotten`.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._pages: dict[int, bytes | None] = {}
+
+    def forget(self) -> None:
+        """Has all be read anew."""
+        self._pages.clear()
+
+    def read(self, address: int, size: int) -> bytes | None:
+        """Exactly `size` bytes from `address`, or None."""
+        start = address & -_PAGE_BYTES
+        if address + size > start + _PAGE_BYTES:
+            return self._memory.read(address, size)
+        if start not in self._pages:
+            self._pages[start] = self._memory.read(start, _PAGE_BYTES)
+        page = self._pages[start]
+        return None if page is None else page[address - start : address - start + size]
 
 
 class PythonStack(NamedTuple):
@@ -52,6 +79,7 @@ class PythonProcess:
         self.binary = binary
         self._interpreter = interpreter
         self._memory = memory
+        self._pages = _Pages(memory)
         self._codes = CodeReader(memory, interpreter.layout)
         self._states: dict[int, ThreadState] = {}
         self._holders: dict[int, int | None] = {}
@@ -76,11 +104,12 @@ class PythonProcess:
         """Reads which threads there are."""
         layout, runtime = self._interpreter.layout, self._interpreter.runtime_address
         self._states.clear()
+        self._pages.forget()
         try:
-            listed = list_threads(self._memory, layout, runtime)
+            listed = list_threads(self._pages, layout, runtime)
             for state in listed.threads:
                 known = self._states.get(state.pthread)
-                if known is None or not leaf_frame(self._memory, layout, known.address):
+                if known is None or not leaf_frame(self._pages, layout, known.address):
                     self._states[state.pthread] = state
         except NoMemoryAccess:
             self.is_complete = False
@@ -104,8 +133,9 @@ class PythonProcess:
         if state is None:
             return None
         holder = self._holders.get(state.interpreter)
+        self._pages.forget()
         try:
-            walked = walk(self._memory, self._interpreter.layout, state.address)
+            walked = walk(self._pages, self._interpreter.layout, state.address)
         except NoMemoryAccess:
             walked = _UNREAD
         return PythonStack(walked, None if holder is None else holder == state.address)
