@@ -106,6 +106,7 @@ class PythonProcesses:
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self.by_image: dict[int, PythonProcess] = {}
         self.chains: dict[int, PythonChain] = {}
+        self._frames: dict[PythonFrame, PythonFrame] = {}
         self.problems: Counter[str] = Counter()
         self.problem_files: dict[str, set[str]] = {}
 
@@ -201,7 +202,9 @@ class PythonProcesses:
         frames: list[PythonFrame] = []
         sources: list[SourceFrame | None] = []
         for code, position, ends_run in record["frames"][: int(record["depth"])].tolist():
-            frames.append(PythonFrame(code, position, bool(ends_run)))
+            # Chains are many, their frames few: each is kept once.
+            frame = PythonFrame(code, position, bool(ends_run))
+            frames.append(self._frames.setdefault(frame, frame))
             sources.append(self._source(process, code, position, checked) if code else None)
         return PythonChain(tuple(frames), tuple(sources), end is abi.PythonEnd.COMPLETE)
 
