@@ -11,6 +11,7 @@ native stacks (`splicing`).
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -39,6 +40,13 @@ from aiflame.agent.symbols.frames import SourceFrame, clean_name
 
 # The C library that keeps pthread keys: before glibc 2.34 it was a library of its own.
 _KEY_LIBRARIES = ("libc.so.6", "libpthread.so.0")
+
+# An interpreter makes its thread key some 10 ms after its start; on a busy machine in seconds.
+_STARTING_NS = 5_000_000_000
+_STARTING_INTERVAL_NS = 20_000_000
+# Names are read while the process lives, and many live shorter than the interval of a drain.
+_NAMING_INTERVAL_NS = 100_000_000
+_IDLE_INTERVAL_NS = 1_000_000_000
 
 _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
 _UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
@@ -84,6 +92,7 @@ class PythonProcess:
     loaded: LoadedInterpreter
     reader: CodeReader
     memory: ProcessMemory
+    found_ns: int = 0  # monotonic
     state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
     lines: dict[tuple[int, int], tuple[Code, SourceFrame]] = field(default_factory=dict)
 
@@ -120,15 +129,25 @@ class PythonProcesses:
                 continue
             loaded = interpreter.loaded_at(self._images.bias(mapping))
             memory = ProcessMemory(image.pid)
-            found = PythonProcess(
-                image, mapping.binary, loaded, CodeReader(memory, loaded.layout), memory
-            )
+            reader = CodeReader(memory, loaded.layout)
+            found = PythonProcess(image, mapping.binary, loaded, reader, memory)
+            found.found_ns = time.monotonic_ns()
             self.by_image[image.index] = found
             self._waiting[image.pid] = found
             break
 
+    @property
+    def interval_ns(self) -> int:
+        """How soon to `poll` again."""
+        until_ns = time.monotonic_ns() - _STARTING_NS
+        if any(process.found_ns > until_ns for process in self._waiting.values()):
+            return _STARTING_INTERVAL_NS
+        return _NAMING_INTERVAL_NS if self.by_image else _IDLE_INTERVAL_NS
+
     def poll(self) -> None:
-        """Tells the kernel half of interpreters that have started meanwhile."""
+        """Tells the kernel half of interpreters that have started, and reads new frames' names."""
+        if self.by_image:
+            self.take_chains()
         for pid, process in list(self._waiting.items()):
             if not self._table.is_current(process.image):
                 del self._waiting[pid]

@@ -177,6 +177,7 @@ class Recorder:
                 if end_ns is not None and now_ns >= end_ns:
                     break
                 until_ns = next_ns if end_ns is None else min(next_ns, end_ns)
+                until_ns = min(until_ns, now_ns + self.pythons.interval_ns)
                 if not self._enter_sleepers():
                     until_ns = 0
                 self._ring.wait((until_ns - now_ns) / 1e9)
