@@ -25,6 +25,7 @@ from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.pack import MAX_NODES, Packed, pack
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.selection import has_python
 
 # In this order they are one program: data and trees, drawing, words, state, the page.
 _SCRIPTS = ("model.js", "draw.js", "tip.js", "address.js", "page.js")
@@ -72,6 +73,9 @@ def _settings(profile: Profile, packed: Packed, options: ReportOptions) -> dict[
         "index": packed.index,
         "view": options.view.value,
         "inverted": options.inverted,
+        "has_python": has_python(profile),
+        "frames": options.frames.value,
+        "hide_imports": options.hide_importlib,
         "lasted": facts.duration(profile.recording.duration_ns),
         "on_fills": on_fills,
         "off_fills": off_fills,

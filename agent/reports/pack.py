@@ -2,7 +2,8 @@
 """The page's data: one flame tree and its weights, packed small.
 
 All views come from one data set: the tree of everything that was recorded, and rows (node, thread,
-kind of time, ns) that say where its time is. The page sums the rows that the reader asks for.
+kind of time, ns) that say where its time is. The page sums the rows that the reader asks for, and
+leaves out frames by the kind of their label.
 
 Layout: one zlib stream, base64, of sections without gaps. A section is an array of unsigned
 integers of `bytes` bytes, stored as byte planes: the lowest byte of every element, then the next
@@ -23,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model import Profile, SampleClass
 from aiflame.agent.reports import palette
-from aiflame.agent.reports.base import ReportOptions, View
+from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for, showable
+from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, build, kept_above, prune
 
 # Level 4 is within a tenth of level 9 on byte planes, at a fifth of its time.
@@ -88,9 +90,10 @@ def pack(profile: Profile, options: ReportOptions) -> Packed:
 
     Args:
         profile: What was recorded.
-        options: How it is to be shown; the view is the page's own business.
+        options: How it is to be shown; the view, and which frames, is the page's own business.
     """
-    rows = rows_for(profile, replace(options, view=View.WALL))
+    everything = replace(options, view=View.WALL, frames=Frames.ALL, hide_importlib=False)
+    rows = rows_for(profile, everything)
     full, node = build(rows)
     tree, cut = prune(full, options.min_width_pct or 0, MAX_NODES)
     if cut.nodes:
@@ -107,6 +110,7 @@ def pack(profile: Profile, options: ReportOptions) -> Packed:
         "threads": [
             {"process": t.process, "name": f"{showable(t.name)} ({t.tid})"} for t in profile.threads
         ],
+        "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
     }
     return Packed(index, writer.blob(), cut, int(tree.total_ns[0]))
@@ -141,8 +145,11 @@ def _pack_labels(writer: _Writer, profile: Profile, rows: Rows, used: I64) -> No
     names = [labels.names[i] for i in used.tolist()]
     writer.text("names", names)
     writer.integers("category", labels.categories[used])
+    writer.integers("kind", labels.kinds[used])
     writer.integers("shade", np.array([palette.shade_of(n) for n in names], dtype=np.int64))
     functions = labels.functions[used]
+    is_import = [f >= 0 and is_import_machinery(profile.functions[f]) for f in functions.tolist()]
+    writer.integers("is_import", np.array(is_import, dtype=np.int64))
     all_files = [f.file for f in profile.functions]
     sources = [
         showable(all_files[f]) if f >= 0 and all_files[f] else "" for f in functions.tolist()

@@ -7,10 +7,10 @@ runtime is not.
 
 One sample is one (stack, thread, class); its values are, in this order, on-CPU samples, on-CPU
 nanoseconds, off-CPU waits, off-CPU nanoseconds, and wall nanoseconds, the sum of both times.
-Thread, process, container, off-CPU class and cause are labels: `-tagroot process,thread` or
-`-tagleaf off_cpu_cause` turns them into frames. Kernel and Python functions are told apart by
-their mapping, `[kernel]` and `[python]`, not by a suffix; a Python function's name is without the
-line, which pprof shows where it is asked for lines.
+Thread, process, container, off-CPU class and cause, and on Python's stacks the state of the GIL,
+are labels: `-tagroot process,thread` or `-tagleaf off_cpu_cause` turns them into frames. Kernel and
+Python functions are told apart by their mapping, `[kernel]` and `[python]`, not by a suffix; a
+Python function's name is without the line, which pprof shows where it is asked for lines.
 
 Addresses are the binary's own virtual addresses, without the load bias.
 """
@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Binary, FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model import Binary, FrameKind, GilState, Profile, SampleClass, StackEnd
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.protowire import StringTable, message_field, packed, varint_field
@@ -134,6 +134,7 @@ class _Locations:
 
     def __init__(self, profile: Profile, stacks: npt.NDArray[np.uint32]) -> None:
         self._profile = profile
+        self.gil_states = profile.stacks.gil
         self._first_marker = len(profile.frames) + 1
         self._first_inlined = self._first_marker + len(StackEnd)
         self._inlined: dict[tuple[int, ...], int] = {}
@@ -220,6 +221,7 @@ def _samples(
     locations: _Locations,
     labels: _Labels,
 ) -> Iterable[bytes]:
+    gil_states = locations.gil_states
     order = np.lexsort((samples["klass"], samples["thread"], samples["stack"]))
     fields = ("stack", "thread", "klass", "count", "ns")
     columns = [samples[name][order].tolist() for name in fields]
@@ -228,24 +230,25 @@ def _samples(
         values = (count, ns, 0, 0, ns) if on_cpu else (0, 0, count, ns, ns)
         cause = int(causes[stack]) if klass == SampleClass.BLOCKED else -1
         body = locations.of_stack[stack] + packed(_Sample.VALUE, values)
-        yield message_field(_Profile.SAMPLE, body + labels.encoded(thread, klass, cause))
+        gil = int(gil_states[stack])
+        yield message_field(_Profile.SAMPLE, body + labels.encoded(thread, klass, cause, gil))
 
 
 class _Labels:
-    """The labels of samples, encoded once per (thread, class, cause)."""
+    """The labels of samples, encoded once per (thread, class, cause, GIL)."""
 
     def __init__(self, profile: Profile, strings: StringTable) -> None:
         self._profile = profile
         self._strings = strings
-        self._known: dict[tuple[int, int, int], bytes] = {}
+        self._known: dict[tuple[int, int, int, int], bytes] = {}
 
-    def encoded(self, thread: int, klass: int, cause: int) -> bytes:
-        key = (thread, klass, cause)
+    def encoded(self, thread: int, klass: int, cause: int, gil: int) -> bytes:
+        key = (thread, klass, cause, gil)
         if key not in self._known:
             self._known[key] = b"".join(self._make(*key))
         return self._known[key]
 
-    def _make(self, thread_id: int, klass: int, cause: int) -> Iterable[bytes]:
+    def _make(self, thread_id: int, klass: int, cause: int, gil: int) -> Iterable[bytes]:
         thread = self._profile.threads[thread_id]
         process = self._profile.processes[thread.process]
         yield self._label("thread", text=showable(thread.name))
@@ -258,6 +261,8 @@ class _Labels:
             yield self._label("off_cpu_class", text=SampleClass(klass).label)
         if cause >= 0:
             yield self._label("off_cpu_cause", text=CAUSES[cause])
+        if gil != GilState.NONE:
+            yield self._label("gil", text=GilState(gil).name.lower())
 
     def _label(self, key: str, text: str | None = None, number: int = 0) -> bytes:
         body = varint_field(_Label.KEY, self._strings.id(key))

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 from aiflame.agent.model import Profile
-from aiflame.agent.reports import FORMATS, ReportOptions, View
-from profiles import empty_profile, hostile_profile, small_profile
+from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
+from profiles import empty_profile, hostile_profile, python_profile, small_profile
 
 FOLDER = Path(__file__).parent / "pictures"
 
@@ -40,6 +40,8 @@ CASES = [
     Case("small-threads.svg", small_profile, ReportOptions(per_thread=True, title="by thread")),
     Case("small-cut.svg", small_profile, ReportOptions(min_width_pct=20)),
     Case("hostile.svg", hostile_profile, ReportOptions(min_width_pct=0)),
+    Case("python.svg", python_profile, ReportOptions()),
+    Case("python-only.svg", python_profile, ReportOptions(View.CPU, frames=Frames.PYTHON)),
     Case("empty.svg", empty_profile, ReportOptions()),
     Case("small-wall.html", small_profile, ReportOptions()),
     Case("small-threads.html", small_profile, ReportOptions(View.CPU, True, True)),

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.model import Profile, SampleClass
-from aiflame.agent.reports import FORMATS, ReportOptions, View
-from aiflame.agent.reports.rows import rows_of
+from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
+from aiflame.agent.reports.rows import rows_for, rows_of
 from aiflame.agent.reports.tree import Tree, build, invert
 from profiles import (
     MS,
@@ -31,6 +31,7 @@ from profiles import (
     hostile_profile,
     large_profile,
     profile_of,
+    python_profile,
     small_profile,
 )
 
@@ -290,6 +291,41 @@ def test_page_draws_the_same_trees(view: View) -> None:
     assert run_model(page, f"list(at('{view.value}'))") == listed(tree)
     expression = f"list(m.lay(m.inverted(at('{view.value}'), 0), '{view.value}'))"
     assert run_model(page, expression) == listed(invert(tree))
+
+
+def test_the_page_holds_all_frames_whatever_it_opens_with() -> None:
+    for frames in Frames:
+        page = page_of(python_profile(), ReportOptions(frames=frames, hide_importlib=True))
+        settings = json.loads(raw(page, "facts"))
+        assert (settings["frames"], settings["hide_imports"]) == (frames.value, True)
+        assert settings["has_python"]
+        names = unpacked(page)["names"]
+        assert {"_PyEval_EvalFrameDefault", "Net.forward (train.py:12)", "at::matmul"} <= {*names}
+        assert "_find_and_load (<frozen importlib._bootstrap>:1360)" in names
+    assert not json.loads(raw(page_of(profile_of(Sample("a", MS))), "facts"))["has_python"]
+
+
+@needs_node
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("frames", list(Frames))
+def test_page_draws_the_chosen_frames(frames: Frames, hides: bool) -> None:
+    profile = profile_of(
+        Sample("_start;[i]eval;[p]f@/a.py:2;[p]g@/a.py:1;z", 3 * MS),
+        Sample("_start;[i]glue;[p]f@/a.py:2;[p]g@/a.py:1;b;[k]read", 4 * MS, SampleClass.BLOCKED),
+        Sample("_start;[i]glue;[i]eval;[p]_run@<frozen runpy>:1;[p]f@/a.py:2;a", 5 * MS, thread=1),
+        Sample("_start;[i]eval;[p]_run@<frozen runpy>:1;[p]f@/a.py:2;[i]glue;b", 6 * MS),
+        Sample("[i]eval", 7 * MS, SampleClass.PREEMPTED),
+        Sample("recv", 8 * MS, thread=2, end=StackEnd.NO_TABLE),
+    )
+    chosen = ReportOptions(frames=frames, hide_importlib=hides)
+    tree = build(rows_for(profile, chosen))[0]
+    choose = (
+        "((c) => m.lay(m.weigh(c.tree, c.data, null), 'wall'))(m.selected(m.plainTree(data), data,"
+        f" m.hiddenLabels(data, '{frames.value}', {json.dumps(hides)})))"
+    )
+    page = page_of(profile)
+    assert run_model(page, f"list({choose})") == listed(tree)
+    assert run_model(page, f"list(m.lay(m.inverted({choose}, 0), 'wall'))") == listed(invert(tree))
 
 
 @needs_node

@@ -12,7 +12,7 @@ from aiflame.agent.reports.palette import Category, category_of, fill
 from aiflame.agent.reports.rows import label_of
 from goldens import assert_golden
 from pprof_decoder import decode
-from profiles import Sample, profile_of, python_profile, small_profile
+from profiles import MS, Sample, profile_of, python_profile, small_profile
 
 
 def _folded(profile, **options) -> list[str]:
@@ -133,6 +133,15 @@ def test_pprof_has_name_file_and_line_apart() -> None:
     assert "Net.forward" in text and "/app/train.py" in text
     assert "Net.forward (" not in text
     assert {m for s in decoded.samples for m in s.mappings} == {"[python]"}
+
+
+def test_pprof_labels_samples_with_the_state_of_the_gil() -> None:
+    decoded = decode(FORMATS["pprof"].render(python_profile(), ReportOptions()))
+    ns: dict[object, int] = {}
+    for sample in decoded.samples:
+        state = sample.labels.get("gil")
+        ns[state] = ns.get(state, 0) + sample.values["wall/nanoseconds"]
+    assert ns == {"held": 300 * MS, "released": 1_200 * MS, "waiting": 300 * MS, None: 90 * MS}
 
 
 def test_pprof_knows_causes_where_their_frames_are_not_shown() -> None:

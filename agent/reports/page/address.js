@@ -18,6 +18,8 @@ function readAddress(settings, labelCount) {
   return {
     view: oneOf("view", Object.keys(VIEW_CLASSES), settings.view),
     mode: mode === "sandwich" && fn === null ? "flame" : mode,
+    frames: oneOf("frames", Object.keys(settings.index.hidden_kinds), settings.frames),
+    hideImports: oneOf("imports", ["0", "1"], settings.hide_imports ? "0" : "1") === "0",
     fn,
     threads: given.get("threads") || "",
     search: given.get("search") || "",
@@ -30,6 +32,8 @@ function writeAddress(state, settings, isStep) {
   const kept = new URLSearchParams();
   if (state.view !== settings.view) kept.set("view", state.view);
   if (state.mode !== firstMode(settings)) kept.set("mode", state.mode);
+  if (state.frames !== settings.frames) kept.set("frames", state.frames);
+  if (state.hideImports !== settings.hide_imports) kept.set("imports", state.hideImports ? "0" : "1");
   if (state.fn !== null) kept.set("fn", state.fn);
   if (state.threads) kept.set("threads", state.threads);
   if (state.search) kept.set("search", state.search);

@@ -63,6 +63,52 @@ function ends(parent) {
   return end;
 }
 
+// By label, whether a choice of frames leaves it out.
+function hiddenLabels(data, frames, hideImports) {
+  const kinds = data.hidden_kinds[frames];
+  return Uint8Array.from(data.kind, (kind, label) =>
+    kinds.includes(kind) || (hideImports && data.is_import[label]) ? 1 : 0);
+}
+
+// The tree without the hidden labels, and the data with its rows at the nodes of that tree. The
+// time of a hidden frame is that of the frame above; siblings that have become alike are one.
+function selected(tree, data, hidden) {
+  if (!hidden.includes(1)) return { tree, data };
+  const radix = tree.labels + 1;
+  const at = new Int32Array(tree.n);
+  const ids = new Map();
+  const parent = [-1];
+  const label = [-1];
+  const levels = [[0]];
+  const depth = [0];
+  for (let i = 1; i < tree.n; i++) {
+    const up = at[tree.parent[i]];
+    at[i] = up;
+    if (hidden[tree.label[i]]) continue;
+    const key = up * radix + tree.label[i];
+    if (!ids.has(key)) {
+      const id = parent.length;
+      ids.set(key, id);
+      parent.push(up);
+      label.push(tree.label[i]);
+      depth.push(depth[up] + 1);
+      if (levels.length === depth[id]) levels.push([]);
+      levels[depth[id]].push(id);
+    }
+    at[i] = ids.get(key);
+  }
+  const order = [];
+  const rank = new Int32Array(parent.length);
+  for (const level of levels) {
+    level.sort((a, b) => rank[parent[a]] - rank[parent[b]] || label[a] - label[b]);
+    for (const id of level) rank[id] = order.push(id) - 1;
+  }
+  const above = order.map((id) => (id ? rank[parent[id]] : -1));
+  const made = preorder(above, order.map((id) => label[id]), zeroClasses(order.length));
+  const rowNode = Int32Array.from(data.row_node, (node) => made.place[rank[at[node]]]);
+  return { tree: { ...made, labels: tree.labels }, data: { ...data, row_node: rowNode } };
+}
+
 function zeroClasses(n) {
   return Array.from({ length: CLASSES }, () => new Float64Array(n));
 }
@@ -156,7 +202,7 @@ function preorder(parent, label, klass) {
   const next = new Int32Array(n);
   const tree = {
     n, label: new Int32Array(n), parent: new Int32Array(n), depth: new Int32Array(n),
-    end: new Int32Array(n), klass: zeroClasses(n),
+    end: new Int32Array(n), klass: zeroClasses(n), place,
   };
   for (let i = 0; i < n; i++) {
     const up = parent[i];
@@ -304,7 +350,7 @@ function percent(part, whole) {
 
 if (typeof module !== "undefined") {
   module.exports = {
-    unpack, plainTree, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
+    unpack, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
     follow, pathTo, selfTimes, duration, percent,
   };
 }

@@ -14,7 +14,7 @@ class Page {
   constructor(settings, data) {
     this.settings = settings;
     this.data = data;
-    this.plain = plainTree(data);
+    this.whole = plainTree(data);
     this.sort = { by: "own", up: false };
     const faces = this.makeFaces();
     this.faces = faces;
@@ -25,6 +25,7 @@ class Page {
     };
     this.graph = new Graph(byId("graph"), faces, { rises: false, label: "Flame graph. Arrow keys move, Enter zooms.", ...events });
     this.callers = new Graph(byId("callers"), faces, { rises: true, label: "Callers. Arrow keys move, Enter zooms.", ...events });
+    byId("frames").hidden = !settings.has_python;
     this.fillThreads();
     this.listen();
     this.recall();
@@ -60,7 +61,7 @@ class Page {
     byId("search").value = this.state.search;
     byId("threads").value = this.state.threads;
     if (byId("threads").selectedIndex < 0) this.state.threads = byId("threads").value = "";
-    this.weighed = null;
+    this.plain = null;
     this.update();
   }
 
@@ -71,6 +72,7 @@ class Page {
   set(change, isStep = true) {
     const before = this.state;
     this.state = { ...before, ...change };
+    if (this.state.frames !== before.frames || this.state.hideImports !== before.hideImports) this.plain = null;
     if (this.state.threads !== before.threads) this.weighed = null;
     if (this.state.view !== before.view) this.laid = null;
     this.update();
@@ -87,9 +89,14 @@ class Page {
   // ---- from state to picture -----------------------------------------------------------------
 
   update() {
+    if (!this.plain) {
+      const hidden = hiddenLabels(this.data, this.state.frames, this.state.hideImports);
+      ({ tree: this.plain, data: this.rows } = selected(this.whole, this.data, hidden));
+      this.weighed = null;
+    }
     if (!this.weighed) {
-      this.weighed = weigh(this.plain, this.data, this.wanted());
-      this.legend = legendTotals(this.plain, this.data, this.wanted());
+      this.weighed = weigh(this.plain, this.rows, this.wanted());
+      this.legend = legendTotals(this.plain, this.rows, this.wanted());
       this.laid = null;
     }
     if (!this.laid) {
@@ -142,6 +149,8 @@ class Page {
     };
     press("view", this.state.view);
     press("mode", this.state.mode);
+    press("frames", this.state.frames);
+    byId("imports").setAttribute("aria-pressed", String(!this.state.hideImports));
     document.querySelector('[data-mode="sandwich"]').disabled = this.state.fn === null;
     byId("case").setAttribute("aria-pressed", String(this.state.matchCase));
     byId("reset").disabled = this.state.zoom.length === 0;
@@ -305,6 +314,10 @@ class Page {
     for (const button of document.querySelectorAll("[data-mode]")) {
       button.addEventListener("click", () => this.set({ mode: button.dataset.mode, zoom: [] }));
     }
+    for (const button of document.querySelectorAll("[data-frames]")) {
+      button.addEventListener("click", () => this.set({ frames: button.dataset.frames, zoom: [] }));
+    }
+    on("imports", "click", () => this.set({ hideImports: !this.state.hideImports, zoom: [] }));
     for (const button of document.querySelectorAll("[data-sort]")) {
       button.addEventListener("click", () => {
         const by = button.dataset.sort;
