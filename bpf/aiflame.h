@@ -146,7 +146,8 @@ struct wait_budget {
 struct process_state {
 	u64 image; /* identity of the process image: ns at which it was first known */
 	u32 flags;
-	u32 unused;
+	u32 asked; /* how often the host half was asked to read its mappings again */
+	u64 asked_ns; /* when it was last asked */
 };
 
 struct thread_state {

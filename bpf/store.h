@@ -109,13 +109,26 @@ static __always_inline struct process_state *current_target(u32 tgid)
 /* By then the loader has mapped a program's libraries, with room for a slow disk. */
 #define SETTLE_NS 20000000ull
 
+static __always_inline void send_seen(struct process_state *process, u32 tgid, u64 now_ns)
+{
+	struct process_event event = {};
+
+	event.type = EVENT_PROCESS_SEEN;
+	event.tgid = tgid;
+	event.parent_tgid = task_parent_tgid(current_task());
+	event.image = process->image;
+	event.ns = now_ns;
+	event.cgroup_id = bpf_get_current_cgroup_id();
+	task_process_name(current_task(), event.comm, sizeof(event.comm));
+	send(&event, sizeof(event), BPF_RB_FORCE_WAKEUP);
+}
+
 /*
  * Tells the host half of a process image at its first capture, while it still has mappings, and of
  * a new one again at the first after SETTLE_NS: it may end before an unknown address is noticed.
  */
 static __always_inline void announce(struct process_state *process, u32 tgid)
 {
-	struct process_event event = {};
 	bool is_settled;
 	u64 now_ns;
 
@@ -126,14 +139,30 @@ static __always_inline void announce(struct process_state *process, u32 tgid)
 	if (process->flags & PROCESS_SEEN && !is_settled)
 		return;
 	process->flags |= is_settled ? PROCESS_SEEN | PROCESS_SETTLED : PROCESS_SEEN;
-	event.type = EVENT_PROCESS_SEEN;
-	event.tgid = tgid;
-	event.parent_tgid = task_parent_tgid(current_task());
-	event.image = process->image;
-	event.ns = now_ns;
-	event.cgroup_id = bpf_get_current_cgroup_id();
-	task_process_name(current_task(), event.comm, sizeof(event.comm));
-	send(&event, sizeof(event), BPF_RB_FORCE_WAKEUP);
+	send_seen(process, tgid, now_ns);
+}
+
+/* How long it is not asked again, at first; twice as long each time, up to 64 times. */
+#define ASK_AGAIN_NS 20000000ull
+
+/*
+ * Asks for a process's mappings to be read again: a library was loaded, or an address is junk, of
+ * which there may be no end.
+ */
+static __always_inline void ask_for_mappings(u32 tgid)
+{
+	struct process_state *process = processes.lookup(&tgid);
+	u64 now_ns = bpf_ktime_get_ns();
+	u32 asked;
+
+	if (!process)
+		return;
+	asked = process->asked < 6 ? process->asked : 6;
+	if (now_ns - process->asked_ns < ASK_AGAIN_NS << asked)
+		return;
+	process->asked_ns = now_ns;
+	process->asked += 1;
+	send_seen(process, tgid, now_ns);
 }
 
 /*
@@ -194,7 +223,7 @@ static __always_inline struct capture *begin_capture(void *ctx, struct user_regs
 	walk->frame_pointer = regs->frame_pointer;
 	walk->mapping.start = walk->mapping.end = 0;
 	walk->window_words = 0;
-	walk->is_guessed = walk->eval_frames = 0;
+	walk->is_guessed = walk->eval_frames = walk->is_unmapped = 0;
 	record->python = 0;
 	record->gil = PYTHON_GIL_NONE;
 	walk->depth = 0;
@@ -312,6 +341,8 @@ static __always_inline u64 finish_capture(struct capture *capture)
 	record->user_depth = capture->walk.depth;
 	if (record->end == END_TOO_DEEP)
 		count(LOST_USER_FRAMES);
+	if (capture->walk.is_unmapped)
+		ask_for_mappings(record->tgid);
 	hash = hash_step(hash, record->python ^ record->gil);
 	hash = hash_step(hash, record->end | (u64)record->kernel_depth << 16);
 	store_stack(record, hash);

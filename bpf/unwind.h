@@ -74,7 +74,7 @@ struct walk {
 	u32 end; /* enum stack_end, once it has ended */
 	u32 serial; /* of the mappings */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
-	u32 unused;
+	u32 is_unmapped; /* 1: it met an address in no mapping that the host half brought */
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;
@@ -286,8 +286,10 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 	if (!walk->instruction_pointer)
 		return end_walk(walk, END_ROOTED); /* the host half judges whether it is */
 	rule = rule_of(walk, mappings, address);
-	if (!rule)
+	if (!rule) {
+		walk->is_unmapped = 1;
 		return end_walk(walk, END_NO_TABLE);
+	}
 	if (rule->kind == RULE_NO_CFI)
 		return step_without_cfi(walk, mappings);
 	if (rule->kind == RULE_UNDEFINED_RA)

@@ -16,6 +16,7 @@ from aiflame.agent.dumps.render import Shown, as_json, text
 from aiflame.agent.dumps.session import DumpSession
 from aiflame.agent.recording.checks import require_all
 from aiflame.agent.recording.targets import target_of_pids
+from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 
@@ -69,11 +70,14 @@ def run(args: argparse.Namespace) -> int:
     cache = cache_dir()
     with SymbolService(cache) as service, DumpSession(cache, service) as session:
         dump = session.take(args.pid)
+        problems = list(service.problems)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A function's name may hold what the terminal's encoding can't say.
         sys.stdout.reconfigure(errors="replace")
     sys.stdout.write(as_json(dump) if args.json else text(dump, Shown(args.frames)))
     sys.stdout.flush()
+    for problem in problems:
+        sys.stderr.write(f"aiflame: note: {problem.reason}: {clean_name(problem.detail)}\n")
     if args.verbose:
         sys.stderr.write(f"aiflame: ready after {dump.start_ns / 1e6:.0f} ms\n")
     return 0

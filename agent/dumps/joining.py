@@ -13,7 +13,7 @@ from aiflame.agent.dumps.pythons import PythonProcess
 from aiflame.agent.dumps.reading import RawThread
 from aiflame.agent.model import FrameKind, StackEnd
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
-from aiflame.agent.python.splice import Cuts, Role, role_of, splice
+from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
 from aiflame.agent.python.walk import Walk, WalkEnd
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.processes import ProcessImage
@@ -21,6 +21,14 @@ from aiflame.agent.symbols.frames import clean_name
 
 _ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
 _KERNEL = "[kernel]"
+
+
+# Where eval loops and runs of Python frames do not pair one to one.
+_UNPAIRED = {
+    Match.NO_EVAL: "not shown, since the native stack has no eval loop",
+    Match.RUNS_MISSING: "fewer calls than eval loops, places are uncertain",
+    Match.EVALS_MISSING: "more calls than eval loops, places are uncertain",
+}
 
 
 class _Native(NamedTuple):
@@ -97,17 +105,19 @@ class Joiner:
             frames = tuple(self._python.frame(f) for f in walked.frames if f.code_address)
             return Joined(frames, cut, python_cut, gil_state(holds, bool(frames), ()))
         cuts = Cuts(native=bool(cut), python=bool(python_cut))
-        frames, leaf = self._spliced(natives, walked, cuts)
+        frames, leaf, match = self._spliced(natives, walked, cuts)
+        python_cut = python_cut or _UNPAIRED.get(match, "")
         has_python = any(frame.kind is FrameKind.PYTHON for frame in frames)
         return Joined(frames, cut, python_cut, gil_state(holds, has_python, leaf))
 
     def _spliced(
         self, natives: Sequence[_Native], walked: Walk, cuts: Cuts
-    ) -> tuple[tuple[DumpFrame, ...], list[LeafFrame]]:
-        """Returns all frames, and the native ones on the leaf side of the first Python frame."""
+    ) -> tuple[tuple[DumpFrame, ...], list[LeafFrame], Match]:
+        """Returns all frames, the native ones on the leaf side of all Python frames, and how."""
         assert self._python is not None  # noqa: S101 - there are Python frames
         roles = [native.role for native in natives]
-        pieces = splice(roles, walked.frames, cuts, keep_glue=True).pieces
+        whole = splice(roles, walked.frames, cuts, keep_glue=True)
+        pieces = whole.pieces
         kept = set(splice(roles, walked.frames, cuts).pieces)
         found: list[DumpFrame] = []
         for piece in pieces:
@@ -118,9 +128,8 @@ class Joiner:
                 found += chain if piece in kept else map(_as_glue, chain)
         behind = itertools.takewhile(lambda piece: not piece.is_python, pieces)
         leaf = [natives[piece.at] for piece in behind]
-        return tuple(found), [
-            LeafFrame(native.chain[-1].name, native.in_interpreter) for native in leaf
-        ]
+        called = [LeafFrame(native.chain[-1].name, native.in_interpreter) for native in leaf]
+        return tuple(found), called, whole.match
 
 
 def _looked_up(thread: RawThread) -> list[int]:

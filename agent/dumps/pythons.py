@@ -21,7 +21,7 @@ from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder
 from aiflame.agent.python.interpreter import Interpreter, LoadedInterpreter, find_interpreter
-from aiflame.agent.python.layouts import GilHolder, UnsupportedPython
+from aiflame.agent.python.layouts import UnsupportedPython
 from aiflame.agent.python.memory import Memory, NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import ThreadState, list_threads
 from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
@@ -91,9 +91,9 @@ class PythonProcess:
         return "{}.{}".format(*self._interpreter.layout.version)
 
     @property
-    def has_gil(self) -> bool:
-        """Whether threads of this build have to take turns."""
-        return self._interpreter.layout.gil_kind is not GilHolder.NONE
+    def drops(self) -> dict[str, int]:
+        """How many code objects were not read as they are, by reason (see `CodeReader`)."""
+        return {reason: count for reason, count in self._codes.drops.items() if count}
 
     def is_eval(self, address: int) -> bool:
         """Whether an address is in the eval loop's code."""

@@ -25,6 +25,9 @@ from aiflame.agent.recording.threads import ThreadRegisters, thread_registers
 # Threads read between two readings of all registers: few enough for those that wake up often.
 _BATCH_THREADS = 64
 _MAX_TRIES = 4
+# Long enough to leave the CPU.
+_SHORTEST_SLEEP_S = 0.0002
+_CLOCK_TRIES = 5
 # Most stacks are shorter; the rest is read page by page.
 _PIECE_BYTES = 8192
 
@@ -127,25 +130,28 @@ class ThreadReader:
     def clock_offset_ns(self, tid: int, pid: int) -> int | None:
         """Returns monotonic time less the scheduler's clock; None where that is not known.
 
-        The scheduler noted when the calling thread got its CPU back, a few microseconds ago: the
-        two clocks run at rates that differ by less than 500 ppm (NTP), but start apart.
+        The scheduler noted when the calling thread got its CPU back, a moment ago: the two clocks
+        run at rates that differ by less than 500 ppm (NTP), but start apart. Of a few tries the
+        shortest moment counts, and none in which the thread lost its CPU again.
 
         Args:
             tid: The calling thread.
             pid: Its process.
         """
-        time.sleep(_SHORTEST_SLEEP_S)
-        now_ns = time.monotonic_ns()
-        own = self._registers(pid, [tid])
-        return now_ns - own[0].stopped_ns if own and own[0].stopped_ns else None
+        found: list[tuple[int, int]] = []
+        for _ in range(_CLOCK_TRIES):
+            time.sleep(_SHORTEST_SLEEP_S)
+            now_ns = time.monotonic_ns()
+            own = self._registers(pid, [tid])
+            if not own or not own[0].stopped_ns:
+                return None
+            found.append((time.monotonic_ns() - now_ns, now_ns - own[0].stopped_ns))
+        quickest = min(took_ns for took_ns, _ in found)
+        return min(offset for took_ns, offset in found if took_ns <= 2 * quickest)
 
     def close(self) -> None:
         """Ends the helper thread."""
         self._stacks.close()
-
-
-# Long enough to leave the CPU.
-_SHORTEST_SLEEP_S = 0.0002
 
 
 def _place(thread: ThreadRegisters) -> Place:

@@ -88,7 +88,7 @@ def _process(process: ProcessDump, shown: Shown) -> Iterator[str]:
         for frame in shown_frames(thread, shown):
             yield f"    {_frame(frame)}"
         if thread.python_cut:
-            yield f"    [Python frames cut: {thread.python_cut}]"
+            yield f"    [Python frames: {thread.python_cut}]"
         if thread.cut:
             yield f"    [truncated: {thread.cut}]"
         yield ""

@@ -149,6 +149,8 @@ class DumpSession:
             notes.append("the process has ended")
         elif python is not None and not python.is_complete:
             notes.append("the interpreter's list of threads could not be read to its end")
+        dropped = {} if python is None else python.drops
+        notes += [f"Python code: {name.replace('_', ' ')} ({n})" for name, n in dropped.items()]
         if image.pid in self._reader.stuck:
             notes.append("its memory could not be read in time: native frames are missing")
         return ProcessDump(

@@ -131,7 +131,9 @@ COUNTERS_DTYPE = np.dtype("<u8")
 RUNNING_DTYPE = np.dtype("<u8")
 PID_DTYPE = np.dtype("<u4")
 STACK_ID_DTYPE = np.dtype("<u8")
-PROCESS_STATE_DTYPE = np.dtype([("image", "<u8"), ("flags", "<u4"), ("unused", "<u4")])
+PROCESS_STATE_DTYPE = np.dtype(
+    [("image", "<u8"), ("flags", "<u4"), ("asked", "<u4"), ("asked_ns", "<u8")]
+)
 THREAD_STATE_DTYPE = np.dtype(
     [
         ("started_ns", "<u8"),
