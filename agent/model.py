@@ -24,6 +24,17 @@ class FrameKind(enum.IntEnum):
     KERNEL = 1  # kernel, kernel module or BPF program
     PYTHON = 2  # a Python function
     MARKER = 3  # made by aiflame, in square brackets: [truncated: ...], [blocked: lock]
+    INTERPRETER = 4  # an interpreter's machine code that only hands calls on; hidden by default
+
+
+class GilState(enum.IntEnum):
+    """What a thread had to do with its interpreter's lock when a stack was taken."""
+
+    NONE = 0  # no Python on this stack
+    HELD = 1
+    WAITING = 2  # wants it: another thread has it
+    RELEASED = 3  # gave it up, for a system call or for native code that needs no interpreter
+    UNKNOWN = 4  # Python on this stack, and a lock that could not be read
 
 
 class SampleClass(enum.IntEnum):
@@ -103,7 +114,7 @@ class Function:
     kind: FrameKind
     name: str  # demangled; `[module+0xoffset]` where no symbol covers the address
     binary: int | None
-    file: str  # source file, "" where unknown
+    file: str  # source file, "" where unknown; of Python code, the path that its process knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +166,30 @@ WAIT_DTYPE = np.dtype(
 )
 
 
+def _no_gil() -> npt.NDArray[np.uint8]:
+    return np.zeros(0, np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Stacks:
     """All distinct stacks, root first, in compressed rows.
 
     The frames of stack `i` are `frames[offsets[i]:offsets[i + 1]]`, indexes into `Profile.frames`.
-    Inlined functions are expanded. `ends[i]` is a `StackEnd`.
+    Inlined functions are expanded. `ends[i]` is a `StackEnd`, `gil[i]` a `GilState`.
+
+    The frames that a Python evaluation loop was in stand right behind the frame of that loop,
+    which is of kind INTERPRETER, as is the glue around it: every view leaves out what it does not
+    show.
     """
 
     offsets: npt.NDArray[np.uint64]  # shape (stacks + 1,)
     frames: npt.NDArray[np.uint32]  # shape (offsets[-1],)
     ends: npt.NDArray[np.uint8]  # shape (stacks,)
+    gil: npt.NDArray[np.uint8] = field(default_factory=_no_gil)  # shape (stacks,); empty: all NONE
+
+    def __post_init__(self) -> None:
+        if not len(self.gil):
+            object.__setattr__(self, "gil", np.zeros(len(self.ends), np.uint8))
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -104,6 +104,7 @@ enum counter {
 	LOST_KERNEL_FRAMES, /* more kernel frames than are kept */
 	LOST_USER_FRAMES, /* more user frames than are kept */
 	LOST_WAIT_EVENTS, /* long waits over the budget: summed, but not sent one by one */
+	LOST_PYTHON_FULL,
 	LOST_SCRATCH, /* per-CPU scratch space not found: cannot happen, but is not assumed */
 	COUNTER_MAX,
 };
@@ -165,14 +166,85 @@ struct thread_state {
 
 struct stack_record {
 	u64 image;
+	u64 python; /* id in `python_chains`, 0 for none */
 	u32 tgid;
 	u16 kernel_depth; /* frames used of kernel[] */
 	u16 user_depth; /* frames used of user[] */
 	u16 end; /* enum stack_end */
 	u16 kernel_cut; /* 1: more kernel frames than MAX_FRAMES */
-	u32 unused;
+	u32 gil; /* enum python_gil */
 	u64 kernel[MAX_FRAMES]; /* leaf first */
 	u64 user[MAX_FRAMES]; /* leaf first */
+};
+
+/* What a thread had to do with the GIL when its stack was taken. */
+enum python_gil {
+	PYTHON_GIL_NONE = 0, /* no Python on this stack, or none that Python knows of */
+	PYTHON_GIL_HELD = 1,
+	PYTHON_GIL_NOT_HELD = 2, /* waiting for it, or released: its native frames tell */
+	PYTHON_GIL_UNKNOWN = 3,
+};
+
+/* How a walk of Python frames ended; WalkEnd in agent/python/walk.py. */
+enum python_end {
+	PYTHON_COMPLETE = 0,
+	PYTHON_TOO_DEEP = 1,
+	PYTHON_UNREADABLE = 2,
+	PYTHON_BAD_POINTER = 3,
+	PYTHON_LOOP = 4,
+};
+
+/* Enums of agent/python/layouts.py: Position, RunEnd, GilHolder; SHIM_OWNER. */
+#define PYTHON_POSITION_UNITS 1
+#define PYTHON_POSITION_POINTER 2
+#define PYTHON_RUN_EVERY_FRAME 0
+#define PYTHON_RUN_ENTRY_BYTE 1
+#define PYTHON_RUN_SHIM 2
+#define PYTHON_SHIM_OWNER 3
+#define PYTHON_GIL_RUNTIME 0
+#define PYTHON_GIL_INTERPRETER 1
+
+/* The eval loop, and the parts that compilers move out of it. */
+#define PYTHON_EVAL_RANGES 4
+
+/* An interpreter in a process, written by the host half: Layout in agent/python/layouts.py. */
+struct python_process {
+	u64 image;
+	u64 eval_start[PYTHON_EVAL_RANGES]; /* addresses of the process */
+	u64 eval_bytes[PYTHON_EVAL_RANGES]; /* 0: no such range */
+	u64 gil; /* address of a pointer, or its offset in the interpreter */
+	u64 state_slot; /* from the thread pointer to where the thread keeps its thread state */
+	u32 thread_frame; /* offsets in bytes from here on */
+	u32 thread_interpreter;
+	u32 cframe_frame;
+	u32 frame_code;
+	u32 frame_previous;
+	u32 frame_position;
+	u32 frame_mark;
+	u32 frame_bytes;
+	u32 code_instructions;
+	u32 gil_last_holder;
+	u32 gil_locked;
+	u32 code_tags; /* bits to clear in a pointer to code */
+	u8 position_kind;
+	u8 run_end;
+	u8 gil_kind;
+	u8 has_cframe;
+	u32 unused;
+};
+
+struct python_frame {
+	u64 code; /* address of the code object; 0: an eval loop without a frame */
+	s32 position; /* bytes from its first instruction */
+	u32 ends_run; /* 1: it was entered from C */
+};
+
+struct python_chain {
+	u64 image;
+	u32 tgid;
+	u16 depth; /* frames used */
+	u16 end; /* enum python_end */
+	struct python_frame frames[MAX_FRAMES]; /* leaf first */
 };
 
 struct sum_key {

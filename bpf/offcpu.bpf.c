@@ -168,8 +168,8 @@ static __always_inline void switch_in_unseen(struct thread_state *thread, void *
 	switch_in(thread, task, tid, now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns));
 }
 
-/* Slot 0: walk_switch, which goes on with a walk. */
-BPF_PROG_ARRAY(switch_walkers, 1);
+/* Slot 0: walk_switch, which goes on with a walk; slot 1: walk_switch_python. */
+BPF_PROG_ARRAY(switch_walkers, 2);
 
 static __always_inline void finish_switch(struct capture *capture)
 {
@@ -191,6 +191,22 @@ int walk_switch(struct raw_tracepoint *ctx)
 		return 0;
 	if (!walk_some(capture))
 		switch_walkers.call(ctx, 0);
+	if (begin_python_of(capture))
+		switch_walkers.call(ctx, 1);
+	finish_switch(capture);
+	return 0;
+}
+
+/* Likewise, for its Python frames. */
+int walk_switch_python(struct raw_tracepoint *ctx)
+{
+	u32 zero = 0;
+	struct capture *capture = scratch.lookup(&zero);
+
+	if (!capture)
+		return 0;
+	if (!walk_python_of(capture))
+		switch_walkers.call(ctx, 1);
 	finish_switch(capture);
 	return 0;
 }

@@ -22,8 +22,8 @@ struct perf_event_context {
 	u64 addr;
 };
 
-/* Slot 0: walk_sample, which goes on with a walk. */
-BPF_PROG_ARRAY(sample_walkers, 1);
+/* Slot 0: walk_sample, which goes on with a walk; slot 1: walk_sample_python. */
+BPF_PROG_ARRAY(sample_walkers, 2);
 
 static __always_inline void finish_sample(struct capture *capture)
 {
@@ -45,6 +45,22 @@ int walk_sample(struct perf_event_context *ctx)
 		return 0;
 	if (!walk_some(capture))
 		sample_walkers.call(ctx, 0);
+	if (begin_python_of(capture))
+		sample_walkers.call(ctx, 1);
+	finish_sample(capture);
+	return 0;
+}
+
+/* Likewise, for its Python frames. */
+int walk_sample_python(struct perf_event_context *ctx)
+{
+	u32 zero = 0;
+	struct capture *capture = scratch.lookup(&zero);
+
+	if (!capture)
+		return 0;
+	if (!walk_python_of(capture))
+		sample_walkers.call(ctx, 1);
 	finish_sample(capture);
 	return 0;
 }

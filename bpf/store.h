@@ -37,6 +37,7 @@
 #endif
 
 #include "unwind.h"
+#include "python.h"
 
 /* Frames walked by one program before it calls itself again: what verifiers get through. */
 #ifndef STEPS_PER_CALL
@@ -45,7 +46,9 @@
 
 struct capture {
 	struct walk walk;
+	struct python_walk python_walk;
 	struct stack_record record;
+	struct python_chain chain;
 };
 
 BPF_PERCPU_ARRAY(scratch, struct capture, 1);
@@ -191,7 +194,9 @@ static __always_inline struct capture *begin_capture(void *ctx, struct user_regs
 	walk->frame_pointer = regs->frame_pointer;
 	walk->mapping.start = walk->mapping.end = 0;
 	walk->window_words = 0;
-	walk->is_guessed = 0;
+	walk->is_guessed = walk->eval_frames = 0;
+	record->python = 0;
+	record->gil = PYTHON_GIL_NONE;
 	walk->depth = 0;
 	walk->is_exact = walk->has_frame_pointer = 1;
 	walk->end = WITH_USER_STACKS ? END_KERNEL_ONLY : END_EXCLUDED;
@@ -221,11 +226,21 @@ static __always_inline void *mappings_of(struct walk *walk)
 	return mappings;
 }
 
+/* The interpreter of the process that is being walked, NULL for none. */
+static __always_inline struct python_process *python_of(struct walk *walk)
+{
+	u32 tgid = walk->tgid;
+	struct python_process *python = pythons.lookup(&tgid);
+
+	return python && python->image == walk->image ? python : NULL;
+}
+
 /* Walks some frames; returns whether the walk has ended. */
 static __always_inline bool walk_some(struct capture *capture)
 {
 	struct walk *walk = &capture->walk;
 	void *mappings = mappings_of(walk);
+	struct python_process *python = python_of(walk);
 	u64 frame, depth;
 	u32 i;
 
@@ -235,6 +250,8 @@ static __always_inline bool walk_some(struct capture *capture)
 	}
 #pragma clang loop unroll(disable)
 	for (i = 0; i < STEPS_PER_CALL; i++) {
+		if (python && is_in_eval_loop(python, walk->instruction_pointer - !walk->is_exact))
+			walk->eval_frames += 1;
 		depth = walk->depth;
 		if (depth >= MAX_FRAMES)
 			return true; /* walk->end is END_TOO_DEEP since the beginning */
@@ -253,6 +270,36 @@ static __always_inline bool walk_some(struct capture *capture)
 	return false;
 }
 
+/* Begins the walk of Python frames, once the native one has ended; false if there is none. */
+static __always_inline bool begin_python_of(struct capture *capture)
+{
+	struct python_process *python;
+
+	if (!capture->walk.eval_frames)
+		return false;
+	python = python_of(&capture->walk);
+	if (!python)
+		return false;
+	if (begin_python(python, &capture->python_walk, &capture->record))
+		return true;
+	if (capture->python_walk.end != PYTHON_COMPLETE)
+		capture->record.python =
+			store_python(&capture->python_walk, &capture->chain, &capture->record);
+	return false;
+}
+
+/* Goes on with it; returns whether it has ended, and is stored. */
+static __always_inline bool walk_python_of(struct capture *capture)
+{
+	struct python_process *python = python_of(&capture->walk);
+
+	if (python && !walk_python_some(python, &capture->python_walk, &capture->chain))
+		return false;
+	capture->record.python =
+		store_python(&capture->python_walk, &capture->chain, &capture->record);
+	return true;
+}
+
 /* Ends a capture; returns the stack's id. */
 static __always_inline u64 finish_capture(struct capture *capture)
 {
@@ -265,6 +312,7 @@ static __always_inline u64 finish_capture(struct capture *capture)
 	record->user_depth = capture->walk.depth;
 	if (record->end == END_TOO_DEEP)
 		count(LOST_USER_FRAMES);
+	hash = hash_step(hash, record->python ^ record->gil);
 	hash = hash_step(hash, record->end | (u64)record->kernel_depth << 16);
 	store_stack(record, hash);
 	return hash;

@@ -73,6 +73,8 @@ struct walk {
 	u32 is_guessed; /* 1: some caller was found by a checked guess */
 	u32 end; /* enum stack_end, once it has ended */
 	u32 serial; /* of the mappings */
+	u32 eval_frames; /* of CPython's eval loop, among the frames */
+	u32 unused;
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;

@@ -21,6 +21,7 @@ from aiflame.agent.model import (
     Binary,
     FrameKind,
     Function,
+    GilState,
     Loss,
     Process,
     Profile,
@@ -45,8 +46,13 @@ RECORDING = Recording(
     facts=(("host", "testhost"), ("kernel", "6.8.0")),
 )
 
-_PREFIXES = {"[k]": FrameKind.KERNEL, "[p]": FrameKind.PYTHON}
-_BINARIES = {FrameKind.NATIVE: 0, FrameKind.KERNEL: 1, FrameKind.PYTHON: None}
+_PREFIXES = {
+    "[k]": FrameKind.KERNEL,
+    "[p]": FrameKind.PYTHON,
+    "[i]": FrameKind.INTERPRETER,
+    "[m]": FrameKind.MARKER,
+}
+_BINARIES = {FrameKind.NATIVE: 0, FrameKind.KERNEL: 1, FrameKind.INTERPRETER: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ class Sample:
     """One literal row of a profile.
 
     `stack` is root first, joined by ";"; a frame beginning with "[k]" is the kernel's, one with
-    "[p]" is Python's, and one ending in ":12" executes line 12 of its file. `frames` replaces
+    "[p]" is Python's, one with "[i]" the interpreter's, one with "[m]" a marker, and one ending in
+    ":12" executes line 12 of its file, which "name@file:12" gives. `frames` replaces
     `stack` where names hold ";" themselves. `thread` counts through `THREADS`.
     """
 
@@ -65,6 +72,7 @@ class Sample:
     end: StackEnd = StackEnd.ROOTED
     count: int = 1
     frames: tuple[str, ...] | None = None
+    gil: GilState = GilState.NONE
 
 
 def process(pid: int = 100, name: str = "server") -> Process:
@@ -86,7 +94,7 @@ class _Builder:
     def __init__(self) -> None:
         self.functions: dict[Function, int] = {}
         self.frames: dict[tuple[int, int], int] = {}
-        self.stacks: dict[tuple[tuple[int, ...], StackEnd], int] = {}
+        self.stacks: dict[tuple[tuple[int, ...], StackEnd, GilState], int] = {}
 
     def frame(self, text: str) -> int:
         kind = _PREFIXES.get(text[:3], FrameKind.NATIVE)
@@ -96,7 +104,9 @@ class _Builder:
         if colon and digits.isdigit() and not stem.endswith(":"):
             name, line = stem, int(digits)
         suffix = ".py" if kind is FrameKind.PYTHON else ".c"
-        function = Function(kind, name, _BINARIES[kind], f"src/{name}{suffix}" if line else "")
+        name, at, file = name.partition("@") if kind is FrameKind.PYTHON else (name, "", "")
+        file = file if at else f"src/{name}{suffix}" if line else ""
+        function = Function(kind, name, _BINARIES.get(kind), file)
         identity = self.functions.setdefault(function, len(self.functions))
         return self.frames.setdefault((identity, line), len(self.frames))
 
@@ -104,7 +114,7 @@ class _Builder:
         names: Iterable[str] = sample.frames if sample.frames is not None else ()
         if sample.frames is None and sample.stack:
             names = sample.stack.split(";")
-        key = (tuple(self.frame(name) for name in names), sample.end)
+        key = (tuple(self.frame(name) for name in names), sample.end, sample.gil)
         return self.stacks.setdefault(key, len(self.stacks))
 
 
@@ -118,7 +128,7 @@ def profile_of(
     """Make a profile of literal samples; functions and stacks are numbered as they first occur."""
     builder = _Builder()
     rows = [(builder.stack(s), s.thread, s.klass, s.count, s.ns) for s in samples]
-    paths = [path for path, _ in builder.stacks]
+    paths = [path for path, _, _ in builder.stacks]
     return Profile(
         recording=recording,
         processes=processes,
@@ -135,7 +145,8 @@ def profile_of(
         stacks=Stacks(
             np.cumsum([0, *(len(path) for path in paths)], dtype=np.uint64),
             np.array([frame for path in paths for frame in path], dtype=np.uint32),
-            np.array([end for _, end in builder.stacks], dtype=np.uint8),
+            np.array([end for _, end, _ in builder.stacks], dtype=np.uint8),
+            np.array([gil for _, _, gil in builder.stacks], dtype=np.uint8),
         ),
         samples=np.array(rows, dtype=SAMPLE_DTYPE),
         waits=np.zeros(0, dtype=WAIT_DTYPE),
@@ -182,6 +193,34 @@ def small_profile() -> Profile:
         losses=(
             Loss("stacks_full", 3, "samples whose stack did not fit; raise --stack-storage-size"),
         ),
+    )
+
+
+_RUN = (
+    "_start;[i]_PyEval_EvalFrameDefault;[p]_run_code@<frozen runpy>:88;[p]<module>@/app/train.py:40"
+)
+_CALL = "[i]_PyObject_Vectorcall;[i]_PyEval_EvalFrameDefault"
+_IMPORT = "[p]_find_and_load@<frozen importlib._bootstrap>:1360"
+
+
+def python_profile() -> Profile:
+    """A Python program: a thread that computes, one that waits for its turn, and one without."""
+    forward = f"{_RUN};[p]Net.forward@/app/train.py:12;at::matmul"
+    waiting = f"clone3;{_CALL};[p]Pool.work@/app/pool.py:7;take_gil;[k]futex_wait"
+    sleeping = f"clone3;{_CALL};[p]Pool.work@/app/pool.py:9;time_sleep;[k]hrtimer_nanosleep"
+    return profile_of(
+        Sample(forward, 500 * MS, count=50, gil=GilState.RELEASED),
+        Sample(f"{_RUN};[p]Net.forward@/app/train.py:13", 200 * MS, count=20, gil=GilState.HELD),
+        Sample(f"{_RUN};{_IMPORT};[p]<module>@/app/lib.py:1", 40 * MS, count=4, gil=GilState.HELD),
+        Sample(
+            f"{_RUN};[p]fib@/app/lib.py:5;{_CALL};[p]fib@/app/lib.py:5;[p]fib@/app/lib.py:4",
+            60 * MS,
+            count=6,
+            gil=GilState.HELD,
+        ),
+        Sample(waiting, 300 * MS, SampleClass.BLOCKED, 1, count=3, gil=GilState.WAITING),
+        Sample(sleeping, 700 * MS, SampleClass.BLOCKED, 1, count=7, gil=GilState.RELEASED),
+        Sample("clone3;gomp_thread_start;gemm", 90 * MS, thread=2, count=9),
     )
 
 

@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 
-from aiflame.agent.capture.schema import schema_sql
+from aiflame.agent.capture.schema import SINCE_VERSION_2, schema_sql
 
 _READ_AS_INTEGERS = frozenset({"samples", "waits"})
 
 
-def check_columns(database: sqlite3.Connection) -> None:
+def check_columns(database: sqlite3.Connection, version: int) -> None:
     """Looks at the type of every value.
+
+    Args:
+        database: An open capture.
+        version: Its schema's.
 
     Raises:
         ValueError: A table is missing or is a view, or a value is of another type.
@@ -25,7 +29,7 @@ def check_columns(database: sqlite3.Connection) -> None:
     """
     # A view could compute forever.
     found = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE rootpage")}
-    for table, condition in _conditions().items():
+    for table, condition in _conditions(version).items():
         if table not in found:
             raise ValueError(f"no table {table}")
         if table in _READ_AS_INTEGERS:
@@ -35,7 +39,7 @@ def check_columns(database: sqlite3.Connection) -> None:
             raise ValueError(f"a value in {table} is of the wrong type")
 
 
-def _conditions() -> dict[str, str]:
+def _conditions(version: int) -> dict[str, str]:
     """Returns for each table of the schema what is true of a row that holds another type."""
     with contextlib.closing(sqlite3.connect(":memory:")) as empty:
         empty.executescript(schema_sql())
@@ -44,6 +48,7 @@ def _conditions() -> dict[str, str]:
             table: " OR ".join(
                 _is_wrong(name, kind, bool(not_null or key))
                 for _, name, kind, not_null, _, key in empty.execute(f"PRAGMA table_info({table})")
+                if version > 1 or (table, name) not in SINCE_VERSION_2
             )
             for (table,) in tables
         }

@@ -16,7 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.columns import check_columns
 from aiflame.agent.capture.raw_frames import RawFrames
-from aiflame.agent.capture.schema import APPLICATION_ID, FACT_PREFIX, SCHEMA_VERSION
+from aiflame.agent.capture.schema import (
+    APPLICATION_ID,
+    FACT_PREFIX,
+    READABLE_VERSIONS,
+    SCHEMA_VERSION,
+)
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model import (
     FRAME_DTYPE,
@@ -25,6 +30,7 @@ from aiflame.agent.model import (
     Binary,
     FrameKind,
     Function,
+    GilState,
     Loss,
     Process,
     Profile,
@@ -62,9 +68,9 @@ def read_capture(path: Path) -> Profile:
             raise CaptureError(f"not an aiflame capture: {path}")
         database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
         try:
-            _check_header(database, path)
-            check_columns(database)
-            return _Reader(database).profile()
+            version = _checked_version(database, path)
+            check_columns(database, version)
+            return _Reader(database, version).profile()
         finally:
             database.close()
     except OSError as error:
@@ -76,13 +82,13 @@ def read_capture(path: Path) -> Profile:
         ) from error
 
 
-def _check_header(database: sqlite3.Connection, path: Path) -> None:
+def _checked_version(database: sqlite3.Connection, path: Path) -> int:
     if database.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise CaptureError(f"not an aiflame capture: {path}")
-    version = database.execute("PRAGMA user_version").fetchone()[0]
-    if version != SCHEMA_VERSION:
+    version: int = database.execute("PRAGMA user_version").fetchone()[0]
+    if version not in READABLE_VERSIONS:
         raise CaptureError(
-            f"{path} has schema {version}, this aiflame reads {SCHEMA_VERSION}",
+            f"{path} has schema {version}, this aiflame reads up to {SCHEMA_VERSION}",
             "use the version of aiflame that recorded it, or a newer one",
         )
     pages, page_bytes = (
@@ -91,11 +97,13 @@ def _check_header(database: sqlite3.Connection, path: Path) -> None:
     # SQLite itself fills a last page that is not whole with zeros.
     if pages * page_bytes > path.stat().st_size:
         raise ValueError("the end is missing")
+    return version
 
 
 class _Reader:
-    def __init__(self, database: sqlite3.Connection) -> None:
+    def __init__(self, database: sqlite3.Connection, version: int) -> None:
         self._database = database
+        self._version = version
         self._raw = RawFrames(database)
 
     def _rows(self, query: str) -> list[Any]:
@@ -198,9 +206,16 @@ class _Reader:
             ids = np.concatenate(parts)
             offsets = _offsets([len(part) for part in parts])
         return (
-            Stacks(offsets, ids, _ends([row[2] for row in rows])),
+            Stacks(offsets, ids, _values([row[2] for row in rows], StackEnd), self._gil()),
             tuple(functions),
             np.array(frames, FRAME_DTYPE),
+        )
+
+    def _gil(self) -> npt.NDArray[np.uint8]:
+        if self._version < 2:
+            return np.zeros(0, np.uint8)
+        return _values(
+            [row[0] for row in self._rows("SELECT gil FROM stacks ORDER BY id")], GilState
         )
 
     def _samples(self) -> npt.NDArray[np.void]:
@@ -245,11 +260,11 @@ class _Reader:
         return np.fromiter(chain.from_iterable(self._database.execute(_IDS_OF[table])), np.int64)
 
 
-def _ends(values: list[int]) -> npt.NDArray[np.uint8]:
-    ends = np.array(values, np.uint8)
-    if int(ends.max(initial=0)) > max(StackEnd):
-        raise ValueError("an unknown end of a stack")
-    return ends
+def _values(values: list[int], known: type[StackEnd] | type[GilState]) -> npt.NDArray[np.uint8]:
+    column = np.array(values, np.int64)
+    if bool(((column < 0) | (column > max(known))).any()):
+        raise ValueError(f"an unknown {known.__name__} of a stack")
+    return column.astype(np.uint8)
 
 
 def _offsets(lengths: list[int]) -> npt.NDArray[np.uint64]:

@@ -49,7 +49,9 @@ CREATE TABLE mappings (
     binary_id INTEGER NOT NULL REFERENCES binaries (id)
 );
 
--- kind: 0 native, 1 kernel, 2 python, 3 marker made by aiflame.
+-- kind: 0 native, 1 kernel, 2 python, 3 marker made by aiflame, 4 machine code of an interpreter
+-- that only hands calls on. A Python function has its qualified name and, in file, the path of its
+-- source as the process knows it.
 CREATE TABLE functions (
     id INTEGER PRIMARY KEY,
     kind INTEGER NOT NULL,
@@ -69,14 +71,16 @@ CREATE TABLE frames (
 
 -- addresses: raw u64, little endian, leaf first, kernel_depth kernel ones and then the user ones.
 -- frames: u32 ids of `frames`, little endian, root first, inlined functions expanded; NULL until
--- the symbols were resolved. end_reason: see StackEnd in agent/model.py.
+-- the symbols were resolved. end_reason: see StackEnd in agent/model.py. gil: 0 no Python on this
+-- stack, 1 its lock held, 2 waited for, 3 released, 4 unknown (since version 2).
 CREATE TABLE stacks (
     id INTEGER PRIMARY KEY,
     process_id INTEGER NOT NULL REFERENCES processes (id),
     kernel_depth INTEGER NOT NULL,
     end_reason INTEGER NOT NULL,
     addresses BLOB NOT NULL,
-    frames BLOB
+    frames BLOB,
+    gil INTEGER NOT NULL DEFAULT 0
 );
 
 -- Time by interval (seconds since the start), class: 0 on-CPU (count samples, each weighing

@@ -16,7 +16,7 @@ from typing import Any
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION, schema_sql
 from aiflame.agent.errors import AiflameError
 
-# Columns of each table that rows are given for, in the order of schema.sql.
+# Columns of each table that rows are given for: the first ones of schema.sql.
 _COLUMNS = {
     "processes": 10,
     "threads": 6,
@@ -55,9 +55,17 @@ class CaptureWriter:
             self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             self._database.executescript(schema_sql())
+            self._insert = {table: self._statement(table) for table in _COLUMNS}
             self._database.execute("BEGIN")
         except sqlite3.Error as error:
             raise _explained(error, path) from error
+
+    def _statement(self, table: str) -> str:
+        # What comes behind these columns is filled in later, and has a default.
+        found = self._database.execute(f"PRAGMA table_info({table})").fetchall()
+        names = ", ".join(row[1] for row in found[: _COLUMNS[table]])
+        marks = ", ".join("?" * _COLUMNS[table])
+        return f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({marks})"  # noqa: S608 - our own
 
     def put(self, table: str, rows: Iterable[Sequence[Any]]) -> None:
         """Inserts rows, replacing those with the same key.
@@ -65,9 +73,7 @@ class CaptureWriter:
         Raises:
             DiskFull: Nothing of the open transaction is kept.
         """
-        marks = ", ".join("?" * _COLUMNS[table])
-        statement = f"INSERT OR REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 - our own names
-        self._many(statement, rows)
+        self._many(self._insert[table], rows)
 
     def put_meta(self, facts: dict[str, str | int]) -> None:
         """Writes key/value facts; words of a command line need not be UTF-8."""
@@ -79,6 +85,10 @@ class CaptureWriter:
     def set_stack_frames(self, rows: Iterable[tuple[int, bytes, int]]) -> None:
         """Fills in (end_reason, frames, stack id) once symbols are resolved."""
         self._many("UPDATE stacks SET end_reason = ?, frames = ? WHERE id = ?", rows)
+
+    def set_python_stacks(self, rows: Iterable[tuple[int, bytes, int, int]]) -> None:
+        """Fills in (end_reason, frames, gil, stack id), gil being a `GilState`."""
+        self._many("UPDATE stacks SET end_reason = ?, frames = ?, gil = ? WHERE id = ?", rows)
 
     def stack_rows(self) -> list[tuple[int, int, int, int, bytes]]:
         """Returns (id, process_id, kernel_depth, end_reason, addresses) of all stacks."""

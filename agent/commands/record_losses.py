@@ -30,6 +30,16 @@ _PROBLEM_MEANINGS = {
     " enter them all: their time is missing; record longer",
     "stacks_stuck": "processes whose memory could not be read within a second; their threads asleep"
     " since before the recording show kernel frames only",
+    "python_unsupported": "interpreters of unknown layout; their Python frames are missing",
+    "python_unreadable": "interpreters that could not be read; their Python frames are missing",
+    "python_threads_not_found": "interpreters whose Python frames are missing, as their threads'"
+    " state is not where glibc keeps it",
+    "python_exited": "Python frames of processes that ended before their names could be read",
+    "python_too_deep": "Python stacks with over 127 frames; those nearest to the leaf are there",
+    "python_unreadable_stack": "Python stacks that could not be read to their root",
+    "python_bad_pointer": "Python stacks with a pointer that cannot be one; the rest is missing",
+    "python_loop": "Python stacks that go round in circles; the rest is missing",
+    "python_misfit": "stacks whose Python frames did not fit the eval loops of the native stack",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
     "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
 }

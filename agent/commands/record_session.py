@@ -186,7 +186,9 @@ class _Session:
     def _finish(self, recorder: Recorder, outcome: Outcome, service: SymbolService) -> None:
         store_sleepers(recorder.sleepers, recorder.stacks, recorder.table)
         lost_stacks = recorder.stacks.lost()
-        resolver = CaptureResolver(self._writer, recorder.table, recorder.images, service)
+        resolver = CaptureResolver(
+            self._writer, recorder.table, recorder.images, service, recorder.python_of_stacks()
+        )
         resolver.write_mappings()
         self._writer.put_meta({"duration_ns": outcome.duration_ns})
         self._writer.commit()
@@ -201,7 +203,9 @@ class _Session:
         problems["binary_not_opened"] = recorder.table.binaries.unopened
         problems["stack_lost"] = lost_stacks
         problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())
-        files = recorder.tables.problem_files
+        problems.update(recorder.pythons.problems)
+        problems["python_misfit"] = resolver.splicer.misfits
+        files = {**recorder.tables.problem_files, **recorder.pythons.problem_files}
         self._writer.put("losses", loss_rows(outcome, problems, files))
         service.close()
         running_share = percent(self._running_cpu_ns, self._running_ns)

@@ -14,7 +14,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model import Profile
 from aiflame.agent.outfile import refuse_existing, write_output
-from aiflame.agent.reports import FORMATS, Report, ReportOptions, View
+from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.rows import showable
 
@@ -27,6 +27,8 @@ EXAMPLES
   aiflame report run.aiflame -f pprof              # for go tool pprof run.pb.gz
   aiflame report run.aiflame -f speedscope         # for www.speedscope.app
   aiflame report run.aiflame -f folded -o - | grep futex
+  aiflame report run.aiflame --frames python       # Python code only
+  aiflame report run.aiflame -f pstats            # for python3 -m pstats
 """
 
 _DEFAULT_FORMAT = "html"
@@ -49,6 +51,12 @@ _REFUSALS = (
     ("plain", "svg", "it shows kinds of frames by colour"),
     ("plain", "speedscope", "it has no suffixes"),
     ("plain", "pprof", "it has no suffixes"),
+    ("inverted", "pstats", "its print_callers() does that"),
+    ("min_width", "pstats", "it holds every function; use print_stats(0.1)"),
+    ("per_thread", "pstats", "it has no threads"),
+    ("title", "pstats", "it has no title"),
+    ("plain", "pstats", "it has no suffixes"),
+    ("frames", "pstats", "it holds Python frames only"),
 )
 
 
@@ -95,6 +103,17 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
     content.add_argument("--title", metavar="TEXT", help="title (default: what was recorded)")
     content.add_argument(
         "--plain", action="store_true", help="folded: no _[k] and _[p] suffixes (default: with)"
+    )
+    content.add_argument(
+        "--frames",
+        choices=[frames.value for frames in Frames],
+        help="of Python programs: Python and native without the interpreter's own, one of them,"
+        f" or everything (default: {Frames.BOTH.value})",
+    )
+    content.add_argument(
+        "--hide-importlib",
+        action="store_true",
+        help="leave out Python frames that import modules or start the program (default: keep)",
     )
 
 
@@ -162,6 +181,8 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         min_width_pct=args.min_width,
         title=args.title,
         plain=args.plain,
+        frames=Frames(args.frames or Frames.BOTH),
+        hide_importlib=args.hide_importlib,
     )
 
 

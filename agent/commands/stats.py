@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.reports.base import View
+from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.facts import warnings
-from aiflame.agent.reports.stats import Table, tables, text_columns
+from aiflame.agent.reports.stats import tables
+from aiflame.agent.reports.table import Table, text_columns
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
@@ -56,7 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=_positive,
         default=_DEFAULT_LIMIT,
-        help="rows of functions, threads, modules and waits (default: %(default)s)",
+        help="rows of functions, lines, threads, modules and waits (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--frames",
+        choices=[frames.value for frames in Frames],
+        default=Frames.BOTH.value,
+        help="of Python programs, what counts as a top function: Python and native without the"
+        " interpreter's own, one of them, or everything (default: %(default)s)",
     )
 
 
@@ -70,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     width = console.width if console.is_terminal else _PLAIN_COLUMNS
-    for table in tables(profile, View(args.view), args.limit):
+    for table in tables(profile, View(args.view), args.limit, Frames(args.frames)):
         for line in _layout(table, width):
             console.print(line)
     return 0

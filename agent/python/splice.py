@@ -52,10 +52,15 @@ class Match(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """One frame of the combined stack: which list it is from, and its place there."""
+    """One frame of the combined stack: which list it is from, and its place there.
+
+    Hidden are native frames of the interpreter that a reader can do without: eval loops that became
+    Python frames, and glue between them.
+    """
 
     is_python: bool
     at: int
+    is_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ def splice(
     pythons: Sequence[PythonFrame],
     cuts: Cuts = Cuts(),  # noqa: B008  (immutable)
     keep_glue: bool = False,
+    with_hidden: bool = False,
 ) -> Spliced:
     """Combine one native stack and the Python frames of the same instant, leaf first both.
 
@@ -143,6 +149,8 @@ def splice(
         keep_glue: Keep the interpreter's own frames. Without, glue is kept where no user-space
             frame is on the leaf side of it, since time is spent in it then, and unnamed frames
             where no Python frame is.
+        with_hidden: Also return what is left out, marked as hidden; eval loops stand behind the
+            Python frames that replace them.
     """
     runs = _runs(pythons)
     evals = [index for index, role in enumerate(roles) if role is Role.EVAL]
@@ -150,23 +158,20 @@ def splice(
     if match in (Match.NO_PYTHON, Match.NO_EVAL):
         return Spliced(tuple(Piece(False, i) for i in range(len(roles))), match, 0)
     pieces: list[Piece] = []
-    folded = 0
     has_user_leaf = has_python = False
     for index, role in enumerate(roles):
         if index in pairs:
             for run in pairs[index]:
                 pieces += [Piece(True, i) for i in runs[run] if pythons[i].code_address]
             has_python = True
-        elif not keep_glue and (
-            (role is Role.GLUE and has_user_leaf) or (role is Role.UNNAMED and has_python)
-        ):
-            folded += 1
-        else:
-            pieces.append(Piece(False, index))
+        is_glue = (role is Role.GLUE and has_user_leaf) or (role is Role.UNNAMED and has_python)
+        pieces.append(Piece(False, index, index in pairs or (is_glue and not keep_glue)))
         has_user_leaf = has_user_leaf or role is not Role.KERNEL
     for run in surplus:
         pieces += [Piece(True, i) for i in runs[run] if pythons[i].code_address]
-    return Spliced(tuple(pieces), match, folded)
+    folded = sum(piece.is_hidden for piece in pieces) - len(pairs)
+    shown = [piece for piece in pieces if with_hidden or not piece.is_hidden]
+    return Spliced(tuple(shown), match, folded)
 
 
 def _runs(pythons: Sequence[PythonFrame]) -> list[range]:

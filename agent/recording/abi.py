@@ -72,7 +72,8 @@ class Counter(enum.IntEnum):
     KERNEL_FRAMES = 11
     USER_FRAMES = 12
     WAIT_EVENTS = 13
-    SCRATCH = 14
+    PYTHON_FULL = 14
+    SCRATCH = 15
 
 
 # Counters that mean a loss: the name in the capture, and what it means with its cure.
@@ -118,6 +119,10 @@ LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
         "long waits beyond 1,000 a second and CPU: their time is in every sum, but they are not "
         "listed one by one; raise --min-wait",
     ),
+    Counter.PYTHON_FULL: (
+        "python_store_full",
+        "samples whose Python frames found no room: their native frames are there",
+    ),
     Counter.SCRATCH: ("no_scratch", "samples without room to walk a stack; please report this"),
 }
 
@@ -146,14 +151,69 @@ THREAD_STATE_DTYPE = np.dtype(
 STACK_DTYPE = np.dtype(
     [
         ("image", "<u8"),
+        ("python", "<u8"),
         ("tgid", "<u4"),
         ("kernel_depth", "<u2"),
         ("user_depth", "<u2"),
         ("end", "<u2"),
         ("kernel_cut", "<u2"),
-        ("unused", "<u4"),
+        ("gil", "<u4"),
         ("kernel", "<u8", (MAX_FRAMES,)),
         ("user", "<u8", (MAX_FRAMES,)),
+    ]
+)
+
+
+class PythonGil(enum.IntEnum):
+    """What a thread had to do with the GIL when its stack was taken."""
+
+    NONE = 0
+    HELD = 1
+    NOT_HELD = 2
+    UNKNOWN = 3
+
+
+class PythonEnd(enum.IntEnum):
+    """How a walk of Python frames ended."""
+
+    COMPLETE = 0
+    TOO_DEEP = 1
+    UNREADABLE = 2
+    BAD_POINTER = 3
+    LOOP = 4
+
+
+PYTHON_EVAL_RANGES = 4
+PYTHON_PROCESS_DTYPE = np.dtype(
+    [
+        ("image", "<u8"),
+        ("eval_start", "<u8", (PYTHON_EVAL_RANGES,)),
+        ("eval_bytes", "<u8", (PYTHON_EVAL_RANGES,)),
+        ("gil", "<u8"),
+        ("state_slot", "<u8"),
+        *(
+            (name, "<u4")
+            for name in (
+                *("thread_frame", "thread_interpreter", "cframe_frame", "frame_code"),
+                *("frame_previous", "frame_position", "frame_mark", "frame_bytes"),
+                *("code_instructions", "gil_last_holder", "gil_locked", "code_tags"),
+            )
+        ),
+        ("position_kind", "u1"),
+        ("run_end", "u1"),
+        ("gil_kind", "u1"),
+        ("has_cframe", "u1"),
+        ("unused", "<u4"),
+    ]
+)
+PYTHON_FRAME_DTYPE = np.dtype([("code", "<u8"), ("position", "<i4"), ("ends_run", "<u4")])
+PYTHON_CHAIN_DTYPE = np.dtype(
+    [
+        ("image", "<u8"),
+        ("tgid", "<u4"),
+        ("depth", "<u2"),
+        ("end", "<u2"),
+        ("frames", PYTHON_FRAME_DTYPE, (MAX_FRAMES,)),
     ]
 )
 SUM_KEY_DTYPE = np.dtype(

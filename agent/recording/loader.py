@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiflame.bpf
+import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.compile import paste_includes
@@ -30,8 +31,10 @@ _MAX_FDS = 253
 PROGRAMS = {
     "on_cpu_sample": "perf_event",
     "walk_sample": "perf_event",
+    "walk_sample_python": "perf_event",
     "on_switch": "raw_tracepoint",
     "walk_switch": "raw_tracepoint",
+    "walk_switch_python": "raw_tracepoint",
     "on_waking": "raw_tracepoint",
     "on_fork": "raw_tracepoint",
     "on_exec": "raw_tracepoint",
@@ -55,6 +58,7 @@ _MAPS = (
         "ring",
     ),
     *("process_mappings", "unwind_tables", "unwind_rules", "sample_walkers", "switch_walkers"),
+    *("pythons", "python_chains"),
 )
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
 
@@ -74,8 +78,12 @@ class ProgramOptions:
     threads_max: int = 65536
     processes_max: int = 16384
     ring_pages: int = 256
+    python_chains_max: int = 8192
     wait_event_ns: int = 100_000_000
     unwind_bytes_max: int = 256 << 20  # not compiled in: the host half keeps to it
+
+
+Dtype = np.dtype[Any]
 
 
 class Programs:
@@ -88,34 +96,29 @@ class Programs:
         self.ring_fd = map_fds["ring"]
         self.ring_bytes = options.ring_pages * os.sysconf("SC_PAGE_SIZE")
         self.cgroups_fd = map_fds.get("cgroups")
-        self.settings = Map(
-            map_fds["settings"], abi.PID_DTYPE, abi.SETTINGS_DTYPE, len(abi.Setting)
-        )
-        self.counters = Map(
-            map_fds["counters"], abi.PID_DTYPE, abi.COUNTERS_DTYPE, len(abi.Counter)
-        )
-        self.running = Map(map_fds["running"], abi.PID_DTYPE, abi.RUNNING_DTYPE, 1)
-        self.processes = Map(
-            map_fds["processes"], abi.PID_DTYPE, abi.PROCESS_STATE_DTYPE, options.processes_max
-        )
-        self.threads = Map(
-            map_fds["threads"], abi.PID_DTYPE, abi.THREAD_STATE_DTYPE, options.threads_max
-        )
-        self.stacks = Map(
-            map_fds["stacks"], abi.STACK_ID_DTYPE, abi.STACK_DTYPE, options.stacks_max
-        )
-        self.process_mappings = Map(
-            map_fds["process_mappings"], abi.PID_DTYPE, abi.PID_DTYPE, options.processes_max
-        )
-        self.unwind_tables = Map(
-            map_fds["unwind_tables"], abi.PID_DTYPE, abi.PID_DTYPE, abi.TABLES_MAX
-        )
-        self.unwind_rules = Map(
-            map_fds["unwind_rules"], abi.PID_DTYPE, abi.UNWIND_RULE_DTYPE, abi.RULES_MAX
+        number, pid, processes = abi.PID_DTYPE, abi.PID_DTYPE, options.processes_max
+
+        def known(name: str, key: Dtype, value: Dtype, entries: int) -> Map:
+            return Map(map_fds[name], key, value, entries)
+
+        self.settings = known("settings", number, abi.SETTINGS_DTYPE, len(abi.Setting))
+        self.counters = known("counters", number, abi.COUNTERS_DTYPE, len(abi.Counter))
+        self.running = known("running", number, abi.RUNNING_DTYPE, 1)
+        self.processes = known("processes", pid, abi.PROCESS_STATE_DTYPE, processes)
+        self.threads = known("threads", pid, abi.THREAD_STATE_DTYPE, options.threads_max)
+        self.stacks = known("stacks", abi.STACK_ID_DTYPE, abi.STACK_DTYPE, options.stacks_max)
+        self.process_mappings = known("process_mappings", pid, number, processes)
+        self.unwind_tables = known("unwind_tables", number, number, abi.TABLES_MAX)
+        self.unwind_rules = known("unwind_rules", number, abi.UNWIND_RULE_DTYPE, abi.RULES_MAX)
+        self.pythons = known("pythons", pid, abi.PYTHON_PROCESS_DTYPE, processes)
+        self.python_chains = known(
+            "python_chains", abi.STACK_ID_DTYPE, abi.PYTHON_CHAIN_DTYPE, options.python_chains_max
         )
         for kind in ("sample", "switch"):
-            walkers = Map(map_fds[f"{kind}_walkers"], abi.PID_DTYPE, abi.PID_DTYPE, 1)
-            walkers.update(bytes(4), program_fds[f"walk_{kind}"].to_bytes(4, "little"))
+            walkers = known(f"{kind}_walkers", number, number, 2)
+            for slot, name in enumerate((f"walk_{kind}", f"walk_{kind}_python")):
+                program = program_fds[name].to_bytes(4, "little")
+                walkers.update(slot.to_bytes(4, "little"), program)
         self.sums = tuple(
             Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
             for name in ("sums0", "sums1")
@@ -196,6 +199,7 @@ def _macros(options: ProgramOptions) -> dict[str, int | str]:
         "THREADS_MAX": options.threads_max,
         "PROCESSES_MAX": options.processes_max,
         "RING_PAGES": options.ring_pages,
+        "PYTHON_CHAINS_MAX": options.python_chains_max,
         "WAIT_EVENT_NS": f"{options.wait_event_ns}ull",
     }
 

@@ -22,6 +22,8 @@ from aiflame.agent.recording import abi
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.recording.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.recording.pythons import PythonProcesses
+from aiflame.agent.recording.resolve import StackPython
 from aiflame.agent.recording.ringbuf import RingBuffer
 from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
 from aiflame.agent.recording.signals import StopSignals
@@ -111,7 +113,9 @@ class Recorder:
         self._probes.start_clocks(self._options.period_ns)
         walker = StackWalker(self.tables, self.images) if self._options.user_stacks else None
         kernel_stacks = self._options.kernel_stacks
-        self.sleepers = Sleepers(programs, self.table, self.tables, walker, kernel_stacks)
+        self.sleepers = Sleepers(
+            programs, self.table, self.tables, walker, self.pythons, kernel_stacks
+        )
         if self._options.off_cpu:
             self._entering = self.sleepers.enter(pids)
             self._enter_sleepers()
@@ -123,12 +127,18 @@ class Recorder:
             self._programs, self.table, cache_dir(), limit_bytes, self._ring.watch
         )
         self.images = self.tables.images
+        self.pythons = PythonProcesses(self._programs, self.table, self.images)
         if self._options.user_stacks:
-            self.table.on_mappings = self.tables.push
+            self.table.on_mappings = self._mappings_read
         if self._target.filter is abi.Filter.PIDS:
             for pid in pids:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         self.tables.poll()
+        self.pythons.poll()
+
+    def _mappings_read(self, image: ProcessImage) -> None:
+        self.tables.push(image)
+        self.pythons.look(image)
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""
@@ -167,12 +177,14 @@ class Recorder:
                 if end_ns is not None and now_ns >= end_ns:
                     break
                 until_ns = next_ns if end_ns is None else min(next_ns, end_ns)
+                until_ns = min(until_ns, now_ns + self.pythons.interval_ns)
                 if not self._enter_sleepers():
                     until_ns = 0
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self._read_events():
                     self.drain()
                 self.tables.poll()
+                self.pythons.poll()
                 if time.monotonic_ns() >= next_ns:
                     self.drain()
                     report(self._progress())
@@ -210,6 +222,7 @@ class Recorder:
                 event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
                 self.table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))
                 self.tables.forget(int(event["tgid"]))
+                self.pythons.forget(int(event["tgid"]))
             elif kind == abi.EventType.THREAD_EXIT:
                 self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
             elif kind == abi.EventType.WAIT:
@@ -233,6 +246,7 @@ class Recorder:
     def _drain_stacks(self) -> None:
         for keys, records in self._programs.stacks.chunks(take=True):
             self.stacks.add(keys, records)
+        self.pythons.take_chains()
 
     def drain(self) -> None:
         """Empties the kernel's stores into the capture, and commits."""
@@ -273,6 +287,15 @@ class Recorder:
         self._write_tables(self.table.images, self.table.threads)
         self._writer.commit()
         return outcome
+
+    def python_of_stacks(self) -> dict[int, StackPython]:
+        """Returns the Python half of stacks, by row id of the stack."""
+        found = {}
+        for row, image, chain, gil in self.stacks.with_python:
+            process = self.pythons.by_image.get(image.index)
+            if process is not None:
+                found[row] = StackPython(process, self.pythons.chains.get(chain), gil)
+        return found
 
     def _close_open_intervals(self, end_ns: int) -> None:
         if not self._options.off_cpu:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import FrameKind
+from aiflame.agent.model import FrameKind, StackEnd
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.names import MAX_INTEGER, Names
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.recording.pythons import PythonChain, PythonProcess
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.sinks import KERNEL_CUT
+from aiflame.agent.recording.splicing import NativeFrame, Splicer
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
@@ -41,6 +44,43 @@ class Place:
     is_mapped: bool = True
     is_start: bool = False
     is_tracing: bool = False  # the profiler's own, when it is at the leaf of a switch stack
+    binary: int = NO_BINARY
+    binary_id: int | None = None
+    address: int = 0  # in the binary
+    sources: tuple[SourceFrame, ...] = ()
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StackPython:
+    """What is known of the Python half of a stack; `gil` is abi.PythonGil."""
+
+    process: PythonProcess
+    chain: PythonChain | None
+    gil: int
+
+
+def _natives(
+    stacks: RawStacks, places: list[Place], index: int, positions: range
+) -> list[NativeFrame]:
+    """The native frames of one stack, leaf first."""
+    start = int(stacks.starts[index])
+    found = []
+    for at in stacks.place[start + positions.start : start + positions.stop].tolist():
+        place = places[at]
+        found.append(
+            NativeFrame(
+                address=int(stacks.addresses[at]),
+                is_kernel=int(stacks.owners[at]) == KERNEL_OWNER,
+                binary=place.binary,
+                binary_id=place.binary_id,
+                place=place.address,
+                sources=place.sources,
+                label=place.label,
+                frames=place.chain,
+            )
+        )
+    return found
 
 
 class CaptureResolver:
@@ -51,6 +91,7 @@ class CaptureResolver:
         table: Process table of the recording.
         images: ELF headers of its binaries.
         service: Resolves binaries.
+        pythons: Python frames of stacks, by row id of the stack.
     """
 
     def __init__(
@@ -59,6 +100,7 @@ class CaptureResolver:
         table: ProcessTable,
         images: ElfImages,
         service: SymbolService,
+        pythons: Mapping[int, StackPython],
     ) -> None:
         self._writer = writer
         self._table = table
@@ -66,6 +108,8 @@ class CaptureResolver:
         self._names = Names()
         self._images = images
         self._entries: dict[int, int] = {}
+        self._pythons = pythons
+        self.splicer = Splicer(self._names)
         self.problems: Counter[str] = Counter()
 
     def write_mappings(self) -> None:
@@ -120,8 +164,35 @@ class CaptureResolver:
             np.isin(stacks.ids, self._writer.switch_stack_ids()),
         )
         blobs = stacks.frame_blobs(first, kept, chain_starts, chains)
+        first_kept = np.stack([first, kept], axis=1)
+        python_rows = self._splice(stacks, places, first_kept, ends, blobs)
         self._names.write(self._writer)
         self._writer.set_stack_frames(zip(ends.tolist(), blobs, stacks.ids.tolist(), strict=True))
+        self._writer.set_python_stacks(python_rows)
+
+    def _splice(
+        self,
+        stacks: RawStacks,
+        places: list[Place],
+        first_kept: I64,
+        ends: npt.NDArray[np.uint8],
+        blobs: list[bytes],
+    ) -> list[tuple[int, bytes, int, int]]:
+        """Combines the stacks that have a Python half; returns rows for the writer."""
+        rows = []
+        for index in np.flatnonzero(np.isin(stacks.ids, list(self._pythons))).tolist():
+            row, end = int(stacks.ids[index]), int(ends[index])
+            python = self._pythons[row]
+            natives = _natives(stacks, places, index, range(*first_kept[index].tolist()))
+            frames = blobs[index]
+            if python.chain is not None:
+                is_rooted = end in (StackEnd.ROOTED, StackEnd.ROOTED_BY_GUESS)
+                found = self.splicer.splice(python.process, natives, python.chain, is_rooted)
+                frames = np.array(found[::-1], "<u4").tobytes()
+            has_python = python.chain is not None and any(python.chain.sources)
+            gil = self.splicer.gil(python.process, natives, python.gil, has_python)
+            rows.append((end, frames, int(gil), row))
+        return rows
 
     def _kernel(self, addresses: U64, places: list[Place]) -> None:
         found: Sequence[KernelName | None] = [None] * len(addresses)
@@ -216,11 +287,13 @@ class CaptureResolver:
         self, place: Place, binary: int, address: int, chain: tuple[SourceFrame, ...]
     ) -> None:
         binary_id = self._binary_id(binary)
+        place.binary, place.binary_id, place.address = binary, binary_id, address
         if not chain:
             name, place.is_start = self._name_by_code(binary, address)
             module = self._table.binaries.files[binary].path.rpartition("/")[2]
             self._name(place, name or clean_name(f"[{module}+{address:#x}]"), binary_id, address)
             return
+        place.sources = chain
         place.chain = tuple(
             self._names.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
         )
@@ -255,5 +328,6 @@ class CaptureResolver:
         return start or "", start is not None
 
     def _name(self, place: Place, name: str, binary: int | None, address: int) -> None:
+        place.label = name
         source = SourceFrame(name, "", 0, False)
         place.chain = (self._names.frame(FrameKind.NATIVE, source, binary, address),)

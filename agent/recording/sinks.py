@@ -39,6 +39,8 @@ class StackSink:
         self._binaries: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._unfilled: dict[int, ProcessImage] = {}
         self._unwritten: list[int] = []
+        # Row, image, id of the Python frames and abi.PythonGil of each stack that has an eval loop.
+        self.with_python: list[tuple[int, ProcessImage, int, int]] = []
 
     def row(self, stack: int, fallback: ProcessImage) -> int:
         """Returns the row of a stack id, giving one out at its first mention."""
@@ -68,6 +70,9 @@ class StackSink:
             self._filled[stack] = self._binaries.setdefault(binaries, binaries)
             row = self.row(stack, image)
             del self._unfilled[stack]
+            if record["python"] or record["gil"]:
+                python = (int(record["python"]), int(record["gil"]))
+                self.with_python.append((row, image, *python))
             kernel = record["kernel"][: int(record["kernel_depth"])]
             if record["kernel_cut"]:
                 kernel = np.append(kernel, np.uint64(KERNEL_CUT))

@@ -25,6 +25,7 @@ from aiflame.agent.model import SampleClass, StackEnd
 from aiflame.agent.recording import abi, procfs
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import ProcessTable
+from aiflame.agent.recording.pythons import PythonProcesses, ThreadPython
 from aiflame.agent.recording.sinks import StackSink
 from aiflame.agent.recording.snapshots import PIECE_BYTES, Snapshot, Snapshots
 from aiflame.agent.recording.stack_memory import StackMemory
@@ -68,6 +69,7 @@ class Sleeper:
         is_asleep: It was not running.
         snapshot: Of the same sleep, while it is still to be walked.
         walked: Its user half.
+        python: Its Python half.
     """
 
     pid: int
@@ -77,6 +79,7 @@ class Sleeper:
     is_asleep: bool
     snapshot: Snapshot | None = None
     walked: WalkedThread | None = None
+    python: ThreadPython | None = None
 
 
 class Sleepers:
@@ -87,6 +90,7 @@ class Sleepers:
         table: Process table; knows when the recording began.
         tables: Unwind tables.
         walker: Walks user stacks; None where they are not asked for.
+        pythons: Walks Python stacks.
         kernel_stacks: Whether kernel frames are asked for.
 
     Attributes:
@@ -100,12 +104,14 @@ class Sleepers:
         table: ProcessTable,
         tables: UnwindTables,
         walker: StackWalker | None,
+        pythons: PythonProcesses,
         kernel_stacks: bool,
     ) -> None:
         self._programs = programs
         self._table = table
         self._tables = tables
         self._walker = walker
+        self._pythons = pythons
         self._kernel_stacks = kernel_stacks
         self._snapshots = Snapshots(programs.thread_iterator_fd) if walker is not None else None
         self._batches: Iterator[list[tuple[int, int]]] = iter(())
@@ -132,6 +138,7 @@ class Sleepers:
                     asleep.append(sleeper)
             missed = [sleeper for sleeper in asleep if sleeper.snapshot is None]
             _assign(missed, self._take([(sleeper.pid, sleeper.tid) for sleeper in missed]))
+            yield from self._walk_python(asleep)
             yield from self._walk(asleep, is_last=False)
             self._keep([sleeper for sleeper in asleep if sleeper.snapshot is not None])
         if self._walker is not None:
@@ -191,6 +198,26 @@ class Sleepers:
                 memory = self._snapshots.memory_of(snapshot, is_live=False)
                 cut = self._walk_one(sleeper, snapshot, memory)
                 sleeper.walked = cut if snapshot.piece else None
+
+    def _walk_python(self, sleepers: list[Sleeper]) -> Iterator[None]:
+        """Walks the Python frames of those that have some, a thread at each step."""
+        found = []
+        for sleeper in sleepers:
+            yield
+            image = self._table.known(sleeper.pid, self._table.first_image)
+            if image is None or sleeper.snapshot is None:
+                continue
+            pointer = sleeper.snapshot.registers.thread_pointer
+            python = self._pythons.of_thread(image, pointer)
+            if python is not None:
+                found.append((sleeper, sleeper.snapshot, python))
+        if self._snapshots is None or not found:
+            return
+        # Frames are read as they are now: they are of that sleep if the thread still is in it.
+        asleep = self._snapshots.still_asleep([snapshot for _, snapshot, _ in found])
+        for sleeper, _, python in found:
+            if sleeper.tid in asleep:
+                sleeper.python = python
 
     def _walk_one(
         self, sleeper: Sleeper, snapshot: Snapshot, memory: StackMemory
@@ -257,6 +284,10 @@ class Sleepers:
         if self._walker is None:
             return StackEnd.EXCLUDED
         return StackEnd.NOT_WALKED if sleeper.walked is None else sleeper.walked.end
+
+    def keep_python(self, stack: int, python: ThreadPython) -> None:
+        """Keeps the Python half of a made-up stack under its id."""
+        self._pythons.chains[stack] = python.chain
 
     def close(self) -> None:
         """Lets go of everything."""
@@ -336,3 +367,7 @@ def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -
         user = [] if sleeper.walked is None else list(sleeper.walked.addresses)
         image = table.image(sleeper.pid, table.first_image)
         stacks.add_made(stack, image, kernel, user, sleepers.end_of(sleeper))
+        if sleeper.python is not None:
+            sleepers.keep_python(stack, sleeper.python)
+            row = stacks.row(stack, image)
+            stacks.with_python.append((row, image, stack, int(sleeper.python.gil)))

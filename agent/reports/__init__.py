@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from aiflame.agent.reports.base import Report, ReportOptions, View
+from aiflame.agent.reports.base import Frames, Report, ReportOptions, View
 
-__all__ = ["FORMATS", "Report", "ReportOptions", "View"]
+__all__ = ["FORMATS", "Frames", "Report", "ReportOptions", "View"]
 
 # Name of the format, as typed after -f: its class, and the module of this package with it.
 _CLASSES = {
@@ -21,6 +21,7 @@ _CLASSES = {
     "folded": ("folded", "FoldedReport"),
     "speedscope": ("speedscope", "SpeedscopeReport"),
     "pprof": ("pprof", "PprofReport"),
+    "pstats": ("pstats", "PstatsReport"),
 }
 
 

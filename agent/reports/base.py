@@ -36,6 +36,15 @@ class View(enum.Enum):
         return on_cpu if self is View.CPU else ~on_cpu
 
 
+class Frames(enum.Enum):
+    """Which frames of a stack are shown; it matters where there are Python's."""
+
+    BOTH = "both"  # Python, native and kernel, without the interpreter's own in between
+    PYTHON = "python"  # only Python
+    NATIVE = "native"  # all machine code, the interpreter's own too
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
     """How a profile is to be shown.
@@ -48,6 +57,8 @@ class ReportOptions:
             None takes the format's own default, which for the data formats is 0.
         title: Replaces the title made from the recording.
         plain: Leave off the suffixes that tell the kinds of frames apart in folded text.
+        frames: Which frames of a stack are shown.
+        hide_importlib: Leave out the Python frames that import modules or start the program.
     """
 
     view: View = View.WALL
@@ -56,6 +67,8 @@ class ReportOptions:
     min_width_pct: float | None = None
     title: str | None = None
     plain: bool = False
+    frames: Frames = Frames.BOTH
+    hide_importlib: bool = False
 
 
 class Report(Protocol):

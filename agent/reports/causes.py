@@ -23,20 +23,21 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Binary, FrameKind, Function, Profile
+from aiflame.agent.model import Binary, FrameKind, Function, GilState, Profile
 
 
 class Cause(enum.IntEnum):
     """What a thread waited for; the order is the order of tables and legends."""
 
     LOCK = 0  # futex, mutex, condition variable, semaphore, file lock
-    IO = 1  # storage: block devices, file systems, network file systems
-    POLL = 2  # until any one of several things is ready: epoll, poll, select, io_uring
-    SLEEP = 3  # for a time
-    PIPE_SOCKET = 4  # for a peer: pipe, socket, terminal, message queue, eventfd
-    PAGE_FAULT = 5  # for memory to be brought in
-    CHILD = 6  # for a child process to end, or to exec after vfork
-    OTHER = 7
+    GIL = 1  # Python's global interpreter lock
+    IO = 2  # storage: block devices, file systems, network file systems
+    POLL = 3  # until any one of several things is ready: epoll, poll, select, io_uring
+    SLEEP = 4  # for a time
+    PIPE_SOCKET = 5  # for a peer: pipe, socket, terminal, message queue, eventfd
+    PAGE_FAULT = 6  # for memory to be brought in
+    CHILD = 7  # for a child process to end, or to exec after vfork
+    OTHER = 8
 
     @property
     def label(self) -> str:
@@ -46,6 +47,7 @@ class Cause(enum.IntEnum):
 
 _LABELS = {
     Cause.LOCK: "lock",
+    Cause.GIL: "GIL",
     Cause.IO: "I/O",
     Cause.POLL: "poll",
     Cause.SLEEP: "sleep",
@@ -280,4 +282,6 @@ def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     found = innermost >= 0
     result[found] = frame_causes[innermost[found]]
     result[(fault >= 0) & (result != Cause.OTHER)] = Cause.PAGE_FAULT
+    # The recording saw who had it.
+    result[profile.stacks.gil == GilState.WAITING] = Cause.GIL
     return result

@@ -19,6 +19,7 @@ ENDINGS = {
     ".json": "speedscope",
     ".pb.gz": "pprof",
     ".pprof": "pprof",
+    ".pstats": "pstats",
 }
 
 

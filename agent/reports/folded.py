@@ -5,7 +5,8 @@ What every flame graph tool reads, and what grep and sort can work on. Lines are
 files can be compared. Kernel frames end in `_[k]` and Python frames in `_[p]`, as other tools
 write them; `plain` leaves that off. There are no comment lines: facts stay in the capture.
 
-Frames are merged by name: lines, addresses and files are not in the text.
+Frames are merged by name: of lines and files, only those of Python frames are in the text, as part
+of the name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import defaultdict
 
 from aiflame.agent.model import FrameKind, Profile
 from aiflame.agent.reports.base import ReportOptions
-from aiflame.agent.reports.rows import Labels, rows_of
+from aiflame.agent.reports.rows import Labels, rows_for
 from aiflame.agent.reports.summed import summed_paths
 
 _SUFFIXES = {FrameKind.KERNEL: "_[k]", FrameKind.PYTHON: "_[p]"}
@@ -29,7 +30,7 @@ class FoldedReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the lines, in the order of their bytes; nothing at all where nothing was seen."""
-        rows = rows_of(profile, options.view, options.per_thread)
+        rows = rows_for(profile, options)
         names = _names(rows.labels, options.plain)
         totals: defaultdict[str, int] = defaultdict(int)
         for entry in summed_paths(rows):

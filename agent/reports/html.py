@@ -39,7 +39,7 @@ class HtmlReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the whole file."""
-        packed = pack(profile, options.per_thread, options.min_width_pct or 0)
+        packed = pack(profile, options)
         page = files("aiflame.agent.reports") / "page"
         script = "\n".join((page / name).read_text("utf-8") for name in _SCRIPTS)
         style = (page / "page.css").read_text("utf-8")

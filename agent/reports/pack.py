@@ -16,14 +16,15 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model import Profile, SampleClass
 from aiflame.agent.reports import palette
-from aiflame.agent.reports.rows import I64, Rows, rows_of, showable
+from aiflame.agent.reports.base import ReportOptions, View
+from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for, showable
 from aiflame.agent.reports.tree import Cut, build, kept_above, prune
 
 # Level 4 is within a tenth of level 9 on byte planes, at a fifth of its time.
@@ -82,17 +83,16 @@ class _Writer:
         return base64.b64encode(zlib.compress(b"".join(self.chunks), _ZLIB_LEVEL)).decode()
 
 
-def pack(profile: Profile, per_thread: bool, min_width_pct: float) -> Packed:
+def pack(profile: Profile, options: ReportOptions) -> Packed:
     """Pack a whole profile, all classes of time.
 
     Args:
         profile: What was recorded.
-        per_thread: Whether a thread's frame follows the process's.
-        min_width_pct: Leave out nodes below this share of wall time, in percent.
+        options: How it is to be shown; the view is the page's own business.
     """
-    rows = rows_of(profile, per_thread=per_thread)
+    rows = rows_for(profile, replace(options, view=View.WALL))
     full, node = build(rows)
-    tree, cut = prune(full, min_width_pct, MAX_NODES)
+    tree, cut = prune(full, options.min_width_pct or 0, MAX_NODES)
     if cut.nodes:
         node = kept_above(full, cut)[node]
     writer = _Writer()
@@ -150,11 +150,10 @@ def _pack_labels(writer: _Writer, profile: Profile, rows: Rows, used: I64) -> No
     files, where = np.unique(np.array(["", *sources], dtype=object), return_inverse=True)
     writer.text("files", files.tolist())
     writer.integers("file", where[1:])
-    function, line, ns = _hot_lines(profile)
-    label_of = np.full(len(profile.functions) + 1, -1, dtype=np.int64)
-    label_of[functions] = np.arange(len(functions))
-    label_of[-1] = -1
-    label = label_of[function]
+    found, line, ns = _hot_lines(profile, labels)
+    place = np.full(len(labels), -1, dtype=np.int64)
+    place[used] = np.arange(len(used))
+    label = place[found]
     order = np.flatnonzero(label >= 0)
     order = order[np.argsort(label[order], kind="stable")]
     writer.integers("line_label", label[order], is_delta=True)
@@ -162,22 +161,22 @@ def _pack_labels(writer: _Writer, profile: Profile, rows: Rows, used: I64) -> No
     writer.integers("line_ns", ns[order])
 
 
-def _hot_lines(profile: Profile) -> tuple[I64, I64, npt.NDArray[np.uint64]]:
-    # (function, line, ns) of the hottest lines of each function, hottest first. A stack counts for
-    # a line once for each frame at it, so the shares are of the function's frames.
+def _hot_lines(profile: Profile, labels: Labels) -> tuple[I64, I64, npt.NDArray[np.uint64]]:
+    # (label, line, ns) of the hottest lines of each label, hottest first. A stack counts for a line
+    # once for each frame at it, so the shares are of the label's frames.
     stack_ns = np.zeros(len(profile.stacks), dtype=np.uint64)
     np.add.at(stack_ns, profile.samples["stack"], profile.samples["ns"])
     lengths = np.diff(profile.stacks.offsets.astype(np.int64))
     frame_ns = np.zeros(len(profile.frames), dtype=np.uint64)
     np.add.at(frame_ns, profile.stacks.frames, np.repeat(stack_ns, lengths))
     known = np.flatnonzero((profile.frames["line"] > 0) & (frame_ns > 0))
-    pairs = profile.frames["function"][known].astype(np.int64) << 32 | profile.frames["line"][known]
+    pairs = labels.of_frame[known] << 32 | profile.frames["line"][known].astype(np.int64)
     keys, index = np.unique(pairs, return_inverse=True)
     ns = np.zeros(len(keys), dtype=np.uint64)
     np.add.at(ns, index, frame_ns[known])
-    function, line = keys >> 32, keys & 0xFFFFFFFF
-    order = np.lexsort((line, -ns.astype(np.int64), function))
-    function, line, ns = function[order], line[order], ns[order]
-    rank = np.arange(len(function)) - np.searchsorted(function, function, side="left")
+    label, line = keys >> 32, keys & 0xFFFFFFFF
+    order = np.lexsort((line, -ns.astype(np.int64), label))
+    label, line, ns = label[order], line[order], ns[order]
+    rank = np.arange(len(label)) - np.searchsorted(label, label, side="left")
     hot = rank < HOT_LINES
-    return function[hot], line[hot], ns[hot]
+    return label[hot], line[hot], ns[hot]

@@ -86,7 +86,7 @@ _OFF_CPU = {
 
 def category_of(kind: int, name: str) -> Category:
     """Return the category of a function; `kind` is a FrameKind."""
-    if kind == FrameKind.NATIVE:
+    if kind in (FrameKind.NATIVE, FrameKind.INTERPRETER):
         return Category.CPP if "::" in name else Category.NATIVE
     return {
         FrameKind.KERNEL: Category.KERNEL,

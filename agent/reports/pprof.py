@@ -9,7 +9,8 @@ One sample is one (stack, thread, class); its values are, in this order, on-CPU 
 nanoseconds, off-CPU waits, off-CPU nanoseconds, and wall nanoseconds, the sum of both times.
 Thread, process, container, off-CPU class and cause are labels: `-tagroot process,thread` or
 `-tagleaf off_cpu_cause` turns them into frames. Kernel and Python functions are told apart by
-their mapping and file, not by a suffix.
+their mapping, `[kernel]` and `[python]`, not by a suffix; a Python function's name is without the
+line, which pprof shows where it is asked for lines.
 
 Addresses are the binary's own virtual addresses, without the load bias.
 """
@@ -18,14 +19,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.model import Binary, FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.protowire import StringTable, message_field, packed, varint_field
 from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+from aiflame.agent.reports.selection import shown_stacks
 
 
 class _Profile:
@@ -74,6 +77,9 @@ _DEFAULT_TYPE = {View.WALL: "wall", View.CPU: "on_cpu", View.OFFCPU: "off_cpu"}
 
 _U64_MAX = (1 << 64) - 1
 
+# In brackets, as other readers write mappings that are no files.
+_PYTHON_MAPPING = "[python]"
+
 # zlib's default: a level higher costs three times the time for 3 % of the size.
 _GZIP_LEVEL = 6
 
@@ -95,12 +101,15 @@ class PprofReport:
 
 def _encode(profile: Profile, options: ReportOptions) -> bytes:
     samples = profile.samples[options.view.selects(profile.samples["klass"])]
+    causes = classify(profile)
+    stacks = shown_stacks(profile, options.frames, options.hide_importlib)
+    profile = replace(profile, stacks=stacks)
     strings = StringTable()
     parts = [
         message_field(_Profile.SAMPLE_TYPE, _value_type(strings, *names)) for names in _SAMPLE_TYPES
     ]
     locations = _Locations(profile, samples["stack"])
-    parts += _samples(profile, samples, locations, strings)
+    parts += _samples(samples, causes, locations, _Labels(profile, strings))
     parts += _mappings(profile, locations, strings)
     parts += locations.encoded()
     parts += _functions(profile, locations, strings)
@@ -189,10 +198,13 @@ class _Locations:
     def _location(self, number: int, group: tuple[int, ...]) -> bytes:
         frames = self._profile.frames
         outermost = frames[group[0]]
-        binary = self._profile.functions[int(outermost["function"])].binary
+        function = self._profile.functions[int(outermost["function"])]
         parts = [varint_field(_Location.ID, number)]
-        if binary is not None:
-            parts.append(varint_field(_Location.MAPPING_ID, binary + 1))
+        if function.kind is FrameKind.PYTHON:
+            mapping = len(self._profile.binaries) + 1
+            parts.append(varint_field(_Location.MAPPING_ID, mapping))
+        elif function.binary is not None:
+            parts.append(varint_field(_Location.MAPPING_ID, function.binary + 1))
         parts.append(varint_field(_Location.ADDRESS, int(outermost["address"])))
         # The innermost inlined function first, the one that holds the code last.
         for frame in reversed(group):
@@ -203,10 +215,11 @@ class _Locations:
 
 
 def _samples(
-    profile: Profile, samples: npt.NDArray[np.void], locations: _Locations, strings: StringTable
+    samples: npt.NDArray[np.void],
+    causes: npt.NDArray[np.uint8],
+    locations: _Locations,
+    labels: _Labels,
 ) -> Iterable[bytes]:
-    labels = _Labels(profile, strings)
-    causes = classify(profile)
     order = np.lexsort((samples["klass"], samples["thread"], samples["stack"]))
     fields = ("stack", "thread", "klass", "count", "ns")
     columns = [samples[name][order].tolist() for name in fields]
@@ -256,14 +269,18 @@ class _Labels:
 
 
 def _mappings(profile: Profile, locations: _Locations, strings: StringTable) -> Iterable[bytes]:
+    # Python code is in no mapped file; its mapping says so.
+    binaries = (*profile.binaries, Binary(_PYTHON_MAPPING, ""))
     limits: dict[int, int] = {}
     for frame in locations.used_frames:
         row = profile.frames[frame]
-        binary = profile.functions[int(row["function"])].binary
+        function = profile.functions[int(row["function"])]
+        is_python = function.kind is FrameKind.PYTHON
+        binary = len(profile.binaries) if is_python else function.binary
         if binary is not None:
             limits[binary] = max(limits.get(binary, 0), min(int(row["address"]) + 1, _U64_MAX))
     for binary in sorted(limits):
-        item = profile.binaries[binary]
+        item = binaries[binary]
         body = varint_field(_Mapping.ID, binary + 1)
         body += varint_field(_Mapping.MEMORY_LIMIT, limits[binary])
         body += varint_field(_Mapping.FILENAME, strings.id(showable(item.path)))

@@ -6,8 +6,9 @@ A shown stack is, root first: the process `name (pid)`; the thread `name (tid)`,
 first walked frame for a root; the stack's functions; and for time off the CPU what the thread was
 waiting for, `[blocked: cause]`, `[waiting to run]` or `[preempted]`.
 
-Lines are not part of a label: a flame graph merges by function. Everything here is numpy over the
-whole profile; only labels, which are few, are made one by one.
+The executing line is part of a Python label, `Net.forward (train.py:12)`, and of no other: native
+code is merged by function. Everything here is numpy over the whole profile; only labels, which are
+few, are made one by one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
-from aiflame.agent.reports.base import View
+from aiflame.agent.model import FrameKind, Function, Profile, SampleClass, StackEnd, Stacks
+from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
+from aiflame.agent.reports.selection import shown_stacks
 
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
@@ -54,6 +56,17 @@ def showable(name: str) -> str:
     return _UNSHOWABLE.sub("\ufffd", name) or "[unnamed]"
 
 
+def label_of(function: Function, line: int) -> str:
+    """Return the text of a frame; `line` (0: unknown) is shown of Python frames only."""
+    name = showable(function.name)
+    if function.kind is not FrameKind.PYTHON:
+        return name
+    file = function.file.rpartition("/")[2]
+    if not file:
+        return f"{name} (line {line})" if line else name
+    return f"{name} ({showable(file)}:{line})" if line else f"{name} ({showable(file)})"
+
+
 @dataclass(frozen=True, slots=True)
 class Labels:
     """The texts of frames, sorted, so that the order of ids is the order in a picture."""
@@ -62,6 +75,7 @@ class Labels:
     kinds: npt.NDArray[np.uint8]  # FrameKind
     categories: npt.NDArray[np.uint8]  # palette.Category
     functions: npt.NDArray[np.int64]  # index into Profile.functions, -1 for those made by aiflame
+    of_frame: npt.NDArray[np.int64]  # label of each frame of the profile, shape (frames,)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -101,10 +115,15 @@ class _LabelTable:
     """Every label a profile may need, first in the order of making, then sorted."""
 
     def __init__(self, profile: Profile) -> None:
-        self._entries: list[tuple[str, int, int, str, int]] = [
-            (showable(f.name), int(f.kind), int(category_of(f.kind, f.name)), f.file, i)
-            for i, f in enumerate(profile.functions)
-        ]
+        is_python = np.array([f.kind is FrameKind.PYTHON for f in profile.functions], np.bool_)
+        function = profile.frames["function"].astype(np.int64)
+        line = np.where(is_python[function], profile.frames["line"].astype(np.int64), 0)
+        keys, self.of_frame = np.unique(function << 32 | line, return_inverse=True)
+        self._entries: list[tuple[str, int, int, str, int]] = []
+        for i, at in zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True):
+            f = profile.functions[i]
+            category = int(category_of(f.kind, f.name))
+            self._entries.append((label_of(f, at), int(f.kind), category, f.file, i))
 
     def add(self, names: list[str], category: Category = Category.MARKER) -> range:
         """Append labels made by aiflame; returns their ids in the order of making."""
@@ -126,15 +145,27 @@ class _LabelTable:
             kinds=columns[:, 0].astype(np.uint8),
             categories=columns[:, 1].astype(np.uint8),
             functions=columns[:, 2],
+            of_frame=rank[self.of_frame],
         )
         return labels, rank
 
 
-def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) -> Rows:
+def rows_for(profile: Profile, options: ReportOptions) -> Rows:
+    """Return what the options choose of a profile, as it is shown."""
+    stacks = shown_stacks(profile, options.frames, options.hide_importlib)
+    return rows_of(profile, options.view, options.per_thread, stacks)
+
+
+def rows_of(
+    profile: Profile, view: View = View.WALL, per_thread: bool = False, shown: Stacks | None = None
+) -> Rows:
     """Return what `view` counts of a profile, as it is shown.
 
-    With `per_thread`, a thread's frame follows the process's.
+    With `per_thread`, a thread's frame follows the process's. `shown` has the frames of each stack;
+    None leaves out what is hidden by default.
     """
+    if shown is None:
+        shown = shown_stacks(profile, Frames.BOTH)
     samples = profile.samples[view.selects(profile.samples["klass"])]
     table = _LabelTable(profile)
     process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
@@ -143,9 +174,9 @@ def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) 
     tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
+    # A path is one stack under one process, or under one thread.
     thread = samples["thread"].astype(np.int64)
     stack = samples["stack"].astype(np.int64)
-    # A path is one stack under one process, or under one thread.
     head = thread if per_thread else process_of[thread]
     radix = max(1, len(profile.stacks))
     pairs, path_of = np.unique(head * radix + stack, return_inverse=True)
@@ -155,19 +186,15 @@ def rows_of(profile: Profile, view: View = View.WALL, per_thread: bool = False) 
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
     columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
-    offsets, flat = _join(columns, profile, stacks)
+    offsets, flat = _join(columns, shown, table.of_frame, stacks)
     tail = tail_of[samples["klass"], stack]
     return Rows(
-        labels=labels,
-        path_offsets=offsets,
-        path_labels=rank[flat].astype(np.uint32),
-        path_of=path_of.astype(np.int64),
-        tail=np.where(tail < 0, -1, rank[tail]),
-        thread=samples["thread"],
-        stack=samples["stack"],
-        klass=samples["klass"],
-        count=samples["count"],
-        ns=samples["ns"],
+        labels,
+        offsets,
+        rank[flat].astype(np.uint32),
+        path_of.astype(np.int64),
+        np.where(tail < 0, -1, rank[tail]),
+        *(samples[name] for name in ("thread", "stack", "klass", "count", "ns")),
     )
 
 
@@ -185,10 +212,10 @@ def _tails(profile: Profile, table: _LabelTable, has_blocked: bool) -> I64:
     return tails
 
 
-def _join(columns: list[I64], profile: Profile, stacks: I64) -> tuple[I64, I64]:
-    # Puts the labels of `columns` (-1: none) before the functions of each of `stacks`.
-    starts = profile.stacks.offsets[:-1].astype(np.int64)[stacks]
-    lengths = np.diff(profile.stacks.offsets.astype(np.int64))[stacks]
+def _join(columns: list[I64], shown: Stacks, of_frame: I64, stacks: I64) -> tuple[I64, I64]:
+    # Puts the labels of `columns` (-1: none) before the frames of each of `stacks`.
+    starts = shown.offsets[:-1].astype(np.int64)[stacks]
+    lengths = np.diff(shown.offsets.astype(np.int64))[stacks]
     head_lengths = sum((c >= 0).astype(np.int64) for c in columns)
     offsets = np.zeros(len(stacks) + 1, dtype=np.int64)
     np.cumsum(lengths + head_lengths, out=offsets[1:])
@@ -202,6 +229,5 @@ def _join(columns: list[I64], profile: Profile, stacks: I64) -> tuple[I64, I64]:
     before = np.cumsum(lengths) - lengths
     source = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     target = np.arange(lengths.sum()) + np.repeat(at - before, lengths)
-    functions = profile.frames["function"].astype(np.int64)
-    flat[target] = functions[profile.stacks.frames[source]]
+    flat[target] = of_frame[shown.frames[source]]
     return offsets, flat

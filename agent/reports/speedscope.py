@@ -7,8 +7,9 @@ A file holds one `sampled` profile per process, or per thread; the one with the 
 first and is shown first. Weights are nanoseconds. Samples are summed stacks in the order of their
 names, not in time: of speedscope's views, Left Heavy and Sandwich say what the picture means.
 
-Frames are merged by function, as in every report. speedscope takes frames of different lines for
-different frames, so a frame carries a line only where all samples of its function share one.
+Frames are merged as in every report: Python's by line, all others by function. speedscope takes
+frames of different lines for different frames, so a frame carries a line only where all samples of
+what it stands for share one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model import Profile
 from aiflame.agent.reports.base import ReportOptions
-from aiflame.agent.reports.rows import Rows, rows_of, showable
+from aiflame.agent.reports.rows import Labels, Rows, rows_for, showable
 from aiflame.agent.reports.summed import summed_paths
 
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
@@ -35,8 +36,8 @@ class SpeedscopeReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the file as ASCII JSON on one line."""
-        rows = rows_of(profile, options.view, options.per_thread)
-        used = _FrameTable(rows, _only_lines(profile), profile)
+        rows = rows_for(profile, options)
+        used = _FrameTable(rows, _only_lines(profile, rows.labels), profile)
         profiles = _profiles(profile, rows, options, used)
         recording = profile.recording
         document = {
@@ -69,21 +70,21 @@ class _FrameTable:
         function = int(self._labels.functions[label])
         if function >= 0 and self._functions[function].file:
             frame["file"] = showable(self._functions[function].file)
-            if self._lines[function] > 0:
-                frame["line"] = int(self._lines[function])
+            if self._lines[label] > 0:
+                frame["line"] = int(self._lines[label])
         self._ids[label] = len(self.frames)
         self.frames.append(frame)
         return self._ids[label]
 
 
-def _only_lines(profile: Profile) -> npt.NDArray[np.int64]:
-    # The line of each function, 0 where it is unknown or there are several.
-    functions = profile.frames["function"]
+def _only_lines(profile: Profile, labels: Labels) -> npt.NDArray[np.int64]:
+    # The line of each label, 0 where it is unknown or there are several.
+    of_frame = labels.of_frame
     lines = profile.frames["line"].astype(np.int64)
-    lowest = np.full(len(profile.functions), np.iinfo(np.int64).max, dtype=np.int64)
-    highest = np.zeros(len(profile.functions), dtype=np.int64)
-    np.minimum.at(lowest, functions, lines)
-    np.maximum.at(highest, functions, lines)
+    lowest = np.full(len(labels), np.iinfo(np.int64).max, dtype=np.int64)
+    highest = np.zeros(len(labels), dtype=np.int64)
+    np.minimum.at(lowest, of_frame, lines)
+    np.maximum.at(highest, of_frame, lines)
     return np.where(lowest == highest, highest, 0)
 
 

@@ -7,44 +7,25 @@ sampled ones stand in columns of their own and are never added up. Nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
-from aiflame.agent.reports.base import View
+from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.facts import cut_modules, duration, module_of, recording_facts
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.rows import label_of, showable
+from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.stats_python import python_tables
+from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
 
 U64 = npt.NDArray[np.uint64]
 
-_NS_PER_MS = 1_000_000
 
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """One table.
-
-    Attributes:
-        title: Its heading.
-        whole: What its percentages are of, or what its rows are; one sentence.
-        columns: Headings; one that begins with ">" is of numbers, set flush right.
-        rows: Cells, already fit to be shown on one line.
-        left_out: Rows there were beyond these.
-        is_prose: The last column holds sentences, to be wrapped rather than cut.
-    """
-
-    title: str
-    whole: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left_out: int = 0
-    is_prose: bool = False
-
-
-def tables(profile: Profile, view: View, limit: int) -> tuple[Table, ...]:
+def tables(
+    profile: Profile, view: View, limit: int, frames: Frames = Frames.BOTH
+) -> tuple[Table, ...]:
     """Return all tables of a profile, in the order of reading.
 
     Args:
@@ -52,9 +33,12 @@ def tables(profile: Profile, view: View, limit: int) -> tuple[Table, ...]:
         view: Which classes of time are counted. Tables of off-CPU time are left out of the CPU
             view.
         limit: At most this many rows of functions, threads, modules and waits; greater than 0.
+        frames: Which frames the table of functions knows.
     """
     causes = classify(profile)
-    found = [_functions(profile, view, limit), _threads(profile, view, limit)]
+    shown = replace(profile, stacks=shown_stacks(profile, frames))
+    found = [_functions(shown, view, limit), *python_tables(profile, view, limit)]
+    found.append(_threads(profile, view, limit))
     if view is not View.CPU:
         found += [_classes(profile), _causes(profile, causes), _waits(profile, causes, limit)]
     found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
@@ -64,7 +48,7 @@ def tables(profile: Profile, view: View, limit: int) -> tuple[Table, ...]:
 
 
 def _functions(profile: Profile, view: View, limit: int) -> Table:
-    stack_ns = _ns_by_stack(profile, view)
+    stack_ns = ns_by_stack(profile, view)
     self_ns, total_ns = _self_and_total(profile, stack_ns)
     whole = int(stack_ns.sum())
     order = np.lexsort((-total_ns.astype(np.int64), -self_ns.astype(np.int64)))
@@ -74,7 +58,7 @@ def _functions(profile: Profile, view: View, limit: int) -> Table:
         function = profile.functions[i]
         where = module_of(profile, function.binary) or function.file
         own, total = int(self_ns[i]), int(total_ns[i])
-        times = (_ms(own), _percent(own, whole), _ms(total), _percent(total, whole))
+        times = (ms(own), percent(own, whole), ms(total), percent(total, whole))
         rows.append((*times, showable(function.name), showable(where) if where else ""))
     return Table(
         f"Top functions, {view.label}",
@@ -119,7 +103,7 @@ def _threads(profile: Profile, view: View, limit: int) -> Table:
             f"{showable(thread.name)} ({thread.tid})",
             f"{showable(process.name)} ({process.pid})",
         )
-        rows.append((*(_ms(time) for time in times), *names))
+        rows.append((*(ms(time) for time in times), *names))
     return Table(
         "Time by thread, ms",
         "exact: counted at every context switch; sampled: on-CPU samples times their period",
@@ -148,7 +132,7 @@ def _classes(profile: Profile) -> Table:
         f"100 % = {duration(whole)} off the CPU, summed over threads",
         (">ms", ">share", ">intervals", "class"),
         tuple(
-            (_ms(ns), _percent(ns, whole), f"{count:,}", klass.label)
+            (ms(ns), percent(ns, whole), f"{count:,}", klass.label)
             for klass, (ns, count) in zip(classes, sums, strict=True)
         ),
     )
@@ -166,7 +150,7 @@ def _causes(profile: Profile, causes: npt.NDArray[np.uint8]) -> Table:
         " read from the names of the kernel's and libc's functions",
         (">ms", ">share", ">waits", "cause"),
         tuple(
-            (_ms(sums[c][0]), _percent(sums[c][0], whole), f"{sums[c][1]:,}", CAUSES[c])
+            (ms(sums[c][0]), percent(sums[c][0], whole), f"{sums[c][1]:,}", CAUSES[c])
             for c in order
         ),
     )
@@ -180,7 +164,7 @@ def _waits(profile: Profile, causes: npt.NDArray[np.uint8], limit: int) -> Table
     for wait in waits[order]:
         thread = profile.threads[int(wait["thread"])]
         stack = int(wait["stack"])
-        times = [_ms(int(wait[name])) for name in ("blocked_ns", "runnable_ns", "start_ns")]
+        times = [ms(int(wait[name])) for name in ("blocked_ns", "runnable_ns", "start_ns")]
         names = (f"{showable(thread.name)} ({thread.tid})", _user_leaf(profile, stack))
         rows.append((*times, CAUSES[int(causes[stack])], *names))
     return Table(
@@ -197,15 +181,16 @@ def _user_leaf(profile: Profile, stack: int) -> str:
     start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
     name = ""
     for frame in reversed(profile.stacks.frames[start:stop].tolist()):
-        function = profile.functions[int(profile.frames[frame]["function"])]
+        place = profile.frames[frame]
+        function = profile.functions[int(place["function"])]
         name = name or function.name
-        if function.kind is not FrameKind.KERNEL:
-            return showable(function.name)
+        if function.kind not in (FrameKind.KERNEL, FrameKind.INTERPRETER):
+            return label_of(function, int(place["line"]))
     return showable(name) if name else "[no stack]"
 
 
 def _ends(profile: Profile, view: View) -> Table:
-    stack_ns = _ns_by_stack(profile, view)
+    stack_ns = ns_by_stack(profile, view)
     ends = profile.stacks.ends
     sums = {end: int(stack_ns[ends == end].sum()) for end in StackEnd}
     counts = {end: int(((ends == end) & (stack_ns > 0)).sum()) for end in StackEnd}
@@ -215,19 +200,19 @@ def _ends(profile: Profile, view: View) -> Table:
         "How stacks ended",
         f"100 % = {duration(whole)} of {view.label}; rooted: walked to the thread's start",
         (">ms", ">share", ">distinct stacks", "end"),
-        tuple((_ms(sums[e]), _percent(sums[e], whole), f"{counts[e]:,}", e.label) for e in order),
+        tuple((ms(sums[e]), percent(sums[e], whole), f"{counts[e]:,}", e.label) for e in order),
     )
 
 
 def _modules(profile: Profile, view: View, limit: int) -> Table:
-    stack_ns = _ns_by_stack(profile, view)
+    stack_ns = ns_by_stack(profile, view)
     sums = cut_modules(profile, stack_ns)
     whole = sum(sums.values())
     return Table(
         "Modules whose callers are missing",
         f"100 % = {duration(whole)} of {view.label} in truncated stacks",
         (">ms", ">share", "module of the outermost function found"),
-        tuple((_ms(ns), _percent(ns, whole), m) for m, ns in [*sums.items()][:limit]),
+        tuple((ms(ns), percent(ns, whole), m) for m, ns in [*sums.items()][:limit]),
         max(0, len(sums) - limit),
     )
 
@@ -243,25 +228,5 @@ def _losses(profile: Profile) -> Table:
     )
 
 
-def _ns_by_stack(profile: Profile, view: View) -> U64:
-    samples = profile.samples[view.selects(profile.samples["klass"])]
-    ns = np.zeros(len(profile.stacks), dtype=np.uint64)
-    np.add.at(ns, samples["stack"], samples["ns"])
-    return ns
-
-
 def _ns_and_count(samples: npt.NDArray[np.void]) -> tuple[int, int]:
     return int(samples["ns"].sum()), int(samples["count"].sum())
-
-
-def _ms(ns: int) -> str:
-    return f"{ns / _NS_PER_MS:,.2f}"
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole if whole else 0:.1f} %"
-
-
-def text_columns(table: Table) -> Sequence[int]:
-    """Return the numbers of the columns that hold text and may be cut to fit a line."""
-    return [i for i, heading in enumerate(table.columns) if not heading.startswith(">")]

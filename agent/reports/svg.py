@@ -21,7 +21,7 @@ from aiflame.agent.model import Profile
 from aiflame.agent.reports import facts, palette
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.palette import Category
-from aiflame.agent.reports.rows import rows_of
+from aiflame.agent.reports.rows import rows_for
 from aiflame.agent.reports.tree import Cut, Tree, build, invert, prune
 
 WIDTH_PX = 1200  # the width readers of flame graphs know; it also fits a README
@@ -66,7 +66,7 @@ class SvgReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the whole file."""
-        tree, _ = build(rows_of(profile, options.view, options.per_thread))
+        tree, _ = build(rows_for(profile, options))
         if options.inverted:
             tree = invert(tree)
         width = options.min_width_pct

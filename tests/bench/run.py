@@ -18,12 +18,23 @@ from pathlib import Path
 # Also when started as a program, the parts are `bench.NAME`, as for the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import events, footprint, large, loads, machine, slowdown, unwinding, waiting
+from bench import (
+    events,
+    footprint,
+    large,
+    loads,
+    machine,
+    python_frames,
+    slowdown,
+    unwinding,
+    waiting,
+)
 from bench.table import Table, aims_table
 
 PARTS: dict[str, Callable[[Path, Path], list[Table]]] = {
     "events": events.measure,
     "unwinding": unwinding.measure,
+    "python": python_frames.measure,
     "slowdown": slowdown.measure,
     "footprint": footprint.measure,
     "waiting": waiting.measure,

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent import model
+from aiflame.agent.python import layouts
 from aiflame.agent.recording import abi
 from aiflame.agent.unwind.table import PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RbpKind, RuleKind
@@ -32,6 +33,9 @@ _DTYPES = {
     "thread_event": abi.THREAD_EVENT_DTYPE,
     "wait_event": abi.WAIT_EVENT_DTYPE,
     "thread_registers": abi.THREAD_REGISTERS_DTYPE,
+    "python_process": abi.PYTHON_PROCESS_DTYPE,
+    "python_frame": abi.PYTHON_FRAME_DTYPE,
+    "python_chain": abi.PYTHON_CHAIN_DTYPE,
 }
 # Structs that the host half only hands through as so many bytes.
 _KERNEL_ONLY = {"wait_budget"}
@@ -43,6 +47,17 @@ _CONSTANTS = {
     "TABLE_PAGE_SHIFT": PAGE_SHIFT,
     **{f"RULE_{member.name}": member.value for member in RuleKind},
     **{f"RBP_{member.name}": member.value for member in RbpKind},
+    **{f"PYTHON_GIL_{member.name}": member.value for member in abi.PythonGil},
+    **{f"PYTHON_{member.name}": member.value for member in abi.PythonEnd},
+    "PYTHON_EVAL_RANGES": abi.PYTHON_EVAL_RANGES,
+    "PYTHON_POSITION_UNITS": layouts.Position.LASTI_UNITS.value,
+    "PYTHON_POSITION_POINTER": layouts.Position.POINTER.value,
+    "PYTHON_RUN_EVERY_FRAME": layouts.RunEnd.EVERY_FRAME.value,
+    "PYTHON_RUN_ENTRY_BYTE": layouts.RunEnd.ENTRY_BYTE.value,
+    "PYTHON_RUN_SHIM": layouts.RunEnd.SHIM.value,
+    "PYTHON_SHIM_OWNER": layouts.SHIM_OWNER,
+    "PYTHON_GIL_RUNTIME": layouts.GilHolder.RUNTIME.value,
+    "PYTHON_GIL_INTERPRETER": layouts.GilHolder.INTERPRETER.value,
     "THREAD_SEEDED": abi.THREAD_SEEDED,
     "COUNTER_MAX": len(abi.Counter),
     "SETTING_MAX": len(abi.Setting),

@@ -17,7 +17,16 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
 from aiflame.agent.errors import AiflameError, CaptureError
-from aiflame.agent.model import Binary, FrameKind, Function, Loss, Process, SampleClass, Thread
+from aiflame.agent.model import (
+    Binary,
+    FrameKind,
+    Function,
+    GilState,
+    Loss,
+    Process,
+    SampleClass,
+    Thread,
+)
 
 _MS = 1_000_000
 
@@ -231,6 +240,50 @@ def test_stacks_between_recording_and_resolving(tmp_path: Path) -> None:
     writer.close()
 
 
+def _with_python(path: Path) -> Path:
+    writer = CaptureWriter(path)
+    writer.put_meta(_META)
+    for table, own in _ROWS.items():
+        writer.put(table, own)
+    writer.put("functions", [(9, 4, "_PyEval_EvalFrameDefault", 4, "")])
+    writer.put("frames", [(40, 9, 0, 0x2000, 0)])
+    frames = struct.pack("<3I", 20, 40, 10)
+    writer.set_python_stacks([(0, frames, GilState.HELD, 1), (5, b"", GilState.UNKNOWN, 6)])
+    writer.commit()
+    writer.close()
+    return path
+
+
+def test_python_in_stacks(tmp_path: Path) -> None:
+    profile = read_capture(_with_python(tmp_path / "run.aiflame"))
+    assert profile.stacks.gil.tolist() == [GilState.HELD, GilState.UNKNOWN, GilState.NONE]
+    start, stop = profile.stacks.offsets[:2]
+    assert [
+        (profile.functions[profile.frames["function"][frame]].kind, profile.frames["line"][frame])
+        for frame in profile.stacks.frames[start:stop]
+    ] == [(FrameKind.NATIVE, 12), (FrameKind.INTERPRETER, 0), (FrameKind.PYTHON, 31)]
+
+
+def test_a_capture_without_python_has_no_gil(capture: Path) -> None:
+    assert read_capture(capture).stacks.gil.tolist() == [GilState.NONE] * 3
+
+
+def test_a_capture_of_the_schema_before_python(capture: Path) -> None:
+    before = read_capture(capture)
+    _change(capture, "ALTER TABLE stacks DROP COLUMN gil", "PRAGMA user_version = 1")
+    profile = read_capture(capture)
+    assert profile.functions == before.functions
+    assert profile.stacks.frames.tolist() == before.stacks.frames.tolist()
+    assert profile.stacks.gil.tolist() == [GilState.NONE] * 3
+
+
+def test_a_capture_of_this_schema_needs_all_its_columns(
+    capture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _change(capture, "ALTER TABLE stacks DROP COLUMN gil")
+    assert _refusal(capsys, capture).startswith("damaged capture: PATH: ")
+
+
 @pytest.mark.parametrize("name", ["x" * 10_000, "\u202e\u05d0\U0001f525", "a\0b\nc\x1b[31m", ""])
 def test_names_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     path = _write(
@@ -336,7 +389,7 @@ def _change(path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, 2**31 - 1])
 def test_another_schema(capture: Path, capsys: pytest.CaptureFixture[str], version: int) -> None:
     _change(capture, f"PRAGMA user_version = {version}")
-    assert _refusal(capsys, capture) == f"PATH has schema {version}, this aiflame reads 1"
+    assert _refusal(capsys, capture) == f"PATH has schema {version}, this aiflame reads up to 2"
 
 
 def test_a_database_with_nothing_but_our_mark(
@@ -379,7 +432,7 @@ _COLUMNS = {
     "binaries": "id path build_id",
     "functions": "id kind name binary_id file",
     "frames": "id function_id line address inlined",
-    "stacks": "id process_id kernel_depth end_reason addresses frames",
+    "stacks": "id process_id kernel_depth end_reason addresses frames gil",
     "samples": "stack_id thread_id class count ns",
     "waits": "stack_id thread_id start_ns blocked_ns runnable_ns",
     "losses": "name count meaning",
@@ -441,6 +494,9 @@ def test_values_of_the_wrong_type(
         ("stacks.end_reason", "12"),
         ("stacks.end_reason", "256"),
         ("stacks.end_reason", "-1"),
+        ("stacks.gil", "5"),
+        ("stacks.gil", "256"),
+        ("stacks.gil", "-1"),
         ("stacks.frames", "x'63000000'"),
         ("stacks.frames", "x'0a0000'"),
         ("stacks.frames", "x'0a000000' || x'00'"),
@@ -488,7 +544,10 @@ def test_a_missing_fact_is_named(
     "arguments",
     [
         ["stats"],
-        *(["report", "-f", f, "-o", "-"] for f in ("html", "svg", "folded", "speedscope", "pprof")),
+        *(
+            ["report", "-f", f, "-o", "-"]
+            for f in ("html", "svg", "folded", "speedscope", "pprof", "pstats")
+        ),
     ],
 )
 @pytest.mark.parametrize("change", [

@@ -174,6 +174,7 @@ _OPTIONS = {
     "folded": ["--per-thread", "--plain"],
     "speedscope": ["--per-thread", "--title", "<b>&\n\x1b"],
     "pprof": ["--title", "<b>&\n\x1b"],
+    "pstats": ["--hide-importlib"],
 }
 
 
@@ -201,6 +202,7 @@ def test_each_option_changes_the_output(folder: Path) -> None:
         ("folded", (["--plain"], ["--per-thread"])),
         ("speedscope", (["--per-thread"], ["--title", "x"])),
         ("pprof", (["--title", "x"],)),
+        ("pstats", ()),
     ):
         plain = output("-f", name)
         for option in options:

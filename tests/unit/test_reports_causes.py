@@ -170,6 +170,7 @@ def test_labels_are_in_the_order_of_values() -> None:
     assert [cause.label for cause in Cause] == list(CAUSES)
     assert CAUSES == (
         "lock",
+        "GIL",
         "I/O",
         "poll",
         "sleep",

@@ -143,10 +143,14 @@ def test_a_stack_without_frames_keeps_its_time() -> None:
     assert sample.values["wall/nanoseconds"] == 5
 
 
-def test_mappings_carry_build_ids_and_python_has_none() -> None:
+def test_mappings_carry_build_ids_and_python_says_so() -> None:
     decoded = _decoded(profile_of(Sample("main;[p]train;[k]do_syscall_64", 1)))
-    assert decoded.samples[0].mappings == ["[kernel.kallsyms]", "", "/opt/server"]
-    assert decoded.build_ids == {"/opt/server": "ab" * 20, "[kernel.kallsyms]": ""}
+    assert decoded.samples[0].mappings == ["[kernel.kallsyms]", "[python]", "/opt/server"]
+    assert decoded.build_ids == {
+        "/opt/server": "ab" * 20,
+        "[kernel.kallsyms]": "",
+        "[python]": "",
+    }
 
 
 def test_the_highest_addresses() -> None:

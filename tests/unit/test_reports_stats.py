@@ -14,7 +14,8 @@ import pytest
 from aiflame.agent.commands import stats as verb
 from aiflame.agent.model import WAIT_DTYPE, Profile, SampleClass, StackEnd
 from aiflame.agent.reports.base import View
-from aiflame.agent.reports.stats import Table, tables
+from aiflame.agent.reports.stats import tables
+from aiflame.agent.reports.table import Table
 from goldens import assert_golden
 from profiles import (
     MS,
@@ -148,7 +149,7 @@ def test_an_encoding_that_lacks_a_name_prints_the_rest(monkeypatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     monkeypatch.setattr(verb, "read_capture", lambda path: hostile_profile())
-    verb.run(argparse.Namespace(capture=Path("x"), view="wall", limit=20))
+    verb.run(argparse.Namespace(capture=Path("x"), view="wall", limit=20, frames="both"))
     sys.stdout.flush()
     assert b"__proto__" in raw.getvalue()
 

@@ -26,6 +26,8 @@ from aiflame.agent.recording.threads import ThreadRegisters, thread_registers
 _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
 _IDLE_WORKER = 0x402
 
+_NO_PYTHON: Any = SimpleNamespace(of_thread=lambda image, pointer: None)
+
 
 def _record(pid: int, tid: int, **fields: Any) -> ThreadRegisters:
     whole = ThreadRegisters(1, 2, 3, 4, 0x1000, 0x2000, 0x3000, 5, 6, pid, tid, 1, 0, b"name")
@@ -187,7 +189,7 @@ def test_kernels_without_the_iterator_are_said_to_be(
     tables: Any = SimpleNamespace(wait=lambda binaries, deadline_ns: None)
     table = ProcessTable(1, lambda pid: 1)
     walker = StackWalker(tables, SimpleNamespace()) if is_walked else None  # type: ignore[arg-type]
-    sleepers = Sleepers(programs, table, tables, walker, kernel_stacks=True)
+    sleepers = Sleepers(programs, table, tables, walker, _NO_PYTHON, kernel_stacks=True)
     for _ in sleepers.enter([here]):
         pass
     made = []
@@ -207,7 +209,7 @@ def test_threads_that_a_short_recording_missed_are_counted(
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [os.getpid(), waiting_tid])
     programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
     tables: Any = SimpleNamespace()
-    sleepers = Sleepers(programs, ProcessTable(1, lambda pid: 1), tables, None, False)
+    sleepers = Sleepers(programs, ProcessTable(1, lambda pid: 1), tables, None, _NO_PYTHON, False)
     entering = sleepers.enter([os.getpid(), 2])
     next(entering)
     # WHEN the recording ends before the first is entered; one was entered by the kernel half

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPython interpreters of the recorded processes, and the Python frames of their samples.
+
+The kernel half walks Python frames in a process once it has been told where its interpreter keeps
+them. What it brings are addresses of code objects; their names and lines are read from the
+process while it lives, once a drain for each code object, and checked against reuse of the address.
+
+Not here: how a version lays things out (`aiflame.agent.python`), and putting Python frames into
+native stacks (`splicing`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.python.codes import Code, CodeReader
+from aiflame.agent.python.evalcode import AddressRange
+from aiflame.agent.python.gil import gil_holder
+from aiflame.agent.python.interpreter import Interpreter, LoadedInterpreter, find_interpreter
+from aiflame.agent.python.layouts import ABSENT, GilHolder, UnsupportedPython
+from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, read_u64
+from aiflame.agent.python.threads import (
+    KEY_BLOCK,
+    UnsupportedLibc,
+    find_key_block,
+    read_tss_key,
+    tss_slot_offset,
+)
+from aiflame.agent.python.walk import PythonFrame, WalkEnd, walk
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.loader import Programs
+from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.symbols.frames import SourceFrame, clean_name
+
+# The C library that keeps pthread keys: before glibc 2.34 it was a library of its own.
+_KEY_LIBRARIES = ("libc.so.6", "libpthread.so.0")
+
+# An interpreter makes its thread key some 10 ms after its start; on a busy machine in seconds.
+_STARTING_NS = 5_000_000_000
+_STARTING_INTERVAL_NS = 20_000_000
+# Names are read while the process lives, and many live shorter than the interval of a drain.
+_NAMING_INTERVAL_NS = 100_000_000
+_IDLE_INTERVAL_NS = 1_000_000_000
+
+_GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
+_UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
+
+
+_END_PROBLEMS = {
+    abi.PythonEnd.TOO_DEEP: "python_too_deep",
+    abi.PythonEnd.UNREADABLE: "python_unreadable_stack",
+    abi.PythonEnd.BAD_POINTER: "python_bad_pointer",
+    abi.PythonEnd.LOOP: "python_loop",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PythonChain:
+    """The Python frames of a sample, leaf first.
+
+    Attributes:
+        frames: As the kernel half walked them.
+        sources: What each is called; None for a run without frames.
+        is_whole: The walk got to the outermost frame.
+    """
+
+    frames: tuple[PythonFrame, ...]
+    sources: tuple[SourceFrame | None, ...]
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadPython:
+    """The Python half of a thread that is asleep."""
+
+    chain: PythonChain
+    gil: abi.PythonGil
+
+
+@dataclass(slots=True)
+class PythonProcess:
+    """An interpreter in a process image."""
+
+    image: ProcessImage
+    binary: int
+    loaded: LoadedInterpreter
+    reader: CodeReader
+    memory: ProcessMemory
+    found_ns: int = 0  # monotonic
+    state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
+    lines: dict[tuple[int, int], tuple[Code, SourceFrame]] = field(default_factory=dict)
+
+
+class PythonProcesses:
+    """All interpreters of a recording.
+
+    Args:
+        programs: Loaded programs.
+        table: Process table.
+        images: ELF headers of the binaries.
+    """
+
+    def __init__(self, programs: Programs, table: ProcessTable, images: ElfImages) -> None:
+        self._programs = programs
+        self._table = table
+        self._images = images
+        self._interpreters: dict[int, Interpreter | None] = {}  # by binary
+        self._key_blocks: dict[int, int | None] = {}  # by binary
+        self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
+        self.by_image: dict[int, PythonProcess] = {}
+        self.chains: dict[int, PythonChain] = {}
+        self._frames: dict[PythonFrame, PythonFrame] = {}
+        self.problems: Counter[str] = Counter()
+        self.problem_files: dict[str, set[str]] = {}
+
+    def look(self, image: ProcessImage) -> None:
+        """Looks for an interpreter in a process whose mappings have just been read."""
+        if image.index in self.by_image:
+            return
+        for mapping in image.mappings:
+            interpreter = self._interpreter(mapping.binary, image)
+            if interpreter is None:
+                continue
+            loaded = interpreter.loaded_at(self._images.bias(mapping))
+            memory = ProcessMemory(image.pid)
+            reader = CodeReader(memory, loaded.layout)
+            found = PythonProcess(image, mapping.binary, loaded, reader, memory)
+            found.found_ns = time.monotonic_ns()
+            self.by_image[image.index] = found
+            self._waiting[image.pid] = found
+            break
+
+    @property
+    def interval_ns(self) -> int:
+        """How soon to `poll` again."""
+        until_ns = time.monotonic_ns() - _STARTING_NS
+        if any(process.found_ns > until_ns for process in self._waiting.values()):
+            return _STARTING_INTERVAL_NS
+        return _NAMING_INTERVAL_NS if self.by_image else _IDLE_INTERVAL_NS
+
+    def poll(self) -> None:
+        """Tells the kernel half of interpreters that have started, and reads new frames' names."""
+        if self.by_image:
+            self.take_chains()
+        for pid, process in list(self._waiting.items()):
+            if not self._table.is_current(process.image):
+                del self._waiting[pid]
+                continue
+            try:
+                key = read_tss_key(process.memory, process.loaded.tss_key_address)
+                if key is None:
+                    continue
+                slot = tss_slot_offset(key, self._key_block(process.image))
+            except (UnsupportedLibc, NoMemoryAccess):
+                self._blame(process.binary, "python_threads_not_found")
+                del self._waiting[pid]
+                continue
+            del self._waiting[pid]
+            process.state_slot = slot
+            record = _record(process, slot)
+            self._programs.pythons.update(pid.to_bytes(4, "little"), record.tobytes())
+
+    def forget(self, pid: int) -> None:
+        """Takes a process out of the kernel half."""
+        self._waiting.pop(pid, None)
+        self._programs.pythons.delete(pid.to_bytes(4, "little"))
+
+    def of_thread(self, image: ProcessImage, thread_pointer: int) -> ThreadPython | None:
+        """Walks the Python frames of a thread that is asleep, None if it has none.
+
+        Args:
+            image: Its process.
+            thread_pointer: Its FS base.
+        """
+        process = self.by_image.get(image.index)
+        if process is None or process.state_slot is None:
+            return None
+        memory, loaded = process.memory, process.loaded
+        try:
+            state = read_u64(memory, thread_pointer + process.state_slot)
+            if not state:
+                return None
+            walked = walk(memory, loaded.layout, state)
+            interpreter = read_u64(memory, state + loaded.layout.thread_interpreter) or 0
+            holder = gil_holder(memory, loaded.layout, loaded.runtime_address, interpreter)
+        except NoMemoryAccess:
+            return None
+        checked: dict[tuple[int, int], Code | None] = {}
+        sources = tuple(
+            self._source(process, frame.code_address, frame.position, checked)
+            if frame.code_address
+            else None
+            for frame in walked.frames
+        )
+        gil = abi.PythonGil.UNKNOWN
+        if holder is not None:
+            gil = abi.PythonGil.HELD if holder == state else abi.PythonGil.NOT_HELD
+        is_whole = walked.end is WalkEnd.COMPLETE
+        return ThreadPython(PythonChain(walked.frames, sources, is_whole), gil)
+
+    def take_chains(self) -> None:
+        """Empties the kernel's store of Python frames, and reads what they are called."""
+        checked: dict[tuple[int, int], Code | None] = {}
+        for keys, records in self._programs.python_chains.chunks(take=True):
+            for key, record in zip(keys.tolist(), records, strict=True):
+                if key not in self.chains:
+                    self.chains[key] = self._chain(record, checked)
+
+    def _chain(self, record: np.void, checked: dict[tuple[int, int], Code | None]) -> PythonChain:
+        image = self._table.image(int(record["tgid"]), int(record["image"]))
+        process = self.by_image.get(image.index)
+        end = abi.PythonEnd(int(record["end"]))
+        if end is not abi.PythonEnd.COMPLETE:
+            self.problems[_END_PROBLEMS[end]] += 1
+        frames: list[PythonFrame] = []
+        sources: list[SourceFrame | None] = []
+        for code, position, ends_run in record["frames"][: int(record["depth"])].tolist():
+            # Chains are many, their frames few: each is kept once.
+            frame = PythonFrame(code, position, bool(ends_run))
+            frames.append(self._frames.setdefault(frame, frame))
+            sources.append(self._source(process, code, position, checked) if code else None)
+        return PythonChain(tuple(frames), tuple(sources), end is abi.PythonEnd.COMPLETE)
+
+    def _source(
+        self,
+        process: PythonProcess | None,
+        address: int,
+        position: int,
+        checked: dict[tuple[int, int], Code | None],
+    ) -> SourceFrame:
+        if process is None:
+            return _UNREADABLE
+        place = (process.image.index, address)
+        if place not in checked:
+            try:
+                checked[place] = process.reader.read(address)
+            except NoMemoryAccess:
+                self.problems["python_exited"] += 1
+                return _GONE
+        code = checked[place]
+        if code is None:
+            return _UNREADABLE
+        # The code object is kept with its line, so that no other can get its id.
+        known = process.lines.get((id(code), position))
+        if known is None:
+            line = process.reader.line(code, position)
+            source = SourceFrame(code.qualname, clean_name(code.filename), line, False)
+            known = process.lines[(id(code), position)] = (code, source)
+        return known[1]
+
+    def _interpreter(self, binary: int, image: ProcessImage) -> Interpreter | None:
+        if binary == NO_BINARY:
+            return None
+        if binary not in self._interpreters:
+            self._interpreters[binary] = self._find(binary, image)
+        return self._interpreters[binary]
+
+    def _find(self, binary: int, image: ProcessImage) -> Interpreter | None:
+        file = self._table.binaries.files[binary]
+        name = file.path.rpartition("/")[2]
+        # Reading the symbols of every library would take longer than all else at the start.
+        is_likely = "python" in name.lower() or file.path == image.executable
+        elf = self._images.of(binary) if is_likely else None
+        if elf is None or file.fd is None:
+            return None
+        try:
+            return find_interpreter(file.fd, elf, name)
+        except UnsupportedPython as error:
+            self._blame(binary, "python_unsupported", str(error))
+        except (BadElf, OSError):
+            self._blame(binary, "python_unreadable")
+        return None
+
+    def _key_block(self, image: ProcessImage) -> int:
+        """Where the C library of a process keeps key data.
+
+        Raises:
+            UnsupportedLibc: It is not glibc.
+        """
+        for mapping in image.mappings:
+            if mapping.binary == NO_BINARY:
+                continue
+            file = self._table.binaries.files[mapping.binary]
+            elf = self._images.of(mapping.binary)
+            if not file.path.endswith(_KEY_LIBRARIES) or file.fd is None or elf is None:
+                continue
+            if mapping.binary not in self._key_blocks:
+                self._key_blocks[mapping.binary] = _key_block_in(file.fd, elf)
+            found = self._key_blocks[mapping.binary]
+            if found is not None:
+                return found
+        return KEY_BLOCK
+
+    def _blame(self, binary: int, problem: str, what: str = "") -> None:
+        self.problems[problem] += 1
+        path = self._table.binaries.files[binary].path
+        self.problem_files.setdefault(problem, set()).add(f"{path} ({what})" if what else path)
+
+
+def _key_block_in(fd: int, elf: object) -> int | None:
+    try:
+        return find_key_block(fd, elf)  # type: ignore[arg-type]
+    except OSError:
+        return None
+
+
+def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:
+    """What the kernel half is told of an interpreter: struct python_process."""
+    loaded, layout = process.loaded, process.loaded.layout
+    record = np.zeros(1, abi.PYTHON_PROCESS_DTYPE)
+    row = record[0]
+    row["image"] = process.image.image
+    ranges: list[AddressRange] = list(loaded.eval_ranges)[: abi.PYTHON_EVAL_RANGES]
+    for index, code in enumerate(ranges):
+        row["eval_start"][index], row["eval_bytes"][index] = code.begin, code.end - code.begin
+    in_runtime = layout.gil_kind is GilHolder.RUNTIME
+    row["gil"] = loaded.runtime_address + layout.gil if in_runtime else max(layout.gil, 0)
+    row["state_slot"] = slot
+    for name in (
+        *("thread_frame", "thread_interpreter", "cframe_frame", "frame_code", "frame_previous"),
+        *("frame_position", "frame_mark", "frame_bytes", "code_instructions"),
+        *("gil_last_holder", "gil_locked", "code_tags"),
+    ):
+        row[name] = max(getattr(layout, name), 0)
+    row["has_cframe"] = layout.cframe_frame != ABSENT
+    row["position_kind"] = layout.position.value
+    row["run_end"] = layout.run_end.value
+    row["gil_kind"] = layout.gil_kind.value
+    return record

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the Python frames of a sample where the eval loop stands in its native stack.
+
+Frames of the interpreter that only hand calls on, and eval loops that became Python frames, are
+kept under a kind of their own: reports leave them out or show them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiflame.agent.model import FrameKind, GilState
+from aiflame.agent.python import gil as python_gil
+from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.names import Names
+from aiflame.agent.recording.pythons import PythonChain, PythonProcess
+from aiflame.agent.symbols.frames import SourceFrame
+
+# Ways to fit that leave no doubt, or only about the leaf of the moment.
+_SOUND = (Match.EXACT, Match.NO_PYTHON, Match.LEAF_RACE, Match.PYTHON_CUT, Match.NATIVE_CUT)
+_HOLDS = {abi.PythonGil.HELD: True, abi.PythonGil.NOT_HELD: False}
+_STATES = {
+    python_gil.GilState.HELD: GilState.HELD,
+    python_gil.GilState.WAITING: GilState.WAITING,
+    python_gil.GilState.RELEASED: GilState.RELEASED,
+    python_gil.GilState.NO_PYTHON: GilState.NONE,
+    python_gil.GilState.UNKNOWN: GilState.UNKNOWN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFrame:
+    """One frame of a native stack.
+
+    Attributes:
+        address: Where it is looked up, in the process.
+        is_kernel: It is a frame of the kernel.
+        binary: Index of the file it is in, -1 for none.
+        binary_id: Id of the file in the capture.
+        place: Its address in the file.
+        sources: Its functions, innermost inlined first; () where no symbol covers it.
+        label: What it is shown as there.
+        frames: Their ids in the capture, as native or kernel frames.
+    """
+
+    address: int
+    is_kernel: bool
+    binary: int
+    binary_id: int | None
+    place: int
+    sources: tuple[SourceFrame, ...]
+    label: str
+    frames: tuple[int, ...]
+
+    @property
+    def symbol(self) -> str:
+        """The function that is not inlined, "" where unknown."""
+        return self.sources[-1].name if self.sources else ""
+
+
+class Splicer:
+    """Combines stacks, and keeps count of how well they fitted.
+
+    Args:
+        names: Of the capture.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self.matches: Counter[Match] = Counter()
+
+    @property
+    def misfits(self) -> int:
+        """Stacks in which runs of Python frames and eval loops did not correspond."""
+        return sum(count for match, count in self.matches.items() if match not in _SOUND)
+
+    def splice(
+        self,
+        process: PythonProcess,
+        natives: Sequence[NativeFrame],
+        chain: PythonChain,
+        is_rooted: bool,
+    ) -> list[int]:
+        """Returns the frame ids of a combined stack, leaf first."""
+        roles = [self._role(process, native) for native in natives]
+        cuts = Cuts(native=not is_rooted, python=not chain.is_whole)
+        spliced = splice(roles, chain.frames, cuts, with_hidden=True)
+        self.matches[spliced.match] += 1
+        frames: list[int] = []
+        for piece in spliced.pieces:
+            if piece.is_python:
+                source = chain.sources[piece.at]
+                if source is not None:
+                    frames.append(self._names.frame(FrameKind.PYTHON, source, None, 0))
+            elif piece.is_hidden:
+                frames += self._hidden(natives[piece.at])
+            else:
+                frames += natives[piece.at].frames
+        return frames
+
+    def _role(self, process: PythonProcess, native: NativeFrame) -> Role:
+        is_eval = not native.is_kernel and any(
+            code.begin <= native.address < code.end for code in process.loaded.eval_ranges
+        )
+        in_interpreter = native.binary == process.binary
+        return role_of(native.symbol, is_eval, in_interpreter, native.is_kernel)
+
+    def _hidden(self, native: NativeFrame) -> list[int]:
+        """The same frames under the kind of those that are left out."""
+        kind, binary_id = FrameKind.INTERPRETER, native.binary_id
+        sources = native.sources or (SourceFrame(native.label, "", 0, False),)
+        return [self._names.frame(kind, source, binary_id, native.place) for source in sources]
+
+    def gil(
+        self, process: PythonProcess, natives: Sequence[NativeFrame], gil: int, has_python: bool
+    ) -> GilState:
+        """Returns what a thread had to do with the GIL."""
+        leaf: list[python_gil.LeafFrame] = []
+        for native in natives:
+            if self._role(process, native) is Role.EVAL:
+                break
+            if not native.is_kernel:
+                in_interpreter = native.binary == process.binary
+                leaf.append(python_gil.LeafFrame(native.symbol, in_interpreter))
+        return _STATES[python_gil.gil_state(_HOLDS.get(abi.PythonGil(gil)), has_python, leaf)]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a profile with Python frames: its lines, its functions, and the GIL by thread."""
+
+from __future__ import annotations
+
+import numpy as np
+from aiflame.agent.model import GilState, Profile
+from aiflame.agent.reports.base import View
+from aiflame.agent.reports.facts import duration
+from aiflame.agent.reports.python_frames import I64, PythonFrames, python_frames
+from aiflame.agent.reports.rows import label_of, showable
+from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
+
+_STATE_HEADINGS = {
+    GilState.HELD: ">held",
+    GilState.WAITING: ">waiting",
+    GilState.RELEASED: ">released",
+    GilState.UNKNOWN: ">unknown",
+    GilState.NONE: ">no Python",
+}
+
+
+def python_tables(profile: Profile, view: View, limit: int) -> list[Table]:
+    """Return the tables about Python; none of a profile without Python frames.
+
+    Args:
+        profile: What was recorded.
+        view: Which classes of time the lines and functions count; the GIL's table counts all.
+        limit: At most this many rows of each.
+    """
+    found = python_frames(profile)
+    tables = []
+    if len(found):
+        function = profile.frames["function"][found.frame].astype(np.int64)
+        line = function << 32 | profile.frames["line"][found.frame].astype(np.int64)
+        tables = [
+            _top(profile, view, limit, found, line, "line"),
+            _top(profile, view, limit, found, function << 32, "function"),
+        ]
+    if bool((profile.stacks.gil != GilState.NONE).any()):
+        tables.append(_gil(profile, limit))
+    return tables
+
+
+def _top(
+    profile: Profile, view: View, limit: int, found: PythonFrames, key: I64, what: str
+) -> Table:
+    # A key is a function, and in the lower half the line, where lines are told apart.
+    stack_ns = ns_by_stack(profile, view)
+    whole = int(stack_ns.sum())
+    keys, of = np.unique(key, return_inverse=True)
+    own_ns = found.self_of(of, stack_ns, len(keys)).astype(np.int64)
+    total_ns = found.total_of(of, stack_ns, len(keys)).astype(np.int64)
+    order = np.lexsort((keys, -total_ns, -own_ns))
+    order = order[total_ns[order] > 0]
+    rows = []
+    for i in order[:limit].tolist():
+        function = profile.functions[int(keys[i]) >> 32]
+        line = int(keys[i]) & 0xFFFFFFFF
+        own, total = int(own_ns[i]), int(total_ns[i])
+        times = (ms(own), percent(own, whole), ms(total), percent(total, whole))
+        name = label_of(function, line) if line else showable(function.name)
+        rows.append((*times, name, showable(function.file) if function.file else ""))
+    return Table(
+        f"Top Python {what}s, {view.label}",
+        f"100 % = {duration(whole)} of {view.label}, summed over threads; self: it was the"
+        " innermost Python frame, so native code that it called counts; total: anywhere in the"
+        " stack",
+        (">self ms", ">self", ">total ms", ">total", what, "file"),
+        tuple(rows),
+        max(0, len(order) - limit),
+    )
+
+
+def _gil(profile: Profile, limit: int) -> Table:
+    ns = np.zeros((len(profile.threads), len(GilState)), dtype=np.uint64)
+    state = profile.stacks.gil[profile.samples["stack"]]
+    np.add.at(ns, (profile.samples["thread"], state), profile.samples["ns"])
+    ran = np.flatnonzero(np.delete(ns, GilState.NONE, axis=1).any(axis=1)).tolist()
+    states = [s for s in _STATE_HEADINGS if s is not GilState.UNKNOWN or ns[:, s].any()]
+    ran.sort(key=lambda i: (*(-int(ns[i, s]) for s in states), profile.threads[i].tid, i))
+    rows = []
+    for i in ran[:limit]:
+        thread = profile.threads[i]
+        process = profile.processes[thread.process]
+        rows.append(
+            (
+                *(ms(int(ns[i, s])) for s in states),
+                f"{showable(thread.name)} ({thread.tid})",
+                f"{showable(process.name)} ({process.pid})",
+            )
+        )
+    return Table(
+        "GIL by thread, ms",
+        "wall time of threads that ran Python, on the CPU and off it, by what the thread had to do"
+        " with the lock of its interpreter when it was seen",
+        (*(_STATE_HEADINGS[s] for s in states), "thread", "process"),
+        tuple(rows),
+        max(0, len(ran) - limit),
+    )

@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * The walk along a thread's Python frames, in the same invocation as the native walk, for threads
+ * whose native stack has a frame of CPython's eval loop. All that a version decides is data in
+ * `pythons`, which the host half fills (agent/python/layouts.py); agent/python/walk.py is the same
+ * walk in Python, step by step. Change both together.
+ *
+ * The thread state is read where the thread keeps it for itself, under a pthread key, so that
+ * threads that gave up the GIL show their frames as well. Needs: what walk.h needs.
+ *
+ * Loses: frames past MAX_FRAMES and chains that cannot be read (enum python_end, stored with the
+ * chain), chains that find no room (LOST_PYTHON_FULL). The native stack stays in any case.
+ */
+#ifndef AIFLAME_PYTHON_H
+#define AIFLAME_PYTHON_H
+
+#include "aiflame.h"
+#include "counters.h"
+#include "task.h"
+#include "walk.h"
+
+#ifndef PYTHON_CHAINS_MAX
+#define PYTHON_CHAINS_MAX 8192
+#endif
+
+/* Frames walked by one program before it calls itself again: what verifiers get through. */
+#define PYTHON_STEPS_PER_CALL 12
+
+/* Shims stand between frames, at most one for each. */
+#define PYTHON_STEPS_MAX (2 * MAX_FRAMES)
+
+/* User space of x86-64 with four-level page tables; agent/python/memory.py. */
+#define LOWEST_ADDRESS 4096ull
+#define MAX_ADDRESS ((1ull << 47) - 4096)
+
+/* A position that lies nowhere in its code object. */
+#define NO_POSITION (-2147483647 - 1)
+#define MAX_CODE_BYTES (1ll << 30)
+
+/* Frames of 3.11 and later take 72 to 80 bytes, PyFrameObject up to 108. */
+#define SMALL_FRAME_BYTES 80
+#define LARGE_FRAME_BYTES 112
+
+BPF_TABLE("hash", u32, struct python_process, pythons, PROCESSES_MAX);
+BPF_TABLE("hash", u64, struct python_chain, python_chains, PYTHON_CHAINS_MAX);
+
+/* Where a walk of Python frames stands; in per-CPU memory, beside the native one. */
+struct python_walk {
+	u64 frame; /* address of the next one */
+	u64 marker; /* left behind at powers of two: met again inside any loop (Brent) */
+	u64 hash;
+	u32 step;
+	u32 depth;
+	u32 run_is_open;
+	u32 end; /* enum python_end */
+	u64 words[16]; /* the frame as it was read */
+};
+
+static __always_inline bool is_in_eval_loop(struct python_process *python, u64 address)
+{
+	u32 i;
+
+#pragma clang loop unroll(full)
+	for (i = 0; i < PYTHON_EVAL_RANGES; i++)
+		if (address - python->eval_start[i] < python->eval_bytes[i])
+			return true;
+	return false;
+}
+
+static __always_inline bool read_user_word(u64 address, u64 *out)
+{
+	return !bpf_probe_read_user(out, sizeof(*out), (void *)address);
+}
+
+static __always_inline bool is_sound(u64 address)
+{
+	return address >= LOWEST_ADDRESS && address < MAX_ADDRESS && !(address & 7);
+}
+
+/* Whether the thread of this state holds the GIL. */
+static __always_inline u32 gil_of(struct python_process *python, u64 state)
+{
+	u64 holder = 0, interpreter = 0, gil = 0;
+	s32 locked = 0;
+
+	if (python->gil_kind == PYTHON_GIL_RUNTIME) {
+		if (!read_user_word(python->gil, &holder))
+			return PYTHON_GIL_UNKNOWN;
+		return holder == state ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
+	}
+	if (python->gil_kind != PYTHON_GIL_INTERPRETER)
+		return PYTHON_GIL_UNKNOWN;
+	if (!read_user_word(state + python->thread_interpreter, &interpreter) ||
+	    !read_user_word(interpreter + python->gil, &gil) ||
+	    !read_user_word(gil + python->gil_last_holder, &holder) ||
+	    bpf_probe_read_user(&locked, sizeof(locked), (void *)(gil + python->gil_locked)))
+		return PYTHON_GIL_UNKNOWN;
+	return locked > 0 && holder == state ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
+}
+
+/* Finds the leaf frame of the current thread; false if there is nothing to walk. */
+static __always_inline bool begin_python(struct python_process *python, struct python_walk *walk,
+					 struct stack_record *record)
+{
+	u64 thread_pointer = task_u64(current_task(), TASK_THREAD_POINTER);
+	u64 state = 0, leaf = 0;
+
+	walk->depth = walk->step = walk->run_is_open = 0;
+	walk->frame = walk->marker = 0;
+	walk->end = PYTHON_UNREADABLE;
+	record->gil = PYTHON_GIL_UNKNOWN;
+	if (!read_user_word(thread_pointer + python->state_slot, &state))
+		return false;
+	if (!state) {
+		walk->end = PYTHON_COMPLETE; /* a thread that Python knows nothing of */
+		record->gil = PYTHON_GIL_NONE;
+		return false;
+	}
+	record->gil = gil_of(python, state);
+	if (!read_user_word(state + python->thread_frame, &leaf))
+		return false;
+	if (python->has_cframe && leaf && !read_user_word(leaf + python->cframe_frame, &leaf))
+		return false;
+	walk->frame = leaf;
+	walk->end = PYTHON_TOO_DEEP;
+	return true;
+}
+
+/* A word of the frame that was read; offsets of words are multiples of 8. */
+static __always_inline u64 frame_word(struct python_walk *walk, u32 offset)
+{
+	u64 at = offset >> 3;
+
+	/* In assembly: the compiler must not lose the bound that verifiers look for. */
+	asm volatile("%0 &= 15" : "+r"(at));
+	return walk->words[at];
+}
+
+static __always_inline u32 frame_byte(struct python_walk *walk, u32 offset)
+{
+	return frame_word(walk, offset) >> ((offset & 7) * 8) & 0xff;
+}
+
+static __always_inline s32 position_of(struct python_process *python, struct python_walk *walk,
+				       u64 code)
+{
+	s64 value = frame_word(walk, python->frame_position);
+
+	if (python->position_kind == PYTHON_POSITION_POINTER) {
+		value -= code + python->code_instructions;
+	} else {
+		value = (s32)value;
+		if (python->position_kind == PYTHON_POSITION_UNITS && value >= 0)
+			value *= 2;
+	}
+	return value >= -2 && value < MAX_CODE_BYTES ? value : NO_POSITION;
+}
+
+static __always_inline bool end_python(struct python_walk *walk, u32 end)
+{
+	walk->end = end;
+	return true;
+}
+
+/* What a shim means: the frame before it ends its run; a leaf run may be empty. */
+static __always_inline void pass_shim(struct python_walk *walk, struct python_chain *chain)
+{
+	u64 last = walk->depth - 1;
+
+	if (walk->run_is_open) {
+		if (last < MAX_FRAMES)
+			chain->frames[last].ends_run = 1;
+		walk->run_is_open = 0;
+	} else if (!walk->depth) {
+		chain->frames[0].code = 0;
+		chain->frames[0].position = NO_POSITION;
+		chain->frames[0].ends_run = 1;
+		walk->depth = 1;
+	}
+}
+
+/* Adds the frame that was read; true if the walk ends there. */
+static __always_inline bool add_frame(struct python_process *python, struct python_walk *walk,
+				      struct python_chain *chain)
+{
+	u64 code = frame_word(walk, python->frame_code) & ~(u64)python->code_tags;
+	struct python_frame *frame;
+	u64 depth = walk->depth;
+
+	if (!is_sound(code))
+		return end_python(walk, PYTHON_BAD_POINTER);
+	asm volatile("" : "+r"(depth));
+	if (depth >= MAX_FRAMES)
+		return true; /* walk->end is PYTHON_TOO_DEEP since the beginning */
+	frame = &chain->frames[depth];
+	frame->code = code;
+	frame->position = position_of(python, walk, code);
+	frame->ends_run =
+		python->run_end == PYTHON_RUN_EVERY_FRAME ||
+		(python->run_end == PYTHON_RUN_ENTRY_BYTE && frame_byte(walk, python->frame_mark));
+	walk->run_is_open = !frame->ends_run;
+	walk->depth = depth + 1;
+	return false;
+}
+
+/* Walks some frames; returns whether the walk has ended. */
+static __always_inline bool walk_python_some(struct python_process *python,
+					     struct python_walk *walk, struct python_chain *chain)
+{
+	u64 frame;
+	u32 i;
+
+#pragma clang loop unroll(disable)
+	for (i = 0; i < PYTHON_STEPS_PER_CALL; i++) {
+		frame = walk->frame;
+		if (!frame)
+			return end_python(walk, PYTHON_COMPLETE);
+		if (frame == walk->marker)
+			return end_python(walk, PYTHON_LOOP);
+		if (walk->step >= PYTHON_STEPS_MAX)
+			return true;
+		if (!(walk->step & (walk->step - 1)))
+			walk->marker = frame;
+		walk->step += 1;
+		if (!is_sound(frame))
+			return end_python(walk, PYTHON_BAD_POINTER);
+		if (python->frame_bytes <= SMALL_FRAME_BYTES) {
+			if (bpf_probe_read_user(walk->words, SMALL_FRAME_BYTES, (void *)frame))
+				return end_python(walk, PYTHON_UNREADABLE);
+		} else if (bpf_probe_read_user(walk->words, LARGE_FRAME_BYTES, (void *)frame)) {
+			return end_python(walk, PYTHON_UNREADABLE);
+		}
+		if (python->run_end == PYTHON_RUN_SHIM &&
+		    frame_byte(walk, python->frame_mark) >= PYTHON_SHIM_OWNER)
+			pass_shim(walk, chain);
+		else if (add_frame(python, walk, chain))
+			return true;
+		walk->frame = frame_word(walk, python->frame_previous);
+	}
+	return false;
+}
+
+/* Stores the chain under its hash unless it is there already; returns the hash. */
+static __always_inline u64 store_python(struct python_walk *walk, struct python_chain *chain,
+					struct stack_record *record)
+{
+	u64 hash = hash_step(hash_step(0, record->image), record->tgid);
+	u32 i;
+
+#pragma clang loop unroll(disable)
+	for (i = 0; i < MAX_FRAMES; i++) {
+		/* Else the compiler counts down from depth: a bound that verifiers do not see. */
+		asm volatile("" : "+r"(i));
+		if (i >= walk->depth || i >= MAX_FRAMES)
+			break;
+		hash = hash_step(hash, chain->frames[i].code ^ chain->frames[i].ends_run);
+		hash = hash_step(hash, chain->frames[i].position);
+	}
+	hash = hash_step(hash, walk->end | walk->depth << 8);
+	if (python_chains.lookup(&hash))
+		return hash;
+	chain->image = record->image;
+	chain->tgid = record->tgid;
+	chain->depth = walk->depth;
+	chain->end = walk->end;
+	/* -EEXIST would mean that another CPU stored the same chain just now. */
+	if (python_chains.insert(&hash, chain) && !python_chains.lookup(&hash)) {
+		count(LOST_PYTHON_FULL);
+		return 0;
+	}
+	return hash;
+}
+
+#endif
