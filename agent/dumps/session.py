@@ -23,12 +23,14 @@ from aiflame.agent.dumps.reading import RawThread, ThreadReader
 from aiflame.agent.dumps.tables import WaitingTables
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit
+from aiflame.agent.python.gil import GilState
 from aiflame.agent.recording import procfs
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable
 from aiflame.agent.recording.thread_iterator import load_thread_iterator
 from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.recording.threads import thread_registers
+from aiflame.agent.reports.causes import CAUSES, Cause
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import SymbolService
 
@@ -165,6 +167,8 @@ class DumpSession:
     def _thread(self, raw: RawThread, found: Joined, cause: str) -> ThreadDump:
         registers = raw.registers
         waited = waited_ns(registers, raw.read_ns, self._clock_offset_ns)
+        if found.gil is GilState.WAITING:
+            cause = CAUSES[Cause.GIL]  # for reports, too, it is none of the program's locks
         is_waiting = waited is not None or registers.is_asleep
         return ThreadDump(
             registers.tid,

@@ -97,6 +97,18 @@ while True:
     shared[:] = count.to_bytes(8, "little")
 """
 
+_RIVALS = """\
+import threading
+
+def compute():
+    while True:
+        pass
+
+threading.Thread(target=compute, daemon=True).start()
+print("ready", flush=True)
+compute()
+"""
+
 # A CPU burst, so that the wait cannot be taken from when the thread got its CPU.
 _BURST = """\
 import time
@@ -299,6 +311,19 @@ def test_a_target_goes_on_while_it_is_dumped(
     assert tracers == {"0"}
     (thread,) = process["threads"]
     assert _named(thread, "python")[-1] == "<module>"
+
+
+def test_a_thread_that_waits_for_the_gil_says_so(start: Start, run_aiflame: Run) -> None:
+    # GIVEN two threads that compute all the time: one of them has the GIL
+    target = _python(start, _RIVALS)
+    assert _line(target) == "ready"
+
+    def is_seen() -> bool:
+        (process,) = _processes(run_aiflame, target.pid)
+        return ("waiting", "GIL") in {(t["gil"], t["cause"]) for t in process["threads"]}
+
+    # THEN the other is seen to wait for it, unless it is just then taking it over
+    support.wait_until(is_seen)
 
 
 def _take_while_ending(
