@@ -8,7 +8,7 @@ from aiflame.agent.model import GilState, Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.facts import duration
 from aiflame.agent.reports.python_frames import I64, PythonFrames, python_frames
-from aiflame.agent.reports.rows import label_of, showable
+from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
 
 _STATE_HEADINGS = {
@@ -53,20 +53,23 @@ def _top(
     total_ns = found.total_of(of, stack_ns, len(keys)).astype(np.int64)
     order = np.lexsort((keys, -total_ns, -own_ns))
     order = order[total_ns[order] > 0]
+    columns = ("line", "function") if what == "line" else ("function",)
     rows = []
     for i in order[:limit].tolist():
         function = profile.functions[int(keys[i]) >> 32]
         line = int(keys[i]) & 0xFFFFFFFF
         own, total = int(own_ns[i]), int(total_ns[i])
         times = (ms(own), percent(own, whole), ms(total), percent(total, whole))
-        name = label_of(function, line) if line else showable(function.name)
-        rows.append((*times, name, showable(function.file) if function.file else ""))
+        # Lines have a column of their own: in a narrow terminal the ends of long names are cut.
+        file = showable(function.file) if function.file else ""
+        place = [f"{file.rpartition('/')[2]}:{line}"] if what == "line" else []
+        rows.append((*times, *place, showable(function.name), file))
     return Table(
         f"Top Python {what}s, {view.label}",
         f"100 % = {duration(whole)} of {view.label}, summed over threads; self: it was the"
         " innermost Python frame, so native code that it called counts; total: anywhere in the"
         " stack",
-        (">self ms", ">self", ">total ms", ">total", what, "file"),
+        (">self ms", ">self", ">total ms", ">total", *columns, "file"),
         tuple(rows),
         max(0, len(order) - limit),
     )

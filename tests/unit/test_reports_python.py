@@ -54,7 +54,7 @@ def test_self_time_includes_native_code_that_python_called() -> None:
         Sample("main", 3 * MS),
     )
     table = _tables(profile)["Top Python lines, wall time"]
-    assert _times(table) == [("5.00", "5.00", "g (a.py:2)"), ("2.00", "7.00", "f (a.py:1)")]
+    assert _times(table) == [("5.00", "5.00", "a.py:2"), ("2.00", "7.00", "a.py:1")]
     assert [row[1] for row in table.rows] == ["50.0 %", "20.0 %"]
 
 
@@ -63,8 +63,8 @@ def test_lines_of_a_function_add_up_in_its_own_row() -> None:
     found = _tables(profile)
     assert _times(found["Top Python functions, wall time"]) == [("7.00", "7.00", "f")]
     assert _times(found["Top Python lines, wall time"]) == [
-        ("5.00", "5.00", "f (a.py:1)"),
-        ("2.00", "2.00", "f (a.py:2)"),
+        ("5.00", "5.00", "a.py:1"),
+        ("2.00", "2.00", "a.py:2"),
     ]
 
 
@@ -73,16 +73,16 @@ def test_recursion_counts_once_a_stack() -> None:
     found = _tables(profile)
     assert _times(found["Top Python functions, wall time"]) == [("5.00", "5.00", "f")]
     assert _times(found["Top Python lines, wall time"]) == [
-        ("5.00", "5.00", "f (a.py:2)"),
-        ("0.00", "5.00", "f (a.py:1)"),
+        ("5.00", "5.00", "a.py:2"),
+        ("0.00", "5.00", "a.py:1"),
     ]
 
 
 def test_a_view_counts_its_own_time_but_the_gil_all() -> None:
     found = _tables(python_profile(), View.CPU)
     names = [row[4] for row in found["Top Python lines, CPU time"].rows]
-    assert "Net.forward (train.py:12)" in names
-    assert "Pool.work (pool.py:7)" not in names
+    assert "train.py:12" in names
+    assert "pool.py:7" not in names
     assert found["GIL by thread, ms"] == _tables(python_profile())["GIL by thread, ms"]
 
 
