@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import Profile, SampleClass, Thread
+from aiflame.agent.model import FrameKind, Profile, SampleClass, Thread
 from support import AIFLAME
 
 # A recorder needs a second to stop; a machine with other work several.
@@ -231,3 +231,29 @@ def public_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
         yield Path(name)
+
+
+class PythonLine(NamedTuple):
+    """One Python frame of a stack."""
+
+    name: str
+    file: str
+    line: int
+
+
+def python_frames_of(profile: Profile, stack: int) -> tuple[PythonLine, ...]:
+    """Returns the Python frames of a stack, root first."""
+    begin, end = profile.stacks.offsets[stack : stack + 2]
+    found = []
+    for row in profile.frames[profile.stacks.frames[begin:end]]:
+        function = profile.functions[row["function"]]
+        if function.kind is FrameKind.PYTHON:
+            found.append(PythonLine(function.name, function.file, int(row["line"])))
+    return tuple(found)
+
+
+def rows_of_process(profile: Profile, pid: int, *classes: SampleClass) -> npt.NDArray[np.void]:
+    """Returns the samples of a process, of some classes (or all)."""
+    rows = rows_of(profile, None, None, *classes)
+    owners = (profile.threads[index].process for index in rows["thread"])
+    return rows[[profile.processes[owner].pid == pid for owner in owners]]

@@ -18,25 +18,15 @@ from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
 from aiflame.agent.python.memory import ProcessMemory
 from aiflame.agent.python.threads import find_key_block
 from aiflame.agent.symbols.elf import ElfImage
+from interpreters import VERSIONS, executable
 
 HERE = Path(__file__).parent
-_PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "system")
-
-
-def _executable(version: str) -> Path:
-    if version == "system":
-        return Path("/usr/bin/python3").resolve()
-    found = sorted(_PYENV.glob(f"{version}.*/bin/python{version}"))
-    if not found:
-        pytest.skip(f"no pyenv CPython {version} on this machine")
-    return found[-1]
 
 
 @pytest.fixture(params=VERSIONS)
 def python(request: pytest.FixtureRequest) -> Path:
     """Each interpreter in turn: its executable."""
-    return _executable(str(request.param))
+    return executable(str(request.param))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python stacks, each compared with the one that its leaf can have (tests/pychains.py).
+
+One recording of all interpreters at once. Names, files and lines of all frames have to be right.
+What was caught while a call was being made or left, and says that it was not readable, is counted
+apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import pytest
+from aiflame.agent.model import Profile, SampleClass
+from conftest import WORKLOADS
+from interpreters import VERSIONS, executable, find_executable
+from pychains import Tree
+from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
+
+pytestmark = [pytest.mark.bpf, pytest.mark.slow]
+
+_SCRIPT = WORKLOADS / "pychains.py"
+_HZ = 4999
+# Some 24,000 samples in all.
+_CPU_MS = 700
+_FUNCTIONS = 200
+_BARE_NAMES = ("3.8", "3.9", "3.10")
+_BASE = ["<module>", "main", "work"]
+_PROTOCOL = ("begin", "end")
+_UNREADABLE = "[unreadable Python frame]"
+
+
+class Run(NamedTuple):
+    """The recording of this file."""
+
+    profile: Profile
+    pids: dict[str, int]
+    tree: Tree
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("pychains")
+    tree = Tree(_FUNCTIONS, seed=_FUNCTIONS)
+    program = folder / "program.py"
+    program.write_text(tree.source)
+    pythons = {version: find_executable(version) for version in VERSIONS}
+    with ExitStack() as stack:
+        loads = {
+            version: stack.enter_context(Workload([python, _SCRIPT, program, _CPU_MS]))
+            for version, python in pythons.items()
+            if python is not None
+        }
+        pids = {version: load.pid for version, load in loads.items()}
+        target = ",".join(map(str, pids.values()))
+        rest = ("-F", _HZ, "--no-off-cpu", "--stack-storage-size", 65536)
+        with Recording(folder, "-p", target, *rest) as recording:
+            for load in loads.values():
+                load.go()
+            for load in loads.values():
+                load.truth()
+            return Run(recording.stop().profile, pids, tree)
+
+
+def _verdict(tree: Tree, chain: tuple[PythonLine, ...], has_qualified: bool) -> str:
+    """What a chain is: "right", "outside" the tree, "unreadable", "empty", or else wrong."""
+    if not chain:
+        return "empty"
+    if any(frame.name == _UNREADABLE for frame in chain):
+        return "unreadable"
+    names = [frame.name for frame in chain]
+    if names[: len(_BASE)] != _BASE or len(names) == len(_BASE):
+        # Before, between and after: main() alone, and what it calls to say so.
+        is_outside = names[:2] == _BASE[:2][: len(names)] and {*names[2:3]} <= {"work", *_PROTOCOL}
+        return "outside" if is_outside else "wrong base"
+    own = chain[len(_BASE) :]
+    leaf = own[-1]
+    if leaf.name == "finish" and len(own) > 1:
+        # It only calls the coroutine that its caller made.
+        own = own[:-1]
+        leaf = own[-1]
+    function = tree.find(leaf.file, leaf.line)
+    if function is None:
+        return "line of no function"
+    wanted = tree.chains(function, leaf.line, has_qualified)
+    return "right" if [tuple(frame) for frame in own] in wanted else "wrong chain"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, version: str) -> None:
+    executable(version)
+    verdicts: Counter[str] = Counter()
+    wrong = []
+    has_qualified = not version.startswith(_BARE_NAMES)
+    for row in rows_of_process(run.profile, run.pids[version], SampleClass.ON_CPU):
+        chain = python_frames_of(run.profile, int(row["stack"]))
+        verdict = _verdict(run.tree, chain, has_qualified)
+        verdicts[verdict] += int(row["count"])
+        if verdict not in ("right", "outside", "unreadable", "empty"):
+            wrong.append((verdict, [f"{name}:{line}" for name, _, line in chain]))
+    assert not wrong, (verdicts, wrong[:3])
+    samples = verdicts.total()
+    # A sample a period; a machine with other work may be late with some.
+    assert samples > 0.9 * _CPU_MS * _HZ / 1000
+    assert verdicts["right"] > 0.97 * samples, verdicts
+    assert verdicts["unreadable"] + verdicts["empty"] < 0.001 * samples + 1, verdicts
