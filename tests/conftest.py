@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import support
-
-WORKLOADS = Path(__file__).parent / "workloads"
+from support import WORKLOADS
 
 # Frame pointers, and no tail calls: with workloads/frames.h every frame is there to be seen.
 WORKLOAD_FLAGS = (

@@ -41,6 +41,7 @@ class Edge(enum.Enum):
     KEYWORDS = "x = F(**{'x': x})"
     METHOD = "x = K_F().F(x)"
     CLASS_METHOD = "x = K_F.F(x)"
+    INIT = "x = K_F(x).x"
     PROPERTY = "x = K_F(x=x).F"
     ADD = "x = K_F(x=x) + x"
     ITEM = "x = K_F(x=x)[x]"
@@ -61,6 +62,7 @@ class Edge(enum.Enum):
 
 _METHODS = {
     Edge.METHOD: "F(self, x)",
+    Edge.INIT: "__init__(self, x)",
     Edge.ADD: "__add__(self, x)",
     Edge.ITEM: "__getitem__(self, x)",
     Edge.CALL: "__call__(self, x)",
@@ -70,6 +72,7 @@ _METHODS = {
 }
 _NEEDS_X = (Edge.PROPERTY, Edge.ADD, Edge.ITEM, Edge.CALL, Edge.FORMAT)
 _RETURNS = {
+    Edge.INIT: "self.x = x",
     Edge.FORMAT: "return str(x)",
     Edge.GENERATOR: "yield x",
     Edge.LOOP: "yield x",

@@ -6,6 +6,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+# Programs that know the truth about themselves.
+WORKLOADS = Path(__file__).parent / "workloads"
 
 # The command line as a user runs it, in this interpreter.
 AIFLAME = (sys.executable, "-m", "aiflame.agent")

@@ -70,6 +70,8 @@ class RecordOptions:
             user_stacks=self.user_stacks,
             kernel_stacks=self.kernel_stacks,
             stacks_max=self.stacks_max,
+            # Chains of Python frames differ less than whole stacks do.
+            python_chains_max=max(self.stacks_max // 2, 1),
             sums_max=self.sums_max,
             threads_max=self.threads_max,
             wait_event_ns=self.wait_event_ns,

@@ -38,6 +38,12 @@ class LeafFrame(NamedTuple):
 _TAKING = re.compile(
     r"(?:take_gil|PyEval_(?:RestoreThread|Acquire\w+)|_PyThreadState_Attach)(?:\.\w+)*"
 )
+# What the eval loop calls when another thread asks for the GIL: it will be wanted back at once. The
+# others let go of it for longer, and call it as well.
+_DROPPING = re.compile(r"drop_gil(?:\.\w+)*")
+_LETTING_GO = re.compile(
+    r"(?:PyEval_(?:SaveThread|Release\w+)|_PyThreadState_Detach|PyGILState_Release)(?:\.\w+)*"
+)
 # The interpreter waits on a condition variable for the GIL only: its locks are semaphores on Linux
 # (Python/thread_pthread.h, USE_SEMAPHORES), and later parking lots, semaphores as well.
 _CONDITION_WAIT = re.compile(r"(?:___?|__GI_+)?pthread_cond_(?:timed|clock)?wait(?:@.*)?")
@@ -83,10 +89,15 @@ def gil_state(holds: bool | None, has_python: bool, leaf: Iterable[LeafFrame]) -
     if holds:
         return GilState.HELD
     below = ""
-    for frame in leaf:
+    seen = list(leaf)
+    for frame in seen:
         if frame.in_interpreter and (
             _TAKING.fullmatch(frame.name) or _CONDITION_WAIT.fullmatch(below)
         ):
             return GilState.WAITING
         below = frame.name
+    names = [frame.name for frame in seen if frame.in_interpreter]
+    is_handing_over = any(map(_DROPPING.fullmatch, names))
+    if is_handing_over and not any(map(_LETTING_GO.fullmatch, names)):
+        return GilState.WAITING
     return GilState.RELEASED

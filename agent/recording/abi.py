@@ -121,7 +121,8 @@ LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
     ),
     Counter.PYTHON_FULL: (
         "python_store_full",
-        "samples whose Python frames found no room: their native frames are there",
+        "samples whose Python frames found no room: their native frames are there; "
+        "raise --stack-storage-size",
     ),
     Counter.SCRATCH: ("no_scratch", "samples without room to walk a stack; please report this"),
 }

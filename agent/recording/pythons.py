@@ -48,6 +48,10 @@ _STARTING_INTERVAL_NS = 20_000_000
 _NAMING_INTERVAL_NS = 100_000_000
 _IDLE_INTERVAL_NS = 1_000_000_000
 
+# Name and file of the code that the interpreter itself runs behind a class's __init__
+# (_Py_InitCleanup, v3.13.0 Python/specialize.c): no Python frame to anybody.
+_CLEANUP_NAME = "__init__"
+
 _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
 _UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
 
@@ -233,7 +237,7 @@ class PythonProcesses:
         address: int,
         position: int,
         checked: dict[tuple[int, int], Code | None],
-    ) -> SourceFrame:
+    ) -> SourceFrame | None:
         if process is None:
             return _UNREADABLE
         place = (process.image.index, address)
@@ -246,6 +250,8 @@ class PythonProcesses:
         code = checked[place]
         if code is None:
             return _UNREADABLE
+        if code.name == code.filename == _CLEANUP_NAME:
+            return None
         # The code object is kept with its line, so that no other can get its id.
         known = process.lines.get((id(code), position))
         if known is None:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.model import SampleClass, StackEnd
-from conftest import WORKLOADS
 from elftools.elf.elffile import ELFFile
 from recordings import Ended, Recording, Workload, count_of, frames_of
+from support import WORKLOADS
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 

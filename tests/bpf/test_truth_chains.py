@@ -21,9 +21,8 @@ from aiflame.agent.symbols.store import Store, cache_dir
 from aiflame.agent.unwind.build import load_cached
 from chain_truth import Verdict, Wrong, judge, user_frames
 from chains import Shape, Tree, make_tree
-from conftest import WORKLOADS
 from recordings import Recording, Workload
-from support import wait_until
+from support import WORKLOADS, wait_until
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 

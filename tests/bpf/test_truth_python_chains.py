@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import pytest
 from aiflame.agent.model import Profile, SampleClass
-from conftest import WORKLOADS
 from interpreters import VERSIONS, executable, find_executable
 from pychains import Tree
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
+from support import WORKLOADS
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 

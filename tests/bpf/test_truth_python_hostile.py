@@ -10,7 +10,6 @@ from typing import NamedTuple
 import pytest
 from aiflame.agent.model import Profile, SampleClass, StackEnd
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS
-from conftest import WORKLOADS
 from interpreters import VERSIONS, executable, find_executable
 from recordings import (
     Recording,
@@ -19,6 +18,7 @@ from recordings import (
     python_frames_of,
     rows_of_process,
 )
+from support import WORKLOADS
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 

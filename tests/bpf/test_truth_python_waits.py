@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from aiflame.agent.model import FrameKind, GilState, Profile, SampleClass
-from conftest import WORKLOADS
 from interpreters import VERSIONS, executable, find_executable
 from recordings import (
     OFF_CPU,
@@ -24,6 +23,7 @@ from recordings import (
     python_frames_of,
     rows_of_process,
 )
+from support import WORKLOADS
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.model import StackEnd
-from conftest import WORKLOADS
 from recordings import Ended, Recording, Workload, rows_of
+from support import WORKLOADS
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 
