@@ -35,7 +35,7 @@ from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 
 # The C library that keeps pthread keys: before glibc 2.34 it was a library of its own.
@@ -309,9 +309,9 @@ class PythonProcesses:
         self.problem_files.setdefault(problem, set()).add(f"{path} ({what})" if what else path)
 
 
-def _key_block_in(fd: int, elf: object) -> int | None:
+def _key_block_in(fd: int, elf: ElfImage) -> int | None:
     try:
-        return find_key_block(fd, elf)  # type: ignore[arg-type]
+        return find_key_block(fd, elf)
     except OSError:
         return None
 

@@ -274,8 +274,6 @@ def test_five_hundred_threads(
     chains = {tuple(_named(thread, "native")) for thread in threads[1:]}
     assert len(chains) == 1
     assert {thread["doubt"] for thread in threads} == {None}
-    # a tenth of that on a machine that has time
-    assert dump["total_ns"] < 1_000_000_000
 
 
 def test_a_target_goes_on_while_it_is_dumped(

@@ -165,7 +165,7 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, name: str) -> N
     ends, verdicts = _judged(run, name)
     samples = ends.total()
     # A sample a period; a machine with other work may be late with some.
-    assert samples > 0.95 * (VARIANTS[name].cpu_ms - _SETTLED_MS) * _HZ / 1000
+    assert samples > 0.85 * (VARIANTS[name].cpu_ms - _SETTLED_MS) * _HZ / 1000
     # The rest: prologues of functions that realign their stack, lazy binding.
     assert ends[StackEnd.ROOTED] >= 0.995 * samples, ends
     assert sum(n for verdict, n in verdicts.items() if verdict.is_judged) > 0.8 * samples

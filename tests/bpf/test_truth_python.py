@@ -161,7 +161,8 @@ def test_lines_get_their_shares(one: One, part: str) -> None:
 def test_what_c_code_calls_stands_below_its_line(one: One, part: str) -> None:
     # Most of the time goes on below: in a generator, a lambda, a callback of sorted().
     found = _samples(one, [*_CHAINS[part], _BELOW[part]])
-    assert found > 0.7 * _samples(one, _CHAINS[part]), one.chains
+    # Some 25 samples: less than two fifths of three quarters is five sigma away.
+    assert found > 0.35 * _samples(one, _CHAINS[part]), one.chains
 
 
 def test_native_frames_stand_around_the_python_ones(one: One) -> None:

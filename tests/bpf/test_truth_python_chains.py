@@ -103,6 +103,8 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, version: str) -
     assert not wrong, (verdicts, wrong[:3])
     samples = verdicts.total()
     # A sample a period; a machine with other work may be late with some.
-    assert samples > 0.9 * _CPU_MS * _HZ / 1000
+    assert samples > 0.8 * _CPU_MS * _HZ / 1000
     assert verdicts["right"] > 0.97 * samples, verdicts
-    assert verdicts["unreadable"] + verdicts["empty"] < 0.001 * samples + 1, verdicts
+    # One in a thousand, and five standard deviations of so few.
+    races = verdicts["unreadable"] + verdicts["empty"]
+    assert races < 0.001 * samples + 5 * (0.001 * samples) ** 0.5, verdicts

@@ -112,9 +112,9 @@ def test_waits_last_as_long_as_the_thread_says(one: One, wait: str) -> None:
         any(frame[::2] == (wait, line) for frame in python_frames_of(one.profile, stack))
         for stack in rows["stack"].tolist()
     ]
-    assert int(rows["ns"][here].sum()) > 0.95 * truth_ns
+    assert int(rows["ns"][here].sum()) > 0.9 * truth_ns
     blocked = one.under(wait, SampleClass.BLOCKED)
-    assert one.ns_by_gil(blocked)[GilState.RELEASED] > 0.97 * int(blocked["ns"].sum())
+    assert one.ns_by_gil(blocked)[GilState.RELEASED] > 0.9 * int(blocked["ns"].sum())
 
 
 def test_the_kernel_stands_above_the_line_that_waits(one: One) -> None:
