@@ -73,6 +73,10 @@ class StackEnd(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
+# Ends at which a stack is whole.
+ROOTED_ENDS = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """One process image: an exec makes a new one under the same pid."""

@@ -12,7 +12,7 @@ import time
 import numpy as np
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.doctor.bpf import PATIENCE_NS, recording_itself, spin
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model import ROOTED_ENDS, StackEnd
 from aiflame.agent.recording.processes import NO_BINARY, ProcessTable
 from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.symbols.store import cache_dir
@@ -23,7 +23,6 @@ _LIMIT_BYTES = 64 << 20
 # Fewer would say little, more would take long where ticks are rare.
 _SAMPLES = 50
 _ENOUGH = 0.95
-_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
 
 
 def stacks(context: Context) -> Finding:
@@ -48,10 +47,10 @@ def stacks(context: Context) -> Finding:
             programs.process_mappings.delete(os.getpid().to_bytes(4, "little"))
     if not ends:
         return skip("no sample of a busy loop arrived")
-    complete = int(np.isin(ends, _ROOTED).sum())
+    complete = int(np.isin(ends, ROOTED_ENDS).sum())
     text = f"{complete} of {len(ends)} stacks of this process are complete"
     if complete < _ENOUGH * len(ends):
-        reasons = sorted({StackEnd(end).label for end in ends} - {end.label for end in _ROOTED})
+        reasons = sorted({StackEnd(end).label for end in ends} - {end.label for end in ROOTED_ENDS})
         return warn(f"{text}; the others end with: {', '.join(reasons)}", None)
     return ok(text)
 

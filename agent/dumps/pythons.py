@@ -11,7 +11,6 @@ Reads of a thread that runs meanwhile may be torn; the caller knows which thread
 from __future__ import annotations
 
 import mmap
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +19,12 @@ from aiflame.agent.model import FrameKind
 from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder
-from aiflame.agent.python.interpreter import Interpreter, LoadedInterpreter, find_interpreter
+from aiflame.agent.python.interpreter import (
+    Interpreter,
+    LoadedInterpreter,
+    find_interpreter,
+    may_hold_interpreter,
+)
 from aiflame.agent.python.layouts import UnsupportedPython
 from aiflame.agent.python.memory import Memory, NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import ThreadState, list_threads
@@ -28,8 +32,6 @@ from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, wa
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 
-# Extension modules have "cpython" behind their names, and are many.
-_FILE_NAME = re.compile(r"(?:lib)?python\d")
 _PAGE_BYTES = mmap.PAGESIZE
 _UNREAD = Walk((), WalkEnd.UNREADABLE)
 
@@ -174,7 +176,7 @@ def find_python(
         if mapping.binary == NO_BINARY:
             continue
         path = table.binaries.files[mapping.binary].path
-        if path != image.executable and not _FILE_NAME.match(path.rpartition("/")[2]):
+        if not may_hold_interpreter(path, image.executable):
             continue
         found = _in_file(mapping.binary, table, images, note)
         if found is not None:

@@ -89,6 +89,15 @@ class LoadedInterpreter:
     eval_ranges: tuple[AddressRange, ...]
 
 
+def may_hold_interpreter(path: str, executable: str) -> bool:
+    """Whether a mapped file is worth a look: one that is called so, or the program itself.
+
+    Reading the symbols of every library would take longer than all else at the start; extension
+    modules, which have "cpython" behind their names, are many.
+    """
+    return path == executable or _FILE_NAME.match(path.rpartition("/")[2]) is not None
+
+
 def find_interpreter(fd: int, image: ElfImage, name: str) -> Interpreter | None:
     """The interpreter in an open file, or None where it holds none.
 

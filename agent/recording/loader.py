@@ -42,7 +42,6 @@ PROGRAMS = {
 }
 # Those that a recording can do without, by the kernel function that stands for their kind.
 _ITERATORS = {"bpf_iter__task": "bpf_iter_task"}
-_UNIT = "record.bpf.c"
 # The maps of maps, and what their inner maps are made like.
 _TEMPLATES = {"unwind_tables": "unwind_table", "process_mappings": "mapping_table"}
 _MAPS = (
@@ -156,34 +155,57 @@ def load_programs(options: ProgramOptions, cache: Path | None = None) -> Program
         EnvironmentUnfit: BCC is missing or foreign, the compile failed, or the kernel refused; the
             compiler's or the verifier's own words are part of the message.
     """
-    folder = Path(next(iter(aiflame.bpf.__path__))).resolve()
-    # bpf_task_pt_regs is missing before v5.15: the registers are found without it.
-    variants = [{**_macros(options), "HAVE_TASK_PT_REGS": have} for have in (1, 0)]
-    store = Store(cache)
-    if store.usable:
-        source = paste_includes(folder, _UNIT)
-        lift_memlock_limit()
-        for macros in variants:
-            kept = load_kept(store, bundle_name(source, macros))
-            if kept is not None:
-                return Programs(*kept, options)
     request: dict[str, Any] = {
-        "bpf_folder": str(folder),
-        "unit": _UNIT,
+        "unit": "record.bpf.c",
         "programs": PROGRAMS,
         "iterators": _ITERATORS if options.user_stacks and options.off_cpu else {},
         "maps": [*_MAPS, *(["cgroups"] if options.filter is abi.Filter.CGROUP else [])],
         "templates": _TEMPLATES,
-        "cache": str(cache),
     }
-    for macros in variants:
-        request["macros"] = macros
-        request["bundle"] = bundle_name(source, macros) if store.usable else None
-        try:
-            return Programs(*ask_child(request), options)
-        except LoadFailed as error:
-            failed = error
-    raise failed
+    return Programs(*load_unit(request, _macros(options), cache), options)
+
+
+def load_unit(
+    request: dict[str, Any], macros: dict[str, int | str], cache: Path | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Loads a unit of bpf/ from what was kept of it, else compiles it; returns descriptors by name.
+
+    Args:
+        request: What compile.py is asked for: unit, programs, iterators, maps, templates.
+        macros: Of the unit.
+        cache: As above.
+
+    Raises:
+        EnvironmentUnfit: As above.
+    """
+    folder = Path(next(iter(aiflame.bpf.__path__))).resolve()
+    # bpf_task_pt_regs is missing before v5.15: the registers are found without it.
+    variants = [{**macros, "HAVE_TASK_PT_REGS": have} for have in (1, 0)]
+    store = Store(cache)
+    bundles: list[str | None] = [None, None]
+    if store.usable:
+        source = paste_includes(folder, request["unit"])
+        bundles = [bundle_name(source, variant) for variant in variants]
+        lift_memlock_limit()
+        for bundle in bundles:
+            kept = _load_kept(store, str(bundle))
+            if kept is not None:
+                return kept
+    place = {"bpf_folder": str(folder), "cache": str(cache)}
+    asked = [
+        {
+            **request,
+            "bpf_folder": str(folder),
+            "cache": str(cache),
+            "macros": variant,
+            "bundle": name,
+        }
+        for variant, name in zip(variants, bundles, strict=True)
+    ]
+    try:
+        return ask_child(asked[0])
+    except LoadFailed:
+        return ask_child(asked[1])
 
 
 def _macros(options: ProgramOptions) -> dict[str, int | str]:
@@ -204,7 +226,7 @@ def _macros(options: ProgramOptions) -> dict[str, int | str]:
     }
 
 
-def load_kept(store: Store, name: str) -> tuple[dict[str, int], dict[str, int]] | None:
+def _load_kept(store: Store, name: str) -> tuple[dict[str, int], dict[str, int]] | None:
     """Loads a kept bundle; None where there is none that this kernel takes."""
     mapping = store.open(name)
     if mapping is None:

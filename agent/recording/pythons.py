@@ -20,7 +20,12 @@ import numpy.typing as npt
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder
-from aiflame.agent.python.interpreter import Interpreter, LoadedInterpreter, find_interpreter
+from aiflame.agent.python.interpreter import (
+    Interpreter,
+    LoadedInterpreter,
+    find_interpreter,
+    may_hold_interpreter,
+)
 from aiflame.agent.python.layouts import ABSENT, GilHolder, UnsupportedPython
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, read_u64
 from aiflame.agent.python.threads import (
@@ -269,14 +274,12 @@ class PythonProcesses:
 
     def _find(self, binary: int, image: ProcessImage) -> Interpreter | None:
         file = self._table.binaries.files[binary]
-        name = file.path.rpartition("/")[2]
-        # Reading the symbols of every library would take longer than all else at the start.
-        is_likely = "python" in name.lower() or file.path == image.executable
+        is_likely = may_hold_interpreter(file.path, image.executable)
         elf = self._images.of(binary) if is_likely else None
         if elf is None or file.fd is None:
             return None
         try:
-            return find_interpreter(file.fd, elf, name)
+            return find_interpreter(file.fd, elf, file.path.rpartition("/")[2])
         except UnsupportedPython as error:
             self._blame(binary, "python_unsupported", str(error))
         except (BadElf, OSError):

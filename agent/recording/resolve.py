@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import FrameKind, StackEnd
+from aiflame.agent.model import ROOTED_ENDS, FrameKind
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.names import MAX_INTEGER, Names
@@ -186,7 +186,7 @@ class CaptureResolver:
             natives = _natives(stacks, places, index, range(*first_kept[index].tolist()))
             frames = blobs[index]
             if python.chain is not None:
-                is_rooted = end in (StackEnd.ROOTED, StackEnd.ROOTED_BY_GUESS)
+                is_rooted = end in ROOTED_ENDS
                 found = self.splicer.splice(python.process, natives, python.chain, is_rooted)
                 frames = np.array(found[::-1], "<u4").tobytes()
             has_python = python.chain is not None and any(python.chain.sources)

@@ -19,6 +19,7 @@ FEW_SAMPLES = 100
 
 # Where stacks are cut, in a line: more is in `aiflame stats`.
 _MODULES_NAMED = 3
+_LEAST_SHARE = 0.0005
 
 _UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"))
 
@@ -105,12 +106,13 @@ def module_of(profile: Profile, binary: int | None) -> str:
 
 
 def cut_short(profile: Profile) -> str:
-    """Return where stacks are cut short and for how much of the time, "" for nowhere."""
+    """Return where stacks are cut short and for how much of the time; "" if it is too little."""
     samples = profile.samples
     stack_ns = np.zeros(len(profile.stacks), np.int64)
     np.add.at(stack_ns, samples["stack"], samples["ns"].astype(np.int64))
     whole = int(stack_ns.sum())
-    first = [*cut_modules(profile, stack_ns).items()][:_MODULES_NAMED]
+    modules = cut_modules(profile, stack_ns).items()
+    first = [(module, ns) for module, ns in modules if ns >= _LEAST_SHARE * whole][:_MODULES_NAMED]
     return ", ".join(f"{module} {percent(ns, whole)}" for module, ns in first)
 
 

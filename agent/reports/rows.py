@@ -18,7 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import FrameKind, Function, Profile, SampleClass, StackEnd, Stacks
+from aiflame.agent.model import (
+    ROOTED_ENDS,
+    FrameKind,
+    Function,
+    Profile,
+    SampleClass,
+    StackEnd,
+    Stacks,
+)
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
@@ -26,8 +34,6 @@ from aiflame.agent.reports.selection import shown_stacks
 
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
-
-ROOTED_ENDS = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
 
 # Ends after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED are
 # whole as they are: there is no user stack, or none was asked for.

@@ -23,6 +23,7 @@ from bench.events import THEIR_PROGRAM, ns_of, windows
 from bench.kernel import bpf_stats
 from bench.table import Aim, Table, code, spread
 from bench.tools import Running, Tool, kill_group
+from support import wait_until
 
 _DEPTHS = (12, 24, 60)
 # main, libc's two and _start stand below the calls.
@@ -161,7 +162,7 @@ def _mapped_files(pid: int) -> list[Path]:
 
 def _tables(torch: str | None, folder: Path) -> Table:
     with loads.background((loads.PYTHON, "-c", "while True: pass")) as pids:
-        time.sleep(1)
+        wait_until(lambda: any("libc.so" in path.name for path in _mapped_files(pids[0])))
         paths = _mapped_files(pids[0])
     chosen = [path for path in paths if path.name.startswith(("libc.so", "python"))]
     rows, aims = [_table_row(path, folder)[0] for path in chosen], []
