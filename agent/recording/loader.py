@@ -193,14 +193,8 @@ def load_unit(
                 return kept
     place = {"bpf_folder": str(folder), "cache": str(cache)}
     asked = [
-        {
-            **request,
-            "bpf_folder": str(folder),
-            "cache": str(cache),
-            "macros": variant,
-            "bundle": name,
-        }
-        for variant, name in zip(variants, bundles, strict=True)
+        {**request, **place, "macros": variant, "bundle": bundle}
+        for variant, bundle in zip(variants, bundles, strict=True)
     ]
     try:
         return ask_child(asked[0])
