@@ -26,6 +26,10 @@ _MAX_STUB_NAME_BYTES = 10_000
 _R_X86_64_GLOB_DAT, _R_X86_64_JUMP_SLOT, _R_X86_64_IRELATIVE = 6, 7, 37
 _RELA = np.dtype([("offset", "<u8"), ("info", "<u8"), ("addend", "<i8")])
 _SYMBOL_BYTES = 24
+# The psABI's figure 5.2: .plt is an array of 16-byte entries, the first of which goes on to the
+# dynamic linker, with IBT all of them.
+_BINDING_BYTES = 16
+_BINDING_NAME = b"_dl_runtime_resolve@plt\0"
 
 U64 = npt.NDArray[np.uint64]
 
@@ -66,7 +70,26 @@ def find_stubs(image: ElfImage, data: memoryview) -> Stubs:
     start, end, target = np.concatenate(starts), np.concatenate(ends), np.concatenate(targets)
     at = np.minimum(np.searchsorted(slots, target), len(slots) - 1)
     known = slots[at] == target
-    return _named(image, data, (start[known], end[known]), relocations[at[known]])
+    named = _named(image, data, (start[known], end[known]), relocations[at[known]])
+    return _with_binding_code(image, named)
+
+
+def _with_binding_code(image: ElfImage, stubs: Stubs) -> Stubs:
+    """Adds the rest of .plt, which hands a function's first call on to the dynamic linker."""
+    section = image.section(".plt")
+    if section is None or not 0 < section.size <= _MAX_STUB_BYTES:
+        return stubs
+    first = section.virtual_address
+    starts: U64 = np.arange(first, first + section.size, _BINDING_BYTES, dtype=np.uint64)
+    starts = starts[~np.isin(starts, stubs.starts)]
+    return Stubs(
+        np.concatenate([stubs.starts, starts]),
+        np.concatenate([stubs.ends, starts + np.uint64(_BINDING_BYTES)]),
+        np.concatenate(
+            [stubs.name_offsets, np.full(len(starts), len(stubs.names), dtype=np.uint64)]
+        ),
+        stubs.names + _BINDING_NAME,
+    )
 
 
 def _slots(image: ElfImage, data: memoryview) -> tuple[U64, npt.NDArray[np.void]]:

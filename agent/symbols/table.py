@@ -63,7 +63,7 @@ _BINDING_SCORE = np.zeros(16, dtype=np.int64)
 _BINDING_SCORE[[1, 10]] = 2  # STB_GLOBAL, STB_GNU_UNIQUE
 _BINDING_SCORE[2] = 1  # STB_WEAK
 
-_MAGIC = b"AFSYM\0\0\x01"  # the last byte is the version of the layout
+_MAGIC = b"AFSYM\0\0\x02"  # the last byte is the version of layout and content
 _HEADER = struct.Struct("<8sQQII")  # magic, ranges, bytes of names, crc of the rest, reserved
 _BLOCK_BYTES = 4096  # names are checked by blocks, when one of theirs is first used
 

@@ -150,8 +150,8 @@ def _judged(run: Run, name: str) -> tuple[Counter[StackEnd], Counter[Verdict]]:
         if frames and "settle" in frames[:3]:
             continue
         ends[end] += int(row["count"])
-        if frames and frames[0] == "__restore_rt":
-            frames = frames[1:]  # the handler has returned, its frame is still there
+        if frames and frames[0] in ("__restore_rt", "_dl_runtime_resolve@plt"):
+            frames = frames[1:]  # a handler has returned; a function's first call is on its way
         try:
             verdicts[judge(run.trees[name], frames, end)] += int(row["count"])
         except Wrong as error:
