@@ -174,11 +174,13 @@ class Recorder:
         try:
             while not self._signals.requested and (waiting or not self._target.pids):
                 now_ns = time.monotonic_ns()
-                if end_ns is not None and now_ns >= end_ns:
+                is_entering = not self._enter_sleepers()
+                # A thread that is not entered would be missing, however long it slept.
+                if end_ns is not None and now_ns >= end_ns and not is_entering:
                     break
                 until_ns = next_ns if end_ns is None else min(next_ns, end_ns)
                 until_ns = min(until_ns, now_ns + self.pythons.interval_ns)
-                if not self._enter_sleepers():
+                if is_entering:
                     until_ns = 0
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self._read_events():
