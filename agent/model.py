@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.gpu_profile import GpuProfile
 
 
 class FrameKind(enum.IntEnum):
@@ -213,3 +214,4 @@ class Profile:
     samples: npt.NDArray[np.void]  # SAMPLE_DTYPE
     waits: npt.NDArray[np.void]  # WAIT_DTYPE
     losses: tuple[Loss, ...] = field(default=())
+    gpu: GpuProfile = field(default_factory=GpuProfile)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 
-from aiflame.agent.capture.schema import SINCE_VERSION_2, schema_sql
+from aiflame.agent.capture.schema import SINCE_VERSION_2, SINCE_VERSION_3, schema_sql
 
-_READ_AS_INTEGERS = frozenset({"samples", "waits"})
+_READ_AS_INTEGERS = frozenset({"samples", "waits", "api_calls", "api_events", "device_samples"})
 
 
 def check_columns(database: sqlite3.Connection, version: int) -> None:
@@ -51,6 +51,7 @@ def _conditions(version: int) -> dict[str, str]:
                 if version > 1 or (table, name) not in SINCE_VERSION_2
             )
             for (table,) in tables
+            if version > 2 or table not in SINCE_VERSION_3
         }
 
 

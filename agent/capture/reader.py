@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.columns import check_columns
+from aiflame.agent.capture.gpu_reader import GpuReader
 from aiflame.agent.capture.raw_frames import RawFrames
 from aiflame.agent.capture.schema import (
     APPLICATION_ID,
@@ -23,6 +24,7 @@ from aiflame.agent.capture.schema import (
     SCHEMA_VERSION,
 )
 from aiflame.agent.errors import CaptureError
+from aiflame.agent.gpu_profile import GpuProfile
 from aiflame.agent.model import (
     FRAME_DTYPE,
     SAMPLE_DTYPE,
@@ -149,6 +151,7 @@ class _Reader:
             samples=self._samples(),
             waits=self._waits(),
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
+            gpu=GpuReader(self._database).profile() if self._version > 2 else GpuProfile(),
         )
 
     def _recording(self) -> Recording:

@@ -104,6 +104,104 @@ CREATE TABLE waits (
     runnable_ns INTEGER NOT NULL
 );
 
+-- The device half (since version 3). Devices that were looked for: tier 0 launches, 1 and times, 2 and
+-- stalls; period_ns is what a sample stands for on one worker, 0 where it is no time.
+CREATE TABLE devices (
+    id INTEGER PRIMARY KEY,
+    family TEXT NOT NULL,
+    name TEXT NOT NULL,
+    tier INTEGER NOT NULL,
+    limit_reason TEXT NOT NULL,
+    period_ns INTEGER NOT NULL
+);
+
+-- Functions of device APIs that were probed. operation: 0 launch, 1 synchronise, 2 allocate, 3 free,
+-- 4 copy.
+CREATE TABLE api_functions (
+    id INTEGER PRIMARY KEY,
+    api TEXT NOT NULL,
+    name TEXT NOT NULL,
+    operation INTEGER NOT NULL
+);
+
+-- name: linkage name, '' where it is unknown, and unnamed says why.
+CREATE TABLE kernels (
+    id INTEGER PRIMARY KEY,
+    process_id INTEGER NOT NULL REFERENCES processes (id),
+    api TEXT NOT NULL,
+    name TEXT NOT NULL,
+    unnamed TEXT NOT NULL
+);
+
+-- Machine code of a kernel, which may be built more than once.
+CREATE TABLE kernel_codes (
+    id INTEGER PRIMARY KEY,
+    kernel_id INTEGER NOT NULL REFERENCES kernels (id),
+    binary_id INTEGER REFERENCES binaries (id),
+    size_bytes INTEGER NOT NULL
+);
+
+-- offset: bytes from the kernel's first instruction; file '' and line 0 where unknown.
+CREATE TABLE instructions (
+    code_id INTEGER NOT NULL REFERENCES kernel_codes (id),
+    offset INTEGER NOT NULL,
+    text TEXT NOT NULL,
+    file TEXT NOT NULL,
+    line INTEGER NOT NULL,
+    PRIMARY KEY (code_id, offset)
+);
+
+-- In the vendor's own words.
+CREATE TABLE stall_reasons (
+    id INTEGER PRIMARY KEY,
+    family TEXT NOT NULL,
+    name TEXT NOT NULL
+);
+
+-- Calls by interval (seconds since the start) and stack. kernel_id is NULL for what is no launch.
+-- direction: 0 unknown, 1 to the device, 2 from it, 3 on it, 4 on the host. work: work items launched
+-- in all, 0 where the API does not say; bytes: copied or allocated.
+CREATE TABLE api_calls (
+    interval INTEGER NOT NULL,
+    stack_id INTEGER NOT NULL REFERENCES stacks (id),
+    thread_id INTEGER NOT NULL REFERENCES threads (id),
+    function_id INTEGER NOT NULL REFERENCES api_functions (id),
+    kernel_id INTEGER REFERENCES kernels (id),
+    direction INTEGER NOT NULL,
+    count INTEGER NOT NULL,
+    work INTEGER NOT NULL,
+    bytes INTEGER NOT NULL
+);
+
+-- Calls one by one (record --trace).
+CREATE TABLE api_events (
+    start_ns INTEGER NOT NULL,
+    stack_id INTEGER NOT NULL REFERENCES stacks (id),
+    thread_id INTEGER NOT NULL REFERENCES threads (id),
+    function_id INTEGER NOT NULL REFERENCES api_functions (id),
+    kernel_id INTEGER REFERENCES kernels (id),
+    direction INTEGER NOT NULL,
+    queue INTEGER NOT NULL,
+    grid_x INTEGER NOT NULL,
+    grid_y INTEGER NOT NULL,
+    grid_z INTEGER NOT NULL,
+    block_x INTEGER NOT NULL,
+    block_y INTEGER NOT NULL,
+    block_z INTEGER NOT NULL,
+    bytes INTEGER NOT NULL
+);
+
+-- Samples of kernels. launch_id: 0, or 1 + the row of api_events in the order of its rowids.
+CREATE TABLE device_samples (
+    interval INTEGER NOT NULL,
+    device_id INTEGER NOT NULL REFERENCES devices (id),
+    code_id INTEGER NOT NULL REFERENCES kernel_codes (id),
+    offset INTEGER NOT NULL,
+    reason_id INTEGER NOT NULL REFERENCES stall_reasons (id),
+    launch_id INTEGER NOT NULL,
+    count INTEGER NOT NULL
+);
+
 CREATE TABLE losses (
     name TEXT PRIMARY KEY,
     count INTEGER NOT NULL,

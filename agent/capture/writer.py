@@ -28,6 +28,15 @@ _COLUMNS = {
     "samples": 6,
     "waits": 5,
     "losses": 3,
+    "devices": 6,
+    "api_functions": 4,
+    "kernels": 5,
+    "kernel_codes": 4,
+    "instructions": 5,
+    "stall_reasons": 3,
+    "api_calls": 9,
+    "api_events": 14,
+    "device_samples": 7,
 }
 
 

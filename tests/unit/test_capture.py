@@ -17,6 +17,17 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
 from aiflame.agent.errors import AiflameError, CaptureError
+from aiflame.agent.gpu_profile import (
+    NONE,
+    ApiFunction,
+    Device,
+    Instruction,
+    Kernel,
+    KernelCode,
+    Operation,
+    StallReason,
+    Tier,
+)
 from aiflame.agent.model import (
     Binary,
     FrameKind,
@@ -79,6 +90,19 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
     ],
     "waits": [(1, 9, 600 * _MS, 700 * _MS, 5), (1, 9, 20 * _MS, 500 * _MS, 0)],
     "losses": [("ring_full", 2, "events that were lost")],
+    "devices": [(4, "opencl", "PoCL", 2, "", 10 * _MS), (8, "nvidia", "", 0, "no driver", 0)],
+    "api_functions": [(2, "opencl", "clEnqueueNDRangeKernel", 0), (7, "opencl", "clFinish", 1)],
+    "kernels": [(3, 3, "opencl", "scale", ""), (5, 3, "opencl", "", "made before the recording")],
+    "kernel_codes": [(6, 3, 4, 512), (7, 5, None, 0)],
+    "instructions": [(6, 16, "vmulps ymm0", "k.cl", 7), (6, 0, "push rbp", "", 0)],
+    "stall_reasons": [(1, "opencl", "issuing")],
+    "api_calls": [
+        (0, 1, 9, 2, 3, 0, 5, 5_000, 0),
+        (1, 1, 9, 2, 5, 0, 1, 100, 0),
+        (1, 6, 9, 7, None, 0, 2, 0, 0),
+    ],
+    "api_events": [(7 * _MS, 1, 9, 2, 3, 0, 0x5000, 10, 1, 1, 64, 1, 1, 0)],
+    "device_samples": [(0, 4, 6, 16, 1, 0, 30), (1, 4, 6, 0, 1, 1, 2)],
 }
 
 
@@ -120,6 +144,69 @@ def test_what_was_written_is_read(capture: Path) -> None:
         Function(FrameKind.PYTHON, "train", None, "train.py"),
     )
     assert profile.losses == (Loss("ring_full", 2, "events that were lost"),)
+
+
+def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
+    gpu = read_capture(capture).gpu
+    assert gpu.devices == (
+        Device("opencl", "PoCL", Tier.STALLS, "", 10 * _MS),
+        Device("nvidia", "", Tier.LAUNCHES, "no driver", 0),
+    )
+    assert gpu.functions == (
+        ApiFunction("opencl", "clEnqueueNDRangeKernel", Operation.LAUNCH),
+        ApiFunction("opencl", "clFinish", Operation.SYNCHRONIZE),
+    )
+    assert gpu.kernels == (
+        Kernel(0, "opencl", "scale", ""),
+        Kernel(0, "opencl", "", "made before the recording"),
+    )
+    assert gpu.codes == (KernelCode(0, 1, 512), KernelCode(1, None, 0))
+    assert gpu.instructions == (
+        Instruction(0, 0, "push rbp", "", 0),
+        Instruction(0, 16, "vmulps ymm0", "k.cl", 7),
+    )
+    assert gpu.reasons == (StallReason("opencl", "issuing"),)
+    assert gpu.calls.tolist() == [
+        (0, 0, 1, 0, 0, 0, 5, 5_000, 0),
+        (1, 0, 1, 0, 1, 0, 1, 100, 0),
+        (1, 1, 1, 1, NONE, 0, 2, 0, 0),
+    ]
+    assert [gpu.events[name].tolist() for name in ("start_ns", "queue", "grid", "block")] == [
+        [7 * _MS],
+        [0x5000],
+        [[10, 1, 1]],
+        [[64, 1, 1]],
+    ]
+    assert gpu.samples.tolist() == [(0, 0, 0, 16, 0, 0, 30), (1, 0, 0, 0, 0, 1, 2)]
+
+
+def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
+    tables = ("devices", "api_functions", "kernels", "kernel_codes", "instructions")
+    gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples")
+    _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 2")
+    profile = read_capture(capture)
+    assert len(profile.samples) == 4
+    assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
+
+
+@pytest.mark.parametrize("change", [
+    "UPDATE device_samples SET launch_id = 2",
+    "UPDATE device_samples SET code_id = 99",
+    "UPDATE device_samples SET count = 9223372036854775807",
+    "UPDATE api_calls SET direction = 5",
+    "UPDATE api_calls SET kernel_id = -7",
+    "UPDATE api_calls SET stack_id = 2",
+    "UPDATE api_calls SET interval = 4294967296",
+    "UPDATE api_events SET grid_y = 4294967296",
+    "UPDATE api_functions SET operation = 9",
+    "UPDATE devices SET tier = 3",
+    "DELETE FROM kernels WHERE id = 3",
+])  # fmt: skip
+def test_a_device_half_that_cannot_be(
+    capture: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    _change(capture, change)
+    assert _refusal(capsys, capture).startswith("damaged capture: PATH: ")
 
 
 def test_ids_become_indexes(capture: Path) -> None:
@@ -389,7 +476,7 @@ def _change(path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, 2**31 - 1])
 def test_another_schema(capture: Path, capsys: pytest.CaptureFixture[str], version: int) -> None:
     _change(capture, f"PRAGMA user_version = {version}")
-    assert _refusal(capsys, capture) == f"PATH has schema {version}, this aiflame reads up to 2"
+    assert _refusal(capsys, capture) == f"PATH has schema {version}, this aiflame reads up to 3"
 
 
 def test_a_database_with_nothing_but_our_mark(
@@ -436,8 +523,20 @@ _COLUMNS = {
     "samples": "stack_id thread_id class count ns",
     "waits": "stack_id thread_id start_ns blocked_ns runnable_ns",
     "losses": "name count meaning",
+    "devices": "id family name tier limit_reason period_ns",
+    "api_functions": "id api name operation",
+    "kernels": "id process_id api name unnamed",
+    "kernel_codes": "id kernel_id binary_id size_bytes",
+    "instructions": "code_id offset text file line",
+    "stall_reasons": "id family name",
+    "api_calls": "interval stack_id thread_id function_id kernel_id direction count work bytes",
+    "api_events": "start_ns stack_id thread_id function_id kernel_id direction queue grid_x bytes",
+    "device_samples": "interval device_id code_id offset reason_id launch_id count",
 }
-_MAY_BE_NULL = {"processes.exited_ns", "functions.binary_id", "stacks.frames"}
+_MAY_BE_NULL = {
+    *("processes.exited_ns", "functions.binary_id", "stacks.frames", "kernel_codes.binary_id"),
+    *("api_calls.kernel_id", "api_events.kernel_id"),
+}
 _TEXTS = {
     "meta": "key value",
     "processes": "name executable command_line cgroup container_id",
@@ -445,6 +544,11 @@ _TEXTS = {
     "binaries": "path build_id",
     "functions": "name file",
     "losses": "name meaning",
+    "devices": "family name limit_reason",
+    "api_functions": "api name",
+    "kernels": "api name unnamed",
+    "instructions": "text file",
+    "stall_reasons": "family name",
 }
 
 

@@ -23,17 +23,18 @@ _MAX_FUNCTION_LINES = 40
 _MAX_ARGUMENTS = 6
 
 # What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
-_LEAVES = {"errors", "model", "outfile", ""}
+_LEAVES = {"errors", "gpu_profile", "model", "outfile", ""}
 _MAY_IMPORT = {
     "": set(),
     "errors": set(),
-    "model": set(),
+    "gpu_profile": set(),
+    "model": {"gpu_profile"},
     "outfile": {"errors"},
-    "capture": {"errors", "model"},
+    "capture": {"errors", "gpu_profile", "model"},
     "symbols": {"errors", "model"},
     "unwind": {"errors", "model", "symbols"},
     "python": {"errors", "symbols", "unwind"},
-    "reports": {"errors", "model"},
+    "reports": {"errors", "gpu_profile", "model"},
     "dumps": {"python", "recording", "reports", "symbols", "unwind", *_LEAVES},
     "recording": {"capture", "python", "symbols", "unwind", *_LEAVES},
     "doctor": {"capture", "python", "recording", "reports", "symbols", *_LEAVES},

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the device half of a capture."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.gpu_profile import (
+    CALL_DTYPE,
+    CALL_EVENT_DTYPE,
+    DEVICE_SAMPLE_DTYPE,
+    NONE,
+    ApiFunction,
+    Device,
+    Direction,
+    GpuProfile,
+    Instruction,
+    Kernel,
+    KernelCode,
+    Operation,
+    StallReason,
+    Tier,
+)
+
+I64 = npt.NDArray[np.int64]
+
+# Sums of these columns are taken in 64 bits.
+_LARGEST_SUM = 2**63
+
+
+class GpuReader:
+    """Reads it once.
+
+    Args:
+        database: An open capture of a version that has it, its columns checked.
+
+    Raises:
+        ValueError, sqlite3.Error: From every method, for a damaged capture.
+    """
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._ids: dict[str, I64] = {}
+
+    def profile(self) -> GpuProfile:
+        """Returns it all."""
+        return GpuProfile(
+            devices=tuple(
+                Device(family, name, Tier(tier), limit, period_ns)
+                for family, name, tier, limit, period_ns in self._rows(
+                    "SELECT family, name, tier, limit_reason, period_ns FROM devices ORDER BY id"
+                )
+            ),
+            functions=tuple(
+                ApiFunction(api, name, Operation(operation))
+                for api, name, operation in self._rows(
+                    "SELECT api, name, operation FROM api_functions ORDER BY id"
+                )
+            ),
+            kernels=tuple(
+                Kernel(self._index("processes", process), *words)
+                for process, *words in self._rows(
+                    "SELECT process_id, api, name, unnamed FROM kernels ORDER BY id"
+                )
+            ),
+            codes=tuple(self._codes()),
+            instructions=tuple(
+                Instruction(self._index("kernel_codes", code), *rest)
+                for code, *rest in self._rows(
+                    "SELECT code_id, offset, text, file, line FROM instructions"
+                    " ORDER BY code_id, offset"
+                )
+            ),
+            reasons=tuple(
+                StallReason(*row)
+                for row in self._rows("SELECT family, name FROM stall_reasons ORDER BY id")
+            ),
+            calls=self._calls(),
+            events=self._events(),
+            samples=self._samples(),
+        )
+
+    def _codes(self) -> Iterator[KernelCode]:
+        query = "SELECT kernel_id, binary_id, size_bytes FROM kernel_codes ORDER BY id"
+        for kernel, binary, size_bytes in self._rows(query):
+            binary_at = None if binary is None else self._index("binaries", binary)
+            yield KernelCode(self._index("kernels", kernel), binary_at, size_bytes)
+
+    def _rows(self, query: str) -> list[Any]:
+        return self._database.execute(query).fetchall()
+
+    def _all_ids(self, table: str) -> I64:
+        if table not in self._ids:
+            rows = self._database.execute(f"SELECT id FROM {table} ORDER BY id")  # noqa: S608
+            self._ids[table] = np.fromiter(chain.from_iterable(rows), np.int64)
+        return self._ids[table]
+
+    def _index(self, table: str, row_id: int) -> int:
+        ids = self._all_ids(table)
+        at = int(np.searchsorted(ids, row_id))
+        if at == len(ids) or int(ids[at]) != row_id:
+            raise ValueError(f"a row refers to one of {table} that is missing")
+        return at
+
+    def _columns(self, table: str, columns: Sequence[str]) -> dict[str, I64]:
+        # -1 is what stands for NULL: a negative number is refused elsewhere.
+        chosen = ", ".join(f"coalesce({name}, -1)" for name in columns)
+        rows = self._database.execute(f"SELECT {chosen} FROM {table} ORDER BY rowid")  # noqa: S608
+        numbers = np.fromiter(chain.from_iterable(rows), np.int64)
+        found = {name: numbers[i :: len(columns)] for i, name in enumerate(columns)}
+        least = {"kernel_id": -1}
+        if any(bool((found[name] < least.get(name, 0)).any()) for name in columns):
+            raise ValueError("a negative number")
+        return found
+
+    def _positions(self, table: str, values: I64) -> npt.NDArray[np.uint32]:
+        ids = self._all_ids(table)
+        is_none = values < 0
+        at = np.searchsorted(ids, values)
+        is_known = (at < len(ids)) & (np.append(ids, -1)[np.minimum(at, len(ids))] == values)
+        if not bool((is_known | is_none).all()):
+            raise ValueError(f"a row refers to one of {table} that is missing")
+        return np.where(is_none, NONE, at).astype(np.uint32)
+
+    def _directions(self, values: I64) -> I64:
+        if len(values) and int(values.max()) > max(Direction):
+            raise ValueError("an unknown direction of a copy")
+        return values
+
+    def _filled(
+        self, dtype: np.dtype[np.void], found: dict[str, I64], tables: dict[str, str]
+    ) -> npt.NDArray[np.void]:
+        """Puts columns into records, ids as positions in their tables."""
+        count = len(next(iter(found.values())))
+        records = np.zeros(count, dtype)
+        for name, values in found.items():
+            table = tables.get(name)
+            field = name.removesuffix("_id") if table else name
+            if not table and len(values):
+                _check_range(values, dtype[field].itemsize)
+            records[field] = self._positions(table, values) if table else values
+        return records
+
+    def _calls(self) -> npt.NDArray[np.void]:
+        names = ("interval", "stack_id", "thread_id", "function_id", "kernel_id", "direction")
+        found = self._columns("api_calls", (*names, "count", "work", "bytes"))
+        self._directions(found["direction"])
+        for name in ("count", "work", "bytes"):
+            if float(np.sum(found[name], dtype=float)) >= _LARGEST_SUM:
+                raise ValueError("more calls than there can be")
+        return self._filled(CALL_DTYPE, found, _CALL_TABLES)
+
+    def _events(self) -> npt.NDArray[np.void]:
+        names = ("start_ns", "stack_id", "thread_id", "function_id", "kernel_id", "direction")
+        axes = [f"{kind}_{axis}" for kind in ("grid", "block") for axis in "xyz"]
+        found = self._columns("api_events", (*names, "queue", *axes, "bytes"))
+        self._directions(found["direction"])
+        sizes = [found.pop(name) for name in axes]
+        for values in sizes:
+            if len(values):
+                _check_range(values, 4)
+        records = self._filled(CALL_EVENT_DTYPE, found, _CALL_TABLES)
+        records["grid"] = np.stack(sizes[:3], axis=1)
+        records["block"] = np.stack(sizes[3:], axis=1)
+        return records
+
+    def _samples(self) -> npt.NDArray[np.void]:
+        names = ("interval", "device_id", "code_id", "offset", "reason_id", "launch_id", "count")
+        found = self._columns("device_samples", names)
+        if float(np.sum(found["count"], dtype=float)) >= _LARGEST_SUM:
+            raise ValueError("more device samples than there can be")
+        launches = int(self._rows("SELECT count(*) FROM api_events")[0][0])
+        if len(found["launch_id"]) and int(found["launch_id"].max()) > launches:
+            raise ValueError("a device sample of a launch that is missing")
+        return self._filled(DEVICE_SAMPLE_DTYPE, found, _SAMPLE_TABLES)
+
+
+_CALL_TABLES = {
+    "stack_id": "stacks",
+    "thread_id": "threads",
+    "function_id": "api_functions",
+    "kernel_id": "kernels",
+}
+_SAMPLE_TABLES = {
+    "device_id": "devices",
+    "code_id": "kernel_codes",
+    "reason_id": "stall_reasons",
+}
+
+
+def _check_range(values: I64, n_bytes: int) -> None:
+    if n_bytes < 8 and int(values.max()) >= 1 << 8 * n_bytes:
+        raise ValueError("a number out of range")

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device half of a profile: API calls with their CPU stacks, and samples of kernels.
+
+Device samples are counts of a profile of their own, never mixed with CPU nanoseconds. What a
+vendor calls a stall reason is kept as it is; the common category is derived when it is shown.
+Which launch a sample belongs to is not stored: attribution is a pure function of what is here.
+
+Every id is an index into the tuple or array of that name.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+# Stands in an index column where there is nothing to refer to.
+NONE = 0xFFFFFFFF
+
+
+class Operation(enum.IntEnum):
+    """What a call of a device API does. Values are shared with bpf/aiflame.h."""
+
+    LAUNCH = 0
+    SYNCHRONIZE = 1
+    ALLOCATE = 2
+    FREE = 3
+    COPY = 4
+
+
+class Direction(enum.IntEnum):
+    """Where a copy goes, as far as its arguments tell."""
+
+    UNKNOWN = 0
+    TO_DEVICE = 1
+    FROM_DEVICE = 2
+    ON_DEVICE = 3
+    ON_HOST = 4
+
+
+class Tier(enum.IntEnum):
+    """How much a device lets be known of it."""
+
+    LAUNCHES = 0
+    TIMES = 1  # and how long each kernel ran
+    STALLS = 2  # and where in a kernel, and why it waited there
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device, or one family that was looked for and not found."""
+
+    family: str  # "opencl", "nvidia", ...
+    name: str  # as its driver calls it, "" where there is none
+    tier: Tier
+    limit: str  # what is missing for the next tier, "" at the highest
+    period_ns: int  # what one sample stands for on one worker; 0 where it is no time
+
+
+@dataclass(frozen=True, slots=True)
+class ApiFunction:
+    """A function of a device API that was probed in the recorded processes."""
+
+    api: str  # "opencl", "cuda", ...
+    name: str
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel by name, in one process image."""
+
+    process: int
+    api: str
+    name: str  # linkage name, as the API or its code gives it; "" where unknown
+    unnamed: str  # why the name is unknown, "" where it is known
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCode:
+    """Machine code of a kernel: one kernel may be built several times."""
+
+    kernel: int
+    binary: int | None  # the file that holds it
+    size_bytes: int  # offsets of samples are below it; 0 where unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction of a kernel's code."""
+
+    code: int
+    offset: int  # bytes from the kernel's first instruction
+    text: str
+    file: str  # source file, "" where unknown
+    line: int  # 0: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class StallReason:
+    """What a sampled instruction waited for, in the vendor's own words."""
+
+    family: str
+    name: str
+
+
+# Calls summed by (interval, stack, thread, function, kernel, direction). `interval` is seconds
+# since the start of the recording; `work` the sum of work items (threads) launched, 0 where the API
+# does not say; `bytes` what was copied or allocated; `kernel` NONE where it is no launch.
+CALL_DTYPE = np.dtype(
+    [
+        ("interval", "<u4"),
+        ("stack", "<u4"),
+        ("thread", "<u4"),
+        ("function", "<u4"),
+        ("kernel", "<u4"),
+        ("direction", "u1"),
+        ("count", "<u8"),
+        ("work", "<u8"),
+        ("bytes", "<u8"),
+    ]
+)
+
+# Calls one by one, where that was asked for. Times are ns since the start of the recording; `queue`
+# is the stream's or queue's handle, `grid` and `block` are in the API's own order.
+CALL_EVENT_DTYPE = np.dtype(
+    [
+        ("start_ns", "<u8"),
+        ("stack", "<u4"),
+        ("thread", "<u4"),
+        ("function", "<u4"),
+        ("kernel", "<u4"),
+        ("direction", "u1"),
+        ("queue", "<u8"),
+        ("grid", "<u4", (3,)),
+        ("block", "<u4", (3,)),
+        ("bytes", "<u8"),
+    ]
+)
+
+# Samples of kernels by (interval, device, code, offset, reason, launch_id). `launch_id` is 0 where
+# the hardware tells none, else the number of a launch: row `launch_id - 1` of `events`.
+DEVICE_SAMPLE_DTYPE = np.dtype(
+    [
+        ("interval", "<u4"),
+        ("device", "<u4"),
+        ("code", "<u4"),
+        ("offset", "<u8"),
+        ("reason", "<u4"),
+        ("launch_id", "<u8"),
+        ("count", "<u8"),
+    ]
+)
+
+
+def _empty(dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    return np.zeros(0, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProfile:
+    """All that a capture holds of devices."""
+
+    devices: tuple[Device, ...] = ()
+    functions: tuple[ApiFunction, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    codes: tuple[KernelCode, ...] = ()
+    instructions: tuple[Instruction, ...] = ()
+    reasons: tuple[StallReason, ...] = ()
+    calls: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_DTYPE))
+    events: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_EVENT_DTYPE))
+    samples: npt.NDArray[np.void] = field(default_factory=lambda: _empty(DEVICE_SAMPLE_DTYPE))
