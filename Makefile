@@ -14,7 +14,7 @@ VENV := .venv
 DEMO := build/demo
 
 APT_RUN := python3-bpfcc python3-venv gcc libc6-dev
-APT_TEST := $(APT_RUN) g++ binutils nodejs
+APT_TEST := $(APT_RUN) g++ binutils nodejs pocl-opencl-icd ocl-icd-opencl-dev python3-pyopencl
 # The tools that OVERHEAD.md compares with; perf's package has another name in each distribution.
 APT_BENCH := $(APT_TEST) bpftrace \
 	$(if $(shell grep -x ID=ubuntu /etc/os-release),linux-tools-generic,linux-perf)

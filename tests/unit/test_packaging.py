@@ -21,8 +21,6 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CODE_FOLDERS = ("agent", "bpf", "gpu")
-# For the reader of the sources only.
-NOT_SHIPPED = {"gpu/README.md"}
 
 
 def _source_files() -> set[str]:
@@ -56,7 +54,7 @@ def test_packages_of_pyproject_are_the_folders_with_code() -> None:
 def test_wheel_holds_every_file_of_the_package_folders(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == {f"aiflame/{name}" for name in _source_files() - NOT_SHIPPED}
+    assert held == {f"aiflame/{name}" for name in _source_files()}
 
 
 def test_wheel_does_not_ask_pypi_for_bcc(wheel: Path) -> None:

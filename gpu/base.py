@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device family is to the recorder, which knows devices through this alone.
+
+A family is asked what it finds, started with the recording, drained once an interval, stopped, and
+then asked for the instructions of what it sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiflame.agent.gpu_profile import Device
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSample:
+    """Samples of a thread in a file that a family owns: a device may be made of CPUs.
+
+    Attributes:
+        process: Which process image, by an id of the recorder's.
+        thread: Its thread id.
+        file: Which file, by an id of the recorder's.
+        address: Of the innermost frame that is in the file, as the file counts addresses.
+        count: How many.
+    """
+
+    process: int
+    thread: int
+    file: int
+    address: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What the recorder hands to a family at a drain: `number` is seconds since the start."""
+
+    number: int
+    cpu_samples: Sequence[CpuSample] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CodeKey:
+    """Machine code of one kernel: where it is, and what the kernel is called there."""
+
+    process: int
+    file: int | None
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSample:
+    """Samples of one instruction; fields as in agent/gpu_profile.py, `device` of this family's."""
+
+    interval: int
+    device: int
+    code: CodeKey
+    offset: int
+    reason: str
+    count: int
+    launch_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One instruction of a kernel; fields as in agent/gpu_profile.py."""
+
+    offset: int
+    text: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The instructions of one kernel's code, in order, and its size in bytes."""
+
+    size_bytes: int
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a family says of itself; `devices` is empty, and `why` set, where there is none."""
+
+    devices: tuple[Device, ...]
+    why: str = ""
+
+
+class Files(Protocol):
+    """The files that targets map, as the recorder keeps them: open, even if deleted since."""
+
+    def path(self, file: int) -> str:
+        """Returns the path as the target sees it."""
+        ...
+
+    def descriptor(self, file: int) -> int | None:
+        """Returns an open descriptor, None where it could not be opened."""
+        ...
+
+
+class Family(Protocol):
+    """One family of devices. Adding one is one new folder and one line in gpu/families.py."""
+
+    name: str  # as typed after --gpu
+
+    def detect(self) -> Finding:
+        """Looks for devices. Needs no target; never raises for what a machine lacks."""
+        ...
+
+    def owns(self, path: str) -> bool:
+        """Whether a mapped file holds kernels of this family, for CPU samples of them."""
+        ...
+
+    def start(self, files: Files) -> None:
+        """Begins with the recording."""
+        ...
+
+    def drain(self, interval: Interval) -> Iterable[KernelSample]:
+        """Returns what was sampled since the last drain."""
+        ...
+
+    def stop(self) -> Iterable[KernelSample]:
+        """Ends sampling; returns what is left."""
+        ...
+
+    def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
+        """Returns a kernel's instructions, None where they cannot be had."""
+        ...
+
+    def losses(self) -> dict[str, int]:
+        """Returns what was lost by name, as record_losses.py explains it."""
+        ...

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device families, in the order in which they are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiflame.gpu.base import Family
+
+FAMILIES: dict[str, Callable[[], Family]] = {}
