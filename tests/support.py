@@ -16,7 +16,14 @@ AIFLAME = (sys.executable, "-m", "aiflame.agent")
 
 # The only reasons for which CI may skip a test, by their beginnings: things that a fresh machine
 # has no (recent enough) package for. Any other skip is a test that could have run.
-ABSENT_HERE = ("PyTorch is not installed", "no pyenv CPython", "Node.js is older than")
+ABSENT_HERE = (
+    "PyTorch is not installed",
+    "no pyenv CPython",
+    "Node.js is older than",
+    "no OpenCL loader",
+    "no nvcc",
+    "no CUDA runtime",
+)
 
 
 def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in a function's first instructions a uprobe costs least and sees all arguments.
+
+The kernel runs a probed instruction in one of two ways. It emulates a few (`push`, no-operations,
+relative jumps and calls), which costs one trap; any other it copies elsewhere and steps, which
+costs two, in a virtual machine ten times as much. So the probe is put on the first instruction
+that is emulated, if all the arguments are still where the caller put them by then: nothing before
+it writes an argument register or the caller's part of the stack, moves the stack pointer by an
+unknown amount, or goes elsewhere; and if nothing jumps to between the entry and it, since a call
+would be counted twice.
+
+What may stand before the probe is a list of harmless instructions; one that is not on it ends the
+search, as does any write to memory that is not known to be below the caller's frame. Jumps to the
+prologue are looked for in the code that is given; a jump through a table, or from a part of the
+function that lies elsewhere, would not be seen. Compilers have no cause for either.
+
+Only x86-64 is known. What is emulated: arch/x86/kernel/uprobes.c (branch_setup_xol_ops,
+push_setup_xol_ops) of Linux 6.16; measured costs are in OVERHEAD.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import capstone
+import numpy as np
+from capstone import x86_const as x86
+
+# How far into a function the probe may be; prologues that save all registers take 20 bytes.
+_MAX_OFFSET_BYTES = 32
+# From farther away a jump with one byte of distance cannot reach it; the longest has 3 bytes.
+_NEAR_BYTES = _MAX_OFFSET_BYTES + 128 + 3
+_MAX_INSTRUCTION_BYTES = 15
+# What a prologue may add to the stack; more is no prologue.
+_MAX_STACK_BYTES = 1 << 20
+
+# Long no-operations that Linux 6.16 began to emulate, by length: x86_nops of asm/nops.h (its 64-bit
+# table). Those of 9 bytes and more begin with a prefix that uprobes refuse.
+_LONG_NOPS = frozenset(
+    bytes.fromhex(text)
+    for text in (
+        "0f1f00",
+        "0f1f4000",
+        "0f1f440000",
+        "660f1f440000",
+        "0f1f8000000000",
+        "0f1f840000000000",
+    )
+)
+# System V ABI for x86-64 1.0, section 3.2.3.
+_ARGUMENT_REGISTERS = frozenset(
+    name
+    for names in (
+        "rdi edi di dil",
+        "rsi esi si sil",
+        "rdx edx dx dl dh",
+        "rcx ecx cx cl ch",
+        "r8 r8d r8w r8b",
+        "r9 r9d r9w r9b",
+    )
+    for name in names.split()
+)
+_STACK_POINTER = frozenset(("rsp", "esp", "sp", "spl"))
+# They write nothing but their operands and flags.
+_HARMLESS = frozenset(
+    name
+    for names in (
+        "add and bt cmova cmovae cmovb cmovbe cmove cmovg cmovge cmovl cmovle cmovne cmovns cmovs",
+        "cmp dec endbr64 inc lea mov movabs movaps movapd movd movdqa movdqu movq movsd movss",
+        "movsx movsxd movups movzx neg nop not or pxor sar sete setne shl shr sub test vmovaps",
+        "vmovdqa vmovdqu vmovups vpxor vxorps xor xorps",
+    )
+    for name in names.split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlace:
+    """Where to put a probe.
+
+    Attributes:
+        offset_bytes: From the function's first byte.
+        stack_bytes: How much the function has put on the stack by then: the return address is this
+            far above the stack pointer.
+        is_emulated: The kernel needs no second trap for it.
+    """
+
+    offset_bytes: int
+    stack_bytes: int
+    is_emulated: bool
+
+
+def probe_place(code: bytes, address: int, *, emulates_long_nops: bool = True) -> ProbePlace:
+    """Chooses the place of a probe that is to see a function's arguments.
+
+    Args:
+        code: The function's bytes from its entry, as many as are known.
+        address: Of the entry. Any will do: places are relative.
+        emulates_long_nops: The kernel is Linux 6.16 or later.
+
+    Returns:
+        The entry where nothing better is found or the code cannot be read.
+    """
+    near = _instructions(code, address)
+    at_entry = bool(near) and _is_emulated(near[0], emulates_long_nops)
+    entry = ProbePlace(0, 0, at_entry)
+    if at_entry:
+        return entry
+    stack_bytes = 0
+    for instruction in near:
+        offset = instruction.address - address
+        if offset >= _MAX_OFFSET_BYTES:
+            return entry
+        if _is_emulated(instruction, emulates_long_nops):
+            if _is_jumped_to(code, near, offset):
+                return entry
+            return ProbePlace(offset, stack_bytes, True)
+        growth = _growth(instruction, stack_bytes)
+        if growth is None or stack_bytes + growth > _MAX_STACK_BYTES:
+            return entry
+        stack_bytes += growth
+    return entry
+
+
+def _instructions(code: bytes, address: int) -> list[Any]:
+    """Returns the first instructions, as far as they can be decoded."""
+    decoder = capstone.Cs(capstone.CS_ARCH_X86, capstone.CS_MODE_64)
+    decoder.detail = True
+    return list(decoder.disasm(code[: _NEAR_BYTES + _MAX_INSTRUCTION_BYTES], address))
+
+
+def _is_emulated(instruction: Any, emulates_long_nops: bool) -> bool:
+    data = bytes(instruction.bytes)
+    if data in _LONG_NOPS or data == b"\x66\x90":  # 66 90 was refused before Linux 6.2
+        return emulates_long_nops
+    if data == b"\x90":
+        return True
+    first = data[0]
+    if 0x50 <= first <= 0x57 or (first == 0x41 and len(data) == 2 and 0x50 <= data[1] <= 0x57):
+        return True
+    if first in (0xEB, 0xE9, 0xE8) or 0x70 <= first <= 0x7F:
+        return True
+    return first == 0x0F and 0x80 <= data[1] <= 0x8F
+
+
+def _growth(instruction: Any, stack_bytes: int) -> int | None:
+    """Returns by how much an instruction grows the stack, None where it may do harm."""
+    if instruction.prefix[0] or instruction.mnemonic not in ("push", *_HARMLESS):
+        return None  # a lock or a repetition; or unknown
+    operands = instruction.operands
+    if instruction.mnemonic == "push":
+        return 8 if operands[0].size == 8 else None
+    if instruction.mnemonic in ("sub", "add") and _is_stack_pointer(instruction, operands[0]):
+        if operands[1].type != x86.X86_OP_IMM or operands[0].size != 8:
+            return None
+        immediate = operands[1].imm if instruction.mnemonic == "sub" else -operands[1].imm
+        return int(immediate) if immediate >= 0 else None
+    _, written = instruction.regs_access()
+    names = {instruction.reg_name(register) for register in written}
+    if names & (_ARGUMENT_REGISTERS | _STACK_POINTER):
+        return None
+    for operand in operands:
+        is_written = operand.type == x86.X86_OP_MEM and operand.access & capstone.CS_AC_WRITE
+        if is_written and not _is_own_frame(instruction, operand, stack_bytes):
+            return None
+    return 0
+
+
+def _is_stack_pointer(instruction: Any, operand: Any) -> bool:
+    return operand.type == x86.X86_OP_REG and instruction.reg_name(operand.reg) in _STACK_POINTER
+
+
+def _is_own_frame(instruction: Any, operand: Any, stack_bytes: int) -> bool:
+    """Whether a write is below the return address: to the function's own part of the stack."""
+    place = operand.mem
+    if place.index or place.segment or not place.base:
+        return False
+    if instruction.reg_name(place.base) != "rsp":
+        return False
+    return bool(place.disp + operand.size <= stack_bytes)
+
+
+def _is_jumped_to(code: bytes, near: list[Any], offset: int) -> bool:
+    """Whether anything jumps behind the entry, up to and including a place of the prologue."""
+    entry = near[0].address
+    decoded = near[-1].address + near[-1].size - entry
+    if decoded < min(len(code), _NEAR_BYTES):
+        return True  # what could not be decoded may be anything
+    for instruction in near:
+        if instruction.group(capstone.CS_GRP_BRANCH_RELATIVE):
+            target = instruction.operands[0].imm - entry
+            if 0 < target <= offset:
+                return True
+    return _is_jumped_to_from_afar(code, offset)
+
+
+def _is_jumped_to_from_afar(code: bytes, offset: int) -> bool:
+    """The same for jumps with four bytes of distance, wherever they may begin."""
+    letters = np.frombuffer(code, np.uint8)
+    count = len(letters) - 5
+    if count <= 0:
+        return False
+    distance = np.zeros(count, np.uint32)
+    for byte in range(4):
+        distance |= letters[2 + byte : 2 + byte + count].astype(np.uint32) << np.uint32(8 * byte)
+    targets = np.arange(6, 6 + count) + distance.view(np.int32)
+    opcode = letters[1 : 1 + count]
+    is_jump = (opcode == 0xE9) | ((opcode & 0xF0 == 0x80) & (letters[:count] == 0x0F))
+    return bool(np.any(is_jump & (targets > 0) & (targets <= offset)))
