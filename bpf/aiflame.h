@@ -95,6 +95,8 @@ enum counter {
 	COUNTER_STACKS_STORED, /* new entries in `stacks` since the programs were loaded */
 	COUNTER_SUMS_STORED, /* new entries in either map of sums */
 	COUNTER_WITHOUT_TABLES, /* user stacks walked by frame pointer: no tables yet */
+	COUNTER_CALLS, /* calls of device APIs by targets */
+	COUNTER_CALLS_STORED, /* new entries in either map of sums of calls */
 	LOST_STACKS_FULL,
 	LOST_SUMS_FULL,
 	LOST_RING_FULL,
@@ -105,6 +107,11 @@ enum counter {
 	LOST_USER_FRAMES, /* more user frames than are kept */
 	LOST_WAIT_EVENTS, /* long waits over the budget: summed, but not sent one by one */
 	LOST_PYTHON_FULL,
+	LOST_CALLS_FULL,
+	LOST_CALL_EVENTS, /* calls over the budget of --trace: summed, but not sent one by one */
+	LOST_CALLERS_FULL,
+	LOST_CALL_ARGUMENTS, /* arguments of a call that could not be read */
+	LOST_KERNEL_NAMES,
 	LOST_SCRATCH, /* per-CPU scratch space not found: cannot happen, but is not assumed */
 	COUNTER_MAX,
 };
@@ -116,6 +123,8 @@ enum event_type {
 	EVENT_THREAD_EXIT = 3,
 	EVENT_WAIT = 4, /* an off-CPU wait over the threshold */
 	EVENT_DRAIN = 5, /* stacks or sums are filling: do not wait for the interval to end */
+	EVENT_CALL = 6, /* a call of a device API, where each was asked for */
+	EVENT_KERNEL_NAMED = 7, /* a device API tied a name to a kernel's handle */
 };
 
 /* Bits of process_state.flags. */
@@ -134,6 +143,7 @@ enum setting {
 	SETTING_START_NS = 1, /* when the recording began; 0: programs do nothing yet */
 	SETTING_STACKS_DRAIN = 2, /* EVENT_DRAIN is due after this many new stacks of one CPU */
 	SETTING_SUMS_DRAIN = 3, /* the same for sums */
+	SETTING_CALLS_DRAIN = 4, /* and for sums of API calls */
 	SETTING_MAX,
 };
 
@@ -295,6 +305,102 @@ struct wait_event {
 	u64 start_ns;
 	u64 blocked_ns;
 	u64 runnable_ns;
+};
+
+/* Functions of device APIs that can be told apart; a number is given out for each by the host half. */
+#define API_CALLS_MAX 1024
+
+/* How a launch says what it launches; Grid in gpu/apis/base.py. */
+#define GRID_NONE 0
+#define GRID_DIM3 1
+#define GRID_NUMBERS 2
+#define GRID_CONFIG 3
+#define GRID_OPENCL 4
+#define GRID_COUNTS 5
+
+/* Where a function that names a kernel leaves its handle; HandleFrom in gpu/apis/base.py. */
+#define HANDLE_ARGUMENT 0
+#define HANDLE_POINTED 1
+#define HANDLE_RETURNED 2
+
+/* Argument in gpu/apis/base.py. */
+struct api_argument {
+	u8 is_used;
+	u8 number;
+	u8 is_pointer; /* 1: the argument points to what holds the value at `offset` */
+	u8 size_bytes; /* 4 or 8 */
+	u32 offset; /* bytes */
+};
+
+/* Call and Naming in gpu/apis/base.py; the host half writes one for each probed function. */
+struct api_call {
+	struct api_argument kernel; /* of a naming: the handle, or where it will be */
+	struct api_argument queue;
+	struct api_argument bytes;
+	struct api_argument kind; /* of a copy */
+	struct api_argument name; /* of a naming */
+	struct api_argument alias; /* of a naming: a handle that has the name */
+	u32 grid; /* GRID_* */
+	u32 handle_from; /* HANDLE_*, of a naming */
+};
+
+struct call_key {
+	u64 stack; /* id in `stacks` */
+	u64 image;
+	u64 kernel; /* handle or host address; 0 for what is no launch */
+	u32 tgid;
+	u32 tid;
+	u32 call; /* slot in `api_calls` */
+	u32 kind; /* of a copy: its direction as the API counts them; or CALL_KERNEL_IS_NAMED */
+};
+
+/* `kernel` is the name_id that came with its name, not a handle: handles are used again. */
+#define CALL_KERNEL_IS_NAMED 0x80000000u
+
+struct call_value {
+	u64 count;
+	u64 work; /* work items in all */
+	u64 bytes;
+};
+
+struct call_event {
+	u32 type;
+	u32 tgid;
+	u32 tid;
+	u32 call;
+	u64 stack;
+	u64 image;
+	u64 ns;
+	u64 kernel;
+	u64 queue;
+	u64 bytes;
+	u32 kind;
+	u32 grid[3]; /* in the API's own units: blocks, groups or work items */
+	u32 block[3];
+	u32 unused;
+};
+
+/* Longer ones, of C++ templates, the host half reads from the process itself. */
+#define KERNEL_NAME_BYTES 1024
+
+/* What a process calls a kernel by its handle, and, with a name_id as handle, which names it has. */
+struct kernel_name_key {
+	u64 image;
+	u64 handle;
+	u64 tgid;
+};
+
+struct kernel_named_event {
+	u32 type;
+	u32 tgid;
+	u64 image;
+	u64 handle;
+	u64 alias; /* a handle that has the name, where there is none here; else 0 */
+	u64 name_address;
+	u64 name_id; /* the same for the same name */
+	u32 call; /* slot in `api_calls` */
+	u32 name_bytes; /* with its zero; KERNEL_NAME_BYTES where it is cut */
+	char name[KERNEL_NAME_BYTES]; /* only name_bytes of it are sent */
 };
 
 /*

@@ -117,6 +117,7 @@ int on_exit(struct raw_tracepoint *ctx)
 	/* Once stopped, the host half closes the intervals of all that are there. */
 	if (thread && setting(SETTING_START_NS))
 		end_thread(thread, current_task(), tid, true, now_ns);
+	forget_caller(tid);
 	if (!process || !process_is_dead(current_task()))
 		return 0;
 	if (process->flags & PROCESS_SEEN) {

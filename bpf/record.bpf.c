@@ -9,5 +9,6 @@
 #include <linux/types.h>
 #include "oncpu.bpf.c"
 #include "offcpu.bpf.c"
+#include "calls.bpf.c"
 #include "lives.bpf.c"
 #include "threads.bpf.c"

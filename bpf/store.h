@@ -195,24 +195,16 @@ static __always_inline void store_stack(struct stack_record *record, u64 hash)
 }
 
 /*
- * Begins the capture of the current task's stack: its kernel half and the user leaf. NULL if there
- * is no room to work in. One capture a CPU at a time: a clock tick cannot come between, since
- * sched_switch runs with interrupts off.
+ * Begins a capture of the current task's stack in the memory given for it: its kernel half and the
+ * user leaf.
  */
-static __always_inline struct capture *begin_capture(void *ctx, struct user_regs *regs,
-						     bool in_kernel, u64 id, u64 image)
+static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
+					     struct user_regs *regs, bool in_kernel, u64 id,
+					     u64 image)
 {
-	u32 zero = 0;
-	struct capture *capture = scratch.lookup(&zero);
-	struct stack_record *record;
-	struct walk *walk;
+	struct stack_record *record = &capture->record;
+	struct walk *walk = &capture->walk;
 
-	if (!capture) {
-		count(LOST_SCRATCH);
-		return NULL;
-	}
-	record = &capture->record;
-	walk = &capture->walk;
 	record->image = walk->image = image;
 	record->tgid = walk->tgid = id >> 32;
 	walk->tid = (u32)id;
@@ -230,11 +222,27 @@ static __always_inline struct capture *begin_capture(void *ctx, struct user_regs
 	walk->is_exact = walk->has_frame_pointer = 1;
 	walk->end = WITH_USER_STACKS ? END_KERNEL_ONLY : END_EXCLUDED;
 	if (!WITH_USER_STACKS || !regs->instruction_pointer)
-		return capture;
+		return;
 	walk->end = END_TOO_DEEP;
 	walk->depth = 1;
 	record->user[0] = regs->instruction_pointer;
 	walk->hash = hash_step(walk->hash, regs->instruction_pointer);
+}
+
+/*
+ * The same in this CPU's own memory; NULL if there is none. One capture a CPU at a time: a clock
+ * tick cannot come between, since sched_switch runs with interrupts off.
+ */
+static __always_inline struct capture *begin_capture(void *ctx, struct user_regs *regs,
+						     bool in_kernel, u64 id, u64 image)
+{
+	u32 zero = 0;
+	struct capture *capture = scratch.lookup(&zero);
+
+	if (capture)
+		begin_capture_in(capture, ctx, regs, in_kernel, id, image);
+	else
+		count(LOST_SCRATCH);
 	return capture;
 }
 

@@ -44,6 +44,10 @@ BPF_ARRAY(unwind_rules, struct unwind_rule, RULES_MAX);
  */
 #define KNOWN_ADDRESSES 1024 /* a power of two; 16 KB a CPU */
 
+/*
+ * A walk in a uprobe may be interrupted by one in a clock tick, on the same CPU: an entry is taken
+ * away before it is changed, and looked at again after it was read.
+ */
 struct known_address {
 	u64 address;
 	u32 serial; /* of the process's mappings: others have others */
@@ -170,7 +174,7 @@ static __always_inline struct unwind_rule *rule_of(struct walk *walk, void *mapp
 {
 	u32 zero = 0, rule;
 	struct known_addresses *known = known_addresses.lookup(&zero);
-	struct known_address *slot;
+	volatile struct known_address *slot;
 	u64 at = (address ^ address >> 12) & (KNOWN_ADDRESSES - 1);
 
 	if (!known)
@@ -180,14 +184,17 @@ static __always_inline struct unwind_rule *rule_of(struct walk *walk, void *mapp
 	slot = &known->slots[at];
 	if (slot->address == address && slot->serial == walk->serial) {
 		rule = slot->rule;
-		return unwind_rules.lookup((int *)&rule);
+		/* A program that came between may have put another address there. */
+		if (slot->address == address && slot->serial == walk->serial)
+			return unwind_rules.lookup((int *)&rule);
 	}
 	if (!find_mapping(walk, mappings, address))
 		return NULL;
 	rule = find_rule(walk, address);
-	slot->address = address;
-	slot->serial = walk->serial;
+	slot->address = 0;
 	slot->rule = rule;
+	slot->serial = walk->serial;
+	slot->address = address;
 	return unwind_rules.lookup((int *)&rule);
 }
 

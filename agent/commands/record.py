@@ -145,6 +145,11 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="also record where threads wait (default: yes)",
     )
+    group.add_argument(
+        "--trace",
+        action="store_true",
+        help="also list calls of device APIs one by one (default: sums only)",
+    )
     group.add_argument("-U", dest="user_only", action="store_true", help="no kernel frames")
     group.add_argument("-K", dest="kernel_only", action="store_true", help="no user frames")
 
@@ -195,6 +200,7 @@ def run(args: argparse.Namespace) -> int:
             wait_event_ns=args.min_wait,
             unwind_bytes_max=args.unwind_memory,
             command_words=args.command_words,
+            trace_calls=args.trace,
         )
         return record(target, options, plan, ProgressPrinter(sys.stderr, args.quiet, args.verbose))
     finally:

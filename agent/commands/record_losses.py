@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from aiflame.agent.recording import abi
+from aiflame.agent.recording.losses import LOSS_MEANINGS
 from aiflame.agent.recording.recorder import Outcome
 from aiflame.agent.symbols.frames import REASONS, clean_name
 
@@ -40,6 +40,8 @@ _PROBLEM_MEANINGS = {
     "python_bad_pointer": "Python stacks with a pointer that cannot be one; the rest is missing",
     "python_loop": "Python stacks that go round in circles; the rest is missing",
     "python_misfit": "stacks whose Python frames did not fit the eval loops of the native stack",
+    "calls_not_probed": "functions of device APIs that could not be probed; their calls are missing"
+    " (probes with cookies came with Linux 5.15)",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
     "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
 }
@@ -57,7 +59,7 @@ def loss_rows(
     """
     rows = [
         (name, outcome.counters[counter], meaning)
-        for counter, (name, meaning) in abi.LOSS_MEANINGS.items()
+        for counter, (name, meaning) in LOSS_MEANINGS.items()
     ]
     for name, count in problems.items():
         culprits = _listed(files.get(name, set()))

@@ -24,6 +24,7 @@ from aiflame.agent.model import Profile
 from aiflame.agent.outfile import publish, temporary_name, write_output
 from aiflame.agent.recording import abi, checks
 from aiflame.agent.recording.loader import ProgramOptions
+from aiflame.agent.recording.probes import online_cpus
 from aiflame.agent.recording.recorder import Outcome, Recorder
 from aiflame.agent.recording.resolve import CaptureResolver
 from aiflame.agent.recording.signals import StopSignals
@@ -54,6 +55,8 @@ class RecordOptions:
     wait_event_ns: int
     unwind_bytes_max: int
     command_words: str
+    calls: bool = True
+    trace_calls: bool = False
 
     @property
     def period_ns(self) -> int:
@@ -76,6 +79,10 @@ class RecordOptions:
             threads_max=self.threads_max,
             wait_event_ns=self.wait_event_ns,
             unwind_bytes_max=self.unwind_bytes_max,
+            calls=self.calls,
+            call_events_per_s=(
+                max(abi.CALL_EVENTS_PER_S // len(online_cpus()), 1) if self.trace_calls else 0
+            ),
         )
 
 
@@ -191,23 +198,21 @@ class _Session:
         resolver = CaptureResolver(
             self._writer, recorder.table, recorder.images, service, recorder.python_of_stacks()
         )
+        if self._options.calls:
+            recorder.calls.finish(self._writer, {})
         resolver.write_mappings()
         self._writer.put_meta({"duration_ns": outcome.duration_ns})
         self._writer.commit()
         resolver.resolve()
-        problems = dict(resolver.problems)
+        problems = {**resolver.problems, **recorder.problems()}
         for problem in service.problems:
             problems[problem.reason] = problems.get(problem.reason, 0) + 1
             self._printer.detail(f"{problem.reason}: {problem.detail}")
-        problems.update(recorder.tables.problems)
-        problems.update(recorder.sleepers.problems)
         outcome.counters[abi.Counter.USER_FRAMES] += recorder.sleepers.frames_cut
-        problems["binary_not_opened"] = recorder.table.binaries.unopened
         problems["stack_lost"] = lost_stacks
         problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())
-        problems.update(recorder.pythons.problems)
         problems["python_misfit"] = resolver.splicer.misfits
-        files = {**recorder.tables.problem_files, **recorder.pythons.problem_files}
+        files = recorder.problem_files()
         self._writer.put("losses", loss_rows(outcome, problems, files))
         service.close()
         running_share = percent(self._running_cpu_ns, self._running_ns)

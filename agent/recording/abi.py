@@ -18,6 +18,8 @@ class EventType(enum.IntEnum):
     THREAD_EXIT = 3
     WAIT = 4
     DRAIN = 5
+    CALL = 6
+    KERNEL_NAMED = 7
 
 
 class ProcessFlag(enum.IntFlag):
@@ -40,6 +42,7 @@ class Setting(enum.IntEnum):
     START_NS = 1
     STACKS_DRAIN = 2
     SUMS_DRAIN = 3
+    CALLS_DRAIN = 4
 
 
 class Filter(enum.IntEnum):
@@ -63,69 +66,33 @@ class Counter(enum.IntEnum):
     STACKS_STORED = 2
     SUMS_STORED = 3
     WITHOUT_TABLES = 4
-    STACKS_FULL = 5
-    SUMS_FULL = 6
-    RING_FULL = 7
-    THREADS_FULL = 8
-    PROCESSES_FULL = 9
-    KERNEL_STACK = 10
-    KERNEL_FRAMES = 11
-    USER_FRAMES = 12
-    WAIT_EVENTS = 13
-    PYTHON_FULL = 14
-    SCRATCH = 15
+    CALLS = 5
+    CALLS_STORED = 6
+    STACKS_FULL = 7
+    SUMS_FULL = 8
+    RING_FULL = 9
+    THREADS_FULL = 10
+    PROCESSES_FULL = 11
+    KERNEL_STACK = 12
+    KERNEL_FRAMES = 13
+    USER_FRAMES = 14
+    WAIT_EVENTS = 15
+    PYTHON_FULL = 16
+    CALLS_FULL = 17
+    CALL_EVENTS = 18
+    CALLERS_FULL = 19
+    CALL_ARGUMENTS = 20
+    KERNEL_NAMES = 21
+    SCRATCH = 22
 
 
-# Counters that mean a loss: the name in the capture, and what it means with its cure.
-LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
-    Counter.STACKS_FULL: (
-        "stack_store_full",
-        "samples whose stack found no room: their time is kept, their frames are not; "
-        "raise --stack-storage-size",
-    ),
-    Counter.SUMS_FULL: (
-        "sums_full",
-        "samples and waits that found no room at all: their time is missing; "
-        "raise --hash-storage-size",
-    ),
-    Counter.RING_FULL: (
-        "ring_full",
-        "events (process starts, exits, long waits) that came faster than they were read; "
-        "the sums are complete, names of short-lived threads may be missing",
-    ),
-    Counter.THREADS_FULL: (
-        "threads_full",
-        "context switches of threads beyond the thread table: their off-CPU time is missing; "
-        "raise --thread-storage-size",
-    ),
-    Counter.PROCESSES_FULL: (
-        "processes_full",
-        "samples of processes beyond the process table; record fewer processes at once",
-    ),
-    Counter.KERNEL_STACK: (
-        "no_kernel_stack",
-        "samples in kernel code without kernel frames: the kernel could not walk its own stack",
-    ),
-    Counter.KERNEL_FRAMES: (
-        "kernel_frames_cut",
-        "samples with more kernel frames than are kept; those nearest to the leaf are there",
-    ),
-    Counter.USER_FRAMES: (
-        "user_frames_cut",
-        "samples with more than 127 user frames; those nearest to the leaf are there",
-    ),
-    Counter.WAIT_EVENTS: (
-        "waits_not_listed",
-        "long waits beyond 1,000 a second and CPU: their time is in every sum, but they are not "
-        "listed one by one; raise --min-wait",
-    ),
-    Counter.PYTHON_FULL: (
-        "python_store_full",
-        "samples whose Python frames found no room: their native frames are there; "
-        "raise --stack-storage-size",
-    ),
-    Counter.SCRATCH: ("no_scratch", "samples without room to walk a stack; please report this"),
-}
+# Device API functions that can be told apart.
+API_CALLS_MAX = 1024
+# Calls listed one by one each second, over all CPUs.
+CALL_EVENTS_PER_S = 100_000
+# What the kernel half reads of a kernel's name.
+KERNEL_NAME_BYTES = 1024
+CALL_KERNEL_IS_NAMED = 0x8000_0000  # bit of call_key.kind
 
 SETTINGS_DTYPE = np.dtype("<u8")
 COUNTERS_DTYPE = np.dtype("<u8")
@@ -266,6 +233,72 @@ WAIT_EVENT_DTYPE = np.dtype(
         ("start_ns", "<u8"),
         ("blocked_ns", "<u8"),
         ("runnable_ns", "<u8"),
+    ]
+)
+API_ARGUMENT_DTYPE = np.dtype(
+    [
+        ("is_used", "u1"),
+        ("number", "u1"),
+        ("is_pointer", "u1"),
+        ("size_bytes", "u1"),
+        ("offset", "<u4"),
+    ]
+)
+API_CALL_DTYPE = np.dtype(
+    [
+        ("kernel", API_ARGUMENT_DTYPE),
+        ("queue", API_ARGUMENT_DTYPE),
+        ("bytes", API_ARGUMENT_DTYPE),
+        ("kind", API_ARGUMENT_DTYPE),
+        ("name", API_ARGUMENT_DTYPE),
+        ("alias", API_ARGUMENT_DTYPE),
+        ("grid", "<u4"),
+        ("handle_from", "<u4"),
+    ]
+)
+CALL_KEY_DTYPE = np.dtype(
+    [
+        ("stack", "<u8"),
+        ("image", "<u8"),
+        ("kernel", "<u8"),
+        ("tgid", "<u4"),
+        ("tid", "<u4"),
+        ("call", "<u4"),
+        ("kind", "<u4"),
+    ]
+)
+CALL_VALUE_DTYPE = np.dtype([("count", "<u8"), ("work", "<u8"), ("bytes", "<u8")])
+CALL_EVENT_DTYPE = np.dtype(
+    [
+        ("type", "<u4"),
+        ("tgid", "<u4"),
+        ("tid", "<u4"),
+        ("call", "<u4"),
+        ("stack", "<u8"),
+        ("image", "<u8"),
+        ("ns", "<u8"),
+        ("kernel", "<u8"),
+        ("queue", "<u8"),
+        ("bytes", "<u8"),
+        ("kind", "<u4"),
+        ("grid", "<u4", (3,)),
+        ("block", "<u4", (3,)),
+        ("unused", "<u4"),
+    ]
+)
+# Of the name, only name_bytes are sent.
+KERNEL_NAMED_DTYPE = np.dtype(
+    [
+        ("type", "<u4"),
+        ("tgid", "<u4"),
+        ("image", "<u8"),
+        ("handle", "<u8"),
+        ("alias", "<u8"),
+        ("name_address", "<u8"),
+        ("name_id", "<u8"),
+        ("call", "<u4"),
+        ("name_bytes", "<u4"),
+        ("name", f"V{KERNEL_NAME_BYTES}"),
     ]
 )
 MAPPING_SLOT_DTYPE = np.dtype(

@@ -70,7 +70,11 @@ def _load(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         sys.exit(f"unfit: {error}\n{error.hint or ''}")
     flags = [f"-D{name}={value}" for name, value in macros.items()]
     module = bcc.BPF(text=paste_includes(folder, request["unit"]).encode(), cflags=flags)
-    types = {"perf_event": bcc.BPF.PERF_EVENT, "raw_tracepoint": bcc.BPF.RAW_TRACEPOINT}
+    types = {
+        "perf_event": bcc.BPF.PERF_EVENT,
+        "raw_tracepoint": bcc.BPF.RAW_TRACEPOINT,
+        "uprobe": bcc.BPF.KPROBE,
+    }
     programs: dict[str, int] = {}
     compiled: dict[str, CompiledProgram] = {}
     for name, kind in request["programs"].items():

@@ -57,6 +57,7 @@ class HeldCommand:
             raise UsageError(
                 f"cannot run {command[0]}: no such program", "name one in PATH, or give its path"
             )
+        self.words = tuple(command)
         self._gate_fd = self._failure_fd = -1
         gate_read, self._gate_fd = os.pipe2(os.O_CLOEXEC)
         self._failure_fd, failure_write = os.pipe2(os.O_CLOEXEC)

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.compile import paste_includes
-from aiflame.agent.recording.program_cache import StaleBundle, bundle_name, load
+from aiflame.agent.recording.program_cache import Loaded, StaleBundle, bundle_name, load
 from aiflame.agent.recording.sysbpf import Map, ProgramCost, program_cost
 from aiflame.agent.recording.syscalls import lift_memlock_limit
 from aiflame.agent.symbols.store import Store
@@ -36,10 +37,17 @@ PROGRAMS = {
     "walk_switch": "raw_tracepoint",
     "walk_switch_python": "raw_tracepoint",
     "on_waking": "raw_tracepoint",
+    "on_call": "uprobe",
+    "walk_call": "uprobe",
+    "walk_call_python": "uprobe",
+    "on_naming": "uprobe",
+    "on_named": "uprobe",
     "on_fork": "raw_tracepoint",
     "on_exec": "raw_tracepoint",
     "on_exit": "raw_tracepoint",
 }
+# Those that are loaded once a function of a device API is found: most targets have none.
+CALL_PROGRAMS = ("on_call", "walk_call", "walk_call_python", "on_naming", "on_named")
 # Those that a recording can do without, by the kernel function that stands for their kind.
 _ITERATORS = {"bpf_iter__task": "bpf_iter_task"}
 # The maps of maps, and what their inner maps are made like.
@@ -57,8 +65,10 @@ _MAPS = (
         "ring",
     ),
     *("process_mappings", "unwind_tables", "unwind_rules", "sample_walkers", "switch_walkers"),
-    *("pythons", "python_chains"),
+    *("pythons", "python_chains", "api_calls", "calls0", "calls1", "call_walkers"),
 )
+# Threads that call device APIs: each has some 6 KB in the kernel, taken at the start.
+_CALLERS_MAX = 1024
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
 
 
@@ -78,6 +88,9 @@ class ProgramOptions:
     processes_max: int = 16384
     ring_pages: int = 256
     python_chains_max: int = 8192
+    calls: bool = True
+    calls_max: int = 16384
+    call_events_per_s: int = 0  # a CPU
     wait_event_ns: int = 100_000_000
     unwind_bytes_max: int = 256 << 20  # not compiled in: the host half keeps to it
 
@@ -88,10 +101,8 @@ Dtype = np.dtype[Any]
 class Programs:
     """Loaded programs and maps, by name. Closing them takes everything out of the kernel."""
 
-    def __init__(
-        self, program_fds: dict[str, int], map_fds: dict[str, int], options: ProgramOptions
-    ):
-        self.fds = program_fds
+    def __init__(self, loaded: Loaded, options: ProgramOptions) -> None:
+        self.fds, map_fds, self._late = loaded
         self.ring_fd = map_fds["ring"]
         self.ring_bytes = options.ring_pages * os.sysconf("SC_PAGE_SIZE")
         self.cgroups_fd = map_fds.get("cgroups")
@@ -113,16 +124,42 @@ class Programs:
         self.python_chains = known(
             "python_chains", abi.STACK_ID_DTYPE, abi.PYTHON_CHAIN_DTYPE, options.python_chains_max
         )
+        self.api_calls = known("api_calls", number, abi.API_CALL_DTYPE, abi.API_CALLS_MAX)
+        self._walkers = {
+            kind: known(f"{kind}_walkers", number, number, 2)
+            for kind in ("sample", "switch", "call")
+        }
         for kind in ("sample", "switch"):
-            walkers = known(f"{kind}_walkers", number, number, 2)
-            for slot, name in enumerate((f"walk_{kind}", f"walk_{kind}_python")):
-                program = program_fds[name].to_bytes(4, "little")
-                walkers.update(slot.to_bytes(4, "little"), program)
+            self._chain(kind)
         self.sums = tuple(
             Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
             for name in ("sums0", "sums1")
         )
-        self._all_fds = [*program_fds.values(), *map_fds.values()]
+        self.calls = tuple(
+            Map(map_fds[name], abi.CALL_KEY_DTYPE, abi.CALL_VALUE_DTYPE, options.calls_max)
+            for name in ("calls0", "calls1")
+        )
+        self._map_fds = map_fds
+
+    def _chain(self, kind: str) -> None:
+        """Lets the programs that walk call themselves and each other."""
+        for slot, name in enumerate((f"walk_{kind}", f"walk_{kind}_python")):
+            program = self.fds[name].to_bytes(4, "little")
+            self._walkers[kind].update(slot.to_bytes(4, "little"), program)
+
+    def need_calls(self) -> None:
+        """Loads the programs for calls of device APIs, if they are not.
+
+        Raises:
+            EnvironmentUnfit: The kernel refuses them.
+        """
+        late, self._late = self._late, None
+        if late is not None:
+            try:
+                self.fds.update(late.load())
+            except StaleBundle as error:
+                raise EnvironmentUnfit(f"the kernel refuses a program: {error}") from error
+        self._chain("call")
 
     @property
     def thread_iterator_fd(self) -> int | None:
@@ -139,9 +176,9 @@ class Programs:
 
     def close(self) -> None:
         """Closes every descriptor."""
-        for fd in self._all_fds:
+        for fd in (*self.fds.values(), *self._map_fds.values()):
             os.close(fd)
-        self._all_fds = []
+        self.fds, self._map_fds = {}, {}
 
 
 def load_programs(options: ProgramOptions, cache: Path | None = None) -> Programs:
@@ -162,18 +199,22 @@ def load_programs(options: ProgramOptions, cache: Path | None = None) -> Program
         "maps": [*_MAPS, *(["cgroups"] if options.filter is abi.Filter.CGROUP else [])],
         "templates": _TEMPLATES,
     }
-    return Programs(*load_unit(request, _macros(options), cache), options)
+    return Programs(load_unit(request, _macros(options), cache, CALL_PROGRAMS), options)
 
 
 def load_unit(
-    request: dict[str, Any], macros: dict[str, int | str], cache: Path | None
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Loads a unit of bpf/ from what was kept of it, else compiles it; returns descriptors by name.
+    request: dict[str, Any],
+    macros: dict[str, int | str],
+    cache: Path | None,
+    late: Collection[str] = (),
+) -> Loaded:
+    """Loads a unit of bpf/ from what was kept of it, else compiles it.
 
     Args:
         request: What compile.py is asked for: unit, programs, iterators, maps, templates.
         macros: Of the unit.
         cache: As above.
+        late: Programs that need not be loaded yet.
 
     Raises:
         EnvironmentUnfit: As above.
@@ -188,7 +229,7 @@ def load_unit(
         bundles = [bundle_name(source, variant) for variant in variants]
         lift_memlock_limit()
         for bundle in bundles:
-            kept = _load_kept(store, str(bundle))
+            kept = _load_kept(store, str(bundle), late)
             if kept is not None:
                 return kept
     place = {"bpf_folder": str(folder), "cache": str(cache)}
@@ -197,9 +238,9 @@ def load_unit(
         for variant, bundle in zip(variants, bundles, strict=True)
     ]
     try:
-        return ask_child(asked[0])
+        return Loaded(*ask_child(asked[0]), None)
     except LoadFailed:
-        return ask_child(asked[1])
+        return Loaded(*ask_child(asked[1]), None)
 
 
 def _macros(options: ProgramOptions) -> dict[str, int | str]:
@@ -217,17 +258,21 @@ def _macros(options: ProgramOptions) -> dict[str, int | str]:
         "RING_PAGES": options.ring_pages,
         "PYTHON_CHAINS_MAX": options.python_chains_max,
         "WAIT_EVENT_NS": f"{options.wait_event_ns}ull",
+        "WITH_CALLS": int(options.calls),
+        "CALLS_MAX": options.calls_max if options.calls else 1,
+        "CALLERS_MAX": _CALLERS_MAX if options.calls else 1,
+        "CALL_EVENTS_PER_S": options.call_events_per_s,
     }
 
 
-def _load_kept(store: Store, name: str) -> tuple[dict[str, int], dict[str, int]] | None:
+def _load_kept(store: Store, name: str, late: Collection[str]) -> Loaded | None:
     """Loads a kept bundle; None where there is none that this kernel takes."""
     mapping = store.open(name)
     if mapping is None:
         return None
     with mapping:
         try:
-            return load(mapping[:])
+            return load(mapping[:], late)
         except StaleBundle:
             store.remove(name)
             return None

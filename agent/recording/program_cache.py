@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,8 +106,42 @@ class StaleBundle(Exception):
     """A bundle that is damaged, of another version, or that this kernel does not take."""
 
 
-def load(bundle: bytes) -> tuple[dict[str, int], dict[str, int]]:
-    """Makes the maps and loads the programs; returns descriptors of programs and maps by name.
+class LatePrograms:
+    """Programs of a bundle that were left out: the verifier takes its time for each."""
+
+    def __init__(self, rows: Sequence[Any], bodies: bytes, maps: Mapping[str, int]) -> None:
+        self._rows = rows
+        self._bodies = bodies
+        self._maps = maps
+
+    def load(self) -> dict[str, int]:
+        """Loads them; returns descriptors by name.
+
+        Raises:
+            StaleBundle: The kernel refuses one; nothing is left behind then.
+        """
+        opened: list[int] = []
+        try:
+            return _load_programs(self._rows, self._bodies, self._maps, opened)
+        except OSError as error:
+            _close_all(opened)
+            raise StaleBundle(str(error)) from error
+
+
+class Loaded(NamedTuple):
+    """Descriptors of programs and maps by name, and what can be loaded later."""
+
+    programs: dict[str, int]
+    maps: dict[str, int]
+    late: LatePrograms | None
+
+
+def load(bundle: bytes, late: Collection[str] = ()) -> Loaded:
+    """Makes the maps and loads the programs.
+
+    Args:
+        bundle: As pack made it.
+        late: Names of programs that may not be needed.
 
     Raises:
         StaleBundle: Nothing is left behind then.
@@ -119,13 +153,28 @@ def load(bundle: bytes) -> tuple[dict[str, int], dict[str, int]]:
         if magic != _MAGIC or hashlib.sha256(content).digest() != checksum:
             raise StaleBundle("damaged, or of another version")
         head = json.loads(content[_HEADER.size : _HEADER.size + size])
+        rows, bodies = _placed(head["programs"]), content[_HEADER.size + size :]
         maps = _make_maps(head["maps"], opened)
-        programs = _load_programs(head["programs"], content[_HEADER.size + size :], maps, opened)
+        now = [row for row in rows if row[0] not in late]
+        programs = _load_programs(now, bodies, maps, opened)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        for fd in opened:
-            os.close(fd)
+        _close_all(opened)
         raise StaleBundle(str(error)) from error
-    return programs, maps
+    return Loaded(programs, maps, LatePrograms([r for r in rows if r[0] in late], bodies, maps))
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _placed(rows: Sequence[Any]) -> list[Any]:
+    """Puts before the size of each program where it begins among all bodies."""
+    placed, begin = [], 0
+    for name, kind, function_type, size, relocations in rows:
+        placed.append((name, kind, function_type, begin, size, relocations))
+        begin += size
+    return placed
 
 
 def _make_maps(rows: Sequence[Any], opened: list[int]) -> dict[str, int]:
@@ -139,14 +188,12 @@ def _make_maps(rows: Sequence[Any], opened: list[int]) -> dict[str, int]:
 
 
 def _load_programs(
-    rows: Sequence[Any], bodies: bytes, maps: dict[str, int], opened: list[int]
+    rows: Sequence[Any], bodies: bytes, maps: Mapping[str, int], opened: list[int]
 ) -> dict[str, int]:
     fds = list(maps.values())
     loaded: dict[str, int] = {}
-    begin = 0
-    for name, kind, function_type, size, relocations in rows:
+    for name, kind, function_type, begin, size, relocations in rows:
         body = bytearray(bodies[begin : begin + size])
-        begin += size
         for at, index in relocations:
             struct.pack_into("<i", body, at + 4, fds[index])
         if kind == ITERATOR:

@@ -19,7 +19,11 @@ import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi
+from aiflame.agent.recording.api_calls import ApiCalls
+from aiflame.agent.recording.events import Events
+from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.recording.losses import LOSS_MEANINGS
 from aiflame.agent.recording.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
 from aiflame.agent.recording.pythons import PythonProcesses
@@ -97,6 +101,7 @@ class Recorder:
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
+        programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
         self.table = ProcessTable(time.monotonic_ns(), self._current_image)
         self.stacks = StackSink(self._writer, self.table)
         self.samples = SampleSink(self._writer, self.table, self.stacks)
@@ -128,8 +133,15 @@ class Recorder:
         )
         self.images = self.tables.images
         self.pythons = PythonProcesses(self._programs, self.table, self.images)
-        if self._options.user_stacks:
-            self.table.on_mappings = self._mappings_read
+        self.kernels = KernelTable()
+        self.calls = ApiCalls(self._programs, self.table, self.images, self.kernels)
+        self.events = Events(
+            self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
+        )
+        if self._options.calls:
+            command = self._target.command
+            self.calls.prepare(() if command is None else command.words)
+        self.table.on_mappings = self._mappings_read
         if self._target.filter is abi.Filter.PIDS:
             for pid in pids:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
@@ -137,8 +149,11 @@ class Recorder:
         self.pythons.poll()
 
     def _mappings_read(self, image: ProcessImage) -> None:
-        self.tables.push(image)
-        self.pythons.look(image)
+        if self._options.calls:
+            self.calls.look(image)
+        if self._options.user_stacks:
+            self.tables.push(image)
+            self.pythons.look(image)
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""
@@ -183,7 +198,7 @@ class Recorder:
                 if is_entering:
                     until_ns = 0
                 self._ring.wait((until_ns - now_ns) / 1e9)
-                if self._read_events():
+                if self.events.take():
                     self.drain()
                 self.tables.poll()
                 self.pythons.poll()
@@ -207,43 +222,8 @@ class Recorder:
             elapsed_ns=time.monotonic_ns() - self.start_ns,
             samples=self.samples.samples,
             off_cpu_ns=sum(self.samples.ns_by_class[1:]),
-            lost=sum(counters[counter] for counter in abi.LOSS_MEANINGS),
+            lost=sum(counters[counter] for counter in LOSS_MEANINGS),
         )
-
-    def _read_events(self) -> bool:
-        """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
-        is_pressed = False
-        for payload in self._ring.records():
-            kind = int.from_bytes(payload[:4], "little")
-            if kind == abi.EventType.PROCESS_SEEN:
-                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
-                name = bytes(event["comm"]).decode(errors="replace")
-                image, ns = int(event["image"]), int(event["ns"])
-                self.table.seen(int(event["tgid"]), image, int(event["parent_tgid"]), name, ns)
-            elif kind == abi.EventType.PROCESS_EXIT:
-                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
-                self.table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))
-                self.tables.forget(int(event["tgid"]))
-                self.pythons.forget(int(event["tgid"]))
-            elif kind == abi.EventType.THREAD_EXIT:
-                self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
-            elif kind == abi.EventType.WAIT:
-                self.samples.add_wait(np.frombuffer(payload, abi.WAIT_EVENT_DTYPE, 1)[0])
-            elif kind == abi.EventType.DRAIN:
-                is_pressed = True
-        return is_pressed
-
-    def _thread_ended(self, event: np.void) -> None:
-        tgid, tid = int(event["tgid"]), int(event["tid"])
-        name = bytes(event["comm"]).decode(errors="replace")
-        image = self.table.image(
-            tgid, int(event["image"]), int(event["parent_tgid"]), name if tid == tgid else ""
-        )
-        thread = self.table.thread(image, tid)
-        thread.name = name or thread.name
-        # Added, since a thread id may have had an earlier life in the same process.
-        thread.on_cpu_ns += int(event["on_cpu_ns"])
-        thread.observed_ns += int(event["ns"]) - max(int(event["first_seen_ns"]), self.start_ns)
 
     def _drain_stacks(self) -> None:
         for keys, records in self._programs.stacks.chunks(take=True):
@@ -256,10 +236,13 @@ class Recorder:
         self._epoch ^= 1
         switched_ns = time.monotonic_ns()
         self._programs.set(abi.Setting.EPOCH, self._epoch)
-        self._read_events()  # a process is announced before its first sum
+        self.events.take()  # a process is announced before its first sum
         self._drain_stacks()
         keys, values = idle.take_all()
-        self.samples.add((self._epoch_since_ns - self.start_ns) // INTERVAL_NS, keys, values)
+        interval = (self._epoch_since_ns - self.start_ns) // INTERVAL_NS
+        self.samples.add(interval, keys, values)
+        if self._options.calls:
+            self.calls.drain(interval, self._epoch ^ 1, self.stacks, self._writer)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         self._epoch_since_ns = switched_ns
         self._write_tables(
@@ -276,7 +259,7 @@ class Recorder:
         # up; the other way round, both would go on past the end.
         self._programs.set(abi.Setting.START_NS, 0)
         end_ns = time.monotonic_ns()
-        self._read_events()
+        self.events.take()
         self.drain()
         self.drain()  # the other of the two sum maps
         self._close_open_intervals(end_ns)
@@ -298,6 +281,21 @@ class Recorder:
             if process is not None:
                 found[row] = StackPython(process, self.pythons.chains.get(chain), gil)
         return found
+
+    def problems(self) -> dict[str, int]:
+        """Returns what the host half lost, by name."""
+        return {
+            **self.tables.problems,
+            **self.sleepers.problems,
+            **self.pythons.problems,
+            **self.calls.probes.problems,
+            "binary_not_opened": self.table.binaries.unopened,
+        }
+
+    def problem_files(self) -> dict[str, set[str]]:
+        """Returns the files to blame, by the problem's name."""
+        parts = (self.tables, self.pythons, self.calls.probes)
+        return {name: files for part in parts for name, files in part.problem_files.items()}
 
     def _close_open_intervals(self, end_ns: int) -> None:
         if not self._options.off_cpu:
@@ -356,6 +354,8 @@ class Recorder:
     def close(self) -> None:
         """Detaches and takes the programs out of the kernel."""
         self._probes.close()
+        if hasattr(self, "calls"):
+            self.calls.close()
         if hasattr(self, "sleepers"):
             self.sleepers.close()
         if hasattr(self, "tables"):

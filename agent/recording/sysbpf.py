@@ -16,6 +16,7 @@ import os
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ _MAP_UPDATE_BATCH, _MAP_DELETE_BATCH = 26, 27
 # What kernels before v5.19 say of batches on maps of maps (include/linux/errno.h).
 _ENOTSUPP = 524
 _LINK_CREATE, _ITER_CREATE = 28, 33
-_TRACE_ITER = 28  # enum bpf_attach_type
+_TRACE_ITER, _ATTACH_PERF_EVENT = 28, 41  # enum bpf_attach_type
+_UPROBE_TYPE = Path("/sys/bus/event_source/devices/uprobe/type")
 
 BPF_ANY, BPF_NOEXIST = 0, 1
 
@@ -261,6 +263,59 @@ def open_cpu_clock(cpu: int, period_ns: int) -> int:
         ctypes.c_int(cpu),
         ctypes.c_int(-1),
         ctypes.c_ulong(_PERF_FLAG_FD_CLOEXEC),
+    )
+
+
+def uprobe_event_type() -> int:
+    """Returns the kernel's number for uprobes as perf events (v4.17).
+
+    Raises:
+        OSError: It has none.
+    """
+    return int(_UPROBE_TYPE.read_text())
+
+
+def open_uprobe(path: str, offset: int, event_type: int, is_return: bool = False) -> int:
+    """Opens an event that fires wherever any process executes one place of a file.
+
+    Args:
+        path: Of the file; a link in /proc/self/fd will do.
+        offset: Of the instruction in the file, in bytes; of a function's first where the event is
+            to fire when it returns.
+        event_type: As uprobe_event_type returns it.
+        is_return: At the return.
+
+    Raises:
+        OSError: The kernel refuses it: no regular file, or no instruction there.
+    """
+    path_buffer = ctypes.create_string_buffer(os.fsencode(path))
+    attributes = bytearray(_PERF_ATTR_BYTES)
+    # struct perf_event_attr: uprobe_path and probe_offset are its config1 and config2; the lowest
+    # bit of config says "return" (/sys/bus/event_source/devices/uprobe/format).
+    struct.pack_into("<IIQ", attributes, 0, event_type, _PERF_ATTR_BYTES, int(is_return))
+    struct.pack_into("<QQ", attributes, 56, ctypes.addressof(path_buffer), offset)
+    # A CPU has to be named; BPF programs run on all of them.
+    return syscall(
+        this_architecture().syscall_perf_event_open,
+        bytes(attributes),
+        ctypes.c_int(-1),
+        ctypes.c_int(0),
+        ctypes.c_int(-1),
+        ctypes.c_ulong(_PERF_FLAG_FD_CLOEXEC),
+    )
+
+
+def link_event(event_fd: int, program_fd: int, cookie: int) -> int:
+    """Runs a program at each firing of an event, with a number that it can ask for (v5.15).
+
+    Returns:
+        The link, which lives as long as its descriptor.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    return bpf(
+        _LINK_CREATE, struct.pack("<IIIIQ24x", program_fd, event_fd, _ATTACH_PERF_EVENT, 0, cookie)
     )
 
 

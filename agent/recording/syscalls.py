@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from aiflame.agent.recording.arch import this_architecture
 
 _MAP_CREATE, _PROG_LOAD, _OBJ_GET_INFO_BY_FD = 0, 5, 15
-_PROGRAM_TYPES = {"perf_event": 7, "raw_tracepoint": 17}
+_PROGRAM_TYPES = {"uprobe": 2, "perf_event": 7, "raw_tracepoint": 17}
 _MAP_INFO_BYTES = 80  # struct bpf_map_info of v5.10; an older kernel fills less
 _LICENCE = b"GPL"
 _PROG_TYPE_TRACING, _TRACE_ITER = 26, 28
@@ -126,7 +126,7 @@ def load_program(kind: str, name: str, instructions: bytes) -> int:
     """Loads a program; returns its descriptor.
 
     Args:
-        kind: perf_event or raw_tracepoint.
+        kind: uprobe, perf_event or raw_tracepoint.
         name: For bpftool; the kernel keeps 15 bytes of it.
         instructions: struct bpf_insn, with descriptors of this process where maps are.
 

@@ -34,7 +34,7 @@ def load_thread_iterator(cache: Path | None) -> int:
         "templates": {},
     }
     with contextlib.suppress(LoadFailed):
-        programs, _ = load_unit(request, {}, cache)
+        programs = load_unit(request, {}, cache).programs
         if _PROGRAM in programs:
             return programs[_PROGRAM]
     raise EnvironmentUnfit(

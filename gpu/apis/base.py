@@ -105,6 +105,7 @@ class Api:
         calls: What is recorded. A call inside another one of the same API is not counted again.
         namings: What tells names.
         directions: Of a copy by `Call.kind`.
+        libraries: How the names of its libraries begin, for those that a program may yet load.
         skip_files: Names of files (regular expression) that hold these symbols and are not probed,
             since a loader in front of them is.
     """
@@ -113,4 +114,5 @@ class Api:
     calls: tuple[Call, ...]
     namings: tuple[Naming, ...] = ()
     directions: tuple[Direction, ...] = ()
+    libraries: tuple[str, ...] = ()
     skip_files: str = ""

@@ -56,6 +56,7 @@ API = Api(
         # (kernel, error): OpenCL 2.1
         Naming("clCloneKernel", None, HandleFrom.RETURNED, alias=Argument(0)),
     ),
+    libraries=("libOpenCL.so",),
     # The implementations behind the loader export the same names, or are called by table.
     skip_files=r"libpocl\.so|libnvidia-opencl|libamdocl|libigdrcl|libintelocl",
 )

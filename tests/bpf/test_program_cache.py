@@ -31,6 +31,7 @@ def _bundle(folder: Path) -> Path:
 
 
 def _close(programs: Programs) -> None:
+    programs.need_calls()
     assert {*loader.PROGRAMS} <= set(programs.fds)
     programs.close()
 

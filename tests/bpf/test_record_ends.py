@@ -148,7 +148,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("kilobytes", [16, 96, 200, 400])
+@pytest.mark.parametrize("kilobytes", [16, 160, 240, 400])
 def test_a_full_disk_loses_nothing_that_was_written(
     workload: Callable[..., Path], small_disk: Callable[[int], Path], kilobytes: int
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_full_disk_loses_nothing_that_was_written(
     assert "free some space" in said
     assert "Traceback" not in said
     assert _files(folder) <= {"run.aiflame", "run.html"}
-    if kilobytes < 96:
+    if kilobytes < 160:
         assert _files(folder) == set()
     else:
         read_capture(folder / "run.aiflame")

@@ -15,8 +15,10 @@ import pytest
 from aiflame.agent import model
 from aiflame.agent.python import layouts
 from aiflame.agent.recording import abi
+from aiflame.agent.recording.losses import LOSS_MEANINGS
 from aiflame.agent.unwind.table import PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RbpKind, RuleKind
+from aiflame.gpu.apis.base import Grid, HandleFrom
 
 _BPF = Path(__file__).parents[2] / "bpf"
 _HEADER = (_BPF / "aiflame.h").read_text()
@@ -36,9 +38,15 @@ _DTYPES = {
     "python_process": abi.PYTHON_PROCESS_DTYPE,
     "python_frame": abi.PYTHON_FRAME_DTYPE,
     "python_chain": abi.PYTHON_CHAIN_DTYPE,
+    "api_argument": abi.API_ARGUMENT_DTYPE,
+    "api_call": abi.API_CALL_DTYPE,
+    "call_key": abi.CALL_KEY_DTYPE,
+    "call_value": abi.CALL_VALUE_DTYPE,
+    "call_event": abi.CALL_EVENT_DTYPE,
+    "kernel_named_event": abi.KERNEL_NAMED_DTYPE,
 }
 # Structs that the host half only hands through as so many bytes.
-_KERNEL_ONLY = {"wait_budget"}
+_KERNEL_ONLY = {"wait_budget", "kernel_name_key"}
 
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,
@@ -59,6 +67,11 @@ _CONSTANTS = {
     "PYTHON_GIL_RUNTIME": layouts.GilHolder.RUNTIME.value,
     "PYTHON_GIL_INTERPRETER": layouts.GilHolder.INTERPRETER.value,
     "THREAD_SEEDED": abi.THREAD_SEEDED,
+    "API_CALLS_MAX": abi.API_CALLS_MAX,
+    "KERNEL_NAME_BYTES": abi.KERNEL_NAME_BYTES,
+    "CALL_KERNEL_IS_NAMED": abi.CALL_KERNEL_IS_NAMED,
+    **{f"GRID_{member.name}": member.value for member in Grid},
+    **{f"HANDLE_{member.name}": member.value for member in HandleFrom},
     "COUNTER_MAX": len(abi.Counter),
     "SETTING_MAX": len(abi.Setting),
     **{f"CLASS_{member.name}": member.value for member in model.SampleClass},
@@ -67,7 +80,7 @@ _CONSTANTS = {
     **{f"PROCESS_{member.name}": member.value for member in abi.ProcessFlag},
     **{f"SETTING_{member.name}": member.value for member in abi.Setting},
     **{
-        f"{'LOST' if member in abi.LOSS_MEANINGS else 'COUNTER'}_{member.name}": member.value
+        f"{'LOST' if member in LOSS_MEANINGS else 'COUNTER'}_{member.name}": member.value
         for member in abi.Counter
     },
 }
@@ -139,17 +152,17 @@ def test_constants_have_the_same_values(compiled: dict[str, int]) -> None:
 
 def test_every_counter_of_a_loss_has_a_name_and_a_meaning() -> None:
     lost = {name.removeprefix("LOST_") for name in _enumerators() if name.startswith("LOST_")}
-    assert {counter.name for counter in abi.LOSS_MEANINGS} == lost
-    names = [name for name, _ in abi.LOSS_MEANINGS.values()]
+    assert {counter.name for counter in LOSS_MEANINGS} == lost
+    names = [name for name, _ in LOSS_MEANINGS.values()]
     assert len(set(names)) == len(names)
-    for name, meaning in abi.LOSS_MEANINGS.values():
+    for name, meaning in LOSS_MEANINGS.values():
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name)
         assert len(meaning.split()) >= 4
 
 
 def test_the_cures_of_losses_are_options_of_record() -> None:
     source = (_BPF.parent / "agent" / "commands" / "record.py").read_text()
-    options = {o for _, text in abi.LOSS_MEANINGS.values() for o in re.findall(r"--[a-z-]+", text)}
+    options = {o for _, text in LOSS_MEANINGS.values() for o in re.findall(r"--[a-z-]+", text)}
     assert options
     assert {option for option in options if f'"{option}"' not in source} == set()
 

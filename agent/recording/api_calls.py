@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of device APIs: probes what targets map, and makes rows of what the kernel half brings.
+
+A launch names its kernel by a handle or by a host address. Each gets a row in `kernels` when it is
+first seen; what it is called is filled in at the end (see `kernel_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.api_probes import ApiProbes
+from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.kernel_names import KernelNames
+from aiflame.agent.recording.kernel_table import KernelTable
+from aiflame.agent.recording.loader import Programs
+from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.recording.runtimes import places_of_runtimes
+from aiflame.agent.recording.sinks import StackSink
+from aiflame.gpu.apis.base import Api, Call
+
+_LARGEST = (1 << 63) - 1  # of an integer in the capture
+
+Row = tuple[Any, ...]
+
+
+class ApiCalls:
+    """All calls of a recording.
+
+    Args:
+        programs: Loaded programs.
+        table: Process table.
+        images: ELF headers of the targets' files.
+        kernels: Gives out rows of kernels.
+
+    Attributes:
+        launches: How many were counted.
+    """
+
+    def __init__(
+        self, programs: Programs, table: ProcessTable, images: ElfImages, kernels: KernelTable
+    ) -> None:
+        self._programs = programs
+        self._table = table
+        self.probes = ApiProbes(programs)
+        self._names = KernelNames(table, images, kernels)
+        self._events: list[np.void] = []
+        self._functions_written = 0
+        self.launches = 0
+
+    def prepare(self, command: Sequence[str]) -> None:
+        """Probes the runtimes that are known before a process maps them.
+
+        Args:
+            command: What is about to be run, empty for nothing.
+        """
+        for path in places_of_runtimes(command):
+            self.probes.look_at_path(path)
+
+    def look(self, image: ProcessImage) -> None:
+        """Probes what a process has mapped."""
+        files = self._table.binaries.files
+        for binary in sorted({mapping.binary for mapping in image.mappings} - {NO_BINARY}):
+            descriptor = files[binary].fd
+            if descriptor is not None:
+                self.probes.look(descriptor, files[binary].path)
+
+    def take_event(self, kind: int, payload: bytes) -> None:
+        """Takes in an event of the ring buffer: a call, or a kernel's name."""
+        if kind == abi.EventType.KERNEL_NAMED:
+            self._names.take(payload)
+        else:
+            self._events.append(np.frombuffer(payload, abi.CALL_EVENT_DTYPE, 1)[0])
+
+    def drain(self, interval: int, idle: int, stacks: StackSink, writer: CaptureWriter) -> None:
+        """Writes one interval's calls.
+
+        Args:
+            interval: Seconds since the start.
+            idle: Which of the two maps of sums the kernel half does not write.
+            stacks: Where the stacks of calls go.
+            writer: Open capture.
+        """
+        calls, events = [], []
+        keys, values = self._programs.calls[idle].take_all()
+        for key, value in zip(keys, values, strict=True):
+            row = self._row(key, stacks)
+            if row is not None:
+                sums = (value[name] for name in ("count", "work", "bytes"))
+                calls.append((interval, *row, *(min(int(sum), _LARGEST) for sum in sums)))
+                self.launches += int(value["count"]) if row[3] is not None else 0
+        for event in self._events:
+            row = self._row(event, stacks)
+            if row is not None:
+                start_ns = max(int(event["ns"]) - self._table.start_ns, 0)
+                queue, size = (min(int(event[name]), _LARGEST) for name in ("queue", "bytes"))
+                sizes = (*event["grid"].tolist(), *event["block"].tolist())
+                events.append((start_ns, *row, queue, *sizes, size))
+        self._events = []
+        self._write_functions(writer)
+        writer.put("api_calls", calls)
+        writer.put("api_events", events)
+
+    def _row(self, call: np.void, stacks: StackSink) -> Row | None:
+        """Returns stack, thread, function, kernel and direction of a call."""
+        slot, stack, kind = int(call["call"]), int(call["stack"]), int(call["kind"])
+        found = self._call(slot)
+        if found is None:
+            return None
+        api, function = found
+        image = self._table.image(int(call["tgid"]), int(call["image"]))
+        row = stacks.row(stack or -1 - image.index, image)
+        thread = self._table.thread(image, int(call["tid"]))
+        if function.operation is not Operation.LAUNCH:
+            return row, thread.index, slot, None, int(_direction(api, function, kind))
+        is_named = bool(kind & abi.CALL_KERNEL_IS_NAMED)
+        kernel = self._names.kernel(image, api.name, int(call["kernel"]), is_named)
+        return row, thread.index, slot, kernel, int(Direction.UNKNOWN)
+
+    def _call(self, slot: int) -> tuple[Api, Call] | None:
+        """What a slot stands for; None for nothing that was given out."""
+        if slot >= len(self.probes.functions):
+            return None
+        api, function = self.probes.functions[slot]
+        return (api, function) if isinstance(function, Call) else None
+
+    def _write_functions(self, writer: CaptureWriter) -> None:
+        rows = []
+        for slot in range(self._functions_written, len(self.probes.functions)):
+            api, function = self.probes.functions[slot]
+            if isinstance(function, Call):
+                rows.append((slot, api.name, function.symbol, int(function.operation)))
+        writer.put("api_functions", rows)
+        self._functions_written = len(self.probes.functions)
+
+    def finish(self, writer: CaptureWriter, run: Mapping[int, frozenset[str]]) -> None:
+        """Writes the kernels.
+
+        Args:
+            writer: Open capture.
+            run: By index of process image, the names of kernels that it was seen to run.
+        """
+        self._names.finish(writer, run)
+
+    def close(self) -> None:
+        """Takes the probes off."""
+        self.probes.close()
+
+
+def _direction(api: Api, call: Call, kind: int) -> Direction:
+    if call.kind is not None and kind < len(api.directions):
+        return api.directions[kind]
+    return call.direction

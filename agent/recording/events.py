@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the ring buffer's events in, each to whom it concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.api_calls import ApiCalls
+from aiflame.agent.recording.processes import ProcessTable
+from aiflame.agent.recording.ringbuf import RingBuffer
+from aiflame.agent.recording.sinks import SampleSink
+
+
+class KeepsProcesses(Protocol):
+    """Whoever keeps something in the kernel for each process."""
+
+    def forget(self, pid: int) -> None:
+        """Gives up what is kept for a process that has ended."""
+
+
+class Events:
+    """All events of a recording.
+
+    Args:
+        ring: Where they come from.
+        table: Is told of processes and threads.
+        samples: Takes long waits.
+        keepers: Are told when a process has ended.
+        calls: Takes calls of device APIs.
+    """
+
+    def __init__(
+        self,
+        ring: RingBuffer,
+        table: ProcessTable,
+        samples: SampleSink,
+        keepers: Sequence[KeepsProcesses],
+        calls: ApiCalls,
+    ) -> None:
+        self._ring = ring
+        self._table = table
+        self._samples = samples
+        self._keepers = keepers
+        self._calls = calls
+
+    def take(self) -> bool:
+        """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
+        is_pressed = False
+        for payload in self._ring.records():
+            kind = int.from_bytes(payload[:4], "little")
+            if kind == abi.EventType.PROCESS_SEEN:
+                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
+                name = bytes(event["comm"]).decode(errors="replace")
+                image, ns = int(event["image"]), int(event["ns"])
+                self._table.seen(int(event["tgid"]), image, int(event["parent_tgid"]), name, ns)
+            elif kind == abi.EventType.PROCESS_EXIT:
+                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
+                self._table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))
+                for keeper in self._keepers:
+                    keeper.forget(int(event["tgid"]))
+            elif kind == abi.EventType.THREAD_EXIT:
+                self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
+            elif kind == abi.EventType.WAIT:
+                self._samples.add_wait(np.frombuffer(payload, abi.WAIT_EVENT_DTYPE, 1)[0])
+            elif kind in (abi.EventType.CALL, abi.EventType.KERNEL_NAMED):
+                self._calls.take_event(kind, payload)
+            elif kind == abi.EventType.DRAIN:
+                is_pressed = True
+        return is_pressed
+
+    def _thread_ended(self, event: np.void) -> None:
+        tgid, tid = int(event["tgid"]), int(event["tid"])
+        name = bytes(event["comm"]).decode(errors="replace")
+        image = self._table.image(
+            tgid, int(event["image"]), int(event["parent_tgid"]), name if tid == tgid else ""
+        )
+        thread = self._table.thread(image, tid)
+        thread.name = name or thread.name
+        # Added, since a thread id may have had an earlier life in the same process.
+        thread.on_cpu_ns += int(event["on_cpu_ns"])
+        first_ns = max(int(event["first_seen_ns"]), self._table.start_ns)
+        thread.observed_ns += int(event["ns"]) - first_ns

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels are called that a launch knows by a handle or by a host address.
+
+Told by the API itself where the kernel was made while it was watched: the name is an argument of
+the function that makes it, and the kernel half puts the name's id in the place of the handle. Else,
+in this order: a host address is a function whose symbol is the kernel's name; a handle's memory
+holds a pointer to the name of a kernel that the process was seen to run. What is left has no name,
+and says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, sound_address
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.kernel_table import KernelTable
+from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.symbols.debugfiles import MappedElf
+from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.symbols.frames import clean_name
+from aiflame.agent.symbols.table import SymbolSource, SymbolTable
+from aiflame.gpu.kernel_names import name_from_host_symbol
+
+# A name lies near the beginning of what a handle points to: PoCL's is the sixth word (pocl_cl.h,
+# v3.1). Smaller pieces are for objects at the end of a mapping.
+_HANDLE_BYTES = (512, 256, 128, 64)
+_NAME = re.compile(rb"[A-Za-z_$][\w$]{0,254}\0", re.ASCII)
+_NAME_BYTES = 256
+# Names as long as the longest of C++ are read whole from the process.
+_LONGEST_NAME_BYTES = 16384
+
+_UNTOLD = "made before the recording began"
+_UNSAID = "the call does not say which kernels it launches"
+
+
+@dataclass(slots=True)
+class _Unnamed:
+    """A kernel that no name was told of: its row, and what may lead to one."""
+
+    row: int
+    image: ProcessImage
+    api: str
+    handle: int
+    candidates: frozenset[str]
+
+
+class KernelNames:
+    """All kernels that were launched.
+
+    Args:
+        table: Process table.
+        images: ELF headers of the targets' files.
+        kernels: Gives out rows.
+    """
+
+    def __init__(self, table: ProcessTable, images: ElfImages, kernels: KernelTable) -> None:
+        self._table = table
+        self._images = images
+        self._kernels = kernels
+        self._told: dict[tuple[int, int], str] = {}
+        self._aliases: dict[tuple[int, int], int] = {}
+        self._unnamed: dict[tuple[int, str, int], _Unnamed] = {}
+        self._symbols: dict[int, SymbolTable | None] = {}
+
+    def take(self, payload: bytes) -> None:
+        """Takes in an event of the kernel half."""
+        whole = payload.ljust(abi.KERNEL_NAMED_DTYPE.itemsize, b"\0")
+        event = np.frombuffer(whole, abi.KERNEL_NAMED_DTYPE, 1)[0]
+        image = self._table.image(int(event["tgid"]), int(event["image"]))
+        if not int(event["name_bytes"]):
+            self._aliases[(image.index, int(event["handle"]))] = int(event["alias"])
+            return
+        name = bytes(event["name"]).split(b"\0", 1)[0]
+        if int(event["name_bytes"]) == abi.KERNEL_NAME_BYTES:
+            name = _whole_name(image.pid, int(event["name_address"]), name)
+        self._told[(image.index, int(event["name_id"]))] = clean_name(name.decode(errors="replace"))
+
+    def kernel(self, image: ProcessImage, api: str, identity: int, is_named: bool) -> int:
+        """Returns the row of a launched kernel.
+
+        Args:
+            image: Who launched it.
+            api: Of the call.
+            identity: The id of a name that was told, or a handle or host address.
+            is_named: Which of them.
+        """
+        if is_named:
+            name = self._told.get((image.index, identity), "")
+            return self._kernels.row(image.index, api, name, "" if name else "its name was lost")
+        if not identity:
+            return self._kernels.row(image.index, api, "", _UNSAID)
+        key = (image.index, api, identity)
+        known = self._unnamed.get(key)
+        if known is None:
+            row = self._kernels.reserve()
+            known = _Unnamed(row, image, api, identity, self._candidates(image, identity))
+            self._unnamed[key] = known
+        return known.row
+
+    def _candidates(self, image: ProcessImage, handle: int) -> frozenset[str]:
+        """Returns what the memory behind a handle points to that may be a name."""
+        if not self._table.is_current(image):
+            return frozenset()
+        memory = ProcessMemory(image.pid)
+        found = set()
+        try:
+            pieces = (memory.read(handle, size) for size in _HANDLE_BYTES)
+            data = next((piece for piece in pieces if piece is not None), b"")
+            for address in np.frombuffer(data, "<u8").tolist():
+                if sound_address(address):
+                    text = _NAME.match(_text_at(memory, address))
+                    if text is not None:
+                        found.add(text[0][:-1].decode("ascii"))
+        except NoMemoryAccess:
+            pass  # it has ended: what was found before is what there is
+        return frozenset(found)
+
+    def finish(self, writer: CaptureWriter, run: Mapping[int, frozenset[str]]) -> None:
+        """Names what can be named, and writes all rows.
+
+        Args:
+            writer: Open capture.
+            run: By index of process image, the names of kernels that it was seen to run.
+        """
+        for unnamed in self._unnamed.values():
+            name = self._name(unnamed, run.get(unnamed.image.index, frozenset()))
+            self._kernels.fill(
+                *(unnamed.row, unnamed.image.index, unnamed.api, name),
+                "" if name else _UNTOLD,
+            )
+        self._kernels.write(writer)
+
+    def _name(self, unnamed: _Unnamed, run: frozenset[str]) -> str:
+        index, handle = unnamed.image.index, unnamed.handle
+        address = self._aliases.get((index, handle), handle)
+        told = self._told.get((index, address))
+        if told is not None:
+            return told
+        symbol = self._symbol(unnamed.image, address)
+        if symbol:
+            return symbol
+        seen = unnamed.candidates & run
+        return next(iter(seen)) if len(seen) == 1 else ""
+
+    def _symbol(self, image: ProcessImage, address: int) -> str:
+        """Returns the kernel that a host function stands for, "" if it is none."""
+        found = int(image.find(np.array([address], np.uint64))[0])
+        if found < 0 or image.mappings[found].binary == NO_BINARY:
+            return ""
+        mapping = image.mappings[found]
+        symbols = self._symbols_of(mapping.binary)
+        if symbols is None:
+            return ""
+        place = (address - self._images.bias(mapping)) % (1 << 64)
+        raw = symbols.raw_names(np.array([place], np.uint64))[0]
+        if raw is None:
+            return ""
+        return name_from_host_symbol(clean_name(raw.decode(errors="replace"))) or ""
+
+    def _symbols_of(self, binary: int) -> SymbolTable | None:
+        if binary not in self._symbols:
+            self._symbols[binary] = None
+            descriptor = self._table.binaries.files[binary].fd
+            if descriptor is not None:
+                # What is wrong with a file, who resolves its other symbols says.
+                with contextlib.suppress(BadElf, OSError, ValueError):
+                    self._symbols[binary] = _table_of(os.dup(descriptor))
+        return self._symbols[binary]
+
+
+def _table_of(descriptor: int) -> SymbolTable:
+    file = MappedElf(descriptor)
+    try:
+        return SymbolTable.build([SymbolSource(file.image, file.map())])
+    finally:
+        file.close()
+
+
+def _text_at(memory: ProcessMemory, address: int) -> bytes:
+    """Reads a possible name; it may end just before memory that is not there."""
+    text = memory.read(address, _NAME_BYTES)
+    if text is None:
+        text = memory.read(address, min(_NAME_BYTES, -address % 4096 or 4096))
+    return text or b""
+
+
+def _whole_name(pid: int, address: int, begin: bytes) -> bytes:
+    """Reads a name that the kernel half had to cut; what it brought if that is gone."""
+    memory = ProcessMemory(pid)
+    try:
+        for size in (_LONGEST_NAME_BYTES, 4096, 2048):
+            text = memory.read(address, size)
+            if text is not None and text.startswith(begin) and b"\0" in text:
+                return text.split(b"\0", 1)[0]
+    except NoMemoryAccess:
+        pass  # it has ended
+    return begin

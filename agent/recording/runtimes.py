@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where device runtimes lie that a program may load: probed before it does, it loses no launch.
+
+What the system's linker knows (ldconfig), and for a command its executable and the libraries that
+this names, by the rules of ld.so(8). Runtimes in other places are found when they are mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from aiflame.gpu.apis import APIS
+from elftools.common.exceptions import ELFError
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+
+_LDCONFIG = "/sbin/ldconfig"
+# It reads one small file.
+_LDCONFIG_TIMEOUT_S = 10
+_STANDARD_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
+# The largest programs name some 200 libraries in all.
+_MOST_LIBRARIES = 512
+
+
+def places_of_runtimes(command: Sequence[str]) -> list[Path]:
+    """Returns files that may hold device runtimes.
+
+    Args:
+        command: The command that is about to be run, empty for none.
+    """
+    known = _linker_cache()
+    wanted = tuple(name for api in APIS for name in api.libraries)
+    found = [Path(path) for name, path in known.items() if name.startswith(wanted)]
+    program = shutil.which(command[0]) if command else None
+    if program is not None:
+        found += _libraries_of(Path(program), known)
+    return found
+
+
+def _linker_cache() -> dict[str, str]:
+    """Returns the paths of libraries by name, as the dynamic linker would find them."""
+    try:
+        done = subprocess.run(  # noqa: S603 - the system's own, with fixed arguments
+            [_LDCONFIG, "-p"], capture_output=True, timeout=_LDCONFIG_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}  # musl has none; libraries are found when they are mapped
+    found: dict[str, str] = {}
+    for line in done.stdout.decode(errors="replace").splitlines():
+        # "	libOpenCL.so.1 (libc6,x86-64) => /lib/x86_64-linux-gnu/libOpenCL.so.1"
+        name, _, path = line.strip().partition(" => ")
+        if path and "x86-64" in name:
+            found.setdefault(name.partition(" ")[0], path)
+    return found
+
+
+def _libraries_of(program: Path, known: dict[str, str]) -> list[Path]:
+    """Returns a program and all libraries that it names, and these name in turn."""
+    found: dict[Path, None] = {program: None}
+    waiting = [program]
+    while waiting and len(found) < _MOST_LIBRARIES:
+        for library in _needed(waiting.pop(), known):
+            if library not in found:
+                found[library] = None
+                waiting.append(library)
+    return list(found)
+
+
+def _needed(path: Path, known: dict[str, str]) -> Iterator[Path]:
+    names, folders = [], []
+    try:
+        with path.open("rb") as file:
+            section = ELFFile(file).get_section_by_name(".dynamic")
+            for tag in section.iter_tags() if isinstance(section, DynamicSection) else ():
+                if tag.entry.d_tag == "DT_NEEDED":
+                    names.append(str(getattr(tag, "needed", "")))
+                elif tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
+                    field = tag.entry.d_tag.removeprefix("DT_").lower()
+                    folders += str(getattr(tag, field, "")).split(":")
+    except (OSError, ELFError, ValueError):
+        return  # a script, or damaged: nothing that can be known before it runs
+    origin = str(path.resolve().parent)
+    folders = [f.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for f in folders]
+    folders += os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    for name in names:
+        places = [Path(f) / name for f in folders if f]
+        places += [Path(known[name])] if name in known else []
+        places += [Path(folder) / name for folder in _STANDARD_FOLDERS]
+        yield from [place for place in places if place.is_file()][:1]

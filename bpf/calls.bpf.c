@@ -1,0 +1,516 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * Calls of device APIs: launches, synchronisation, copies, memory; and what names kernels.
+ *
+ * Attach: uprobes at the entry of the functions, or a few instructions behind it where that is
+ * cheaper and all arguments are still in place; a return probe for functions that make a kernel's
+ * handle. The attach cookie holds the function's slot in `api_calls` and, in its upper half, the
+ * bytes that the function has pushed before the probe.
+ * Needs: bpf_get_attach_cookie (v5.15) and what walk.h needs.
+ * Loses: what its counters say. Where arguments cannot be read the call counts without them.
+ *
+ * Uprobe programs may be interrupted by a tick or a switch and by other threads' uprobes, so that
+ * nothing per CPU can hold a walk: each calling thread has memory of its own, from its first call
+ * to its end.
+ */
+#ifndef WITH_CALLS
+#define WITH_CALLS 0
+#endif
+#ifndef CALLS_MAX
+#define CALLS_MAX 16384
+#endif
+#ifndef CALLERS_MAX
+#define CALLERS_MAX 1024
+#endif
+/* Calls sent one by one each second and CPU; 0 without --trace. */
+#ifndef CALL_EVENTS_PER_S
+#define CALL_EVENTS_PER_S 0
+#endif
+
+/* Of the same kernel version as bpf_task_pt_regs: where one is missing, nothing can be attached. */
+#if HAVE_TASK_PT_REGS
+static u64 (*attach_cookie)(void *ctx) = (void *)174; /* bpf_get_attach_cookie, v5.15 */
+#else
+#define attach_cookie(ctx) 0
+#endif
+
+/* Arguments that are in registers (System V psABI for x86-64, 3.2.3); an eighth keeps masks whole. */
+#define REGISTER_ARGUMENTS 6
+#define REGISTER_SLOTS 8
+
+struct caller {
+	struct capture capture;
+	/* The call in work. */
+	struct call_event call;
+	u64 work;
+	u64 arguments[REGISTER_SLOTS];
+	u64 entry_stack_pointer; /* where the return address is */
+	/* The last call that was counted: one inside it is not. */
+	u64 outer_stack_pointer;
+	u64 outer_return_address;
+	u32 outer_call;
+	u32 unused;
+	/* A kernel's name, from the entry of the function that makes its handle to its return. */
+	u64 handle_at;
+	struct kernel_named_event named;
+};
+
+/* The least recently used go where there are more: then a handle is all that is known. */
+#define KERNEL_NAMES_MAX 16384
+/* Words of a name that its id is made of: longer ones differ in their beginning or in length. */
+#define NAME_ID_WORDS 64
+
+BPF_TABLE("lru_hash", struct kernel_name_key, u64, kernel_names, WITH_CALLS ? KERNEL_NAMES_MAX : 1);
+BPF_ARRAY(api_calls, struct api_call, API_CALLS_MAX);
+BPF_TABLE("hash", u32, struct caller, callers, CALLERS_MAX);
+/* What a thread's memory begins as: it is too large for a program's stack. */
+BPF_ARRAY(new_caller, struct caller, 1);
+BPF_TABLE("hash", struct call_key, struct call_value, calls0, CALLS_MAX);
+BPF_TABLE("hash", struct call_key, struct call_value, calls1, CALLS_MAX);
+BPF_PERCPU_ARRAY(call_budgets, struct wait_budget, 1);
+/* Slot 0: walk_call, which goes on with a walk; slot 1: walk_call_python. */
+BPF_PROG_ARRAY(call_walkers, 2);
+
+static __always_inline void forget_caller(u32 tid)
+{
+	if (WITH_CALLS)
+		callers.delete(&tid);
+}
+
+static __always_inline struct caller *caller_of(u32 tid)
+{
+	struct caller *caller = callers.lookup(&tid);
+	u32 zero = 0;
+
+	if (caller)
+		return caller;
+	caller = new_caller.lookup(&zero);
+	if (caller)
+		callers.insert(&tid, caller);
+	caller = callers.lookup(&tid);
+	if (!caller)
+		count(LOST_CALLERS_FULL);
+	return caller;
+}
+
+static __always_inline void keep_arguments(struct caller *caller, struct pt_regs *ctx, u64 pushed)
+{
+	caller->arguments[0] = ctx->di;
+	caller->arguments[1] = ctx->si;
+	caller->arguments[2] = ctx->dx;
+	caller->arguments[3] = ctx->cx;
+	caller->arguments[4] = ctx->r8;
+	caller->arguments[5] = ctx->r9;
+	caller->entry_stack_pointer = ctx->sp + pushed;
+}
+
+static __always_inline u64 argument(struct caller *caller, u32 number)
+{
+	u64 value = 0, at = number;
+
+	if (number >= REGISTER_ARGUMENTS) {
+		/* The first one on the stack lies above the return address. */
+		at = caller->entry_stack_pointer + 8 + (u64)(number - REGISTER_ARGUMENTS) * 8;
+		if (bpf_probe_read_user(&value, sizeof(value), (void *)at))
+			count(LOST_CALL_ARGUMENTS);
+		return value;
+	}
+	/* In assembly: the compiler knows the bound and would leave it out, verifiers do not. */
+	asm volatile("%0 &= %1" : "+r"(at) : "i"(REGISTER_SLOTS - 1));
+	return caller->arguments[at];
+}
+
+static __always_inline u64 value_of(struct caller *caller, struct api_argument *where)
+{
+	u64 value, pointed = 0;
+	long failed;
+
+	if (!where->is_used)
+		return 0;
+	value = argument(caller, where->number);
+	if (where->is_pointer) {
+		if (where->size_bytes == 4)
+			failed = bpf_probe_read_user(&pointed, 4, (void *)(value + where->offset));
+		else
+			failed = bpf_probe_read_user(&pointed, 8, (void *)(value + where->offset));
+		if (failed)
+			count(LOST_CALL_ARGUMENTS);
+		return pointed;
+	}
+	return where->size_bytes == 4 ? (u32)value : value;
+}
+
+static __always_inline u32 limited(u64 size)
+{
+	return size > 0xffffffff ? 0xffffffff : size;
+}
+
+/* Global sizes of 1 to 3 dimensions, and local ones, NULL where the runtime is to choose. */
+static __always_inline void read_opencl_grid(struct caller *caller)
+{
+	struct call_event *call = &caller->call;
+	u32 dimensions = (u32)caller->arguments[2];
+	u64 global[3], local[3];
+	u64 local_at = caller->arguments[5];
+	u64 size = (u64)dimensions * 8;
+
+	if (dimensions < 1 || dimensions > 3)
+		return;
+	/* One by one: there is no place for constants that an initialiser would be copied from. */
+	global[0] = local[0] = 1;
+	global[1] = local[1] = 1;
+	global[2] = local[2] = 1;
+	/* In assembly: the compiler knows the bound and would leave it out, verifiers do not. */
+	asm volatile("%0 &= 31" : "+r"(size));
+	if (bpf_probe_read_user(global, size, (void *)caller->arguments[4]) ||
+	    (local_at && bpf_probe_read_user(local, size, (void *)local_at))) {
+		count(LOST_CALL_ARGUMENTS);
+		return;
+	}
+	call->grid[0] = limited(global[0]);
+	call->grid[1] = limited(global[1]);
+	call->grid[2] = limited(global[2]);
+	if (local_at) {
+		call->block[0] = limited(local[0]);
+		call->block[1] = limited(local[1]);
+		call->block[2] = limited(local[2]);
+	}
+	caller->work = global[0] * global[1] * global[2];
+}
+
+static __always_inline void read_grid(struct caller *caller, u32 kind)
+{
+	struct call_event *call = &caller->call;
+	u64 failed = 0;
+	u32 *six = call->grid; /* block follows grid */
+
+	if (kind == GRID_OPENCL) {
+		read_opencl_grid(caller);
+		return;
+	}
+	if (kind == GRID_DIM3) {
+		call->grid[0] = (u32)caller->arguments[1];
+		call->grid[1] = caller->arguments[1] >> 32;
+		call->grid[2] = (u32)caller->arguments[2];
+		call->block[0] = (u32)caller->arguments[3];
+		call->block[1] = caller->arguments[3] >> 32;
+		call->block[2] = (u32)caller->arguments[4];
+	} else if (kind == GRID_NUMBERS) {
+		call->grid[0] = (u32)caller->arguments[1];
+		call->grid[1] = (u32)caller->arguments[2];
+		call->grid[2] = (u32)caller->arguments[3];
+		call->block[0] = (u32)caller->arguments[4];
+		call->block[1] = (u32)caller->arguments[5];
+		call->block[2] = (u32)argument(caller, 6);
+	} else if (kind == GRID_CONFIG) {
+		failed = bpf_probe_read_user(six, 24, (void *)caller->arguments[0]);
+	} else if (kind == GRID_COUNTS) {
+		failed = bpf_probe_read_user(six, 12, (void *)caller->arguments[2]);
+		call->block[0] = call->block[1] = call->block[2] = 1;
+	} else {
+		return;
+	}
+	if (failed) {
+		count(LOST_CALL_ARGUMENTS);
+		return;
+	}
+	caller->work = (u64)call->grid[0] * call->grid[1] * call->grid[2] * call->block[0] *
+		       call->block[1] * call->block[2];
+}
+
+/*
+ * Whether a call is made by another one that was counted: a runtime's launch calls the driver's, and
+ * some functions are jumps to others. The outer call is still there if its return address is, and it
+ * is not this call itself, made again from the same place.
+ */
+static __always_inline bool is_nested(struct caller *caller, u32 call)
+{
+	u64 word = 0;
+
+	if (caller->outer_call == call || !caller->outer_stack_pointer ||
+	    caller->entry_stack_pointer > caller->outer_stack_pointer)
+		return false;
+	if (bpf_probe_read_user(&word, sizeof(word), (void *)caller->outer_stack_pointer))
+		return false;
+	return word == caller->outer_return_address;
+}
+
+static __always_inline bool may_send_call(u64 now_ns)
+{
+	u32 zero = 0;
+	struct wait_budget *budget = call_budgets.lookup(&zero);
+
+	if (!budget)
+		return false;
+	if (now_ns - budget->window_ns >= NS_PER_S) {
+		budget->window_ns = now_ns;
+		budget->sent = 0;
+	}
+	budget->sent += 1;
+	return budget->sent <= CALL_EVENTS_PER_S;
+}
+
+static __always_inline void add_call(struct caller *caller)
+{
+	struct call_event *call = &caller->call;
+	struct call_key key = {};
+	struct call_value first = { .count = 1 };
+	struct call_value *value;
+
+	key.stack = call->stack;
+	key.image = call->image;
+	key.kernel = call->kernel;
+	key.tgid = call->tgid;
+	key.tid = call->tid;
+	key.call = call->call;
+	key.kind = call->kind;
+	first.work = caller->work;
+	first.bytes = call->bytes;
+	if (setting(SETTING_EPOCH))
+		value = calls1.lookup(&key);
+	else
+		value = calls0.lookup(&key);
+	if (value) {
+		__sync_fetch_and_add(&value->count, 1);
+		__sync_fetch_and_add(&value->work, first.work);
+		__sync_fetch_and_add(&value->bytes, first.bytes);
+		return;
+	}
+	if (setting(SETTING_EPOCH) ? calls1.insert(&key, &first) : calls0.insert(&key, &first))
+		count(LOST_CALLS_FULL);
+	else
+		count_stored(COUNTER_CALLS_STORED, SETTING_CALLS_DRAIN);
+}
+
+static __always_inline void finish_call(struct caller *caller)
+{
+	caller->call.stack = finish_capture(&caller->capture);
+	add_call(caller);
+	if (!CALL_EVENTS_PER_S)
+		return;
+	if (may_send_call(caller->call.ns))
+		send(&caller->call, sizeof(caller->call), 0);
+	else
+		count(LOST_CALL_EVENTS);
+}
+
+/* Tail-called with a capture in the thread's memory. */
+int walk_call(struct pt_regs *ctx)
+{
+	u32 tid = (u32)bpf_get_current_pid_tgid();
+	struct caller *caller = callers.lookup(&tid);
+
+	if (!caller)
+		return 0;
+	if (!walk_some(&caller->capture))
+		call_walkers.call(ctx, 0);
+	if (begin_python_of(&caller->capture))
+		call_walkers.call(ctx, 1);
+	finish_call(caller);
+	return 0;
+}
+
+/* Likewise, for its Python frames. */
+int walk_call_python(struct pt_regs *ctx)
+{
+	u32 tid = (u32)bpf_get_current_pid_tgid();
+	struct caller *caller = callers.lookup(&tid);
+
+	if (!caller)
+		return 0;
+	if (!walk_python_of(&caller->capture))
+		call_walkers.call(ctx, 1);
+	finish_call(caller);
+	return 0;
+}
+
+/* Puts the id of its name in the place of a kernel's handle, where it was told. */
+static __always_inline void name_kernel(struct call_event *call)
+{
+	struct kernel_name_key key = { .image = call->image, .tgid = call->tgid };
+	u64 *name_id;
+
+	key.handle = call->kernel;
+	name_id = call->kernel ? kernel_names.lookup(&key) : NULL;
+	if (name_id) {
+		call->kernel = *name_id;
+		call->kind |= CALL_KERNEL_IS_NAMED;
+	}
+}
+
+int on_call(struct pt_regs *ctx)
+{
+	u64 id = bpf_get_current_pid_tgid(), cookie;
+	u32 tgid = id >> 32, tid = (u32)id, slot;
+	struct process_state *process = current_target(tgid);
+	struct user_regs regs = {};
+	struct api_call *api;
+	struct caller *caller;
+
+	if (!process || !setting(SETTING_START_NS))
+		return 0;
+	cookie = attach_cookie(ctx);
+	slot = (u32)cookie;
+	api = api_calls.lookup((int *)&slot);
+	caller = caller_of(tid);
+	if (!api || !caller)
+		return 0;
+	keep_arguments(caller, ctx, cookie >> 32);
+	if (is_nested(caller, slot))
+		return 0;
+	count(COUNTER_CALLS);
+	announce(process, tgid);
+	caller->outer_call = slot;
+	caller->outer_stack_pointer = caller->entry_stack_pointer;
+	if (bpf_probe_read_user(&caller->outer_return_address, 8,
+				(void *)caller->entry_stack_pointer))
+		caller->outer_stack_pointer = 0;
+	__builtin_memset(&caller->call, 0, sizeof(caller->call));
+	caller->work = 0;
+	caller->call.type = EVENT_CALL;
+	caller->call.tgid = tgid;
+	caller->call.tid = tid;
+	caller->call.call = slot;
+	caller->call.image = process->image;
+	caller->call.ns = bpf_ktime_get_ns();
+	caller->call.kernel = value_of(caller, &api->kernel);
+	caller->call.queue = value_of(caller, &api->queue);
+	caller->call.bytes = value_of(caller, &api->bytes);
+	caller->call.kind = value_of(caller, &api->kind);
+	name_kernel(&caller->call);
+	read_grid(caller, api->grid);
+	user_regs_from(&regs, ctx);
+	begin_capture_in(&caller->capture, ctx, &regs, false, id, process->image);
+	if (caller->capture.walk.depth && mappings_of(&caller->capture.walk))
+		call_walkers.call(ctx, 0);
+	walk_without_tables(&caller->capture);
+	finish_call(caller);
+	return 0;
+}
+
+/* An id that is the same for the same name; the name lies in zeroes. */
+static __always_inline u64 name_id_of(struct kernel_named_event *named)
+{
+	u64 *words = (u64 *)named->name;
+	u64 hash = named->name_bytes;
+	u32 i;
+
+#pragma clang loop unroll(disable)
+	for (i = 0; i < NAME_ID_WORDS; i++) {
+		if (i * 8 >= named->name_bytes)
+			break;
+		hash = hash_step(hash, words[i]);
+	}
+	return hash;
+}
+
+static __always_inline void send_named(struct kernel_named_event *named, u64 bytes)
+{
+	/* In assembly: a bound that verifiers see. */
+	asm volatile("%0 &= %1" : "+r"(bytes) : "i"(0x7ff));
+	if (bytes > sizeof(*named))
+		bytes = sizeof(*named);
+	if (ring.ringbuf_output(named, bytes, 0))
+		count(LOST_KERNEL_NAMES);
+}
+
+/* Ties a handle to its name; sends the name if the process had none such before. */
+static __always_inline void note_name(struct kernel_named_event *named)
+{
+	struct kernel_name_key key = { .image = named->image, .tgid = named->tgid };
+	u64 head = sizeof(*named) - sizeof(named->name);
+	u64 *known = NULL;
+	long bytes;
+
+	named->name_bytes = 0;
+	if (!named->name_address) {
+		key.handle = named->alias;
+		known = kernel_names.lookup(&key);
+		key.handle = named->handle;
+		if (!known) {
+			kernel_names.delete(&key);
+			send_named(named, head);
+			return;
+		}
+		named->name_id = *known;
+		kernel_names.update(&key, &named->name_id);
+		return;
+	}
+	__builtin_memset(named->name, 0, NAME_ID_WORDS * 8);
+	bytes = bpf_probe_read_user_str(named->name, sizeof(named->name),
+					(void *)named->name_address);
+	if (bytes <= 0) {
+		count(LOST_KERNEL_NAMES);
+		return;
+	}
+	named->name_bytes = bytes;
+	named->name_id = name_id_of(named);
+	key.handle = named->handle;
+	kernel_names.update(&key, &named->name_id);
+	key.handle = named->name_id;
+	if (kernel_names.lookup(&key))
+		return;
+	kernel_names.update(&key, &named->name_id);
+	send_named(named, head + named->name_bytes);
+}
+
+/* At the entry of a function that ties a name to a kernel's handle. */
+int on_naming(struct pt_regs *ctx)
+{
+	u64 id = bpf_get_current_pid_tgid(), cookie;
+	u32 tgid = id >> 32, tid = (u32)id, slot;
+	struct process_state *process = current_target(tgid);
+	struct kernel_named_event *named;
+	struct api_call *api;
+	struct caller *caller;
+
+	if (!process)
+		return 0;
+	cookie = attach_cookie(ctx);
+	slot = (u32)cookie;
+	api = api_calls.lookup((int *)&slot);
+	caller = caller_of(tid);
+	if (!api || !caller)
+		return 0;
+	keep_arguments(caller, ctx, cookie >> 32);
+	named = &caller->named;
+	named->type = EVENT_KERNEL_NAMED;
+	named->tgid = tgid;
+	named->image = process->image;
+	named->call = slot;
+	named->handle = 0;
+	named->name_address = value_of(caller, &api->name);
+	named->alias = value_of(caller, &api->alias);
+	caller->handle_at = value_of(caller, &api->kernel);
+	if (api->handle_from != HANDLE_ARGUMENT)
+		return 0;
+	named->handle = caller->handle_at;
+	note_name(named);
+	return 0;
+}
+
+/* At its return, where the handle is known only then. */
+int on_named(struct pt_regs *ctx)
+{
+	u64 id = bpf_get_current_pid_tgid();
+	u32 tgid = id >> 32, tid = (u32)id, slot;
+	struct caller *caller = callers.lookup(&tid);
+	struct kernel_named_event *named;
+	struct api_call *api;
+
+	if (!caller || !caller->named.type)
+		return 0;
+	named = &caller->named;
+	slot = named->call;
+	api = api_calls.lookup((int *)&slot);
+	if (!api || named->tgid != tgid)
+		return 0;
+	if (api->handle_from == HANDLE_RETURNED)
+		named->handle = ctx->ax;
+	else if (bpf_probe_read_user(&named->handle, 8, (void *)caller->handle_at))
+		named->handle = 0;
+	if (named->handle)
+		note_name(named);
+	named->type = 0;
+	return 0;
+}
