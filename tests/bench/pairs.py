@@ -8,6 +8,7 @@ machine that drifts slows both. Each round begins with another tool.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -84,16 +85,26 @@ class Cost:
 
     start_s: float  # seconds until it has settled, its own start included
     then_pct: float  # of one CPU, after that
+    behind_s: float | None = None  # how late its samples are at the end, where it says so
 
-    def cells(self) -> tuple[str, str]:
-        """Two cells of a table; COST_COLUMNS stands above them."""
-        return f"{self.start_s:.2f}", f"{self.then_pct:.1f}"
+    def cells(self) -> tuple[str, str, str]:
+        """Cells of a table; COST_COLUMNS stands above them."""
+        behind = "" if self.behind_s is None else f"{self.behind_s:.1f}"
+        return f"{self.start_s:.2f}", f"{self.then_pct:.1f}", behind
 
 
-COST_COLUMNS = ("tool's CPU at first, s", "then, % of one")
+COST_COLUMNS = ("tool's CPU at first, s", "then, % of one", "behind, s")
 COST_INTRO = f"""\
 The tool's CPU is that of its threads and processes, in a run of its own: what it took to start and
-in its first {_SETTLE_S:.0f} s, in which all stacks are new, then over {_WATCH_S:.0f} s."""
+in its first {_SETTLE_S:.0f} s, in which all stacks are new, then over {_WATCH_S:.0f} s. Behind: by
+how many of these {_SETTLE_S + _WATCH_S:.0f} s its samples are late, where a tool prints that: it
+takes fewer of them than it was asked for."""
+
+
+def seconds_behind(said: str) -> float | None:
+    """Returns the last "1.05s behind in sampling" of what py-spy printed."""
+    found = re.findall(r"([0-9.]+)s behind in sampling", said)
+    return float(found[-1]) if found else None
 
 
 def cost_of(tool: Tool, folder: Path) -> Cost:
@@ -104,7 +115,11 @@ def cost_of(tool: Tool, folder: Path) -> Cost:
         time.sleep(_WATCH_S)
         after, after_s = use_of(running.pid), time.monotonic()
     then_ns = after.cpu_ns - before.cpu_ns
-    return Cost(before.cpu_ns / 1e9, then_ns / 1e7 / (after_s - before_s))
+    return Cost(
+        before.cpu_ns / 1e9,
+        then_ns / 1e7 / (after_s - before_s),
+        seconds_behind(running.said),
+    )
 
 
 def spread_or_blank(values: Sequence[float]) -> str:

@@ -70,7 +70,7 @@ def _rows(case: _Case) -> list[tuple[str, ...]]:
             "" if at else case.what,
             spread(pairs.wall),
             spread_or_blank(pairs.cpu),
-            *(costs[at] if costs else ("", "")),
+            *(costs[at] if costs else ("" for _ in COST_COLUMNS)),
             code(case.tools[at](_SOME_PID).words),
         )
         for at, pairs in enumerate(measured)

@@ -29,11 +29,11 @@ from bench.tools import Running
 
 _THREADS = 160
 # About a second; the tools take longer to start and to stop.
-_LAPS = 12
+_LAPS = 10
 # The interval of the median leaves out the least and the most of nine.
 _ROUNDS = 9
 # Until the unwind tables of PyTorch are in the cache on disk.
-_WARM_UP_S = 8
+_WARM_UP_S = 5
 _RATES_HZ = (99, 499)
 
 # Stands for any pid where a command is shown.

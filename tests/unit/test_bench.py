@@ -121,6 +121,14 @@ def test_commands_are_shown_as_one_types_them() -> None:
     assert tools.bpftrace("offcpu.bt", 0).words == "bpftrace offcpu.bt 0"
 
 
+def test_how_late_py_spy_is_at_the_end_is_read_from_what_it_says() -> None:
+    said = (
+        "py-spy> 1.05s behind in sampling, try less\npy-spy> 3.81s behind in sampling, try less\n"
+    )
+    assert pairs.seconds_behind(said) == 3.81
+    assert pairs.seconds_behind("py-spy> Sampling process 99 times a second.") is None
+
+
 def test_raw_text_of_py_spy_is_understood() -> None:
     # GIVEN one stack with native frames and without a name for the innermost, one of Python only,
     # and native frames from which Python was called back
