@@ -12,6 +12,7 @@ from bench.events import THEIR_PROGRAM
 from bench.kernel import bpf_stats, watch
 from bench.table import Aim, Table, code
 from bench.tools import Running, Tool
+from bench.usage import use_of
 
 _SECONDS, _THEIR_SECONDS = 10.0, 5.0
 _US_BETWEEN_SWITCHES = 92  # and the switch itself: 10,000 a second on each of two CPUs
@@ -28,44 +29,6 @@ the peaks of its processes added up."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
-    """What a tool used: CPU nanoseconds, resident bytes."""
-
-    cpu_ns: int
-    peak_bytes: int
-
-
-def _family(pid: int) -> list[Path]:
-    """A process and all that descend from it; a helper may have left the process group."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            # After the name in brackets: state, parent (proc_pid_stat(5)).
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):  # ended since the listing
-            continue
-        children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found = [pid]
-    for member in found:
-        found += children.get(member, [])
-    return [Path(f"/proc/{member}") for member in found]
-
-
-def _use(pid: int) -> _Use:
-    cpu_ns = peak_bytes = 0
-    for folder in _family(pid):
-        # The first number is the time on a CPU in ns (Documentation/scheduler/sched-stats.rst).
-        for thread in (folder / "task").iterdir():
-            cpu_ns += int((thread / "schedstat").read_text().split()[0])
-        for line in (folder / "status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                peak_bytes += int(line.split()[1]) * 1024
-    return _Use(cpu_ns, peak_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class _Seen:
     cpu_pct: float
     memory_mb: float
@@ -75,9 +38,9 @@ class _Seen:
 
 def _watch(tool: Tool, program: str, seconds: float, folder: Path) -> _Seen:
     with Running(tool, folder) as running:
-        before, start_s = _use(running.pid), time.monotonic()
+        before, start_s = use_of(running.pid), time.monotonic()
         window = watch(running.pid, seconds)
-        after, end_s = _use(running.pid), time.monotonic()
+        after, end_s = use_of(running.pid), time.monotonic()
     return _Seen(
         (after.cpu_ns - before.cpu_ns) / 1e7 / (end_s - start_s),
         after.peak_bytes / 1e6,

@@ -76,8 +76,12 @@ class Load(AbstractContextManager["Load"]):
 
     def seconds(self) -> float:
         """Waits for the work to be done; returns the seconds that it measured."""
+        return self.times()[0]
+
+    def times(self) -> tuple[float, ...]:
+        """The same with all that it measured: by the wall clock, then of CPU time if it does."""
         self.go()
-        return float(self._line())
+        return tuple(map(float, self._line().split()))
 
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None

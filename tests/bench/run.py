@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import (
+    agreement,
     events,
     footprint,
     large,
@@ -26,6 +27,7 @@ from bench import (
     machine,
     python_frames,
     slowdown,
+    torch_threads,
     unwinding,
     waiting,
 )
@@ -36,6 +38,8 @@ PARTS: dict[str, Callable[[Path, Path], list[Table]]] = {
     "unwinding": unwinding.measure,
     "python": python_frames.measure,
     "slowdown": slowdown.measure,
+    "torch": torch_threads.measure,
+    "agreement": agreement.measure,
     "footprint": footprint.measure,
     "waiting": waiting.measure,
     "large": large.measure,

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much slower a program runs while it is recorded.
+"""How much slower a program runs while it is recorded; see pairs.py for how runs are compared.
 
-Each round runs the load without and with each tool in turn, A B1 A B2 A ..., and compares every B
-with the mean of the two A beside it: a machine that drifts slows both. The kernel's own counting is
-off meanwhile, since it costs time itself.
+The kernel's own counting is off meanwhile, since it costs time itself.
 """
 
 from __future__ import annotations
@@ -15,8 +13,19 @@ from pathlib import Path
 from bench import loads, tools
 from bench.kernel import bpf_stats
 from bench.loads import Load
+from bench.pairs import (
+    COST_COLUMNS,
+    COST_INTRO,
+    Cost,
+    Run,
+    RunUnder,
+    ToolFor,
+    cost_of,
+    measure_pairs,
+    spread_or_blank,
+)
 from bench.table import Table, code, spread
-from bench.tools import Running, Tool
+from bench.tools import Running
 
 _ROUNDS = 5
 
@@ -25,73 +34,86 @@ _PIPE_LOOPS = 100_000
 _SPIN_STEPS = 2_000_000_000
 _PYTHON_ROUNDS = 800
 
+# For as long as somebody looks.
+_ENDLESS_ROUNDS = 10**9
+
 _INTRO = f"""\
 Wall-clock time of the load with the tool, divided by the time without it: median (least-most)
-of {_ROUNDS} pairs. 1.000 is no slow-down. The load is held on one CPU, the tool runs where it
-likes."""
+of {_ROUNDS} pairs; 1.000 is no slow-down. The same of the load's own CPU time, where it measures
+that: time for which a tool has stopped it is not in there. The load is held on one CPU, the tool
+runs where it likes.
 
+{COST_INTRO}"""
 
 # Stands for any pid where a command is shown.
 _SOME_PID = 99
 
-# Makes a tool for the pid of a load.
-_ToolFor = Callable[[int], Tool]
-
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A load and the tools for it; `seconds` runs it once, under a tool if one is given."""
+    """A load and the tools for it.
+
+    `run` runs the load once, under a tool if one is given; `costs` returns what the tools take.
+    """
 
     what: str
-    seconds: Callable[[_ToolFor | None], float]
-    tools: tuple[_ToolFor, ...]
-
-
-def ratios(runs: Sequence[float], tools_in_turn: int) -> list[list[float]]:
-    """Returns the ratios of each tool, from runs in the order A B1 A B2 A B1 A B2 A."""
-    with_tool = [
-        b / ((before + after) / 2)
-        for before, b, after in zip(runs[0::2], runs[1::2], runs[2::2], strict=False)
-    ]
-    return [with_tool[at::tools_in_turn] for at in range(tools_in_turn)]
+    run: RunUnder
+    tools: tuple[ToolFor, ...]
+    costs: Callable[[Sequence[ToolFor]], list[Cost]] | None = None
 
 
 def _rows(case: _Case) -> list[tuple[str, ...]]:
-    runs = [case.seconds(None)]
-    for _ in range(_ROUNDS):
-        for tool in case.tools:
-            runs += [case.seconds(tool), case.seconds(None)]
+    measured = measure_pairs(case.run, case.tools, _ROUNDS)
+    costs = [cost.cells() for cost in case.costs(case.tools)] if case.costs else None
     return [
-        (case.what if tool is case.tools[0] else "", spread(values), code(tool(_SOME_PID).words))
-        for tool, values in zip(case.tools, ratios(runs, len(case.tools)), strict=True)
+        (
+            "" if at else case.what,
+            spread(pairs.wall),
+            spread_or_blank(pairs.cpu),
+            *(costs[at] if costs else ("" for _ in COST_COLUMNS)),
+            code(case.tools[at](_SOME_PID).words),
+        )
+        for at, pairs in enumerate(measured)
     ]
 
 
-def _pipe(folder: Path) -> Callable[[_ToolFor | None], float]:
-    def seconds(tool: _ToolFor | None) -> float:
+def _pipe(folder: Path) -> RunUnder:
+    def run(tool: ToolFor | None) -> Run:
         if tool is None:
-            return loads.pipe_seconds(_PIPE_LOOPS)
+            return Run(loads.pipe_seconds(_PIPE_LOOPS))
         with Running(tool(_SOME_PID), folder):
-            return loads.pipe_seconds(_PIPE_LOOPS)
+            return Run(loads.pipe_seconds(_PIPE_LOOPS))
 
-    return seconds
+    return run
 
 
-def _load(folder: Path, command: Sequence[str]) -> Callable[[_ToolFor | None], float]:
-    def seconds(tool: _ToolFor | None) -> float:
+def _load(folder: Path, command: Sequence[str]) -> RunUnder:
+    def run(tool: ToolFor | None) -> Run:
         with Load(command) as load:
             if tool is None:
-                return load.seconds()
+                return Run(*load.times())
             with Running(tool(load.pid), folder):
-                return load.seconds()
+                return Run(*load.times())
 
-    return seconds
+    return run
+
+
+def _python_costs(folder: Path) -> Callable[[Sequence[ToolFor]], list[Cost]]:
+    def costs(chosen: Sequence[ToolFor]) -> list[Cost]:
+        with Load(_calls(_ENDLESS_ROUNDS)) as load:
+            load.go()
+            return [cost_of(tool(load.pid), folder) for tool in chosen]
+
+    return costs
+
+
+def _calls(rounds: int) -> tuple[str, ...]:
+    return loads.pinned(loads.PYTHON, tools.HERE / "calls.py", rounds)
 
 
 def _cases(busy: Path, folder: Path, idle_pid: int) -> list[_Case]:
-    everything: _ToolFor = lambda _: tools.aiflame("-a")  # noqa: E731 - one of a row
+    everything: ToolFor = lambda _: tools.aiflame("-a")  # noqa: E731 - one of a row
     spin = loads.pinned(busy, "spin", loads.DEPTH, _SPIN_STEPS)
-    calls = loads.pinned(loads.PYTHON, tools.HERE / "calls.py", _PYTHON_ROUNDS)
     return [
         _Case(
             "`perf bench sched pipe`",
@@ -116,12 +138,15 @@ def _cases(busy: Path, folder: Path, idle_pid: int) -> list[_Case]:
         ),
         _Case(
             "calls in Python",
-            _load(folder, calls),
+            _load(folder, _calls(_PYTHON_ROUNDS)),
             (
-                lambda pid: tools.aiflame("-p", pid),
+                lambda pid: tools.aiflame("-p", pid, "-F", 99),
                 lambda pid: tools.py_spy(pid, "-r", 99, "-o", "bench.svg"),
                 lambda pid: tools.perf("-F", "99", "-g", "-p", pid),
+                lambda pid: tools.aiflame("-p", pid, "-F", 499),
+                lambda pid: tools.py_spy(pid, "-r", 499, "-o", "bench.svg"),
             ),
+            _python_costs(folder),
         ),
     ]
 
@@ -130,4 +155,5 @@ def measure(busy: Path, folder: Path) -> list[Table]:
     """Measures all cases."""
     with bpf_stats(False), loads.background(("sleep", "900")) as idle:
         rows = [row for case in _cases(busy, folder, idle[0]) for row in _rows(case)]
-    return [Table("Slow-down", _INTRO, ("load", "with / without", "tool"), rows)]
+    columns = ("load", "wall-clock time", "its CPU time", *COST_COLUMNS, "tool")
+    return [Table("Slow-down", _INTRO, columns, rows)]

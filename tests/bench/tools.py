@@ -144,7 +144,12 @@ class Running(AbstractContextManager["Running"]):
 
     def _fail(self) -> None:
         self._clear_up()
-        raise ToolFailed(f"{self._tool.words}: {self._said.decode(errors='replace').strip()}")
+        raise ToolFailed(f"{self._tool.words}: {self.said.strip()}")
+
+    @property
+    def said(self) -> str:
+        """What it printed as far as it was read: all of it once it has ended."""
+        return self._said.decode(errors="replace")
 
     def await_output(self, ending: str) -> float:
         """Waits for a line that contains a text; returns the monotonic second it was seen."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from bench import large, loads, machine, run, slowdown, tools
+from aiflame.agent.model import SampleClass
+from bench import hot_stacks, large, loads, machine, pairs, run, tools
 from bench.kernel import Runs, Window
 from bench.table import Aim, Table, aims_table, spread
 from profiles import small_profile
@@ -57,7 +59,32 @@ def test_each_run_with_a_tool_is_compared_with_its_neighbours() -> None:
     # GIVEN two tools, two rounds, on a machine that becomes twice as slow
     runs = [1.0, 2.0, 1.0, 3.0, 1.0, 3.0, 2.0, 6.0, 2.0]
     # THEN the drift is in none of the ratios
-    assert slowdown.ratios(runs, 2) == [[2.0, 2.0], [3.0, 3.0]]
+    assert pairs.ratios(runs, [0, 1, 0, 1]) == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_each_round_begins_with_another_tool() -> None:
+    assert pairs.order(3, 2) == [0, 1, 2, 1, 2, 0]
+
+
+def test_interval_of_a_median_leaves_out_as_much_as_it_may() -> None:
+    # Of nine, the least and the most: 1 - 2 * (1 + 9) / 2**9 is 0.961, with one more 0.820.
+    assert pairs.median_interval([9, 1, 8, 2, 7, 3, 6, 4, 5]) == (2, 8)
+    assert pairs.median_interval([6, 1, 5, 2, 4, 3]) == (1, 6)
+    with pytest.raises(ValueError, match="no interval from 5"):
+        pairs.median_interval([1, 2, 3, 4, 5])
+
+
+def test_runs_are_sorted_by_tool_whatever_their_order() -> None:
+    # GIVEN a load that takes 1 s alone and 2 or 3 s under two tools
+    first, second = tools.aiflame("-p", 1), tools.py_spy(1)
+    runs = {None: pairs.Run(1.0), first: pairs.Run(2.0), second: pairs.Run(3.0)}
+    measured = pairs.measure_pairs(
+        lambda tool: runs[tool and tool(1)], [lambda _: first, lambda _: second], 3
+    )
+    # THEN each has its own
+    assert [one.wall for one in measured] == [[2.0] * 3, [3.0] * 3]
+    # and a time that is not measured is not shown
+    assert pairs.spread_or_blank(measured[0].cpu) == ""
 
 
 def test_cost_of_an_event_is_that_of_all_its_programs() -> None:
@@ -92,6 +119,61 @@ def test_commands_are_shown_as_one_types_them() -> None:
     assert tools.aiflame("-p", 4321).words == "aiflame record -p PID"
     assert tools.bpftrace("offcpu.bt", 4321).words == "bpftrace offcpu.bt PID"
     assert tools.bpftrace("offcpu.bt", 0).words == "bpftrace offcpu.bt 0"
+
+
+def test_how_late_py_spy_is_at_the_end_is_read_from_what_it_says() -> None:
+    said = (
+        "py-spy> 1.05s behind in sampling, try less\npy-spy> 3.81s behind in sampling, try less\n"
+    )
+    assert pairs.seconds_behind(said) == 3.81
+    assert pairs.seconds_behind("py-spy> Sampling process 99 times a second.") is None
+
+
+def test_raw_text_of_py_spy_is_understood() -> None:
+    # GIVEN one stack with native frames and without a name for the innermost, one of Python only,
+    # and native frames from which Python was called back
+    seen = hot_stacks.of_py_spy(
+        "0x7f00 (/lib/libc.so.6);<module> (/a/run.py:9);A.press (/a/run.py:3)"
+        ";deflate (/lib/libz.so.1);0x7f11 (/lib/libz.so.1) 3\n"
+        "<module> (/a/run.py:9);f.<locals>.<lambda> (/a/run.py:4) 2\n"
+        "<module> (<string>:1);walk (tree.c:12);A.visit (/a/run.py:5) 1\n"
+    )
+    # THEN frames are named without folders, and only what is above the last Python frame is a leaf
+    assert seen.chains == {
+        ("<module> (run.py:9)", "A.press (run.py:3)"): 3,
+        ("<module> (run.py:9)", "f.<locals>.<lambda> (run.py:4)"): 2,
+        ("<module> (<string>:1)", "A.visit (run.py:5)"): 1,
+    }
+    assert seen.leaves == {
+        ("A.press", "libz.so.1", ""): 3,
+        ("f.<locals>.<lambda>", "", ""): 2,
+        ("A.visit", "", ""): 1,
+    }
+    with pytest.raises(ValueError, match="not a frame"):
+        hot_stacks.of_py_spy("py-spy> Sampling process 100 times 1")
+
+
+def test_samples_on_cpu_of_a_capture_are_counted_by_python_frames() -> None:
+    profile = small_profile()
+    on_cpu = profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]
+    seen = hot_stacks.of_capture(profile)
+    assert seen.chains.total() == seen.leaves.total() == on_cpu["count"].sum() > 0
+
+
+def test_stacks_that_differ_only_in_lines_are_one_by_function() -> None:
+    chains = Counter({("f (a.py:1)", "g (a.py:5)"): 1, ("f (a.py:2)", "g (a.py:5)"): 2})
+    assert hot_stacks.by_function(chains) == {("f (a.py)", "g (a.py)"): 3}
+
+
+def test_hot_in_one_only_is_told_from_a_share_that_is_close_to_the_limit() -> None:
+    # GIVEN 1,000 samples each: "near" is above one percent in one of them, "far" is missing there
+    first = Counter({"same": 930, "near": 11, "far": 50, "cold": 9})
+    second = Counter({"same": 985, "near": 9, "far": 0, "cold": 6})
+    compared = hot_stacks.compare(first, second)
+    # THEN only "far" is more than chance
+    assert (compared.both, compared.only_first) == ({"same"}, {"near", "far"})
+    assert (compared.only_second, compared.beyond_chance) == (set(), {"far"})
+    assert compared.overlap == pytest.approx(0.930 + 0.009 + 0.006)
 
 
 def test_update_replaces_only_what_was_measured() -> None:
