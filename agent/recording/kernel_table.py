@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of a recording, each stored once: launches and device samples meet in these rows."""
+
+from __future__ import annotations
+
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.symbols.frames import clean_name
+
+
+class KernelTable:
+    """Gives out ids, and writes a row for each.
+
+    Args:
+        writer: Open capture.
+    """
+
+    def __init__(self, writer: CaptureWriter) -> None:
+        self._writer = writer
+        self._ids: dict[tuple[int, str, str, str], int] = {}
+
+    def id_of(self, image: int, api: str, name: str, unnamed: str = "") -> int:
+        """Returns the id of a kernel, entered now if it was not known.
+
+        Args:
+            image: Index of the process image.
+            api: As in gpu/apis/.
+            name: Linkage name as the target gives it, "" where it is unknown.
+            unnamed: Why it is unknown.
+        """
+        key = (image, api, clean_name(name), unnamed)
+        known = self._ids.get(key)
+        if known is None:
+            known = self._ids[key] = len(self._ids)
+            self._writer.put("kernels", [(known, *key)])
+        return known
