@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi
+from aiflame.agent.recording.devices import Devices
+from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.recording.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
@@ -34,6 +36,7 @@ from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
@@ -69,12 +72,19 @@ class Recorder:
         options: What is compiled into the kernel half.
         writer: Open capture.
         signals: Ends the recording.
+        families: Devices to record.
     """
 
     def __init__(
-        self, target: Target, options: ProgramOptions, writer: CaptureWriter, signals: StopSignals
+        self,
+        target: Target,
+        options: ProgramOptions,
+        writer: CaptureWriter,
+        signals: StopSignals,
+        families: Sequence[Family] = (),
     ) -> None:
         self._target = target
+        self._families = families
         self._options = options
         self._writer = writer
         self._signals = signals
@@ -104,6 +114,7 @@ class Recorder:
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
         self._prepare_tables(pids)
+        self._start_devices()
         command = self._target.command
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
@@ -135,6 +146,15 @@ class Recorder:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         self.tables.poll()
         self.pythons.poll()
+
+    def _start_devices(self) -> None:
+        self.kernels = KernelTable(self._writer)
+        period_ns = self._options.period_ns
+        self.devices = Devices(
+            self._families, self.table, self.images, self._writer, self.kernels, period_ns
+        )
+        self.stacks.on_stack = self.devices.add_stack
+        self.devices.start()
 
     def _mappings_read(self, image: ProcessImage) -> None:
         self.tables.push(image)
@@ -257,9 +277,13 @@ class Recorder:
         switched_ns = time.monotonic_ns()
         self._programs.set(abi.Setting.EPOCH, self._epoch)
         self._read_events()  # a process is announced before its first sum
+        self.devices.before_stacks()
         self._drain_stacks()
         keys, values = idle.take_all()
-        self.samples.add((self._epoch_since_ns - self.start_ns) // INTERVAL_NS, keys, values)
+        interval = (self._epoch_since_ns - self.start_ns) // INTERVAL_NS
+        self.samples.add(interval, keys, values)
+        self.devices.add_sums(keys, values, self.stacks.has_come)
+        self.devices.drain(interval)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         self._epoch_since_ns = switched_ns
         self._write_tables(
@@ -279,6 +303,7 @@ class Recorder:
         self._read_events()
         self.drain()
         self.drain()  # the other of the two sum maps
+        self.devices.stop()
         self._close_open_intervals(end_ns)
         counters = read_counters(self._programs.counters, self._possible_cpus)
         outcome = Outcome(
