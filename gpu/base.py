@@ -23,6 +23,8 @@ class CpuSample:
         thread: Its thread id.
         file: Which file, by an id of the recorder's.
         address: Of the innermost frame that is in the file, as the file counts addresses.
+        is_caller: That frame had called something outside the file: `address` is the last byte of
+            the call, not the first of an instruction.
         count: How many.
     """
 
@@ -30,6 +32,7 @@ class CpuSample:
     thread: int
     file: int
     address: int
+    is_caller: bool
     count: int
 
 
@@ -52,10 +55,10 @@ class CodeKey:
 
 @dataclass(frozen=True, slots=True)
 class KernelSample:
-    """Samples of one instruction; fields as in agent/gpu_profile.py, `device` of this family's."""
+    """Samples of one instruction; fields as in agent/gpu_profile.py."""
 
     interval: int
-    device: int
+    device: int  # index into what `detect` found
     code: CodeKey
     offset: int
     reason: str
@@ -100,22 +103,39 @@ class Files(Protocol):
         """Returns an open descriptor, None where it could not be opened."""
         ...
 
+    def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
+        """Returns (source file, line) by DWARF for each address as the file counts them.
+
+        To be asked in `Family.resolve` only; ("", 0) where nothing is known.
+        """
+        ...
+
 
 class Family(Protocol):
     """One family of devices. Adding one is one new folder and one line in gpu/families.py."""
 
     name: str  # as typed after --gpu
+    api: str  # by which its kernels are launched, as in gpu/apis/
 
-    def detect(self) -> Finding:
-        """Looks for devices. Needs no target; never raises for what a machine lacks."""
-        ...
+    def detect(self, cpu_period_ns: int = 0) -> Finding:
+        """Looks for devices. Needs no target; never raises for what a machine lacks.
 
-    def owns(self, path: str) -> bool:
-        """Whether a mapped file holds kernels of this family, for CPU samples of them."""
+        Asked again after samples of a family that had found none: the driver may be in a container.
+
+        Args:
+            cpu_period_ns: What one CPU sample stands for, for families that are made of them.
+        """
         ...
 
     def start(self, files: Files) -> None:
         """Begins with the recording."""
+        ...
+
+    def owns(self, file: int) -> bool:
+        """Whether a mapped file holds kernels of this family, for CPU samples of them.
+
+        Asked once for every file of every target: what is no kernel has to be told cheaply.
+        """
         ...
 
     def drain(self, interval: Interval) -> Iterable[KernelSample]:

@@ -6,5 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aiflame.gpu.base import Family
+from aiflame.gpu.opencl.family import OpenClFamily
 
-FAMILIES: dict[str, Callable[[], Family]] = {}
+FAMILIES: dict[str, Callable[[], Family]] = {OpenClFamily.name: OpenClFamily}

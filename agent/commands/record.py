@@ -16,6 +16,7 @@ from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_session import RecordOptions, record
 from aiflame.agent.errors import UsageError
+from aiflame.agent.recording.device_choice import AUTO, CHOICES
 from aiflame.agent.recording.targets import (
     Target,
     target_of_all,
@@ -150,6 +151,12 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="also list calls of device APIs one by one (default: sums only)",
     )
+    group.add_argument(
+        "--gpu",
+        choices=CHOICES,
+        default=AUTO,
+        help="devices to record: all that are found, none, or one family (default: %(default)s)",
+    )
     group.add_argument("-U", dest="user_only", action="store_true", help="no kernel frames")
     group.add_argument("-K", dest="kernel_only", action="store_true", help="no user frames")
 
@@ -201,6 +208,7 @@ def run(args: argparse.Namespace) -> int:
             unwind_bytes_max=args.unwind_memory,
             command_words=args.command_words,
             trace_calls=args.trace,
+            gpu=args.gpu,
         )
         return record(target, options, plan, ProgressPrinter(sys.stderr, args.quiet, args.verbose))
     finally:

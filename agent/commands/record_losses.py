@@ -43,6 +43,13 @@ _PROBLEM_MEANINGS = {
     "calls_not_probed": "functions of device APIs that could not be probed; their calls are missing"
     " (probes with cookies came with Linux 5.15)",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
+    "kernel_not_opened": "samples in kernels of a device whose file could not be read",
+    "sample_outside_kernel": "samples in a kernel's file beyond its code",
+    "kernel_not_disassembled": "kernels of a device whose instructions are not known",
+    "device_code_replaced": "samples of a second in which a kernel's code gave way to other code at"
+    " the same address; some may be of the other",
+    "device_stacks_not_kept": "stacks with unknown addresses, too many at once to look for kernels"
+    " of a device in them",
     "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from aiflame.agent import __version__
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.model import Profile
 from aiflame.agent.outfile import publish, temporary_name, write_output
 from aiflame.agent.recording import abi, checks
+from aiflame.agent.recording.device_choice import AUTO, NONE, choose_families
 from aiflame.agent.recording.loader import ProgramOptions
 from aiflame.agent.recording.probes import online_cpus
 from aiflame.agent.recording.recorder import Outcome, Recorder
@@ -35,6 +38,7 @@ from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.facts import complete_share, cut_short, duration, percent
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.gpu.base import Family
 
 _NO_SAMPLES_EXIT = 4
 
@@ -55,7 +59,7 @@ class RecordOptions:
     wait_event_ns: int
     unwind_bytes_max: int
     command_words: str
-    calls: bool = True
+    gpu: str = AUTO
     trace_calls: bool = False
 
     @property
@@ -79,7 +83,7 @@ class RecordOptions:
             threads_max=self.threads_max,
             wait_event_ns=self.wait_event_ns,
             unwind_bytes_max=self.unwind_bytes_max,
-            calls=self.calls,
+            calls=self.gpu != NONE,
             call_events_per_s=(
                 max(abi.CALL_EVENTS_PER_S // len(online_cpus()), 1) if self.trace_calls else 0
             ),
@@ -97,13 +101,14 @@ def record(
         DiskFull: After publishing what was recorded before the disk was full.
     """
     checks.require_all()
+    families = choose_families(options.gpu)
     temporary = temporary_name(plan.any_path.with_suffix(".aiflame"))
     temporary.unlink(missing_ok=True)
     temporary.touch(mode=0o600, exist_ok=False)
     try:
         with StopSignals() as signals, SymbolService(cache_dir()) as service:
             session = _Session(target, options, temporary, printer, signals)
-            failure = session.record(service)
+            failure = session.record(service, families)
             profile = read_capture(temporary)
             session.publish(plan, profile)
             session.summarise(plan, profile)
@@ -131,11 +136,10 @@ class _Session:
         self._signals = signals
         self._writer = CaptureWriter(temporary)
 
-    def record(self, service: SymbolService) -> DiskFull | None:
+    def record(self, service: SymbolService, families: Sequence[Family]) -> DiskFull | None:
         """Records and resolves; returns the error if the disk became full on the way."""
-        recorder = Recorder(
-            self._target, self._options.for_programs(self._target), self._writer, self._signals
-        )
+        programs = self._options.for_programs(self._target)
+        recorder = Recorder(self._target, programs, self._writer, self._signals, families)
         failure = None
         try:
             self._run(recorder, service)
@@ -198,12 +202,12 @@ class _Session:
         resolver = CaptureResolver(
             self._writer, recorder.table, recorder.images, service, recorder.python_of_stacks()
         )
-        if self._options.calls:
-            recorder.calls.finish(self._writer, {})
         resolver.write_mappings()
         self._writer.put_meta({"duration_ns": outcome.duration_ns})
         self._writer.commit()
         resolver.resolve()
+        recorder.devices.resolve(service, resolver.binary_id)
+        recorder.calls.finish(recorder.devices.kernel_names())
         problems = {**resolver.problems, **recorder.problems()}
         for problem in service.problems:
             problems[problem.reason] = problems.get(problem.reason, 0) + 1
@@ -266,6 +270,8 @@ class _Session:
             say(f"lost: {loss.name} {loss.count:,}: {loss.meaning}")
         if not profile.losses:
             say("0 lost.")
+        for line in device_lines(profile.gpu):
+            say(line)
         if not len(profile.samples):
             say("No samples were captured: was the target idle, or gone?")
         cpu_s = recording.recorder_cpu_ns / 1e9

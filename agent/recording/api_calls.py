@@ -138,14 +138,13 @@ class ApiCalls:
         writer.put("api_functions", rows)
         self._functions_written = len(self.probes.functions)
 
-    def finish(self, writer: CaptureWriter, run: Mapping[int, frozenset[str]]) -> None:
-        """Writes the kernels.
+    def finish(self, run: Mapping[int, frozenset[str]]) -> None:
+        """Names kernels that no name was told of.
 
         Args:
-            writer: Open capture.
             run: By index of process image, the names of kernels that it was seen to run.
         """
-        self._names.finish(writer, run)
+        self._names.finish(run)
 
     def close(self) -> None:
         """Takes the probes off."""

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, sound_address
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
@@ -38,6 +37,7 @@ _NAME_BYTES = 256
 _LONGEST_NAME_BYTES = 16384
 
 _UNTOLD = "made before the recording began"
+_LOST = "its name was lost"
 _UNSAID = "the call does not say which kernels it launches"
 
 
@@ -94,13 +94,13 @@ class KernelNames:
         """
         if is_named:
             name = self._told.get((image.index, identity), "")
-            return self._kernels.row(image.index, api, name, "" if name else "its name was lost")
+            return self._kernels.id_of(image.index, api, name, "" if name else _LOST)
         if not identity:
-            return self._kernels.row(image.index, api, "", _UNSAID)
+            return self._kernels.id_of(image.index, api, "", _UNSAID)
         key = (image.index, api, identity)
         known = self._unnamed.get(key)
         if known is None:
-            row = self._kernels.reserve()
+            row = self._kernels.unnamed(image.index, api, _UNTOLD)
             known = _Unnamed(row, image, api, identity, self._candidates(image, identity))
             self._unnamed[key] = known
         return known.row
@@ -123,20 +123,16 @@ class KernelNames:
             pass  # it has ended: what was found before is what there is
         return frozenset(found)
 
-    def finish(self, writer: CaptureWriter, run: Mapping[int, frozenset[str]]) -> None:
-        """Names what can be named, and writes all rows.
+    def finish(self, run: Mapping[int, frozenset[str]]) -> None:
+        """Names what can be named by now.
 
         Args:
-            writer: Open capture.
             run: By index of process image, the names of kernels that it was seen to run.
         """
         for unnamed in self._unnamed.values():
             name = self._name(unnamed, run.get(unnamed.image.index, frozenset()))
-            self._kernels.fill(
-                *(unnamed.row, unnamed.image.index, unnamed.api, name),
-                "" if name else _UNTOLD,
-            )
-        self._kernels.write(writer)
+            if name:
+                self._kernels.name(unnamed.row, unnamed.image.index, unnamed.api, name)
 
     def _name(self, unnamed: _Unnamed, run: frozenset[str]) -> str:
         index, handle = unnamed.image.index, unnamed.handle

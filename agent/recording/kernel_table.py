@@ -1,43 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of `kernels`: one for each name in a process image, whoever met it first."""
+"""The kernels of a recording, each stored once: launches and device samples meet in these rows."""
 
 from __future__ import annotations
 
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.symbols.frames import clean_name
 
 
 class KernelTable:
-    """Gives out row ids; launches and device samples of one kernel share its row."""
+    """Gives out ids, and writes a row for each.
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, str, str, str] | None] = []
-        self._by_key: dict[tuple[int, str, str, str], int] = {}
+    Args:
+        writer: Open capture.
+    """
 
-    def row(self, image: int, api: str, name: str, unnamed: str = "") -> int:
-        """Returns the row of a kernel.
+    def __init__(self, writer: CaptureWriter) -> None:
+        self._writer = writer
+        self._ids: dict[tuple[int, str, str, str], int] = {}
+
+    def id_of(self, image: int, api: str, name: str, unnamed: str = "") -> int:
+        """Returns the id of a kernel, entered now if it was not known.
 
         Args:
             image: Index of the process image.
-            api: As in gpu/apis.
-            name: Linkage name, "" where it is unknown.
+            api: As in gpu/apis/.
+            name: Linkage name as the target gives it, "" where it is unknown.
             unnamed: Why it is unknown.
         """
-        key = (image, api, name, unnamed)
-        if key not in self._by_key:
-            self._by_key[key] = len(self._rows)
-            self._rows.append(key)
-        return self._by_key[key]
+        key = (image, api, clean_name(name), unnamed)
+        known = self._ids.get(key)
+        if known is None:
+            known = self._ids[key] = len(self._ids)
+            self._writer.put("kernels", [(known, *key)])
+        return known
 
-    def reserve(self) -> int:
-        """Returns a row that is filled in later."""
-        self._rows.append(None)
-        return len(self._rows) - 1
+    def unnamed(self, image: int, api: str, why: str) -> int:
+        """Returns the id of a kernel of its own that may be named later; `why` it is not yet."""
+        key = (image, api, "", why)
+        at = len(self._ids)
+        # Kernels without names are not each other: nothing else gets this key.
+        self._ids[(image, api, f"\0{at}", why)] = at
+        self._writer.put("kernels", [(at, *key)])
+        return at
 
-    def fill(self, row: int, image: int, api: str, name: str, unnamed: str) -> None:
-        """Fills in a reserved row."""
-        self._rows[row] = (image, api, name, unnamed)
-
-    def write(self, writer: CaptureWriter) -> None:
-        """Writes all rows that are filled."""
-        rows = ((row, *kernel) for row, kernel in enumerate(self._rows) if kernel is not None)
-        writer.put("kernels", rows)
+    def name(self, kernel: int, image: int, api: str, name: str) -> None:
+        """Names a kernel that was entered without."""
+        self._writer.put("kernels", [(kernel, image, api, clean_name(name), "")])

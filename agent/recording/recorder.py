@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_calls import ApiCalls
+from aiflame.agent.recording.devices import Devices
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
@@ -38,6 +39,7 @@ from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
@@ -73,12 +75,19 @@ class Recorder:
         options: What is compiled into the kernel half.
         writer: Open capture.
         signals: Ends the recording.
+        families: Devices to record.
     """
 
     def __init__(
-        self, target: Target, options: ProgramOptions, writer: CaptureWriter, signals: StopSignals
+        self,
+        target: Target,
+        options: ProgramOptions,
+        writer: CaptureWriter,
+        signals: StopSignals,
+        families: Sequence[Family] = (),
     ) -> None:
         self._target = target
+        self._families = families
         self._options = options
         self._writer = writer
         self._signals = signals
@@ -109,6 +118,7 @@ class Recorder:
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
         self._prepare_tables(pids)
+        self._start_devices()
         command = self._target.command
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
@@ -133,7 +143,7 @@ class Recorder:
         )
         self.images = self.tables.images
         self.pythons = PythonProcesses(self._programs, self.table, self.images)
-        self.kernels = KernelTable()
+        self.kernels = KernelTable(self._writer)
         self.calls = ApiCalls(self._programs, self.table, self.images, self.kernels)
         self.events = Events(
             self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
@@ -147,6 +157,14 @@ class Recorder:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         self.tables.poll()
         self.pythons.poll()
+
+    def _start_devices(self) -> None:
+        period_ns = self._options.period_ns
+        self.devices = Devices(
+            self._families, self.table, self.images, self._writer, self.kernels, period_ns
+        )
+        self.stacks.on_stack = self.devices.add_stack
+        self.devices.start()
 
     def _mappings_read(self, image: ProcessImage) -> None:
         if self._options.calls:
@@ -237,12 +255,15 @@ class Recorder:
         switched_ns = time.monotonic_ns()
         self._programs.set(abi.Setting.EPOCH, self._epoch)
         self.events.take()  # a process is announced before its first sum
+        self.devices.before_stacks()
         self._drain_stacks()
         keys, values = idle.take_all()
         interval = (self._epoch_since_ns - self.start_ns) // INTERVAL_NS
         self.samples.add(interval, keys, values)
         if self._options.calls:
             self.calls.drain(interval, self._epoch ^ 1, self.stacks, self._writer)
+        self.devices.add_sums(keys, values, self.stacks.has_come)
+        self.devices.drain(interval)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         self._epoch_since_ns = switched_ns
         self._write_tables(
@@ -262,6 +283,7 @@ class Recorder:
         self.events.take()
         self.drain()
         self.drain()  # the other of the two sum maps
+        self.devices.stop()
         self._close_open_intervals(end_ns)
         counters = read_counters(self._programs.counters, self._possible_cpus)
         outcome = Outcome(
@@ -289,6 +311,7 @@ class Recorder:
             **self.sleepers.problems,
             **self.pythons.problems,
             **self.calls.probes.problems,
+            **self.devices.problems,
             "binary_not_opened": self.table.binaries.unopened,
         }
 

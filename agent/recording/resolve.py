@@ -122,13 +122,14 @@ class CaptureResolver:
                 bias = self._images.bias(mapping)
                 if not 0 <= bias <= MAX_INTEGER:
                     bias = 0
-                binary = self._binary_id(mapping.binary)
+                binary = self.binary_id(mapping.binary)
                 place = (mapping.start, mapping.end, mapping.file_offset)
                 rows.append((image.index, *place, bias, binary))
         self._writer.put("mappings", rows)
         self._names.write(self._writer)
 
-    def _binary_id(self, binary: int) -> int:
+    def binary_id(self, binary: int) -> int:
+        """Returns the id in the capture of a binary, by its index."""
         elf = self._images.of(binary)
         path = clean_name(self._table.binaries.files[binary].path)
         return self._names.binary(path, "" if elf is None else elf.build_id)
@@ -286,7 +287,7 @@ class CaptureResolver:
     def _in_binary(
         self, place: Place, binary: int, address: int, chain: tuple[SourceFrame, ...]
     ) -> None:
-        binary_id = self._binary_id(binary)
+        binary_id = self.binary_id(binary)
         place.binary, place.binary_id, place.address = binary, binary_id, address
         if not chain:
             name, place.is_start = self._name_by_code(binary, address)

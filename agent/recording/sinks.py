@@ -9,6 +9,7 @@ content is filled in when it comes. A stack that never comes is entered as lost 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class StackSink:
         self._unwritten: list[int] = []
         # Row, image, id of the Python frames and abi.PythonGil of each stack that has an eval loop.
         self.with_python: list[tuple[int, ProcessImage, int, int]] = []
+        # Is shown every stack: its id, image, user addresses, their mappings, and its binaries.
+        self.on_stack: Callable[..., None] = lambda *_: None
 
     def row(self, stack: int, fallback: ProcessImage) -> int:
         """Returns the row of a stack id, giving one out at its first mention."""
@@ -68,6 +71,7 @@ class StackSink:
                 unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
             # Stacks are many, sets of binaries few: each is kept once.
             self._filled[stack] = self._binaries.setdefault(binaries, binaries)
+            self.on_stack(stack, image, user, found, binaries)
             row = self.row(stack, image)
             del self._unfilled[stack]
             if record["python"] or record["gil"]:
@@ -114,6 +118,10 @@ class StackSink:
     def lost(self) -> int:
         """Returns how many stacks never came; they stay as they were entered."""
         return sum(stack >= 0 for stack in self._unfilled)
+
+    def has_come(self, stack: int) -> bool:
+        """Whether the content of a stack is known."""
+        return stack in self._filled
 
     def mentions(self, stack: int) -> bool:
         """Whether any sample or wait refers to a stack id."""

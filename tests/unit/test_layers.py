@@ -46,6 +46,8 @@ _MAY_IMPORT = {
     "__main__": {"cli"},
 }
 _PREFIX = "aiflame.agent"
+# What reports know of the device half: pure functions of a profile.
+_REPORTS_KNOW = ("aiflame.gpu.attribution", "aiflame.gpu.stalls")
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")
@@ -116,9 +118,24 @@ def test_a_capture_is_read_without_what_recording_needs(module: str) -> None:
     }
 
 
-def test_the_device_half_is_known_where_it_is_used() -> None:
+def test_the_device_half_is_known_to_few() -> None:
     parts = {_part(module) for module in _who_imports("aiflame.gpu")}
     assert parts <= {"commands", "doctor", "recording", "reports"}
+    of_reports = {
+        name
+        for module, tree in _MODULES.items()
+        if _part(module) == "reports"
+        for name in _imports(tree)
+        if name.startswith("aiflame.gpu")
+    }
+    assert all(name.startswith(_REPORTS_KNOW) for name in of_reports)
+
+
+def test_the_device_half_knows_the_model_alone() -> None:
+    for path in sorted((_AGENT.parent / "gpu").rglob("*.py")):
+        for name in _imports(ast.parse(path.read_text())):
+            if name.startswith(_PREFIX):
+                assert name.startswith((f"{_PREFIX}.gpu_profile", f"{_PREFIX}.model")), path
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the end of a recording says of devices: which, how much is known, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aiflame.agent.gpu_profile import Device, GpuProfile, Tier
+from aiflame.agent.symbols.frames import clean_name
+
+# The three tiers in a reader's words.
+_REACHED = {
+    Tier.LAUNCHES: "launches",
+    Tier.TIMES: "launches and times",
+    Tier.STALLS: "launches, and samples with reasons",
+}
+
+
+def device_lines(gpu: GpuProfile) -> Iterator[str]:
+    """Yields a line for each device, and one for the samples of all."""
+    for device in gpu.devices:
+        yield _device_line(device)
+    count = int(gpu.samples["count"].sum())
+    if count:
+        kernels = {gpu.codes[code].kernel for code in gpu.samples["code"].tolist()}
+        yield f"{count:,} device samples in {len(kernels):,} kernels."
+
+
+def _device_line(device: Device) -> str:
+    if not device.name:
+        return f"device {device.family}: none: {clean_name(device.limit)}."
+    limit = f"; {clean_name(device.limit)}" if device.limit else ""
+    reached = f"tier {int(device.tier)}, {_REACHED[device.tier]}"
+    return f"device {device.family}: {clean_name(device.name)}: {reached}{limit}."

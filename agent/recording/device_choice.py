@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device families a recording has: what `--gpu` says."""
+
+from __future__ import annotations
+
+from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.gpu.base import Family
+from aiflame.gpu.families import FAMILIES
+
+AUTO, NONE = "auto", "none"
+CHOICES = (AUTO, NONE, *FAMILIES)
+
+_CURES = {"opencl": "apt-get install pocl-opencl-icd"}
+
+
+def choose_families(word: str) -> tuple[Family, ...]:
+    """Returns the families to record.
+
+    Args:
+        word: One of CHOICES. "auto" never fails: a family that finds no device here says so in the
+            capture, and may still find one in a target's container.
+
+    Raises:
+        EnvironmentUnfit: A family was named and has no device here.
+    """
+    if word == NONE:
+        return ()
+    if word == AUTO:
+        return tuple(make() for make in FAMILIES.values())
+    family = FAMILIES[word]()
+    finding = family.detect()
+    if not finding.devices:
+        cures = [_CURES[word]] if word in _CURES else []
+        cure = "; or ".join([*cures, "--gpu auto records without"])
+        raise EnvironmentUnfit(f"--gpu {word}: {finding.why}", cure)
+    return (family,)

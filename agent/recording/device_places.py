@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU samples that are samples of a device, for devices that are made of CPUs.
+
+The kernel half sums samples by stack. Each stack is looked at when its record comes: if a frame is
+in a file of a device family, the innermost such frame is the stack's place. Sums of stacks whose
+record has not come yet wait for it.
+
+A place is kept as an address and looked up at each drain, since a file may be mapped where another
+one was: PoCL unmaps the oldest of more than 128 kernels. Sums are kept by the second, so samples
+of the second in which that happens may be counted to the new file; they are counted here too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model import SampleClass
+from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.gpu.base import CpuSample
+
+U64 = npt.NDArray[np.uint64]
+
+# Stacks with an address in no known mapping whose addresses are kept for a second look. A process
+# whose stacks are all like that is one of a JIT, and has new ones all the time.
+_MAX_UNKNOWN = 4096
+
+REPLACED = "device_code_replaced"
+NOT_LOOKED_AT = "device_stacks_not_kept"
+
+
+@dataclass(slots=True)
+class _Place:
+    image: ProcessImage
+    address: int  # of the innermost frame, for callers of their last byte
+    is_caller: bool
+    binary: int
+
+
+class DevicePlaces:
+    """Finds them.
+
+    Args:
+        table: Process table of the recording.
+        images: ELF headers of its binaries.
+        owns: Whether a binary, by index, is a device family's.
+    """
+
+    def __init__(self, table: ProcessTable, images: ElfImages, owns: Callable[[int], bool]) -> None:
+        self._table = table
+        self._images = images
+        self._owns = owns
+        self._places: dict[int, _Place] = {}
+        self._unknown: dict[int, tuple[ProcessImage, U64]] = {}
+        self._with_kernels: dict[int, ProcessImage] = {}
+        # Samples by stack and thread: of one interval, and of stacks that have not come.
+        self._sums: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._waiting: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self.losses: Counter[str] = Counter()
+
+    def refresh(self) -> None:
+        """Reads mappings again, before new stacks are looked at, of processes with kernels."""
+        for image in self._with_kernels.values():
+            if image.exited_ns is None:
+                self._table.read_mappings(image)
+
+    def add_stack(
+        self,
+        stack: int,
+        image: ProcessImage,
+        user: U64,
+        found: npt.NDArray[np.int64],
+        binaries: Iterable[int],
+    ) -> None:
+        """Looks at a new stack.
+
+        Args:
+            stack: Its id.
+            image: Whose it is.
+            user: Its user addresses, leaf first.
+            found: The mapping of each, as ProcessImage.find returns it.
+            binaries: All that it has addresses in.
+        """
+        is_unknown = bool((found < 0).any())
+        if any(map(self._owns, binaries)):
+            self._place(stack, image, user, found)
+        elif is_unknown and len(self._unknown) < _MAX_UNKNOWN:
+            self._unknown[stack] = image, user.copy()
+        elif is_unknown:
+            self.losses[NOT_LOOKED_AT] += 1
+        waiting = self._waiting.pop(stack, None)
+        if waiting is not None and (stack in self._places or stack in self._unknown):
+            self._sums[stack].update(waiting)
+
+    def _place(
+        self, stack: int, image: ProcessImage, user: U64, found: npt.NDArray[np.int64]
+    ) -> None:
+        for depth, at in enumerate(found.tolist()):
+            binary = image.mappings[at].binary if at >= 0 else NO_BINARY
+            if binary != NO_BINARY and self._owns(binary):
+                address = int(user[depth]) - (depth > 0)
+                self._places[stack] = _Place(image, address, depth > 0, binary)
+                self._with_kernels[image.index] = image
+                return
+
+    def add_sums(
+        self, keys: npt.NDArray[Any], values: npt.NDArray[Any], has_come: Callable[[int], bool]
+    ) -> None:
+        """Takes the sums of an interval.
+
+        Args:
+            keys: Of abi.SUM_KEY_DTYPE, shape (n,).
+            values: Of abi.SUM_VALUE_DTYPE, shape (n,).
+            has_come: Whether the record of a stack was seen.
+        """
+        on_cpu = keys["sample_class"] == int(SampleClass.ON_CPU)
+        rows = zip(
+            keys["stack"][on_cpu].tolist(),
+            keys["tid"][on_cpu].tolist(),
+            values["count"][on_cpu].tolist(),
+            strict=True,
+        )
+        for stack, tid, count in rows:
+            if stack in self._places or stack in self._unknown:
+                self._sums[stack][tid] += count
+            elif stack and not has_come(stack):
+                self._waiting[stack][tid] += count
+
+    def take(self) -> list[CpuSample]:
+        """Returns the samples since the last call, those of late stacks among them."""
+        self._look_again()
+        found: Counter[tuple[int, int, int, int, bool]] = Counter()
+        for stack, by_thread in self._sums.items():
+            place = self._places.get(stack)
+            if place is None:
+                continue
+            now = self._now_at(place)
+            if now is None or now[0] != place.binary:
+                self.losses[REPLACED] += by_thread.total()
+            if now is None:
+                del self._places[stack]
+                continue
+            place.binary = now[0]
+            for tid, count in by_thread.items():
+                key = (place.image.index, tid, *now, place.is_caller)
+                found[key] += count
+        self._sums.clear()
+        return [CpuSample(*key, count) for key, count in found.items()]
+
+    def _look_again(self) -> None:
+        """Looks at stacks whose mappings were not known, once: they have been read since."""
+        for stack, (image, user) in self._unknown.items():
+            self._place(stack, image, user, image.find(user))
+        self._unknown.clear()
+
+    def _now_at(self, place: _Place) -> tuple[int, int] | None:
+        """Returns the binary that is at a place, and the address as it counts; None for none."""
+        at = int(place.image.find(np.array([place.address], np.uint64))[0])
+        if at < 0:
+            return None
+        mapping = place.image.mappings[at]
+        if mapping.binary == NO_BINARY or not self._owns(mapping.binary):
+            return None
+        return mapping.binary, place.address - self._images.bias(mapping)

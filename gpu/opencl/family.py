@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family `opencl`: samples of PoCL's worker threads that are in kernel code.
+
+A worker that is on a CPU issues instructions; one that is not is an idle part of the device, of
+which nothing is told. So there is one reason, "issuing". Other implementations are only named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from aiflame.gpu.base import CodeKey, CpuSample, Files, Finding, Interval, KernelSample, Listing
+from aiflame.gpu.opencl import platforms
+from aiflame.gpu.opencl.disassembly import decode
+from aiflame.gpu.opencl.kernel_file import (
+    KernelFile,
+    looks_like_kernel,
+    may_be_kernel,
+    read_kernel_file,
+)
+from aiflame.gpu.opencl.listing import make_listing
+
+REASON = "issuing"
+
+_NOT_OPENED = "kernel_not_opened"
+_NOT_IN_CODE = "sample_outside_kernel"
+_NOT_DISASSEMBLED = "kernel_not_disassembled"
+
+
+class OpenClFamily:
+    """See `aiflame.gpu.base.Family`.
+
+    Args:
+        vendors: Where the ICD files are.
+    """
+
+    name = "opencl"
+    api = "opencl"
+
+    def __init__(self, vendors: Path = platforms.VENDORS) -> None:
+        self._vendors = vendors
+        self._kernels: dict[int, KernelFile | None] = {}
+        self._starts: dict[tuple[int, int], list[int]] = {}
+        self._losses: Counter[str] = Counter()
+        self._files: Files | None = None
+        self._was_sampled = False
+
+    def detect(self, cpu_period_ns: int = 0) -> Finding:
+        """Names PoCL by its library, others by their ICD files."""
+        found = platforms.find_devices(self._vendors, cpu_period_ns)
+        if self._was_sampled and not any(device.tier for device in found):
+            found = (platforms.pocl_device("", cpu_period_ns), *found)
+        why = "" if found else f"no OpenCL implementation is installed ({self._vendors}/*.icd)"
+        return Finding(found, why)
+
+    def start(self, files: Files) -> None:
+        """Keeps where files are had from; there is nothing to start."""
+        self._files = files
+
+    def owns(self, file: int) -> bool:
+        """Whether it is a kernel of PoCL's, also one that could not be opened."""
+        if self._files is None:
+            return False
+        descriptor, path = self._files.descriptor(file), self._files.path(file)
+        if descriptor is None:
+            return looks_like_kernel(path)
+        if not may_be_kernel(path, descriptor):
+            return False
+        self._kernels[file] = kernel = read_kernel_file(descriptor)
+        return kernel is not None
+
+    def drain(self, interval: Interval) -> Iterable[KernelSample]:
+        """Returns an interval's CPU samples as samples of kernels."""
+        sums: Counter[tuple[CodeKey, int]] = Counter()
+        for sample in interval.cpu_samples:
+            kernel = self._kernels.get(sample.file)
+            if kernel is None:
+                self._losses[_NOT_OPENED] += sample.count
+                continue
+            offset = kernel.offset_of(self._first_byte(kernel, sample))
+            if offset is None:
+                self._losses[_NOT_IN_CODE] += sample.count
+                continue
+            sums[CodeKey(sample.process, sample.file, kernel.name), offset] += sample.count
+        self._was_sampled = self._was_sampled or bool(sums)
+        return [
+            KernelSample(interval.number, 0, code, offset, REASON, count)
+            for (code, offset), count in sums.items()
+        ]
+
+    def _first_byte(self, kernel: KernelFile, sample: CpuSample) -> int:
+        """Returns where the sampled instruction begins: of a call, its last byte is known."""
+        function = kernel.function_at(sample.address) if sample.is_caller else None
+        if function is None:
+            return sample.address
+        key = sample.file, function.start
+        if key not in self._starts:
+            self._starts[key] = [decoded.address for decoded in decode(kernel, function)]
+        before = [start for start in self._starts[key] if start <= sample.address]
+        return before[-1] if before else sample.address
+
+    def stop(self) -> Iterable[KernelSample]:
+        """There is nothing left: samples come with drains only."""
+        return ()
+
+    def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
+        """Returns the functions that have samples."""
+        kernel = None if code.file is None else self._kernels.get(code.file)
+        if kernel is None or self._files is None or code.file is None:
+            return None
+        files, file = self._files, code.file
+
+        def lines_at(addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
+            return files.lines(file, addresses)
+
+        listing = make_listing(kernel, offsets, lines_at)
+        if listing is None:
+            self._losses[_NOT_DISASSEMBLED] += 1
+        return listing
+
+    def losses(self) -> dict[str, int]:
+        """Returns what was lost by name."""
+        return dict(self._losses)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files in which PoCL keeps machine code: one shared object for each kernel and local size.
+
+PoCL 3.1 (lib/CL/pocl_cache.c) writes <cache>/XX/<hash>/<kernel>/<sizes>/<kernel>.so, and with
+POCL_KERNEL_CACHE=0 <cache>/_UNCACHED_xxxxxx/<kernel>/..., which it deletes when the program is
+released and the code still mapped. Each exports _pocl_kernel_<kernel>_workgroup, which worker
+threads call once for each work group, and the kernel as it was written as _pocl_kernel_<kernel>,
+which is called from the former only where nothing was optimised.
+
+The file is the target's: it is read whole, within a bound, and may hold anything.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elftools.common.exceptions import ELFError
+from elftools.construct import ConstructError
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
+
+# A kernel of some lines makes 14 KB; one that is unrolled without measure, some MB.
+_MAX_FILE_BYTES = 32 << 20
+# What is read of each file of a target whose path says nothing.
+_MAX_SEARCHED_BYTES = 1 << 20
+# A kernel brings along those built-in functions that it calls, at most some hundred.
+_MAX_SYMBOLS = 10_000
+
+_KERNEL_PATH = re.compile(r"/pocl/kcache/.*\.so$|/\d+-\d+-\d+[^/]*/[^/]+\.so$")
+_MARKS = (b"_pocl_kernel_", b"_workgroup\0")
+_ENTRY = re.compile(r"_pocl_kernel_(.+)_workgroup")
+
+# What pyelftools lets through on damaged input besides its own errors.
+_DAMAGE = (
+    ELFError,
+    ConstructError,
+    struct.error,
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    MemoryError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One function; addresses as the file counts them."""
+
+    start: int
+    end: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFile:
+    """What one file says.
+
+    Attributes:
+        name: The kernel's.
+        machine: As ELF has it: "EM_X86_64".
+        entry: Address of the work group's function, where offsets begin.
+        start: Address of the first byte of `code`.
+        code: All that is executable.
+        functions: In address order, without overlaps.
+    """
+
+    name: str
+    machine: str
+    entry: int
+    start: int
+    code: bytes
+    functions: tuple[Function, ...]
+
+    def offset_of(self, address: int) -> int | None:
+        """Returns the distance from the entry, None for an address outside the code.
+
+        Functions that stand before the entry follow after the end of the code: all offsets are
+        below its size.
+        """
+        if not self.start <= address < self.start + len(self.code):
+            return None
+        return (address - self.entry) % len(self.code)
+
+    def address_of(self, offset: int) -> int:
+        """Returns the address at an offset."""
+        return self.start + (self.entry - self.start + offset) % len(self.code)
+
+    def function_at(self, address: int) -> Function | None:
+        """Returns the function that an address is in."""
+        at = bisect_right(self.functions, address, key=lambda function: function.start) - 1
+        found = self.functions[at] if at >= 0 else None
+        return found if found is not None and address < found.end else None
+
+    def function_named(self, name: str) -> Function | None:
+        """Returns the function of a name."""
+        return next((function for function in self.functions if function.name == name), None)
+
+    @property
+    def body_name(self) -> str:
+        """Name of the kernel as it was written: the function that DWARF describes."""
+        return f"_pocl_kernel_{self.name}"
+
+
+def may_be_kernel(path: str, fd: int) -> bool:
+    """Whether it is worth while to parse a file, by its path or, if it is small, by its bytes."""
+    if _KERNEL_PATH.search(path):
+        return True
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes > _MAX_SEARCHED_BYTES:
+            return False
+        data = os.pread(fd, size_bytes, 0)
+    except OSError:
+        return False
+    return all(mark in data for mark in _MARKS)
+
+
+def looks_like_kernel(path: str) -> bool:
+    """Whether the path alone says so, for files that could not be opened."""
+    return _KERNEL_PATH.search(path) is not None
+
+
+def read_kernel_file(fd: int) -> KernelFile | None:
+    """Returns what an open file says, None if it is no kernel of PoCL's, or damaged."""
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes > _MAX_FILE_BYTES:
+            return None
+        return _parse(os.pread(fd, size_bytes, 0))
+    except (OSError, *_DAMAGE):
+        return None
+
+
+def _parse(data: bytes) -> KernelFile | None:
+    elf = ELFFile(io.BytesIO(data))
+    segment = next(
+        (s for s in elf.iter_segments() if s["p_type"] == "PT_LOAD" and s["p_flags"] & 1), None
+    )
+    if segment is None:
+        return None
+    start, offset = int(segment["p_vaddr"]), int(segment["p_offset"])
+    code = data[offset : offset + int(segment["p_filesz"])]
+    # Only the longest that ends so: a kernel itself may be called x_workgroup.
+    symbols = {(address, name): size for address, size, name in _symbols(elf)}
+    entries = [(len(name), address, name) for address, name in symbols if _ENTRY.fullmatch(name)]
+    if not entries or not code:
+        return None
+    _, entry, entry_name = max(entries)
+    if not start <= entry < start + len(code):
+        return None
+    match = _ENTRY.fullmatch(entry_name)
+    name = match[1] if match is not None else ""
+    functions = tuple(_functions(symbols, start, start + len(code)))
+    return KernelFile(name, str(elf["e_machine"]), entry, start, code, functions)
+
+
+def _symbols(elf: ELFFile) -> Iterator[tuple[int, int, str]]:
+    """Yields address, size and name of the functions that the file defines."""
+    seen = 0
+    for section in elf.iter_sections():
+        if not isinstance(section, SymbolTableSection):
+            continue
+        for symbol in section.iter_symbols():
+            seen += 1
+            if seen > _MAX_SYMBOLS:
+                return
+            if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_shndx"] != "SHN_UNDEF":
+                yield int(symbol["st_value"]), int(symbol["st_size"]), str(symbol.name)
+
+
+def _functions(symbols: dict[tuple[int, str], int], start: int, end: int) -> Iterator[Function]:
+    places = sorted((address, name) for address, name in symbols if start <= address < end)
+    for at, (address, name) in enumerate(places):
+        following = places[at + 1][0] if at + 1 < len(places) else end
+        size = symbols[address, name]
+        stop = min(address + size, following) if size else following
+        if stop > address:
+            yield Function(address, stop, name)
