@@ -52,6 +52,8 @@ _STUB_PLACE = re.compile(r"\d{1,5}(?=__device_stub_)")
 _MANGLED = re.compile(r"_Z[NLKS]*\d")
 # GCC's and LLVM's copies of a function, and the versions of a symbol.
 _COPY = re.compile(r"(?:\.(?:constprop|isra|part|cold|llvm|lto_priv)(?:\.\d+)*|@.*)$")
+_OPENING = re.compile(r"_Z(?:N[rVK]*)?")
+_PART = re.compile(r"(L?)([1-9]\d{0,3})")
 _SYMBOL = re.compile(r"[A-Za-z_$][\w$.]*")
 
 
@@ -103,12 +105,14 @@ def is_stub(symbol: str) -> bool:
     return _STUB in symbol
 
 
-def name_from_host_symbol(symbol: str) -> str | None:
+def name_from_host_symbol(symbol: str, api: str = "") -> str | None:
     """Returns the kernel that a host function stands for, by its linkage name.
 
     Args:
         symbol: Of the address that a launch was given; or of the function that called the launch,
             and then it is a kernel's only if `is_stub` says so.
+        api: As in gpu/apis. With "cuda" a kernel that is local to its source file gets the name
+            that nvcc gives its device code, which is that of a global one.
 
     Returns:
         None where it is no function's name. Of an `extern "C"` kernel built by nvcc the name comes
@@ -129,7 +133,24 @@ def name_from_host_symbol(symbol: str) -> str | None:
                 return (
                     kernel if is_mangled else f"{plain[:start]}{len(kernel)}{kernel}{plain[end:]}"
                 )
-    return plain
+    return _without_locality(plain) if api == "cuda" else plain
+
+
+def _without_locality(mangled: str) -> str:
+    """Drops the L by which GCC and clang mark internal linkage.
+
+    It stands before the length of a source name (Itanium C++ ABI, 5.1.2), be it a nested one.
+    """
+    opening = _OPENING.match(mangled)
+    at = opening.end() if opening is not None else len(mangled)
+    while at < len(mangled):
+        part = _PART.match(mangled, at)
+        if part is None:
+            return mangled
+        if part[1]:
+            return mangled[:at] + mangled[at + 1 :]
+        at = part.end() + int(part[2])
+    return mangled
 
 
 def _after_stub(name: str) -> str:

@@ -146,6 +146,25 @@ def test_host_function_of_the_same_name_is_the_kernel(symbol: str) -> None:
     assert name_from_host_symbol(symbol) == symbol
 
 
+@pytest.mark.parametrize(
+    ("symbol", "kernel"),
+    [
+        ("_ZL6hiddenPi", "_Z6hiddenPi"),
+        ("_ZN4workL4fillIdLi2EEEvPT_S1_", "_ZN4work4fillIdLi2EEEvPT_S1_"),
+        ("_ZN4work5scaleEPff", "_ZN4work5scaleEPff"),
+        ("_ZN4work4fillIdLi2EEEvPT_S1_", "_ZN4work4fillIdLi2EEEvPT_S1_"),
+        ("_ZN1a1LL1bEv", "_ZN1a1L1bEv"),
+        ("_ZN12_GLOBAL__N_11kEv", "_ZN12_GLOBAL__N_11kEv"),
+        ("plain", "plain"),
+        ("_Z", "_Z"),
+        ("_ZN99a", "_ZN99a"),
+    ],
+)
+def test_local_kernel_of_cuda_has_its_global_name(symbol: str, kernel: str) -> None:
+    assert name_from_host_symbol(symbol, "cuda") == kernel
+    assert name_from_host_symbol(symbol) == symbol
+
+
 @pytest.mark.parametrize("symbol", ["", "a b", "cudaLaunchKernel@plt", "\x1b[31m", "9", "ж"])
 def test_what_is_no_function_is_no_kernel(symbol: str) -> None:
     assert name_from_host_symbol(symbol) is None
@@ -153,5 +172,5 @@ def test_what_is_no_function_is_no_kernel(symbol: str) -> None:
 
 @given(st.text(st.sampled_from("_ZN0123456789device_stub.@x"), max_size=80))
 def test_any_symbol_is_taken(symbol: str) -> None:
-    name = name_from_host_symbol(symbol)
-    assert name is None or "@" not in name
+    for name in (name_from_host_symbol(symbol), name_from_host_symbol(symbol, "cuda")):
+        assert name is None or "@" not in name
