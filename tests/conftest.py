@@ -8,6 +8,7 @@ cannot look green. Under CI any other skip fails the run too, unless `support.AB
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,29 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             compiler = "gcc" if source.suffix == ".c" else "g++"
             command = [compiler, *WORKLOAD_FLAGS, "-o", str(program), str(source), *flags]
             subprocess.run(command, check=True)
+            built[key] = program
+        return built[key]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def cuda_workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`cuda_workload("cudalaunches", "-cudart", "static")`: builds a .cu file, once a session."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(nvcc).exists():
+        pytest.skip("no nvcc to build CUDA programs with")
+    folder = tmp_path_factory.mktemp("cuda")
+    host_flags = ",".join(flag for flag in WORKLOAD_FLAGS if flag not in ("-O2", "-g"))
+    built: dict[tuple[str, ...], Path] = {}
+
+    def build(name: str, *flags: str) -> Path:
+        key = (name, *flags)
+        if key not in built:
+            program = folder / f"{name}-{len(built)}"
+            source = WORKLOADS / f"{name}.cu"
+            command = [nvcc, "-O2", "-g", "-std=c++17", "-Xcompiler", host_flags, *flags]
+            subprocess.run([*command, "-o", str(program), str(source)], check=True)
             built[key] = program
         return built[key]
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from aiflame.gpu.apis import opencl
+from aiflame.gpu.apis import cuda, hip, level_zero, opencl
 from aiflame.gpu.apis.base import Api
 
-APIS: tuple[Api, ...] = (opencl.API,)
+APIS: tuple[Api, ...] = (cuda.API, hip.API, level_zero.API, opencl.API)

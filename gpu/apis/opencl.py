@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from aiflame.agent.gpu_profile import Direction, Operation
 from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming
+from aiflame.gpu.apis.calls import copy
 
 API = Api(
     name="opencl",
@@ -22,6 +23,8 @@ API = Api(
         Call("clWaitForEvents", Operation.SYNCHRONIZE),
         # (context, flags, size, host pointer, error)
         Call("clCreateBuffer", Operation.ALLOCATE, bytes=Argument(2)),
+        # (context, properties, flags, size, host pointer, error): OpenCL 3.0
+        Call("clCreateBufferWithProperties", Operation.ALLOCATE, bytes=Argument(3)),
         # (context, flags, size, alignment)
         Call("clSVMAlloc", Operation.ALLOCATE, bytes=Argument(2)),
         Call("clReleaseMemObject", Operation.FREE),
@@ -49,6 +52,17 @@ API = Api(
             bytes=Argument(5),
             direction=Direction.ON_DEVICE,
         ),
+        # Of rectangles, regions and images no argument is the size.
+        copy("clEnqueueReadBufferRect", Direction.FROM_DEVICE, None, 0),
+        copy("clEnqueueWriteBufferRect", Direction.TO_DEVICE, None, 0),
+        copy("clEnqueueCopyBufferRect", Direction.ON_DEVICE, None, 0),
+        copy("clEnqueueReadImage", Direction.FROM_DEVICE, None, 0),
+        copy("clEnqueueWriteImage", Direction.TO_DEVICE, None, 0),
+        copy("clEnqueueCopyImage", Direction.ON_DEVICE, None, 0),
+        # (queue, buffer, blocking, flags, offset, size, ...): to read, to write or both
+        copy("clEnqueueMapBuffer", Direction.UNKNOWN, 5, 0),
+        # (queue, blocking, destination, source, size, ...)
+        copy("clEnqueueSVMMemcpy", Direction.UNKNOWN, 4, 0),
     ),
     namings=(
         # (program, name, error)

@@ -132,6 +132,14 @@ def test_jump_from_afar_is_seen() -> None:
     assert probe_place(head + back + RET_BYTES, 0).offset_bytes == 0
 
 
+def test_probe_of_the_return_needs_the_return_address_on_top() -> None:
+    on_top = ENDBR64 + PUSH_RBP + RET
+    assert _place(on_top, for_return=True) == ProbePlace(4, 0, True)
+    below = "48 83 ec 68 53" + RET
+    assert _place(below) == ProbePlace(4, 0x68, True)
+    assert _place(below, for_return=True) == ProbePlace(0, 0, False)
+
+
 def test_jump_to_the_entry_does_no_harm() -> None:
     assert _place("48 89 f8 53 5b eb f9 c3").offset_bytes == 3
 
