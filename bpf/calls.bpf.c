@@ -427,6 +427,7 @@ static __always_inline void note_name(struct kernel_named_event *named)
 		key.handle = named->alias;
 		known = kernel_names.lookup(&key);
 		key.handle = named->handle;
+		named->name_id = 0;
 		if (!known) {
 			kernel_names.delete(&key);
 			send_named(named, head);
@@ -440,7 +441,10 @@ static __always_inline void note_name(struct kernel_named_event *named)
 	bytes = bpf_probe_read_user_str(named->name, sizeof(named->name),
 					(void *)named->name_address);
 	if (bytes <= 0) {
-		count(LOST_KERNEL_NAMES);
+		/* A page that was not touched yet: the host half can read it, which may sleep. */
+		key.handle = named->handle;
+		kernel_names.delete(&key);
+		send_named(named, head);
 		return;
 	}
 	named->name_bytes = bytes;

@@ -40,6 +40,7 @@ _PROBLEM_MEANINGS = {
     "python_bad_pointer": "Python stacks with a pointer that cannot be one; the rest is missing",
     "python_loop": "Python stacks that go round in circles; the rest is missing",
     "python_misfit": "stacks whose Python frames did not fit the eval loops of the native stack",
+    "kernel_names_unread": "names of kernels whose process ended before they could be read",
     "calls_not_probed": "functions of device APIs that could not be probed; their calls are missing"
     " (probes with cookies came with Linux 5.15)",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",

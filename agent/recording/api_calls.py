@@ -146,6 +146,10 @@ class ApiCalls:
         """
         self._names.finish(run)
 
+    def problems(self) -> dict[str, int]:
+        """Returns what was lost, by name."""
+        return {**self.probes.problems, "kernel_names_unread": self._names.lost}
+
     def close(self) -> None:
         """Takes the probes off."""
         self.probes.close()

@@ -101,7 +101,8 @@ class ApiProbes:
             cookie = slot | chosen.stack_bytes << 32
             self._attach(link, place.file_offset + chosen.offset_bytes, program, cookie)
             if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
-                self._attach(link, place.file_offset, "on_named", slot)
+                back = probe_place(place.code, place.file_offset, for_return=True)
+                self._attach(link, place.file_offset + back.offset_bytes, "on_named", slot)
         except (OSError, EnvironmentUnfit, TooManyFunctions):
             self.problems["calls_not_probed"] += 1
             self.problem_files.setdefault("calls_not_probed", set()).add(path)

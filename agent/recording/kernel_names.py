@@ -69,6 +69,7 @@ class KernelNames:
         self._aliases: dict[tuple[int, int], int] = {}
         self._unnamed: dict[tuple[int, str, int], _Unnamed] = {}
         self._symbols: dict[int, SymbolTable | None] = {}
+        self.lost = 0
 
     def take(self, payload: bytes) -> None:
         """Takes in an event of the kernel half."""
@@ -76,12 +77,24 @@ class KernelNames:
         event = np.frombuffer(whole, abi.KERNEL_NAMED_DTYPE, 1)[0]
         image = self._table.image(int(event["tgid"]), int(event["image"]))
         if not int(event["name_bytes"]):
-            self._aliases[(image.index, int(event["handle"]))] = int(event["alias"])
+            self._take_untold(image, event)
             return
         name = bytes(event["name"]).split(b"\0", 1)[0]
         if int(event["name_bytes"]) == abi.KERNEL_NAME_BYTES:
             name = _whole_name(image.pid, int(event["name_address"]), name)
         self._told[(image.index, int(event["name_id"]))] = clean_name(name.decode(errors="replace"))
+
+    def _take_untold(self, image: ProcessImage, event: np.void) -> None:
+        """Takes in a name that the kernel half could not read, or a handle that has another's."""
+        key = (image.index, int(event["handle"]))
+        if not int(event["name_address"]):
+            self._aliases[key] = int(event["alias"])
+            return
+        name = _whole_name(image.pid, int(event["name_address"]), b"")
+        if name:
+            self._told[key] = clean_name(name.decode(errors="replace"))
+        else:
+            self.lost += 1
 
     def kernel(self, image: ProcessImage, api: str, identity: int, is_named: bool) -> int:
         """Returns the row of a launched kernel.
@@ -140,13 +153,13 @@ class KernelNames:
         told = self._told.get((index, address))
         if told is not None:
             return told
-        symbol = self._symbol(unnamed.image, address)
+        symbol = self._symbol(unnamed.image, address, unnamed.api)
         if symbol:
             return symbol
         seen = unnamed.candidates & run
         return next(iter(seen)) if len(seen) == 1 else ""
 
-    def _symbol(self, image: ProcessImage, address: int) -> str:
+    def _symbol(self, image: ProcessImage, address: int, api: str) -> str:
         """Returns the kernel that a host function stands for, "" if it is none."""
         found = int(image.find(np.array([address], np.uint64))[0])
         if found < 0 or image.mappings[found].binary == NO_BINARY:
@@ -159,7 +172,7 @@ class KernelNames:
         raw = symbols.raw_names(np.array([place], np.uint64))[0]
         if raw is None:
             return ""
-        return name_from_host_symbol(clean_name(raw.decode(errors="replace"))) or ""
+        return name_from_host_symbol(clean_name(raw.decode(errors="replace")), api) or ""
 
     def _symbols_of(self, binary: int) -> SymbolTable | None:
         if binary not in self._symbols:
@@ -192,8 +205,8 @@ def _whole_name(pid: int, address: int, begin: bytes) -> bytes:
     """Reads a name that the kernel half had to cut; what it brought if that is gone."""
     memory = ProcessMemory(pid)
     try:
-        for size in (_LONGEST_NAME_BYTES, 4096, 2048):
-            text = memory.read(address, size)
+        for size in (_LONGEST_NAME_BYTES, 4096, 2048, -address % 4096):
+            text = memory.read(address, size) if size else None
             if text is not None and text.startswith(begin) and b"\0" in text:
                 return text.split(b"\0", 1)[0]
     except NoMemoryAccess:

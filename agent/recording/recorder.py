@@ -310,7 +310,7 @@ class Recorder:
             **self.tables.problems,
             **self.sleepers.problems,
             **self.pythons.problems,
-            **self.calls.probes.problems,
+            **self.calls.problems(),
             **self.devices.problems,
             "binary_not_opened": self.table.binaries.unopened,
         }

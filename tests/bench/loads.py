@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.tools import HERE, kill_group
 
 # As the test workloads are built: every frame is there to be seen.
-_FLAGS = ("-O2", "-g", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls")
+FLAGS = ("-O2", "-g", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls")
 
 # With main and libc's start it is what a service in C++ has; perf bench has 2 to 8 frames.
 DEPTH = 30
@@ -33,7 +33,7 @@ def last_cpu() -> int:
 def build(folder: Path) -> Path:
     """Compiles busy.c into a folder; returns the program."""
     program = folder / "busy"
-    command = ["gcc", *_FLAGS, "-o", str(program), str(HERE / "busy.c")]
+    command = ["gcc", *FLAGS, "-o", str(program), str(HERE / "busy.c")]
     subprocess.run(command, check=True, timeout=_PATIENCE_S)
     return program
 
@@ -81,6 +81,10 @@ class Load(AbstractContextManager["Load"]):
     def times(self) -> tuple[float, ...]:
         """The same with all that it measured: by the wall clock, then of CPU time if it does."""
         self.go()
+        return self.finish()
+
+    def finish(self) -> tuple[float, ...]:
+        """Waits until it is done; returns the same."""
         return tuple(map(float, self._line().split()))
 
     def __exit__(self, *_: object) -> None:

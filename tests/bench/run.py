@@ -23,6 +23,7 @@ from bench import (
     events,
     footprint,
     large,
+    launches,
     loads,
     machine,
     python_frames,
@@ -42,6 +43,7 @@ PARTS: dict[str, Callable[[Path, Path], list[Table]]] = {
     "agreement": agreement.measure,
     "footprint": footprint.measure,
     "waiting": waiting.measure,
+    "launches": launches.measure,
     "large": large.measure,
 }
 
