@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of agent/: which part may know which, and how large modules and functions may be.
+"""The shape of agent/ and gpu/: which part may know which, and how large things may be.
 
 Read from the sources, so that an import inside a function counts as well.
 """
@@ -7,15 +7,29 @@ Read from the sources, so that an import inside a function counts as well.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-_AGENT = Path(__file__).parents[2] / "agent"
-_MODULES = {
-    ".".join(path.relative_to(_AGENT).with_suffix("").parts): ast.parse(path.read_text())
-    for path in sorted(_AGENT.rglob("*.py"))
+_ROOT = Path(__file__).parents[2]
+
+
+def _modules(folder: str) -> dict[str, ast.Module]:
+    return {
+        ".".join(path.relative_to(_ROOT / folder).with_suffix("").parts): ast.parse(
+            path.read_text()
+        )
+        for path in sorted((_ROOT / folder).rglob("*.py"))
+    }
+
+
+_MODULES = _modules("agent")
+_GPU_MODULES = _modules("gpu")
+_ALL_MODULES = {
+    **{f"agent.{name}": tree for name, tree in _MODULES.items()},
+    **{f"gpu.{name}": tree for name, tree in _GPU_MODULES.items()},
 }
 
 _MAX_MODULE_LINES = 400
@@ -46,8 +60,14 @@ _MAY_IMPORT = {
     "__main__": {"cli"},
 }
 _PREFIX = "aiflame.agent"
-# What reports know of the device half: pure functions of a profile.
-_REPORTS_KNOW = ("aiflame.gpu.attribution", "aiflame.gpu.stalls")
+
+# Which parts of agent/ know the device half. Reports know what is made of a capture, not devices.
+_GPU = "aiflame.gpu"
+_MAY_IMPORT_GPU = {"commands", "doctor", "recording", "reports"}
+_GPU_OF_CAPTURES = (f"{_GPU}.attribution", f"{_GPU}.stalls")
+
+# What gpu/ may know of agent/.
+_AGENT_OF_GPU = (f"{_PREFIX}.gpu_profile", f"{_PREFIX}.model")
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")
@@ -118,24 +138,49 @@ def test_a_capture_is_read_without_what_recording_needs(module: str) -> None:
     }
 
 
-def test_the_device_half_is_known_to_few() -> None:
-    parts = {_part(module) for module in _who_imports("aiflame.gpu")}
-    assert parts <= {"commands", "doctor", "recording", "reports"}
-    of_reports = {
-        name
+def _is_of(name: str, packages: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
+
+
+def test_few_parts_know_the_device_half() -> None:
+    assert {_part(module) for module in _who_imports(_GPU)} <= _MAY_IMPORT_GPU
+
+
+def test_reports_know_no_device() -> None:
+    found = {
+        (module, name)
         for module, tree in _MODULES.items()
-        if _part(module) == "reports"
+        if _part(module) == "reports" or module in _UNPRIVILEGED
         for name in _imports(tree)
-        if name.startswith("aiflame.gpu")
+        if _is_of(name, [_GPU]) and not _is_of(name, _GPU_OF_CAPTURES)
     }
-    assert all(name.startswith(_REPORTS_KNOW) for name in of_reports)
+    assert found == set()
 
 
-def test_the_device_half_knows_the_model_alone() -> None:
-    for path in sorted((_AGENT.parent / "gpu").rglob("*.py")):
-        for name in _imports(ast.parse(path.read_text())):
-            if name.startswith(_PREFIX):
-                assert name.startswith((f"{_PREFIX}.gpu_profile", f"{_PREFIX}.model")), path
+def test_the_device_half_knows_the_model_and_nothing_else_of_the_agent() -> None:
+    assert {
+        (module, name)
+        for module, tree in _GPU_MODULES.items()
+        for name in _imports(tree)
+        if _is_of(name, ["aiflame"]) and not _is_of(name, [_GPU, *_AGENT_OF_GPU])
+    } == set()
+
+
+def test_what_reports_know_of_the_device_half_knows_no_device() -> None:
+    # Nor does it need anything but numpy: a capture is read where nothing can be recorded.
+    of_captures = {
+        module: tree
+        for module, tree in _GPU_MODULES.items()
+        if _is_of(f"{_GPU}.{module}", _GPU_OF_CAPTURES)
+    }
+    allowed = ("numpy", *_AGENT_OF_GPU, *_GPU_OF_CAPTURES, *sys.stdlib_module_names)
+    assert {
+        (module, name)
+        for module, tree in of_captures.items()
+        for name in _imports(tree)
+        if not _is_of(name, allowed)
+    } == set()
+    assert len(of_captures) > 2, "the prefixes fit none any more"
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -145,18 +190,19 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
 
 
 def test_modules_are_small() -> None:
-    lines = {path: len(path.read_text().splitlines()) for path in _AGENT.rglob("*.*")}
+    paths = [path for folder in ("agent", "gpu") for path in (_ROOT / folder).rglob("*.*")]
     assert {
-        str(path.relative_to(_AGENT)): count
-        for path, count in lines.items()
-        if count > _MAX_MODULE_LINES and path.suffix in (".py", ".js", ".css", ".html", ".sql")
+        str(path.relative_to(_ROOT)): count
+        for path in paths
+        if path.suffix in (".py", ".js", ".css", ".html", ".sql")
+        and (count := len(path.read_text().splitlines())) > _MAX_MODULE_LINES
     } == {}
 
 
 def test_functions_are_small() -> None:
     assert {
         f"{module}.{function.name}": length
-        for module, tree in _MODULES.items()
+        for module, tree in _ALL_MODULES.items()
         for function in _functions(tree)
         if (length := (function.end_lineno or 0) - function.lineno + 1) > _MAX_FUNCTION_LINES
     } == {}
@@ -164,7 +210,7 @@ def test_functions_are_small() -> None:
 
 def test_functions_take_few_arguments() -> None:
     found = {}
-    for module, tree in _MODULES.items():
+    for module, tree in _ALL_MODULES.items():
         for function in _functions(tree):
             taken = function.args
             names = [a.arg for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
