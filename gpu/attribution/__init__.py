@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CPU stacks the samples of kernels belong to: a pure function of a profile's device half.
+
+Rules, in this order. A sample that carries the number of a launch belongs to its stack. Else the
+candidates are the stacks that launched a kernel of the same name in the same process: if there is
+one, it is that; if there are several, they share the samples of each second, by the weights of
+sharing.py and in whole numbers (rounding.py). What no launch explains stays unattributed. Each part
+says which rule made it, since a shared one is an estimate.
+
+"One stack" means one that was seen: launches before the recording, lost ones and those of unnamed
+kernels are unknown here, and samples of them go to the stacks that are known.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.gpu_profile import NONE, GpuProfile
+from aiflame.gpu.attribution.fit import Seen
+from aiflame.gpu.attribution.launches import (
+    UNNAMED,
+    Launches,
+    launches_of,
+    name_ids,
+    stacks_by_name,
+)
+from aiflame.gpu.attribution.rounding import Parts, divide
+from aiflame.gpu.attribution.sharing import Windows, pools_of, windows_of
+
+__all__ = [
+    "ATTRIBUTED_DTYPE",
+    "LAUNCHED_DTYPE",
+    "TIME_DTYPE",
+    "Certainty",
+    "Totals",
+    "attribute",
+    "launched",
+    "totals",
+]
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+U64 = npt.NDArray[np.uint64]
+
+
+class Certainty(enum.IntEnum):
+    """How a sample's stack is known."""
+
+    EXACT = 0  # by the launch's number, or since one stack alone launched the kernel
+    SHARED = 1  # an estimate
+    UNATTRIBUTED = 2
+
+    @property
+    def label(self) -> str:
+        """The word used in every report."""
+        return self.name.lower()
+
+
+# `sample` is a row of GpuProfile.samples, `stack` an index of Profile.stacks or NONE. Rows come in
+# the order of (sample, stack); the counts of one sample add up to that of its row.
+ATTRIBUTED_DTYPE = np.dtype(
+    [("sample", "<u4"), ("stack", "<u4"), ("certainty", "u1"), ("count", "<u8")]
+)
+
+# Measured time on the device by (stack, kernel): of `launches` of them, which need not be all.
+TIME_DTYPE = np.dtype(
+    [("stack", "<u4"), ("kernel", "<u4"), ("launches", "<u8"), ("time_ns", "<u8")]
+)
+
+# Of each row of GpuProfile.kernels, as of the kernel of that name: how many stacks launched it, how
+# often, and how certain the stack of a sample without a launch number is.
+LAUNCHED_DTYPE = np.dtype([("stacks", "<u4"), ("launches", "<u8"), ("certainty", "u1")])
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Samples by certainty."""
+
+    exact: int
+    shared: int
+    unattributed: int
+
+    @property
+    def all(self) -> int:
+        """All of them."""
+        return self.exact + self.shared + self.unattributed
+
+
+def totals(attributed: npt.NDArray[np.void]) -> Totals:
+    """Sums what `attribute` returned."""
+    counts = (attributed["count"][attributed["certainty"] == certainty] for certainty in Certainty)
+    return Totals(*(int(np.sum(count, dtype=np.uint64)) for count in counts))
+
+
+def launched(gpu: GpuProfile) -> npt.NDArray[np.void]:
+    """Returns how each kernel was launched, LAUNCHED_DTYPE, shape (kernels,).
+
+    Kernels without a name have no launches here: theirs cannot be told from each other's.
+    """
+    names = name_ids(gpu)
+    launches = launches_of(gpu)
+    count = int(names.max(initial=UNNAMED)) + 1
+    stacks, one = stacks_by_name(launches, count)
+    found = np.zeros(len(names), LAUNCHED_DTYPE)
+    found["certainty"] = Certainty.UNATTRIBUTED
+    is_named = names != UNNAMED
+    at = names[is_named]
+    found["stacks"][is_named] = stacks[at]
+    found["launches"][is_named] = np.bincount(launches.name, launches.count, count)[at]
+    found["certainty"][is_named] = _certainty(stacks, one)[at]
+    return found
+
+
+def _certainty(stacks: I64, one: I64) -> npt.NDArray[np.uint8]:
+    is_one = (stacks == 1) & (one != NONE)
+    found = np.where(is_one, Certainty.EXACT, Certainty.UNATTRIBUTED)
+    return np.where(stacks > 1, Certainty.SHARED, found).astype(np.uint8)
+
+
+def attribute(
+    gpu: GpuProfile, times: npt.NDArray[np.void] | None = None, *, fit: bool = True
+) -> npt.NDArray[np.void]:
+    """Finds the stacks of a profile's device samples.
+
+    Args:
+        gpu: The profile's device half.
+        times: Measured time on the device, TIME_DTYPE, where there is any.
+        fit: Whether costs are fitted to samples where times are unknown (fit.py).
+
+    Returns:
+        ATTRIBUTED_DTYPE; the counts of each sample's rows add up to its own exactly. The same
+        input gives the same output, and the order of a profile's rows makes no difference.
+    """
+    samples = gpu.samples
+    names = name_ids(gpu)
+    launches = launches_of(gpu)
+    stacks, one = stacks_by_name(launches, int(names.max(initial=UNNAMED)) + 1)
+
+    stack = np.full(len(samples), NONE, np.int64)
+    by_id = (samples["launch_id"] > 0) & (samples["launch_id"] <= len(gpu.events))
+    stack[by_id] = gpu.events["stack"][samples["launch_id"][by_id].astype(np.int64) - 1]
+    name = names[np.array([code.kernel for code in gpu.codes], np.int64)[samples["code"]]]
+    open_ = np.flatnonzero((stack == NONE) & (name != UNNAMED))
+    alone = open_[stacks[name[open_]] == 1]
+    stack[alone] = one[name[alone]]
+    shared = open_[stacks[name[open_]] > 1]
+
+    parts = Parts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    if len(shared):
+        windows = windows_of(launches.where(stacks[launches.name] > 1))
+        time_ns = _times_of(windows.launches, names, times)
+        parts = _share(gpu, windows, _Shared(shared, name[shared]), time_ns, fit)
+    return _rows(samples, stack, np.delete(np.arange(len(samples)), shared), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Samples whose kernel several stacks launched."""
+
+    row: I64
+    name: I64
+
+
+def _times_of(launches: Launches, names: I64, times: npt.NDArray[np.void] | None) -> F64:
+    """Returns the mean time of a launch in ns for each row of launches, NaN where unknown."""
+    if times is None or not len(times):
+        return np.full(len(launches), np.nan)
+    times = times[times["launches"] > 0]
+    times = times[names[times["kernel"]] != UNNAMED]
+    own = (launches.name << 32) | launches.stack
+    measured = (names[times["kernel"]] << 32) | times["stack"].astype(np.int64)
+    keys, at = np.unique(np.concatenate((own, measured)), return_inverse=True)
+    mine, theirs = at[: len(own)], at[len(own) :]
+    total = np.bincount(theirs, times["time_ns"].astype(np.float64), len(keys))
+    count = np.bincount(theirs, times["launches"].astype(np.float64), len(keys))
+    mean = np.divide(total, count, out=np.full(len(keys), np.nan), where=count > 0)
+    found: F64 = mean[mine]
+    return found
+
+
+def _share(gpu: GpuProfile, windows: Windows, shared: _Shared, times_ns: F64, fit: bool) -> Parts:
+    """Divides shared samples; returns parts by row of gpu.samples and stack."""
+    samples = gpu.samples[shared.row]
+    order = np.lexsort((samples["count"], samples["interval"], _scattered(samples), shared.name))
+    samples, row, name = samples[order], shared.row[order], shared.name[order]
+    counts = samples["count"].astype(np.int64)
+    window = windows.of(name, samples["interval"].astype(np.int64))
+
+    by_window = np.zeros(len(windows.keys), np.int64)
+    np.add.at(by_window, window, counts)
+    is_sampled = np.isin(windows.interval, np.unique(gpu.samples["interval"]))
+    seen = Seen(by_window, is_sampled) if fit else None
+    pools = pools_of(windows, times_ns, seen)
+    parts = divide(counts, window, name, pools)
+    stack = windows.stack_of(name[parts.row], parts.party)
+    return Parts(row[parts.row], stack, parts.count)
+
+
+def _scattered(samples: npt.NDArray[np.void]) -> U64:
+    """Returns a number for each instruction and reason, the same for the same, in no order.
+
+    What neighbours are given is close to their due, so samples of one instruction have to be
+    neighbours; and no pattern of the code may meet the pattern in which stacks take turns.
+    """
+    found: U64 = np.zeros(len(samples), np.uint64)
+    for field in ("device", "code", "offset", "reason"):
+        found ^= samples[field].astype(np.uint64)
+        # The finaliser of splitmix64 (Steele, Lea and Flood, 2014), which mixes all bits.
+        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found ^= found >> np.uint64(31)
+        found += np.uint64(0x9E3779B97F4A7C15)
+    return found
+
+
+def _rows(
+    samples: npt.NDArray[np.void], stack: I64, whole: I64, parts: Parts
+) -> npt.NDArray[np.void]:
+    """Puts undivided samples and parts together."""
+    whole = whole[samples["count"][whole] > 0]
+    found = np.zeros(len(whole) + len(parts.row), ATTRIBUTED_DTYPE)
+    found["sample"] = np.concatenate((whole, parts.row))
+    found["stack"] = np.concatenate((stack[whole], parts.party))
+    found["certainty"][len(whole) :] = Certainty.SHARED
+    found["certainty"][found["stack"] == NONE] = Certainty.UNATTRIBUTED
+    found["count"][: len(whole)] = samples["count"][whole]
+    found["count"][len(whole) :] = parts.count
+    ordered: npt.NDArray[np.void] = found[np.lexsort((found["stack"], found["sample"]))]
+    return ordered

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stacks launched which kernel, how often, with how much work, second by second.
+
+Kernels are told apart by process and linkage name, since the two sides number them differently: a
+launch knows a handle, a sample knows machine code. A kernel without a name matches nothing: that
+two unnamed things are left over does not make them the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.gpu_profile import NONE, GpuProfile, Operation
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+# Of a kernel that has no name.
+UNNAMED = -1
+
+
+def name_ids(gpu: GpuProfile) -> I64:
+    """Returns a number for each kernel's (process, name), or UNNAMED; shape (kernels,)."""
+    known: dict[tuple[int, str], int] = {}
+    ids = [
+        known.setdefault((kernel.process, kernel.name), len(known)) if kernel.name else UNNAMED
+        for kernel in gpu.kernels
+    ]
+    return np.array(ids, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Launches of named kernels summed by (name, interval, stack), in that order.
+
+    All of shape (rows,); `name` as `name_ids` has it.
+    """
+
+    name: I64
+    interval: I64
+    stack: I64
+    count: F64
+    work: F64  # NaN where some of these calls did not say it
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def where(self, chosen: Mask) -> Launches:
+        """Returns the chosen rows."""
+        return Launches(
+            self.name[chosen],
+            self.interval[chosen],
+            self.stack[chosen],
+            self.count[chosen],
+            self.work[chosen],
+        )
+
+
+def starts_of_runs(*columns: I64) -> Mask:
+    """Returns where a row differs from the one before it in any column; the first row does."""
+    differs = np.ones(len(columns[0]), bool)
+    differs[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return differs
+
+
+def launches_of(gpu: GpuProfile) -> Launches:
+    """Sums a profile's launches; those of unnamed kernels are left out."""
+    operations = np.array([function.operation for function in gpu.functions], np.int64)
+    is_launch = (gpu.calls["kernel"] != NONE) & (gpu.calls["count"] > 0)
+    is_launch[is_launch] = operations[gpu.calls["function"][is_launch]] == Operation.LAUNCH
+    calls = gpu.calls[is_launch]
+    name = name_ids(gpu)[calls["kernel"]]
+    calls, name = calls[name != UNNAMED], name[name != UNNAMED]
+
+    order = np.lexsort((calls["stack"], calls["interval"], name))
+    name, calls = name[order], calls[order]
+    interval, stack = calls["interval"].astype(np.int64), calls["stack"].astype(np.int64)
+    starts = np.flatnonzero(starts_of_runs(name, interval, stack))
+    # Whole numbers are summed first: the sum of floats depends on the order of rows.
+    count = np.add.reduceat(calls["count"], starts) if len(calls) else calls["count"]
+    work = np.add.reduceat(calls["work"], starts) if len(calls) else calls["work"]
+    least = np.minimum.reduceat(calls["work"], starts) if len(calls) else calls["work"]
+    return Launches(
+        name[starts],
+        interval[starts],
+        stack[starts],
+        count.astype(np.float64),
+        np.where(least > 0, work.astype(np.float64), np.nan),
+    )
+
+
+def stacks_by_name(launches: Launches, names: int) -> tuple[I64, I64]:
+    """Returns how many stacks launched each name, and one of them; shape (names,) each."""
+    order = np.lexsort((launches.stack, launches.name))
+    name, stack = launches.name[order], launches.stack[order]
+    first = starts_of_runs(name, stack)
+    one = np.full(names, NONE, np.int64)
+    one[name[first]] = stack[first]
+    return np.bincount(name[first], minlength=names), one

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By which weights the stacks that launched one kernel share its samples of one second.
+
+A second's samples belong to what was launched in it. The weights are, in this order: measured time
+on the device, work items, number of launches; the first that is known for all of a kernel's
+launches. What a work item or a launch costs is then fitted to how a kernel's samples follow its
+launches from second to second (fit.py), since it need not be the same for every stack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.gpu.attribution.fit import Rows, Seen, fitted
+from aiflame.gpu.attribution.launches import Launches, Mask, starts_of_runs
+from aiflame.gpu.attribution.rounding import Pools
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+# More than any interval: 32 bits in the profile.
+_INTERVAL_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The seconds in which kernels of several stacks were launched, and by which.
+
+    Attributes:
+        launches: Of these kernels alone.
+        window: Which (name, interval), ascending, shape (launches,).
+        kernel: Which name, numbered from 0, shape (launches,).
+        party: Which of the stacks of that name, in their order, shape (launches,).
+        keys: Name and interval of each window, ascending, shape (windows,).
+        stacks: Stack by (name, party), ascending by `stack_keys`.
+        stack_keys: Name and party.
+    """
+
+    launches: Launches
+    window: I64
+    kernel: I64
+    party: I64
+    keys: I64
+    stacks: I64
+    stack_keys: I64
+
+    @property
+    def interval(self) -> I64:
+        """The interval of each window."""
+        found: I64 = self.keys & ((1 << _INTERVAL_BITS) - 1)
+        return found
+
+    def of(self, name: I64, interval: I64) -> I64:
+        """Returns the window of samples: of their second, else the nearest earlier, else later."""
+        at = np.searchsorted(self.keys, _key(name, interval), side="right") - 1
+        is_earlier = (at >= 0) & (self.keys[np.maximum(at, 0)] >> _INTERVAL_BITS == name)
+        return np.where(is_earlier, at, at + 1)
+
+    def stack_of(self, name: I64, party: I64) -> I64:
+        """Returns the stack that a party stands for."""
+        return self.stacks[np.searchsorted(self.stack_keys, _key(name, party))]
+
+
+def _key(name: I64, number: I64) -> I64:
+    return (name << _INTERVAL_BITS) | number
+
+
+def windows_of(launches: Launches) -> Windows:
+    """Numbers windows and parties of launches; all of them are of kernels with several stacks."""
+    first = starts_of_runs(launches.name, launches.interval)
+    order = np.lexsort((launches.stack, launches.name))
+    name, stack = launches.name[order], launches.stack[order]
+    new_name, new_stack = starts_of_runs(name), starts_of_runs(name, stack)
+    at = np.cumsum(new_stack) - 1
+    # The party's number starts anew with each name.
+    party_sorted = at - np.maximum.accumulate(np.where(new_name, at, 0))
+    party = np.empty_like(at)
+    party[order] = party_sorted
+    return Windows(
+        launches,
+        window=np.cumsum(first) - 1,
+        kernel=np.cumsum(starts_of_runs(launches.name)) - 1,
+        party=party,
+        keys=_key(launches.name, launches.interval)[first],
+        stacks=stack[new_stack],
+        stack_keys=_key(name, party_sorted)[new_stack],
+    )
+
+
+def _known_for_kernel(windows: Windows, values: F64) -> Mask:
+    """Whether a value is known for every launch of the kernel; shape (launches,)."""
+    unknown = np.bincount(windows.kernel, ~(values > 0), windows.kernel[-1] + 1)
+    is_known: Mask = unknown[windows.kernel] == 0
+    return is_known
+
+
+def pools_of(windows: Windows, times_ns: F64, seen: Seen | None) -> Pools:
+    """Decides the weights.
+
+    Args:
+        windows: Not empty.
+        times_ns: Time on the device of one launch as measured, NaN where it was not, shape
+            (launches,).
+        seen: Of each window, to fit costs to; None: they are not fitted. They never are where times
+            are known.
+    """
+    launches = windows.launches
+    has_time = _known_for_kernel(windows, times_ns)
+    has_work = _known_for_kernel(windows, launches.work)
+    weight = np.where(has_work, launches.work, launches.count)
+    if seen is not None:
+        rows = Rows(windows.window, windows.kernel, windows.party, weight)
+        weight = weight * fitted(rows, seen)
+    weight = np.where(has_time, times_ns * launches.count, weight)
+    return Pools(windows.window, windows.party, weight, len(windows.keys))
