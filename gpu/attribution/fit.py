@@ -58,7 +58,7 @@ class Seen:
         is_sampled: Whether the device was looked at: else the absence of samples tells nothing.
     """
 
-    samples: I64
+    samples: F64
     is_sampled: npt.NDArray[np.bool_]
 
 
@@ -73,7 +73,7 @@ class _Fit:
     def __init__(self, rows: Rows, seen: Seen) -> None:
         self._rows = rows
         is_used = seen.is_sampled | (seen.samples > 0)
-        self._samples = seen.samples.astype(np.float64)
+        self._samples = seen.samples
         self._kernels = int(rows.kernel[-1]) + 1
         self._kernel = np.zeros(len(is_used), np.int64)
         self._kernel[rows.window] = rows.kernel

@@ -46,37 +46,53 @@ class Parts:
     count: I64
 
 
-_PARTY_BITS = 31
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Every range of parties of some width that has any in a pool, and its two halves.
+
+    All of shape (ranges,). A half is a number of the next level, whose right one is the number
+    behind the left one where both exist.
+    """
+
+    left: I64
+    right: I64
+    share: F64  # of the left half: exactly 0 or 1 where the other half, or this one, has no party
 
 
-class _Masses:
-    """The weight of ranges of parties in a pool."""
+def _levels(pools: Pools) -> tuple[list[_Level], int]:
+    """Returns the levels from the whole down to pairs, and the width of the first one."""
+    sums = np.bincount(pools.pool, pools.weight, pools.count)
+    pool, low, mass = pools.pool, pools.party, pools.weight / sums[pools.pool]
+    levels = []
+    width = 1
+    while int(low.max(initial=0)) > 0:
+        width *= 2
+        above = low // width * width
+        # Halves of one range are neighbours, so a range begins where its pool or place differs.
+        is_first = np.append(True, (np.diff(pool) != 0) | (np.diff(above) != 0))
+        first = np.flatnonzero(is_first)
+        last = np.append(first[1:], len(low)) - 1
+        is_left = low[first] == above[first]
+        whole = np.add.reduceat(mass, first)
+        share = np.where(is_left, np.where(first == last, 1.0, mass[first] / whole), 0.0)
+        levels.append(_Level(first, last, share))
+        pool, low, mass = pool[first], above[first], whole
+    return levels[::-1], width
 
-    def __init__(self, pools: Pools) -> None:
-        self._keys = (pools.pool << _PARTY_BITS) | pools.party
-        sums = np.bincount(pools.pool, pools.weight, pools.count)
-        # Of one unit: a prefix sum over pools of very different weights would lose the small ones.
-        shares = pools.weight / sums[pools.pool]
-        self._before = np.concatenate(([0.0], np.cumsum(shares)))
 
-    def between(self, pool: I64, low: I64, high: I64) -> F64:
-        """Returns the weight of parties `low` to `high`; exactly 0 where the pool has none."""
-        before: list[F64] = [
-            self._before[np.searchsorted(self._keys, (pool << _PARTY_BITS) | party)]
-            for party in (low, high)
-        ]
-        return before[1] - before[0]
-
-
-def _take_left(counts: I64, left: F64, whole: F64) -> I64:
+def _take_left(counts: I64, share: F64) -> I64:
     """Divides each count in two, in order, so that the sum of left parts stays within one."""
-    shares = counts * np.divide(left, whole, out=np.zeros_like(left), where=whole > 0)
-    sure = np.minimum(np.floor(shares).astype(np.int64), counts)
-    # Where the right has no party nothing may be left to it, not even by a rounded product.
-    sure = np.where(left >= whole, counts, sure)
+    due = counts * share
+    sure = np.minimum(due.astype(np.int64), counts)
+    # Where there is no right half nothing may be left to it, not even by a rounded product.
+    sure = np.where(share >= 1.0, counts, sure)
+    due -= sure
+    remainder = np.minimum(np.maximum(due, 0.0, out=due), 1.0, out=due)
     # A half, to begin with, makes the last sum a rounded one instead of one rounded down.
-    carried = np.floor(np.cumsum(np.clip(shares - sure, 0.0, 1.0)) + 0.5).astype(np.int64)
-    given: I64 = np.minimum(sure + np.diff(carried, prepend=0), counts)
+    carried = (np.cumsum(remainder) + 0.5).astype(np.int64)
+    sure += carried
+    sure[1:] -= carried[:-1]
+    given: I64 = np.minimum(sure, counts, out=sure)
     return given
 
 
@@ -86,7 +102,8 @@ def divide(counts: I64, pool: I64, family: I64, pools: Pools) -> Parts:
     Args:
         counts: Not negative, shape (rows,).
         pool: Of each row; pools of one family share the numbers of their parties.
-        family: Of each row's pool, ascending; rows of a family are divided in their order.
+        family: Of each row's pool, ascending and below 2**31; rows of a family are divided in
+            their order.
         pools: Who shares.
 
     Returns:
@@ -94,22 +111,20 @@ def divide(counts: I64, pool: I64, family: I64, pools: Pools) -> Parts:
         to it to within the number of halvings, where the weights are the same in all its pools;
         and about that where they differ.
     """
-    masses = _Masses(pools)
-    parties = int(pools.party.max(initial=0)) + 1
+    levels, width = _levels(pools)
     row: I64 = np.flatnonzero(counts)
-    low: I64
-    counts, low = counts[row], np.zeros(len(row), np.int64)
-    width = 1 << (parties - 1).bit_length()
-    while width > 1:
+    counts, place = counts[row], pool[row]
+    # Rows of a family that are divided among the same parties have to follow each other.
+    group = family[row] << 32
+    for level in levels:
         width //= 2
-        at = pool[row]
-        left = masses.between(at, low, low + width)
-        taken = _take_left(counts, left, masses.between(at, low, low + 2 * width))
-        row = np.concatenate((row, row))
-        counts = np.concatenate((taken, counts - taken))
-        low = np.concatenate((low, low + width))
-        # Rows of a family that are divided among the same parties have to follow each other.
-        kept = np.flatnonzero(counts)
-        order = kept[np.lexsort((row[kept], low[kept], family[row[kept]]))]
-        row, counts, low = row[order], counts[order], low[order]
-    return Parts(row, low, counts)
+        taken = _take_left(counts, level.share[place])
+        left, right = np.flatnonzero(taken), np.flatnonzero(counts - taken)
+        both = np.concatenate((group[left], group[right] + width))
+        # Two ascending runs, which a stable sort merges.
+        order = np.argsort(both, kind="stable")
+        group = both[order]
+        row = np.concatenate((row[left], row[right]))[order]
+        place = np.concatenate((level.left[place[left]], level.right[place[right]]))[order]
+        counts = np.concatenate((taken[left], (counts - taken)[right]))[order]
+    return Parts(row, group & 0xFFFFFFFF, counts)

@@ -34,8 +34,8 @@ class Windows:
         kernel: Which name, numbered from 0, shape (launches,).
         party: Which of the stacks of that name, in their order, shape (launches,).
         keys: Name and interval of each window, ascending, shape (windows,).
-        stacks: Stack by (name, party), ascending by `stack_keys`.
-        stack_keys: Name and party.
+        stacks: By (name, party).
+        first_stack: Where those of each name begin, by name.
     """
 
     launches: Launches
@@ -44,7 +44,7 @@ class Windows:
     party: I64
     keys: I64
     stacks: I64
-    stack_keys: I64
+    first_stack: I64
 
     @property
     def interval(self) -> I64:
@@ -60,7 +60,8 @@ class Windows:
 
     def stack_of(self, name: I64, party: I64) -> I64:
         """Returns the stack that a party stands for."""
-        return self.stacks[np.searchsorted(self.stack_keys, _key(name, party))]
+        found: I64 = self.stacks[self.first_stack[name] + party]
+        return found
 
 
 def _key(name: I64, number: I64) -> I64:
@@ -74,10 +75,10 @@ def windows_of(launches: Launches) -> Windows:
     name, stack = launches.name[order], launches.stack[order]
     new_name, new_stack = starts_of_runs(name), starts_of_runs(name, stack)
     at = np.cumsum(new_stack) - 1
-    # The party's number starts anew with each name.
-    party_sorted = at - np.maximum.accumulate(np.where(new_name, at, 0))
+    first_stack = np.zeros(int(name[-1]) + 1, np.int64)
+    first_stack[name[new_name]] = at[new_name]
     party = np.empty_like(at)
-    party[order] = party_sorted
+    party[order] = at - first_stack[name]
     return Windows(
         launches,
         window=np.cumsum(first) - 1,
@@ -85,7 +86,7 @@ def windows_of(launches: Launches) -> Windows:
         party=party,
         keys=_key(launches.name, launches.interval)[first],
         stacks=stack[new_stack],
-        stack_keys=_key(name, party_sorted)[new_stack],
+        first_stack=first_stack,
     )
 
 

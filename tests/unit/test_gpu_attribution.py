@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stacks device samples are given to, case by case."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+from aiflame.agent.gpu_profile import (
+    CALL_DTYPE,
+    CALL_EVENT_DTYPE,
+    DEVICE_SAMPLE_DTYPE,
+    NONE,
+    ApiFunction,
+    GpuProfile,
+    Kernel,
+    KernelCode,
+    Operation,
+)
+from aiflame.gpu.attribution import (
+    TIME_DTYPE,
+    Certainty,
+    Totals,
+    attribute,
+    launched,
+    totals,
+)
+
+# Kernels 0 to 4 of `gpu_of`; code `i` is that of kernel `i`.
+K, SAME_AS_K, OTHER, K_ELSEWHERE, UNNAMED = range(5)
+_KERNELS = (
+    Kernel(0, "cuda", "k", ""),
+    Kernel(0, "cuda", "k", ""),
+    Kernel(0, "cuda", "other", ""),
+    Kernel(1, "cuda", "k", ""),
+    Kernel(0, "cuda", "", "made before the recording"),
+)
+_FUNCTIONS = tuple(
+    ApiFunction("cuda", operation.name.lower(), operation) for operation in Operation
+)
+
+
+def call(
+    stack: int, count: int = 1, work: int = 0, interval: int = 0, kernel: int = K, function: int = 0
+) -> tuple[int, ...]:
+    return (interval, stack, 0, function, kernel, 0, count, work, 0)
+
+
+def sample(
+    count: int, interval: int = 0, kernel: int = K, offset: int = 0, launch_id: int = 0
+) -> tuple[int, ...]:
+    return (interval, 0, kernel, offset, 0, launch_id, count)
+
+
+def gpu_of(
+    calls: Sequence[tuple[int, ...]],
+    samples: Sequence[tuple[int, ...]],
+    event_stacks: Sequence[int] = (),
+) -> GpuProfile:
+    events = np.zeros(len(event_stacks), CALL_EVENT_DTYPE)
+    events["stack"] = event_stacks
+    return GpuProfile(
+        functions=_FUNCTIONS,
+        kernels=_KERNELS,
+        codes=tuple(KernelCode(kernel, None, 0) for kernel in range(len(_KERNELS))),
+        calls=np.array(calls, CALL_DTYPE),
+        events=events,
+        samples=np.array(samples, DEVICE_SAMPLE_DTYPE),
+    )
+
+
+def parts(gpu: GpuProfile, times: np.ndarray | None = None) -> list[tuple[int, int, str, int]]:
+    """(sample, stack, certainty, count), as one would read them."""
+    return [
+        (sample, stack, Certainty(certainty).label, count)
+        for sample, stack, certainty, count in attribute(gpu, times).tolist()
+    ]
+
+
+def by_stack(gpu: GpuProfile, times: np.ndarray | None = None) -> dict[int, int]:
+    found: Counter[int] = Counter()
+    for _, stack, _, count in parts(gpu, times):
+        found[stack] += count
+    return dict(found)
+
+
+def test_nothing_gives_nothing() -> None:
+    assert parts(GpuProfile()) == []
+    assert parts(gpu_of([call(7)], [])) == []
+    assert len(launched(GpuProfile())) == 0
+    assert totals(attribute(GpuProfile())) == Totals(0, 0, 0)
+
+
+def test_one_launching_stack_gets_every_sample_of_its_kernel() -> None:
+    gpu = gpu_of(
+        [call(7, interval=3), call(7, interval=9), call(8, kernel=OTHER)],
+        [sample(5), sample(6, interval=3, offset=16), sample(2, interval=50, kernel=OTHER)],
+    )
+    assert parts(gpu) == [(0, 7, "exact", 5), (1, 7, "exact", 6), (2, 8, "exact", 2)]
+
+
+def test_rows_of_one_name_in_one_process_are_one_kernel() -> None:
+    # GIVEN a kernel that was made twice, its handles being called by the same name
+    gpu = gpu_of([call(7, kernel=SAME_AS_K), call(7)], [sample(4), sample(3, kernel=SAME_AS_K)])
+    assert parts(gpu) == [(0, 7, "exact", 4), (1, 7, "exact", 3)]
+
+
+def test_nothing_crosses_processes_or_names() -> None:
+    gpu = gpu_of(
+        [call(7, kernel=K_ELSEWHERE), call(8, kernel=OTHER)],
+        [sample(4), sample(1, kernel=K_ELSEWHERE)],
+    )
+    assert parts(gpu) == [(0, NONE, "unattributed", 4), (1, 7, "exact", 1)]
+
+
+def test_unnamed_kernels_match_nothing_not_even_each_other() -> None:
+    gpu = gpu_of([call(7, kernel=UNNAMED)], [sample(4), sample(1, kernel=UNNAMED)])
+    assert parts(gpu) == [(0, NONE, "unattributed", 4), (1, NONE, "unattributed", 1)]
+
+
+def test_calls_that_launch_nothing_do_not_count() -> None:
+    gpu = gpu_of(
+        [
+            call(7),
+            call(8, function=Operation.COPY),
+            call(9, function=Operation.SYNCHRONIZE, kernel=NONE),
+            call(10, count=0),
+        ],
+        [sample(4)],
+    )
+    assert parts(gpu) == [(0, 7, "exact", 4)]
+
+
+def test_the_number_of_a_launch_beats_every_other_rule() -> None:
+    gpu = gpu_of(
+        [call(7), call(8)],
+        [sample(4, launch_id=2), sample(9, kernel=UNNAMED, launch_id=1), sample(1, launch_id=3)],
+        event_stacks=(5, 6, NONE),
+    )
+    found = parts(gpu)
+    assert found[:2] == [(0, 6, "exact", 4), (1, 5, "exact", 9)]
+    assert [row[2] for row in found[2:]] == ["shared"], "an event without a stack tells nothing"
+
+
+def test_two_stacks_share_by_work_of_the_second() -> None:
+    gpu = gpu_of(
+        [
+            call(7, count=10, work=3_000),
+            call(8, count=10, work=1_000),
+            call(7, count=10, work=1_000, interval=1),
+            call(8, count=10, work=1_000, interval=1),
+        ],
+        [sample(400), sample(20, interval=1)],
+    )
+    assert parts(gpu) == [
+        (0, 7, "shared", 300),
+        (0, 8, "shared", 100),
+        (1, 7, "shared", 10),
+        (1, 8, "shared", 10),
+    ]
+
+
+def test_they_share_by_launches_where_any_launch_hides_its_work() -> None:
+    gpu = gpu_of(
+        [
+            call(7, count=1, work=9_000),
+            call(8, count=3, work=1_000),
+            call(8, count=1, interval=5),
+        ],
+        [sample(400)],
+    )
+    assert parts(gpu) == [(0, 7, "shared", 100), (0, 8, "shared", 300)]
+
+
+def test_measured_time_beats_work() -> None:
+    # GIVEN times of some of the launches: 2 us each of stack 7, 8 us each of stack 8
+    calls = [call(7, count=8, work=9_000), call(8, count=2, work=1_000)]
+    times = np.array([(7, K, 2, 4_000), (8, SAME_AS_K, 1, 8_000)], TIME_DTYPE)
+    assert by_stack(gpu_of(calls, [sample(100)]), times) == {7: 50, 8: 50}
+    # WHEN one of the stacks has none THEN none is used
+    assert by_stack(gpu_of(calls, [sample(100)]), times[:1]) == {7: 90, 8: 10}
+    other = np.array([(7, OTHER, 1, 1), (8, K_ELSEWHERE, 1, 1), (8, K, 0, 0)], TIME_DTYPE)
+    assert by_stack(gpu_of(calls, [sample(100)]), other) == {7: 90, 8: 10}
+
+
+def test_a_second_without_launches_is_shared_as_the_nearest_earlier_one() -> None:
+    gpu = gpu_of(
+        [call(7, interval=2), call(8, interval=4), call(7, interval=9), call(8, interval=9)],
+        [sample(10, interval=i) for i in (0, 2, 3, 4, 8, 9, 99)],
+    )
+    found = {row: {} for row in range(7)}
+    for row, stack, certainty, count in parts(gpu):
+        assert certainty == "shared"
+        found[row][stack] = count
+    only_7, only_8, both = {7: 10}, {8: 10}, {7: 5, 8: 5}
+    assert list(found.values()) == [only_7, only_7, only_7, only_8, only_8, both, both]
+
+
+def test_launches_whose_stack_was_lost_keep_their_share() -> None:
+    assert parts(gpu_of([call(NONE)], [sample(3)])) == [(0, NONE, "unattributed", 3)]
+    gpu = gpu_of([call(7, count=3), call(NONE)], [sample(4)])
+    assert parts(gpu) == [(0, 7, "shared", 3), (0, NONE, "unattributed", 1)]
+    assert totals(attribute(gpu)) == Totals(exact=0, shared=3, unattributed=1)
+
+
+def test_many_small_rows_add_up_to_the_weights() -> None:
+    # GIVEN a thousand rows of one sample, at forty instructions in each of twenty-five seconds
+    calls = [call(7, work=3_000, interval=i) for i in range(25)]
+    calls += [call(8, work=1_000, interval=i) for i in range(25)]
+    samples = [sample(1, interval=i, offset=4 * j) for i, j in product(range(25), range(40))]
+    gpu = gpu_of(calls, samples)
+    # WHEN they are shared THEN three quarters go to the first stack in all,
+    assert by_stack(gpu) == {7: 750, 8: 250}
+    # and of every instruction as well, whole numbers permitting.
+    first = Counter(samples[row][3] for row, stack, _, _ in parts(gpu) if stack == 7)
+    assert len(first) == 40
+    assert all(18 <= count <= 20 for count in first.values()), first
+
+
+def test_one_sample_a_second_is_no_advantage_for_the_larger_stack() -> None:
+    seconds = range(400)
+    calls = [call(stack, count=4 - stack, interval=i) for i in seconds for stack in (1, 2, 3)]
+    assert by_stack(gpu_of(calls, [sample(1, interval=i) for i in seconds])) == {
+        1: 200,
+        2: 133,
+        3: 67,
+    }
+
+
+def test_a_stack_gets_nothing_of_a_second_in_which_it_did_not_launch() -> None:
+    calls = [call(stack, interval=stack) for stack in range(70)] + [call(99, interval=70)]
+    calls += [call(0, interval=70)]
+    samples = [sample(3, interval=i, offset=4 * j) for i, j in product(range(70), range(5))]
+    for row, stack, _, count in parts(gpu_of(calls, samples)):
+        assert (samples[row][0], count) == (stack, 3)
+
+
+def test_counts_beyond_the_precision_of_floats_are_kept_to_the_unit() -> None:
+    large = 2**62 + 1
+    gpu = gpu_of([call(7, count=2), call(8)], [sample(large), sample(large)])
+    rows = attribute(gpu)
+    for row in (0, 1):
+        assert int(rows["count"][rows["sample"] == row].sum()) == large
+    assert set(rows["stack"].tolist()) == {7, 8}
+
+
+def test_costs_are_learnt_where_the_mixture_changes() -> None:
+    # GIVEN launches of unknown size, of which those of stack 8 take three times as long
+    seconds = range(40)
+    counts = [(100, 20) if i % 2 else (30, 60) for i in seconds]
+    calls = [call(7, count=counts[i][0], interval=i) for i in seconds]
+    calls += [call(8, count=counts[i][1], interval=i) for i in seconds]
+    gpu = gpu_of(calls, [sample(a + 3 * b, interval=i) for i, (a, b) in enumerate(counts)])
+    # WHEN costs are fitted THEN the true ones come out, 2,600 and 4,800
+    found = by_stack(gpu)
+    assert abs(found[8] - 4_800) < 50
+    # and the plain rule, which cannot know, gives stack 8 a second's 60/90 or 20/120.
+    plain = attribute(gpu, fit=False)
+    assert int(plain["count"][plain["stack"] == 8].sum()) == 3_333
+
+
+def test_seconds_in_which_the_device_was_not_looked_at_teach_nothing() -> None:
+    # GIVEN the same, and as many seconds again without any samples, in which stack 7 launches
+    seconds = range(40)
+    counts = [(100, 20) if i % 2 else (30, 60) for i in seconds]
+    calls = [call(7, count=counts[i][0], interval=i) for i in seconds]
+    calls += [call(8, count=counts[i][1], interval=i) for i in seconds]
+    calls += [call(7, count=500, interval=100 + i) for i in seconds]
+    gpu = gpu_of(calls, [sample(a + 3 * b, interval=i) for i, (a, b) in enumerate(counts)])
+    assert abs(by_stack(gpu)[8] - 4_800) < 50
+
+
+def test_how_each_kernel_was_launched() -> None:
+    gpu = gpu_of(
+        [
+            call(7, count=2),
+            call(8, count=3, kernel=SAME_AS_K, interval=4),
+            call(7, count=5, kernel=OTHER),
+            call(7, count=6, kernel=UNNAMED),
+        ],
+        [],
+    )
+    assert launched(gpu).tolist() == [
+        (2, 5, Certainty.SHARED),
+        (2, 5, Certainty.SHARED),
+        (1, 5, Certainty.EXACT),
+        (0, 0, Certainty.UNATTRIBUTED),
+        (0, 0, Certainty.UNATTRIBUTED),
+    ]
+
+
+def test_totals_by_certainty() -> None:
+    gpu = gpu_of(
+        [call(7), call(8), call(7, kernel=OTHER)],
+        [sample(10), sample(5, kernel=OTHER), sample(2, kernel=K_ELSEWHERE)],
+    )
+    found = totals(attribute(gpu))
+    assert found == Totals(exact=5, shared=10, unattributed=2)
+    assert found.all == 17
