@@ -18,6 +18,11 @@ import pytest
 import support
 from support import WORKLOADS
 
+# Beside the caches of all other tools; by default a folder where the tests are run.
+os.environ.setdefault(
+    "HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".venv/cache/hypothesis")
+)
+
 # Frame pointers, and no tail calls: with workloads/frames.h every frame is there to be seen.
 WORKLOAD_FLAGS = (
     "-O2",
