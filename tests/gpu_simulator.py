@@ -269,11 +269,11 @@ _MANY = tuple(
 
 SCENARIOS = (
     Scenario("two call sites, sizes 3:1", _SITES),
-    Scenario("two call sites, 150 samples", _SITES, sample_ns=100_000_000),
+    Scenario("two call sites, 130 samples", _SITES, sample_ns=100_000_000),
     Scenario("cost not linear, steady mixture", _SITES, exponent=1.5, unit_ns=200_000),
     Scenario("cost not linear, mixture changes", _TURNS, exponent=1.5, unit_ns=200_000),
     Scenario("linear cost, mixture changes", _TURNS),
-    Scenario("linear cost, mixture changes, 140 samples", _TURNS, sample_ns=80_000_000),
+    Scenario("linear cost, mixture changes, 130 samples", _TURNS, sample_ns=80_000_000),
     Scenario("cost independent of size", _TURNS, unit_ns=0, overhead_ns=900_000),
     Scenario(
         "sizes scatter, cost not linear",

@@ -25,8 +25,8 @@ from aiflame.gpu.attribution.launches import (
     Launches,
     launches_of,
     name_ids,
+    order_by,
     stacks_by_name,
-    starts_of_runs,
 )
 from aiflame.gpu.attribution.rounding import Parts, divide
 from aiflame.gpu.attribution.sharing import Windows, pools_of, windows_of
@@ -199,18 +199,13 @@ def _share(gpu: GpuProfile, windows: Windows, shared: _Shared, times_ns: F64, fi
 
 
 def _order(samples: npt.NDArray[np.void], shared: _Shared) -> I64:
-    """Orders shared samples by name, instruction and reason, interval.
-
-    A sort of whole numbers is many times faster than one of several columns, which is left to the
-    few rows that are still alike.
-    """
+    """Orders shared samples by name, instruction and reason, interval; then by what is left."""
     scattered = _scattered(samples, shared.row)
-    instruction = (shared.name << 32) | (scattered >> np.uint64(32)).astype(np.int64)
-    order = np.argsort(instruction)
-    rank = np.cumsum(starts_of_runs(instruction[order]))
-    moment = (rank << 32) | samples["interval"][shared.row[order]]
-    finer = np.argsort(moment)
-    order, is_first = order[finer], starts_of_runs(moment[finer])
+    order, is_first = order_by(
+        shared.name,
+        (scattered >> np.uint64(32)).astype(np.int64),
+        samples["interval"][shared.row].astype(np.int64),
+    )
     alike = np.flatnonzero(~(is_first & np.append(is_first[1:], True)))
     again = order[alike]
     group = np.cumsum(is_first)[alike]

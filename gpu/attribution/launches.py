@@ -66,6 +66,23 @@ def starts_of_runs(*columns: I64) -> Mask:
     return differs
 
 
+def order_by(first: I64, second: I64, third: I64) -> tuple[I64, Mask]:
+    """Orders rows by three columns of numbers below 2**32, the first one below 2**31.
+
+    A sort of single whole numbers is many times faster than one of several columns.
+
+    Returns:
+        The order, in which rows that are alike come in any; and where a row, so ordered, differs
+        from the one before it.
+    """
+    above = (first << 32) | second
+    order = np.argsort(above)
+    rank = np.cumsum(starts_of_runs(above[order]))
+    whole = (rank << 32) | third[order]
+    finer = np.argsort(whole)
+    return order[finer], starts_of_runs(whole[finer])
+
+
 def launches_of(gpu: GpuProfile) -> Launches:
     """Sums a profile's launches; those of unnamed kernels are left out."""
     operations = np.array([function.operation for function in gpu.functions], np.int64)
@@ -75,10 +92,10 @@ def launches_of(gpu: GpuProfile) -> Launches:
     name = name_ids(gpu)[calls["kernel"]]
     calls, name = calls[name != UNNAMED], name[name != UNNAMED]
 
-    order = np.lexsort((calls["stack"], calls["interval"], name))
-    name, calls = name[order], calls[order]
     interval, stack = calls["interval"].astype(np.int64), calls["stack"].astype(np.int64)
-    starts = np.flatnonzero(starts_of_runs(name, interval, stack))
+    order, is_first = order_by(name, interval, stack)
+    name, interval, stack, calls = name[order], interval[order], stack[order], calls[order]
+    starts = np.flatnonzero(is_first)
     # Whole numbers are summed first: the sum of floats depends on the order of rows.
     count = np.add.reduceat(calls["count"], starts) if len(calls) else calls["count"]
     work = np.add.reduceat(calls["work"], starts) if len(calls) else calls["work"]
@@ -94,7 +111,7 @@ def launches_of(gpu: GpuProfile) -> Launches:
 
 def stacks_by_name(launches: Launches, names: int) -> tuple[I64, I64]:
     """Returns how many stacks launched each name, and one of them; shape (names,) each."""
-    order = np.lexsort((launches.stack, launches.name))
+    order = np.argsort((launches.name << 32) | launches.stack)
     name, stack = launches.name[order], launches.stack[order]
     first = starts_of_runs(name, stack)
     one = np.full(names, NONE, np.int64)

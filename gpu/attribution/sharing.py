@@ -71,7 +71,7 @@ def _key(name: I64, number: I64) -> I64:
 def windows_of(launches: Launches) -> Windows:
     """Numbers windows and parties of launches; all of them are of kernels with several stacks."""
     first = starts_of_runs(launches.name, launches.interval)
-    order = np.lexsort((launches.stack, launches.name))
+    order = np.argsort(_key(launches.name, launches.stack))
     name, stack = launches.name[order], launches.stack[order]
     new_name, new_stack = starts_of_runs(name), starts_of_runs(name, stack)
     at = np.cumsum(new_stack) - 1

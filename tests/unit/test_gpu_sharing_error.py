@@ -13,11 +13,11 @@ _BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 # it, and with measured times. What is large here is what sharing cannot know; see the comments.
 _BOUNDS = {
     "two call sites, sizes 3:1": (0.01, 0.27, 0.01),  # nothing tells which of two is larger
-    "two call sites, 150 samples": (0.10, 0.35, 0.10),  # chance alone is off by that much
+    "two call sites, 130 samples": (0.10, 0.35, 0.10),  # chance alone is off by that much
     "cost not linear, steady mixture": (0.11, 0.36, 0.01),
     "cost not linear, mixture changes": (0.02, 0.02, 0.01),
     "linear cost, mixture changes": (0.01, 0.02, 0.01),
-    "linear cost, mixture changes, 140 samples": (0.10, 0.24, 0.10),
+    "linear cost, mixture changes, 130 samples": (0.10, 0.24, 0.10),
     "cost independent of size": (0.01, 0.01, 0.01),
     "sizes scatter, cost not linear": (0.02, 0.02, 0.01),
     "ten call sites": (0.02, 0.10, 0.02),
