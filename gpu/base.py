@@ -138,6 +138,13 @@ class Family(Protocol):
         """
         ...
 
+    def runs_by(self, path: str) -> bool:
+        """Whether a process that maps a file may run kernels of this family on CPUs.
+
+        Samples of such a process at addresses that cannot be told any more are counted as lost.
+        """
+        ...
+
     def drain(self, interval: Interval) -> Iterable[KernelSample]:
         """Returns what was sampled since the last drain."""
         ...

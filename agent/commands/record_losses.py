@@ -49,6 +49,8 @@ _PROBLEM_MEANINGS = {
     "kernel_not_disassembled": "kernels of a device whose instructions are not known",
     "device_code_replaced": "samples of a second in which a kernel's code gave way to other code at"
     " the same address; some may be of the other",
+    "device_code_not_mapped": "samples at unknown addresses of processes that run kernels on CPUs:"
+    " most are in kernels that were built shortly before their process ended",
     "device_stacks_not_kept": "stacks with unknown addresses, too many at once to look for kernels"
     " of a device in them",
     "sampling_skipped": "clock ticks that hit another BPF program and were skipped by the kernel",

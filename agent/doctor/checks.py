@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from aiflame.agent.doctor import bpf, cpu, host, out, stacks, target
+from aiflame.agent.doctor import bpf, cpu, gpu, host, out, stacks, target
 from aiflame.agent.doctor.base import Check
+from aiflame.gpu.families import FAMILIES
 
 _PRIVILEGED = ("os.capabilities",)
 _BEFORE_LOADING = (
@@ -48,6 +49,8 @@ CHECKS = (
     Check("bpf.stacks", stacks.stacks, limit="some stacks are cut short", needs=("bpf.sample",)),
     Check("bpf.off_cpu", bpf.off_cpu, needs=_TO_RECEIVE),
     Check("bpf.ringbuf", bpf.ring_buffer, needs=_TO_RECEIVE),
+    *(Check(f"gpu.{name}", gpu.family(name)) for name in FAMILIES),
+    *(Check(f"gpu.{name}", gpu.vendor(name)) for name in ("nvidia", "amd", "intel")),
     Check("out.folder", out.folder, limit="record needs -o"),
     Check("out.space", out.space, limit="only short recordings fit on the disk"),
     Check("out.cache", out.cache, limit="each run reads all symbols anew"),

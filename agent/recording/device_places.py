@@ -32,6 +32,7 @@ _MAX_UNKNOWN = 4096
 
 REPLACED = "device_code_replaced"
 NOT_LOOKED_AT = "device_stacks_not_kept"
+NOT_MAPPED = "device_code_not_mapped"
 
 
 @dataclass(slots=True)
@@ -49,12 +50,20 @@ class DevicePlaces:
         table: Process table of the recording.
         images: ELF headers of its binaries.
         owns: Whether a binary, by index, is a device family's.
+        runs_by: Whether a process that maps a binary may run kernels of a device family.
     """
 
-    def __init__(self, table: ProcessTable, images: ElfImages, owns: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        table: ProcessTable,
+        images: ElfImages,
+        owns: Callable[[int], bool],
+        runs_by: Callable[[int], bool],
+    ) -> None:
         self._table = table
         self._images = images
         self._owns = owns
+        self._runs_by = runs_by
         self._places: dict[int, _Place] = {}
         self._unknown: dict[int, tuple[ProcessImage, U64]] = {}
         self._with_kernels: dict[int, ProcessImage] = {}
@@ -141,7 +150,7 @@ class DevicePlaces:
                 continue
             now = self._now_at(place)
             if now is None or now[0] != place.binary:
-                self.losses[REPLACED] += by_thread.total()
+                self.losses[REPLACED] += sum(by_thread.values())
             if now is None:
                 del self._places[stack]
                 continue
@@ -155,8 +164,15 @@ class DevicePlaces:
     def _look_again(self) -> None:
         """Looks at stacks whose mappings were not known, once: they have been read since."""
         for stack, (image, user) in self._unknown.items():
-            self._place(stack, image, user, image.find(user))
+            found = image.find(user)
+            self._place(stack, image, user, found)
+            if stack not in self._places and int(found[0]) < 0 and self._runs_kernels(image):
+                self.losses[NOT_MAPPED] += sum(self._sums[stack].values())
         self._unknown.clear()
+
+    def _runs_kernels(self, image: ProcessImage) -> bool:
+        binaries = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
+        return any(map(self._runs_by, binaries))
 
     def _now_at(self, place: _Place) -> tuple[int, int] | None:
         """Returns the binary that is at a place, and the address as it counts; None for none."""

@@ -93,7 +93,9 @@ class Devices:
         self._codes: dict[tuple[str, CodeKey], int] = {}
         self._reasons: dict[tuple[str, str], int] = {}
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
-        self._places = DevicePlaces(table, images, lambda file: self._owner(file) is not None)
+        self._places = DevicePlaces(
+            table, images, lambda file: self._owner(file) is not None, self._runs_by
+        )
         self.samples = 0
 
     def start(self) -> None:
@@ -121,6 +123,10 @@ class Devices:
         if file not in self._owners:
             self._owners[file] = next((f for f in self._families if f.owns(file)), None)
         return self._owners[file]
+
+    def _runs_by(self, file: int) -> bool:
+        path = self._files.path(file)
+        return any(family.runs_by(path) for family in self._families)
 
     def before_stacks(self) -> None:
         """To be called at a drain before new stacks are added."""

@@ -71,6 +71,10 @@ class OpenClFamily:
         self._kernels[file] = kernel = read_kernel_file(descriptor)
         return kernel is not None
 
+    def runs_by(self, path: str) -> bool:
+        """Whether it is PoCL's library."""
+        return "/libpocl" in path
+
     def drain(self, interval: Interval) -> Iterable[KernelSample]:
         """Returns an interval's CPU samples as samples of kernels."""
         sums: Counter[tuple[CodeKey, int]] = Counter()

@@ -47,7 +47,7 @@ def _statuses(*table: Check, left_out: tuple[str, ...] = ()) -> list[str]:
 def test_ids_are_unique_and_tell_their_group() -> None:
     assert len(set(ALL_IDS)) == len(ALL_IDS)
     for name in ALL_IDS:
-        assert re.fullmatch(r"(os|cpu|bpf|out|target)\.[a-z0-9_]+", name)
+        assert re.fullmatch(r"(os|cpu|bpf|gpu|out|target)\.[a-z0-9_]+", name)
 
 
 def test_what_a_check_needs_comes_before_it() -> None:

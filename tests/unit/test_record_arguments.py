@@ -191,6 +191,7 @@ def test_defaults(recordings: _Recordings) -> None:
         wait_event_ns=100_000_000,
         unwind_bytes_max=256 << 20,
         command_words=f"aiflame record -p {pid} -o run.aiflame",
+        gpu="auto",
     )
     assert options.period_ns == 10_101_010
 
@@ -198,7 +199,7 @@ def test_defaults(recordings: _Recordings) -> None:
 def test_every_option_arrives(recordings: _Recordings) -> None:
     given = (
         "record -a -F 50 -d 2s --no-off-cpu -U --stack-storage-size 1 --hash-storage-size 2"
-        " --thread-storage-size 3 --min-wait 4ms --unwind-memory 5 -o run.svg --force -q"
+        " --thread-storage-size 3 --min-wait 4ms --unwind-memory 5 --gpu none -o run.svg --force -q"
     )
     assert cli.main(given.split()) == 0
     [(target, options, plan)] = recordings.asked
@@ -217,6 +218,7 @@ def test_every_option_arrives(recordings: _Recordings) -> None:
         wait_event_ns=4_000_000,
         unwind_bytes_max=5 << 20,
         command_words=f"aiflame {given}",
+        gpu="none",
     )
     # Of all processes, children are processes, too.
     assert options.for_programs(target).follow_children

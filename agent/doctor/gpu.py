@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the group `gpu`: which devices are here, and how much of them is recorded.
+
+None of them keeps from recording: without a device there are CPU samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from aiflame.agent.doctor.base import Context, Finding, ok, skip
+from aiflame.agent.gpu_profile import Device, Tier
+from aiflame.gpu.families import FAMILIES
+
+_DRM = Path("/sys/class/drm")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+# PCI vendor ids (pci.ids), as sysfs writes them.
+_VENDORS = {"nvidia": "0x10de", "amd": "0x1002", "intel": "0x8086"}
+_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel"}
+
+_REACHED = {
+    Tier.LAUNCHES: "launches are recorded",
+    Tier.TIMES: "launches and their times are recorded",
+    Tier.STALLS: "launches and samples of kernels are recorded",
+}
+
+
+def family(name: str) -> Callable[[Context], Finding]:
+    """Returns the check of a family of the registry: what it finds, and how much of it."""
+
+    def find(_: Context) -> Finding:
+        finding = FAMILIES[name]().detect()
+        if not finding.devices:
+            return skip(finding.why)
+        return ok("; ".join(map(_words, finding.devices)))
+
+    return find
+
+
+def _words(device: Device) -> str:
+    limit = f" ({device.limit})" if device.limit else ""
+    return f"{device.name}: {_REACHED[device.tier]}{limit}"
+
+
+def vendor(name: str) -> Callable[[Context], Finding]:
+    """Returns the check of a vendor whose devices have no family yet: are there any?"""
+
+    def find(_: Context) -> Finding:
+        is_here = _VENDORS[name] in _drm_vendors()
+        if name == "nvidia":
+            is_here = is_here or _NVIDIA_DRIVER.exists()
+        if is_here:
+            return skip(
+                f"a device of {_NAMES[name]} is here, but this version records its launches only"
+            )
+        return skip(f"no device of {_NAMES[name]} is visible here")
+
+    return find
+
+
+def _drm_vendors() -> Iterator[str]:
+    for path in _DRM.glob("card*/device/vendor"):
+        try:
+            yield path.read_text().strip()
+        except OSError:  # noqa: PERF203 - it may be unplugged meanwhile
+            continue

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family `opencl` without a device: files of kernels, their listings, and who is installed."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from aiflame.agent.gpu_profile import Tier
+from aiflame.gpu.base import CodeKey, CpuSample, Interval
+from aiflame.gpu.opencl import listing as listings
+from aiflame.gpu.opencl.disassembly import Decoded
+from aiflame.gpu.opencl.family import OpenClFamily
+from aiflame.gpu.opencl.kernel_file import KernelFile, may_be_kernel, read_kernel_file
+from aiflame.gpu.opencl.listing import lay_over, make_listing
+
+# What PoCL makes of a kernel, in small: the body, and a copy of it in the work group's function.
+_SOURCE = """
+float outside(float);
+__attribute__((noinline)) void _pocl_kernel_half_workgroup_one(float *data, int n)
+{
+    for (int i = 0; i < n; i++)
+        data[i] = outside(data[i]) / 2;
+}
+void _pocl_kernel_half_workgroup_one_workgroup(float **data, int n)
+{
+    for (int i = 0; i < n; i++)
+        (*data)[i] = (*data)[i] / 3;
+    _pocl_kernel_half_workgroup_one(*data, n);
+}
+"""
+_NAME = "half_workgroup_one"  # a name that looks like that of a work group's function
+_PLACE = f"cache/AB/CDEFGH/{_NAME}/64-1-1-goffs0-smallgrid/{_NAME}.so"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "kernel.c").write_text(_SOURCE)
+    path = folder / _PLACE
+    path.parent.mkdir(parents=True)
+    command = [
+        "gcc",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-nostdlib",
+        "-Wl,-Bsymbolic",
+        "-o",
+        path,
+        folder / "kernel.c",
+    ]
+    subprocess.run(command, check=True)
+    return path
+
+
+@pytest.fixture
+def descriptor(built: Path) -> Iterator[int]:
+    fd = os.open(built, os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def kernel(descriptor: int) -> KernelFile:
+    found = read_kernel_file(descriptor)
+    assert found is not None
+    return found
+
+
+class _Files:
+    """One file of a target."""
+
+    def __init__(self, path: str, fd: int | None) -> None:
+        self._path, self._fd = path, fd
+
+    def path(self, file: int) -> str:
+        return self._path
+
+    def descriptor(self, file: int) -> int | None:
+        return self._fd
+
+    def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
+        return [("half.cl", address) for address in addresses]
+
+
+def _family(path: str, fd: int | None) -> OpenClFamily:
+    family = OpenClFamily(Path("nowhere"))
+    family.start(_Files(path, fd))
+    return family
+
+
+def _nowhere(addresses: Sequence[int]) -> list[tuple[str, int]]:
+    return [("", 0)] * len(addresses)
+
+
+def test_kernel_is_named_by_its_work_group_function(kernel: KernelFile) -> None:
+    assert kernel.name == _NAME
+    entry = kernel.function_at(kernel.entry)
+    assert entry is not None
+    assert entry.name == f"_pocl_kernel_{_NAME}_workgroup"
+
+
+def test_offsets_begin_at_the_work_group_function_and_are_told_apart(kernel: KernelFile) -> None:
+    assert kernel.offset_of(kernel.entry) == 0
+    end = kernel.start + len(kernel.code)
+    offsets = {kernel.offset_of(address) for address in range(kernel.start, end)}
+    assert offsets == set(range(len(kernel.code)))
+    assert kernel.offset_of(kernel.start - 1) is None
+    assert kernel.offset_of(end) is None
+    for offset in (0, 1, len(kernel.code) - 1):
+        assert kernel.offset_of(kernel.address_of(offset)) == offset
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/home/me/.cache/pocl/kcache/AB/CDEF/scale/0-0-0/scale.so",
+        "/home/me/.cache/pocl/kcache/tempfile_x.so",
+        "/scratch/mine/AB/CDEF/scale/128-1-1-goffs0-smallgrid/scale.so",
+        "/scratch/mine/_UNCACHED_GIfoOv/scale/4096-1-1/scale.so",
+    ],
+)
+def test_paths_of_kernels(path: str) -> None:
+    assert _family(path, None).owns(0)
+
+
+def test_kernel_under_any_name_is_known_by_its_symbol(descriptor: int) -> None:
+    assert _family("/memfd:x", descriptor).owns(0)
+
+
+def test_other_files_are_no_kernels(built: Path, tmp_path: Path) -> None:
+    words = tmp_path / "words.so"
+    words.write_bytes(b"_pocl_kernel_%s_workgroup\0")
+    for path in ("/bin/true", str(words)):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            # Neither by itself nor under a path like those of kernels.
+            assert not _family(path, fd).owns(0)
+            assert not _family(str(built), fd).owns(0)
+        finally:
+            os.close(fd)
+    assert not _family("/usr/lib/libfoo.so", None).owns(0)
+
+
+def test_large_files_are_not_searched(tmp_path: Path) -> None:
+    large = tmp_path / "large.so"
+    large.write_bytes(b"_pocl_kernel_x_workgroup\0")
+    os.truncate(large, 1 << 30)
+    fd = os.open(large, os.O_RDONLY)
+    try:
+        assert not may_be_kernel("/usr/lib/large.so", fd)
+        assert read_kernel_file(fd) is None
+    finally:
+        os.close(fd)
+
+
+def test_damaged_files_are_refused_or_read_and_nothing_else(built: Path, tmp_path: Path) -> None:
+    whole = built.read_bytes()
+    dice = random.Random(5)
+    path = tmp_path / "damaged.so"
+    read = 0
+    for _ in range(300):
+        data = bytearray(whole[: dice.choice([len(whole), dice.randrange(len(whole))])])
+        for _ in range(dice.randrange(1, 20)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        path.write_bytes(data)
+        fd = os.open(path, os.O_RDONLY)
+        found = read_kernel_file(fd)
+        os.close(fd)
+        if found is not None:
+            read += 1
+            listing = make_listing(found, frozenset({0, 1, len(found.code) - 1}), _nowhere)
+            assert listing is None or all(
+                0 <= line.offset < len(found.code) for line in listing.lines
+            )
+    assert 0 < read < 300
+
+
+def test_samples_are_told_by_offset_and_callers_by_their_call(
+    built: Path, descriptor: int, kernel: KernelFile
+) -> None:
+    family = _family(str(built), descriptor)
+    assert family.owns(0)
+    listing = make_listing(kernel, frozenset({0}), _nowhere)
+    assert listing is not None
+    call = next(line for line in listing.lines if line.text.startswith("call"))
+    following = next(line for line in listing.lines if line.offset > call.offset)
+    last_byte = kernel.address_of(following.offset) - 1
+    samples = [
+        CpuSample(3, 11, 0, kernel.entry, False, 5),
+        CpuSample(3, 12, 0, kernel.entry, False, 2),
+        CpuSample(3, 11, 0, last_byte, True, 1),
+        CpuSample(3, 11, 0, kernel.start - 1, False, 4),
+    ]
+    found = list(family.drain(Interval(7, samples)))
+    code = CodeKey(3, 0, _NAME)
+    assert [(s.interval, s.code, s.offset, s.reason, s.count) for s in found] == [
+        (7, code, 0, "issuing", 7),
+        (7, code, call.offset, "issuing", 1),
+    ]
+    assert family.losses() == {"sample_outside_kernel": 4}
+
+
+def test_samples_of_a_file_that_could_not_be_opened_are_counted(built: Path) -> None:
+    family = _family(str(built), None)
+    assert family.owns(0)
+    assert list(family.drain(Interval(0, [CpuSample(0, 1, 0, 64, False, 9)]))) == []
+    assert family.losses() == {"kernel_not_opened": 9}
+
+
+def test_listing_has_the_functions_that_were_sampled(
+    built: Path, descriptor: int, kernel: KernelFile
+) -> None:
+    family = _family(str(built), descriptor)
+    assert family.owns(0)
+    found = family.resolve(CodeKey(0, 0, _NAME), frozenset({0}))
+    assert found is not None
+    assert found.size_bytes == len(kernel.code)
+    offsets = [line.offset for line in found.lines]
+    entry = kernel.function_at(kernel.entry)
+    assert entry is not None
+    assert offsets == sorted(set(offsets))
+    assert offsets[0] == 0
+    assert offsets[-1] < entry.end - entry.start
+    assert all(line.line == kernel.entry + line.offset for line in found.lines)
+    # A jump leads to an offset, a call to a function.
+    (jump, *_) = (line.text for line in found.lines if line.text.startswith("jl"))
+    assert int(jump.split()[1], 16) in offsets
+    assert any(line.text.endswith(f" _pocl_kernel_{_NAME}") for line in found.lines)
+
+
+def test_long_listing_keeps_what_is_near_the_samples(
+    kernel: KernelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_listing(kernel, frozenset({0}), _nowhere)
+    assert whole is not None
+    sampled = whole.lines[7].offset
+    monkeypatch.setattr(listings, "MAX_INSTRUCTIONS", 5)
+    near = make_listing(kernel, frozenset({sampled}), _nowhere)
+    assert near is not None
+    assert near.lines == whole.lines[5:10]
+
+
+def test_lines_are_laid_over_a_copy_with_other_registers() -> None:
+    original = [
+        Decoded(0, "push", "rbp"),
+        Decoded(1, "mov", "edx, esi"),
+        Decoded(3, "vaddss", "xmm2, xmm2, xmm0"),
+        Decoded(7, "vmovss", "xmm2, dword ptr [rdi + 4]"),
+        Decoded(9, "dec", "edx"),
+        Decoded(11, "jne", "0x3"),
+        Decoded(13, "ret", ""),
+    ]
+    copy = [
+        Decoded(100, "mov", "eax, r8d"),
+        Decoded(103, "vaddss", "xmm1, xmm1, xmm0"),
+        Decoded(107, "vmovss", "xmm1, dword ptr [rcx + 4]"),
+        Decoded(109, "dec", "eax"),
+        Decoded(111, "jne", "0x67"),
+        Decoded(113, "ret", ""),
+    ]
+    places = [("a.cl", line) for line in range(1, 8)]
+    assert lay_over(original, places, copy) == places[1:]
+    # Code that has little in common gets no lines at all.
+    other = [Decoded(at, "imul", "eax, ecx") for at in range(7)]
+    assert lay_over(original, places, other) == [("", 0)] * 7
+
+
+def test_pocl_is_found_and_comes_first(tmp_path: Path) -> None:
+    library = tmp_path / "libpocl.so.2"
+    library.write_bytes(b"\0OpenCL 3.0 PoCL 9.1~rc2+debian  Linux\0")
+    (tmp_path / "a.icd").write_text("libnvidia-opencl.so.1\n")
+    (tmp_path / "b.icd").write_text(f"{library}\n")
+    (tmp_path / "c.icd").write_text("")
+    pocl, other = OpenClFamily(tmp_path).detect(1000).devices
+    assert pocl.name.startswith("PoCL 9.1~rc2+debian on ")
+    assert (pocl.tier, pocl.limit, pocl.period_ns) == (Tier.STALLS, "", 1000)
+    assert other.name == "libnvidia-opencl.so.1"
+    assert other.tier is Tier.LAUNCHES
+    assert "PoCL only" in other.limit
+
+
+def test_nothing_installed_says_where_was_looked(tmp_path: Path) -> None:
+    finding = OpenClFamily(tmp_path).detect()
+    assert finding.devices == ()
+    assert f"{tmp_path}/*.icd" in finding.why
+
+
+def test_pocl_of_a_container_is_found_by_its_samples(built: Path, descriptor: int) -> None:
+    family = _family(str(built), descriptor)
+    assert family.detect().devices == ()
+    assert family.owns(0)
+    kernel = read_kernel_file(descriptor)
+    assert kernel is not None
+    assert list(family.drain(Interval(0, [CpuSample(0, 1, 0, kernel.entry, False, 1)])))
+    (device,) = family.detect().devices
+    assert device.name.startswith("PoCL on ")
