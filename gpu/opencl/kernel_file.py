@@ -29,6 +29,8 @@ from elftools.elf.sections import SymbolTableSection
 _MAX_FILE_BYTES = 32 << 20
 # What is read of each file of a target whose path says nothing.
 _MAX_SEARCHED_BYTES = 1 << 20
+# Where packages put libraries, and nobody kernels: not searched, as there are hundreds.
+_PACKAGED = ("/usr/", "/lib/", "/lib64/", "/bin/", "/sbin/")
 # A kernel brings along those built-in functions that it calls, at most some hundred.
 _MAX_SYMBOLS = 10_000
 
@@ -114,6 +116,8 @@ def may_be_kernel(path: str, fd: int) -> bool:
     """Whether it is worth while to parse a file, by its path or, if it is small, by its bytes."""
     if _KERNEL_PATH.search(path):
         return True
+    if path.startswith(_PACKAGED):
+        return False
     try:
         size_bytes = os.fstat(fd).st_size
         if size_bytes > _MAX_SEARCHED_BYTES:
