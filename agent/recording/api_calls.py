@@ -50,7 +50,7 @@ class ApiCalls:
         self.probes = ApiProbes(programs)
         self._names = KernelNames(table, images, kernels)
         self._events: list[np.void] = []
-        self._functions_written = 0
+        self._functions_written: set[int] = set()
         self.launches = 0
 
     def prepare(self, command: Sequence[str]) -> None:
@@ -102,7 +102,7 @@ class ApiCalls:
                 sizes = (*event["grid"].tolist(), *event["block"].tolist())
                 events.append((start_ns, *row, queue, *sizes, size))
         self._events = []
-        self._write_functions(writer)
+        self._write_functions(writer, {row[3] for row in calls} | {row[3] for row in events})
         writer.put("api_calls", calls)
         writer.put("api_events", events)
 
@@ -129,14 +129,14 @@ class ApiCalls:
         api, function = self.probes.functions[slot]
         return (api, function) if isinstance(function, Call) else None
 
-    def _write_functions(self, writer: CaptureWriter) -> None:
+    def _write_functions(self, writer: CaptureWriter, called: set[int]) -> None:
         rows = []
-        for slot in range(self._functions_written, len(self.probes.functions)):
+        for slot in sorted(called - self._functions_written):
             api, function = self.probes.functions[slot]
             if isinstance(function, Call):
                 rows.append((slot, api.name, function.symbol, int(function.operation)))
         writer.put("api_functions", rows)
-        self._functions_written = len(self.probes.functions)
+        self._functions_written |= called
 
     def finish(self, run: Mapping[int, frozenset[str]]) -> None:
         """Names kernels that no name was told of.
