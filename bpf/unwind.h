@@ -79,12 +79,22 @@ struct walk {
 	u32 end; /* enum stack_end, once it has ended */
 	u32 serial; /* of the mappings */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
+	u64 eval_cfas[2]; /* of the two leafmost of these; 0: none, or not known */
 	u32 is_unmapped; /* 1: it met an address in no mapping that the host half brought */
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;
 	u64 window[WINDOW_WORDS];
 };
+
+/* To be called behind the step from a frame of CPython's eval loop. */
+static __always_inline void note_eval_cfa(struct walk *walk)
+{
+	if (walk->eval_frames == 1)
+		walk->eval_cfas[0] = walk->stack_pointer;
+	else if (walk->eval_frames == 2)
+		walk->eval_cfas[1] = walk->stack_pointer;
+}
 
 /* Results of a step. */
 #define STEP_ON 0

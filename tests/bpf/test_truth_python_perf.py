@@ -19,7 +19,7 @@ import pytest
 from aiflame.agent.model import GilState, SampleClass, StackEnd
 from interpreters import executable
 from pychains import Tree
-from recordings import Workload, python_frames_of, record_workload, rows_of_process
+from recordings import Recording, Workload, python_frames_of, record_workload, rows_of_process
 from support import WORKLOADS
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
@@ -38,7 +38,8 @@ _HZ = 999
 @pytest.mark.parametrize("version", _VERSIONS)
 def test_threads_asleep_since_before_are_rooted(version: str, tmp_path: Path) -> None:
     load = Workload([executable(version), *_OPTIONS, _THREADS, "asleep"])
-    profile, _ = record_workload(tmp_path, load, "-F", 99)
+    with load, Recording(tmp_path, "-p", load.pid, "-F", 99, "-d", 1) as recording:
+        profile = recording.wait().profile
     found = set()
     for row in rows_of_process(profile, load.pid, SampleClass.BLOCKED):
         stack = int(row["stack"])
