@@ -80,25 +80,24 @@ static __always_inline bool is_sound(u64 address)
 	return address >= LOWEST_ADDRESS && address < MAX_ADDRESS && !(address & 7);
 }
 
-/* Whether the thread of this state holds the GIL. */
+/*
+ * Whether the current thread, whose state this is, holds the GIL. The GIL's own fields may say so
+ * of the thread that had it last, while another one takes it; the thread's flag is its own.
+ */
 static __always_inline u32 gil_of(struct python_process *python, u64 state)
 {
-	u64 holder = 0, interpreter = 0, gil = 0;
-	s32 locked = 0;
+	u64 holder = 0;
+	u32 status = 0;
 
 	if (python->gil_kind == PYTHON_GIL_RUNTIME) {
 		if (!read_user_word(python->gil, &holder))
 			return PYTHON_GIL_UNKNOWN;
 		return holder == state ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
 	}
-	if (python->gil_kind != PYTHON_GIL_INTERPRETER)
+	if (python->gil_kind != PYTHON_GIL_INTERPRETER ||
+	    bpf_probe_read_user(&status, sizeof(status), (void *)(state + python->thread_status)))
 		return PYTHON_GIL_UNKNOWN;
-	if (!read_user_word(state + python->thread_interpreter, &interpreter) ||
-	    !read_user_word(interpreter + python->gil, &gil) ||
-	    !read_user_word(gil + python->gil_last_holder, &holder) ||
-	    bpf_probe_read_user(&locked, sizeof(locked), (void *)(gil + python->gil_locked)))
-		return PYTHON_GIL_UNKNOWN;
-	return locked > 0 && holder == state ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
+	return status & PYTHON_ACTIVE_FLAG ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
 }
 
 /* A _PyCFrame is a local variable of the eval loop: it is as far below the CFA in each of its calls. */

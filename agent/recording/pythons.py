@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
-from aiflame.agent.python.gil import gil_holder
+from aiflame.agent.python.gil import gil_holder, is_held_by
 from aiflame.agent.python.interpreter import (
     Interpreter,
     LoadedInterpreter,
@@ -198,6 +198,7 @@ class PythonProcesses:
             walked = walk(memory, loaded.layout, state)
             interpreter = read_u64(memory, state + loaded.layout.thread_interpreter) or 0
             holder = gil_holder(memory, loaded.layout, loaded.runtime_address, interpreter)
+            holds = is_held_by(memory, loaded.layout, holder, state)
         except NoMemoryAccess:
             return None
         checked: dict[tuple[int, int], Code | None] = {}
@@ -208,8 +209,8 @@ class PythonProcesses:
             for frame in walked.frames
         )
         gil = abi.PythonGil.UNKNOWN
-        if holder is not None:
-            gil = abi.PythonGil.HELD if holder == state else abi.PythonGil.NOT_HELD
+        if holds is not None:
+            gil = abi.PythonGil.HELD if holds else abi.PythonGil.NOT_HELD
         is_whole = walked.end is WalkEnd.COMPLETE
         return ThreadPython(PythonChain(walked.frames, sources, is_whole), gil)
 
@@ -329,12 +330,11 @@ def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:
     for index, code in enumerate(ranges):
         row["eval_start"][index], row["eval_bytes"][index] = code.begin, code.end - code.begin
     in_runtime = layout.gil_kind is GilHolder.RUNTIME
-    row["gil"] = loaded.runtime_address + layout.gil if in_runtime else max(layout.gil, 0)
+    row["gil"] = loaded.runtime_address + layout.gil if in_runtime else 0
     row["state_slot"] = slot
     for name in (
-        *("thread_frame", "thread_interpreter", "cframe_frame", "frame_code", "frame_previous"),
-        *("frame_position", "frame_mark", "frame_bytes", "code_instructions"),
-        *("gil_last_holder", "gil_locked", "code_tags"),
+        *("thread_frame", "thread_status", "cframe_frame", "frame_code", "frame_previous"),
+        *("frame_position", "frame_mark", "frame_bytes", "code_instructions", "code_tags"),
     ):
         row[name] = max(getattr(layout, name), 0)
     row["has_cframe"] = layout.cframe_frame != ABSENT

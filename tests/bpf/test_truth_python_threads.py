@@ -64,8 +64,7 @@ def test_each_of_many_sleepers_shows_where_it_sleeps(version: str, tmp_path: Pat
         everyone.add(thread.tid)
         pythons |= {thread.tid} if has_python else set()
     assert len(sleepers) == _THREADS, len(sleepers)
-    # A thread that takes the GIL marks it as locked before it enters itself as the holder.
-    assert mislabelled <= 0.02 * _THREADS
+    assert not mislabelled
     assert load.pid in pythons
     # Of the C thread there is no Python; nor, maybe, of the workload's own guard.
     assert 1 <= len(everyone - pythons) <= 2
