@@ -49,8 +49,11 @@ _KEY_LIBRARIES = ("libc.so.6", "libpthread.so.0")
 # An interpreter makes its thread key some 10 ms after its start; on a busy machine in seconds.
 _STARTING_NS = 5_000_000_000
 _STARTING_INTERVAL_NS = 20_000_000
-# Names are read while the process lives, and many live shorter than the interval of a drain.
+# Names are read while the process lives, and many live shorter than the interval of a drain. Those
+# that are young may be over soon.
 _NAMING_INTERVAL_NS = 100_000_000
+_YOUNG_NS = 1_000_000_000
+_YOUNG_INTERVAL_NS = 20_000_000
 _IDLE_INTERVAL_NS = 1_000_000_000
 
 # Name and file of the code that the interpreter itself runs behind a class's __init__
@@ -124,6 +127,7 @@ class PythonProcesses:
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self.by_image: dict[int, PythonProcess] = {}
         self.chains: dict[int, PythonChain] = {}
+        self._latest_ns = 0  # when an interpreter was last found
         self._frames: dict[PythonFrame, PythonFrame] = {}
         self.problems: Counter[str] = Counter()
         self.problem_files: dict[str, set[str]] = {}
@@ -140,7 +144,7 @@ class PythonProcesses:
             memory = ProcessMemory(image.pid)
             reader = CodeReader(memory, loaded.layout)
             found = PythonProcess(image, mapping.binary, loaded, reader, memory)
-            found.found_ns = time.monotonic_ns()
+            found.found_ns = self._latest_ns = time.monotonic_ns()
             self.by_image[image.index] = found
             self._waiting[image.pid] = found
             break
@@ -148,9 +152,11 @@ class PythonProcesses:
     @property
     def interval_ns(self) -> int:
         """How soon to `poll` again."""
-        until_ns = time.monotonic_ns() - _STARTING_NS
-        if any(process.found_ns > until_ns for process in self._waiting.values()):
+        now_ns = time.monotonic_ns()
+        if any(process.found_ns > now_ns - _STARTING_NS for process in self._waiting.values()):
             return _STARTING_INTERVAL_NS
+        if self._latest_ns > now_ns - _YOUNG_NS:
+            return _YOUNG_INTERVAL_NS
         return _NAMING_INTERVAL_NS if self.by_image else _IDLE_INTERVAL_NS
 
     def poll(self) -> None:
