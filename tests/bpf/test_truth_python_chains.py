@@ -108,10 +108,10 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, target: str) ->
         if verdict not in ("right", "outside", "unreadable", "empty"):
             wrong.append((verdict, " ".join(f"{name}:{line}" for name, _, line in chain)))
     assert not wrong, (verdicts, wrong[:3])
-    samples = verdicts.total()
+    samples = verdicts.total() - verdicts["outside"]
     # A sample a period; a machine with other work may be late with some.
     assert samples > 0.8 * _CPU_MS * _HZ / 1000
-    assert verdicts["right"] > 0.97 * samples, verdicts
+    assert verdicts["right"] > 0.995 * samples, verdicts
     # One in five thousand, and five standard deviations of so few.
     races = verdicts["unreadable"] + verdicts["empty"]
     assert races < 0.0002 * samples + 5 * (0.0002 * samples) ** 0.5, verdicts
