@@ -205,7 +205,7 @@ enum python_end {
 	PYTHON_LOOP = 4,
 };
 
-/* Enums of agent/python/layouts.py: Position, RunEnd, GilHolder; SHIM_OWNER. */
+/* Enums of agent/python/layouts.py: Position, RunEnd, GilHolder; SHIM_OWNER, ACTIVE_FLAG. */
 #define PYTHON_POSITION_UNITS 1
 #define PYTHON_POSITION_POINTER 2
 #define PYTHON_RUN_EVERY_FRAME 0
@@ -214,6 +214,7 @@ enum python_end {
 #define PYTHON_SHIM_OWNER 3
 #define PYTHON_GIL_RUNTIME 0
 #define PYTHON_GIL_INTERPRETER 1
+#define PYTHON_ACTIVE_FLAG 16
 
 /* The eval loop, and the parts that compilers move out of it. */
 #define PYTHON_EVAL_RANGES 4
@@ -223,10 +224,10 @@ struct python_process {
 	u64 image;
 	u64 eval_start[PYTHON_EVAL_RANGES]; /* addresses of the process */
 	u64 eval_bytes[PYTHON_EVAL_RANGES]; /* 0: no such range */
-	u64 gil; /* address of a pointer, or its offset in the interpreter */
+	u64 gil; /* address of a pointer to the holder, for PYTHON_GIL_RUNTIME */
 	u64 state_slot; /* from the thread pointer to where the thread keeps its thread state */
 	u32 thread_frame; /* offsets in bytes from here on */
-	u32 thread_interpreter;
+	u32 thread_status; /* for PYTHON_GIL_INTERPRETER */
 	u32 cframe_frame;
 	u32 frame_code;
 	u32 frame_previous;
@@ -234,8 +235,6 @@ struct python_process {
 	u32 frame_mark;
 	u32 frame_bytes;
 	u32 code_instructions;
-	u32 gil_last_holder;
-	u32 gil_locked;
 	u32 code_tags; /* bits to clear in a pointer to code */
 	u8 position_kind;
 	u8 run_end;

@@ -48,10 +48,13 @@ BPF_TABLE("hash", u64, struct python_chain, python_chains, PYTHON_CHAINS_MAX);
 struct python_walk {
 	u64 frame; /* address of the next one */
 	u64 marker; /* left behind at powers of two: met again inside any loop (Brent) */
+	u64 caller_cframe; /* what the walk may begin again at; 0: nothing */
 	u64 hash;
 	u32 step;
 	u32 depth;
 	u32 run_is_open;
+	u32 runs; /* that have ended */
+	u32 calls; /* of the eval loop, in the native stack */
 	u32 end; /* enum python_end */
 	u64 words[16]; /* the frame as it was read */
 };
@@ -77,36 +80,52 @@ static __always_inline bool is_sound(u64 address)
 	return address >= LOWEST_ADDRESS && address < MAX_ADDRESS && !(address & 7);
 }
 
-/* Whether the thread of this state holds the GIL. */
+/*
+ * Whether the current thread, whose state this is, holds the GIL. The GIL's own fields may say so
+ * of the thread that had it last, while another one takes it; the thread's flag is its own.
+ */
 static __always_inline u32 gil_of(struct python_process *python, u64 state)
 {
-	u64 holder = 0, interpreter = 0, gil = 0;
-	s32 locked = 0;
+	u64 holder = 0;
+	u32 status = 0;
 
 	if (python->gil_kind == PYTHON_GIL_RUNTIME) {
 		if (!read_user_word(python->gil, &holder))
 			return PYTHON_GIL_UNKNOWN;
 		return holder == state ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
 	}
-	if (python->gil_kind != PYTHON_GIL_INTERPRETER)
+	if (python->gil_kind != PYTHON_GIL_INTERPRETER ||
+	    bpf_probe_read_user(&status, sizeof(status), (void *)(state + python->thread_status)))
 		return PYTHON_GIL_UNKNOWN;
-	if (!read_user_word(state + python->thread_interpreter, &interpreter) ||
-	    !read_user_word(interpreter + python->gil, &gil) ||
-	    !read_user_word(gil + python->gil_last_holder, &holder) ||
-	    bpf_probe_read_user(&locked, sizeof(locked), (void *)(gil + python->gil_locked)))
-		return PYTHON_GIL_UNKNOWN;
-	return locked > 0 && holder == state ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
+	return status & PYTHON_ACTIVE_FLAG ? PYTHON_GIL_HELD : PYTHON_GIL_NOT_HELD;
+}
+
+/* A _PyCFrame is a local variable of the eval loop: it is as far below the CFA in each of its calls. */
+#define CFRAME_MAX_BYTES 4096
+/* At the latest here the eval loop has filled its own: at 0xa6 in v3.12.1 as GCC 12 compiles it. */
+#define EVAL_ENTRY_BYTES 192
+
+/* The _PyCFrame of the call of the eval loop before the newest one, whose own is known; 0: none. */
+static __always_inline u64 caller_cframe(struct walk *native, u64 newest)
+{
+	u64 below = native->eval_cfas[0] - newest;
+
+	if (native->eval_frames < 2 || !native->eval_cfas[1] || below > CFRAME_MAX_BYTES)
+		return 0;
+	return native->eval_cfas[1] - below;
 }
 
 /* Finds the leaf frame of the current thread; false if there is nothing to walk. */
-static __always_inline bool begin_python(struct python_process *python, struct python_walk *walk,
-					 struct stack_record *record)
+static __always_inline bool begin_python(struct python_process *python, struct walk *native,
+					 struct python_walk *walk, struct stack_record *record)
 {
 	u64 thread_pointer = task_u64(current_task(), TASK_THREAD_POINTER);
 	u64 state = 0, leaf = 0;
+	bool is_entering;
 
-	walk->depth = walk->step = walk->run_is_open = 0;
-	walk->frame = walk->marker = 0;
+	walk->depth = walk->step = walk->run_is_open = walk->runs = 0;
+	walk->calls = native->eval_frames;
+	walk->frame = walk->marker = walk->caller_cframe = 0;
 	walk->end = PYTHON_UNREADABLE;
 	record->gil = PYTHON_GIL_UNKNOWN;
 	if (!read_user_word(thread_pointer + python->state_slot, &state))
@@ -119,8 +138,15 @@ static __always_inline bool begin_python(struct python_process *python, struct p
 	record->gil = gil_of(python, state);
 	if (!read_user_word(state + python->thread_frame, &leaf))
 		return false;
-	if (python->has_cframe && leaf && !read_user_word(leaf + python->cframe_frame, &leaf))
-		return false;
+	if (python->has_cframe && leaf) {
+		walk->caller_cframe = caller_cframe(native, leaf);
+		is_entering = record->user[0] - python->eval_start[0] < EVAL_ENTRY_BYTES;
+		if (!read_user_word(leaf + python->cframe_frame, &leaf))
+			return false;
+		/* What an earlier call left there may even look sound. */
+		if (walk->caller_cframe && is_entering)
+			leaf = 0;
+	}
 	walk->frame = leaf;
 	walk->end = PYTHON_TOO_DEEP;
 	return true;
@@ -162,6 +188,41 @@ static __always_inline bool end_python(struct python_walk *walk, u32 end)
 	return true;
 }
 
+static __always_inline void begin_with_empty_run(struct python_walk *walk,
+						 struct python_chain *chain)
+{
+	chain->frames[0].code = 0;
+	chain->frames[0].position = NO_POSITION;
+	chain->frames[0].ends_run = 1;
+	walk->depth = walk->runs = 1;
+}
+
+/* What is left of other calls leads to an end within a few frames. */
+#define STALE_FRAMES_MAX 4
+
+/*
+ * 3.11 and 3.12 link the _PyCFrame of a call of the eval loop before they fill it (v3.12.1
+ * Python/ceval.c): for a few instructions it holds what an earlier call left, or anything. A walk
+ * that fails soon, or is over before there is a run for each call but the newest, begins again at
+ * the caller's, behind a run without frames.
+ */
+static __always_inline bool begin_again(struct python_process *python, struct python_walk *walk,
+					struct python_chain *chain)
+{
+	u64 cframe = walk->caller_cframe, frame = 0;
+
+	walk->caller_cframe = 0;
+	if (!cframe || walk->end == PYTHON_TOO_DEEP || walk->depth > STALE_FRAMES_MAX ||
+	    (walk->end == PYTHON_COMPLETE && walk->runs + 1 >= walk->calls) ||
+	    !read_user_word(cframe + python->cframe_frame, &frame) || !frame)
+		return false;
+	begin_with_empty_run(walk, chain);
+	walk->run_is_open = walk->marker = 0;
+	walk->frame = frame;
+	walk->end = PYTHON_TOO_DEEP;
+	return true;
+}
+
 /* What a shim means: the frame before it ends its run; a leaf run may be empty. */
 static __always_inline void pass_shim(struct python_walk *walk, struct python_chain *chain)
 {
@@ -171,11 +232,9 @@ static __always_inline void pass_shim(struct python_walk *walk, struct python_ch
 		if (last < MAX_FRAMES)
 			chain->frames[last].ends_run = 1;
 		walk->run_is_open = 0;
+		walk->runs += 1;
 	} else if (!walk->depth) {
-		chain->frames[0].code = 0;
-		chain->frames[0].position = NO_POSITION;
-		chain->frames[0].ends_run = 1;
-		walk->depth = 1;
+		begin_with_empty_run(walk, chain);
 	}
 }
 
@@ -199,7 +258,40 @@ static __always_inline bool add_frame(struct python_process *python, struct pyth
 		python->run_end == PYTHON_RUN_EVERY_FRAME ||
 		(python->run_end == PYTHON_RUN_ENTRY_BYTE && frame_byte(walk, python->frame_mark));
 	walk->run_is_open = !frame->ends_run;
+	walk->runs += frame->ends_run;
 	walk->depth = depth + 1;
+	return false;
+}
+
+/* One frame; returns whether the walk has ended. */
+static __always_inline bool step_python(struct python_process *python, struct python_walk *walk,
+					struct python_chain *chain)
+{
+	u64 frame = walk->frame;
+
+	if (!frame)
+		return end_python(walk, PYTHON_COMPLETE);
+	if (frame == walk->marker)
+		return end_python(walk, PYTHON_LOOP);
+	if (walk->step >= PYTHON_STEPS_MAX)
+		return true;
+	if (!(walk->step & (walk->step - 1)))
+		walk->marker = frame;
+	walk->step += 1;
+	if (!is_sound(frame))
+		return end_python(walk, PYTHON_BAD_POINTER);
+	if (python->frame_bytes <= SMALL_FRAME_BYTES) {
+		if (bpf_probe_read_user(walk->words, SMALL_FRAME_BYTES, (void *)frame))
+			return end_python(walk, PYTHON_UNREADABLE);
+	} else if (bpf_probe_read_user(walk->words, LARGE_FRAME_BYTES, (void *)frame)) {
+		return end_python(walk, PYTHON_UNREADABLE);
+	}
+	if (python->run_end == PYTHON_RUN_SHIM &&
+	    frame_byte(walk, python->frame_mark) >= PYTHON_SHIM_OWNER)
+		pass_shim(walk, chain);
+	else if (add_frame(python, walk, chain))
+		return true;
+	walk->frame = frame_word(walk, python->frame_previous);
 	return false;
 }
 
@@ -207,36 +299,12 @@ static __always_inline bool add_frame(struct python_process *python, struct pyth
 static __always_inline bool walk_python_some(struct python_process *python,
 					     struct python_walk *walk, struct python_chain *chain)
 {
-	u64 frame;
 	u32 i;
 
 #pragma clang loop unroll(disable)
-	for (i = 0; i < PYTHON_STEPS_PER_CALL; i++) {
-		frame = walk->frame;
-		if (!frame)
-			return end_python(walk, PYTHON_COMPLETE);
-		if (frame == walk->marker)
-			return end_python(walk, PYTHON_LOOP);
-		if (walk->step >= PYTHON_STEPS_MAX)
+	for (i = 0; i < PYTHON_STEPS_PER_CALL; i++)
+		if (step_python(python, walk, chain) && !begin_again(python, walk, chain))
 			return true;
-		if (!(walk->step & (walk->step - 1)))
-			walk->marker = frame;
-		walk->step += 1;
-		if (!is_sound(frame))
-			return end_python(walk, PYTHON_BAD_POINTER);
-		if (python->frame_bytes <= SMALL_FRAME_BYTES) {
-			if (bpf_probe_read_user(walk->words, SMALL_FRAME_BYTES, (void *)frame))
-				return end_python(walk, PYTHON_UNREADABLE);
-		} else if (bpf_probe_read_user(walk->words, LARGE_FRAME_BYTES, (void *)frame)) {
-			return end_python(walk, PYTHON_UNREADABLE);
-		}
-		if (python->run_end == PYTHON_RUN_SHIM &&
-		    frame_byte(walk, python->frame_mark) >= PYTHON_SHIM_OWNER)
-			pass_shim(walk, chain);
-		else if (add_frame(python, walk, chain))
-			return true;
-		walk->frame = frame_word(walk, python->frame_previous);
-	}
 	return false;
 }
 

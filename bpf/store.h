@@ -216,6 +216,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->mapping.start = walk->mapping.end = 0;
 	walk->window_words = 0;
 	walk->is_guessed = walk->eval_frames = walk->is_unmapped = 0;
+	walk->eval_cfas[0] = walk->eval_cfas[1] = 0;
 	record->python = 0;
 	record->gil = PYTHON_GIL_NONE;
 	walk->depth = 0;
@@ -279,6 +280,7 @@ static __always_inline bool walk_some(struct capture *capture)
 	void *mappings = mappings_of(walk);
 	struct python_process *python = python_of(walk);
 	u64 frame, depth;
+	bool is_eval;
 	u32 i;
 
 	if (!mappings) {
@@ -287,13 +289,16 @@ static __always_inline bool walk_some(struct capture *capture)
 	}
 #pragma clang loop unroll(disable)
 	for (i = 0; i < STEPS_PER_CALL; i++) {
-		if (python && is_in_eval_loop(python, walk->instruction_pointer - !walk->is_exact))
-			walk->eval_frames += 1;
+		is_eval = python &&
+			  is_in_eval_loop(python, walk->instruction_pointer - !walk->is_exact);
+		walk->eval_frames += is_eval;
 		depth = walk->depth;
 		if (depth >= MAX_FRAMES)
 			return true; /* walk->end is END_TOO_DEEP since the beginning */
 		if (step(walk, mappings) != STEP_ON)
 			return true;
+		if (is_eval)
+			note_eval_cfa(walk);
 		/* The host half looks callers up one byte before: an exact one is put there. */
 		frame = walk->instruction_pointer + walk->is_exact;
 		/* Shown to verifiers once more: they forget a bound that was copied. */
@@ -317,7 +322,7 @@ static __always_inline bool begin_python_of(struct capture *capture)
 	python = python_of(&capture->walk);
 	if (!python)
 		return false;
-	if (begin_python(python, &capture->python_walk, &capture->record))
+	if (begin_python(python, &capture->walk, &capture->python_walk, &capture->record))
 		return true;
 	if (capture->python_walk.end != PYTHON_COMPLETE)
 		capture->record.python =

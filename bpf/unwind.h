@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
  * One step of a user stack walk: from a frame to its caller, by the unwind table of the binary it
- * is in, else by frame pointer, else, for a leaf, by what looks like a return address.
+ * is in, else by the instructions that are next if they return, else by frame pointer, else, for a
+ * leaf, by what looks like a return address.
  *
  * Needs: maps in maps whose inner sizes differ (v5.10), bpf_probe_read_user (v5.5).
  * Loses: nothing silently; each way to end has its stack_end, which is stored with the stack.
@@ -78,12 +79,22 @@ struct walk {
 	u32 end; /* enum stack_end, once it has ended */
 	u32 serial; /* of the mappings */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
+	u64 eval_cfas[2]; /* of the two leafmost of these; 0: none, or not known */
 	u32 is_unmapped; /* 1: it met an address in no mapping that the host half brought */
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;
 	u64 window[WINDOW_WORDS];
 };
+
+/* To be called behind the step from a frame of CPython's eval loop. */
+static __always_inline void note_eval_cfa(struct walk *walk)
+{
+	if (walk->eval_frames == 1)
+		walk->eval_cfas[0] = walk->stack_pointer;
+	else if (walk->eval_frames == 2)
+		walk->eval_cfas[1] = walk->stack_pointer;
+}
 
 /* Results of a step. */
 #define STEP_ON 0
@@ -262,6 +273,26 @@ static __always_inline u32 step_by_guess(struct walk *walk, void *mappings)
 	return STEP_ON;
 }
 
+/* The caller of code that returns now, or as soon as its callee has; false for other code. */
+static __always_inline bool step_by_epilogue(struct walk *walk, void *mappings)
+{
+	u64 address = 0, saved = walk->frame_pointer, slot;
+	bool has_link = false;
+
+	slot = return_slot(walk, &has_link);
+	if (!slot || !read_word(walk, slot, &address) ||
+	    (has_link && !read_word(walk, slot - 8, &saved)) ||
+	    !is_return_address(walk, mappings, address))
+		return false;
+	walk->instruction_pointer = address;
+	walk->stack_pointer = slot + 8;
+	walk->frame_pointer = saved;
+	walk->has_frame_pointer |= has_link;
+	walk->is_exact = 0;
+	walk->is_guessed = 1;
+	return true;
+}
+
 /* The caller by saved frame pointer, where there is no CFI: generated or hand-written code. */
 static __always_inline u32 step_without_cfi(struct walk *walk, void *mappings)
 {
@@ -270,6 +301,9 @@ static __always_inline u32 step_without_cfi(struct walk *walk, void *mappings)
 	bool has_link = walk->has_frame_pointer && walk->frame_pointer >= walk->stack_pointer &&
 			!(walk->frame_pointer & 7);
 
+	/* Before frame pointers: where they are none, RBP may still point into the stack. */
+	if (step_by_epilogue(walk, mappings))
+		return STEP_ON;
 	if (has_link)
 		has_link = read_word(walk, walk->frame_pointer, &saved) &&
 			   read_word(walk, walk->frame_pointer + 8, &caller);

@@ -82,4 +82,33 @@ static __always_inline bool follows_call(u64 address)
 	return code[1] == 0xff && code[2] == 0x94; /* scaled index and a 32-bit displacement */
 }
 
+/*
+ * Where the return address is, in code that is about to take its frame down and to return: its next
+ * instructions say so. Stubs of JITs do that right behind their one call, as CPython's of -X perf
+ * (v3.12.1, v3.13.0 Python/asm_trampoline.S). 0: other code. `has_link`: the caller's frame pointer
+ * is right below.
+ * Intel SDM volume 2: ADD r/m64, imm8; POP; LEAVE; RET; CALL r64, at which a leaf may stand.
+ */
+static __always_inline u64 return_slot(struct walk *walk, bool *has_link)
+{
+	u64 code = 0;
+
+	if (bpf_probe_read_user(&code, sizeof(code), (void *)walk->instruction_pointer))
+		return 0;
+	if (walk->is_exact && (code & 0xf8ff) == 0xd0ff)
+		code >>= 16;
+	*has_link = false;
+	if ((code & 0xff87ffffffull) == 0xc300c48348ull) /* add $n, %rsp; ret: n a few words */
+		return walk->stack_pointer + (code >> 24 & 0xff);
+	if ((code & 0xff) == 0xc3)
+		return walk->stack_pointer;
+	*has_link = true;
+	if ((code & 0xffff) == 0xc35d) /* pop %rbp; ret */
+		return walk->stack_pointer + 8;
+	if ((code & 0xffff) == 0xc3c9 && walk->has_frame_pointer && /* leave; ret */
+	    walk->frame_pointer >= walk->stack_pointer && !(walk->frame_pointer & 7))
+		return walk->frame_pointer + 8;
+	return 0;
+}
+
 #endif

@@ -108,7 +108,7 @@ class ConstructedMemory:
 _SHARED = {
     "runtime": {"size": 283320, "finalizing": 608, "interpreters_head": 632},
     "thread": {"size": 304, "next": 8, "interp": 16, "current_frame": 72}
-    | {"thread_id": 152, "native_thread_id": 160},
+    | {"thread_id": 152, "native_thread_id": 160, "status": 24},
     "interpreter": {"size": 194968, "next": 7264, "threads_head": 7344, "ceval_gil": 16}
     | {"gil_runtime_state": 7752}
     | {"gil_runtime_state_locked": 7768, "gil_runtime_state_holder": 7760},

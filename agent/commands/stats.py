@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of Python programs, what counts as a top function: Python and native without the"
         " interpreter's own, one of them, or everything (default: %(default)s)",
     )
+    parser.add_argument(
+        "--hide-importlib",
+        action="store_true",
+        help="leave out Python frames that import modules or start the program (default: keep)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     width = console.width if console.is_terminal else _PLAIN_COLUMNS
-    for table in tables(profile, View(args.view), args.limit, Frames(args.frames)):
+    frames = Frames(args.frames)
+    for table in tables(profile, View(args.view), args.limit, frames, args.hide_importlib):
         for line in _layout(table, width):
             console.print(line)
     return 0

@@ -14,6 +14,7 @@ from aiflame.agent.dumps.reading import RawThread
 from aiflame.agent.model import FrameKind, StackEnd
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
+from aiflame.agent.python.trampolines import trampoline_name
 from aiflame.agent.python.walk import Walk, WalkEnd
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.processes import ProcessImage
@@ -79,6 +80,8 @@ class Joiner:
         if self._python is None:
             return _Native(chain, Role.OTHER, False)
         in_interpreter = place[0] == self._python.binary
+        if chain[-1].kind is FrameKind.PYTHON:
+            return _Native(chain, Role.TRAMPOLINE, False)
         name = "" if chain[-1].name.startswith("[") else chain[-1].name
         role = role_of(name, self._python.is_eval(address), in_interpreter)
         return _Native(chain, role, in_interpreter)
@@ -152,4 +155,8 @@ def _native_cut(thread: RawThread, natives: Sequence[_Native]) -> str:
 
 
 def _as_glue(frame: DumpFrame) -> DumpFrame:
+    if frame.kind is FrameKind.PYTHON:
+        # A trampoline, beside the Python frame of its function.
+        name = trampoline_name(frame.name, frame.file)
+        return DumpFrame(FrameKind.NATIVE, name, "", 0, "", True)
     return DumpFrame(frame.kind, frame.name, frame.file, frame.line, frame.module, True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.model import FrameKind
+from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
@@ -85,6 +86,9 @@ class NativeNames:
         for address, name, known in zip(addresses, names, is_mapped, strict=True):
             text = name or ("[generated code]" if known else "[unmapped memory]")
             frame = DumpFrame(FrameKind.NATIVE, clean_name(text), "", 0, "")
+            source = trampoline_source(frame.name)
+            if source is not None:
+                frame = DumpFrame(FrameKind.PYTHON, source.name, source.file, 0, "")
             self._generated[image.index, address] = (frame,)
 
     def chain(self, image: ProcessImage, place: tuple[int, int]) -> Chain:

@@ -18,7 +18,7 @@ from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.model import FrameKind
 from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.evalcode import AddressRange
-from aiflame.agent.python.gil import gil_holder
+from aiflame.agent.python.gil import gil_holder, is_held_by
 from aiflame.agent.python.interpreter import (
     Interpreter,
     LoadedInterpreter,
@@ -134,13 +134,15 @@ class PythonProcess:
         state = self._states.get(thread_pointer)
         if state is None:
             return None
-        holder = self._holders.get(state.interpreter)
+        layout, holder = self._interpreter.layout, self._holders.get(state.interpreter)
+        holds: bool | None = None
         self._pages.forget()
         try:
-            walked = walk(self._pages, self._interpreter.layout, state.address)
+            walked = walk(self._pages, layout, state.address)
+            holds = is_held_by(self._memory, layout, holder, state.address)
         except NoMemoryAccess:
             walked = _UNREAD
-        return PythonStack(walked, None if holder is None else holder == state.address)
+        return PythonStack(walked, holds)
 
     def frame(self, frame: PythonFrame) -> DumpFrame:
         """Names a frame."""

@@ -86,6 +86,7 @@ _FIELDS = {
     "thread_interpreter": "thread.interp",
     "thread_id": "thread.thread_id",
     "thread_native_id": "thread.native_thread_id",
+    "thread_status": "thread.status",
     "thread_frame": "thread.current_frame",
     "frame_code": "frame.executable",
     "frame_previous": "frame.previous",

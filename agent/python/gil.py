@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from aiflame.agent.python.layouts import GilHolder, Layout
+from aiflame.agent.python.layouts import ABSENT, ACTIVE_FLAG, GilHolder, Layout
 from aiflame.agent.python.memory import Memory, read_i32, read_u64
 from aiflame.agent.python.threads import ThreadState
 
@@ -66,12 +66,26 @@ def gil_holder(
     return read_u64(memory, gil + layout.gil_last_holder) if locked > 0 else 0
 
 
+def is_held_by(memory: Memory, layout: Layout, holder: int | None, state: int) -> bool | None:
+    """Whether a thread state holds the GIL of which `gil_holder` has told the holder.
+
+    Who takes a GIL marks it as locked before it enters itself, so that for a moment the thread
+    that had it last seems to have it again. From 3.12 on that one's state tells.
+    """
+    if holder is None or holder != state:
+        return None if holder is None else False
+    if layout.thread_status == ABSENT:
+        return True
+    status = read_i32(memory, state + layout.thread_status)
+    return None if status is None else bool(status & ACTIVE_FLAG)
+
+
 def holds_gil(
     memory: Memory, layout: Layout, runtime_address: int, thread: ThreadState
 ) -> bool | None:
     """Whether a thread holds the GIL of its interpreter at this moment, None where unknown."""
     holder = gil_holder(memory, layout, runtime_address, thread.interpreter)
-    return None if holder is None else holder == thread.address
+    return is_held_by(memory, layout, holder, thread.address)
 
 
 def gil_state(holds: bool | None, has_python: bool, leaf: Iterable[LeafFrame]) -> GilState:

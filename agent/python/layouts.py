@@ -70,6 +70,9 @@ class GilHolder(enum.Enum):
 # Include/internal/pycore_frame.h); on 3.14 it is FRAME_OWNED_BY_INTERPRETER, and 4 is no frame of
 # Python code either.
 SHIM_OWNER = 3
+# Bit of `thread_status`: a thread sets it once it has the GIL, and clears it before it gives it up
+# (v3.12.1, v3.13.0 Include/cpython/pystate.h, Python/pystate.c: `_status.active`).
+ACTIVE_FLAG = 1 << 4
 # Low bits of a tagged _PyStackRef (3.14 Include/internal/pycore_stackref.h: Py_TAG_BITS is 3).
 _STACKREF_TAGS = 3
 
@@ -90,6 +93,7 @@ class Layout:
         thread_interpreter: Its interpreter.
         thread_id: pthread_self() of the thread.
         thread_native_id: Its kernel thread id (unsigned long), `ABSENT` before 3.11.
+        thread_status: Its flags (uint32), of which `ACTIVE_FLAG`, `ABSENT` before 3.12.
         thread_frame: Pointer to the leaf frame, or to the _PyCFrame if `cframe_frame` is not
             `ABSENT`.
         cframe_frame: Pointer to the leaf frame in _PyCFrame (3.11, 3.12), else `ABSENT`.
@@ -132,6 +136,7 @@ class Layout:
     thread_interpreter: int
     thread_id: int
     thread_native_id: int
+    thread_status: int
     thread_frame: int
     cframe_frame: int
     frame_code: int
@@ -173,6 +178,7 @@ _PY39 = Layout(
     thread_interpreter=16,
     thread_id=176,
     thread_native_id=ABSENT,
+    thread_status=ABSENT,
     thread_frame=24,
     cframe_frame=ABSENT,
     frame_code=32,
@@ -243,6 +249,7 @@ _PY312 = replace(
     interpreter_threads=72,
     thread_id=136,
     thread_native_id=144,
+    thread_status=24,
     cframe_frame=0,
     frame_code=0,
     frame_previous=8,

@@ -36,6 +36,7 @@ class Role(enum.Enum):
     GLUE = 2  # the interpreter calling itself: no work of its own
     UNNAMED = 3  # of a stripped interpreter: whether it works or calls cannot be told
     OTHER = 4
+    TRAMPOLINE = 5  # a stub of -X perf, which is named as the Python function that it calls
 
 
 class Match(enum.Enum):
@@ -89,7 +90,8 @@ class Cuts(NamedTuple):
 # Functions of the interpreter that stand between two Python frames, or between a Python frame and
 # the C function that it calls, and only hand arguments on: Objects/{call,methodobject,descrobject,
 # classobject,genobject,typeobject,funcobject}.c, Python/{ceval,pythonrun}.c, Modules/main.c of
-# v3.8.18 to v3.13.0. GCC appends .constprop.0, .isra.0, .part.0, .cold and .lto_priv.0.
+# v3.8.18 to v3.13.0; what calls trampolines: Python/perf_trampoline.c, v3.12.1. GCC appends
+# .constprop.0, .isra.0, .part.0, .cold and .lto_priv.0.
 _GLUE = re.compile(
     r"""(?:
     _?PyObject_(?:Call|Vectorcall|FastCall|MakeTpCall)\w* | object_vacall |
@@ -106,7 +108,8 @@ _GLUE = re.compile(
     PyEval_(?:EvalCode\w*|EvalFrame\w*|CallObject\w*|CallFunction|CallMethod) |
     py_?run_?\w* | _?PyRun_\w+ | run_(?:mod|eval_code_obj|pyc_file) |
     Py_(?:RunMain|BytesMain|Main) |
-    pymain_\w+ | builtin_(?:exec|eval)(?:_impl)? | thread_run | t_bootstrap | pythread_wrapper
+    pymain_\w+ | builtin_(?:exec|eval)(?:_impl)? | thread_run | t_bootstrap | pythread_wrapper |
+    py_trampoline_evaluator
     )(?:\.\w+)*""",
     re.VERBOSE,
 )
@@ -147,8 +150,8 @@ def splice(
         pythons: The Python frames.
         cuts: Which of the two is incomplete at its root.
         keep_glue: Keep the interpreter's own frames. Without, glue is kept where no user-space
-            frame is on the leaf side of it, since time is spent in it then, and unnamed frames
-            where no Python frame is.
+            frame is on the leaf side of it, since time is spent in it then, unnamed frames where
+            no Python frame is, and trampolines where their Python frame is not known.
         with_hidden: Also return what is left out, marked as hidden; eval loops stand behind the
             Python frames that replace them.
     """
@@ -158,20 +161,37 @@ def splice(
     if match in (Match.NO_PYTHON, Match.NO_EVAL):
         return Spliced(tuple(Piece(False, i) for i in range(len(roles))), match, 0)
     pieces: list[Piece] = []
-    has_user_leaf = has_python = False
-    for index, role in enumerate(roles):
+    is_glue = set() if keep_glue else _glue(roles, pairs, match)
+    for index in range(len(roles)):
         if index in pairs:
             for run in pairs[index]:
                 pieces += [Piece(True, i) for i in runs[run] if pythons[i].code_address]
-            has_python = True
-        is_glue = (role is Role.GLUE and has_user_leaf) or (role is Role.UNNAMED and has_python)
-        pieces.append(Piece(False, index, index in pairs or (is_glue and not keep_glue)))
-        has_user_leaf = has_user_leaf or role is not Role.KERNEL
+        pieces.append(Piece(False, index, index in pairs or index in is_glue))
     for run in surplus:
         pieces += [Piece(True, i) for i in runs[run] if pythons[i].code_address]
     folded = sum(piece.is_hidden for piece in pieces) - len(pairs)
     shown = [piece for piece in pieces if with_hidden or not piece.is_hidden]
     return Spliced(tuple(shown), match, folded)
+
+
+def _glue(roles: Sequence[Role], pairs: dict[int, list[int]], match: Match) -> set[int]:
+    """Which native frames only hand on what others do."""
+    found = set()
+    has_user_leaf = has_python = False
+    is_known = True
+    for index, role in enumerate(roles):
+        has_python = has_python or index in pairs
+        if role is Role.EVAL:
+            # Behind the end of a cut chain trampolines are all that is known of Python.
+            is_known = index in pairs or match is not Match.PYTHON_CUT
+        if (
+            (role is Role.GLUE and has_user_leaf)
+            or (role is Role.UNNAMED and has_python)
+            or (role is Role.TRAMPOLINE and is_known)
+        ):
+            found.add(index)
+        has_user_leaf = has_user_leaf or role is not Role.KERNEL
+    return found
 
 
 def _runs(pythons: Sequence[PythonFrame]) -> list[range]:

@@ -6,7 +6,9 @@ same reasons, so that either can be checked against the other. From a thread sta
 `thread_frame` (and `cframe_frame`) to the leaf frame; of each frame read `frame_bytes` at once.
 
 Frames of a thread that runs are changed under the reader. A walk of a running thread is right in
-the kernel half, which runs in that thread; from outside it is right for threads that wait.
+the kernel half, which runs in that thread; from outside it is right for threads that wait. Those
+have finished to enter the eval loop: what the kernel half does where it meets the middle of that
+(`begin_again` in bpf/python.h) has no counterpart here.
 """
 
 from __future__ import annotations

@@ -164,9 +164,9 @@ PYTHON_PROCESS_DTYPE = np.dtype(
         *(
             (name, "<u4")
             for name in (
-                *("thread_frame", "thread_interpreter", "cframe_frame", "frame_code"),
+                *("thread_frame", "thread_status", "cframe_frame", "frame_code"),
                 *("frame_previous", "frame_position", "frame_mark", "frame_bytes"),
-                *("code_instructions", "gil_last_holder", "gil_locked", "code_tags"),
+                *("code_instructions", "code_tags"),
             )
         ),
         ("position_kind", "u1"),

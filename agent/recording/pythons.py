@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
-from aiflame.agent.python.gil import gil_holder
+from aiflame.agent.python.gil import gil_holder, is_held_by
 from aiflame.agent.python.interpreter import (
     Interpreter,
     LoadedInterpreter,
@@ -49,8 +49,11 @@ _KEY_LIBRARIES = ("libc.so.6", "libpthread.so.0")
 # An interpreter makes its thread key some 10 ms after its start; on a busy machine in seconds.
 _STARTING_NS = 5_000_000_000
 _STARTING_INTERVAL_NS = 20_000_000
-# Names are read while the process lives, and many live shorter than the interval of a drain.
+# Names are read while the process lives, and many live shorter than the interval of a drain. Those
+# that are young may be over soon.
 _NAMING_INTERVAL_NS = 100_000_000
+_YOUNG_NS = 1_000_000_000
+_YOUNG_INTERVAL_NS = 20_000_000
 _IDLE_INTERVAL_NS = 1_000_000_000
 
 # Name and file of the code that the interpreter itself runs behind a class's __init__
@@ -124,6 +127,7 @@ class PythonProcesses:
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self.by_image: dict[int, PythonProcess] = {}
         self.chains: dict[int, PythonChain] = {}
+        self._latest_ns = 0  # when an interpreter was last found
         self._frames: dict[PythonFrame, PythonFrame] = {}
         self.problems: Counter[str] = Counter()
         self.problem_files: dict[str, set[str]] = {}
@@ -140,7 +144,7 @@ class PythonProcesses:
             memory = ProcessMemory(image.pid)
             reader = CodeReader(memory, loaded.layout)
             found = PythonProcess(image, mapping.binary, loaded, reader, memory)
-            found.found_ns = time.monotonic_ns()
+            found.found_ns = self._latest_ns = time.monotonic_ns()
             self.by_image[image.index] = found
             self._waiting[image.pid] = found
             break
@@ -148,9 +152,11 @@ class PythonProcesses:
     @property
     def interval_ns(self) -> int:
         """How soon to `poll` again."""
-        until_ns = time.monotonic_ns() - _STARTING_NS
-        if any(process.found_ns > until_ns for process in self._waiting.values()):
+        now_ns = time.monotonic_ns()
+        if any(process.found_ns > now_ns - _STARTING_NS for process in self._waiting.values()):
             return _STARTING_INTERVAL_NS
+        if self._latest_ns > now_ns - _YOUNG_NS:
+            return _YOUNG_INTERVAL_NS
         return _NAMING_INTERVAL_NS if self.by_image else _IDLE_INTERVAL_NS
 
     def poll(self) -> None:
@@ -198,6 +204,7 @@ class PythonProcesses:
             walked = walk(memory, loaded.layout, state)
             interpreter = read_u64(memory, state + loaded.layout.thread_interpreter) or 0
             holder = gil_holder(memory, loaded.layout, loaded.runtime_address, interpreter)
+            holds = is_held_by(memory, loaded.layout, holder, state)
         except NoMemoryAccess:
             return None
         checked: dict[tuple[int, int], Code | None] = {}
@@ -208,8 +215,8 @@ class PythonProcesses:
             for frame in walked.frames
         )
         gil = abi.PythonGil.UNKNOWN
-        if holder is not None:
-            gil = abi.PythonGil.HELD if holder == state else abi.PythonGil.NOT_HELD
+        if holds is not None:
+            gil = abi.PythonGil.HELD if holds else abi.PythonGil.NOT_HELD
         is_whole = walked.end is WalkEnd.COMPLETE
         return ThreadPython(PythonChain(walked.frames, sources, is_whole), gil)
 
@@ -329,12 +336,11 @@ def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:
     for index, code in enumerate(ranges):
         row["eval_start"][index], row["eval_bytes"][index] = code.begin, code.end - code.begin
     in_runtime = layout.gil_kind is GilHolder.RUNTIME
-    row["gil"] = loaded.runtime_address + layout.gil if in_runtime else max(layout.gil, 0)
+    row["gil"] = loaded.runtime_address + layout.gil if in_runtime else 0
     row["state_slot"] = slot
     for name in (
-        *("thread_frame", "thread_interpreter", "cframe_frame", "frame_code", "frame_previous"),
-        *("frame_position", "frame_mark", "frame_bytes", "code_instructions"),
-        *("gil_last_holder", "gil_locked", "code_tags"),
+        *("thread_frame", "thread_status", "cframe_frame", "frame_code", "frame_previous"),
+        *("frame_position", "frame_mark", "frame_bytes", "code_instructions", "code_tags"),
     ):
         row[name] = max(getattr(layout, name), 0)
     row["has_cframe"] = layout.cframe_frame != ABSENT

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import ROOTED_ENDS, FrameKind
+from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.names import MAX_INTEGER, Names
@@ -44,6 +45,7 @@ class Place:
     is_mapped: bool = True
     is_start: bool = False
     is_tracing: bool = False  # the profiler's own, when it is at the leaf of a switch stack
+    is_trampoline: bool = False  # of CPython's -X perf
     binary: int = NO_BINARY
     binary_id: int | None = None
     address: int = 0  # in the binary
@@ -78,6 +80,7 @@ def _natives(
                 sources=place.sources,
                 label=place.label,
                 frames=place.chain,
+                is_trampoline=place.is_trampoline,
             )
         )
     return found
@@ -247,6 +250,10 @@ class CaptureResolver:
         names = [None] * len(addresses) if perf_map is None else perf_map.lookup(addresses)
         for address, name, place in zip(addresses.tolist(), names, places, strict=True):
             self._name(place, name or "[generated code]", None, address)
+            source = trampoline_source(place.label)
+            if source is not None:
+                place.is_trampoline = True
+                place.chain = (self._names.frame(FrameKind.PYTHON, source, None, 0),)
 
     def _perf_map(self, image: ProcessImage) -> PerfMap | None:
         try:

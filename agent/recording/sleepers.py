@@ -248,6 +248,7 @@ class Sleepers:
         """Walks what is left of these, once the recording has ended; may wait for tables."""
         left = [sleeper for sleeper in wanted if sleeper.snapshot is not None]
         self._read_processes({sleeper.pid for sleeper in left})
+        _run(self._walk_python([sleeper for sleeper in left if sleeper.python is None]))
         deadline_ns = time.monotonic_ns() + _TABLES_PATIENCE_NS
         is_last = False
         while left and not is_last:
@@ -273,11 +274,12 @@ class Sleepers:
 
     def _read_processes(self, pids: set[int]) -> None:
         """Reads the mappings of processes that nothing was seen of in the recording."""
-        self._table.on_mappings = lambda image: None  # the kernel half walks no more
+        self._table.on_mappings = self._pythons.look  # the kernel half walks no more
         for pid in pids:
             image = self._table.image(pid, self._table.first_image)
             if not image.was_read:
                 self._table.read_mappings(image)
+        self._pythons.poll()
 
     def end_of(self, sleeper: Sleeper) -> StackEnd:
         """Returns how a thread's user stack ended."""

@@ -43,7 +43,9 @@ class NativeFrame:
         place: Its address in the file.
         sources: Its functions, innermost inlined first; () where no symbol covers it.
         label: What it is shown as there.
-        frames: Their ids in the capture, as native or kernel frames.
+        frames: Their ids in the capture, as native or kernel frames, or that of the Python function
+            that a trampoline stands for.
+        is_trampoline: It is a stub of CPython's -X perf.
     """
 
     address: int
@@ -54,6 +56,7 @@ class NativeFrame:
     sources: tuple[SourceFrame, ...]
     label: str
     frames: tuple[int, ...]
+    is_trampoline: bool = False
 
     @property
     def symbol(self) -> str:
@@ -102,6 +105,8 @@ class Splicer:
         return frames
 
     def _role(self, process: PythonProcess, native: NativeFrame) -> Role:
+        if native.is_trampoline:
+            return Role.TRAMPOLINE
         is_eval = not native.is_kernel and any(
             code.begin <= native.address < code.end for code in process.loaded.eval_ranges
         )

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_PAGE_BYTES = mmap.PAGESIZE
+PAGE_BYTES = mmap.PAGESIZE
 # User space ends below, whatever the page tables' depth (Documentation/arch/x86/x86_64/mm.rst).
 _END_OF_USER_SPACE = 1 << 56
 
@@ -51,7 +51,7 @@ def _copy(place: Place) -> bytes:
     if not 0 <= address < end <= _END_OF_USER_SPACE:
         return b""
     # One vector a page: a call reads whole vectors up to the first that it cannot.
-    edges = [address, *range(address // _PAGE_BYTES * _PAGE_BYTES + _PAGE_BYTES, end, _PAGE_BYTES)]
+    edges = [address, *range(address // PAGE_BYTES * PAGE_BYTES + PAGE_BYTES, end, PAGE_BYTES)]
     edges.append(end)
     vectors = [word for a, b in itertools.pairwise(edges) for word in (a, b - a)]
     remote = struct.pack(f"<{len(vectors)}Q", *vectors)
@@ -150,7 +150,7 @@ class StackMemory:
         offset = address - self._place.address
         if 0 <= offset <= len(self._piece) - _U64.size:
             return int(_U64.unpack_from(self._piece, offset)[0])
-        offset = address % _PAGE_BYTES
+        offset = address % PAGE_BYTES
         page = self._page(address - offset)
         return int(_U64.unpack_from(page, offset)[0]) if offset + _U64.size <= len(page) else None
 
@@ -159,6 +159,14 @@ class StackMemory:
         if page is None:
             if self._reader is None or len(self._pages) >= _MAX_LATE_PAGES:
                 return b""
-            place = self._place._replace(address=start, size=_PAGE_BYTES)
-            page = self._pages[start] = self._reader.read([place])[0]
+            page = self._pages[start] = self._read_page(start)
         return page
+
+    def _read_page(self, start: int) -> bytes:
+        if self._reader is None:
+            return b""
+        return self._reader.read([self._place._replace(address=start, size=PAGE_BYTES)])[0]
+
+    def page_of_code(self, start: int) -> bytes:
+        """Returns a page of code, which is of any moment, and none of the `late_pages`."""
+        return self._read_page(start)

@@ -16,7 +16,7 @@ from typing import Protocol
 from aiflame.agent.model import StackEnd
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage
-from aiflame.agent.recording.stack_memory import StackMemory
+from aiflame.agent.recording.stack_memory import PAGE_BYTES, StackMemory
 from aiflame.agent.recording.threads import ThreadRegisters
 from aiflame.agent.unwind import walk
 from aiflame.agent.unwind.table import UnwindTable
@@ -24,6 +24,9 @@ from aiflame.agent.unwind.x86_64 import NO_CFI_RULE, Rule
 
 # Answers kept of one binary: what a target with odd stacks may make us hold, some 30 MB.
 _MAX_KEPT_RULES = 1 << 16
+
+# Code that guesses look at, of one process: 1 MB.
+_MAX_CODE_PAGES = 256
 
 # The end that the kernel half gives the same stack, once it is judged (raw_stacks.py).
 _ENDS = {
@@ -97,10 +100,23 @@ class _ProcessWalker:
     def __init__(self, known: list[Mapping], mappings: list[walk.Mapping]) -> None:
         self.known = known
         self._memory: StackMemory | None = None
-        self._walker = walk.ReplayWalker(mappings, self._read)
+        self._code: dict[int, bytes] = {}  # pages
+        self._walker = walk.ReplayWalker(mappings, self._read, read_code=self._read_code)
 
     def _read(self, address: int) -> int | None:
         return None if self._memory is None else self._memory.read_u64(address)
+
+    def _read_code(self, address: int) -> int | None:
+        """Reads a word of code, which only guesses look at."""
+        offset = address % PAGE_BYTES
+        page = self._code.get(address - offset, b"")
+        if not page and self._memory is not None:
+            page = self._memory.page_of_code(address - offset)
+            if len(self._code) >= _MAX_CODE_PAGES:
+                self._code.clear()
+            if page:
+                self._code[address - offset] = page
+        return int.from_bytes(page[offset : offset + 8], "little") if len(page) > offset else None
 
     def walk(self, registers: ThreadRegisters, memory: StackMemory) -> walk.Walk:
         self._memory = memory

@@ -24,7 +24,11 @@ U64 = npt.NDArray[np.uint64]
 
 
 def tables(
-    profile: Profile, view: View, limit: int, frames: Frames = Frames.BOTH
+    profile: Profile,
+    view: View,
+    limit: int,
+    frames: Frames = Frames.BOTH,
+    hide_importlib: bool = False,
 ) -> tuple[Table, ...]:
     """Return all tables of a profile, in the order of reading.
 
@@ -34,10 +38,12 @@ def tables(
             view.
         limit: At most this many rows of functions, threads, modules and waits; greater than 0.
         frames: Which frames the table of functions knows.
+        hide_importlib: Leave out the Python frames that import modules or start the program.
     """
     causes = classify(profile)
-    shown = replace(profile, stacks=shown_stacks(profile, frames))
-    found = [_functions(shown, view, limit), *python_tables(profile, view, limit)]
+    shown = replace(profile, stacks=shown_stacks(profile, frames, hide_importlib))
+    found = [_functions(shown, view, limit)]
+    found += python_tables(profile, view, limit, hide_importlib)
     found.append(_threads(profile, view, limit))
     if view is not View.CPU:
         found += [_classes(profile), _causes(profile, causes), _waits(profile, causes, limit)]

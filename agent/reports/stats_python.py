@@ -20,15 +20,18 @@ _STATE_HEADINGS = {
 }
 
 
-def python_tables(profile: Profile, view: View, limit: int) -> list[Table]:
+def python_tables(
+    profile: Profile, view: View, limit: int, hide_importlib: bool = False
+) -> list[Table]:
     """Return the tables about Python; none of a profile without Python frames.
 
     Args:
         profile: What was recorded.
         view: Which classes of time the lines and functions count; the GIL's table counts all.
         limit: At most this many rows of each.
+        hide_importlib: Leave out the frames that import modules or start the program.
     """
-    found = python_frames(profile)
+    found = python_frames(profile, hide_importlib)
     tables = []
     if len(found):
         function = profile.frames["function"][found.frame].astype(np.int64)

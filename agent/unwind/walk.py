@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from aiflame.agent.unwind.x86_64 import GUESSES, RbpKind, Rule, RuleKind, follows_call
+from aiflame.agent.unwind.x86_64 import (
+    GUESSES,
+    RbpKind,
+    Rule,
+    RuleKind,
+    epilogue,
+    follows_call,
+)
 
 MAX_FRAMES = 127
 WORD_BYTES = 8
@@ -43,7 +50,8 @@ class FoundBy(enum.Enum):
     REGISTERS = "registers"
     TABLE = "table"
     FRAME_POINTER = "frame pointer"
-    GUESS = "guess"  # a prologue's row, or the top of a leaf's stack; it follows a call
+    # A prologue's row, what the next instructions undo, a leaf's top of the stack: behind a call.
+    GUESS = "guess"
 
 
 class RuleSource(Protocol):
@@ -99,7 +107,8 @@ class ReplayWalker:
         mappings: Executable mappings, disjoint, in any order.
         read_u64: Reads a word of the recorded stack.
         max_frames: Where a walk is given up.
-        read_code: Reads a word of code; without it, any address in code may be a return address.
+        read_code: Reads a word of code; without it, any address in code may be a return address,
+            and none is found by what the next instructions undo.
     """
 
     def __init__(
@@ -148,7 +157,7 @@ class ReplayWalker:
         looked_up = at.rip - mapping.bias - (0 if is_exact else _INTO_CALL)
         rule = mapping.table.lookup(looked_up) if mapping.table is not None else None
         if rule is None or rule.kind == RuleKind.NO_CFI:
-            return self._without_cfi(at, is_leaf)
+            return self._by_epilogue(at, is_exact) or self._without_cfi(at, is_leaf)
         if rule.kind == RuleKind.UNDEFINED_RA:
             raise _Stop(WalkEnd.ROOTED)
         if rule.kind == RuleKind.UNSUPPORTED:
@@ -195,6 +204,20 @@ class ReplayWalker:
         rbp = self._read(at.rsp + rule.rbp_offset)
         return Registers(rip, rsp, rbp), WalkedFrame(rip, True, FoundBy.TABLE)
 
+    def _by_epilogue(self, at: Registers, is_exact: bool) -> tuple[Registers, WalkedFrame] | None:
+        """The caller of code that returns now, or as soon as its callee has; None for other."""
+        code = self._code(at.rip)
+        found = None if code is None else epilogue(code, at_call=is_exact)
+        base = at.rbp if found is not None and found.from_rbp else at.rsp
+        if found is None or base is None or base < at.rsp or base % WORD_BYTES:
+            return None
+        slot = base + found.offset
+        rip = self._read_u64(slot)
+        rbp = self._read_u64(slot - WORD_BYTES) if found.has_link else at.rbp
+        if rip is None or (rbp is None and found.has_link) or not self._is_return_address(rip):
+            return None
+        return Registers(rip, slot + WORD_BYTES, rbp), WalkedFrame(rip, False, FoundBy.GUESS)
+
     def _without_cfi(self, at: Registers, is_leaf: bool) -> tuple[Registers, WalkedFrame]:
         """By saved RBP and return address at RBP; a leaf's may be on top of the stack instead."""
         rbp = rip = None
@@ -218,13 +241,18 @@ class ReplayWalker:
             return False
         if self._read_code is None:
             return True
-        first = (address - 8) & -WORD_BYTES
+        code = self._code(address - 8)
+        return code is not None and follows_call(code)
+
+    def _code(self, address: int) -> bytes | None:
+        """Eight bytes of code."""
+        if self._read_code is None:
+            return None
+        first = address & -WORD_BYTES
         words = [self._read_code(first), self._read_code(first + WORD_BYTES)]
-        if None in words:
-            return False
         code = b"".join(word.to_bytes(WORD_BYTES, "little") for word in words if word is not None)
-        begin = address - 8 - first
-        return follows_call(code[begin : begin + 8])
+        begin = address - first
+        return None if None in words else code[begin : begin + 8]
 
     def _read(self, address: int) -> int:
         word = self._read_u64(address & _ADDRESS_MASK)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python stacks, each compared with the one that its leaf can have (tests/pychains.py).
 
-One recording of all interpreters at once. Names, files and lines of all frames have to be right.
-What was caught while a call was being made or left, and says that it was not readable, is counted
-apart.
+One recording of all interpreters at once, with and without -X perf, which calls each Python
+function through a stub that has neither CFI nor a frame pointer. Names, files and lines of all
+frames have to be right. What was caught while a call was being made or left, and says that it was
+not readable, is counted apart.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
 from interpreters import VERSIONS, executable, find_executable
 from pychains import Tree
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
@@ -30,6 +31,10 @@ _BARE_NAMES = ("3.8", "3.9", "3.10")
 _BASE = ["<module>", "main", "work"]
 _PROTOCOL = ("begin", "end")
 _UNREADABLE = "[unreadable Python frame]"
+# A version and its options.
+_TARGETS = {version: [version] for version in VERSIONS}
+_TARGETS |= {f"{version} -X perf": [version, "-X", "perf"] for version in ("3.12", "3.13")}
+_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_GUESS)
 
 
 class Run(NamedTuple):
@@ -46,17 +51,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     tree = Tree(_FUNCTIONS, seed=_FUNCTIONS)
     program = folder / "program.py"
     program.write_text(tree.source)
-    pythons = {version: find_executable(version) for version in VERSIONS}
     with ExitStack() as stack:
-        loads = {
-            version: stack.enter_context(Workload([python, _SCRIPT, program, _CPU_MS]))
-            for version, python in pythons.items()
-            if python is not None
-        }
-        pids = {version: load.pid for version, load in loads.items()}
-        target = ",".join(map(str, pids.values()))
+        loads = {}
+        for target, (version, *options) in _TARGETS.items():
+            python = find_executable(version)
+            if python is not None:
+                command = [python, *options, _SCRIPT, program, _CPU_MS]
+                loads[target] = stack.enter_context(Workload(command))
+        pids = {target: load.pid for target, load in loads.items()}
+        recorded = ",".join(map(str, pids.values()))
         rest = ("-F", _HZ, "--no-off-cpu", "--stack-storage-size", 65536)
-        with Recording(folder, "-p", target, *rest) as recording:
+        with Recording(folder, "-p", recorded, *rest) as recording:
             for load in loads.values():
                 load.go()
             for load in loads.values():
@@ -68,7 +73,8 @@ def _verdict(tree: Tree, chain: tuple[PythonLine, ...], has_qualified: bool) -> 
     """What a chain is: "right", "outside" the tree, "unreadable", "empty", or else wrong."""
     if not chain:
         return "empty"
-    if any(frame.name == _UNREADABLE for frame in chain):
+    # Stubs of -X perf have no lines: they stand in for a chain that was not readable.
+    if any(frame.name == _UNREADABLE or not frame.line for frame in chain):
         return "unreadable"
     names = [frame.name for frame in chain]
     if names[: len(_BASE)] != _BASE or len(names) == len(_BASE):
@@ -88,23 +94,45 @@ def _verdict(tree: Tree, chain: tuple[PythonLine, ...], has_qualified: bool) -> 
     return "right" if [tuple(frame) for frame in own] in wanted else "wrong chain"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, version: str) -> None:
+@pytest.mark.parametrize("target", _TARGETS)
+def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, target: str) -> None:
+    version = _TARGETS[target][0]
     executable(version)
     verdicts: Counter[str] = Counter()
     wrong = []
     has_qualified = not version.startswith(_BARE_NAMES)
-    for row in rows_of_process(run.profile, run.pids[version], SampleClass.ON_CPU):
+    for row in rows_of_process(run.profile, run.pids[target], SampleClass.ON_CPU):
         chain = python_frames_of(run.profile, int(row["stack"]))
         verdict = _verdict(run.tree, chain, has_qualified)
         verdicts[verdict] += int(row["count"])
         if verdict not in ("right", "outside", "unreadable", "empty"):
-            wrong.append((verdict, [f"{name}:{line}" for name, _, line in chain]))
+            wrong.append((verdict, " ".join(f"{name}:{line}" for name, _, line in chain)))
     assert not wrong, (verdicts, wrong[:3])
-    samples = verdicts.total()
+    samples = verdicts.total() - verdicts["outside"]
     # A sample a period; a machine with other work may be late with some.
     assert samples > 0.8 * _CPU_MS * _HZ / 1000
-    assert verdicts["right"] > 0.97 * samples, verdicts
-    # One in a thousand, and five standard deviations of so few.
+    assert verdicts["right"] > 0.995 * samples, verdicts
+    # One in five thousand, and five standard deviations of so few.
     races = verdicts["unreadable"] + verdicts["empty"]
-    assert races < 0.001 * samples + 5 * (0.001 * samples) ** 0.5, verdicts
+    assert races < 0.0002 * samples + 5 * (0.0002 * samples) ** 0.5, verdicts
+
+
+@pytest.mark.parametrize("target", [target for target in _TARGETS if "perf" in target])
+def test_stubs_of_perf_neither_end_a_stack_nor_show(run: Run, target: str) -> None:
+    executable(_TARGETS[target][0])
+    profile = run.profile
+    ends: Counter[StackEnd] = Counter()
+    hidden = 0
+    for row in rows_of_process(profile, run.pids[target], SampleClass.ON_CPU):
+        begin, end = profile.stacks.offsets[row["stack"] : row["stack"] + 2]
+        for frame in profile.frames["function"][profile.stacks.frames[begin:end]]:
+            function = profile.functions[frame]
+            if function.name.startswith("py::"):
+                assert function.kind is FrameKind.INTERPRETER
+                hidden += 1
+        ends[StackEnd(profile.stacks.ends[row["stack"]])] += int(row["count"])
+    assert hidden > len(profile.stacks) / 10
+    # Frames that are kept do not suffice for the deepest: each Python call is five native ones.
+    assert ends[StackEnd.TOO_DEEP] < 0.2 * ends.total(), ends
+    rooted = sum(ends[end] for end in _ROOTED)
+    assert rooted > 0.999 * (ends.total() - ends[StackEnd.TOO_DEEP]), ends

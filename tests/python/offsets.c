@@ -67,6 +67,7 @@ static void show_state(void)
 	AT("gil", PyInterpreterState, ceval.gil);
 	AT("gil_last_holder", struct _gil_runtime_state, last_holder);
 	AT("gil_locked", struct _gil_runtime_state, locked);
+	AT("thread_status", PyThreadState, _status);
 #else
 	AT("runtime_tss_key", _PyRuntimeState, gilstate.autoTSSkey._key);
 	AT("gil", _PyRuntimeState, gilstate.tstate_current);

@@ -64,6 +64,7 @@ _CONSTANTS = {
     "PYTHON_RUN_ENTRY_BYTE": layouts.RunEnd.ENTRY_BYTE.value,
     "PYTHON_RUN_SHIM": layouts.RunEnd.SHIM.value,
     "PYTHON_SHIM_OWNER": layouts.SHIM_OWNER,
+    "PYTHON_ACTIVE_FLAG": layouts.ACTIVE_FLAG,
     "PYTHON_GIL_RUNTIME": layouts.GilHolder.RUNTIME.value,
     "PYTHON_GIL_INTERPRETER": layouts.GilHolder.INTERPRETER.value,
     "THREAD_SEEDED": abi.THREAD_SEEDED,

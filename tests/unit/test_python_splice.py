@@ -10,6 +10,7 @@ from aiflame.agent.python.splice import Cuts, Match, Role, Spliced, role_of, spl
 from aiflame.agent.python.walk import PythonFrame
 
 KERNEL, EVAL, GLUE, OTHER = Role.KERNEL, Role.EVAL, Role.GLUE, Role.OTHER
+_FOLDED = (GLUE, Role.UNNAMED, Role.TRAMPOLINE)
 
 
 def _pythons(text: str) -> list[PythonFrame]:
@@ -31,7 +32,7 @@ def _shown(natives: str, spliced: Spliced, pythons: list[PythonFrame]) -> str:
     )
 
 
-_ROLES = {"K": KERNEL, "E": EVAL, "G": GLUE, "O": OTHER, "?": Role.UNNAMED}
+_ROLES = {"K": KERNEL, "E": EVAL, "G": GLUE, "O": OTHER, "?": Role.UNNAMED, "T": Role.TRAMPOLINE}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,13 @@ _ROLES = {"K": KERNEL, "E": EVAL, "G": GLUE, "O": OTHER, "?": Role.UNNAMED}
         ("GGE", "a.", Cuts(), "Ga", Match.EXACT),
         # a stripped interpreter: what it calls may be work, what calls it between frames is not
         ("O?E??E?", "a.b.", Cuts(), "O?ab", Match.EXACT),
+        # trampolines of -X perf: beside their Python frames, also when the leaf is on its way in
+        ("OETGETGO", "a.b.", Cuts(), "OabO", Match.EXACT),
+        ("KTGETG", "a.", Cuts(), "Ka", Match.EXACT),
+        ("ETGETG", "a.", Cuts(), "Ea", Match.LEAF_RACE),
+        # where Python frames are not known, they stand for them
+        ("ETGETG", "a", Cuts(python=True), "aET", Match.PYTHON_CUT),
+        ("ETGETG", "", Cuts(), "ETGETG", Match.NO_PYTHON),
         ("EOEO", "a.", Cuts(), "EOaO", Match.LEAF_RACE),
         ("EOEO", ".a.", Cuts(), "OaO", Match.EXACT),
         ("EEE", "a.", Cuts(), "EEa", Match.RUNS_MISSING),
@@ -94,7 +102,7 @@ def test_properties_of_any_two_stacks() -> None:
         # What is no eval frame and no glue stays.
         real = [i for i, role in enumerate(roles) if role in (KERNEL, OTHER)]
         assert set(real) <= set(natives)
-        foldable = {i for i, role in enumerate(roles) if role in (GLUE, Role.UNNAMED)}
+        foldable = {i for i, role in enumerate(roles) if role in _FOLDED}
         assert spliced.folded == len(foldable - set(natives))
         if keep_glue:
             assert spliced.folded == 0

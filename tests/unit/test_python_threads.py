@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.python.debugoffsets import read_layout
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state, holds_gil
-from aiflame.agent.python.layouts import Layout, table_layout
+from aiflame.agent.python.layouts import ACTIVE_FLAG, Layout, table_layout
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import (
     UnsupportedLibc,
@@ -88,6 +88,9 @@ def test_the_gil_of_an_interpreter() -> None:
     memory.word(threads[0].interpreter + PY312.gil, gil)
     memory.word(gil + PY312.gil_last_holder, first)
     memory.write(gil + PY312.gil_locked, struct.pack("<i", 1))
+    # Another thread has locked it by now, and is about to enter itself.
+    assert holds_gil(memory, PY312, runtime, threads[0]) is False
+    memory.write(first + PY312.thread_status, struct.pack("<I", ACTIVE_FLAG | 1))
     assert [holds_gil(memory, PY312, runtime, thread) for thread in threads] == [True, False]
     # Released: the last holder stays written.
     memory.write(gil + PY312.gil_locked, struct.pack("<i", 0))

@@ -47,6 +47,23 @@ def test_golden_tables() -> None:
     assert_golden("python.stats.txt", ("\n".join(lines) + "\n").encode())
 
 
+def test_what_imports_modules_can_be_left_out() -> None:
+    # GIVEN an import, of which all but the imported code is left out
+    profile = profile_of(
+        Sample("[p]main@/a.py:1;[p]find@<frozen importlib._bootstrap>:7;[p]<module>@/b.py:1", MS),
+        Sample("[p]main@/a.py:1;[p]find@<frozen importlib._bootstrap>:7", MS),
+    )
+    found = {table.title: table for table in tables(profile, View.WALL, 10, hide_importlib=True)}
+    # THEN its time is its caller's, in all tables of functions
+    top = found["Top functions, wall time"]
+    assert [row[:5:2] for row in top.rows] == [
+        ("1.00", "2.00", "main"),
+        ("1.00", "1.00", "<module>"),
+    ]
+    lines = found["Top Python lines, wall time"]
+    assert _times(lines) == [("1.00", "2.00", "a.py:1"), ("1.00", "1.00", "b.py:1")]
+
+
 def test_self_time_includes_native_code_that_python_called() -> None:
     profile = profile_of(
         Sample("main;[p]f@/a.py:1;[p]g@/a.py:2;gemm;[k]read", 5 * MS),

@@ -149,7 +149,8 @@ def test_an_encoding_that_lacks_a_name_prints_the_rest(monkeypatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     monkeypatch.setattr(verb, "read_capture", lambda path: hostile_profile())
-    verb.run(argparse.Namespace(capture=Path("x"), view="wall", limit=20, frames="both"))
+    chosen = {"view": "wall", "limit": 20, "frames": "both", "hide_importlib": False}
+    verb.run(argparse.Namespace(capture=Path("x"), **chosen))
     sys.stdout.flush()
     assert b"__proto__" in raw.getvalue()
 
