@@ -177,5 +177,6 @@ def test_labels_are_in_the_order_of_values() -> None:
         "pipe/socket",
         "page fault",
         "child process",
+        "GPU wait",
         "other",
     )
