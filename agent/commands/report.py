@@ -31,7 +31,7 @@ EXAMPLES
   aiflame report run.aiflame -f folded -o - | grep futex
   aiflame report run.aiflame --frames python       # Python code only
   aiflame report run.aiflame -f pstats             # for python3 -m pstats
-  aiflame report run.aiflame -f svg --view gpu     # what ran on devices, and why
+  aiflame report run.aiflame -f svg --view gpu     # what devices waited for
 """
 
 _DEFAULT_FORMAT = "html"
