@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.errors import UsageError
+from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model import Profile
-from aiflame.agent.outfile import refuse_existing, write_output
+from aiflame.agent.outfile import chown_to_sudo_user, refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
+from aiflame.agent.reports.csv_tables import csv_files
 from aiflame.agent.reports.device_facts import absence
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.rows import showable
@@ -31,12 +32,17 @@ EXAMPLES
   aiflame report run.aiflame -f folded -o - | grep futex
   aiflame report run.aiflame --frames python       # Python code only
   aiflame report run.aiflame -f pstats             # for python3 -m pstats
+  aiflame report run.aiflame -f csv -o tables      # kernels.csv and stalls.csv
   aiflame report run.aiflame -f svg --view gpu     # what devices waited for
 """
 
 _DEFAULT_FORMAT = "html"
 
 _STDOUT = "-"
+
+# Not one file but a folder of tables.
+_TABLES = "csv"
+_TABLES_ENDING = "-csv"
 
 _CAPTURE_ENDING = ".aiflame"
 
@@ -84,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f",
         "--format",
         metavar="NAME",
-        choices=tuple(FORMATS),
-        help=f"{', '.join(FORMATS)} (default: from the ending of -o, else {_DEFAULT_FORMAT})",
+        choices=(*FORMATS, _TABLES),
+        help=f"{', '.join(FORMATS)}, {_TABLES} (a folder with tables of device samples)"
+        f" (default: from the ending of -o, else {_DEFAULT_FORMAT})",
     )
     output.add_argument(
         "-o",
@@ -152,6 +159,8 @@ def _add_devices(devices: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report; returns the exit code."""
     output: str | None = args.output
+    if args.format == _TABLES:
+        return _write_tables(args)
     report = FORMATS[_format(args.format, output)]
     _refuse_contradictions(args, report)
     if output == _STDOUT:
@@ -172,6 +181,42 @@ def run(args: argparse.Namespace) -> int:
     write_output(path, data, args.force)
     sys.stderr.write(f"Wrote {showable(str(path))} ({_size(len(data))})\n")
     return 0
+
+
+def _write_tables(args: argparse.Namespace) -> int:
+    if args.output == _STDOUT:
+        raise UsageError("csv is several files: not written to standard output", "use -o FOLDER")
+    for option in ("per_thread", "inverted", "min_width", "title", "plain", "leaf", "color_by"):
+        if getattr(args, option) not in (None, False):
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(f"{flag} has no effect with -f csv", f"leave out {flag}")
+    stem = args.capture.name.removesuffix(_CAPTURE_ENDING)
+    folder = Path(args.output) if args.output else args.capture.with_name(stem + _TABLES_ENDING)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"not a folder: {folder}", "csv is several files: use -o FOLDER")
+    profile = read_capture(args.capture)
+    if why := absence(profile.gpu):
+        sys.stderr.write(f"aiflame: note: {why}\n")
+    contents = csv_files(profile, _options(args))
+    _make_folder(folder)
+    for name in contents:
+        refuse_existing(folder / name, args.force)
+    for name, data in contents.items():
+        write_output(folder / name, data, args.force)
+        sys.stderr.write(f"Wrote {showable(str(folder / name))} ({_size(len(data))})\n")
+    return 0
+
+
+def _make_folder(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    try:
+        folder.mkdir()
+    except FileNotFoundError:
+        raise UsageError(f"no such folder: {folder.parent}", f"mkdir -p {folder.parent}") from None
+    except OSError as error:
+        raise AiflameError(f"cannot make {folder}: {error.strerror}", "use another -o") from error
+    chown_to_sudo_user(folder)
 
 
 def _percentage(text: str) -> float:
