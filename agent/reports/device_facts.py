@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiflame.agent.gpu_profile import GpuProfile
 from aiflame.agent.model import Profile
 from aiflame.agent.reports.base import View
@@ -36,6 +38,26 @@ def attribution(profile: Profile, samples: DeviceSamples) -> str:
         for c in Certainty
     )
     return f"Attribution: {shares}, {lost(profile):,} lost."
+
+
+def certainty_words(counts: Sequence[int]) -> str:
+    """Return how sure the launching stacks of some samples are; `counts` is by Certainty."""
+    whole = sum(counts)
+    found = [(Certainty(i).label, count) for i, count in enumerate(counts) if count]
+    if len(found) == 1:
+        return found[0][0]
+    return ", ".join(f"{percent(count, whole)} {label}" for label, count in found)
+
+
+def device_lines(gpu: GpuProfile) -> list[tuple[str, str]]:
+    """Return a line about each device: what it let be known, and what is missing."""
+    lines = []
+    for device in gpu.devices:
+        name = f"{device.name} ({device.family})" if device.name else device.family
+        words = f"{name}: tier {int(device.tier)}, {device.tier.name.lower()}"
+        limit = f"; {device.limit}" if device.limit else ""
+        lines.append(("device", showable(words + limit)))
+    return lines
 
 
 def lost(profile: Profile) -> int:

@@ -57,7 +57,9 @@ class HtmlReport:
             "warnings": _paragraphs(facts.warnings(profile)),
             "cut": html.escape(_cut_note(packed, device, options)),
             "losses": _losses(profile),
-            "facts": _definitions(facts.recording_facts(profile)),
+            "facts": _definitions(
+                [*facts.recording_facts(profile), *device_facts.device_lines(profile.gpu)]
+            ),
             "settings": _json(_settings(profile, packed, device, options)),
             "data": packed.blob,
             "device_note": html.escape(_device_note(profile, samples)),

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.reports import palette
-from aiflame.agent.reports.device_rows import DeviceSamples
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.tree import I64, Tree
 from aiflame.gpu.stalls import StallCategory
@@ -56,16 +55,17 @@ class Stall:
     count: int
 
 
-def by_node(tree: Tree, node: I64, samples: DeviceSamples) -> U64:
-    """Return samples by node of a tree and category, shape (nodes, categories).
+def by_node(tree: Tree, node: I64, column: npt.NDArray[np.uint8], count: U64) -> U64:
+    """Return samples by node of a tree and by what a column says, shape (nodes, values).
 
     Args:
-        tree: Made of the rows of `samples`, and not cut.
+        tree: Made of the rows, and not cut.
         node: The node of each row.
-        samples: The rows.
+        column: A small number of each row.
+        count: The samples of each row.
     """
-    sums = np.zeros((len(tree) + 1, len(StallCategory)), np.uint64)
-    np.add.at(sums, (node + 1, samples.category), samples.count)
+    sums = np.zeros((len(tree) + 1, int(column.max(initial=0)) + 1), np.uint64)
+    np.add.at(sums, (node + 1, column), count)
     running = np.cumsum(sums, axis=0, dtype=np.uint64)
     result: U64 = running[tree.end] - running[:-1]
     return result

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
-from aiflame.agent.reports.device_facts import has_device
+from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import cut_modules, duration, module_of, recording_facts
 from aiflame.agent.reports.rows import label_of, showable
 from aiflame.agent.reports.selection import shown_stacks
@@ -48,7 +48,7 @@ def tables(
     if has_device(profile.gpu):
         found += device_tables(profile, limit, frames)
     found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
-    facts = tuple(recording_facts(profile))
+    facts = (*recording_facts(profile), *device_lines(profile.gpu))
     found.append(Table("Recording", "", ("fact", "value"), facts, is_prose=True))
     return tuple(found)
 

@@ -23,6 +23,7 @@ from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import (
     DeviceSamples,
+    Role,
     device_rows,
     device_samples,
     from_the_leaf,
@@ -50,13 +51,20 @@ _WHOLE = "all"
 
 
 @dataclass(frozen=True, slots=True)
+class _Device:
+    samples: DeviceSamples
+    roles: list[int]  # Role by label
+    stalls: U64  # samples by node and category
+    certainties: U64  # samples by node and certainty
+
+
+@dataclass(frozen=True, slots=True)
 class _Picture:
     profile: Profile
     options: ReportOptions
     tree: Tree
     cut: Cut
-    samples: DeviceSamples | None  # of the GPU view
-    stalls: U64 | None  # samples by node and category, of the GPU view
+    device: _Device | None = None  # of the GPU view
 
     @property
     def rows(self) -> int:
@@ -68,8 +76,8 @@ class _Picture:
 
     @property
     def subtitle(self) -> str:
-        if self.samples is not None:
-            return device_facts.subtitle(self.profile, self.samples)
+        if self.device is not None:
+            return device_facts.subtitle(self.profile, self.device.samples)
         return facts.subtitle(self.profile, self.options, self.whole_ns)
 
     def amount(self, weight: int) -> str:
@@ -92,17 +100,19 @@ class SvgReport:
             tree, _ = build(rows_for(profile, options))
             if options.inverted:
                 tree = invert(tree)
-            picture = _Picture(profile, options, *prune(tree, width), None, None)
+            picture = _Picture(profile, options, *prune(tree, width))
         return "\n".join(_document(picture)).encode()
 
 
 def _device_picture(profile: Profile, options: ReportOptions, width: float) -> _Picture:
     samples = device_samples(profile)
-    rows = device_rows(profile, options, samples).rows
-    full, node = build(from_the_leaf(rows) if options.inverted else rows)
-    stalls = stall_colors.by_node(full, node, samples)
+    made = device_rows(profile, options, samples)
+    full, node = build(from_the_leaf(made.rows) if options.inverted else made.rows)
+    stalls = stall_colors.by_node(full, node, samples.category, samples.count)
+    certainties = stall_colors.by_node(full, node, samples.certainty, samples.count)
     tree, cut = prune(full, width)
-    return _Picture(profile, options, tree, cut, samples, stalls[cut.kept])
+    device = _Device(samples, made.roles.tolist(), stalls[cut.kept], certainties[cut.kept])
+    return _Picture(profile, options, tree, cut, device)
 
 
 def _document(picture: _Picture) -> Iterator[str]:
@@ -152,8 +162,8 @@ def _notes(picture: _Picture) -> Iterable[str]:
         share = MIN_WIDTH_PCT if width is None else width
         reason = f"each under {share:g} % of the whole"
         yield facts.left_out(picture.cut.nodes, reason, picture.cut.ns, picture.whole_ns)
-    if picture.samples is not None:
-        yield from device_facts.notes(picture.profile, picture.samples)
+    if picture.device is not None:
+        yield from device_facts.notes(picture.profile, picture.device.samples)
     complete, whole = facts.complete_share(picture.profile)
     recording = picture.profile.recording
     own = facts.percent(recording.recorder_cpu_ns, recording.duration_ns)
@@ -164,12 +174,12 @@ def _notes(picture: _Picture) -> Iterable[str]:
 
 
 def _legend_entries(picture: _Picture) -> list[tuple[str, str]]:
-    if picture.stalls is not None and picture.options.shows_stalls:
-        counts = picture.stalls[0].tolist()
+    if picture.device is not None and picture.options.shows_stalls:
+        sums = dict(zip(StallCategory, picture.device.stalls[0].tolist(), strict=False))
         return [
-            (f"{c.label} {facts.percent(counts[c], picture.whole_ns)}", c.color)
-            for c in sorted(StallCategory, key=lambda c: -counts[c])
-            if counts[c]
+            (f"{category.label} {facts.percent(count, picture.whole_ns)}", category.color)
+            for category, count in sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+            if count
         ]
     shown = [Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER]
     if picture.options.view is View.GPU:
@@ -238,16 +248,17 @@ class _StallFace:
 
 def _stalls(picture: _Picture) -> Iterator[_StallFace]:
     # One for each node; nothing in them but in the GPU view.
-    if picture.stalls is None:
+    if picture.device is None:
         yield from repeat(_StallFace(), len(picture.tree))
         return
-    categories = [*picture.tree.labels.categories.tolist(), int(Category.MARKER)]
-    totals = picture.tree.total_ns.tolist()
-    for label, total, counts in zip(
-        picture.tree.label.tolist(), totals, picture.stalls, strict=True
-    ):
+    tree, device = picture.tree, picture.device
+    categories = [*tree.labels.categories.tolist(), int(Category.MARKER)]
+    columns = (tree.label.tolist(), tree.total_ns.tolist(), device.stalls, device.certainties)
+    for label, total, counts, certain in zip(*columns, strict=True):
         stall = stall_colors.largest(counts)
         words = f", {facts.percent(stall.count, total)} {stall.category.label}" if total else ""
+        if label >= 0 and device.roles[label] == Role.KERNEL:
+            words += f"; launch stack {device_facts.certainty_words(certain.tolist())}"
         fill, ink = stall_colors.fill(Category(categories[label]), stall, total)
         if not picture.options.shows_stalls:
             fill, ink = "", ""

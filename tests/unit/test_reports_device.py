@@ -131,12 +131,22 @@ def test_stall_colours_follow_the_largest_category_and_its_share() -> None:
     )
     fills = _svg_frames(profile, _GPU)
     sync = StallCategory.SYNC.color
-    assert fills["k (100 samples, 100.00 %, 75.00 % sync)"] == mixed(sync, 0.75)[0]
+    assert (
+        fills["k (100 samples, 100.00 %, 75.00 % sync; launch stack exact)"] == mixed(sync, 0.75)[0]
+    )
     assert fills["barrier (75 samples, 75.00 %, 100.00 % sync)"] == sync.lower()
     assert fills["- (100 samples, 100.00 %, 75.00 % sync)"] == "#c8c8c8"
     # AND by frame, a stall is green and a kernel aqua, whatever it waited for
     fills = _svg_frames(profile, replace(_GPU, color_by=ColorBy.FRAME))
     assert fills["barrier (75 samples, 75.00 %, 100.00 % sync)"] != sync.lower()
+
+
+def test_a_kernels_frame_says_how_sure_its_stack_is() -> None:
+    titles = [title for title in _svg_frames(small_device_profile(), _GPU) if "; launch" in title]
+    assert [title.partition(" (")[0] + ":" + title.rpartition(" ")[2] for title in titles] == [
+        *("fill:exact)", "ghost:unattributed)", "matmul:shared)", "matmul:shared)"),
+        "scale_b<float, 4>:exact)",
+    ]
 
 
 def test_text_can_be_read_on_every_stall_colour() -> None:

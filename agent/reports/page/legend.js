@@ -2,6 +2,8 @@
 // The legend: what the colours mean, and how much of the picture each one is.
 "use strict";
 
+const NAMED_REASONS = 4; // of a category, in the vendor's words
+
 class Legend {
   constructor(page) {
     this.page = page;
@@ -58,7 +60,8 @@ class Legend {
       if (!laid.klass[category][0]) continue;
       const reasons = words.filter((_, kind) => data.kinds[kind].klass === category);
       const others = reasons.filter((reason) => reason !== stalls.names[category]);
-      this.add(stalls.fills[category], stalls.names[category] + (others.length ? ": " + others.join(", ") : ""), laid.klass[category][0]);
+      const named = others.slice(0, NAMED_REASONS).join(", ") + (others.length > NAMED_REASONS ? ", ..." : "");
+      this.add(stalls.fills[category], stalls.names[category] + (named ? ": " + named : ""), laid.klass[category][0]);
     }
   }
 
