@@ -204,13 +204,16 @@ def _below_the_boundary(table: LabelTable, samples: DeviceSamples) -> dict[Role,
 def _instruction_labels(table: LabelTable, samples: DeviceSamples) -> tuple[I64, I64]:
     # Labels of source line and instruction text by row, -1 where unknown.
     known = {(i.code, i.offset): i for i in samples.gpu.instructions if i.text or i.file or i.line}
-    places = zip(samples.code.tolist(), samples.offset.tolist(), strict=True)
+    values, at = np.unique(samples.offset, return_inverse=True)
+    keys, row = np.unique(samples.code * max(1, len(values)) + at, return_inverse=True)
+    codes, offsets = keys // max(1, len(values)), values[keys % max(1, len(values))]
+    places = zip(codes.tolist(), offsets.tolist(), strict=True)
     found = [known.get(place) for place in places]
     lines = [source_label(i.file, i.line) if i is not None else "" for i in found]
     texts = [showable(i.text) if i is not None and i.text else "" for i in found]
     return (
-        _labels(table, lines, Category.DEVICE_CODE),
-        _labels(table, texts, Category.DEVICE_PLACE),
+        _labels(table, lines, Category.DEVICE_CODE)[row],
+        _labels(table, texts, Category.DEVICE_PLACE)[row],
     )
 
 

@@ -59,35 +59,36 @@ function reasonFirst(tree, data) {
   const depth = [0];
   const levels = [[0]];
   const own = tree.klass.map((times) => selfTimes({ ...tree, total: times }));
-  const klass = tree.klass.map(() => [0]);
-  const step = (up, next) => {
-    const key = up * radix + next;
-    if (ids.has(key)) return ids.get(key);
+  const moved = []; // pairs of a node of `tree` that has samples itself, and where these go
+  const add = (up, next) => {
     const id = parent.length;
-    ids.set(key, id);
     parent.push(up);
     label.push(next);
     depth.push(depth[up] + 1);
     if (levels.length === depth[id]) levels.push([]);
     levels[depth[id]].push(id);
-    for (const times of klass) times.push(0);
     return id;
+  };
+  const step = (up, next) => {
+    const key = up * radix + next;
+    if (!ids.has(key)) ids.set(key, add(up, next));
+    return ids.get(key);
   };
   const at = new Int32Array(tree.n);
   const tails = new Array(tree.n);
   for (let i = 0; i < tree.n; i++) {
     const up = tree.parent[i];
     const isPlace = i > 0 && rank(tree.label[i]) >= 0;
-    if (i > 0) at[i] = isPlace ? at[up] : step(at[up], tree.label[i]);
+    if (i > 0) at[i] = isPlace ? at[up] : add(at[up], tree.label[i]);
     tails[i] = isPlace ? [...(tails[up] || []), tree.label[i]] : null;
     if (!own.some((times) => times[i] > 0)) continue;
     const end = [...(tails[i] || [])].sort((a, b) => rank(a) - rank(b)).reduce(step, at[i]);
-    for (let k = 0; k < own.length; k++) klass[k][end] += own[k][i];
+    moved.push(i, end);
   }
   const { made, place } = arranged(parent, label, levels);
-  const sums = zeroClasses(made.n, klass.length);
-  for (let k = 0; k < klass.length; k++) {
-    for (let id = 0; id < place.length; id++) sums[k][place[id]] += klass[k][id];
+  const sums = zeroClasses(made.n, own.length);
+  for (let k = 0; k < own.length; k++) {
+    for (let m = 0; m < moved.length; m += 2) sums[k][place[moved[m + 1]]] += own[k][moved[m]];
     for (let i = made.n - 1; i > 0; i--) sums[k][made.parent[i]] += sums[k][i];
   }
   return { ...made, klass: sums, labels: tree.labels };
