@@ -13,8 +13,9 @@ from aiflame.agent.reports.facts import counted, duration, percent
 from aiflame.agent.reports.rows import showable
 from aiflame.gpu.attribution import Certainty
 
-# Losses of these names are of device samples, or of the launches that they belong to.
-_LOSS_PREFIXES = ("device_", "launch", "gpu_", "kernel_samples")
+# Losses of these names count device samples, or the launches that they belong to. Others of devices
+# cost a sample its words only.
+_LOSS_PREFIXES = ("device_", "launch", "kernel_not_opened", "sample_outside_kernel")
 
 
 def amount(view: View, weight: int) -> str:
