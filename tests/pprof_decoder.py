@@ -158,7 +158,7 @@ def decode(data: bytes) -> Decoded:
     for message in map(_message, profile[2]):
         values = _packed(message[2][0])
         assert len(values) == len(types)
-        places = [tables.location(i) for i in _packed(message[1][0])]
+        places = [tables.location(i) for i in _packed(b"".join(message[1]))]
         labels = [tables.label(_message(raw)) for raw in message[3]]
         assert len(dict(labels)) == len(labels)
         decoded.samples.append(

@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.errors import UsageError
+from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model import Profile
-from aiflame.agent.outfile import refuse_existing, write_output
+from aiflame.agent.outfile import chown_to_sudo_user, refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
+from aiflame.agent.reports.base import ColorBy, Leaf
+from aiflame.agent.reports.csv_tables import csv_files
+from aiflame.agent.reports.device_facts import absence
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.rows import showable
 
@@ -28,12 +31,18 @@ EXAMPLES
   aiflame report run.aiflame -f speedscope         # for www.speedscope.app
   aiflame report run.aiflame -f folded -o - | grep futex
   aiflame report run.aiflame --frames python       # Python code only
-  aiflame report run.aiflame -f pstats            # for python3 -m pstats
+  aiflame report run.aiflame -f pstats             # for python3 -m pstats
+  aiflame report run.aiflame -f csv -o tables      # kernels.csv and stalls.csv
+  aiflame report run.aiflame -f svg --view gpu     # what devices waited for
 """
 
 _DEFAULT_FORMAT = "html"
 
 _STDOUT = "-"
+
+# Not one file but a folder of tables.
+_TABLES = "csv"
+_TABLES_ENDING = "-csv"
 
 _CAPTURE_ENDING = ".aiflame"
 
@@ -57,6 +66,19 @@ _REFUSALS = (
     ("title", "pstats", "it has no title"),
     ("plain", "pstats", "it has no suffixes"),
     ("frames", "pstats", "it holds Python frames only"),
+    ("leaf", "pprof", "the stall reason is a label; use pprof's -tagleaf=stall_reason"),
+    ("leaf", "pstats", "it holds Python frames only"),
+    ("color_by", "folded", "it has no colours"),
+    ("color_by", "speedscope", "it chooses colours itself"),
+    ("color_by", "pprof", "it chooses colours itself"),
+    ("color_by", "pstats", "it has no colours"),
+)
+
+# The same for views: (option, reason), of --view gpu and of all others. The page holds every view.
+_NOT_OF_DEVICES = (("per_thread", "a device's sample has no thread"),)
+_ONLY_OF_DEVICES = (
+    ("leaf", "only device samples have an instruction and a stall reason"),
+    ("color_by", "only device samples have a stall reason"),
 )
 
 
@@ -68,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f",
         "--format",
         metavar="NAME",
-        choices=tuple(FORMATS),
-        help=f"{', '.join(FORMATS)} (default: from the ending of -o, else {_DEFAULT_FORMAT})",
+        choices=(*FORMATS, _TABLES),
+        help=f"{', '.join(FORMATS)}, {_TABLES} (a folder with tables of device samples)"
+        f" (default: from the ending of -o, else {_DEFAULT_FORMAT})",
     )
     output.add_argument(
         "-o",
@@ -79,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
     _add_content(parser.add_argument_group("Content"))
+    _add_devices(parser.add_argument_group("GPU"))
 
 
 def _add_content(content: argparse._ArgumentGroup) -> None:
@@ -86,7 +110,8 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
         "--view",
         choices=[view.value for view in View],
         default=View.WALL.value,
-        help="what to count; the html page can switch (default: %(default)s)",
+        help="what to count: time, or samples of devices; the html page can switch"
+        " (default: %(default)s)",
     )
     content.add_argument(
         "--per-thread", action="store_true", help="keep threads apart (default: merged)"
@@ -117,9 +142,25 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_devices(devices: argparse._ArgumentGroup) -> None:
+    devices.add_argument(
+        "--leaf",
+        choices=[leaf.value for leaf in Leaf],
+        help=f"how far --view gpu tells device samples apart (default: {Leaf.OFFSET.value})",
+    )
+    devices.add_argument(
+        "--color-by",
+        choices=[color.value for color in ColorBy],
+        help="colours of --view gpu: kind of frame, or stall category"
+        f" (default: {ColorBy.STALL.value})",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Write the report; returns the exit code."""
     output: str | None = args.output
+    if args.format == _TABLES:
+        return _write_tables(args)
     report = FORMATS[_format(args.format, output)]
     _refuse_contradictions(args, report)
     if output == _STDOUT:
@@ -140,6 +181,42 @@ def run(args: argparse.Namespace) -> int:
     write_output(path, data, args.force)
     sys.stderr.write(f"Wrote {showable(str(path))} ({_size(len(data))})\n")
     return 0
+
+
+def _write_tables(args: argparse.Namespace) -> int:
+    if args.output == _STDOUT:
+        raise UsageError("csv is several files: not written to standard output", "use -o FOLDER")
+    for option in ("per_thread", "inverted", "min_width", "title", "plain", "leaf", "color_by"):
+        if getattr(args, option) not in (None, False):
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(f"{flag} has no effect with -f csv", f"leave out {flag}")
+    stem = args.capture.name.removesuffix(_CAPTURE_ENDING)
+    folder = Path(args.output) if args.output else args.capture.with_name(stem + _TABLES_ENDING)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"not a folder: {folder}", "csv is several files: use -o FOLDER")
+    profile = read_capture(args.capture)
+    if why := absence(profile.gpu):
+        sys.stderr.write(f"aiflame: note: {why}\n")
+    contents = csv_files(profile, _options(args))
+    _make_folder(folder)
+    for name in contents:
+        refuse_existing(folder / name, args.force)
+    for name, data in contents.items():
+        write_output(folder / name, data, args.force)
+        sys.stderr.write(f"Wrote {showable(str(folder / name))} ({_size(len(data))})\n")
+    return 0
+
+
+def _make_folder(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    try:
+        folder.mkdir()
+    except FileNotFoundError:
+        raise UsageError(f"no such folder: {folder.parent}", f"mkdir -p {folder.parent}") from None
+    except OSError as error:
+        raise AiflameError(f"cannot make {folder}: {error.strerror}", "use another -o") from error
+    chown_to_sudo_user(folder)
 
 
 def _percentage(text: str) -> float:
@@ -171,6 +248,17 @@ def _refuse_contradictions(args: argparse.Namespace, report: Report) -> None:
         if name == report.name and value is not None and value is not False:
             flag = "--" + option.replace("_", "-")
             raise UsageError(f"{flag} has no effect with -f {name}: {reason}", f"leave out {flag}")
+    is_gpu = args.view == View.GPU.value
+    if is_gpu and report.name == "pstats":
+        raise UsageError("pstats has no device samples", "use another -f")
+    if report.name == "html":
+        return
+    for option, reason in _NOT_OF_DEVICES if is_gpu else _ONLY_OF_DEVICES:
+        if getattr(args, option):
+            flag = "--" + option.replace("_", "-")
+            raise UsageError(
+                f"{flag} has no effect with --view {args.view}: {reason}", f"leave out {flag}"
+            )
 
 
 def _options(args: argparse.Namespace) -> ReportOptions:
@@ -183,6 +271,8 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         plain=args.plain,
         frames=Frames(args.frames or Frames.BOTH),
         hide_importlib=args.hide_importlib,
+        leaf=Leaf(args.leaf or Leaf.OFFSET),
+        color_by=ColorBy(args.color_by) if args.color_by else None,
     )
 
 
@@ -191,7 +281,10 @@ def _default_path(capture: Path, report: Report) -> Path:
 
 
 def _note_if_empty(profile: Profile, options: ReportOptions) -> None:
-    if not options.view.selects(profile.samples["klass"]).any():
+    if options.view is View.GPU:
+        if why := absence(profile.gpu):
+            sys.stderr.write(f"aiflame: note: {why}\n")
+    elif not options.view.selects(profile.samples["klass"]).any():
         sys.stderr.write(f"aiflame: note: the capture holds no {options.view.label}\n")
 
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--view",
         choices=[view.value for view in View],
         default=View.WALL.value,
-        help="which time to count (default: %(default)s)",
+        help="which time to count, or devices only (default: %(default)s)",
     )
     parser.add_argument(
         "-n",

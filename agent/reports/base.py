@@ -17,23 +17,52 @@ from aiflame.agent.model import Profile, SampleClass
 
 
 class View(enum.Enum):
-    """Which of a thread's nanoseconds are counted."""
+    """What is counted: which of a thread's nanoseconds, or the samples of devices."""
 
     WALL = "wall"  # all of them: on-CPU and off-CPU together are wall time, per thread
     CPU = "cpu"
     OFFCPU = "offcpu"
+    GPU = "gpu"  # no time: samples of devices, by the stacks that launched what was sampled
 
     @property
     def label(self) -> str:
         """The words used in titles."""
-        return {"wall": "wall time", "cpu": "CPU time", "offcpu": "off-CPU time"}[self.value]
+        return _LABELS[self.value]
 
     def selects(self, klass: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return a mask, of the shape of `klass` (values of SampleClass), of what is counted."""
+        if self is View.GPU:
+            return np.zeros(len(klass), dtype=np.bool_)
         if self is View.WALL:
             return np.ones(len(klass), dtype=np.bool_)
         on_cpu: npt.NDArray[np.bool_] = klass == SampleClass.ON_CPU
         return on_cpu if self is View.CPU else ~on_cpu
+
+
+_LABELS = {
+    "wall": "wall time",
+    "cpu": "CPU time",
+    "offcpu": "off-CPU time",
+    "gpu": "device samples",
+}
+
+# The views of nanoseconds; what they count can be added up.
+TIME_VIEWS = (View.WALL, View.CPU, View.OFFCPU)
+
+
+class Leaf(enum.Enum):
+    """How far the frames of a device sample go below its kernel and source line."""
+
+    OFFSET = "offset"  # instruction, stall reason, offset
+    INSTRUCTION = "instruction"  # instruction, stall reason
+    STALL = "stall"  # stall reason
+
+
+class ColorBy(enum.Enum):
+    """What colours say."""
+
+    FRAME = "frame"  # what a frame is
+    STALL = "stall"  # of device frames, what their samples waited for
 
 
 class Frames(enum.Enum):
@@ -59,6 +88,8 @@ class ReportOptions:
         plain: Leave off the suffixes that tell the kinds of frames apart in folded text.
         frames: Which frames of a stack are shown.
         hide_importlib: Leave out the Python frames that import modules or start the program.
+        leaf: How far device samples are told apart.
+        color_by: What colours say; None: of device samples the stall, else the frame.
     """
 
     view: View = View.WALL
@@ -69,6 +100,13 @@ class ReportOptions:
     plain: bool = False
     frames: Frames = Frames.BOTH
     hide_importlib: bool = False
+    leaf: Leaf = Leaf.OFFSET
+    color_by: ColorBy | None = None
+
+    @property
+    def shows_stalls(self) -> bool:
+        """Whether colours are of stalls."""
+        return self.view is View.GPU and self.color_by is not ColorBy.FRAME
 
 
 class Report(Protocol):

@@ -7,7 +7,8 @@ numpy, so that 100,000 stacks cost milliseconds.
 
 The innermost frame with a rule decides: a mutex taken inside ext4 is a lock, not I/O. There is one
 exception. A thread that waits under a page fault waits for memory, whatever the kernel does to
-bring it (read a file, swap, take mmap_lock), so the fault is the cause.
+bring it (read a file, swap, take mmap_lock), so the fault is the cause. And whatever a runtime does
+inside a call that waits for a device (take a lock, poll a file), the thread waits for the device.
 
 Kernel names were read from /proc/PID/stack on Linux 6.18 for threads put to sleep in each of these
 calls; the older names beside them come from Linux 4.18 to 6.12. A cause is a reading of names, not
@@ -23,7 +24,9 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.gpu_profile import Operation
 from aiflame.agent.model import Binary, FrameKind, Function, GilState, Profile
+from aiflame.gpu.apis import APIS
 
 
 class Cause(enum.IntEnum):
@@ -37,7 +40,8 @@ class Cause(enum.IntEnum):
     PIPE_SOCKET = 5  # for a peer: pipe, socket, terminal, message queue, eventfd
     PAGE_FAULT = 6  # for memory to be brought in
     CHILD = 7  # for a child process to end, or to exec after vfork
-    OTHER = 8
+    GPU_WAIT = 8  # for a device, in a call of its API that waits for it
+    OTHER = 9
 
     @property
     def label(self) -> str:
@@ -54,6 +58,7 @@ _LABELS = {
     Cause.PIPE_SOCKET: "pipe/socket",
     Cause.PAGE_FAULT: "page fault",
     Cause.CHILD: "child process",
+    Cause.GPU_WAIT: "GPU wait",
     Cause.OTHER: "other",
 }
 
@@ -213,6 +218,12 @@ _PREFIXED = {scope: _prefixes(scope) for scope in _Scope}
 _ANY_PREFIX = {scope: tuple(prefix for prefix, _ in _PREFIXED[scope]) for scope in _Scope}
 
 
+# The calls of all device APIs that return when the device is done.
+_DEVICE_WAITS = frozenset(
+    call.symbol for api in APIS for call in api.calls if call.operation is Operation.SYNCHRONIZE
+)
+
+
 def _match(name: str, scope: _Scope) -> Cause | None:
     exact = _EXACT[scope].get(name)
     # Almost every name begins with none of them; str tries them all in one call.
@@ -230,6 +241,14 @@ def _bare_name(function: Function) -> str:
 
 def _is_libc(binary: Binary) -> bool:
     return PurePosixPath(binary.path).name.startswith(_LIBC_PREFIXES)
+
+
+def is_device_wait(function: Function) -> bool:
+    """Whether a function is a device API's that waits for the device."""
+    if function.kind is not FrameKind.NATIVE:
+        return False
+    # PoCL's own names of the functions that it exports begin with PO.
+    return _bare_name(function).removeprefix("PO") in _DEVICE_WAITS
 
 
 def _function_cause(function: Function, libc: frozenset[int]) -> np.uint8:
@@ -282,6 +301,9 @@ def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     found = innermost >= 0
     result[found] = frame_causes[innermost[found]]
     result[(fault >= 0) & (result != Cause.OTHER)] = Cause.PAGE_FAULT
+    waits = np.array([is_device_wait(f) for f in profile.functions], np.bool_)
+    waiting = np.flatnonzero(waits[function_ids][profile.stacks.frames])
+    result[np.searchsorted(offsets, waiting, side="right") - 1] = Cause.GPU_WAIT
     # The recording saw who had it.
     result[profile.stacks.gil == GilState.WAITING] = Cause.GIL
     return result

@@ -5,6 +5,9 @@ What every flame graph tool reads, and what grep and sort can work on. Lines are
 files can be compared. Kernel frames end in `_[k]` and Python frames in `_[p]`, as other tools
 write them; `plain` leaves that off. There are no comment lines: facts stay in the capture.
 
+Device samples (`--view gpu`) are in the order of published AI flame graphs: kernel and source line
+end in `_[G]`, instruction, stall reason and offset in `_[g]`, and the number is of samples.
+
 Frames are merged by name: of lines and files, only those of Python frames are in the text, as part
 of the name.
 """
@@ -15,10 +18,13 @@ from collections import defaultdict
 
 from aiflame.agent.model import FrameKind, Profile
 from aiflame.agent.reports.base import ReportOptions
-from aiflame.agent.reports.rows import Labels, rows_for
+from aiflame.agent.reports.device_rows import shown_rows
+from aiflame.agent.reports.palette import Category
+from aiflame.agent.reports.rows import Labels
 from aiflame.agent.reports.summed import summed_paths
 
 _SUFFIXES = {FrameKind.KERNEL: "_[k]", FrameKind.PYTHON: "_[p]"}
+_DEVICE_SUFFIXES = {Category.DEVICE_CODE: "_[G]", Category.DEVICE_PLACE: "_[g]"}
 
 
 class FoldedReport:
@@ -30,7 +36,7 @@ class FoldedReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the lines, in the order of their bytes; nothing at all where nothing was seen."""
-        rows = rows_for(profile, options)
+        rows = shown_rows(profile, options)
         names = _names(rows.labels, options.plain)
         totals: defaultdict[str, int] = defaultdict(int)
         for entry in summed_paths(rows):
@@ -45,6 +51,8 @@ def _names(labels: Labels, plain: bool) -> list[str]:
     if plain:
         return names
     return [
-        name + _SUFFIXES.get(FrameKind(kind), "")
-        for name, kind in zip(names, labels.kinds.tolist(), strict=True)
+        name + (_SUFFIXES.get(FrameKind(kind)) or _DEVICE_SUFFIXES.get(Category(category), ""))
+        for name, kind, category in zip(
+            names, labels.kinds.tolist(), labels.categories.tolist(), strict=True
+        )
     ]

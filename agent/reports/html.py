@@ -20,15 +20,20 @@ from importlib.resources import files
 from typing import Any
 
 from aiflame.agent.model import Profile
-from aiflame.agent.reports import facts, palette
-from aiflame.agent.reports.base import ReportOptions, View
+from aiflame.agent.reports import device_facts, facts, palette, stall_colors
+from aiflame.agent.reports.base import ColorBy, ReportOptions, View
+from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
 from aiflame.agent.reports.pack import MAX_NODES, Packed, pack
+from aiflame.agent.reports.pack_device import pack_device
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.selection import has_python
 
 # In this order they are one program: data and trees, drawing, words, state, the page.
-_SCRIPTS = ("model.js", "draw.js", "tip.js", "address.js", "page.js")
+_SCRIPTS = (
+    *("model.js", "device.js", "draw.js", "tip.js", "address.js"),
+    *("legend.js", "table.js", "listing.js", "page.js"),
+)
 
 
 class HtmlReport:
@@ -41,6 +46,8 @@ class HtmlReport:
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the whole file."""
         packed = pack(profile, options)
+        samples = device_samples(profile) if len(profile.gpu.samples) else None
+        device = pack_device(profile, options, samples) if samples is not None else None
         page = files("aiflame.agent.reports") / "page"
         script = "\n".join((page / name).read_text("utf-8") for name in _SCRIPTS)
         style = (page / "page.css").read_text("utf-8")
@@ -48,11 +55,15 @@ class HtmlReport:
             "title": html.escape(facts.title(profile, options)),
             "subtitle": html.escape(_subtitle(profile, packed)),
             "warnings": _paragraphs(facts.warnings(profile)),
-            "cut": html.escape(_cut_note(packed, options)),
+            "cut": html.escape(_cut_note(packed, device, options)),
             "losses": _losses(profile),
-            "facts": _definitions(facts.recording_facts(profile)),
-            "settings": _json(_settings(profile, packed, options)),
+            "facts": _definitions(
+                [*facts.recording_facts(profile), *device_facts.device_lines(profile.gpu)]
+            ),
+            "settings": _json(_settings(profile, packed, device, options)),
             "data": packed.blob,
+            "device_note": html.escape(_device_note(profile, samples)),
+            "device_data": _device_data(device),
             "script": script,
             "style": style,
             "script_hash": _hash_source(script),
@@ -66,12 +77,33 @@ def _subtitle(profile: Profile, packed: Packed) -> str:
     return facts.subtitle(profile, ReportOptions(view=View.WALL), packed.whole_ns)
 
 
-def _settings(profile: Profile, packed: Packed, options: ReportOptions) -> dict[str, Any]:
+def _device_note(profile: Profile, samples: DeviceSamples | None) -> str:
+    if samples is None:
+        return device_facts.absence(profile.gpu)
+    return device_facts.attribution(profile, samples)
+
+
+def _device_data(device: Packed | None) -> str:
+    if device is None:
+        return ""
+    return f'\n<script type="text/plain" id="device-data">{device.blob}</script>'
+
+
+def _settings(
+    profile: Profile, packed: Packed, device: Packed | None, options: ReportOptions
+) -> dict[str, Any]:
     on_fills, off_fills = palette.tables()
     lightest = palette.SHADES - 1
     return {
         "index": packed.index,
-        "view": options.view.value,
+        "device_index": device.index if device is not None else None,
+        # Without samples there is no such view.
+        "view": View.WALL.value
+        if device is None and options.view is View.GPU
+        else options.view.value,
+        "color": (options.color_by or ColorBy.STALL).value,
+        "stalls": stall_colors.settings(),
+        "stall_kinds": stall_colors.KINDS,
         "inverted": options.inverted,
         "has_python": has_python(profile),
         "frames": options.frames.value,
@@ -113,10 +145,17 @@ def _losses(profile: Profile) -> str:
     return f"<dl>{_definitions(pairs)}</dl>"
 
 
-def _cut_note(packed: Packed, options: ReportOptions) -> str:
+def _cut_note(packed: Packed, device: Packed | None, options: ReportOptions) -> str:
+    sentences = [_cut_sentence(packed, options, "all time")]
+    if device is not None:
+        sentences.append(_cut_sentence(device, options, "all device samples"))
+    return " ".join(filter(None, sentences))
+
+
+def _cut_sentence(packed: Packed, options: ReportOptions, whole: str) -> str:
     if not packed.cut.nodes:
         return ""
-    reason = f"each under {options.min_width_pct or 0:g} % of all time"
+    reason = f"each under {options.min_width_pct or 0:g} % of {whole}"
     if packed.cut.is_capped:
         reason = f"the narrowest, since a page holds {MAX_NODES:,}"
     return facts.left_out(packed.cut.nodes, reason, packed.cut.ns, packed.whole_ns)

@@ -56,7 +56,9 @@ class Packed:
     whole_ns: int
 
 
-class _Writer:
+class Writer:
+    """Collects the sections of a data set."""
+
     def __init__(self) -> None:
         self.sections: list[dict[str, Any]] = []
         self.chunks: list[bytes] = []
@@ -82,6 +84,7 @@ class _Writer:
         self.chunks.append(chunk)
 
     def blob(self) -> str:
+        """Return all sections, compressed, as base64."""
         return base64.b64encode(zlib.compress(b"".join(self.chunks), _ZLIB_LEVEL)).decode()
 
 
@@ -98,14 +101,18 @@ def pack(profile: Profile, options: ReportOptions) -> Packed:
     tree, cut = prune(full, options.min_width_pct or 0, MAX_NODES)
     if cut.nodes:
         node = kept_above(full, cut)[node]
-    writer = _Writer()
+    writer = Writer()
     used = np.unique(tree.label[1:].astype(np.int64))
     writer.integers("depth", tree.depth)
     writer.integers("label", np.searchsorted(used, tree.label))  # the root's is never looked at
-    _pack_labels(writer, profile, rows, used)
-    _pack_weights(writer, rows, node)
+    pack_labels(writer, profile, rows.labels, used)
+    _pack_lines(writer, profile, rows.labels, used)
+    kinds = np.unique(rows.tail[rows.tail >= 0])
+    kind = np.where(rows.tail < 0, 0, np.searchsorted(kinds, rows.tail) + 1)
+    pack_weights(writer, rows, node, kind)
     index = {
         "sections": writer.sections,
+        "classes": len(SampleClass),
         "kinds": _kinds_of_time(rows),
         "threads": [
             {"process": t.process, "name": f"{showable(t.name)} ({t.tid})"} for t in profile.threads
@@ -126,11 +133,16 @@ def _kinds_of_time(rows: Rows) -> list[dict[str, Any]]:
     return kinds
 
 
-def _pack_weights(writer: _Writer, rows: Rows, node: I64) -> None:
-    # One row per (node, thread, kind), by node, so that the node column is all small differences.
-    kinds = np.unique(rows.tail[rows.tail >= 0])
-    kind = np.where(rows.tail < 0, 0, np.searchsorted(kinds, rows.tail) + 1)
-    n_kinds, n_threads = len(kinds) + 1, int(rows.thread.max(initial=0)) + 1
+def pack_weights(writer: Writer, rows: Rows, node: I64, kind: I64) -> None:
+    """Add one row per (node, thread, kind), by node: its column is then all small differences.
+
+    Args:
+        writer: Where to.
+        rows: The weights.
+        node: The node of each row.
+        kind: What the page counts through, not negative, of each row.
+    """
+    n_kinds, n_threads = int(kind.max(initial=0)) + 1, int(rows.thread.max(initial=0)) + 1
     keys, index = np.unique((node * n_threads + rows.thread) * n_kinds + kind, return_inverse=True)
     ns = np.zeros(len(keys), dtype=np.uint64)
     np.add.at(ns, index, rows.ns)
@@ -140,8 +152,8 @@ def _pack_weights(writer: _Writer, rows: Rows, node: I64) -> None:
     writer.integers("row_ns", ns)
 
 
-def _pack_labels(writer: _Writer, profile: Profile, rows: Rows, used: I64) -> None:
-    labels = rows.labels
+def pack_labels(writer: Writer, profile: Profile, labels: Labels, used: I64) -> None:
+    """Add what the page knows of each label in use; `used` ascends."""
     names = [labels.names[i] for i in used.tolist()]
     writer.text("names", names)
     writer.integers("category", labels.categories[used])
@@ -157,6 +169,9 @@ def _pack_labels(writer: _Writer, profile: Profile, rows: Rows, used: I64) -> No
     files, where = np.unique(np.array(["", *sources], dtype=object), return_inverse=True)
     writer.text("files", files.tolist())
     writer.integers("file", where[1:])
+
+
+def _pack_lines(writer: Writer, profile: Profile, labels: Labels, used: I64) -> None:
     found, line, ns = _hot_lines(profile, labels)
     place = np.full(len(labels), -1, dtype=np.int64)
     place[used] = np.arange(len(used))

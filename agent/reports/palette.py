@@ -38,6 +38,9 @@ class Category(enum.IntEnum):
     BLOCKED = 5
     WAITING_TO_RUN = 6
     PREEMPTED = 7
+    DEVICE_CODE = 8  # kernel and source line
+    DEVICE_PLACE = 9  # instruction, stall reason, offset
+    BOUNDARY = 10  # between the launching stack and the kernel
 
 
 # Words of the legend, in the order of `Category`.
@@ -50,7 +53,13 @@ CATEGORIES = (
     "blocked",
     "waiting to run",
     "preempted",
+    "GPU kernel and source",
+    "GPU instruction and stall",
+    "CPU/GPU boundary",
 )
+
+# Frames that stand for something on a device.
+DEVICE_CATEGORIES = (Category.DEVICE_CODE, Category.DEVICE_PLACE)
 
 # Off-CPU classes, by the category of the marker that stands for them.
 CLASS_CATEGORY = {
@@ -67,6 +76,10 @@ _ON_CPU = {
     Category.PYTHON: (0, 0.90, 0.76, 0.835),
     Category.KERNEL: (28, 0.93, 0.55, 0.65),
     Category.MARKER: (210, 0.04, 0.72, 0.78),
+    # The aqua, the green and the light grey of published AI flame graphs.
+    Category.DEVICE_CODE: (180, 0.52, 0.56, 0.66),
+    Category.DEVICE_PLACE: (120, 0.55, 0.60, 0.71),
+    Category.BOUNDARY: (0, 0, 200 / 255, 200 / 255),
 }
 
 # Blue for all; a turn of the hue keeps the kinds of frames apart within it.
@@ -109,9 +122,10 @@ def _mix(spec: tuple[int, float, float, float], shade: int) -> str:
 def fill(category: Category, shade: int, off_cpu: bool) -> str:
     """Return `#rrggbb` for a frame of `category`.
 
-    The off-CPU categories are blue in any case; time spent in them is never on a CPU.
+    The off-CPU categories are blue in any case; time spent in them is never on a CPU. Frames of a
+    device have no off-CPU time.
     """
-    if off_cpu or category not in _ON_CPU:
+    if (off_cpu and category in _OFF_CPU) or category not in _ON_CPU:
         return _mix(_OFF_CPU[category], shade)
     return _mix(_ON_CPU[category], shade)
 

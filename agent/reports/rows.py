@@ -14,6 +14,7 @@ few, are made one by one.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +92,9 @@ class Labels:
 class Rows:
     """Time by shown stack: one row per (thread, stack, class), in the order of the samples.
 
+    Device samples are rows as well (see device_rows.py): their weight, called `ns` here and in
+    every tree, is a number of samples.
+
     The path of row `i` is `path_of[i]`, plus `tail[i]` where that is not -1. Path `p` is
     `path_labels[path_offsets[p]:path_offsets[p + 1]]`, root first.
     """
@@ -117,8 +121,8 @@ class Rows:
         return labels if self.tail[row] < 0 else [*labels, int(self.tail[row])]
 
 
-class _LabelTable:
-    """Every label a profile may need, first in the order of making, then sorted."""
+class LabelTable:
+    """Every label a picture may need, first in the order of making, then sorted."""
 
     def __init__(self, profile: Profile) -> None:
         is_python = np.array([f.kind is FrameKind.PYTHON for f in profile.functions], np.bool_)
@@ -173,7 +177,7 @@ def rows_of(
     if shown is None:
         shown = shown_stacks(profile, Frames.BOTH)
     samples = profile.samples[view.selects(profile.samples["klass"])]
-    table = _LabelTable(profile)
+    table = LabelTable(profile)
     process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in profile.threads])
     end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
@@ -192,7 +196,7 @@ def rows_of(
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
     columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
-    offsets, flat = _join(columns, shown, table.of_frame, stacks)
+    offsets, flat = join(columns, shown, table.of_frame, stacks)
     tail = tail_of[samples["klass"], stack]
     return Rows(
         labels,
@@ -204,7 +208,7 @@ def rows_of(
     )
 
 
-def _tails(profile: Profile, table: _LabelTable, has_blocked: bool) -> I64:
+def _tails(profile: Profile, table: LabelTable, has_blocked: bool) -> I64:
     # The label of the off-CPU marker, by [class, stack]; -1 on the CPU.
     tails = np.full((len(SampleClass), len(profile.stacks)), -1, dtype=np.int64)
     for klass, category in CLASS_CATEGORY.items():
@@ -218,22 +222,40 @@ def _tails(profile: Profile, table: _LabelTable, has_blocked: bool) -> I64:
     return tails
 
 
-def _join(columns: list[I64], shown: Stacks, of_frame: I64, stacks: I64) -> tuple[I64, I64]:
-    # Puts the labels of `columns` (-1: none) before the frames of each of `stacks`.
+def join(
+    columns: list[I64], shown: Stacks, of_frame: I64, stacks: I64, after: Sequence[I64] = ()
+) -> tuple[I64, I64]:
+    """Put labels around the frames of stacks.
+
+    Args:
+        columns: Labels before the frames, one of each path; -1 for none.
+        shown: The frames.
+        of_frame: The label of each frame.
+        stacks: Whose frames, one of each path.
+        after: Labels after the frames, as `columns`.
+
+    Returns:
+        Offsets of the paths, and their labels one after the other.
+    """
     starts = shown.offsets[:-1].astype(np.int64)[stacks]
     lengths = np.diff(shown.offsets.astype(np.int64))[stacks]
-    head_lengths = sum((c >= 0).astype(np.int64) for c in columns)
+    others = sum((c >= 0).astype(np.int64) for c in (*columns, *after))
     offsets = np.zeros(len(stacks) + 1, dtype=np.int64)
-    np.cumsum(lengths + head_lengths, out=offsets[1:])
+    np.cumsum(lengths + others, out=offsets[1:])
     flat = np.empty(offsets[-1], dtype=np.int64)
-    at = offsets[:-1].copy()
-    for column in columns:
-        there = column >= 0
-        flat[at[there]] = column[there]
-        at += there
+    at = _put(columns, offsets[:-1].copy(), flat)
     # Position k of the concatenated stacks is frame k - (what came before) of its own stack.
     before = np.cumsum(lengths) - lengths
     source = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     target = np.arange(lengths.sum()) + np.repeat(at - before, lengths)
     flat[target] = of_frame[shown.frames[source]]
+    _put(after, at + lengths, flat)
     return offsets, flat
+
+
+def _put(columns: Sequence[I64], at: I64, flat: I64) -> I64:
+    for column in columns:
+        there = column >= 0
+        flat[at[there]] = column[there]
+        at = at + there
+    return at

@@ -4,8 +4,11 @@
 Source of the format: https://www.speedscope.app/file-format-schema.json (speedscope 1.25.0).
 
 A file holds one `sampled` profile per process, or per thread; the one with the most time comes
-first and is shown first. Weights are nanoseconds. Samples are summed stacks in the order of their
-names, not in time: of speedscope's views, Left Heavy and Sandwich say what the picture means.
+first and is shown first. Weights are nanoseconds. Device samples follow as profiles of their own,
+whose weights are counts; `--view gpu` leaves out those of time. speedscope colours frames by their
+file, so a device stack's leaf has its stall category for one. Samples are summed stacks in the
+order of their names, not in time: of speedscope's views, Left Heavy and Sandwich say what the
+picture means.
 
 Frames are merged as in every report: Python's by line, all others by function. speedscope takes
 frames of different lines for different frames, so a frame carries a line only where all samples of
@@ -15,14 +18,18 @@ what it stands for share one.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model import Profile
-from aiflame.agent.reports.base import ReportOptions
+from aiflame.agent.reports.base import ReportOptions, View
+from aiflame.agent.reports.device_rows import device_rows, device_samples
 from aiflame.agent.reports.rows import Labels, Rows, rows_for, showable
 from aiflame.agent.reports.summed import summed_paths
+from aiflame.gpu.stalls import StallCategory
 
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
@@ -36,9 +43,13 @@ class SpeedscopeReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the file as ASCII JSON on one line."""
-        rows = rows_for(profile, options)
-        used = _FrameTable(rows, _only_lines(profile, rows.labels), profile)
-        profiles = _profiles(profile, rows, options, used)
+        used = _FrameTable(profile)
+        profiles = _time_profiles(profile, options, used)
+        if len(profile.gpu.samples):
+            profiles += _device_profiles(profile, options, used)
+        if not profiles:
+            # speedscope refuses a file without profiles.
+            profiles = [_sampled("no samples", {}, [], "nanoseconds")]
         recording = profile.recording
         document = {
             "$schema": _SCHEMA,
@@ -52,29 +63,43 @@ class SpeedscopeReport:
 
 
 class _FrameTable:
-    """The shared frames: one per label in use, numbered as they first occur."""
+    """The shared frames, numbered as they first occur."""
 
-    def __init__(self, rows: Rows, lines: npt.NDArray[np.int64], profile: Profile) -> None:
+    def __init__(self, profile: Profile) -> None:
         self.frames: list[dict[str, Any]] = []
-        self._ids: dict[int, int] = {}
-        self._labels = rows.labels
-        self._lines = lines
-        self._functions = profile.functions
+        self._profile = profile
+        self._leaves: dict[tuple[str, str], int] = {}
 
-    def ids(self, labels: list[int]) -> list[int]:
-        known = self._ids
-        return [known[label] if label in known else self._add(label) for label in labels]
+    def of(self, labels: Labels) -> Callable[[int], int]:
+        """Return what gives the number of the frame of a label."""
+        known: dict[int, int] = {}
+        lines = _only_lines(self._profile, labels)
 
-    def _add(self, label: int) -> int:
-        frame: dict[str, Any] = {"name": self._labels.names[label]}
-        function = int(self._labels.functions[label])
-        if function >= 0 and self._functions[function].file:
-            frame["file"] = showable(self._functions[function].file)
-            if self._lines[label] > 0:
-                frame["line"] = int(self._lines[label])
-        self._ids[label] = len(self.frames)
+        def find(label: int) -> int:
+            if label not in known:
+                function = int(labels.functions[label])
+                file = self._profile.functions[function].file if function >= 0 else ""
+                line = int(lines[label]) if file else 0
+                known[label] = self._add(labels.names[label], showable(file) if file else "", line)
+            return known[label]
+
+        return find
+
+    def leaf(self, name: str, category: str) -> int:
+        """Return the number of a frame that has a stall category for its file."""
+        key = (name, category)
+        if key not in self._leaves:
+            self._leaves[key] = self._add(name, category, 0)
+        return self._leaves[key]
+
+    def _add(self, name: str, file: str, line: int) -> int:
+        frame: dict[str, Any] = {"name": name}
+        if file:
+            frame["file"] = file
+        if line:
+            frame["line"] = line
         self.frames.append(frame)
-        return self._ids[label]
+        return len(self.frames) - 1
 
 
 def _only_lines(profile: Profile, labels: Labels) -> npt.NDArray[np.int64]:
@@ -88,9 +113,13 @@ def _only_lines(profile: Profile, labels: Labels) -> npt.NDArray[np.int64]:
     return np.where(lowest == highest, highest, 0)
 
 
-def _profiles(
-    profile: Profile, rows: Rows, options: ReportOptions, frames: _FrameTable
+def _time_profiles(
+    profile: Profile, options: ReportOptions, frames: _FrameTable
 ) -> list[dict[str, Any]]:
+    if options.view is View.GPU:
+        return []
+    rows = rows_for(profile, options)
+    frame = frames.of(rows.labels)
     group = rows.thread.astype(np.int64)
     if not options.per_thread:
         group = np.array([t.process for t in profile.threads], dtype=np.int64)[group]
@@ -104,25 +133,53 @@ def _profiles(
         path = tuple(entry.labels[heads:])
         stacks[path] = stacks.get(path, 0) + entry.ns
     order = sorted(sums, key=lambda g: (-sum(sums[g].values()), names[g], g))
-    if not order:
-        # speedscope refuses a file without profiles.
-        return [_sampled("no samples", {}, frames)]
-    return [_sampled(names[g], sums[g], frames) for g in order]
+    # Label ids are in the order of names, so this is the order of names level by level.
+    made = []
+    for g in order:
+        numbers = [[frame(label) for label in path] for path in sorted(sums[g])]
+        made.append(_sampled(names[g], sums[g], numbers, "nanoseconds"))
+    return made
+
+
+def _device_profiles(
+    profile: Profile, options: ReportOptions, frames: _FrameTable
+) -> list[dict[str, Any]]:
+    samples = device_samples(profile)
+    rows = device_rows(profile, replace(options, view=View.GPU), samples).rows
+    frame = frames.of(rows.labels)
+    n_categories = len(StallCategory)
+    sums: dict[int, dict[tuple[int, ...], int]] = {}
+    for entry in summed_paths(rows, samples.process * n_categories + samples.category):
+        process, category = divmod(entry.group, n_categories)
+        stacks = sums.setdefault(process, {})
+        path = (*entry.labels[1:], category)
+        stacks[path] = stacks.get(path, 0) + entry.ns
+    made = []
+    for process in sorted(sums, key=lambda p: (-sum(sums[p].values()), p)):
+        numbers = []
+        for *above, last, category in sorted(sums[process]):
+            leaf = frames.leaf(rows.labels.names[last], StallCategory(category).label)
+            numbers.append([*(frame(label) for label in above), leaf])
+        found = profile.processes[process]
+        name = f"{showable(found.name)} ({found.pid}), device samples"
+        made.append(_sampled(name, sums[process], numbers, "none"))
+    return made
 
 
 def _name(rows: Rows, heads: list[int]) -> str:
     return " / ".join(rows.labels.names[label] for label in heads)
 
 
-def _sampled(name: str, stacks: dict[tuple[int, ...], int], frames: _FrameTable) -> dict[str, Any]:
-    # Label ids are in the order of names, so this is the order of names level by level.
-    paths = sorted(stacks)
+def _sampled(
+    name: str, stacks: dict[tuple[int, ...], int], numbers: list[list[int]], unit: str
+) -> dict[str, Any]:
+    # `numbers` has the frames of the stacks in the order of their keys.
     return {
         "type": "sampled",
         "name": name,
-        "unit": "nanoseconds",
+        "unit": unit,
         "startValue": 0,
         "endValue": sum(stacks.values()),
-        "samples": [frames.ids(list(path)) for path in paths],
-        "weights": [stacks[path] for path in paths],
+        "samples": numbers,
+        "weights": [stacks[path] for path in sorted(stacks)],
     }

@@ -14,9 +14,11 @@ import numpy.typing as npt
 from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
+from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import cut_modules, duration, module_of, recording_facts
 from aiflame.agent.reports.rows import label_of, showable
 from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.stats_device import device_tables
 from aiflame.agent.reports.stats_python import python_tables
 from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
 
@@ -35,11 +37,13 @@ def tables(
     Args:
         profile: What was recorded.
         view: Which classes of time are counted. Tables of off-CPU time are left out of the CPU
-            view.
+            view; that of device samples has no others.
         limit: At most this many rows of functions, threads, modules and waits; greater than 0.
         frames: Which frames the table of functions knows.
         hide_importlib: Leave out the Python frames that import modules or start the program.
     """
+    if view is View.GPU:
+        return tuple(device_tables(profile, limit, frames))
     causes = classify(profile)
     shown = replace(profile, stacks=shown_stacks(profile, frames, hide_importlib))
     found = [_functions(shown, view, limit)]
@@ -47,8 +51,10 @@ def tables(
     found.append(_threads(profile, view, limit))
     if view is not View.CPU:
         found += [_classes(profile), _causes(profile, causes), _waits(profile, causes, limit)]
+    if has_device(profile.gpu):
+        found += device_tables(profile, limit, frames)
     found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
-    facts = tuple(recording_facts(profile))
+    facts = (*recording_facts(profile), *device_lines(profile.gpu))
     found.append(Table("Recording", "", ("fact", "value"), facts, is_prose=True))
     return tuple(found)
 

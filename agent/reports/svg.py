@@ -16,13 +16,22 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import repeat
 
 from aiflame.agent.model import Profile
-from aiflame.agent.reports import facts, palette
+from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ReportOptions, View
+from aiflame.agent.reports.device_rows import (
+    DeviceSamples,
+    Role,
+    device_rows,
+    device_samples,
+    from_the_leaf,
+)
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import rows_for
-from aiflame.agent.reports.tree import Cut, Tree, build, invert, prune
+from aiflame.agent.reports.tree import U64, Cut, Tree, build, invert, prune
+from aiflame.gpu.stalls import StallCategory
 
 WIDTH_PX = 1200  # the width readers of flame graphs know; it also fits a README
 ROW_PX = 16
@@ -42,11 +51,20 @@ _WHOLE = "all"
 
 
 @dataclass(frozen=True, slots=True)
+class _Device:
+    samples: DeviceSamples
+    roles: list[int]  # Role by label
+    stalls: U64  # samples by node and category
+    certainties: U64  # samples by node and certainty
+
+
+@dataclass(frozen=True, slots=True)
 class _Picture:
     profile: Profile
     options: ReportOptions
     tree: Tree
     cut: Cut
+    device: _Device | None = None  # of the GPU view
 
     @property
     def rows(self) -> int:
@@ -55,6 +73,15 @@ class _Picture:
     @property
     def whole_ns(self) -> int:
         return int(self.tree.total_ns[0])
+
+    @property
+    def subtitle(self) -> str:
+        if self.device is not None:
+            return device_facts.subtitle(self.profile, self.device.samples)
+        return facts.subtitle(self.profile, self.options, self.whole_ns)
+
+    def amount(self, weight: int) -> str:
+        return device_facts.amount(self.options.view, weight)
 
 
 class SvgReport:
@@ -66,13 +93,26 @@ class SvgReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the whole file."""
-        tree, _ = build(rows_for(profile, options))
-        if options.inverted:
-            tree = invert(tree)
-        width = options.min_width_pct
-        tree, cut = prune(tree, MIN_WIDTH_PCT if width is None else width)
-        picture = _Picture(profile, options, tree, cut)
+        width = MIN_WIDTH_PCT if options.min_width_pct is None else options.min_width_pct
+        if options.view is View.GPU:
+            picture = _device_picture(profile, options, width)
+        else:
+            tree, _ = build(rows_for(profile, options))
+            if options.inverted:
+                tree = invert(tree)
+            picture = _Picture(profile, options, *prune(tree, width))
         return "\n".join(_document(picture)).encode()
+
+
+def _device_picture(profile: Profile, options: ReportOptions, width: float) -> _Picture:
+    samples = device_samples(profile)
+    made = device_rows(profile, options, samples)
+    full, node = build(from_the_leaf(made.rows) if options.inverted else made.rows)
+    stalls = stall_colors.by_node(full, node, samples.category, samples.count)
+    certainties = stall_colors.by_node(full, node, samples.certainty, samples.count)
+    tree, cut = prune(full, width)
+    device = _Device(samples, made.roles.tolist(), stalls[cut.kept], certainties[cut.kept])
+    return _Picture(profile, options, tree, cut, device)
 
 
 def _document(picture: _Picture) -> Iterator[str]:
@@ -82,7 +122,7 @@ def _document(picture: _Picture) -> Iterator[str]:
     height = below_px + LINE_PX * (len(notes) + 1) + PAD_PX
     title = facts.title(picture.profile, picture.options)
     heading = html.escape(_cut(title, TITLE_CHARS))
-    subtitle = facts.subtitle(picture.profile, picture.options, picture.whole_ns)
+    subtitle = html.escape(picture.subtitle)
     page = files("aiflame.agent.reports") / "page"
     yield '<?xml version="1.0" encoding="UTF-8"?>'
     yield (
@@ -93,7 +133,7 @@ def _document(picture: _Picture) -> Iterator[str]:
     yield f"<style>\n{(page / 'svg.css').read_text('utf-8')}</style>"
     yield '<rect class="paper" width="100%" height="100%"/>'
     yield f'<text class="title" x="{WIDTH_PX // 2}" y="26">{heading}</text>'
-    yield f'<text class="subtitle" x="{WIDTH_PX // 2}" y="46">{html.escape(subtitle)}</text>'
+    yield f'<text class="subtitle" x="{WIDTH_PX // 2}" y="46">{subtitle}</text>'
     yield '<text class="button" id="reset" x="10" y="26" tabindex="0" role="button"'
     yield ' style="display:none">Reset Zoom</text>'
     yield f'<text class="button" id="case" x="{WIDTH_PX - 90}" y="26" tabindex="0"'
@@ -122,6 +162,8 @@ def _notes(picture: _Picture) -> Iterable[str]:
         share = MIN_WIDTH_PCT if width is None else width
         reason = f"each under {share:g} % of the whole"
         yield facts.left_out(picture.cut.nodes, reason, picture.cut.ns, picture.whole_ns)
+    if picture.device is not None:
+        yield from device_facts.notes(picture.profile, picture.device.samples)
     complete, whole = facts.complete_share(picture.profile)
     recording = picture.profile.recording
     own = facts.percent(recording.recorder_cpu_ns, recording.duration_ns)
@@ -131,24 +173,32 @@ def _notes(picture: _Picture) -> Iterable[str]:
     )
 
 
-def _legend(picture: _Picture, baseline: int) -> Iterator[str]:
-    entries = [
-        (palette.CATEGORIES[c], palette.fill(c, palette.SHADES // 2, False))
-        for c in (Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER)
-    ]
-    if picture.options.view is not View.CPU:
-        entries.append(
-            (
-                "blue part of a frame: off the CPU",
-                palette.fill(Category.NATIVE, palette.SHADES // 2, True),
-            )
-        )
+def _legend_entries(picture: _Picture) -> list[tuple[str, str]]:
+    if picture.device is not None and picture.options.shows_stalls:
+        sums = dict(zip(StallCategory, picture.device.stalls[0].tolist(), strict=False))
+        return [
+            (f"{category.label} {facts.percent(count, picture.whole_ns)}", category.color)
+            for category, count in sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+            if count
+        ]
+    shown = [Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER]
+    if picture.options.view is View.GPU:
+        shown += (Category.BOUNDARY, *palette.DEVICE_CATEGORIES)
+    middle = palette.SHADES // 2
+    entries = [(palette.CATEGORIES[c], palette.fill(c, middle, False)) for c in shown]
+    if picture.options.view in (View.WALL, View.OFFCPU):
+        off_cpu = palette.fill(Category.NATIVE, middle, True)
+        entries.append(("blue part of a frame: off the CPU", off_cpu))
         entries += [
-            (palette.CATEGORIES[c], palette.fill(c, palette.SHADES // 2, True))
+            (palette.CATEGORIES[c], palette.fill(c, middle, True))
             for c in palette.CLASS_CATEGORY.values()
         ]
+    return entries
+
+
+def _legend(picture: _Picture, baseline: int) -> Iterator[str]:
     x = float(PAD_PX)
-    for text, fill in entries:
+    for text, fill in _legend_entries(picture):
         yield f'<rect x="{x:g}" y="{baseline - 10}" width="12" height="12" fill="{fill}"/>'
         yield f'<text class="note" x="{x + 16:g}" y="{baseline}">{text}</text>'
         x += 34 + CHAR_PX * len(text)
@@ -165,19 +215,20 @@ def _frames(picture: _Picture) -> Iterator[str]:
         (tree.total_ns * scale).tolist(),
         tree.total_ns.tolist(),
         tree.off_ns.tolist(),
+        _stalls(picture),
         strict=True,
     )
     # Flames rise from the bottom; merged from the leaf they hang from the top.
     bottom = TOP_PX + (picture.rows - 1) * ROW_PX
-    for label, depth, x, width, total, off in columns:
+    for label, depth, x, width, total, off, stall in columns:
         y = TOP_PX + depth * ROW_PX if picture.options.inverted else bottom - depth * ROW_PX
         on_width = width * (total - off) / total if total else width
-        share = f", {facts.percent(off, total)} off-CPU" if off else ""
+        share = f", {facts.percent(off, total)} off-CPU" if off else stall.words
+        fill = stall.fill or (off_fill[label] if off == total and total else on_fill[label])
         yield (
             f"<g><title>{html.escape(names[label])}"
-            f" ({facts.duration(total)}, {facts.percent(total, whole)}{share})</title>"
-            f'<rect x="{x:.4f}" y="{y}" width="{width:.4f}" height="{ROW_PX - 1}"'
-            f' fill="{off_fill[label] if off == total and total else on_fill[label]}"/>'
+            f" ({picture.amount(total)}, {facts.percent(total, whole)}{share})</title>"
+            f'<rect x="{x:.4f}" y="{y}" width="{width:.4f}" height="{ROW_PX - 1}" fill="{fill}"/>'
         )
         if 0 < off < total:
             yield (
@@ -185,7 +236,33 @@ def _frames(picture: _Picture) -> Iterator[str]:
                 f' height="{ROW_PX - 1}" fill="{off_fill[label]}"/>'
             )
         text = html.escape(_cut(names[label], int((width - 2 * TEXT_PAD_PX) / CHAR_PX)))
-        yield f'<text x="{x + TEXT_PAD_PX:.4f}" y="{y + 11.5}">{text}</text></g>'
+        yield f'<text x="{x + TEXT_PAD_PX:.4f}" y="{y + 11.5}"{stall.ink}>{text}</text></g>'
+
+
+@dataclass(frozen=True, slots=True)
+class _StallFace:
+    words: str = ""  # of the tooltip
+    fill: str = ""  # "": by the kind of frame
+    ink: str = ""  # attribute of the text
+
+
+def _stalls(picture: _Picture) -> Iterator[_StallFace]:
+    # One for each node; nothing in them but in the GPU view.
+    if picture.device is None:
+        yield from repeat(_StallFace(), len(picture.tree))
+        return
+    tree, device = picture.tree, picture.device
+    categories = [*tree.labels.categories.tolist(), int(Category.MARKER)]
+    columns = (tree.label.tolist(), tree.total_ns.tolist(), device.stalls, device.certainties)
+    for label, total, counts, certain in zip(*columns, strict=True):
+        stall = stall_colors.largest(counts)
+        words = f", {facts.percent(stall.count, total)} {stall.category.label}" if total else ""
+        if label >= 0 and device.roles[label] == Role.KERNEL:
+            words += f"; launch stack {device_facts.certainty_words(certain.tolist())}"
+        fill, ink = stall_colors.fill(Category(categories[label]), stall, total)
+        if not picture.options.shows_stalls:
+            fill, ink = "", ""
+        yield _StallFace(words, fill, f' style="fill:{ink}"' if ink == stall_colors.INKS[1] else "")
 
 
 def _faces(tree: Tree) -> tuple[list[str], list[str], list[str]]:

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 from aiflame.agent.model import Profile
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
+from aiflame.agent.reports.base import ColorBy, Leaf
+from device_profiles import small_device_profile
 from profiles import empty_profile, hostile_profile, python_profile, small_profile
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -32,6 +34,8 @@ class Case:
     profile: Callable[[], Profile]
     options: ReportOptions
 
+
+_BY_FRAME = ReportOptions(View.GPU, color_by=ColorBy.FRAME, leaf=Leaf.INSTRUCTION)
 
 CASES = [
     Case("small-wall.svg", small_profile, ReportOptions()),
@@ -46,6 +50,10 @@ CASES = [
     Case("small-wall.html", small_profile, ReportOptions()),
     Case("small-threads.html", small_profile, ReportOptions(View.CPU, True, True)),
     Case("empty.html", empty_profile, ReportOptions()),
+    Case("device.svg", small_device_profile, ReportOptions(View.GPU)),
+    Case("device-frames.svg", small_device_profile, _BY_FRAME),
+    Case("device-inverted.svg", small_device_profile, ReportOptions(View.GPU, inverted=True)),
+    Case("device.html", small_device_profile, ReportOptions(View.GPU)),
 ]
 
 
@@ -56,14 +64,20 @@ def picture(case: Case) -> str:
     if form == "svg":
         return re.sub(r"<script>.*</script>\n", "", text, flags=re.DOTALL)
     settings = json.loads(block(text, "facts"))
-    stream = zlib.decompress(base64.b64decode(block(text, "data")))
-    sections: dict[str, Any] = {
+    found = {"settings": settings, "data": sections(block(text, "data"), settings["index"])}
+    if settings["device_index"]:
+        found["device"] = sections(block(text, "device-data"), settings["device_index"])
+    return json.dumps(found, indent=1) + "\n"
+
+
+def sections(blob: str, index: dict[str, Any]) -> dict[str, Any]:
+    stream = zlib.decompress(base64.b64decode(blob))
+    return {
         section["name"]: stream[section["start"] : section["start"] + section["length"]].hex(" ")
         if "bytes" in section
         else json.loads(stream[section["start"] : section["start"] + section["length"]])
-        for section in settings["index"]["sections"]
+        for section in index["sections"]
     }
-    return json.dumps({"settings": settings, "data": sections}, indent=1) + "\n"
 
 
 def block(page: str, identity: str) -> str:

@@ -64,7 +64,7 @@ _PREFIX = "aiflame.agent"
 # Which parts of agent/ know the device half. Reports know what is made of a capture, not devices.
 _GPU = "aiflame.gpu"
 _MAY_IMPORT_GPU = {"commands", "doctor", "recording", "reports"}
-_GPU_OF_CAPTURES = (f"{_GPU}.attribution", f"{_GPU}.stalls")
+_GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # What gpu/ may know of agent/.
 _AGENT_OF_GPU = (f"{_PREFIX}.gpu_profile", f"{_PREFIX}.model")

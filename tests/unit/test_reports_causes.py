@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from aiflame.agent.gpu_profile import Operation
 from aiflame.agent.model import Binary, Profile
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
+from aiflame.gpu.apis import APIS
 from profiles import MS, Sample, deep_profile, empty_profile, hostile_profile, profile_of
 
 _ENTRY = "main;[k]entry_SYSCALL_64_after_hwframe;[k]do_syscall_64"
@@ -177,5 +179,29 @@ def test_labels_are_in_the_order_of_values() -> None:
         "pipe/socket",
         "page fault",
         "child process",
+        "GPU wait",
         "other",
     )
+
+
+_WAITS = [
+    call.symbol for api in APIS for call in api.calls if call.operation is Operation.SYNCHRONIZE
+]
+
+
+@pytest.mark.parametrize("name", [*_WAITS, "POclFinish", "__GI_clFinish"])
+def test_a_call_that_waits_for_a_device_is_the_cause_whatever_it_does(name: str) -> None:
+    waits = (
+        f"main;{name};pocl_wait;pthread_cond_wait;[k]futex_wait",
+        f"main;{name};[k]do_sys_poll;[k]poll_schedule_timeout",
+        f"main;{name}",
+        f"main;[p]step;{name};ioctl;[k]asm_exc_page_fault;[k]rwsem_down_read_slowpath",
+    )
+    profile = profile_of(*(Sample(stack, MS) for stack in waits))
+    assert classify(profile).tolist() == [Cause.GPU_WAIT] * len(waits)
+
+
+def test_names_that_only_look_like_device_waits_are_none() -> None:
+    stacks = ("main;[p]clFinish;[k]futex_wait", "main;clFinishing;[k]futex_wait")
+    profile = profile_of(*(Sample(stack, MS) for stack in stacks))
+    assert classify(profile).tolist() == [Cause.LOCK] * 2

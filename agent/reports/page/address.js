@@ -10,13 +10,17 @@ function firstMode(settings) {
 }
 
 // An address may have been edited by hand: what makes no sense is taken for absent.
-function readAddress(settings, labelCount) {
+// `setOf` gives the data set of a view, undefined where there is none.
+function readAddress(settings, setOf) {
   const given = new URLSearchParams(location.hash.slice(1));
   const oneOf = (name, values, other) => (values.includes(given.get(name)) ? given.get(name) : other);
+  const view = oneOf("view", Object.keys(VIEW_CLASSES).filter((name) => setOf(name)), settings.view);
+  const labelCount = setOf(view).data.names.length;
   const fn = /^\d+$/.test(given.get("fn")) && Number(given.get("fn")) < labelCount ? Number(given.get("fn")) : null;
   const mode = oneOf("mode", ["flame", "inverted", "sandwich"], firstMode(settings));
   return {
-    view: oneOf("view", Object.keys(VIEW_CLASSES), settings.view),
+    view,
+    color: oneOf("color", ["stall", "frame"], settings.color),
     mode: mode === "sandwich" && fn === null ? "flame" : mode,
     frames: oneOf("frames", Object.keys(settings.index.hidden_kinds), settings.frames),
     hideImports: oneOf("imports", ["0", "1"], settings.hide_imports ? "0" : "1") === "0",
@@ -31,6 +35,7 @@ function readAddress(settings, labelCount) {
 function writeAddress(state, settings, isStep) {
   const kept = new URLSearchParams();
   if (state.view !== settings.view) kept.set("view", state.view);
+  if (state.color !== settings.color) kept.set("color", state.color);
   if (state.mode !== firstMode(settings)) kept.set("mode", state.mode);
   if (state.frames !== settings.frames) kept.set("frames", state.frames);
   if (state.hideImports !== settings.hide_imports) kept.set("imports", state.hideImports ? "0" : "1");

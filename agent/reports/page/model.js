@@ -3,11 +3,11 @@
 //
 // A tree is arrays in preorder: the subtree of node i is the range i..end[i]. `klass[k][i]` is the
 // time of node i and all below it in class k (0 on-CPU, 1 blocked, 2 waiting to run, 3 preempted).
-// Times are float64, which is exact up to 2^53 ns, 104 days.
+// Times are float64, which is exact up to 2^53 ns, 104 days. Of device samples, classes are the
+// categories of stalls, and what is called time is a number of samples.
 "use strict";
 
-const CLASSES = 4;
-const VIEW_CLASSES = { wall: [0, 1, 2, 3], cpu: [0], offcpu: [1, 2, 3] };
+const VIEW_CLASSES = { wall: [0, 1, 2, 3], cpu: [0], offcpu: [1, 2, 3], gpu: [0, 1, 2, 3, 4, 5, 6, 7, 8] };
 
 async function inflate(base64) {
   const packed = Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
@@ -97,6 +97,13 @@ function selected(tree, data, hidden) {
     }
     at[i] = ids.get(key);
   }
+  const { made, place } = arranged(parent, label, levels);
+  const rowNode = Int32Array.from(data.row_node, (node) => place[at[node]]);
+  return { tree: { ...made, labels: tree.labels }, data: { ...data, row_node: rowNode } };
+}
+
+// A tree of nodes in any order; `levels` lists them by depth. `place` is where each one went.
+function arranged(parent, label, levels) {
   const order = [];
   const rank = new Int32Array(parent.length);
   for (const level of levels) {
@@ -104,18 +111,17 @@ function selected(tree, data, hidden) {
     for (const id of level) rank[id] = order.push(id) - 1;
   }
   const above = order.map((id) => (id ? rank[parent[id]] : -1));
-  const made = preorder(above, order.map((id) => label[id]), zeroClasses(order.length));
-  const rowNode = Int32Array.from(data.row_node, (node) => made.place[rank[at[node]]]);
-  return { tree: { ...made, labels: tree.labels }, data: { ...data, row_node: rowNode } };
+  const made = preorder(above, order.map((id) => label[id]), []);
+  return { made, place: rank.map((at) => made.place[at]) };
 }
 
-function zeroClasses(n) {
-  return Array.from({ length: CLASSES }, () => new Float64Array(n));
+function zeroClasses(n, classes) {
+  return Array.from({ length: classes }, () => new Float64Array(n));
 }
 
 // Times of the rows that `wanted` (by thread; null for all) lets through.
 function weigh(tree, data, wanted) {
-  const klass = zeroClasses(tree.n);
+  const klass = zeroClasses(tree.n, data.classes);
   const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = data;
   const klassOf = data.kinds.map((entry) => entry.klass);
   for (let r = 0; r < node.length; r++) {
@@ -134,7 +140,7 @@ function lay(tree, view) {
   for (const k of VIEW_CLASSES[view]) {
     for (let i = 0; i < tree.n; i++) {
       total[i] += tree.klass[k][i];
-      if (k > 0) off[i] += tree.klass[k][i];
+      if (k > 0 && view !== "gpu") off[i] += tree.klass[k][i];
     }
   }
   const x = new Float64Array(tree.n);
@@ -159,8 +165,9 @@ function grow(base, rootLabel, items, move, least) {
   const radix = base.labels + 1;
   const parent = [-1];
   const label = [rootLabel];
-  const klass = Array.from({ length: CLASSES }, () => [0]);
-  for (const item of items) for (let k = 0; k < CLASSES; k++) klass[k][0] += item.ns[k];
+  const classes = base.klass.length;
+  const klass = Array.from({ length: classes }, () => [0]);
+  for (const item of items) for (let k = 0; k < classes; k++) klass[k][0] += item.ns[k];
   let level = items.flatMap((item) => move({ node: item.node, ns: item.ns, at: 0 }));
   let unfollowed = 0;
   while (level.length) {
@@ -174,7 +181,7 @@ function grow(base, rootLabel, items, move, least) {
     }
     for (const item of level) {
       item.at = ids.get(item.at * radix + base.label[item.node]);
-      for (let k = 0; k < CLASSES; k++) klass[k][item.at] += item.ns[k];
+      for (let k = 0; k < classes; k++) klass[k][item.at] += item.ns[k];
     }
     const wide = (item) => {
       let ns = 0;
@@ -202,7 +209,7 @@ function preorder(parent, label, klass) {
   const next = new Int32Array(n);
   const tree = {
     n, label: new Int32Array(n), parent: new Int32Array(n), depth: new Int32Array(n),
-    end: new Int32Array(n), klass: zeroClasses(n), place,
+    end: new Int32Array(n), klass: zeroClasses(n, klass.length), place,
   };
   for (let i = 0; i < n; i++) {
     const up = parent[i];
@@ -213,7 +220,7 @@ function preorder(parent, label, klass) {
     tree.parent[at] = i > 0 ? place[up] : -1;
     tree.depth[at] = i > 0 ? tree.depth[place[up]] + 1 : 0;
     tree.end[at] = at + size[i];
-    for (let k = 0; k < CLASSES; k++) tree.klass[k][at] = klass[k][i];
+    for (let k = 0; k < klass.length; k++) tree.klass[k][at] = klass[k][i];
   }
   return tree;
 }
@@ -344,6 +351,15 @@ function duration(ns) {
   return ns + " ns";
 }
 
+function counted(n, noun, plural = noun + "s") {
+  return n.toLocaleString("en-US") + " " + (n === 1 ? noun : plural);
+}
+
+// What a frame of a view weighs, with its unit.
+function amount(view, weight) {
+  return view === "gpu" ? counted(weight, "sample") : duration(weight);
+}
+
 function percent(part, whole) {
   return (whole > 0 ? (100 * part) / whole : 0).toFixed(2) + " %";
 }
@@ -351,6 +367,6 @@ function percent(part, whole) {
 if (typeof module !== "undefined") {
   module.exports = {
     unpack, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
-    follow, pathTo, selfTimes, duration, percent,
+    follow, pathTo, selfTimes, arranged, duration, percent, counted, amount,
   };
 }

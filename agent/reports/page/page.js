@@ -5,19 +5,20 @@
 
 // Merged trees stop following frames under this share: 0.005 % is a tenth of a pixel.
 const LEAST_SHARE = 0.00005;
-const TABLE_ROWS = 200; // enough to read; the rest is found by searching
 
 const byId = (id) => document.getElementById(id);
-const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time" };
+const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time", gpu: "device samples" };
+const wholeWords = (view, whole) => (view === "gpu" ? counted(whole, "device sample") : `${duration(whole)} of ${VIEW_NAMES[view]}`);
+const setOf = (view) => (view === "gpu" ? "device" : "time");
 
 class Page {
-  constructor(settings, data) {
+  // `sets`: the data of times, and of device samples where there are any.
+  constructor(settings, sets) {
     this.settings = settings;
-    this.data = data;
-    this.whole = plainTree(data);
-    this.sort = { by: "own", up: false };
-    const faces = this.makeFaces();
-    this.faces = faces;
+    this.sets = {};
+    for (const [name, data] of Object.entries(sets)) this.sets[name] = { data, faces: this.makeFaces(data) };
+    this.use("time");
+    const { faces } = this;
     const events = {
       onHover: (graph, box, event) => showTip(byId("tip"), graph, box, event, (node) => this.facts(graph, node)),
       onZoom: (graph) => this.zoomed(graph),
@@ -26,18 +27,34 @@ class Page {
     this.graph = new Graph(byId("graph"), faces, { rises: false, label: "Flame graph. Arrow keys move, Enter zooms.", ...events });
     this.callers = new Graph(byId("callers"), faces, { rises: true, label: "Callers. Arrow keys move, Enter zooms.", ...events });
     byId("frames").hidden = !settings.has_python;
+    document.querySelector('[data-view="gpu"]').hidden = !sets.device;
+    this.legendTable = new Legend(this);
     this.fillThreads();
     this.listen();
     this.recall();
   }
 
-  makeFaces() {
-    const { data, settings } = this;
+  makeFaces(data) {
+    const { settings } = this;
     const shaded = (table) => data.names.map((_, i) => table[data.category[i]][data.shade[i]]);
     return {
       names: data.names, on: shaded(settings.on_fills), off: shaded(settings.off_fills),
-      whole: settings.whole_fills, hit: settings.hit_fill, ink: settings.ink,
+      whole: settings.whole_fills, hit: settings.hit_fill, ink: settings.ink, stalls: settings.stalls,
+      kindOf: Array.from(data.category, (category) => settings.stall_kinds[category]),
     };
+  }
+
+  // Chooses the data set; numbers of labels are of one set only.
+  use(name) {
+    if (this.set_ === name) return;
+    const set = this.sets[name];
+    this.set_ = name;
+    this.data = set.data;
+    this.faces = set.faces;
+    this.whole = set.whole = set.whole || plainTree(set.data);
+    this.plain = null;
+    this.sort = { by: name === "device" ? "total" : "own", up: false }; // samples end in offsets
+    for (const graph of [this.graph, this.callers]) if (graph) graph.faces = set.faces;
   }
 
   fillThreads() {
@@ -57,7 +74,8 @@ class Page {
   // ---- state ---------------------------------------------------------------------------------
 
   recall() {
-    this.state = readAddress(this.settings, this.data.names.length);
+    this.state = readAddress(this.settings, (view) => this.sets[setOf(view)]);
+    this.use(setOf(this.state.view));
     byId("search").value = this.state.search;
     byId("threads").value = this.state.threads;
     if (byId("threads").selectedIndex < 0) this.state.threads = byId("threads").value = "";
@@ -72,6 +90,11 @@ class Page {
   set(change, isStep = true) {
     const before = this.state;
     this.state = { ...before, ...change };
+    if (setOf(this.state.view) !== setOf(before.view)) {
+      const mode = this.state.mode === "sandwich" ? "flame" : this.state.mode;
+      this.state = { ...this.state, mode, zoom: [], fn: null };
+      this.use(setOf(this.state.view));
+    }
     if (this.state.frames !== before.frames || this.state.hideImports !== before.hideImports) this.plain = null;
     if (this.state.threads !== before.threads) this.weighed = null;
     if (this.state.view !== before.view) this.laid = null;
@@ -81,7 +104,7 @@ class Page {
 
   wanted() {
     const choice = this.state.threads;
-    if (!choice) return null;
+    if (!choice || this.state.view === "gpu") return null; // a device's samples have no thread
     const id = Number(choice.slice(1));
     return this.data.threads.map((t, i) => (choice[0] === "p" ? t.process === id : i === id));
   }
@@ -104,10 +127,11 @@ class Page {
       this.sums = totalsByLabel(this.laid);
       this.merged = {};
     }
+    this.faces.byStall = this.state.view === "gpu" && this.state.color === "stall";
     this.showGraphs();
     this.applySearch();
     this.showControls();
-    this.showLegend();
+    this.legendTable.show();
     this.showPath();
   }
 
@@ -136,7 +160,10 @@ class Page {
 
   makeGraphs(mode, fn, view) {
     if (mode === "flame") return { main: this.laid };
-    if (mode === "inverted") return { main: lay(inverted(this.laid, LEAST_SHARE), view) };
+    if (mode === "inverted") {
+      const base = view === "gpu" ? lay(reasonFirst(this.laid, this.data), view) : this.laid;
+      return { main: lay(inverted(base, LEAST_SHARE), view) };
+    }
     const { callers, callees } = sandwich(this.laid, fn, LEAST_SHARE);
     return { main: lay(callees, view), callers: lay(callers, view) };
   }
@@ -150,44 +177,22 @@ class Page {
     press("view", this.state.view);
     press("mode", this.state.mode);
     press("frames", this.state.frames);
+    press("color", this.state.color);
+    byId("colors").hidden = this.state.view !== "gpu";
+    byId("thread-choice").hidden = this.state.view === "gpu";
     byId("imports").setAttribute("aria-pressed", String(!this.state.hideImports));
     document.querySelector('[data-mode="sandwich"]').disabled = this.state.fn === null;
     byId("case").setAttribute("aria-pressed", String(this.state.matchCase));
     byId("reset").disabled = this.state.zoom.length === 0;
+    const whole = this.laid.total[0];
+    if (this.state.view === "gpu") {
+      byId("whole").textContent = `100 % = ${wholeWords("gpu", whole)} of ${counted(this.data.kernel_names.length, "kernel")}, recorded in ${this.settings.lasted}`;
+      return;
+    }
     const wanted = this.wanted();
     const threads = [...this.counted].filter((thread) => wanted === null || wanted[thread]).length;
-    byId("whole").textContent = `100 % = ${duration(this.laid.total[0])} of ${VIEW_NAMES[this.state.view]}`
-      + ` summed over ${threads.toLocaleString("en-US")} thread${threads === 1 ? "" : "s"}, recorded in ${this.settings.lasted}`;
-  }
-
-  showLegend() {
-    const { byCategory, byKind } = this.legend;
-    const whole = this.laid.total[0];
-    const body = byId("legend").tBodies[0];
-    body.replaceChildren();
-    const add = (fill, name, ns) => {
-      const row = body.insertRow();
-      const swatch = element("span", null, { class: "swatch" });
-      swatch.style.background = fill;
-      row.insertCell().append(swatch, name);
-      row.insertCell().textContent = duration(ns);
-      row.insertCell().textContent = percent(ns, whole);
-      for (const cell of [row.cells[1], row.cells[2]]) cell.className = "figure";
-    };
-    const { settings, data, state } = this;
-    const middle = settings.on_fills[0].length >> 1;
-    if (state.view !== "offcpu") {
-      for (const [category, ns] of [...byCategory].sort((a, b) => b[1] - a[1] || a[0] - b[0])) {
-        if (settings.is_wait[category]) continue; // the markers of waits are listed below
-        const fill = category < 0 ? settings.whole_fills[0] : settings.on_fills[category][middle];
-        add(fill, "on CPU: " + (settings.categories[category] || "cut"), ns);
-      }
-    }
-    if (state.view !== "cpu") {
-      for (const [kind, ns] of [...byKind].sort((a, b) => b[1] - a[1])) {
-        add(settings.off_fills[data.kinds[kind].category][middle], "off CPU: " + data.kinds[kind].name, ns);
-      }
-    }
+    byId("whole").textContent = `100 % = ${wholeWords(this.state.view, whole)}`
+      + ` summed over ${counted(threads, "thread")}, recorded in ${this.settings.lasted}`;
   }
 
   showPath() {
@@ -195,6 +200,7 @@ class Page {
     nav.replaceChildren();
     const { tree, zoomed } = this.graph;
     const chain = [];
+    this.showListingButton();
     for (let i = zoomed; i >= 0; i = tree.parent[i]) chain.push(i);
     if (chain.length < 2) return;
     for (const node of chain.reverse()) {
@@ -205,6 +211,20 @@ class Page {
     }
     nav.lastChild.setAttribute("aria-current", "location");
     nav.scrollTop = nav.scrollHeight;
+  }
+
+  // The kernel that is selected or zoomed to, or that is around that frame, has a listing.
+  showListingButton() {
+    const { zoomed, selected } = this.graph;
+    const kernels = this.kernelsOf(selected >= 0 ? selected : zoomed);
+    byId("list").hidden = !kernels.length;
+    byId("list").textContent = kernels.length ? "Instructions of " + this.faces.names[this.data.kernel_label[kernels[0]]] : "";
+  }
+
+  openListing() {
+    const { zoomed, selected } = this.graph;
+    const kernels = this.kernelsOf(selected >= 0 ? selected : zoomed);
+    if (kernels.length) showListing(this.data, kernels, this.faces);
   }
 
   // ---- search and table ----------------------------------------------------------------------
@@ -225,7 +245,7 @@ class Page {
     this.graph.setMatches(this.matches);
     this.callers.setMatches(this.matches);
     this.showMatched();
-    this.showTable();
+    showTable(this);
   }
 
   showMatched() {
@@ -238,45 +258,8 @@ class Page {
     const isWhole = zoomed === 0 && this.state.mode !== "sandwich";
     const sum = isWhole ? matchedTime(this.laid, this.matches, 0) : matchedTime(tree, this.matches, zoomed);
     const least = !isWhole && tree.unfollowed ? "at least " : "";
-    byId("matched").textContent = `Matched: ${least}${percent(sum, tree.total[zoomed])} (${duration(sum)})`
+    byId("matched").textContent = `Matched: ${least}${percent(sum, tree.total[zoomed])} (${amount(tree.view, sum)})`
       + (zoomed ? " of the zoom" : "");
-  }
-
-  showTable() {
-    const { own, total } = this.sums;
-    const { names } = this.data;
-    const value = { own: (i) => own[i], total: (i) => total[i] }[this.sort.by];
-    const found = [];
-    for (let i = 0; i < names.length; i++) if (total[i] > 0 && (!this.matches || this.matches[i])) found.push(i);
-    const order = value ? (a, b) => value(b) - value(a) || a - b : (a, b) => b - a; // ids are in order of name
-    found.sort(this.sort.up ? (a, b) => order(b, a) : order);
-    const whole = this.laid.total[0];
-    const body = byId("top").tBodies[0];
-    const rows = found.slice(0, TABLE_ROWS).map((i) => {
-      const row = element("tr", null, i === this.state.fn ? { class: "chosen" } : {});
-      const cell = row.insertCell();
-      const swatch = element("span", null, { class: "swatch" });
-      swatch.style.background = this.faces.on[i];
-      const button = element("button", names[i], { title: "Callers and callees" });
-      button.addEventListener("click", () => this.openSandwich(i));
-      cell.append(swatch, button);
-      for (const ns of [own[i], total[i]]) {
-        for (const text of [duration(ns), percent(ns, whole)]) {
-          const figure = row.insertCell();
-          figure.className = "figure";
-          figure.textContent = text;
-        }
-      }
-      return row;
-    });
-    body.replaceChildren(...rows);
-    byId("top-note").textContent = `${rows.length} of ${found.length.toLocaleString("en-US")} functions`
-      + (this.matches ? " that match" : "") + `; 100 % = ${duration(whole)} of ${VIEW_NAMES[this.state.view]}`;
-    for (const button of document.querySelectorAll("[data-sort]")) {
-      const heading = button.parentElement;
-      if (button.dataset.sort !== this.sort.by) heading.removeAttribute("aria-sort");
-      else heading.setAttribute("aria-sort", this.sort.up ? "ascending" : "descending");
-    }
   }
 
   openSandwich(label) {
@@ -297,12 +280,24 @@ class Page {
 
   facts(graph, node) {
     const whole = this.state.mode === "sandwich" ? "of the function" : "of all";
-    return frameFacts(graph, node, whole).concat(sourceFacts(this.data, graph.tree.label[node]));
+    const known = this.state.view === "gpu" ? kernelFacts(this.data, graph.tree, node) : sourceFacts(this.data, graph.tree.label[node]);
+    return frameFacts(graph, node, whole).concat(known, known.length && this.state.view === "gpu" ? [["", "click, then l: its instructions"]] : []);
+  }
+
+  kernelsOf(node) {
+    if (this.state.view !== "gpu") return [];
+    const { tree } = this.graph;
+    for (let up = node; up > 0; up = tree.parent[up]) {
+      const kernels = kernelsAt(this.data, tree, up);
+      if (kernels.length) return kernels;
+    }
+    return [];
   }
 
   describe(graph, node) {
     const [time, ...rest] = this.facts(graph, node);
     const words = [time, ...rest].map(([name, text]) => (name ? name + " " : "") + text);
+    this.showListingButton();
     byId("details").textContent = graph.nameOf(node) + ": " + words.slice(0, 3).join("; ");
   }
 
@@ -322,7 +317,7 @@ class Page {
       button.addEventListener("click", () => {
         const by = button.dataset.sort;
         this.sort = { by, up: this.sort.by === by ? !this.sort.up : by === "name" };
-        this.showTable();
+        showTable(this);
       });
     }
     on("threads", "change", () => this.set({ threads: byId("threads").value, zoom: [] }));
@@ -331,6 +326,10 @@ class Page {
     on("case", "click", () => this.search({ matchCase: !this.state.matchCase }));
     on("clear", "click", () => this.search({ search: byId("search").value = "" }));
     on("reset", "click", () => this.graph.zoom(0));
+    on("list", "click", () => this.openListing());
+    for (const button of document.querySelectorAll("[data-color]")) {
+      button.addEventListener("click", () => this.set({ color: button.dataset.color }));
+    }
     on("help-button", "click", () => byId("help").showModal());
     window.addEventListener("popstate", () => this.recall());
     window.addEventListener("keydown", (event) => this.key(event));
@@ -358,7 +357,7 @@ class Page {
   }
 
   key(event) {
-    if (byId("help").open) return;
+    if (byId("help").open || byId("listing").open) return;
     const control = event.ctrlKey || event.metaKey;
     const typing = /^(INPUT|SELECT)$/.test(event.target.tagName || "");
     const key = event.key.toLowerCase();
@@ -367,7 +366,8 @@ class Page {
     else if (key === "escape") this.back();
     else if (typing || control || event.altKey) return;
     else if (key === "?") byId("help").showModal();
-    else if (key >= "1" && key <= "3" && key.length === 1) this.set({ view: Object.keys(VIEW_CLASSES)[key - 1] });
+    else if (key >= "1" && key <= (this.sets.device ? "4" : "3") && key.length === 1) this.set({ view: Object.keys(VIEW_CLASSES)[key - 1] });
+    else if (key === "l") this.openListing();
     else if (key === "i") this.set({ mode: this.state.mode === "inverted" ? "flame" : "inverted", zoom: [] });
     else if (key === "s") this.sandwichSelected();
     else return;
@@ -380,9 +380,10 @@ async function start() {
   if (typeof DecompressionStream === "undefined") {
     throw new Error("This browser is too old: it needs DecompressionStream (Chrome 80, Firefox 113, Safari 16.4).");
   }
-  const data = unpack(settings.index, await inflate(byId("data").textContent));
+  const sets = { time: unpack(settings.index, await inflate(byId("data").textContent)) };
+  if (settings.device_index) sets.device = unpack(settings.device_index, await inflate(byId("device-data").textContent));
   byId("app").hidden = false;
-  window.aiflame = new Page(settings, data);
+  window.aiflame = new Page(settings, sets);
 }
 
 start().catch((error) => {

@@ -2,7 +2,7 @@
 // What is told about one frame: in the tooltip, and in the line under the graph for the keyboard.
 "use strict";
 
-const CLASS_NAMES = ["on CPU", "blocked", "waiting to run", "preempted"];
+const TIME_CLASSES = ["on CPU", "blocked", "waiting to run", "preempted"];
 
 function element(tag, text, attributes = {}) {
   const made = document.createElement(tag);
@@ -14,18 +14,23 @@ function element(tag, text, attributes = {}) {
 // Pairs (heading, text); `ofWhole` names what the whole of the graph is.
 function frameFacts(graph, node, ofWhole) {
   const { tree } = graph;
+  const { view } = tree;
+  const isDevice = view === "gpu";
+  const names = isDevice ? graph.faces.stalls.names : TIME_CLASSES;
   const [total, whole] = [tree.total[node], tree.total[0]];
   const up = tree.parent[node];
   let own = total;
   for (let c = node + 1; c < tree.end[node]; c = tree.end[c]) own -= tree.total[c];
   const lines = [
-    ["time", `${duration(total)}, ${percent(total, whole)} ${ofWhole}`],
-    ["self", `${duration(own)}, ${percent(own, whole)} ${ofWhole}`],
+    [isDevice ? "samples" : "time", `${amount(view, total)}, ${percent(total, whole)} ${ofWhole}`],
   ];
+  if (!isDevice) lines.push(["self", `${duration(own)}, ${percent(own, whole)} ${ofWhole}`]);
   if (up >= 0) lines.splice(1, 0, ["", `${percent(total, tree.total[up])} of the frame ${graph.rises ? "below" : "above"}`]);
-  for (const k of VIEW_CLASSES[tree.view]) {
+  const classes = VIEW_CLASSES[view].filter((k) => tree.klass[k][node] > 0);
+  if (isDevice) classes.sort((a, b) => tree.klass[b][node] - tree.klass[a][node]);
+  for (const k of classes) {
     const ns = tree.klass[k][node];
-    if (ns > 0) lines.push([CLASS_NAMES[k], `${duration(ns)}, ${percent(ns, total)} of the frame`]);
+    lines.push([names[k], `${amount(view, ns)}, ${percent(ns, total)} of the frame`]);
   }
   return lines;
 }
@@ -49,7 +54,7 @@ function showTip(tip, graph, box, event, factsOf) {
     tip.replaceChildren(element("strong", box.more ? "narrow frames" : graph.nameOf(box.node)));
     const table = element("table", null);
     const lines = box.more
-      ? [["frames", `${box.more.toLocaleString("en-US")}, together ${duration(box.ns)}; click to zoom in`]]
+      ? [["frames", `${box.more.toLocaleString("en-US")}, together ${amount(graph.tree.view, box.ns)}; click to zoom in`]]
       : factsOf(box.node);
     for (const [name, text] of lines) {
       const row = table.insertRow();

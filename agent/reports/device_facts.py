@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said in words about device samples: how many, and how sure their stacks are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiflame.agent.gpu_profile import GpuProfile
+from aiflame.agent.model import Profile
+from aiflame.agent.reports.base import View
+from aiflame.agent.reports.device_rows import DeviceSamples
+from aiflame.agent.reports.facts import counted, duration, percent
+from aiflame.agent.reports.rows import showable
+from aiflame.gpu.attribution import Certainty
+
+# Losses of these names count device samples, or the launches that they belong to. Others of devices
+# cost a sample its words only.
+_LOSS_PREFIXES = ("device_", "launch", "kernel_not_opened", "sample_outside_kernel")
+
+
+def amount(view: View, weight: int) -> str:
+    """Return a weight of a view with its unit."""
+    return counted(weight, "sample") if view is View.GPU else duration(weight)
+
+
+def subtitle(profile: Profile, samples: DeviceSamples) -> str:
+    """Return what the whole of a picture of device samples is."""
+    whole = int(samples.count.sum())
+    kernels = counted(len(set(samples.kernel.tolist())), "kernel")
+    lasted = duration(profile.recording.duration_ns)
+    return f"100 % = {counted(whole, 'device sample')} of {kernels}, recorded in {lasted}"
+
+
+def attribution(profile: Profile, samples: DeviceSamples) -> str:
+    """Return how sure the launching stacks are, and how many samples were lost."""
+    whole = int(samples.count.sum())
+    shares = ", ".join(
+        f"{percent(int(samples.count[samples.certainty == c].sum()), whole)} {c.label}"
+        for c in Certainty
+    )
+    return f"Attribution: {shares}, {lost(profile):,} lost."
+
+
+def certainty_words(counts: Sequence[int]) -> str:
+    """Return how sure the launching stacks of some samples are; `counts` is by Certainty."""
+    whole = sum(counts)
+    found = [(Certainty(i).label, count) for i, count in enumerate(counts) if count]
+    if len(found) == 1:
+        return found[0][0]
+    return ", ".join(f"{percent(count, whole)} {label}" for label, count in found)
+
+
+def device_lines(gpu: GpuProfile) -> list[tuple[str, str]]:
+    """Return a line about each device: what it let be known, and what is missing."""
+    lines = []
+    for device in gpu.devices:
+        name = f"{device.name} ({device.family})" if device.name else device.family
+        words = f"{name}: tier {int(device.tier)}, {device.tier.name.lower()}"
+        limit = f"; {device.limit}" if device.limit else ""
+        lines.append(("device", showable(words + limit)))
+    return lines
+
+
+def lost(profile: Profile) -> int:
+    """Return how many device samples and launches were lost."""
+    return sum(loss.count for loss in profile.losses if loss.name.startswith(_LOSS_PREFIXES))
+
+
+def has_device(gpu: GpuProfile) -> bool:
+    """Whether a recording has anything of a device: a call, or a sample."""
+    return bool(len(gpu.calls) or len(gpu.events) or len(gpu.samples))
+
+
+def absence(gpu: GpuProfile) -> str:
+    """Return why there is no picture of device samples; "" where there is one."""
+    if len(gpu.samples):
+        return ""
+    limits = [
+        f"{showable(device.name or device.family)}: {showable(device.limit)}"
+        for device in gpu.devices
+        if device.limit
+    ]
+    if not has_device(gpu):
+        why = "No device API calls were seen in the recorded processes."
+        return why if not limits else f"{why} {'; '.join(limits)}"
+    why = "Device API calls were seen, but no device samples were taken"
+    return f"{why}: {'; '.join(limits)}" if limits else f"{why}."
+
+
+def notes(profile: Profile, samples: DeviceSamples) -> list[str]:
+    """Return the lines under a picture of device samples."""
+    return [attribution(profile, samples)] if len(samples) else [absence(profile.gpu)]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device samples as they are shown: combined stacks of what launched a kernel and what it did.
+
+A combined stack is, root first: the process; the Python and native frames that launched the kernel,
+`[unknown launch]` where that is not known; `-`, the boundary; the kernel; its source line, where
+that is known; and the instruction, what it waited for in the vendor's words, and its offset, as far
+as `ReportOptions.leaf` says. Merged from the leaf, the reason comes first, then the instruction.
+
+The weight of a row is a number of samples. There are no threads: a sample is of a kernel, and one
+kernel may have been launched by several.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.gpu_profile import NONE, GpuProfile
+from aiflame.agent.model import ROOTED_ENDS, Profile, StackEnd, Stacks
+from aiflame.agent.reports.base import Leaf, ReportOptions, View
+from aiflame.agent.reports.kernel_names import KernelName, kernel_names
+from aiflame.agent.reports.palette import Category
+from aiflame.agent.reports.rows import (
+    I64,
+    TRUNCATED_ENDS,
+    LabelTable,
+    Rows,
+    join,
+    rows_for,
+    showable,
+)
+from aiflame.agent.reports.selection import shown_stacks
+from aiflame.gpu.attribution import attribute
+from aiflame.gpu.stalls import category_of
+
+U8 = npt.NDArray[np.uint8]
+U64 = npt.NDArray[np.uint64]
+
+BOUNDARY = "-"
+UNKNOWN_LAUNCH = "[unknown launch]"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSamples:
+    """Attributed samples summed over seconds and launches. All columns have shape (rows,)."""
+
+    gpu: GpuProfile
+    names: Sequence[KernelName]  # by kernel
+    stack: I64  # index into Profile.stacks, -1: unknown
+    code: I64
+    kernel: I64
+    process: I64
+    device: I64
+    offset: U64
+    reason: I64
+    certainty: U8
+    count: U64
+    category: U8  # StallCategory
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+
+def device_samples(profile: Profile) -> DeviceSamples:
+    """Return the device samples of a profile with the stacks that launched what was sampled."""
+    gpu = profile.gpu
+    found = attribute(gpu)
+    of = gpu.samples[found["sample"]]
+    stack = np.where(found["stack"] == NONE, -1, found["stack"].astype(np.int64))
+    columns = (stack, of["code"], of["device"], of["reason"], found["certainty"])
+    keys = [of["offset"], *(column.astype(np.int64) for column in columns)]
+    order = np.lexsort(keys)
+    is_first = np.zeros(len(order), np.bool_)
+    is_first[:1] = True
+    for key in keys:
+        is_first[1:] |= key[order][1:] != key[order][:-1]
+    firsts = np.flatnonzero(is_first)
+    counts = np.zeros(len(firsts), np.uint64)
+    np.add.at(counts, np.cumsum(is_first) - 1, found["count"][order])
+    offset, stack, code, device, reason, certainty = (key[order][firsts] for key in keys)
+    kernel_of = np.array([c.kernel for c in gpu.codes], np.int64)
+    process_of = np.array([k.process for k in gpu.kernels], np.int64)
+    categories = np.array([int(category_of(r)) for r in gpu.reasons], np.uint8)
+    kernel = kernel_of[code]
+    return DeviceSamples(
+        gpu=gpu,
+        names=kernel_names(gpu.kernels),
+        stack=stack,
+        code=code,
+        kernel=kernel,
+        process=process_of[kernel],
+        device=device,
+        offset=offset,
+        reason=reason,
+        certainty=certainty.astype(np.uint8),
+        count=counts,
+        category=categories[reason],
+    )
+
+
+class Role(enum.IntEnum):
+    """What a label stands for. Values are shared with page/device.js."""
+
+    OTHER = 0
+    KERNEL = 1
+    SOURCE = 2
+    INSTRUCTION = 3
+    REASON = 4
+    OFFSET = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """Rows of combined stacks, in the order of the samples, and what their labels stand for.
+
+    In `rows`, `thread` is the number of the process, and `stack` NONE where the launch is unknown.
+    """
+
+    rows: Rows
+    roles: U8  # Role of each label
+    kernel_label: I64  # of each row
+
+
+def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples) -> DeviceRows:
+    """Return device samples as they are shown."""
+    table = LabelTable(profile)
+    processes = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
+    end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
+    unknown = table.add([UNKNOWN_LAUNCH])
+    is_known = samples.stack >= 0
+    shown = _with_an_empty_one(shown_stacks(profile, options.frames, options.hide_importlib))
+    stack = np.where(is_known, samples.stack, len(shown) - 1)
+    ends = shown.ends[stack].astype(np.int64)
+    heads = [
+        processes.start + samples.process,
+        np.where(is_known & np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1),
+        np.where(is_known, -1, unknown.start),
+    ]
+    boundary = np.full(len(samples), table.add([BOUNDARY], Category.BOUNDARY).start, np.int64)
+    below = _below_the_boundary(table, samples)
+    after = [boundary, *(below[role] for role in _levels(options))]
+    labels, rank = table.sorted()
+    offsets, flat = join(heads, shown, table.of_frame, stack, after)
+    size = len(samples)
+    roles = np.zeros(len(labels), np.uint8)
+    for role, column in below.items():
+        roles[rank[column[column >= 0]]] = role
+    rows = Rows(
+        labels=labels,
+        path_offsets=offsets,
+        path_labels=rank[flat].astype(np.uint32),
+        path_of=np.arange(size, dtype=np.int64),
+        tail=np.full(size, -1, np.int64),
+        thread=samples.process.astype(np.uint32),
+        stack=np.where(is_known, samples.stack, NONE).astype(np.uint32),
+        klass=np.zeros(size, np.uint8),
+        count=samples.count,
+        ns=samples.count,
+    )
+    return DeviceRows(rows, roles, rank[below[Role.KERNEL]])
+
+
+def _with_an_empty_one(stacks: Stacks) -> Stacks:
+    # The last stack stands for an unknown launch.
+    return Stacks(
+        np.append(stacks.offsets, stacks.offsets[-1:]),
+        stacks.frames,
+        np.append(stacks.ends, np.uint8(ROOTED_ENDS[0])),
+        np.append(stacks.gil, np.uint8(0)),
+    )
+
+
+def _levels(options: ReportOptions) -> list[Role]:
+    # From the leaf, the reason is to be found first.
+    place = [Role.INSTRUCTION, Role.REASON, Role.OFFSET]
+    leaves = {
+        Leaf.OFFSET: [place[2], *place[:2]] if options.inverted else place,
+        Leaf.INSTRUCTION: place[:2],
+        Leaf.STALL: place[1:2],
+    }
+    return [Role.KERNEL, Role.SOURCE, *leaves[options.leaf]]
+
+
+def _below_the_boundary(table: LabelTable, samples: DeviceSamples) -> dict[Role, I64]:
+    # The label of each row in each role, -1 for none.
+    source, text = _instruction_labels(table, samples)
+    # One label for a name: a kernel that was built twice is still one.
+    names = [showable(name.short) for name in samples.names]
+    reasons = [showable(reason.name) for reason in samples.gpu.reasons]
+    values, at = np.unique(samples.offset, return_inverse=True)
+    offsets = [f"0x{value:x}" for value in values.tolist()]
+    return {
+        Role.KERNEL: _labels(table, names, Category.DEVICE_CODE)[samples.kernel],
+        Role.SOURCE: source,
+        Role.INSTRUCTION: text,
+        Role.REASON: _labels(table, reasons, Category.DEVICE_PLACE)[samples.reason],
+        Role.OFFSET: _labels(table, offsets, Category.DEVICE_PLACE)[at],
+    }
+
+
+def _instruction_labels(table: LabelTable, samples: DeviceSamples) -> tuple[I64, I64]:
+    # Labels of source line and instruction text by row, -1 where unknown.
+    known = {(i.code, i.offset): i for i in samples.gpu.instructions if i.text or i.file or i.line}
+    values, at = np.unique(samples.offset, return_inverse=True)
+    keys, row = np.unique(samples.code * max(1, len(values)) + at, return_inverse=True)
+    codes, offsets = keys // max(1, len(values)), values[keys % max(1, len(values))]
+    places = zip(codes.tolist(), offsets.tolist(), strict=True)
+    found = [known.get(place) for place in places]
+    lines = [source_label(i.file, i.line) if i is not None else "" for i in found]
+    texts = [showable(i.text) if i is not None and i.text else "" for i in found]
+    return (
+        _labels(table, lines, Category.DEVICE_CODE)[row],
+        _labels(table, texts, Category.DEVICE_PLACE)[row],
+    )
+
+
+def source_label(file: str, line: int) -> str:
+    """Return `file.cl:12`, "" where the line or the file is unknown."""
+    name = file.rpartition("/")[2]
+    return f"{showable(name)}:{line}" if name and line else ""
+
+
+def _labels(table: LabelTable, texts: list[str], category: Category) -> I64:
+    # The ids of texts, each distinct one added once; -1 for "".
+    distinct = [text for text in dict.fromkeys(texts) if text]
+    ids = dict(zip(distinct, table.add(distinct, category), strict=True))
+    return np.array([ids.get(text, -1) for text in texts], np.int64)
+
+
+def from_the_leaf(rows: Rows) -> Rows:
+    """Return the same rows with their paths turned round."""
+    starts, ends = rows.path_offsets[:-1], rows.path_offsets[1:]
+    lengths = ends - starts
+    at = np.arange(len(rows.path_labels), dtype=np.int64)
+    return replace(rows, path_labels=rows.path_labels[np.repeat(starts + ends - 1, lengths) - at])
+
+
+def shown_rows(profile: Profile, options: ReportOptions) -> Rows:
+    """Return what the options choose of a profile, time or device samples, as it is shown."""
+    if options.view is View.GPU:
+        return device_rows(profile, options, device_samples(profile)).rows
+    return rows_for(profile, options)

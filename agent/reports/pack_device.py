@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's second data set: device samples, packed as pack.py packs time.
+
+Where time has classes (on the CPU, blocked, ...), samples have stall categories, and where it has
+kinds of waits, they have the vendor's stall reasons: so the page sums and draws both in one way.
+Threads stand for processes. Beside the tree are the figures of each kernel, and the instructions of
+each kernel's code, for its listing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from aiflame.agent.model import Profile
+from aiflame.agent.reports.base import Frames, ReportOptions, View
+from aiflame.agent.reports.device_rows import (
+    DeviceRows,
+    DeviceSamples,
+    device_rows,
+    source_label,
+)
+from aiflame.agent.reports.kernel_stats import identities, kernel_stats
+from aiflame.agent.reports.pack import MAX_NODES, Packed, Writer, pack_labels, pack_weights
+from aiflame.agent.reports.rows import I64, showable
+from aiflame.agent.reports.selection import hidden_kinds
+from aiflame.agent.reports.tree import build, kept_above, prune
+from aiflame.gpu.attribution import Certainty
+from aiflame.gpu.stalls import StallCategory, category_of
+
+# Of code with more than this, a listing has the sampled instructions only: the largest kernels of
+# libraries have some ten thousand.
+_MAX_LISTED = 50_000
+
+
+def pack_device(profile: Profile, options: ReportOptions, samples: DeviceSamples) -> Packed:
+    """Pack the device samples of a profile.
+
+    Args:
+        profile: What was recorded.
+        options: How it is to be shown; which frames, and merged from where, is the page's business.
+        samples: Those of the profile.
+    """
+    everything = replace(
+        options, view=View.GPU, frames=Frames.ALL, hide_importlib=False, inverted=False
+    )
+    made = device_rows(profile, everything, samples)
+    full, node = build(made.rows)
+    tree, cut = prune(full, options.min_width_pct or 0, MAX_NODES)
+    if cut.nodes:
+        node = kept_above(full, cut)[node]
+    writer = Writer()
+    used = np.unique(tree.label[1:].astype(np.int64))
+    writer.integers("depth", tree.depth)
+    writer.integers("label", np.searchsorted(used, tree.label))
+    pack_labels(writer, profile, made.rows.labels, used)
+    writer.integers("role", made.roles[used])
+    for name in ("line_label", "line", "line_ns"):
+        writer.integers(name, np.zeros(0, np.int64))
+    pack_weights(writer, made.rows, node, samples.reason)
+    _pack_kernels(writer, samples, made, used)
+    _pack_instructions(writer, samples)
+    index: dict[str, Any] = {
+        "sections": writer.sections,
+        "classes": len(StallCategory),
+        "kinds": [
+            {"name": showable(r.name), "klass": int(category_of(r))} for r in samples.gpu.reasons
+        ],
+        "threads": [
+            {"process": i, "name": showable(p.name)} for i, p in enumerate(profile.processes)
+        ],
+        "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
+        "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
+    }
+    return Packed(index, writer.blob(), cut, int(tree.total_ns[0]))
+
+
+def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used: I64) -> None:
+    # One entry for each sampled kernel: name and process as labels of the tree, and its figures.
+    same = identities(samples.gpu)
+    stats = {kernel: entry for kernel, entry in kernel_stats(samples).items() if entry.total}
+    first = np.zeros(len(same), np.int64)  # a row of each kernel
+    first[same[samples.kernel]] = np.arange(len(samples))
+    rows = first[list(stats)] if stats else np.zeros(0, np.int64)
+    processes = made.rows.path_labels[made.rows.path_offsets[:-1]].astype(np.int64)
+    entries = list(stats.values())
+    columns = {
+        "label": np.searchsorted(used, made.kernel_label[rows]),
+        "process": np.searchsorted(used, processes[rows]),
+        "calls": [entry.calls for entry in entries],
+        "stacks": [entry.stacks for entry in entries],
+        **{
+            certainty.label: [entry.samples[certainty] for entry in entries]
+            for certainty in Certainty
+        },
+    }
+    for name, column in columns.items():
+        writer.integers(f"kernel_{name}", np.array(column, np.uint64))
+    writer.text("kernel_names", [showable(entry.name.whole) for entry in entries])
+    place = {kernel: i for i, kernel in enumerate(stats)}
+    # Code that was never sampled belongs to none.
+    owners = [place.get(int(same[code.kernel]), len(place)) for code in samples.gpu.codes]
+    writer.integers("code_kernel", np.array(owners, np.int64))
+
+
+def _pack_instructions(writer: Writer, samples: DeviceSamples) -> None:
+    sampled = set(zip(samples.code.tolist(), samples.offset.tolist(), strict=True))
+    codes = np.array([i.code for i in samples.gpu.instructions], np.int64)
+    sizes = np.bincount(codes, minlength=len(samples.gpu.codes)).tolist()
+    listed = [
+        i
+        for i in samples.gpu.instructions
+        if sizes[i.code] <= _MAX_LISTED or (i.code, i.offset) in sampled
+    ]
+    listed.sort(key=lambda i: (i.code, i.offset))
+    texts = {text: n for n, text in enumerate(dict.fromkeys(i.text for i in listed))}
+    places = [source_label(i.file, i.line) for i in listed]
+    sources = {text: n for n, text in enumerate(dict.fromkeys(places))}
+    writer.text("texts", [showable(text) if text else "" for text in texts])
+    writer.text("sources", list(sources))
+    columns = {
+        "at_code": [i.code for i in listed],
+        "at_offset": [i.offset for i in listed],
+        "at_text": [texts[i.text] for i in listed],
+        "at_source": [sources[place] for place in places],
+        "hit_code": samples.code,
+        "hit_offset": samples.offset,
+        "hit_reason": samples.reason,
+        "hit_count": samples.count,
+    }
+    for name, column in columns.items():
+        writer.integers(name, np.array(column, np.uint64))

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables about devices: kernels, stalls, launches, copies, memory, and waits for a device.
+
+Samples are counts, and so are launches, exactly; neither is time. Waits are time of CPU threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.gpu_profile import NONE, Direction, Operation
+from aiflame.agent.model import FrameKind, Profile, SampleClass
+from aiflame.agent.reports.base import Frames
+from aiflame.agent.reports.causes import Cause, classify, is_device_wait
+from aiflame.agent.reports.device_facts import absence, attribution
+from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH, DeviceSamples, device_samples
+from aiflame.agent.reports.facts import counted, duration
+from aiflame.agent.reports.kernel_stats import kernel_stats, launch_calls
+from aiflame.agent.reports.rows import label_of, showable
+from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.table import Table, ms, percent
+from aiflame.gpu.stalls import StallCategory
+
+# Frames of a launching stack in one line, innermost first.
+_FRAMES_NAMED = 5
+
+_NS_PER_S = 1_000_000_000
+
+U64 = npt.NDArray[np.uint64]
+
+# The frames of a stack as texts, root first.
+Callers = Callable[[int], tuple[str, ...]]
+
+
+def device_tables(profile: Profile, limit: int, frames: Frames = Frames.BOTH) -> list[Table]:
+    """Return the tables about devices.
+
+    Args:
+        profile: What was recorded.
+        limit: At most this many rows of each.
+        frames: Which frames of launching stacks are named.
+    """
+    samples = device_samples(profile)
+    callers = _callers(profile, frames)
+    tables = [_kernels(profile, samples, limit)]
+    if len(samples):
+        tables.append(_reasons(samples, limit))
+    tables += [
+        _launch_stacks(samples, callers, limit),
+        _calls(profile, limit),
+        _bytes(profile, Operation.COPY),
+        _bytes(profile, Operation.ALLOCATE),
+        _waits(profile, callers, limit),
+    ]
+    return [table for table in tables if table.rows or table is tables[0]]
+
+
+def _callers(profile: Profile, frames: Frames) -> Callers:
+    stacks = shown_stacks(profile, frames)
+
+    def of(stack: int) -> tuple[str, ...]:
+        start, stop = (int(offset) for offset in stacks.offsets[stack : stack + 2])
+        found = []
+        for frame in profile.frames[stacks.frames[start:stop]]:
+            function = profile.functions[int(frame["function"])]
+            if function.kind is FrameKind.KERNEL:
+                break
+            found.append(label_of(function, int(frame["line"])))
+            if is_device_wait(function):
+                break  # what a runtime does to wait says nothing
+        return tuple(found)
+
+    return of
+
+
+def _words(names: Sequence[str]) -> str:
+    # Innermost first: that is what the end of a narrow column leaves.
+    shown = [*reversed(names[-_FRAMES_NAMED:])]
+    return " < ".join(shown) + (" < ..." if len(names) > _FRAMES_NAMED else "") or "[no stack]"
+
+
+def _kernels(profile: Profile, samples: DeviceSamples, limit: int) -> Table:
+    stats = [*kernel_stats(samples).values()]
+    whole = int(samples.count.sum())
+    rows = []
+    for entry in stats[:limit]:
+        process = profile.processes[entry.process]
+        rows.append(
+            (
+                f"{entry.total:,}",
+                percent(entry.total, whole),
+                f"{entry.calls:,}",
+                f"{entry.stacks:,}",
+                entry.certainty or "not sampled",
+                showable(entry.name.short),
+                f"{showable(process.name)} ({process.pid})",
+            )
+        )
+    note = absence(profile.gpu) or (
+        f"100 % = {counted(whole, 'device sample')}. {attribution(profile, samples)}"
+        " Exact: one stack launched it; shared: estimated among several stacks"
+    )
+    return Table(
+        "Top kernels",
+        note,
+        (">samples", ">share", ">launches", ">stacks", "attribution", "kernel", "process"),
+        tuple(rows),
+        max(0, len(stats) - limit),
+    )
+
+
+def _reasons(samples: DeviceSamples, limit: int) -> Table:
+    sums = np.zeros(len(samples.gpu.reasons), np.uint64)
+    np.add.at(sums, samples.reason, samples.count)
+    categories = dict(zip(samples.reason.tolist(), samples.category.tolist(), strict=True))
+    whole = int(sums.sum())
+    order = [i for i in np.argsort(-sums.astype(np.int64), kind="stable").tolist() if sums[i]]
+    return Table(
+        "Top stall reasons",
+        f"100 % = {counted(whole, 'device sample')}; in the vendor's words, with their category",
+        (">samples", ">share", "reason", "category"),
+        tuple(
+            (
+                f"{int(sums[i]):,}",
+                percent(int(sums[i]), whole),
+                showable(samples.gpu.reasons[i].name),
+                StallCategory(categories[i]).label,
+            )
+            for i in order[:limit]
+        ),
+        max(0, len(order) - limit),
+    )
+
+
+def _launch_stacks(samples: DeviceSamples, callers: Callers, limit: int) -> Table:
+    calls = launch_calls(samples.gpu)
+    launches: dict[tuple[str, ...], int] = {}
+    sums: dict[tuple[str, ...], int] = {}
+    known: dict[int, tuple[str, ...]] = {-1: (UNKNOWN_LAUNCH,), NONE: (UNKNOWN_LAUNCH,)}
+
+    def add(to: dict[tuple[str, ...], int], stack: int, count: int) -> None:
+        names = known.get(stack)
+        if names is None:
+            names = known[stack] = callers(stack)
+        to[names] = to.get(names, 0) + count
+
+    for stack, count in zip(calls["stack"].tolist(), calls["count"].tolist(), strict=True):
+        add(launches, stack, count)
+    for stack, count in zip(samples.stack.tolist(), samples.count.tolist(), strict=True):
+        add(sums, stack, count)
+    whole = sum(sums.values())
+    order = sorted(
+        {**launches, **sums},
+        key=lambda names: (-sums.get(names, 0), -launches.get(names, 0), names),
+    )
+    return Table(
+        "Top launch stacks",
+        f"100 % = {counted(whole, 'device sample')}; innermost frame first",
+        (">samples", ">share", ">launches", "launched from"),
+        tuple(
+            (
+                f"{sums.get(names, 0):,}",
+                percent(sums.get(names, 0), whole),
+                f"{launches.get(names, 0):,}",
+                _words(names),
+            )
+            for names in order[:limit]
+        ),
+        max(0, len(order) - limit),
+    )
+
+
+def _calls(profile: Profile, limit: int) -> Table:
+    gpu = profile.gpu
+    counts = np.zeros(len(gpu.functions), np.uint64)
+    np.add.at(counts, gpu.calls["function"], gpu.calls["count"])
+    is_launch = np.array([f.operation == Operation.LAUNCH for f in gpu.functions], np.bool_)
+    launches = int(counts[is_launch].sum())
+    order = [i for i in np.argsort(-counts.astype(np.int64), kind="stable").tolist() if counts[i]]
+    return Table(
+        "Calls of device APIs",
+        f"{launches:,} kernel launch{'' if launches == 1 else 'es'},"
+        f" {_rate(launches, profile)} a second",
+        (">calls", ">a second", "function", "api", "does"),
+        tuple(
+            (
+                f"{int(counts[i]):,}",
+                _rate(int(counts[i]), profile),
+                showable(gpu.functions[i].name),
+                showable(gpu.functions[i].api),
+                gpu.functions[i].operation.name.lower(),
+            )
+            for i in order[:limit]
+        ),
+        max(0, len(order) - limit),
+    )
+
+
+def _rate(count: int, profile: Profile) -> str:
+    lasted = profile.recording.duration_ns
+    return f"{count * _NS_PER_S / lasted if lasted else 0:,.1f}"
+
+
+def _bytes(profile: Profile, operation: Operation) -> Table:
+    gpu = profile.gpu
+    is_copy = operation is Operation.COPY
+    wanted = (operation,) if is_copy else (Operation.ALLOCATE, Operation.FREE)
+    rows = []
+    for what in wanted:
+        chosen = np.array([f.operation == what for f in gpu.functions], np.bool_)
+        calls = gpu.calls[chosen[gpu.calls["function"]]]
+        for direction in Direction if is_copy else (None,):
+            own = calls if direction is None else calls[calls["direction"] == direction]
+            if len(own):
+                name = what.name if direction is None else direction.name
+                figures = int(own["count"].sum()), int(own["bytes"].sum())
+                rows.append((*_byte_figures(*figures), name.lower().replace("_", " ")))
+    return Table(
+        "Memory copies" if is_copy else "Device memory",
+        "by direction, as far as the calls tell it" if is_copy else "freeing calls tell no size",
+        (">calls", ">MiB", ">MiB a call", "direction" if is_copy else "call"),
+        tuple(rows),
+    )
+
+
+def _byte_figures(count: int, size: int) -> tuple[str, str, str]:
+    mib = size / 2**20
+    return f"{count:,}", f"{mib:,.2f}", f"{mib / count if count else 0:,.3f}"
+
+
+def _waits(profile: Profile, callers: Callers, limit: int) -> Table:
+    samples = profile.samples[profile.samples["klass"] == SampleClass.BLOCKED]
+    samples = samples[classify(profile)[samples["stack"]] == Cause.GPU_WAIT]
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for row in samples:
+        entry = sums.setdefault(callers(int(row["stack"])), [0, 0])
+        entry[0] += int(row["ns"])
+        entry[1] += int(row["count"])
+    whole = sum(ns for ns, _ in sums.values())
+    order = sorted(sums, key=lambda names: (-sums[names][0], names))
+    return Table(
+        "GPU waits by CPU stack",
+        f"100 % = {duration(whole)} blocked in calls that wait for a device, summed over threads",
+        (">ms", ">share", ">waits", "waited in"),
+        tuple(
+            (ms(sums[n][0]), percent(sums[n][0], whole), f"{sums[n][1]:,}", _words(n))
+            for n in order[:limit]
+        ),
+        max(0, len(order) - limit),
+    )
