@@ -338,6 +338,21 @@ static __always_inline void name_kernel(struct call_event *call)
 	}
 }
 
+/* The first step of a walk needs no table: where a call returns to is known at its entry. */
+static __always_inline void step_to_caller(struct caller *caller)
+{
+	struct walk *walk = &caller->capture.walk;
+
+	if (walk->depth != 1 || !caller->outer_stack_pointer)
+		return;
+	walk->instruction_pointer = caller->outer_return_address;
+	walk->stack_pointer = caller->entry_stack_pointer + 8;
+	walk->is_exact = 0;
+	walk->depth = 2;
+	caller->capture.record.user[1] = caller->outer_return_address;
+	walk->hash = hash_step(walk->hash, caller->outer_return_address);
+}
+
 int on_call(struct pt_regs *ctx)
 {
 	u64 id = bpf_get_current_pid_tgid(), cookie;
@@ -381,9 +396,13 @@ int on_call(struct pt_regs *ctx)
 	read_grid(caller, api->grid);
 	user_regs_from(&regs, ctx);
 	begin_capture_in(&caller->capture, ctx, &regs, false, id, process->image);
+	step_to_caller(caller);
 	if (caller->capture.walk.depth && mappings_of(&caller->capture.walk))
 		call_walkers.call(ctx, 0);
-	walk_without_tables(&caller->capture);
+	if (caller->capture.walk.depth == 2)
+		walk_without_tables(&caller->capture, 2);
+	else
+		walk_without_tables(&caller->capture, 1);
 	finish_call(caller);
 	return 0;
 }

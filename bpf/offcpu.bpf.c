@@ -243,7 +243,7 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 		return;
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		switch_walkers.call(ctx, 0);
-	walk_without_tables(capture);
+	walk_without_tables(capture, 1);
 	finish_switch(capture);
 }
 

@@ -90,7 +90,7 @@ int on_cpu_sample(struct perf_event_context *ctx)
 		return 0;
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		sample_walkers.call(ctx, 0);
-	walk_without_tables(capture);
+	walk_without_tables(capture, 1);
 	finish_sample(capture);
 	return 0;
 }

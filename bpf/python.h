@@ -59,13 +59,13 @@ struct python_walk {
 	u64 words[16]; /* the frame as it was read */
 };
 
-static __always_inline bool is_in_eval_loop(struct python_process *python, u64 address)
+static __always_inline bool is_in_eval_loop(struct walk *walk, u64 address)
 {
 	u32 i;
 
 #pragma clang loop unroll(full)
 	for (i = 0; i < PYTHON_EVAL_RANGES; i++)
-		if (address - python->eval_start[i] < python->eval_bytes[i])
+		if (address - walk->eval_start[i] < walk->eval_bytes[i])
 			return true;
 	return false;
 }

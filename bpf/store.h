@@ -194,6 +194,31 @@ static __always_inline void store_stack(struct stack_record *record, u64 hash)
 		count_stored(COUNTER_STACKS_STORED, SETTING_STACKS_DRAIN);
 }
 
+/* The interpreter of the process that is being walked, NULL for none. */
+static __always_inline struct python_process *python_of(struct walk *walk)
+{
+	u32 tgid = walk->tgid;
+	struct python_process *python = pythons.lookup(&tgid);
+
+	return python && python->image == walk->image ? python : NULL;
+}
+
+/*
+ * Notes where CPython's eval loop is, which is nowhere without an interpreter. In the walk itself: a
+ * verifier would follow each frame's way once with a pointer to an interpreter and once without.
+ */
+static __always_inline void note_eval_loop(struct walk *walk)
+{
+	struct python_process *python = python_of(walk);
+
+	if (python) {
+		__builtin_memcpy(walk->eval_start, python->eval_start, sizeof(walk->eval_start));
+		__builtin_memcpy(walk->eval_bytes, python->eval_bytes, sizeof(walk->eval_bytes));
+	} else {
+		__builtin_memset(walk->eval_bytes, 0, sizeof(walk->eval_bytes));
+	}
+}
+
 /*
  * Begins a capture of the current task's stack in the memory given for it: its kernel half and the
  * user leaf.
@@ -224,6 +249,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->end = WITH_USER_STACKS ? END_KERNEL_ONLY : END_EXCLUDED;
 	if (!WITH_USER_STACKS || !regs->instruction_pointer)
 		return;
+	note_eval_loop(walk);
 	walk->end = END_TOO_DEEP;
 	walk->depth = 1;
 	record->user[0] = regs->instruction_pointer;
@@ -264,23 +290,13 @@ static __always_inline void *mappings_of(struct walk *walk)
 	return mappings;
 }
 
-/* The interpreter of the process that is being walked, NULL for none. */
-static __always_inline struct python_process *python_of(struct walk *walk)
-{
-	u32 tgid = walk->tgid;
-	struct python_process *python = pythons.lookup(&tgid);
-
-	return python && python->image == walk->image ? python : NULL;
-}
-
 /* Walks some frames; returns whether the walk has ended. */
 static __always_inline bool walk_some(struct capture *capture)
 {
 	struct walk *walk = &capture->walk;
 	void *mappings = mappings_of(walk);
-	struct python_process *python = python_of(walk);
+	volatile struct walk *state = walk;
 	u64 frame, depth;
-	bool is_eval;
 	u32 i;
 
 	if (!mappings) {
@@ -289,15 +305,15 @@ static __always_inline bool walk_some(struct capture *capture)
 	}
 #pragma clang loop unroll(disable)
 	for (i = 0; i < STEPS_PER_CALL; i++) {
-		is_eval = python &&
-			  is_in_eval_loop(python, walk->instruction_pointer - !walk->is_exact);
-		walk->eval_frames += is_eval;
+		/* Kept in memory: a verifier would follow the step below once for each of its values. */
+		state->is_eval = is_in_eval_loop(walk, walk->instruction_pointer - !walk->is_exact);
+		walk->eval_frames += state->is_eval;
 		depth = walk->depth;
 		if (depth >= MAX_FRAMES)
 			return true; /* walk->end is END_TOO_DEEP since the beginning */
 		if (step(walk, mappings) != STEP_ON)
 			return true;
-		if (is_eval)
+		if (state->is_eval)
 			note_eval_cfa(walk);
 		/* The host half looks callers up one byte before: an exact one is put there. */
 		frame = walk->instruction_pointer + walk->is_exact;
@@ -362,8 +378,8 @@ static __always_inline u64 finish_capture(struct capture *capture)
 	return hash;
 }
 
-/* The whole walk by frame pointer, while there are no tables. */
-static __always_inline void walk_without_tables(struct capture *capture)
+/* The walk by frame pointer, while there are no tables; `depth` frames are known, of a constant. */
+static __always_inline void walk_without_tables(struct capture *capture, u32 depth)
 {
 	struct walk *walk = &capture->walk;
 	struct user_regs regs = {
@@ -375,7 +391,7 @@ static __always_inline void walk_without_tables(struct capture *capture)
 	if (!walk->depth)
 		return;
 	count(COUNTER_WITHOUT_TABLES);
-	walk->hash = walk_frame_pointers(&capture->record, &regs, walk->hash);
+	walk->hash = walk_frame_pointers(&capture->record, &regs, depth, walk->hash);
 	walk->depth = capture->record.user_depth;
 	walk->end = capture->record.end;
 }

@@ -79,6 +79,9 @@ struct walk {
 	u32 end; /* enum stack_end, once it has ended */
 	u32 serial; /* of the mappings */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
+	u32 is_eval; /* the frame that is stepped from is one */
+	u64 eval_start[PYTHON_EVAL_RANGES]; /* of the process's interpreter */
+	u64 eval_bytes[PYTHON_EVAL_RANGES]; /* 0: no such range */
 	u64 eval_cfas[2]; /* of the two leafmost of these; 0: none, or not known */
 	u32 is_unmapped; /* 1: it met an address in no mapping that the host half brought */
 	u64 window_start; /* address of window[0] */
@@ -99,6 +102,7 @@ static __always_inline void note_eval_cfa(struct walk *walk)
 /* Results of a step. */
 #define STEP_ON 0
 #define STEP_END 1
+#define STEP_CHECK 2 /* on, if what was found is a return address */
 
 static __always_inline u32 half_word(void *table, u32 first_word, u32 index)
 {
@@ -258,43 +262,30 @@ static __always_inline bool is_return_address(struct walk *walk, void *mappings,
 	return find_mapping(walk, mappings, address - 1) && follows_call(address);
 }
 
-/* The caller of a leaf without a frame, as hand-written code has them: its return address is on top. */
-static __always_inline u32 step_by_guess(struct walk *walk, void *mappings)
-{
-	u64 address = 0;
-
-	if (!read_word(walk, walk->stack_pointer, &address) ||
-	    !is_return_address(walk, mappings, address))
-		return end_walk(walk, END_NO_TABLE);
-	walk->instruction_pointer = address;
-	walk->stack_pointer += 8;
-	walk->is_exact = 0;
-	walk->is_guessed = 1;
-	return STEP_ON;
-}
-
 /* The caller of code that returns now, or as soon as its callee has; false for other code. */
-static __always_inline bool step_by_epilogue(struct walk *walk, void *mappings)
+static __always_inline bool step_by_epilogue(struct walk *walk)
 {
 	u64 address = 0, saved = walk->frame_pointer, slot;
 	bool has_link = false;
 
 	slot = return_slot(walk, &has_link);
 	if (!slot || !read_word(walk, slot, &address) ||
-	    (has_link && !read_word(walk, slot - 8, &saved)) ||
-	    !is_return_address(walk, mappings, address))
+	    (has_link && !read_word(walk, slot - 8, &saved)))
 		return false;
 	walk->instruction_pointer = address;
 	walk->stack_pointer = slot + 8;
 	walk->frame_pointer = saved;
 	walk->has_frame_pointer |= has_link;
-	walk->is_exact = 0;
 	walk->is_guessed = 1;
 	return true;
 }
 
-/* The caller by saved frame pointer, where there is no CFI: generated or hand-written code. */
-static __always_inline u32 step_without_cfi(struct walk *walk, void *mappings)
+/*
+ * The caller where there is no CFI: generated or hand-written code. By what the code does next; else
+ * by saved frame pointer; else, for a leaf, by what is on top of the stack. Which it is decides
+ * without a look at the mappings, which the caller takes once: verifiers follow each search anew.
+ */
+static __always_inline u32 step_without_cfi(struct walk *walk)
 {
 	bool is_leaf = walk->depth == 1;
 	u64 caller = 0, saved = 0;
@@ -302,20 +293,23 @@ static __always_inline u32 step_without_cfi(struct walk *walk, void *mappings)
 			!(walk->frame_pointer & 7);
 
 	/* Before frame pointers: where they are none, RBP may still point into the stack. */
-	if (step_by_epilogue(walk, mappings))
-		return STEP_ON;
+	if (step_by_epilogue(walk))
+		return STEP_CHECK;
 	if (has_link)
 		has_link = read_word(walk, walk->frame_pointer, &saved) &&
 			   read_word(walk, walk->frame_pointer + 8, &caller);
-	if (is_leaf && !(has_link && is_return_address(walk, mappings, caller)))
-		return step_by_guess(walk, mappings);
-	if (!has_link)
+	if (has_link && (!is_leaf || follows_call(caller))) {
+		walk->instruction_pointer = caller;
+		walk->stack_pointer = walk->frame_pointer + sizeof(struct frame_link);
+		walk->frame_pointer = saved;
+		return is_leaf ? STEP_CHECK : STEP_ON;
+	}
+	if (!is_leaf || !read_word(walk, walk->stack_pointer, &caller))
 		return end_walk(walk, END_NO_TABLE);
 	walk->instruction_pointer = caller;
-	walk->stack_pointer = walk->frame_pointer + sizeof(struct frame_link);
-	walk->frame_pointer = saved;
-	walk->is_exact = 0;
-	return STEP_ON;
+	walk->stack_pointer += 8;
+	walk->is_guessed = 1;
+	return STEP_CHECK;
 }
 
 /* From a frame to its caller. */
@@ -323,6 +317,7 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 {
 	u64 address = walk->instruction_pointer - !walk->is_exact;
 	struct unwind_rule *rule;
+	u32 result;
 
 	if (!walk->instruction_pointer)
 		return end_walk(walk, END_ROOTED); /* the host half judges whether it is */
@@ -331,21 +326,26 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 		walk->is_unmapped = 1;
 		return end_walk(walk, END_NO_TABLE);
 	}
-	if (rule->kind == RULE_NO_CFI)
-		return step_without_cfi(walk, mappings);
 	if (rule->kind == RULE_UNDEFINED_RA)
 		return end_walk(walk, END_ROOTED_BY_TABLE);
 	if (rule->kind == RULE_UNSUPPORTED)
 		return end_walk(walk, END_UNSUPPORTED_RULE);
 	if (rule->kind == RULE_SIGNAL)
 		return step_over_signal(walk, rule);
-	if (step_by_rule(walk, rule) == STEP_END)
-		return STEP_END;
-	if (rule->kind >= RULE_RSP_GUESS) {
-		if (!is_return_address(walk, mappings, walk->instruction_pointer))
-			return end_walk(walk, END_NO_TABLE);
-		walk->is_guessed = 1;
+	if (rule->kind == RULE_NO_CFI) {
+		result = step_without_cfi(walk);
+		walk->is_exact = 0;
+	} else {
+		result = step_by_rule(walk, rule);
+		if (result == STEP_ON && rule->kind >= RULE_RSP_GUESS) {
+			walk->is_guessed = 1;
+			result = STEP_CHECK;
+		}
 	}
+	if (result != STEP_CHECK)
+		return result;
+	if (!is_return_address(walk, mappings, walk->instruction_pointer))
+		return end_walk(walk, END_NO_TABLE);
 	return STEP_ON;
 }
 

@@ -40,14 +40,13 @@ static __always_inline u64 hash_step(u64 hash, u64 word)
 	return hash ^ (hash >> 29);
 }
 
-/* Follows saved frame pointers from `regs`; fills user[], user_depth and end. */
+/* Follows saved frame pointers from `regs` on, behind `depth` frames; fills user[] and end. */
 static __always_inline u64 walk_frame_pointers(struct stack_record *record, struct user_regs *regs,
-					       u64 hash)
+					       u32 depth, u64 hash)
 {
 	struct frame_link link = {};
 	u64 frame_pointer = regs->frame_pointer;
 	u64 stack_pointer = regs->stack_pointer;
-	u32 depth = 1;
 
 	record->end = END_TOO_DEEP;
 #pragma clang loop unroll(disable)
