@@ -184,6 +184,9 @@ struct stack_record {
 	u16 end; /* enum stack_end */
 	u16 kernel_cut; /* 1: more kernel frames than MAX_FRAMES */
 	u32 gil; /* enum python_gil */
+	u64 call_return; /* inside a call of a device API: where that returns to; else 0 */
+	u32 call; /* and its slot in `api_calls` */
+	u32 unused;
 	u64 kernel[MAX_FRAMES]; /* leaf first */
 	u64 user[MAX_FRAMES]; /* leaf first */
 };

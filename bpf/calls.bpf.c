@@ -13,14 +13,10 @@
  * nothing per CPU can hold a walk: each calling thread has memory of its own, from its first call
  * to its end.
  */
-#ifndef WITH_CALLS
-#define WITH_CALLS 0
-#endif
+#include "callers.h"
+
 #ifndef CALLS_MAX
 #define CALLS_MAX 16384
-#endif
-#ifndef CALLERS_MAX
-#define CALLERS_MAX 1024
 #endif
 /* Calls sent one by one each second and CPU; 0 without --trace. */
 #ifndef CALL_EVENTS_PER_S
@@ -34,27 +30,6 @@ static u64 (*attach_cookie)(void *ctx) = (void *)174; /* bpf_get_attach_cookie, 
 #define attach_cookie(ctx) 0
 #endif
 
-/* Arguments that are in registers (System V psABI for x86-64, 3.2.3); an eighth keeps masks whole. */
-#define REGISTER_ARGUMENTS 6
-#define REGISTER_SLOTS 8
-
-struct caller {
-	struct capture capture;
-	/* The call in work. */
-	struct call_event call;
-	u64 work;
-	u64 arguments[REGISTER_SLOTS];
-	u64 entry_stack_pointer; /* where the return address is */
-	/* The last call that was counted: one inside it is not. */
-	u64 outer_stack_pointer;
-	u64 outer_return_address;
-	u32 outer_call;
-	u32 unused;
-	/* A kernel's name, from the entry of the function that makes its handle to its return. */
-	u64 handle_at;
-	struct kernel_named_event named;
-};
-
 /* The least recently used go where there are more: then a handle is all that is known. */
 #define KERNEL_NAMES_MAX 16384
 /* Words of a name that its id is made of: longer ones differ in their beginning or in length. */
@@ -62,7 +37,6 @@ struct caller {
 
 BPF_TABLE("lru_hash", struct kernel_name_key, u64, kernel_names, WITH_CALLS ? KERNEL_NAMES_MAX : 1);
 BPF_ARRAY(api_calls, struct api_call, API_CALLS_MAX);
-BPF_TABLE("hash", u32, struct caller, callers, CALLERS_MAX);
 /* What a thread's memory begins as: it is too large for a program's stack. */
 BPF_ARRAY(new_caller, struct caller, 1);
 BPF_TABLE("hash", struct call_key, struct call_value, calls0, CALLS_MAX);
@@ -70,12 +44,6 @@ BPF_TABLE("hash", struct call_key, struct call_value, calls1, CALLS_MAX);
 BPF_PERCPU_ARRAY(call_budgets, struct wait_budget, 1);
 /* Slot 0: walk_call, which goes on with a walk; slot 1: walk_call_python. */
 BPF_PROG_ARRAY(call_walkers, 2);
-
-static __always_inline void forget_caller(u32 tid)
-{
-	if (WITH_CALLS)
-		callers.delete(&tid);
-}
 
 static __always_inline struct caller *caller_of(u32 tid)
 {
@@ -225,14 +193,7 @@ static __always_inline void read_grid(struct caller *caller, u32 kind)
  */
 static __always_inline bool is_nested(struct caller *caller, u32 call)
 {
-	u64 word = 0;
-
-	if (caller->outer_call == call || !caller->outer_stack_pointer ||
-	    caller->entry_stack_pointer > caller->outer_stack_pointer)
-		return false;
-	if (bpf_probe_read_user(&word, sizeof(word), (void *)caller->outer_stack_pointer))
-		return false;
-	return word == caller->outer_return_address;
+	return caller->outer_call != call && is_inside(caller, caller->entry_stack_pointer);
 }
 
 static __always_inline bool may_send_call(u64 now_ns)

@@ -13,6 +13,7 @@
  * races with the switch-out on another CPU is missed: that interval is all "blocked".
  */
 #include <linux/types.h>
+#include "callers.h"
 #include "store.h"
 
 /* 0: on_switch and on_waking are not attached, and no thread state is kept. */
@@ -241,6 +242,7 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	capture = begin_capture(ctx, &regs, true, id, process->image);
 	if (!capture)
 		return;
+	note_call(capture);
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		switch_walkers.call(ctx, 0);
 	walk_without_tables(capture, 1);

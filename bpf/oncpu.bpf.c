@@ -9,6 +9,7 @@
  * same CPU is skipped by the kernel, which counts it as the program's recursion_misses.
  */
 #include <linux/types.h>
+#include "callers.h"
 #include "store.h"
 
 #ifndef PERIOD_NS
@@ -88,6 +89,7 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	capture = begin_capture(ctx, &regs, !IS_USER_MODE(saved), id, process->image);
 	if (!capture)
 		return 0;
+	note_call(capture);
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		sample_walkers.call(ctx, 0);
 	walk_without_tables(capture, 1);

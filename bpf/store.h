@@ -244,6 +244,8 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->eval_cfas[0] = walk->eval_cfas[1] = 0;
 	record->python = 0;
 	record->gil = PYTHON_GIL_NONE;
+	record->call = 0;
+	record->call_return = 0;
 	walk->depth = 0;
 	walk->is_exact = walk->has_frame_pointer = 1;
 	walk->end = WITH_USER_STACKS ? END_KERNEL_ONLY : END_EXCLUDED;
@@ -373,6 +375,7 @@ static __always_inline u64 finish_capture(struct capture *capture)
 	if (capture->walk.is_unmapped)
 		ask_for_mappings(record->tgid);
 	hash = hash_step(hash, record->python ^ record->gil);
+	hash = hash_step(hash, record->call_return ^ record->call);
 	hash = hash_step(hash, record->end | (u64)record->kernel_depth << 16);
 	store_stack(record, hash);
 	return hash;

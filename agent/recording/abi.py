@@ -128,6 +128,9 @@ STACK_DTYPE = np.dtype(
         ("end", "<u2"),
         ("kernel_cut", "<u2"),
         ("gil", "<u4"),
+        ("call_return", "<u8"),
+        ("call", "<u4"),
+        ("unused", "<u4"),
         ("kernel", "<u8", (MAX_FRAMES,)),
         ("user", "<u8", (MAX_FRAMES,)),
     ]

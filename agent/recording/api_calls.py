@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.gpu_profile import Direction, Operation
 from aiflame.agent.recording import abi
-from aiflame.agent.recording.api_probes import ApiProbes
+from aiflame.agent.recording.api_probes import ApiProbes, FileIdentity
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.kernel_names import KernelNames
 from aiflame.agent.recording.kernel_table import KernelTable
@@ -50,6 +51,7 @@ class ApiCalls:
         self.probes = ApiProbes(programs)
         self._names = KernelNames(table, images, kernels)
         self._events: list[np.void] = []
+        self._identities: dict[int, FileIdentity] = {}
         self._functions_written: set[int] = set()
         self.launches = 0
 
@@ -67,8 +69,40 @@ class ApiCalls:
         files = self._table.binaries.files
         for binary in sorted({mapping.binary for mapping in image.mappings} - {NO_BINARY}):
             descriptor = files[binary].fd
-            if descriptor is not None:
-                self.probes.look(descriptor, files[binary].path)
+            if descriptor is not None and binary not in self._identities:
+                self._identities[binary] = self.probes.look(descriptor, files[binary].path)
+
+    def with_call(
+        self, image: ProcessImage, user: npt.NDArray[np.uint64], slot: int, return_address: int
+    ) -> npt.NDArray[np.uint64]:
+        """Puts the call that a stack is inside of into it, if it left no frame of its own.
+
+        Args:
+            image: Whose stack it is.
+            user: User addresses, leaf first.
+            slot: Of the function.
+            return_address: Where the call returns to.
+        """
+        at = np.flatnonzero(user == return_address)
+        start, size_bytes = self._address(image, slot)
+        if not len(at) or not start:
+            return user
+        before = int(user[at[0] - 1]) - 1 if at[0] else 0
+        if start <= before < start + max(size_bytes, 1):
+            return user
+        # Callers are looked up one byte before.
+        return np.insert(user, at[0], np.uint64(start + 1))
+
+    def _address(self, image: ProcessImage, slot: int) -> tuple[int, int]:
+        """Returns where a process has a function, and its size; 0 where it has none."""
+        for mapping in image.mappings:
+            identity = self._identities.get(mapping.binary)
+            place = None if identity is None else self.probes.places.get((identity, slot))
+            if place is not None:
+                address = mapping.start + place[0] - mapping.file_offset
+                if mapping.start <= address < mapping.end:
+                    return address, place[1]
+        return 0, 0
 
     def take_event(self, kind: int, payload: bytes) -> None:
         """Takes in an event of the ring buffer: a call, or a kernel's name."""

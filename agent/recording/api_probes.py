@@ -25,6 +25,15 @@ from aiflame.agent.symbols.elf import BadElf
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
 
+# Device and inode.
+FileIdentity = tuple[int, int]
+
+
+def file_identity(descriptor: int) -> FileIdentity:
+    """Returns which file an open descriptor is of, whatever its path."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
 
 class ApiProbes:
     """All probes of a recording.
@@ -36,6 +45,7 @@ class ApiProbes:
         functions: What each slot of the kernel half's table stands for.
         problems: What could not be probed, by name of the loss.
         problem_files: The files of each.
+        places: File offset and size of each probed function, by file and slot.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -46,7 +56,8 @@ class ApiProbes:
             for function in functions:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
         self._names = frozenset(self._wanted)
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[FileIdentity] = set()
+        self.places: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
         self.functions: list[tuple[Api, Call | Naming]] = []
         self._event_type: int | None = None
@@ -65,27 +76,27 @@ class ApiProbes:
         finally:
             os.close(descriptor)
 
-    def look(self, descriptor: int, path: str) -> None:
-        """Probes what is found in an open file, once for each file.
+    def look(self, descriptor: int, path: str) -> FileIdentity:
+        """Probes what is found in an open file, once for each file; returns which file it is.
 
         Args:
             descriptor: Of the file.
             path: What it is called, for messages.
         """
-        status = os.fstat(descriptor)
-        identity = (status.st_dev, status.st_ino)
+        identity = file_identity(descriptor)
         if identity in self._seen:
-            return
+            return identity
         self._seen.add(identity)
         try:
             places = find_functions(descriptor, self._names)
         except (BadElf, OSError):
-            return  # who resolves its symbols will say so
+            return identity  # who resolves its symbols will say so
         name = path.rpartition("/")[2]
         for place in places.values():
             for api, function in self._wanted[place.name]:
                 if not (api.skip_files and re.search(api.skip_files, name)):
                     self._probe(descriptor, path, place, api, function)
+        return identity
 
     def _probe(
         self, descriptor: int, path: str, place: FunctionPlace, api: Api, function: Call | Naming
@@ -96,6 +107,8 @@ class ApiProbes:
                 self._programs.need_calls()
                 self._event_type = sysbpf.uprobe_event_type()
             slot = self._slot(api, function)
+            where = (place.file_offset, place.size_bytes)
+            self.places[file_identity(descriptor), slot] = where
             chosen = probe_place(place.code, place.file_offset)
             program = "on_naming" if isinstance(function, Naming) else "on_call"
             cookie = slot | chosen.stack_bytes << 32

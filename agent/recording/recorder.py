@@ -145,6 +145,7 @@ class Recorder:
         self.pythons = PythonProcesses(self._programs, self.table, self.images)
         self.kernels = KernelTable(self._writer)
         self.calls = ApiCalls(self._programs, self.table, self.images, self.kernels)
+        self.stacks.with_call = self.calls.with_call
         self.events = Events(
             self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
         )

@@ -44,6 +44,8 @@ class StackSink:
         self.with_python: list[tuple[int, ProcessImage, int, int]] = []
         # Is shown every stack: its id, image, user addresses, their mappings, and its binaries.
         self.on_stack: Callable[..., None] = lambda *_: None
+        # Puts the call of a device API that a stack is inside of among its user addresses.
+        self.with_call: Callable[..., npt.NDArray[np.uint64]] = lambda _, user, *__: user
 
     def row(self, stack: int, fallback: ProcessImage) -> int:
         """Returns the row of a stack id, giving one out at its first mention."""
@@ -63,6 +65,8 @@ class StackSink:
                 continue
             image = self._table.image(int(record["tgid"]), int(record["image"]))
             user = record["user"][: int(record["user_depth"])]
+            if record["call_return"]:
+                user = self.with_call(image, user, int(record["call"]), int(record["call_return"]))
             found = image.find(user)
             binaries = tuple(sorted(set(image.binaries_at(found))))
             unmapped = found < 0

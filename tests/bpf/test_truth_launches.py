@@ -13,9 +13,19 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from aiflame.agent.gpu_profile import NONE, Direction, Operation
-from aiflame.agent.model import ROOTED_ENDS, Profile
+from aiflame.agent.model import ROOTED_ENDS, Profile, SampleClass
+from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.gpu.attribution import Certainty, attribute
-from recordings import Ended, Recording, Workload, frames_of, python_frames_of, record_workload
+from recordings import (
+    Ended,
+    Recording,
+    Workload,
+    frames_of,
+    python_frames_of,
+    record_workload,
+    rows_of,
+    stacks_with,
+)
 from support import AIFLAME, WORKLOADS
 
 pytestmark = pytest.mark.bpf
@@ -156,6 +166,20 @@ def test_samples_go_to_the_stacks_that_launched_them(
     assert len(shares) == 4
     # Work 3 to 1; the split is by work items, so that rounding is all that is left.
     assert abs(most - 0.75 * (most + rest)) <= 1 + 0.01 * (most + rest)
+
+
+@pytest.mark.parametrize("which", ["late", "python"])
+def test_waiting_for_the_device_is_called_so(which: str, request: pytest.FixtureRequest) -> None:
+    # GIVEN a loader that jumps on into the driver, which leaves no frame of the call
+    profile = request.getfixturevalue(which).profile
+    blocked = rows_of(profile, None, None, SampleClass.BLOCKED)
+    main = [profile.threads[thread].tid == profile.processes[0].pid for thread in blocked["thread"]]
+    blocked = blocked[main]
+    # THEN the call is in the stack all the same, and its waits are the device's
+    is_wait = stacks_with(profile, "clWaitForEvents")[blocked["stack"]]
+    causes = [CAUSES[cause] for cause in classify(profile)[blocked["stack"]]]
+    assert {causes[at] for at in np.flatnonzero(is_wait)} == {"GPU wait"}
+    assert blocked["ns"][is_wait].sum() > 0.8 * blocked["ns"].sum()
 
 
 def test_nothing_is_missing_of_a_program_that_was_started(whole: Ended) -> None:

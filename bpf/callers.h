@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * Threads that call device APIs: what calls.bpf.c keeps of each, and whether a thread is inside of
+ * such a call, which the other programs note with its stack. A call that jumps on to its
+ * implementation leaves no frame of its own.
+ */
+#ifndef AIFLAME_CALLERS_H
+#define AIFLAME_CALLERS_H
+
+#include "store.h"
+
+#ifndef WITH_CALLS
+#define WITH_CALLS 0
+#endif
+#ifndef CALLERS_MAX
+#define CALLERS_MAX 1024
+#endif
+
+/* Arguments that are in registers (System V psABI for x86-64, 3.2.3); an eighth keeps masks whole. */
+#define REGISTER_ARGUMENTS 6
+#define REGISTER_SLOTS 8
+
+struct caller {
+	struct capture capture;
+	/* The call in work. */
+	struct call_event call;
+	u64 work;
+	u64 arguments[REGISTER_SLOTS];
+	u64 entry_stack_pointer; /* where the return address is */
+	/* The last call that was counted: one inside it is not. */
+	u64 outer_stack_pointer;
+	u64 outer_return_address;
+	u32 outer_call;
+	u32 unused;
+	/* A kernel's name, from the entry of the function that makes its handle to its return. */
+	u64 handle_at;
+	struct kernel_named_event named;
+};
+
+BPF_TABLE("hash", u32, struct caller, callers, CALLERS_MAX);
+
+static __always_inline void forget_caller(u32 tid)
+{
+	if (WITH_CALLS)
+		callers.delete(&tid);
+}
+
+/* Whether the last counted call of a thread has not returned: its return address is there. */
+static __always_inline bool is_inside(struct caller *caller, u64 stack_pointer)
+{
+	u64 word = 0;
+
+	if (!caller->outer_stack_pointer || stack_pointer > caller->outer_stack_pointer ||
+	    bpf_probe_read_user(&word, sizeof(word), (void *)caller->outer_stack_pointer))
+		return false;
+	return word == caller->outer_return_address;
+}
+
+/* Notes with a stack the call that the current thread is inside of. */
+static __always_inline void note_call(struct capture *capture)
+{
+	u32 tid = capture->walk.tid;
+	struct caller *caller;
+
+	if (!WITH_CALLS || !capture->walk.depth)
+		return;
+	caller = callers.lookup(&tid);
+	if (!caller || !is_inside(caller, capture->walk.stack_pointer))
+		return;
+	capture->record.call = caller->outer_call;
+	capture->record.call_return = caller->outer_return_address;
+}
+
+#endif
