@@ -105,6 +105,13 @@ class CaptureWriter:
             "SELECT id, process_id, kernel_depth, end_reason, addresses FROM stacks ORDER BY id"
         ).fetchall()
 
+    def user_addresses(self, stack: int) -> bytes:
+        """Returns the user half of a stack's addresses, leaf first; none for a stack not stored."""
+        row = self._database.execute(
+            "SELECT kernel_depth, addresses FROM stacks WHERE id = ?", (stack,)
+        ).fetchone()
+        return b"" if row is None else bytes(row[1][row[0] * 8 :])
+
     def switch_stack_ids(self) -> list[int]:
         """Returns the ids of stacks that were taken at a context switch."""
         rows = self._database.execute("SELECT DISTINCT stack_id FROM samples WHERE class > 0")

@@ -207,7 +207,7 @@ class _Session:
         self._writer.commit()
         resolver.resolve()
         recorder.devices.resolve(service, resolver.binary_id)
-        recorder.calls.finish(recorder.devices.kernel_names())
+        recorder.calls.finish(recorder.devices.kernel_names(), self._writer)
         problems = {**resolver.problems, **recorder.problems()}
         for problem in service.problems:
             problems[problem.reason] = problems.get(problem.reason, 0) + 1

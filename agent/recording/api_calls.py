@@ -153,7 +153,7 @@ class ApiCalls:
         if function.operation is not Operation.LAUNCH:
             return row, thread.index, slot, None, int(_direction(api, function, kind))
         is_named = bool(kind & abi.CALL_KERNEL_IS_NAMED)
-        kernel = self._names.kernel(image, api.name, int(call["kernel"]), is_named)
+        kernel = self._names.kernel(image, api.name, int(call["kernel"]), is_named, row)
         return row, thread.index, slot, kernel, int(Direction.UNKNOWN)
 
     def _call(self, slot: int) -> tuple[Api, Call] | None:
@@ -172,13 +172,14 @@ class ApiCalls:
         writer.put("api_functions", rows)
         self._functions_written |= called
 
-    def finish(self, run: Mapping[int, frozenset[str]]) -> None:
+    def finish(self, run: Mapping[int, frozenset[str]], writer: CaptureWriter) -> None:
         """Names kernels that no name was told of.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
+            writer: Has the stacks of launches.
         """
-        self._names.finish(run)
+        self._names.finish(run, writer)
 
     def problems(self) -> dict[str, int]:
         """Returns what was lost, by name."""

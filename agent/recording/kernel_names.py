@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, sound_address
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
@@ -26,7 +27,7 @@ from aiflame.agent.symbols.debugfiles import MappedElf
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.table import SymbolSource, SymbolTable
-from aiflame.gpu.kernel_names import name_from_host_symbol
+from aiflame.gpu.kernel_names import is_stub, name_from_host_symbol
 
 # A name lies near the beginning of what a handle points to: PoCL's is the sixth word (pocl_cl.h,
 # v3.1). Smaller pieces are for objects at the end of a mapping.
@@ -35,6 +36,12 @@ _NAME = re.compile(rb"[A-Za-z_$][\w$]{0,254}\0", re.ASCII)
 _NAME_BYTES = 256
 # Names as long as the longest of C++ are read whole from the process.
 _LONGEST_NAME_BYTES = 16384
+
+# Between a kernel's stub and the launch stands at most a helper of nvcc's (crt/host_runtime.h,
+# CUDA 13.0); what was inlined into the stub has no frame.
+_STUB_DEPTH = 3
+# One kernel is launched from many stacks, but through one stub.
+_MAX_STACKS = 4
 
 _UNTOLD = "made before the recording began"
 _LOST = "its name was lost"
@@ -50,6 +57,7 @@ class _Unnamed:
     api: str
     handle: int
     candidates: frozenset[str]
+    stacks: set[int]
 
 
 class KernelNames:
@@ -96,7 +104,9 @@ class KernelNames:
         else:
             self.lost += 1
 
-    def kernel(self, image: ProcessImage, api: str, identity: int, is_named: bool) -> int:
+    def kernel(
+        self, image: ProcessImage, api: str, identity: int, is_named: bool, stack: int
+    ) -> int:
         """Returns the row of a launched kernel.
 
         Args:
@@ -104,6 +114,7 @@ class KernelNames:
             api: Of the call.
             identity: The id of a name that was told, or a handle or host address.
             is_named: Which of them.
+            stack: Row of the launch's stack.
         """
         if is_named:
             name = self._told.get((image.index, identity), "")
@@ -114,8 +125,10 @@ class KernelNames:
         known = self._unnamed.get(key)
         if known is None:
             row = self._kernels.unnamed(image.index, api, _UNTOLD)
-            known = _Unnamed(row, image, api, identity, self._candidates(image, identity))
+            known = _Unnamed(row, image, api, identity, self._candidates(image, identity), set())
             self._unnamed[key] = known
+        if len(known.stacks) < _MAX_STACKS:
+            known.stacks.add(stack)
         return known.row
 
     def _candidates(self, image: ProcessImage, handle: int) -> frozenset[str]:
@@ -136,31 +149,46 @@ class KernelNames:
             pass  # it has ended: what was found before is what there is
         return frozenset(found)
 
-    def finish(self, run: Mapping[int, frozenset[str]]) -> None:
+    def finish(self, run: Mapping[int, frozenset[str]], writer: CaptureWriter) -> None:
         """Names what can be named by now.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
+            writer: Has the stacks of launches.
         """
         for unnamed in self._unnamed.values():
-            name = self._name(unnamed, run.get(unnamed.image.index, frozenset()))
+            name = self._name(unnamed, run.get(unnamed.image.index, frozenset()), writer)
             if name:
                 self._kernels.name(unnamed.row, unnamed.image.index, unnamed.api, name)
 
-    def _name(self, unnamed: _Unnamed, run: frozenset[str]) -> str:
+    def _name(self, unnamed: _Unnamed, run: frozenset[str], writer: CaptureWriter) -> str:
         index, handle = unnamed.image.index, unnamed.handle
         address = self._aliases.get((index, handle), handle)
         told = self._told.get((index, address))
         if told is not None:
             return told
-        symbol = self._symbol(unnamed.image, address, unnamed.api)
-        if symbol:
-            return symbol
+        symbol = self._symbol(unnamed.image, address)
+        kernel = name_from_host_symbol(symbol, unnamed.api) if symbol else None
+        kernel = kernel or self._name_of_stub(unnamed, writer)
+        if kernel:
+            return kernel
         seen = unnamed.candidates & run
         return next(iter(seen)) if len(seen) == 1 else ""
 
-    def _symbol(self, image: ProcessImage, address: int, api: str) -> str:
-        """Returns the kernel that a host function stands for, "" if it is none."""
+    def _name_of_stub(self, unnamed: _Unnamed, writer: CaptureWriter) -> str:
+        """Returns the kernel by whose stub all its launches were called, "" where there is none."""
+        names = set()
+        for stack in unnamed.stacks:
+            user = np.frombuffer(writer.user_addresses(stack), "<u8")
+            # A caller is looked up one byte before where it goes on.
+            callers = [address - 1 for address in user[1 : 1 + _STUB_DEPTH].tolist()]
+            symbols = (self._symbol(unnamed.image, address) for address in callers)
+            stub = next((symbol for symbol in symbols if is_stub(symbol)), "")
+            names.add(name_from_host_symbol(stub, unnamed.api) if stub else "")
+        return (names.pop() or "") if len(names) == 1 else ""
+
+    def _symbol(self, image: ProcessImage, address: int) -> str:
+        """Returns the symbol of a place in a process, "" where it has none."""
         found = int(image.find(np.array([address], np.uint64))[0])
         if found < 0 or image.mappings[found].binary == NO_BINARY:
             return ""
@@ -170,9 +198,7 @@ class KernelNames:
             return ""
         place = (address - self._images.bias(mapping)) % (1 << 64)
         raw = symbols.raw_names(np.array([place], np.uint64))[0]
-        if raw is None:
-            return ""
-        return name_from_host_symbol(clean_name(raw.decode(errors="replace")), api) or ""
+        return "" if raw is None else clean_name(raw.decode(errors="replace"))
 
     def _symbols_of(self, binary: int) -> SymbolTable | None:
         if binary not in self._symbols:

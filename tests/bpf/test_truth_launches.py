@@ -278,6 +278,24 @@ def test_cuda_launches_are_counted_without_a_driver(
         assert by_site[site] == pytest.approx(launches / 23 * whole, rel=0.01)
 
 
+def test_cuda_kernels_of_a_running_program_have_names(
+    cuda_workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    # GIVEN a program whose kernels were registered before the recording
+    program = cuda_workload("cudalaunches", "-cudart", "static", "-default-stream=per-thread")
+    with subprocess.Popen([program, "1000000000"], stdout=subprocess.DEVNULL) as process:
+        with Recording(tmp_path, "-p", process.pid, "-d", "1") as recording:
+            profile = recording.wait().profile
+        process.kill()
+    # THEN their handles are named by the stubs that the launches came from
+    launched = [row for row in profile.gpu.calls if row["kernel"] != NONE]
+    names = {profile.gpu.kernels[row["kernel"]].name for row in launched}
+    assert len(launched) > 4
+    assert {name.strip("_Z0123456789Pi") for name in names} >= {"hidden", "plain"}
+    assert all(name for name in names), names
+    assert sum("scale" in name or "fill" in name for name in names) == len(names) - 2
+
+
 def test_a_program_without_a_device_has_no_launches(
     workload: Callable[..., Path], tmp_path: Path
 ) -> None:
