@@ -144,6 +144,10 @@ enum setting {
 	SETTING_STACKS_DRAIN = 2, /* EVENT_DRAIN is due after this many new stacks of one CPU */
 	SETTING_SUMS_DRAIN = 3, /* the same for sums */
 	SETTING_CALLS_DRAIN = 4, /* and for sums of API calls */
+	SETTING_PERIOD_NS = 5, /* weight of one on-CPU sample */
+	SETTING_FOLLOW_CHILDREN = 6, /* 1: children of targets are targets */
+	SETTING_WAIT_EVENT_NS = 7, /* waits from this length on are sent one by one */
+	SETTING_CALL_EVENTS = 8, /* API calls sent one by one each second and CPU; 0 for none */
 	SETTING_MAX,
 };
 

@@ -18,10 +18,6 @@
 #ifndef CALLS_MAX
 #define CALLS_MAX 16384
 #endif
-/* Calls sent one by one each second and CPU; 0 without --trace. */
-#ifndef CALL_EVENTS_PER_S
-#define CALL_EVENTS_PER_S 0
-#endif
 
 /* Of the same kernel version as bpf_task_pt_regs: where one is missing, nothing can be attached. */
 #if HAVE_TASK_PT_REGS
@@ -196,7 +192,7 @@ static __always_inline bool is_nested(struct caller *caller, u32 call)
 	return caller->outer_call != call && is_inside(caller, caller->entry_stack_pointer);
 }
 
-static __always_inline bool may_send_call(u64 now_ns)
+static __always_inline bool may_send_call(u64 now_ns, u64 most)
 {
 	u32 zero = 0;
 	struct wait_budget *budget = call_budgets.lookup(&zero);
@@ -208,7 +204,7 @@ static __always_inline bool may_send_call(u64 now_ns)
 		budget->sent = 0;
 	}
 	budget->sent += 1;
-	return budget->sent <= CALL_EVENTS_PER_S;
+	return budget->sent <= most;
 }
 
 static __always_inline void add_call(struct caller *caller)
@@ -245,11 +241,14 @@ static __always_inline void add_call(struct caller *caller)
 
 static __always_inline void finish_call(struct caller *caller)
 {
+	u64 most;
+
 	caller->call.stack = finish_capture(&caller->capture);
 	add_call(caller);
-	if (!CALL_EVENTS_PER_S)
+	most = setting(SETTING_CALL_EVENTS);
+	if (!most)
 		return;
-	if (may_send_call(caller->call.ns))
+	if (may_send_call(caller->call.ns, most))
 		send(&caller->call, sizeof(caller->call), 0);
 	else
 		count(LOST_CALL_EVENTS);

@@ -8,10 +8,6 @@
  */
 #include "offcpu.bpf.c"
 
-#ifndef FOLLOW_CHILDREN
-#define FOLLOW_CHILDREN 1
-#endif
-
 /* sched_process_fork(struct task_struct *parent, struct task_struct *child): threads as well */
 int on_fork(struct raw_tracepoint *ctx)
 {
@@ -27,7 +23,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	if (!parent)
 		return 0;
 	if (tgid != parent_tgid) {
-		if (!FOLLOW_CHILDREN && parent->flags & PROCESS_TARGET)
+		if (!setting(SETTING_FOLLOW_CHILDREN) && parent->flags & PROCESS_TARGET)
 			return 0;
 		created.image = now_ns;
 		created.flags = parent->flags & ~(PROCESS_SEEN | PROCESS_SETTLED);

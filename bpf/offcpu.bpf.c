@@ -27,9 +27,6 @@
 #ifndef THREADS_MAX
 #define THREADS_MAX 65536
 #endif
-#ifndef WAIT_EVENT_NS
-#define WAIT_EVENT_NS 100000000ull /* 100 ms: long enough to be worth a line of its own */
-#endif
 
 #ifndef WAIT_EVENTS_PER_S
 #define WAIT_EVENTS_PER_S 1000 /* on each CPU: 10,000 sleepers must not drown process events */
@@ -125,7 +122,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	key.sample_class = CLASS_WAITING_TO_RUN;
 	if (event.runnable_ns)
 		add_sum(&key, event.runnable_ns);
-	if (now_ns - thread->switched_ns < WAIT_EVENT_NS)
+	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
 	if (!may_send_wait(now_ns)) {
 		count(LOST_WAIT_EVENTS);

@@ -2,7 +2,7 @@
 /*
  * On-CPU samples.
  *
- * Attach: one software cpu-clock perf event a CPU, every PERIOD_NS of it. Hardware cycles are not
+ * Attach: one software cpu-clock perf event a CPU, every so many nanoseconds of it. Hardware cycles are not
  * used: they stop in idle states and stretch with the clock, so they are no time.
  * Needs: BPF_PROG_TYPE_PERF_EVENT (v4.9) and what walk.h needs.
  * Loses: nothing but what store.h counts; a tick that lands inside another BPF program of the
@@ -11,10 +11,6 @@
 #include <linux/types.h>
 #include "callers.h"
 #include "store.h"
-
-#ifndef PERIOD_NS
-#define PERIOD_NS 10101010ull
-#endif
 
 /* struct bpf_perf_event_data (uapi/linux/bpf_perf_event.h). */
 struct perf_event_context {
@@ -33,7 +29,7 @@ static __always_inline void finish_sample(struct capture *capture)
 	key.image = capture->walk.image;
 	key.stack = finish_capture(capture);
 	key.sample_class = CLASS_ON_CPU;
-	add_sum(&key, PERIOD_NS);
+	add_sum(&key, setting(SETTING_PERIOD_NS));
 }
 
 /* Tail-called with a capture in per-CPU memory. */

@@ -43,6 +43,10 @@ class Setting(enum.IntEnum):
     STACKS_DRAIN = 2
     SUMS_DRAIN = 3
     CALLS_DRAIN = 4
+    PERIOD_NS = 5
+    FOLLOW_CHILDREN = 6
+    WAIT_EVENT_NS = 7
+    CALL_EVENTS = 8
 
 
 class Filter(enum.IntEnum):

@@ -74,7 +74,7 @@ BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
 
 @dataclass(frozen=True, slots=True)
 class ProgramOptions:
-    """What is compiled into the programs; sizes are entries, times ns."""
+    """What the programs are told, or made of; sizes are entries, times ns."""
 
     filter: abi.Filter
     period_ns: int
@@ -131,6 +131,7 @@ class Programs:
         }
         for kind in ("sample", "switch"):
             self._chain(kind)
+        self._set_options(options)
         self.sums = tuple(
             Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
             for name in ("sums0", "sums1")
@@ -140,6 +141,13 @@ class Programs:
             for name in ("calls0", "calls1")
         )
         self._map_fds = map_fds
+
+    def _set_options(self, options: ProgramOptions) -> None:
+        """Writes what is no part of the compiled programs: other values need no other programs."""
+        self.set(abi.Setting.PERIOD_NS, options.period_ns)
+        self.set(abi.Setting.FOLLOW_CHILDREN, int(options.follow_children))
+        self.set(abi.Setting.WAIT_EVENT_NS, options.wait_event_ns)
+        self.set(abi.Setting.CALL_EVENTS, options.call_events_per_s)
 
     def _chain(self, kind: str) -> None:
         """Lets the programs that walk call themselves and each other."""
@@ -246,8 +254,6 @@ def load_unit(
 def _macros(options: ProgramOptions) -> dict[str, int | str]:
     return {
         "FILTER": int(options.filter),
-        "PERIOD_NS": f"{options.period_ns}ull",
-        "FOLLOW_CHILDREN": int(options.follow_children),
         "WITH_OFF_CPU": int(options.off_cpu),
         "WITH_USER_STACKS": int(options.user_stacks),
         "WITH_KERNEL_STACKS": int(options.kernel_stacks),
@@ -257,11 +263,9 @@ def _macros(options: ProgramOptions) -> dict[str, int | str]:
         "PROCESSES_MAX": options.processes_max,
         "RING_PAGES": options.ring_pages,
         "PYTHON_CHAINS_MAX": options.python_chains_max,
-        "WAIT_EVENT_NS": f"{options.wait_event_ns}ull",
         "WITH_CALLS": int(options.calls),
         "CALLS_MAX": options.calls_max if options.calls else 1,
         "CALLERS_MAX": _CALLERS_MAX if options.calls else 1,
-        "CALL_EVENTS_PER_S": options.call_events_per_s,
     }
 
 
