@@ -6,7 +6,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-bench demo test unit lint format bench wheel lock clean
+.PHONY: help setup setup-demo setup-test setup-bench demo test unit lint format bench wheel
+.PHONY: lock clean
 
 # The distribution's own interpreter, whatever comes first in PATH: only it finds the bcc package.
 PYTHON := /usr/bin/python3
@@ -14,13 +15,12 @@ VENV := .venv
 DEMO := build/demo
 
 APT_RUN := python3-bpfcc python3-venv gcc libc6-dev
-APT_TEST := $(APT_RUN) g++ binutils nodejs pocl-opencl-icd ocl-icd-opencl-dev python3-pyopencl
+# PoCL is an OpenCL device that needs no hardware.
+APT_DEMO := $(APT_RUN) pocl-opencl-icd python3-pyopencl
+APT_TEST := $(APT_DEMO) g++ binutils nodejs ocl-icd-opencl-dev
 # The tools that OVERHEAD.md compares with; perf's package has another name in each distribution.
 APT_BENCH := $(APT_TEST) bpftrace \
 	$(if $(shell grep -x ID=ubuntu /etc/os-release),linux-tools-generic,linux-perf)
-
-# Frame pointers, and no tail calls: every frame of a workload is there to be seen.
-CFLAGS := -O2 -g -fno-omit-frame-pointer -fno-optimize-sibling-calls -pthread -Wall -Wextra -Werror
 
 export DEBIAN_FRONTEND := noninteractive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -40,15 +40,18 @@ endef
 
 setup: APT := $(APT_RUN)
 setup: LOCK := requirements.lock
+setup-demo: APT := $(APT_DEMO)
+setup-demo: LOCK := requirements.lock
 setup-test: APT := $(APT_TEST)
 setup-test: LOCK := requirements-test.lock
 setup-bench: APT := $(APT_BENCH)
 setup-bench: LOCK := requirements-test.lock
 
 setup:       ## install what `aiflame` needs: distribution packages, then .venv
+setup-demo:  ## the same, and an OpenCL device made of the CPU
 setup-test:  ## the same, and what the checks and tests need
 setup-bench: ## the same, and the profilers to compare with
-setup setup-test setup-bench:
+setup setup-demo setup-test setup-bench:
 	@$(hand_back)
 	complain() { echo "make $@: $$1" >&2; exit 3; }
 	missing=()
@@ -87,12 +90,18 @@ define needs_root
 [[ $$(id -u) == 0 ]] || { echo "make $@: loading BPF programs needs root: sudo make $@" >&2; exit 3; }
 endef
 
-demo:  ## record the bundled workload: a capture and a picture in build/demo
+demo:  ## record the bundled OpenCL program: a capture and two pages in build/demo
 	$(needs_root)
-	$(MAKE) --no-print-directory setup
+	$(MAKE) --no-print-directory setup-demo
 	mkdir -p $(DEMO)
-	gcc $(CFLAGS) -o $(DEMO)/serving tests/workloads/serving.c
-	$(VENV)/bin/aiflame record --force -o $(DEMO)/demo.aiflame -- $(DEMO)/serving
+	$(VENV)/bin/aiflame record --force -F 499 -o $(DEMO)/demo.aiflame \
+		-- $(PYTHON) tests/workloads/inference.py
+	$(VENV)/bin/aiflame report $(DEMO)/demo.aiflame --force --view gpu --color-by frame \
+		-o $(DEMO)/demo-gpu.html
+	echo
+	echo "Open in a browser:"
+	echo "  $(DEMO)/demo-gpu.html  what the device did, and which code launched it"
+	echo "  $(DEMO)/demo.html      where the program's threads spent their time"
 
 test:  ## all checks and tests, as CI runs them
 	$(needs_root)
