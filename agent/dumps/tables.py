@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiflame.agent.recording.binaries import BinaryTable
 from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.table_builder import TableBuilder
+from aiflame.agent.recording.table_builder import TableBuilders
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
@@ -43,7 +43,7 @@ class WaitingTables:
             self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
             cache = Path(self._own_cache.name)
         self._store = Store(cache)
-        self._builder = TableBuilder(cache, lambda fd: None, lambda binary: 0.0)
+        self._builder = TableBuilders(cache, lambda fd: None, lambda binary: 0.0, lambda binary: 0)
         self.without: set[str] = set()
 
     def table_of(self, binary: int) -> UnwindTable | None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has unwind tables built by a child process, one after the other, without ever waiting for it.
+"""Has unwind tables built by child processes, without ever waiting for them.
 
-The one that samples need most comes next: a process may map a hundred files and run in three.
+The one that samples need most comes next: a process may map a hundred files and run in three. Small
+files have a child of their own, since a large one takes seconds, and may have been begun before it
+was known what is needed.
 """
 
 from __future__ import annotations
@@ -13,9 +15,54 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 # libtorch_cpu takes a second; what takes this long on any machine is a file made to.
 _TIMEOUT_S = 60.0
+
+# A file of this size takes some 30 ms.
+_SMALL_FILE_BYTES = 4 << 20
+
+
+class TableBuilders:
+    """A queue for small files and one for large ones.
+
+    Args:
+        cache: Directory in which tables are built.
+        watch: Told of descriptors that become readable when `finished` has something to say.
+        urgency: Of a binary; the greatest is built next.
+        size_bytes: Of a binary's file.
+    """
+
+    def __init__(
+        self,
+        cache: Path,
+        watch: Callable[[int], None],
+        urgency: Callable[[int], float],
+        size_bytes: Callable[[int], int],
+    ) -> None:
+        self._size_bytes = size_bytes
+        self._small = TableBuilder(cache, watch, urgency)
+        self._large = TableBuilder(cache, watch, urgency)
+
+    def ask(self, binary: int, path: str) -> None:
+        """Queues a binary by its index and an openable path, unless it is queued already."""
+        is_small = self._size_bytes(binary) <= _SMALL_FILE_BYTES
+        (self._small if is_small else self._large).ask(binary, path)
+
+    def finished(self) -> list[int]:
+        """Returns the binaries that are done with, whether there is a table now or not."""
+        return [*self._small.finished(), *self._large.finished()]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until `finished` has something to say; returns whether it has."""
+        outputs = [lane.output for lane in (self._small, self._large) if lane.output is not None]
+        return bool(outputs) and bool(select.select(outputs, [], [], timeout_s)[0])
+
+    def close(self) -> None:
+        """Ends the children."""
+        self._small.close()
+        self._large.close()
 
 
 class TableBuilder:
@@ -86,11 +133,10 @@ class TableBuilder:
             self._ask_next()
         return done
 
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until `finished` has something to say; returns whether it has."""
-        if self._child is None or self._child.stdout is None:
-            return False
-        return bool(select.select([self._child.stdout], [], [], timeout_s)[0])
+    @property
+    def output(self) -> IO[bytes] | None:
+        """What becomes readable when `finished` has something to say."""
+        return None if self._child is None else self._child.stdout
 
     def close(self) -> None:
         """Ends the child."""

@@ -26,7 +26,7 @@ from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.recording.table_builder import TableBuilder
+from aiflame.agent.recording.table_builder import TableBuilders
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
@@ -71,7 +71,7 @@ class UnwindTables:
         self.problem_files: dict[str, set[str]] = {}
         self._kernel = KernelTables(programs, limit_bytes, self.problems)
         self._hits: Counter[int] = Counter()  # stacks that each binary was in, over all drains
-        self._builder = TableBuilder(cache, watch, self._urgency)
+        self._builder = TableBuilders(cache, watch, self._urgency, self._size_bytes)
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
         self._without: set[int] = set()  # those among them that have none
@@ -180,8 +180,11 @@ class UnwindTables:
 
     def _urgency(self, binary: int) -> float:
         """What building a table is worth: samples that need it, by the time that it takes."""
+        return (self._hits[binary] + 1) / self._size_bytes(binary)
+
+    def _size_bytes(self, binary: int) -> int:
         elf = self.images.of(binary)
-        return (self._hits[binary] + 1) / (elf.size_bytes if elf is not None else 1)
+        return elf.size_bytes if elf is not None else 1
 
     def _blame(self, binary: int, problem: str, count: int) -> None:
         self.problems[problem] += count

@@ -218,9 +218,12 @@ _PREFIXED = {scope: _prefixes(scope) for scope in _Scope}
 _ANY_PREFIX = {scope: tuple(prefix for prefix, _ in _PREFIXED[scope]) for scope in _Scope}
 
 
-# The calls of all device APIs that return when the device is done.
+# The calls of all device APIs that return when the device is done; a copy that waits, waits for it.
 _DEVICE_WAITS = frozenset(
-    call.symbol for api in APIS for call in api.calls if call.operation is Operation.SYNCHRONIZE
+    call.symbol
+    for api in APIS
+    for call in api.calls
+    if call.operation in (Operation.SYNCHRONIZE, Operation.COPY)
 )
 
 

@@ -185,7 +185,10 @@ def test_labels_are_in_the_order_of_values() -> None:
 
 
 _WAITS = [
-    call.symbol for api in APIS for call in api.calls if call.operation is Operation.SYNCHRONIZE
+    call.symbol
+    for api in APIS
+    for call in api.calls
+    if call.operation in (Operation.SYNCHRONIZE, Operation.COPY)
 ]
 
 
