@@ -441,14 +441,16 @@ static __always_inline u64 name_id_of(struct kernel_named_event *named)
 	return hash;
 }
 
-static __always_inline void send_named(struct kernel_named_event *named, u64 bytes)
+static __always_inline bool send_named(struct kernel_named_event *named, u64 bytes)
 {
 	/* In assembly: a bound that verifiers see. */
 	asm volatile("%0 &= %1" : "+r"(bytes) : "i"(0x7ff));
 	if (bytes > sizeof(*named))
 		bytes = sizeof(*named);
-	if (ring.ringbuf_output(named, bytes, 0))
-		count(LOST_KERNEL_NAMES);
+	if (!ring.ringbuf_output(named, bytes, 0))
+		return true;
+	count(LOST_KERNEL_NAMES);
+	return false;
 }
 
 /* Ties a handle to its name; sends the name if the process had none such before. */
@@ -492,7 +494,12 @@ static __always_inline void note_name(struct kernel_named_event *named)
 	if (kernel_names.lookup(&key))
 		return;
 	kernel_names.update(&key, &named->name_id);
-	send_named(named, head + named->name_bytes);
+	if (send_named(named, head + named->name_bytes))
+		return;
+	/* An id that nobody knows the name of is worse than the handle, which may still lead to it. */
+	kernel_names.delete(&key);
+	key.handle = named->handle;
+	kernel_names.delete(&key);
 }
 
 /* At the entry of a function that ties a name to a kernel's handle. */

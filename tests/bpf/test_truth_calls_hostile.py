@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from aiflame.agent.gpu_profile import NONE
 from aiflame.agent.model import Profile
-from recordings import Workload, record_workload
+from recordings import Recording, Workload, record_workload
 
 pytestmark = pytest.mark.bpf
 
@@ -83,3 +86,49 @@ def test_threads_that_have_ended_leave_room_for_others(record: Record) -> None:
     profile, truth = record("threads", 2000)
     assert _count(profile, "clEnqueueNDRangeKernel") == truth["launches"] == 2000
     assert profile.losses == ()
+
+
+@contextmanager
+def _image(lower: Path, folder: Path) -> Iterator[Path]:
+    """Yields a mount of a folder, as each container of one image has its own."""
+    other, mount = folder / "other", folder / "mount"
+    other.mkdir(parents=True)
+    mount.mkdir()
+    subprocess.run(
+        ["mount", "-t", "overlay", "overlay", "-o", f"lowerdir={lower}:{other}", str(mount)],
+        check=True,
+    )
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_library_in_two_containers_of_one_image_is_counted_once(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    program = workload("clhard", "-lOpenCL")
+    # GIVEN one file that two mounts show with device numbers of their own
+    (tmp_path / "lower").mkdir()
+    linked = subprocess.run(["ldd", str(program)], check=True, capture_output=True, text=True)
+    library = next(line.split()[2] for line in linked.stdout.splitlines() if "libOpenCL" in line)
+    shutil.copy(library, tmp_path / "lower" / "libOpenCL.so.1")
+    with (
+        _image(tmp_path / "lower", tmp_path / "one") as one,
+        _image(tmp_path / "lower", tmp_path / "two") as two,
+    ):
+        command = [program, "stale", 100]
+        environment = {**os.environ, "POCL_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}
+        first = Workload(command, env={**environment, "LD_LIBRARY_PATH": str(one)})
+        second = Workload(command, env={**environment, "LD_LIBRARY_PATH": str(two)})
+        with first, second:
+            pids = f"{first.pid},{second.pid}"
+            with Recording(tmp_path, "-p", pids) as recording:
+                first.go()
+                second.go()
+                truth = [first.truth(), second.truth()]
+                profile = recording.stop().profile
+    # THEN a probe on each mount, which is a probe on the one file, counts no call twice
+    launches = sum(measured["launches"] for measured in truth)
+    assert _count(profile, "clEnqueueNDRangeKernel") == launches == 200
+    assert _count(profile, "clFinish") == 200
