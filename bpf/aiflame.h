@@ -315,6 +315,11 @@ struct wait_event {
 
 /* Functions of device APIs that can be told apart; a number is given out for each by the host half. */
 #define API_CALLS_MAX 1024
+/* Places where they are probed, in all files; and APIs. */
+#define API_PROBES_MAX 8192
+#define APIS_MAX 8
+/* Of the work and bytes of one call: sums of hostile ones must not overflow. */
+#define CALL_SIZE_MAX (1ull << 46)
 
 /* How a launch says what it launches; Grid in gpu/apis/base.py. */
 #define GRID_NONE 0
@@ -348,6 +353,16 @@ struct api_call {
 	struct api_argument alias; /* of a naming: a handle that has the name */
 	u32 grid; /* GRID_* */
 	u32 handle_from; /* HANDLE_*, of a naming */
+	u32 api; /* number of its API, below APIS_MAX */
+	u32 operation; /* Operation in agent/gpu_profile.py */
+};
+
+/* One place where a function is probed; its number is the attach cookie. */
+struct api_probe {
+	u64 before_bytes; /* from the probe back to the start of the code that is inside the call */
+	u64 after_bytes; /* and on to its end */
+	u32 call; /* slot in `api_calls` */
+	u32 stack_bytes; /* what the function has pushed before the probe */
 };
 
 struct call_key {

@@ -20,6 +20,17 @@
 #define REGISTER_ARGUMENTS 6
 #define REGISTER_SLOTS 8
 
+/* The last call of an API that was counted: one inside it is not. */
+struct outer_call {
+	u64 stack_pointer; /* where the return address is; 0: none */
+	u64 return_address;
+	u64 instruction_pointer; /* of the probe */
+	u64 code_start; /* who calls from here on, to code_end, was called by it */
+	u64 code_end;
+	u32 call;
+	u32 probe;
+};
+
 struct caller {
 	struct capture capture;
 	/* The call in work. */
@@ -27,11 +38,12 @@ struct caller {
 	u64 work;
 	u64 arguments[REGISTER_SLOTS];
 	u64 entry_stack_pointer; /* where the return address is */
-	/* The last call that was counted: one inside it is not. */
+	/* The last call that was counted, of any API. */
 	u64 outer_stack_pointer;
 	u64 outer_return_address;
 	u32 outer_call;
 	u32 unused;
+	struct outer_call outers[APIS_MAX];
 	/* A kernel's name, from the entry of the function that makes its handle to its return. */
 	u64 handle_at;
 	struct kernel_named_event named;

@@ -4,8 +4,7 @@
  *
  * Attach: uprobes at the entry of the functions, or a few instructions behind it where that is
  * cheaper and all arguments are still in place; a return probe for functions that make a kernel's
- * handle. The attach cookie holds the function's slot in `api_calls` and, in its upper half, the
- * bytes that the function has pushed before the probe.
+ * handle. The attach cookie is the place's number in `api_probes`.
  * Needs: bpf_get_attach_cookie (v5.15) and what walk.h needs.
  * Loses: what its counters say. Where arguments cannot be read the call counts without them.
  *
@@ -33,6 +32,7 @@ static u64 (*attach_cookie)(void *ctx) = (void *)174; /* bpf_get_attach_cookie, 
 
 BPF_TABLE("lru_hash", struct kernel_name_key, u64, kernel_names, WITH_CALLS ? KERNEL_NAMES_MAX : 1);
 BPF_ARRAY(api_calls, struct api_call, API_CALLS_MAX);
+BPF_ARRAY(api_probes, struct api_probe, WITH_CALLS ? API_PROBES_MAX : 1);
 /* What a thread's memory begins as: it is too large for a program's stack. */
 BPF_ARRAY(new_caller, struct caller, 1);
 BPF_TABLE("hash", struct call_key, struct call_value, calls0, CALLS_MAX);
@@ -104,6 +104,19 @@ static __always_inline u64 value_of(struct caller *caller, struct api_argument *
 	return where->size_bytes == 4 ? (u32)value : value;
 }
 
+/* The product of two sizes that are at most CALL_SIZE_MAX, no more than that. */
+static __always_inline u64 times(u64 one, u64 other)
+{
+	if (!one || !other)
+		return 0;
+	return one > CALL_SIZE_MAX / other ? CALL_SIZE_MAX : one * other;
+}
+
+static __always_inline u64 capped(u64 size)
+{
+	return size > CALL_SIZE_MAX ? CALL_SIZE_MAX : size;
+}
+
 static __always_inline u32 limited(u64 size)
 {
 	return size > 0xffffffff ? 0xffffffff : size;
@@ -139,7 +152,7 @@ static __always_inline void read_opencl_grid(struct caller *caller)
 		call->block[1] = limited(local[1]);
 		call->block[2] = limited(local[2]);
 	}
-	caller->work = global[0] * global[1] * global[2];
+	caller->work = times(times(capped(global[0]), capped(global[1])), capped(global[2]));
 }
 
 static __always_inline void read_grid(struct caller *caller, u32 kind)
@@ -178,18 +191,54 @@ static __always_inline void read_grid(struct caller *caller, u32 kind)
 		count(LOST_CALL_ARGUMENTS);
 		return;
 	}
-	caller->work = (u64)call->grid[0] * call->grid[1] * call->grid[2] * call->block[0] *
-		       call->block[1] * call->block[2];
+	caller->work = times(times(call->grid[0], call->grid[1]), call->grid[2]);
+	caller->work = times(times(caller->work, call->block[0]), call->block[1]);
+	caller->work = times(caller->work, call->block[2]);
 }
 
 /*
- * Whether a call is made by another one that was counted: a runtime's launch calls the driver's, and
- * some functions are jumps to others. The outer call is still there if its return address is, and it
- * is not this call itself, made again from the same place.
+ * Whether a call is made by another one of its API that was counted, which is still there if its
+ * return address is. That alone is no proof: what a call that has returned left on the stack may lie
+ * unwritten in a later frame. So the caller must be the outer function, or in its library.
+ *
+ * A function that is called in the same place of the stack is one that the outer function has jumped
+ * to, or the next call of a caller like libffi, which calls all from one instruction: only one that
+ * does the same is taken for the first. And one place may be probed twice, through two mounts of one
+ * file: then the probes take turns.
  */
-static __always_inline bool is_nested(struct caller *caller, u32 call)
+static __always_inline bool is_nested(struct outer_call *outer, struct api_call *api,
+				      struct outer_call *now)
 {
-	return caller->outer_call != call && is_inside(caller, caller->entry_stack_pointer);
+	struct api_call *last;
+	u64 word = 0;
+
+	if (!outer->stack_pointer || now->stack_pointer > outer->stack_pointer ||
+	    bpf_probe_read_user(&word, sizeof(word), (void *)outer->stack_pointer) ||
+	    word != outer->return_address)
+		return false;
+	if (now->stack_pointer < outer->stack_pointer)
+		return now->return_address >= outer->code_start &&
+		       now->return_address < outer->code_end;
+	if (now->call == outer->call)
+		return now->probe != outer->probe &&
+		       now->instruction_pointer == outer->instruction_pointer;
+	last = api_calls.lookup((int *)&outer->call);
+	return last && last->operation == api->operation;
+}
+
+/* Fills in what is_nested asks of the call that begins now. */
+static __always_inline void begin_call(struct outer_call *now, struct caller *caller,
+				       struct api_probe *probe, struct pt_regs *ctx, u32 number)
+{
+	now->stack_pointer = caller->entry_stack_pointer;
+	now->return_address = 0;
+	if (bpf_probe_read_user(&now->return_address, 8, (void *)caller->entry_stack_pointer))
+		now->stack_pointer = 0;
+	now->instruction_pointer = ctx->ip;
+	now->code_start = ctx->ip - probe->before_bytes;
+	now->code_end = ctx->ip + probe->after_bytes;
+	now->call = probe->call;
+	now->probe = number;
 }
 
 static __always_inline bool may_send_call(u64 now_ns, u64 most)
@@ -315,31 +364,39 @@ static __always_inline void step_to_caller(struct caller *caller)
 
 int on_call(struct pt_regs *ctx)
 {
-	u64 id = bpf_get_current_pid_tgid(), cookie;
-	u32 tgid = id >> 32, tid = (u32)id, slot;
+	u64 id = bpf_get_current_pid_tgid(), api_number;
+	u32 tgid = id >> 32, tid = (u32)id, slot, number;
 	struct process_state *process = current_target(tgid);
 	struct user_regs regs = {};
+	struct outer_call now = {};
+	struct api_probe *probe;
 	struct api_call *api;
 	struct caller *caller;
 
 	if (!process || !setting(SETTING_START_NS))
 		return 0;
-	cookie = attach_cookie(ctx);
-	slot = (u32)cookie;
+	number = attach_cookie(ctx);
+	probe = api_probes.lookup((int *)&number);
+	if (!probe)
+		return 0;
+	slot = probe->call;
 	api = api_calls.lookup((int *)&slot);
 	caller = caller_of(tid);
 	if (!api || !caller)
 		return 0;
-	keep_arguments(caller, ctx, cookie >> 32);
-	if (is_nested(caller, slot))
+	keep_arguments(caller, ctx, probe->stack_bytes);
+	begin_call(&now, caller, probe, ctx, number);
+	api_number = api->api;
+	/* In assembly: a bound that verifiers see. */
+	asm volatile("%0 &= %1" : "+r"(api_number) : "i"(APIS_MAX - 1));
+	if (is_nested(&caller->outers[api_number], api, &now))
 		return 0;
 	count(COUNTER_CALLS);
 	announce(process, tgid);
+	caller->outers[api_number] = now;
 	caller->outer_call = slot;
-	caller->outer_stack_pointer = caller->entry_stack_pointer;
-	if (bpf_probe_read_user(&caller->outer_return_address, 8,
-				(void *)caller->entry_stack_pointer))
-		caller->outer_stack_pointer = 0;
+	caller->outer_stack_pointer = now.stack_pointer;
+	caller->outer_return_address = now.return_address;
 	__builtin_memset(&caller->call, 0, sizeof(caller->call));
 	caller->work = 0;
 	caller->call.type = EVENT_CALL;
@@ -350,7 +407,7 @@ int on_call(struct pt_regs *ctx)
 	caller->call.ns = bpf_ktime_get_ns();
 	caller->call.kernel = value_of(caller, &api->kernel);
 	caller->call.queue = value_of(caller, &api->queue);
-	caller->call.bytes = value_of(caller, &api->bytes);
+	caller->call.bytes = capped(value_of(caller, &api->bytes));
 	caller->call.kind = value_of(caller, &api->kind);
 	name_kernel(&caller->call);
 	read_grid(caller, api->grid);
@@ -383,14 +440,16 @@ static __always_inline u64 name_id_of(struct kernel_named_event *named)
 	return hash;
 }
 
-static __always_inline void send_named(struct kernel_named_event *named, u64 bytes)
+static __always_inline bool send_named(struct kernel_named_event *named, u64 bytes)
 {
 	/* In assembly: a bound that verifiers see. */
 	asm volatile("%0 &= %1" : "+r"(bytes) : "i"(0x7ff));
 	if (bytes > sizeof(*named))
 		bytes = sizeof(*named);
-	if (ring.ringbuf_output(named, bytes, 0))
-		count(LOST_KERNEL_NAMES);
+	if (!ring.ringbuf_output(named, bytes, 0))
+		return true;
+	count(LOST_KERNEL_NAMES);
+	return false;
 }
 
 /* Ties a handle to its name; sends the name if the process had none such before. */
@@ -434,28 +493,37 @@ static __always_inline void note_name(struct kernel_named_event *named)
 	if (kernel_names.lookup(&key))
 		return;
 	kernel_names.update(&key, &named->name_id);
-	send_named(named, head + named->name_bytes);
+	if (send_named(named, head + named->name_bytes))
+		return;
+	/* An id that nobody knows the name of is worse than the handle, which may still lead to it. */
+	kernel_names.delete(&key);
+	key.handle = named->handle;
+	kernel_names.delete(&key);
 }
 
 /* At the entry of a function that ties a name to a kernel's handle. */
 int on_naming(struct pt_regs *ctx)
 {
-	u64 id = bpf_get_current_pid_tgid(), cookie;
-	u32 tgid = id >> 32, tid = (u32)id, slot;
+	u64 id = bpf_get_current_pid_tgid();
+	u32 tgid = id >> 32, tid = (u32)id, slot, number;
 	struct process_state *process = current_target(tgid);
 	struct kernel_named_event *named;
+	struct api_probe *probe;
 	struct api_call *api;
 	struct caller *caller;
 
 	if (!process)
 		return 0;
-	cookie = attach_cookie(ctx);
-	slot = (u32)cookie;
+	number = attach_cookie(ctx);
+	probe = api_probes.lookup((int *)&number);
+	if (!probe)
+		return 0;
+	slot = probe->call;
 	api = api_calls.lookup((int *)&slot);
 	caller = caller_of(tid);
 	if (!api || !caller)
 		return 0;
-	keep_arguments(caller, ctx, cookie >> 32);
+	keep_arguments(caller, ctx, probe->stack_bytes);
 	named = &caller->named;
 	named->type = EVENT_KERNEL_NAMED;
 	named->tgid = tgid;

@@ -83,6 +83,9 @@ int on_exec(struct raw_tracepoint *ctx)
 
 	if (thread)
 		end_thread(thread, task, old_tid, false, now_ns);
+	/* No call of the old image returns. */
+	forget_caller(old_tid);
+	forget_caller(tgid);
 	if (!process)
 		return 0;
 	process->image = now_ns;

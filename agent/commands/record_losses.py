@@ -40,6 +40,8 @@ _PROBLEM_MEANINGS = {
     "python_bad_pointer": "Python stacks with a pointer that cannot be one; the rest is missing",
     "python_loop": "Python stacks that go round in circles; the rest is missing",
     "python_misfit": "stacks whose Python frames did not fit the eval loops of the native stack",
+    "call_sizes_cut": "sums of work or bytes of device API calls that are larger than any device; "
+    "the calls are counted",
     "kernel_names_unread": "names of kernels whose process ended before they could be read",
     "calls_not_probed": "functions of device APIs that could not be probed; their calls are missing"
     " (probes with cookies came with Linux 5.15)",

@@ -92,6 +92,9 @@ class Counter(enum.IntEnum):
 
 # Device API functions that can be told apart.
 API_CALLS_MAX = 1024
+API_PROBES_MAX = 8192
+APIS_MAX = 8
+CALL_SIZE_MAX = 1 << 46
 # Calls listed one by one each second, over all CPUs.
 CALL_EVENTS_PER_S = 100_000
 # What the kernel half reads of a kernel's name.
@@ -261,7 +264,12 @@ API_CALL_DTYPE = np.dtype(
         ("alias", API_ARGUMENT_DTYPE),
         ("grid", "<u4"),
         ("handle_from", "<u4"),
+        ("api", "<u4"),
+        ("operation", "<u4"),
     ]
+)
+API_PROBE_DTYPE = np.dtype(
+    [("before_bytes", "<u8"), ("after_bytes", "<u8"), ("call", "<u4"), ("stack_bytes", "<u4")]
 )
 CALL_KEY_DTYPE = np.dtype(
     [

@@ -26,6 +26,8 @@ from aiflame.agent.recording.sinks import StackSink
 from aiflame.gpu.apis.base import Api, Call
 
 _LARGEST = (1 << 63) - 1  # of an integer in the capture
+# Of all calls' work and bytes, as readers sum them: what programs ask for need not exist.
+_LARGEST_SUM = 1 << 62
 
 Row = tuple[Any, ...]
 
@@ -53,6 +55,8 @@ class ApiCalls:
         self._events: list[np.void] = []
         self._identities: dict[int, FileIdentity] = {}
         self._functions_written: set[int] = set()
+        self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
+        self._sizes_cut = 0
         self.launches = 0
 
     def prepare(self, command: Sequence[str]) -> None:
@@ -125,20 +129,27 @@ class ApiCalls:
         for key, value in zip(keys, values, strict=True):
             row = self._row(key, stacks)
             if row is not None:
-                sums = (value[name] for name in ("count", "work", "bytes"))
-                calls.append((interval, *row, *(min(int(sum), _LARGEST) for sum in sums)))
+                sizes = (self._bounded(name, int(value[name])) for name in ("work", "bytes"))
+                calls.append((interval, *row, int(value["count"]), *sizes))
                 self.launches += int(value["count"]) if row[3] is not None else 0
         for event in self._events:
             row = self._row(event, stacks)
             if row is not None:
                 start_ns = max(int(event["ns"]) - self._table.start_ns, 0)
                 queue, size = (min(int(event[name]), _LARGEST) for name in ("queue", "bytes"))
-                sizes = (*event["grid"].tolist(), *event["block"].tolist())
-                events.append((start_ns, *row, queue, *sizes, size))
+                axes = (*event["grid"].tolist(), *event["block"].tolist())
+                events.append((start_ns, *row, queue, *axes, size))
         self._events = []
         self._write_functions(writer, {row[3] for row in calls} | {row[3] for row in events})
         writer.put("api_calls", calls)
         writer.put("api_events", events)
+
+    def _bounded(self, name: str, size: int) -> int:
+        """Returns a sum of sizes, less where all together would be more than can be summed."""
+        taken = min(size, self._left[name])
+        self._left[name] -= taken
+        self._sizes_cut += taken < size
+        return taken
 
     def _row(self, call: np.void, stacks: StackSink) -> Row | None:
         """Returns stack, thread, function, kernel and direction of a call."""
@@ -183,7 +194,8 @@ class ApiCalls:
 
     def problems(self) -> dict[str, int]:
         """Returns what was lost, by name."""
-        return {**self.probes.problems, "kernel_names_unread": self._names.lost}
+        lost = {"kernel_names_unread": self._names.lost, "call_sizes_cut": self._sizes_cut}
+        return {**self.probes.problems, **lost}
 
     def close(self) -> None:
         """Takes the probes off."""

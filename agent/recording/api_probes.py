@@ -14,13 +14,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi, sysbpf
 from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
 from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.probe_places import probe_place
+from aiflame.agent.recording.probe_places import ProbePlace, probe_place
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
@@ -33,6 +34,14 @@ def file_identity(descriptor: int) -> FileIdentity:
     """Returns which file an open descriptor is of, whatever its path."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
+
+
+class _Probe(NamedTuple):
+    """A probe to be put on: program, offset in the file, and number in the kernel half's table."""
+
+    program: str
+    offset: int
+    number: int
 
 
 class ApiProbes:
@@ -61,6 +70,7 @@ class ApiProbes:
         self._slots: dict[tuple[str, str], int] = {}
         self.functions: list[tuple[Api, Call | Naming]] = []
         self._event_type: int | None = None
+        self._described = 0
         self._descriptors: list[int] = []
         self.problems: Counter[str] = Counter()
         self.problem_files: dict[str, set[str]] = {}
@@ -92,40 +102,95 @@ class ApiProbes:
         except (BadElf, OSError):
             return identity  # who resolves its symbols will say so
         name = path.rpartition("/")[2]
+        probes: list[_Probe] = []
         for place in places.values():
             for api, function in self._wanted[place.name]:
                 if not (api.skip_files and re.search(api.skip_files, name)):
-                    self._probe(descriptor, path, place, api, function)
+                    probes += self._probes(identity, path, place, api, function)
+        self._attach(f"/proc/self/fd/{descriptor}", path, probes)
         return identity
 
-    def _probe(
-        self, descriptor: int, path: str, place: FunctionPlace, api: Api, function: Call | Naming
-    ) -> None:
-        link = f"/proc/self/fd/{descriptor}"
+    def _probes(
+        self, file: FileIdentity, path: str, place: FunctionPlace, api: Api, function: Call | Naming
+    ) -> list[_Probe]:
+        """Describes the probes of a function to the kernel half."""
         try:
-            if self._event_type is None:
-                self._programs.need_calls()
-                self._event_type = sysbpf.uprobe_event_type()
             slot = self._slot(api, function)
-            where = (place.file_offset, place.size_bytes)
-            self.places[file_identity(descriptor), slot] = where
             chosen = probe_place(place.code, place.file_offset)
-            program = "on_naming" if isinstance(function, Naming) else "on_call"
-            cookie = slot | chosen.stack_bytes << 32
-            self._attach(link, place.file_offset + chosen.offset_bytes, program, cookie)
-            if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
-                back = probe_place(place.code, place.file_offset, for_return=True)
-                self._attach(link, place.file_offset + back.offset_bytes, "on_named", slot)
-        except (OSError, EnvironmentUnfit, TooManyFunctions):
-            self.problems["calls_not_probed"] += 1
-            self.problem_files.setdefault("calls_not_probed", set()).add(path)
+            number = self._number(place, chosen, slot)
+        except TooManyFunctions:
+            self._failed(path)
+            return []
+        self.places[file, slot] = (place.file_offset, place.size_bytes)
+        program = "on_naming" if isinstance(function, Naming) else "on_call"
+        probes = [_Probe(program, place.file_offset + chosen.offset_bytes, number)]
+        if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
+            back = probe_place(place.code, place.file_offset, for_return=True)
+            probes.append(_Probe("on_named", place.file_offset + back.offset_bytes, number))
+        return probes
 
-    def _attach(self, path: str, offset: int, program: str, cookie: int) -> None:
-        event = sysbpf.open_uprobe(
-            path, offset, int(self._event_type or 0), is_return=program == "on_named"
-        )
+    def _failed(self, path: str, count: int = 1) -> None:
+        self.problems["calls_not_probed"] += count
+        self.problem_files.setdefault("calls_not_probed", set()).add(path)
+
+    def _attach(self, link: str, path: str, probes: list[_Probe]) -> None:
+        """Puts all probes of a file on."""
+        if not probes:
+            return
+        try:
+            self._programs.need_calls()
+        except EnvironmentUnfit:
+            self._failed(path, len(probes))
+            return
+        for program in ("on_call", "on_naming", "on_named"):
+            own = [probe for probe in probes if probe.program == program]
+            if not (own and self._attach_together(link, own)):
+                for probe in own:
+                    try:
+                        self._attach_one(link, probe)
+                    except OSError:  # noqa: PERF203 - the others are to be tried
+                        self._failed(path)
+
+    def _attach_together(self, link: str, probes: list[_Probe]) -> bool:
+        """Puts probes of one program on, if the kernel takes them all at once."""
+        if not self._programs.calls_link_many:
+            return False
+        places = [(probe.offset, probe.number) for probe in probes]
+        program = probes[0].program
+        fd = self._programs.fds[program]
+        try:
+            self._descriptors.append(
+                sysbpf.link_uprobes(link, places, fd, is_return=program == "on_named")
+            )
+        except OSError:
+            return False
+        return True
+
+    def _attach_one(self, link: str, probe: _Probe) -> None:
+        is_return = probe.program == "on_named"
+        program = self._programs.fds[probe.program]
+        if self._programs.calls_link_many:
+            places = [(probe.offset, probe.number)]
+            self._descriptors.append(sysbpf.link_uprobes(link, places, program, is_return))
+            return
+        if self._event_type is None:
+            self._event_type = sysbpf.uprobe_event_type()
+        event = sysbpf.open_uprobe(link, probe.offset, self._event_type, is_return)
         self._descriptors.append(event)
-        self._descriptors.append(sysbpf.link_event(event, self._programs.fds[program], cookie))
+        self._descriptors.append(sysbpf.link_event(event, program, probe.number))
+
+    def _number(self, place: FunctionPlace, chosen: ProbePlace, slot: int) -> int:
+        """Describes a probe to the kernel half; returns its number there."""
+        if self._described == abi.API_PROBES_MAX:
+            raise TooManyFunctions
+        number, offset = self._described, chosen.offset_bytes
+        self._described += 1
+        row = np.zeros(1, abi.API_PROBE_DTYPE)
+        row["call"], row["stack_bytes"] = slot, chosen.stack_bytes
+        row["before_bytes"] = place.before_bytes + offset
+        row["after_bytes"] = max(place.after_bytes - offset, 0)
+        self._programs.api_probes.update(number.to_bytes(4, "little"), row.tobytes())
+        return number
 
     def _slot(self, api: Api, function: Call | Naming) -> int:
         key = (api.name, function.symbol)
@@ -138,13 +203,9 @@ class ApiProbes:
             self.functions.append((api, function))
             row = np.zeros(1, abi.API_CALL_DTYPE)[0]
             _describe(row, function)
+            row["api"] = APIS.index(api)
             self._programs.api_calls.update(slot.to_bytes(4, "little"), row.tobytes())
         return slot
-
-    @property
-    def count(self) -> int:
-        """How many functions are probed, in all files."""
-        return len(self._descriptors) // 2
 
     def close(self) -> None:
         """Takes all probes off."""
@@ -175,6 +236,7 @@ def _describe(row: np.void, function: Call | Naming) -> None:
             ("kind", function.kind),
         )
         row["grid"] = int(function.grid)
+        row["operation"] = int(function.operation)
     for field, argument in arguments:
         if argument is not None:
             row[field] = (

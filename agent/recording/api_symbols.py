@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,12 +65,27 @@ class FunctionPlace:
         file_offset: Of its first byte, in bytes.
         size_bytes: As the symbol says it; 0 where it does not.
         code: Its first bytes, at most 64 KiB.
+        before_bytes: How much code of its library stands before it; 0 in a program that it was
+            linked into, whose other code is not the library's.
+        after_bytes: Likewise, from its first byte on; there, `size_bytes`.
     """
 
     name: str
     file_offset: int
     size_bytes: int
     code: bytes
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+
+class _Found(NamedTuple):
+    """A symbol: order of preference, place in the file and size, and the code around it."""
+
+    order: int
+    offset: int
+    size_bytes: int
+    before_bytes: int
+    after_bytes: int
 
 
 def find_functions(
@@ -91,14 +107,14 @@ def find_functions(
     if elf.bits != 64:
         return {}
     wanted = {name.encode(): name for name in names}
-    found: dict[str, tuple[int, int, int]] = {}
+    found: dict[str, _Found] = {}
     try:
         for table in elf.sections:
             if table.type in ("SHT_DYNSYM", "SHT_SYMTAB") and table.link < len(elf.sections):
                 hits = _find_names(descriptor, elf.sections[table.link], wanted)
                 if hits:
                     _find_symbols(descriptor, elf, (table, hits), found)
-        return {name: _place(descriptor, name, *row[1:]) for name, row in found.items()}
+        return {name: _place(descriptor, name, row) for name, row in found.items()}
     except OSError as error:
         raise BadElf(f"cannot read: {error.strerror}") from error
 
@@ -153,7 +169,7 @@ def _find_symbols(
     descriptor: int,
     elf: ElfImage,
     table_and_names: tuple[Section, dict[int, str]],
-    found: dict[str, tuple[int, int, int]],
+    found: dict[str, _Found],
 ) -> None:
     """Adds the functions that a symbol table defines: order of preference, offset and size."""
     table, names = table_and_names
@@ -173,22 +189,30 @@ def _find_symbols(
             raise BadElf("functions of one name repeat too often")
         for row in rows[chosen]:
             name = names[int(row["name"])]
-            offset = _file_offset(elf, int(row["value"]))
+            place = _file_offset(elf, int(row["value"]))
             order = _BINDING_ORDER.get(int(row["info"]) >> 4, len(_BINDING_ORDER))
-            if offset is not None and (name not in found or order < found[name][0]):
-                found[name] = (order, offset, int(row["size"]))
+            if place is not None and (name not in found or order < found[name].order):
+                size = int(row["size"])
+                around = (place[1], place[2]) if table.type == "SHT_DYNSYM" else (0, size)
+                found[name] = _Found(order, place[0], size, *around)
 
 
-def _file_offset(elf: ElfImage, address: int) -> int | None:
-    """Returns where in the file an address is, None where no code is mapped from it."""
+def _file_offset(elf: ElfImage, address: int) -> tuple[int, int, int] | None:
+    """Returns where in the file an address is, and how much code of its segment lies before it and
+    from it on; None where no code is mapped from it.
+    """
     for load in elf.loads:
         inside = address - load.virtual_address
         if load.executable and 0 <= inside < load.file_size:
             offset = load.file_offset + inside
-            return offset if offset < elf.size_bytes else None
+            if offset < elf.size_bytes:
+                return offset, inside, load.file_size - inside
+            return None
     return None
 
 
-def _place(descriptor: int, name: str, offset: int, size_bytes: int) -> FunctionPlace:
-    length = min(size_bytes or _SIZELESS_CODE_BYTES, _MAX_CODE_BYTES)
-    return FunctionPlace(name, offset, size_bytes, os.pread(descriptor, length, offset))
+def _place(descriptor: int, name: str, found: _Found) -> FunctionPlace:
+    length = min(found.size_bytes or _SIZELESS_CODE_BYTES, _MAX_CODE_BYTES)
+    code = os.pread(descriptor, length, found.offset)
+    around = (found.before_bytes, found.after_bytes)
+    return FunctionPlace(name, found.offset, found.size_bytes, code, *around)

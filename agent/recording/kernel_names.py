@@ -4,8 +4,8 @@
 Told by the API itself where the kernel was made while it was watched: the name is an argument of
 the function that makes it, and the kernel half puts the name's id in the place of the handle. Else,
 in this order: a host address is a function whose symbol is the kernel's name; a handle's memory
-holds a pointer to the name of a kernel that the process was seen to run. What is left has no name,
-and says why.
+holds a pointer to a name, in the same place for all kernels of a runtime. Which place that is, the
+kernels tell that the process was seen to run. What is left has no name, and says why.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class _Unnamed:
     image: ProcessImage
     api: str
     handle: int
-    candidates: frozenset[str]
+    candidates: Mapping[int, str]  # by how many words behind the handle a pointer to it is
     stacks: set[int]
 
 
@@ -131,23 +132,23 @@ class KernelNames:
             known.stacks.add(stack)
         return known.row
 
-    def _candidates(self, image: ProcessImage, handle: int) -> frozenset[str]:
-        """Returns what the memory behind a handle points to that may be a name."""
+    def _candidates(self, image: ProcessImage, handle: int) -> Mapping[int, str]:
+        """Returns what the memory behind a handle points to that may be a name, by word."""
         if not self._table.is_current(image):
-            return frozenset()
+            return {}
         memory = ProcessMemory(image.pid)
-        found = set()
+        found = {}
         try:
             pieces = (memory.read(handle, size) for size in _HANDLE_BYTES)
             data = next((piece for piece in pieces if piece is not None), b"")
-            for address in np.frombuffer(data, "<u8").tolist():
+            for word, address in enumerate(np.frombuffer(data, "<u8").tolist()):
                 if sound_address(address):
                     text = _NAME.match(_text_at(memory, address))
                     if text is not None:
-                        found.add(text[0][:-1].decode("ascii"))
+                        found[word] = text[0][:-1].decode("ascii")
         except NoMemoryAccess:
             pass  # it has ended: what was found before is what there is
-        return frozenset(found)
+        return found
 
     def finish(self, run: Mapping[int, frozenset[str]], writer: CaptureWriter) -> None:
         """Names what can be named by now.
@@ -156,12 +157,17 @@ class KernelNames:
             run: By index of process image, the names of kernels that it was seen to run.
             writer: Has the stacks of launches.
         """
+        seen: defaultdict[tuple[int, str], Counter[int]] = defaultdict(Counter)
         for unnamed in self._unnamed.values():
-            name = self._name(unnamed, run.get(unnamed.image.index, frozenset()), writer)
+            names = run.get(unnamed.image.index, frozenset())
+            words = (word for word, name in unnamed.candidates.items() if name in names)
+            seen[unnamed.image.index, unnamed.api].update(words)
+        for unnamed in self._unnamed.values():
+            name = self._name(unnamed, seen[unnamed.image.index, unnamed.api], writer)
             if name:
                 self._kernels.name(unnamed.row, unnamed.image.index, unnamed.api, name)
 
-    def _name(self, unnamed: _Unnamed, run: frozenset[str], writer: CaptureWriter) -> str:
+    def _name(self, unnamed: _Unnamed, seen: Counter[int], writer: CaptureWriter) -> str:
         index, handle = unnamed.image.index, unnamed.handle
         address = self._aliases.get((index, handle), handle)
         told = self._told.get((index, address))
@@ -172,8 +178,9 @@ class KernelNames:
         kernel = kernel or self._name_of_stub(unnamed, writer)
         if kernel:
             return kernel
-        seen = unnamed.candidates & run
-        return next(iter(seen)) if len(seen) == 1 else ""
+        # The nearest of those that hold most names: what lies behind a small object is another's.
+        word = max(seen, key=lambda word: (seen[word], -word), default=-1)
+        return unnamed.candidates.get(word, "")
 
     def _name_of_stub(self, unnamed: _Unnamed, writer: CaptureWriter) -> str:
         """Returns the kernel by whose stub all its launches were called, "" where there is none."""

@@ -16,7 +16,7 @@ from typing import Any
 import aiflame.bpf
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi
+from aiflame.agent.recording import abi, sysbpf
 from aiflame.agent.recording.compile import paste_includes
 from aiflame.agent.recording.program_cache import Loaded, StaleBundle, bundle_name, load
 from aiflame.agent.recording.sysbpf import Map, ProgramCost, program_cost
@@ -65,7 +65,7 @@ _MAPS = (
         "ring",
     ),
     *("process_mappings", "unwind_tables", "unwind_rules", "sample_walkers", "switch_walkers"),
-    *("pythons", "python_chains", "api_calls", "calls0", "calls1", "call_walkers"),
+    *("pythons", "python_chains", "api_calls", "api_probes", "calls0", "calls1", "call_walkers"),
 )
 # Threads that call device APIs: each has some 6 KB in the kernel, taken at the start.
 _CALLERS_MAX = 1024
@@ -99,7 +99,13 @@ Dtype = np.dtype[Any]
 
 
 class Programs:
-    """Loaded programs and maps, by name. Closing them takes everything out of the kernel."""
+    """Loaded programs and maps, by name. Closing them takes everything out of the kernel.
+
+    Attributes:
+        calls_link_many: Whether one link takes many probes of the programs for calls.
+    """
+
+    calls_link_many = False
 
     def __init__(self, loaded: Loaded, options: ProgramOptions) -> None:
         self.fds, map_fds, self._late = loaded
@@ -125,6 +131,7 @@ class Programs:
             "python_chains", abi.STACK_ID_DTYPE, abi.PYTHON_CHAIN_DTYPE, options.python_chains_max
         )
         self.api_calls = known("api_calls", number, abi.API_CALL_DTYPE, abi.API_CALLS_MAX)
+        self.api_probes = known("api_probes", number, abi.API_PROBE_DTYPE, abi.API_PROBES_MAX)
         self._walkers = {
             kind: known(f"{kind}_walkers", number, number, 2)
             for kind in ("sample", "switch", "call")
@@ -164,7 +171,9 @@ class Programs:
         late, self._late = self._late, None
         if late is not None:
             try:
-                self.fds.update(late.load())
+                many = sysbpf.has_many_uprobes()
+                self.fds.update(late.load(sysbpf.TRACE_UPROBE_MULTI if many else 0))
+                self.calls_link_many = many
             except StaleBundle as error:
                 raise EnvironmentUnfit(f"the kernel refuses a program: {error}") from error
         self._chain("call")

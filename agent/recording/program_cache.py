@@ -114,15 +114,18 @@ class LatePrograms:
         self._bodies = bodies
         self._maps = maps
 
-    def load(self) -> dict[str, int]:
+    def load(self, attach_type: int = 0) -> dict[str, int]:
         """Loads them; returns descriptors by name.
+
+        Args:
+            attach_type: As for syscalls.load_program.
 
         Raises:
             StaleBundle: The kernel refuses one; nothing is left behind then.
         """
         opened: list[int] = []
         try:
-            return _load_programs(self._rows, self._bodies, self._maps, opened)
+            return _load_programs(self._rows, self._bodies, self._maps, opened, attach_type)
         except OSError as error:
             _close_all(opened)
             raise StaleBundle(str(error)) from error
@@ -188,7 +191,11 @@ def _make_maps(rows: Sequence[Any], opened: list[int]) -> dict[str, int]:
 
 
 def _load_programs(
-    rows: Sequence[Any], bodies: bytes, maps: Mapping[str, int], opened: list[int]
+    rows: Sequence[Any],
+    bodies: bytes,
+    maps: Mapping[str, int],
+    opened: list[int],
+    attach_type: int = 0,
 ) -> dict[str, int]:
     fds = list(maps.values())
     loaded: dict[str, int] = {}
@@ -199,6 +206,6 @@ def _load_programs(
         if kind == ITERATOR:
             loaded[name] = syscalls.load_iterator(bytes(body), function_type)
         else:
-            loaded[name] = syscalls.load_program(kind, name, bytes(body))
+            loaded[name] = syscalls.load_program(kind, name, bytes(body), attach_type)
         opened.append(loaded[name])
     return loaded

@@ -13,8 +13,9 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _MAP_UPDATE_BATCH, _MAP_DELETE_BATCH = 26, 27
 _ENOTSUPP = 524
 _LINK_CREATE, _ITER_CREATE = 28, 33
 _TRACE_ITER, _ATTACH_PERF_EVENT = 28, 41  # enum bpf_attach_type
+TRACE_UPROBE_MULTI = 48
 _UPROBE_TYPE = Path("/sys/bus/event_source/devices/uprobe/type")
 
 BPF_ANY, BPF_NOEXIST = 0, 1
@@ -316,6 +318,43 @@ def link_event(event_fd: int, program_fd: int, cookie: int) -> int:
     """
     return bpf(
         _LINK_CREATE, struct.pack("<IIIIQ24x", program_fd, event_fd, _ATTACH_PERF_EVENT, 0, cookie)
+    )
+
+
+def has_many_uprobes() -> bool:
+    """Whether one link takes many uprobes (Linux 6.6)."""
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return version is not None and (int(version[1]), int(version[2])) >= (6, 6)
+
+
+def link_uprobes(
+    path: str, places: Sequence[tuple[int, int]], program_fd: int, is_return: bool = False
+) -> int:
+    """Runs a program at many places of a file, as open_uprobe and link_event do at one.
+
+    The kernel takes all off at once, where each event has it wait for all processors.
+
+    Args:
+        path: As for open_uprobe.
+        places: Offset and number of each.
+        program_fd: Loaded for TRACE_UPROBE_MULTI.
+        is_return: At the return.
+
+    Returns:
+        The link, which lives as long as its descriptor.
+
+    Raises:
+        OSError: The kernel refuses one of them, and takes none.
+    """
+    name = ctypes.create_string_buffer(os.fsencode(path))
+    offsets = ctypes.create_string_buffer(struct.pack(f"<{len(places)}Q", *(p[0] for p in places)))
+    cookies = ctypes.create_string_buffer(struct.pack(f"<{len(places)}Q", *(p[1] for p in places)))
+    # uprobe_multi of union bpf_attr: path, offsets, ref_ctr_offsets, cookies, cnt, flags, pid.
+    pointers = (ctypes.addressof(name), ctypes.addressof(offsets), 0, ctypes.addressof(cookies))
+    return bpf(
+        _LINK_CREATE,
+        struct.pack("<IIII", program_fd, 0, TRACE_UPROBE_MULTI, 0)
+        + struct.pack("<QQQQIII4x", *pointers, len(places), int(is_return), 0),
     )
 
 

@@ -122,13 +122,14 @@ def map_facts(fd: int) -> MapFacts:
     return MapFacts(number, kind, *rest)
 
 
-def load_program(kind: str, name: str, instructions: bytes) -> int:
+def load_program(kind: str, name: str, instructions: bytes, attach_type: int = 0) -> int:
     """Loads a program; returns its descriptor.
 
     Args:
         kind: uprobe, perf_event or raw_tracepoint.
         name: For bpftool; the kernel keeps 15 bytes of it.
         instructions: struct bpf_insn, with descriptors of this process where maps are.
+        attach_type: BPF_* of enum bpf_attach_type, for kinds of links that ask for it.
 
     Raises:
         OSError: The kernel refuses it.
@@ -144,4 +145,5 @@ def load_program(kind: str, name: str, instructions: bytes) -> int:
         *(0, 0, 0, 0, 0),
         name.encode()[:15],
     )
-    return bpf(_PROG_LOAD, attributes + bytes(64))
+    # prog_ifindex, expected_attach_type
+    return bpf(_PROG_LOAD, attributes + struct.pack("<II", 0, attach_type) + bytes(56))
