@@ -7,7 +7,7 @@ first seen; what it is called is filled in at the end (see `kernel_names`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ from aiflame.gpu.apis.base import Api, Call
 _LARGEST = (1 << 63) - 1  # of an integer in the capture
 # Of all calls' work and bytes, as readers sum them: what programs ask for need not exist.
 _LARGEST_SUM = 1 << 62
+
+# What the row of a call depends on.
+_ROW_OF = ("call", "stack", "kind", "tgid", "image", "tid", "kernel")
 
 Row = tuple[Any, ...]
 
@@ -52,7 +55,7 @@ class ApiCalls:
         self._table = table
         self.probes = ApiProbes(programs)
         self._names = KernelNames(table, images, kernels)
-        self._events: list[np.void] = []
+        self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
         self._functions_written: set[int] = set()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
@@ -113,7 +116,7 @@ class ApiCalls:
         if kind == abi.EventType.KERNEL_NAMED:
             self._names.take(payload)
         else:
-            self._events.append(np.frombuffer(payload, abi.CALL_EVENT_DTYPE, 1)[0])
+            self._events.append(payload)
 
     def drain(self, interval: int, idle: int, stacks: StackSink, writer: CaptureWriter) -> None:
         """Writes one interval's calls.
@@ -124,7 +127,7 @@ class ApiCalls:
             stacks: Where the stacks of calls go.
             writer: Open capture.
         """
-        calls, events = [], []
+        calls = []
         keys, values = self._programs.calls[idle].take_all()
         for key, value in zip(keys, values, strict=True):
             row = self._row(key, stacks)
@@ -132,17 +135,27 @@ class ApiCalls:
                 sizes = (self._bounded(name, int(value[name])) for name in ("work", "bytes"))
                 calls.append((interval, *row, int(value["count"]), *sizes))
                 self.launches += int(value["count"]) if row[3] is not None else 0
-        for event in self._events:
-            row = self._row(event, stacks)
-            if row is not None:
-                start_ns = max(int(event["ns"]) - self._table.start_ns, 0)
-                queue, size = (min(int(event[name]), _LARGEST) for name in ("queue", "bytes"))
-                axes = (*event["grid"].tolist(), *event["block"].tolist())
-                events.append((start_ns, *row, queue, *axes, size))
-        self._events = []
+        events = list(self._listed(stacks))
         self._write_functions(writer, {row[3] for row in calls} | {row[3] for row in events})
         writer.put("api_calls", calls)
         writer.put("api_events", events)
+
+    def _listed(self, stacks: StackSink) -> Iterator[Row]:
+        """Yields the rows of calls that came one by one, as many as a ring brings in a second."""
+        events = np.frombuffer(b"".join(self._events), abi.CALL_EVENT_DTYPE)
+        self._events = []
+        rows: dict[Row, Row | None] = {}
+        columns = (events[name].tolist() for name in (*_ROW_OF, "ns", "queue", "bytes"))
+        axes = np.concatenate([events["grid"], events["block"]], axis=1).tolist()
+        for number, (*words, ns, queue, size) in enumerate(zip(*columns, strict=True)):
+            key = tuple(words)
+            if key not in rows:
+                rows[key] = self._row(events[number], stacks)
+            row = rows[key]
+            if row is not None:
+                start_ns = max(ns - self._table.start_ns, 0)
+                largest = (min(queue, _LARGEST), *axes[number], min(size, _LARGEST))
+                yield (start_ns, *row, *largest)
 
     def _bounded(self, name: str, size: int) -> int:
         """Returns a sum of sizes, less where all together would be more than can be summed."""

@@ -81,6 +81,13 @@ def test_sizes_that_cannot_be_cost_only_themselves(record: Record) -> None:
     assert losses == {}
 
 
+def test_a_launch_inside_of_another_apis_launch_is_counted(record: Record) -> None:
+    profile, truth = record("wrapped", 200)
+    assert _count(profile, "cudaLaunchKernel") == truth["waits"] == 200
+    assert _count(profile, "clEnqueueNDRangeKernel") == truth["launches"] == 400
+    assert _count(profile, "clFinish") == 200
+
+
 def test_threads_that_have_ended_leave_room_for_others(record: Record) -> None:
     # GIVEN more threads than callers are kept at a time
     profile, truth = record("threads", 2000)

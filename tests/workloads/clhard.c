@@ -7,6 +7,7 @@
  * reuse: makes and releases a kernel for each launch, of two names in turns; the library uses the
  *     memory again.
  * refused: launches with arguments that cannot be; none gets as far as a driver.
+ * wrapped: launches twice from inside of another API's launch.
  * threads: a thread of its own for each launch.
  * Measures its launches, and in `stale` and `reuse` how often it waited.
  */
@@ -14,6 +15,7 @@
 #include <string.h>
 
 #include "clhost.h"
+#include "frames.h"
 #include "truth.h"
 
 static const char *const SOURCE = "__kernel void more(__global float *data, int rounds)\n"
@@ -70,6 +72,15 @@ static NOINLINE void refused(void)
 	}
 }
 
+/* As of a library that runs one API's programs by another one. */
+NOINLINE int cudaLaunchKernel(const void *function, long grid, int grid_z, long block, int block_z)
+{
+	KEEP_FRAME();
+	enqueue(more, grid + grid_z + block + block_z - 3);
+	enqueue(more, 1);
+	return function == NULL;
+}
+
 static void *once(void *unused)
 {
 	enqueue(more, 1);
@@ -97,6 +108,9 @@ int main(int argc, char **argv)
 			reuse(round);
 		} else if (!strcmp(argv[1], "refused")) {
 			refused();
+		} else if (!strcmp(argv[1], "wrapped")) {
+			waits += cudaLaunchKernel(cudaLaunchKernel, 1, 1, 1, 1) == 0;
+			clFinish(queue);
 		} else {
 			if (pthread_create(&thread, NULL, once, NULL))
 				fail("pthread_create");
