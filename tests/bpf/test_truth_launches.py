@@ -159,7 +159,7 @@ def test_samples_go_to_the_stacks_that_launched_them(
         shares[site, kernel, Certainty(row["certainty"])] += int(row["count"])
     # One stack launches these: there is nothing to share.
     for site in ("divide_all", "stir_all"):
-        assert shares[site, _SITES[site], Certainty.EXACT] > 30
+        assert shares[site, _SITES[site], Certainty.EXACT] > 10, shares
     most = shares["scale_most", "scale", Certainty.SHARED]
     rest = shares["scale_rest", "scale", Certainty.SHARED]
     assert sum(shares.values()) == int(gpu.samples["count"].sum())
