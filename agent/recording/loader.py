@@ -136,8 +136,6 @@ class Programs:
             kind: known(f"{kind}_walkers", number, number, 2)
             for kind in ("sample", "switch", "call")
         }
-        for kind in ("sample", "switch"):
-            self._chain(kind)
         self._set_options(options)
         self.sums = tuple(
             Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
@@ -151,6 +149,8 @@ class Programs:
 
     def _set_options(self, options: ProgramOptions) -> None:
         """Writes what is no part of the compiled programs: other values need no other programs."""
+        for kind in ("sample", "switch"):
+            self._chain(kind)
         self.set(abi.Setting.PERIOD_NS, options.period_ns)
         self.set(abi.Setting.FOLLOW_CHILDREN, int(options.follow_children))
         self.set(abi.Setting.WAIT_EVENT_NS, options.wait_event_ns)
