@@ -149,9 +149,9 @@ class Recorder:
         self.events = Events(
             self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
         )
-        command = self._target.command
-        if self._options.calls and command is not None:
-            self.calls.prepare(command.words)
+        if self._options.calls:
+            command = self._target.command
+            self.calls.prepare(() if command is None else command.words)
         self.table.on_mappings = self._mappings_read
         if self._target.filter is abi.Filter.PIDS:
             for pid in pids:
@@ -205,9 +205,6 @@ class Recorder:
             self._ring.watch(fd)
         end_ns = None if duration_ns is None else self.start_ns + duration_ns
         next_ns = self.start_ns + INTERVAL_NS
-        if self._options.calls and self._target.command is None:
-            # What running processes have mapped is probed; for what they may yet map nobody waits.
-            self.calls.prepare(())
         try:
             while not self._signals.requested and (waiting or not self._target.pids):
                 now_ns = time.monotonic_ns()
