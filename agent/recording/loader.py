@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,13 @@ import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi, sysbpf
 from aiflame.agent.recording.compile import paste_includes
-from aiflame.agent.recording.program_cache import Loaded, StaleBundle, bundle_name, load
+from aiflame.agent.recording.program_cache import (
+    LatePrograms,
+    Loaded,
+    StaleBundle,
+    bundle_name,
+    load,
+)
 from aiflame.agent.recording.sysbpf import Map, ProgramCost, program_cost
 from aiflame.agent.recording.syscalls import lift_memlock_limit
 from aiflame.agent.symbols.store import Store
@@ -109,6 +117,7 @@ class Programs:
 
     def __init__(self, loaded: Loaded, options: ProgramOptions) -> None:
         self.fds, map_fds, self._late = loaded
+        self._loading: Future[dict[str, int]] | None = None
         self.ring_fd = map_fds["ring"]
         self.ring_bytes = options.ring_pages * os.sysconf("SC_PAGE_SIZE")
         self.cgroups_fd = map_fds.get("cgroups")
@@ -162,18 +171,32 @@ class Programs:
             program = self.fds[name].to_bytes(4, "little")
             self._walkers[kind].update(slot.to_bytes(4, "little"), program)
 
+    def expect_calls(self) -> None:
+        """Begins to load the programs for calls of device APIs, beside all else that is to be done.
+
+        The kernel's verifier takes 0.3 s for them.
+        """
+        if self._late is not None and self._loading is None:
+            pool = ThreadPoolExecutor(1)
+            self._loading = pool.submit(self._load_late, self._late)
+            pool.shutdown(wait=False)
+
+    def _load_late(self, late: LatePrograms) -> dict[str, int]:
+        self.calls_link_many = sysbpf.has_many_uprobes()
+        return late.load(sysbpf.TRACE_UPROBE_MULTI if self.calls_link_many else 0)
+
     def need_calls(self) -> None:
         """Loads the programs for calls of device APIs, if they are not.
 
         Raises:
             EnvironmentUnfit: The kernel refuses them.
         """
-        late, self._late = self._late, None
-        if late is not None:
+        self.expect_calls()
+        self._late = None
+        if self._loading is not None:
+            loading, self._loading = self._loading, None
             try:
-                many = sysbpf.has_many_uprobes()
-                self.fds.update(late.load(sysbpf.TRACE_UPROBE_MULTI if many else 0))
-                self.calls_link_many = many
+                self.fds.update(loading.result())
             except StaleBundle as error:
                 raise EnvironmentUnfit(f"the kernel refuses a program: {error}") from error
         self._chain("call")
@@ -193,6 +216,9 @@ class Programs:
 
     def close(self) -> None:
         """Closes every descriptor."""
+        if self._loading is not None:
+            with contextlib.suppress(StaleBundle):
+                self.fds.update(self._loading.result())
         for fd in (*self.fds.values(), *self._map_fds.values()):
             os.close(fd)
         self.fds, self._map_fds = {}, {}

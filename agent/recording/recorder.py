@@ -31,6 +31,7 @@ from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.resolve import StackPython
 from aiflame.agent.recording.ringbuf import RingBuffer
 from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
+from aiflame.agent.recording.runtimes import places_of_runtimes
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters
 from aiflame.agent.recording.sleepers import Sleepers
@@ -92,6 +93,8 @@ class Recorder:
         self._writer = writer
         self._signals = signals
         self._programs: Programs = load_programs(options, cache_dir())
+        if options.calls and places_of_runtimes(()):
+            self._programs.expect_calls()
         self._probes = Probes(self._programs, options.off_cpu)
         self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
         self.cpu_count = len(online_cpus())
