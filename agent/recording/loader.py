@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -182,6 +183,8 @@ class Programs:
             pool.shutdown(wait=False)
 
     def _load_late(self, late: LatePrograms) -> dict[str, int]:
+        # They are the main thread's, and would make the verifier give up.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.calls_link_many = sysbpf.has_many_uprobes()
         return late.load(sysbpf.TRACE_UPROBE_MULTI if self.calls_link_many else 0)
 
@@ -192,11 +195,9 @@ class Programs:
             EnvironmentUnfit: The kernel refuses them.
         """
         self.expect_calls()
-        self._late = None
         if self._loading is not None:
-            loading, self._loading = self._loading, None
             try:
-                self.fds.update(loading.result())
+                self.fds.update(self._loading.result())
             except StaleBundle as error:
                 raise EnvironmentUnfit(f"the kernel refuses a program: {error}") from error
         self._chain("call")

@@ -160,6 +160,7 @@ class Recorder:
             for pid in pids:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         self.tables.poll()
+        self.tables.wait_before_start()
         self.pythons.poll()
 
     def _start_devices(self) -> None:

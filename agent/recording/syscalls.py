@@ -16,6 +16,9 @@ _MAP_CREATE, _PROG_LOAD, _OBJ_GET_INFO_BY_FD = 0, 5, 15
 _PROGRAM_TYPES = {"uprobe": 2, "perf_event": 7, "raw_tracepoint": 17}
 _MAP_INFO_BYTES = 80  # struct bpf_map_info of v5.10; an older kernel fills less
 _LICENCE = b"GPL"
+# The verifier gives up, with EAGAIN, when a signal is pending (kernel/bpf/verifier.c, v6.1); libbpf
+# tries as often.
+_LOAD_TRIES = 5
 _PROG_TYPE_TRACING, _TRACE_ITER = 26, 28
 _INSTRUCTION_BYTES = 8
 
@@ -85,7 +88,7 @@ def load_iterator(instructions: bytes, function_type: int) -> int:
     struct.pack_into("<IIQQ", attributes, 0, _PROG_TYPE_TRACING, count, *places)
     struct.pack_into("<I", attributes, 68, _TRACE_ITER)
     struct.pack_into("<I", attributes, 108, function_type)
-    return bpf(_PROG_LOAD, bytes(attributes))
+    return _load(bytes(attributes))
 
 
 class MapShape(NamedTuple):
@@ -146,4 +149,11 @@ def load_program(kind: str, name: str, instructions: bytes, attach_type: int = 0
         name.encode()[:15],
     )
     # prog_ifindex, expected_attach_type
-    return bpf(_PROG_LOAD, attributes + struct.pack("<II", 0, attach_type) + bytes(56))
+    return _load(attributes + struct.pack("<II", 0, attach_type) + bytes(56))
+
+
+def _load(attributes: bytes) -> int:
+    for _ in range(_LOAD_TRIES - 1):
+        with contextlib.suppress(BlockingIOError):
+            return bpf(_PROG_LOAD, attributes)
+    return bpf(_PROG_LOAD, attributes)

@@ -40,6 +40,10 @@ _MAX_MAPPINGS = (1 << 16) - 1
 _DRAINS_IN_USE = 3
 
 
+# A program of the user's own takes half of that, most of it to start the builder.
+_BEFORE_START_NS = 500_000_000
+
+
 class UnwindTables:
     """The tables and mappings in the kernel.
 
@@ -255,6 +259,12 @@ class UnwindTables:
                 return False
             self.poll()
         return True
+
+    def wait_before_start(self) -> None:
+        """Waits a moment for tables of files that were never recorded: else first stacks are cut."""
+        images = self._table.images
+        binaries = {mapping.binary for image in images for mapping in image.mappings}
+        self.wait(binaries - {NO_BINARY}, time.monotonic_ns() + _BEFORE_START_NS)
 
     def close(self) -> None:
         """Ends the builder. The kernel frees the tables with the maps that hold them."""
