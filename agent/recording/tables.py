@@ -261,7 +261,7 @@ class UnwindTables:
         return True
 
     def wait_before_start(self) -> None:
-        """Waits a moment for tables of files that were never recorded: else first stacks are cut."""
+        """Waits a moment for tables of files never recorded before: first stacks need them."""
         images = self._table.images
         binaries = {mapping.binary for image in images for mapping in image.mappings}
         self.wait(binaries - {NO_BINARY}, time.monotonic_ns() + _BEFORE_START_NS)
