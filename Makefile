@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-demo setup-test setup-bench demo test unit lint format bench wheel
-.PHONY: lock clean
+.PHONY: setup-kernels kernels programs lock clean
 
 # The distribution's own interpreter, whatever comes first in PATH: only it finds the bcc package.
 PYTHON := /usr/bin/python3
@@ -21,12 +21,14 @@ APT_TEST := $(APT_DEMO) g++ binutils nodejs ocl-icd-opencl-dev
 # The tools that OVERHEAD.md compares with; perf's package has another name in each distribution.
 APT_BENCH := $(APT_TEST) bpftrace \
 	$(if $(shell grep -x ID=ubuntu /etc/os-release),linux-tools-generic,linux-perf)
+# To fetch kernels, make disks of them, and boot these.
+APT_KERNELS := $(APT_TEST) busybox-static debootstrap e2fsprogs kmod qemu-system-x86 zstd
 
 export DEBIAN_FRONTEND := noninteractive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 23
 
 # At a recipe's end, also a bad one: what root made in a user's clone belongs to that user.
 define hand_back
@@ -38,6 +40,16 @@ hand_back() {
 trap hand_back EXIT
 endef
 
+# Where they changed. Not root: the first recording compiles them, and keeps them in its cache.
+define compile_programs
+	if ! $(VENV)/bin/python -m aiflame.agent.recording.compile --check; then
+		echo "compiling the kernel programs"
+		mkdir -p build
+		$(VENV)/bin/python -m aiflame.agent.recording.compile > build/programs.new
+		mv build/programs.new bpf/programs.bin
+	fi
+endef
+
 setup: APT := $(APT_RUN)
 setup: LOCK := requirements.lock
 setup-demo: APT := $(APT_DEMO)
@@ -46,12 +58,15 @@ setup-test: APT := $(APT_TEST)
 setup-test: LOCK := requirements-test.lock
 setup-bench: APT := $(APT_BENCH)
 setup-bench: LOCK := requirements-test.lock
+setup-kernels: APT := $(APT_KERNELS)
+setup-kernels: LOCK := requirements-test.lock
 
 setup:       ## install what `aiflame` needs: distribution packages, then .venv
 setup-demo:  ## the same, and an OpenCL device made of the CPU
 setup-test:  ## the same, and what the checks and tests need
 setup-bench: ## the same, and the profilers to compare with
-setup setup-demo setup-test setup-bench:
+setup-kernels: ## the same as for tests, and what boots other kernels
+setup setup-demo setup-test setup-bench setup-kernels:
 	@$(hand_back)
 	complain() { echo "make $@: $$1" >&2; exit 3; }
 	missing=()
@@ -79,11 +94,16 @@ setup setup-demo setup-test setup-bench:
 		$(VENV)/bin/python -m pip install -q --no-deps --no-build-isolation --editable .
 		echo "$$key" > $(VENV)/.$(LOCK)
 	fi
+	if [[ $$(id -u) == 0 ]]; then $(compile_programs); fi
 	# mypy cannot follow setuptools' map from folders to packages; it follows links.
 	mkdir -p $(VENV)/src/aiflame
 	for init in */__init__.py; do
 		ln -sfn "../../../$${init%/*}" "$(VENV)/src/aiflame/$${init%/*}"
 	done
+
+programs: setup  ## compile the kernel programs, for every kernel, into bpf/programs.bin
+	@$(hand_back)
+	$(compile_programs)
 
 define needs_root
 @$(hand_back)
@@ -108,8 +128,13 @@ ALONE := $(wildcard tests/bpf/test_truth_*.py tests/bpf/test_unwind_memory.py)
 # The longest of the others: they and the tests without BPF run beside the rest.
 BESIDE := tests/bpf/test_doctor_real.py tests/bpf/test_help_examples.py
 
-test:  ## all checks and tests, as CI runs them
+# Kernels to boot after the tests: it needs the network, which tests do not. Emulated machines want
+# the processors for themselves as well.
+BOOT :=
+
+test:  ## all checks and tests, as CI runs them; BOOT="5.10 6.1" boots these kernels, too
 	$(needs_root)
+	$(if $(BOOT),$(MAKE) --no-print-directory setup-kernels)
 	$(MAKE) --no-print-directory lint
 	mkdir -p build
 	run() { $(VENV)/bin/python -m pytest "$$@" $(PYTEST) || [[ $$? == 5 ]]; }  # 5: none was chosen
@@ -119,7 +144,19 @@ test:  ## all checks and tests, as CI runs them
 	wait $$beside || status=1
 	cat build/beside.log
 	run -m bpf $(ALONE) || status=1
+	$(if $(BOOT),$(BOOT_KERNELS) $(BOOT) || status=1)
 	exit $$status
+
+# Which of tests/kernels/catalogue.py; none is all.
+KERNELS :=
+BOOT_KERNELS := $(VENV)/bin/python tests/kernels/run.py
+
+# ENVIRONMENTS=1: one kernel on machines on which something is missing; WITH_BCC=1: the kernel
+# programs are compiled inside.
+kernels:  ## boot distributions' kernels (KERNELS="5.10 6.1"; default: all) and record in each
+	$(needs_root)
+	$(MAKE) --no-print-directory setup-kernels
+	$(BOOT_KERNELS) $(if $(ENVIRONMENTS),--environments) $(if $(WITH_BCC),--with-bcc) $(KERNELS)
 
 unit: setup-test  ## the tests that need no root
 	@$(VENV)/bin/python -m pytest -m "not bpf" $(PYTEST)
@@ -127,21 +164,23 @@ unit: setup-test  ## the tests that need no root
 lint: setup-test  ## style and types
 	@$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/clang-format --dry-run -Werror bpf/*.[ch] tests/workloads/*.[ch]
+	$(VENV)/bin/clang-format --dry-run -Werror bpf/*.[ch] tests/workloads/*.[ch] tests/kernels/*.c
 	$(VENV)/bin/mypy
 
 format: setup-test  ## rewrite the sources in the project's style
 	@$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
-	$(VENV)/bin/clang-format -i bpf/*.[ch] tests/workloads/*.[ch]
+	$(VENV)/bin/clang-format -i bpf/*.[ch] tests/workloads/*.[ch] tests/kernels/*.c
 
 bench:  ## measure the cost of recording, beside bpftrace, perf and py-spy
 	$(needs_root)
 	$(MAKE) --no-print-directory setup-bench
 	$(VENV)/bin/python tests/bench/run.py
 
-wheel: setup  ## build a wheel into dist/
-	@rm -rf build/lib build/bdist.*  # setuptools would ship what is left over there
+wheel:  ## build a wheel into dist/, with the kernel programs compiled
+	$(needs_root)
+	$(MAKE) --no-print-directory programs
+	rm -rf build/lib build/bdist.*  # setuptools would ship what is left over there
 	$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
 	ls dist/*.whl
 
@@ -155,4 +194,4 @@ lock:  ## write the lock files anew from pyproject.toml
 		-c requirements.lock -o requirements-test.lock
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info bpf/programs.bin

@@ -8,18 +8,21 @@ first line is its help. Adding one is a new module and a line in VERBS.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
+import resource
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
-from aiflame.agent import __version__
+from aiflame.agent import __version__, priority
+from aiflame.agent.commands.messages import open_standard_streams, tell
 from aiflame.agent.errors import Aborted, AiflameError
 
-VERBS = ("record", "report", "stats", "dump", "doctor")
+VERBS = ("record", "report", "stats", "dump", "recover", "doctor")
 
 EXAMPLES = """\
 EXAMPLES
@@ -29,6 +32,7 @@ EXAMPLES
   aiflame report run.aiflame -f svg          # render a capture again, without root
   aiflame stats run.aiflame                  # tables in the terminal
   sudo aiflame dump -p 1234                  # what each of its threads does right now
+  sudo aiflame recover                       # what killed recordings have left
   aiflame doctor                             # can this machine record?
 """
 
@@ -75,9 +79,17 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def _print_error(error: AiflameError) -> None:
-    print(f"aiflame: {error}", file=sys.stderr)
-    if error.hint:
-        print(f"\n  {error.hint}", file=sys.stderr)
+    tell(sys.stderr, f"aiflame: {error}\n" + (f"\n  {error.hint}\n" if error.hint else ""))
+
+
+def _out_of_memory() -> AiflameError:
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return AiflameError("out of memory", "free some, or record fewer processes at once")
+    return AiflameError(
+        f"out of memory: the limit of this process is {limit_bytes / 1e6:,.0f} MB",
+        "ulimit -v unlimited  (systemd: LimitAS=infinity)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,10 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Without the program's name; those of this process when None.
     """
+    open_standard_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     verbose = 0
+    if words[:1] == ["record"]:
+        priority.hurry()  # on a busy machine the imports alone would take seconds
     try:
         parser = _parser(words[0] if words else None)
         options = parser.parse_args(words)
@@ -101,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(_module(options.verb).run(options))
     except AiflameError as error:
         if verbose > 1:
-            traceback.print_exc()
+            tell(sys.stderr, traceback.format_exc())
         _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -113,7 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_SIGPIPE
     except Exception as error:
         if verbose > 1:
-            traceback.print_exc()
+            tell(sys.stderr, traceback.format_exc())
+        if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+            _print_error(_out_of_memory())
+            return 1
         what = f"internal error: {type(error).__name__}: {error}"
         _print_error(AiflameError(what, "run again with -vv and report what it prints"))
         return 1
+    finally:
+        priority.as_started()

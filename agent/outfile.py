@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output files: whole or not there, never somebody else's, and owned by the user behind sudo.
 
-A file is written under a hidden temporary name in the folder where it will be, and renamed once
-it is complete; a run that is killed, or a disk that fills, leaves no half file under a name that
-somebody reads. Without `force` nothing that exists is replaced, also not what appears between the
-first look and the rename.
+This is the only way in which aiflame opens what it writes for a user. Root writes into folders of
+others, who may rename, replace and link whatever lies there at any moment. So each step works on
+descriptors: the folder is opened once, all names are looked up in that descriptor, what has the
+output's name is judged by fstat of the object itself, and a file is written through the
+descriptor that created it (O_CREAT | O_EXCL | O_NOFOLLOW), changed by it, and linked by it. No
+link in the last part of a path is ever followed.
+
+A file is written under a hidden temporary name in the folder where it will be, and gets its name
+once it is complete; a run that is killed, or a disk that fills, leaves no half file under a name
+that somebody reads. Without `force` nothing that exists is replaced, also not what appears between
+the first look and the last step.
 
 It does not wait for the disk (fsync): a power cut may cost a new file, never an old one's name
 with half a content on file systems that order renames after data, which is their default.
@@ -15,14 +22,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import secrets
+import shutil
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from aiflame.agent.errors import AiflameError, UsageError
 
 # NAME_MAX of Linux file systems (limits.h), in bytes.
 _NAME_MAX_BYTES = 255
+
+# As path_resolution(7) has it.
+_MAX_LINKS = 40
 
 # What file systems without owners (vfat, some network mounts) answer to chown; link() gives the
 # same ones where there are no hard links.
@@ -32,147 +47,364 @@ _NOT_SUPPORTED = frozenset(
 
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
+_FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_LOOK_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
-def refuse_existing(path: Path, force: bool) -> None:
-    """Raise UsageError if `path` may not be written; a check before long work, and cheap.
+# Links that nobody can plant: names of descriptors that this process was given, as a shell's
+# `-o >(gzip)` uses them.
+_OWN_DESCRIPTOR = re.compile(r"/dev/(?:fd/\d+|stdout|stderr)|/proc/self/fd/\d+")
 
-    Args:
-        path: Where the output will go. A device or a FIFO may always be written into.
-        force: Whether an existing file may be replaced.
-    """
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        if path.is_symlink() and not force:
-            raise _exists(path) from None
-        if not path.parent.is_dir():
-            raise UsageError(f"no such folder: {path.parent}", f"mkdir -p {path.parent}") from None
-        return
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    if stat.S_ISDIR(mode):
-        raise UsageError(f"is a folder: {path}", "name a file in it with -o")
-    if stat.S_ISREG(mode) and not force:
-        raise _exists(path)
+_PRIVATE_MODE = 0o600
+# Less what the umask takes away.
+_PUBLIC_MODE = 0o666
+
+_COPY_BYTES = 1 << 20
 
 
-def temporary_name(path: Path) -> Path:
-    """Return a hidden name beside `path`, of this process, that fits the file system's limit."""
-    suffix = f".{os.getpid()}.tmp"
-    room = _NAME_MAX_BYTES - len(suffix) - 1
-    stem = os.fsdecode(os.fsencode(path.name)[:room])
-    return path.with_name(f".{stem}{suffix}")
+class Owner(NamedTuple):
+    """Whose a file is to be."""
+
+    uid: int
+    gid: int
 
 
-def sudo_ids() -> tuple[int, int] | None:
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Tells a file from every other one, also from a later one under the same inode."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+
+def sudo_ids() -> Owner | None:
     """Return user and group id of who typed sudo, None when nobody did."""
     uid, gid = os.environ.get("SUDO_UID", ""), os.environ.get("SUDO_GID", "")
     if os.geteuid() != 0 or not (_is_id(uid) and _is_id(gid)):
         return None
-    return int(uid), int(gid)
+    return Owner(int(uid), int(gid))
 
 
-def chown_to_sudo_user(path: Path) -> None:
-    """Give a file to the user who typed sudo; does nothing when there is none.
-
-    A file system that has no owners leaves the file as it is.
-
-    Raises:
-        AiflameError: The file is not there, or the file system is read-only.
-    """
-    ids = sudo_ids()
-    if ids is None:
-        return
+def private_directory(directory: Path) -> Path | None:
+    """Make a directory of mode 0700; None unless only this user can have put files there."""
     try:
-        os.chown(path, *ids, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise _cannot_write(path, error) from error
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = directory.stat()
+    except OSError:
+        return None
+    writable_by_others = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if facts.st_uid != os.geteuid() or writable_by_others:
+        return None
+    return directory
 
 
-def publish(temporary: Path, path: Path, force: bool) -> None:
-    """Move a complete file to its name, and to its owner.
+def refuse_existing(path: Path, force: bool, is_named: bool = True) -> None:
+    """Raise UsageError if `path` may not be written; a check before long work, and cheap.
 
     Args:
-        temporary: A file from `temporary_name(path)`; gone afterwards, also on failure.
+        path: Where the output will go.
+        force: Whether an existing file may be replaced.
+        is_named: Whether the user gave this very name: only then may it be a device or a FIFO.
+    """
+    try:
+        with _folder_of(path) as folder, _judged(folder, path, force, is_named, None):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def write_output(
+    path: Path,
+    content: bytes | BinaryIO,
+    force: bool,
+    *,
+    is_named: bool = True,
+    is_private: bool = False,
+    replaces: FileIdentity | None = None,
+    owner: Owner | None = None,
+) -> FileIdentity | None:
+    """Write a whole file.
+
+    A device or a FIFO that the user named (`-o /dev/null`) is written into; it is never replaced
+    by a file.
+
+    Args:
         path: Its final name.
+        content: All of it, or a file that is read from where it stands.
         force: Whether an existing file is replaced.
+        is_named: Whether the user gave this very name: only then may it be a device or a FIFO.
+        is_private: Mode 0600; otherwise the umask decides.
+        replaces: A file that may be replaced even so, if the name still means it.
+        owner: Whose it is to be; the user who typed sudo when None.
+
+    Returns:
+        What has the name now; None for a device or a FIFO.
 
     Raises:
-        UsageError: `path` exists and `force` is false.
+        UsageError: The name is taken and `force` is false, or it cannot be a file's.
+        AiflameError: The file system refused; nothing is left behind.
+    """
+    try:
+        with (
+            _folder_of(path) as folder,
+            _judged(folder, path, force, is_named, replaces) as special,
+        ):
+            if special is not None:
+                _write_special(special, path, content)
+                return None
+            mode = _PRIVATE_MODE if is_private else _PUBLIC_MODE
+            with _temporary(folder, path.name, mode) as (temporary, file):
+                _fill(file, content)
+                _give(file.fileno(), owner or sudo_ids())
+                may_replace = force or (replaces is not None and _is(folder, path.name, replaces))
+                _publish(folder, temporary, file.fileno(), path, may_replace)
+                return _identity(os.fstat(file.fileno()))
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for output files if there is none, owned by the user who typed sudo.
+
+    Raises:
+        UsageError: There is no folder to make it in.
         AiflameError: The file system refused.
     """
     try:
-        chown_to_sudo_user(temporary)
-        if force:
-            temporary.replace(path)
-        else:
-            _rename_to_new(temporary, path)
+        with _folder_of(path) as folder:
+            try:
+                os.mkdir(path.name, dir_fd=folder)
+            except FileExistsError:
+                return
+            # Another folder may have that name by now, but a descriptor of it is no other file's.
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            made = os.open(path.name, flags, dir_fd=folder)
+            try:
+                if os.fstat(made).st_uid == os.geteuid() and not any(os.scandir(made)):
+                    _give(made, sudo_ids())
+            finally:
+                os.close(made)
     except OSError as error:
         raise _cannot_write(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def atomic_output(path: Path, force: bool) -> Iterator[Path]:
-    """Yield a temporary path to write to; publish it on success, remove it on any failure.
-
-    OSErrors inside the block become AiflameErrors that name `path` and, where the disk is full,
-    say so.
-    """
-    refuse_existing(path, force)
-    temporary = temporary_name(path)
+def _folder_of(path: Path) -> Iterator[int]:
+    """Yields a descriptor of the folder that a file is to be in."""
     try:
-        yield temporary
-        publish(temporary, path, force)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
+        folder = _open_folder(path.parent)
+    except FileNotFoundError:
+        raise UsageError(f"no such folder: {path.parent}", f"mkdir -p {path.parent}") from None
+    try:
+        yield folder
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(folder)
 
 
-def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Write a whole file.
+def _open_folder(path: Path) -> int:
+    """Opens a folder; for root, a link of another user's may only lead to a folder of that user.
 
-    A device or a FIFO (`-o /dev/null`) is written into; it is never replaced by a file.
+    Otherwise whoever owns a folder above would choose where root creates a file. The kernel has
+    that rule for links in /tmp alone, and only where fs.protected_symlinks is set.
+    """
+    if os.geteuid() != 0:
+        return os.open(path, _FOLDER_FLAGS)
+    proc_device = Path("/proc").stat().st_dev
+    current = os.open("/" if path.is_absolute() else ".", _FOLDER_FLAGS)
+    left = list(reversed(path.parts))
+    owners = set()
+    links = 0
+    try:
+        while left:
+            part = left.pop()
+            following = os.open(part, _LOOK_FLAGS, dir_fd=current)
+            facts = os.fstat(following)
+            if stat.S_ISLNK(facts.st_mode):
+                links += 1
+                if links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                target = os.readlink("", dir_fd=following)
+                os.close(following)
+                if facts.st_dev != proc_device:
+                    owners.add(facts.st_uid)
+                    left += reversed(Path(target).parts)
+                    continue
+                # What such a link names need not have that path here: /proc/PID/root.
+                following = os.open(part, _FOLDER_FLAGS, dir_fd=current)
+            elif not stat.S_ISDIR(facts.st_mode):
+                os.close(following)
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            os.close(current)
+            current = following
+        if not owners <= {0, os.fstat(current).st_uid}:
+            raise UsageError(
+                f"a link of another user's leads to the folder {path}",
+                f"name the folder itself: -o {path.resolve()}/...",
+            )
+    except BaseException:
+        os.close(current)
+        raise
+    return current
+
+
+@contextlib.contextmanager
+def _judged(
+    folder: int, path: Path, force: bool, is_named: bool, replaces: FileIdentity | None
+) -> Iterator[int | None]:
+    """Yields a descriptor of the device or FIFO to write into, None if a file is to be made.
 
     Raises:
-        UsageError: The file exists and `force` is false, or the path is a folder.
-        AiflameError: The file system refused; nothing is left behind.
+        UsageError: Neither may be.
     """
-    refuse_existing(path, force)
-    if _is_special(path):
-        try:
-            path.write_bytes(data)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
-        return
-    # "x" is O_EXCL: as root in a folder of others, a link placed under the temporary name must not
-    # be followed.
-    with atomic_output(path, force) as temporary, temporary.open("xb") as file:
-        file.write(data)
-
-
-def _rename_to_new(temporary: Path, path: Path) -> None:
-    # link() fails where the name exists, atomically; rename() would replace.
+    is_own = _OWN_DESCRIPTOR.fullmatch(str(path)) is not None
+    if not path.name:
+        raise _is_folder(path)
     try:
-        os.link(temporary, path, follow_symlinks=False)
-    except FileExistsError:
-        raise _exists(path) from None
+        found = os.open(
+            path.name, _LOOK_FLAGS & ~os.O_NOFOLLOW if is_own else _LOOK_FLAGS, dir_fd=folder
+        )
+    except FileNotFoundError:
+        found = -1
+    try:
+        facts = None if found < 0 else os.fstat(found)
+        if facts is None or _is_replaceable(path, facts, force, replaces):
+            yield None
+        else:
+            _refuse_special(path, facts, is_named, is_own)
+            yield found
+    finally:
+        if found >= 0:
+            os.close(found)
+
+
+def _is_replaceable(
+    path: Path, facts: os.stat_result, force: bool, replaces: FileIdentity | None
+) -> bool:
+    """Whether a file may take the name; False for what is no file.
+
+    Raises:
+        UsageError: A folder, or a file that may not be replaced, has the name.
+    """
+    if stat.S_ISDIR(facts.st_mode):
+        raise _is_folder(path)
+    if not (stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode)):
+        return False
+    if not force and _identity(facts) != replaces:
+        raise _exists(path)
+    return True
+
+
+def _refuse_special(path: Path, facts: os.stat_result, is_named: bool, is_own: bool) -> None:
+    hint = "choose another name with -o"
+    if not is_named:
+        raise UsageError(f"not a file, and in the way: {path}", f"remove it, or {hint}")
+    if not (stat.S_ISCHR(facts.st_mode) or stat.S_ISFIFO(facts.st_mode)):
+        raise UsageError(f"neither a file, a terminal nor a FIFO: {path}", hint)
+    if is_own:
+        return
+    # What lies here under a name that was meant for a new file could be another user's trap: a
+    # FIFO that hands the output on, or a second name of a device.
+    sudo = sudo_ids()
+    trusted = {0, os.geteuid()} | ({sudo.uid} if sudo else set())
+    if stat.S_ISFIFO(facts.st_mode) and facts.st_uid not in trusted:
+        raise UsageError(f"a FIFO of user {facts.st_uid}: {path}", hint)
+    if facts.st_nlink > 1:
+        raise UsageError(f"a second name (hard link) of something: {path}", hint)
+
+
+def _write_special(special: int, path: Path, content: bytes | BinaryIO) -> None:
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        # The very object that was judged, whatever has its name by now.
+        opened = os.open(f"/proc/self/fd/{special}", flags)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise AiflameError(
+            f"cannot write {path}: nobody reads from this FIFO", "start its reader first"
+        ) from None
+    os.set_blocking(opened, True)
+    with os.fdopen(opened, "wb") as file:
+        _fill(file, content)
+
+
+@contextlib.contextmanager
+def _temporary(folder: int, name: str, mode: int) -> Iterator[tuple[str, BinaryIO]]:
+    """Yields a new file and its name; the name is free again afterwards."""
+    # Nobody can take a name beforehand that nobody can know.
+    suffix = f".{secrets.token_hex(4)}.tmp"
+    room = _NAME_MAX_BYTES - len(suffix) - 1
+    temporary = f".{os.fsdecode(os.fsencode(name)[:room])}{suffix}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    made = os.open(temporary, flags, mode, dir_fd=folder)
+    try:
+        with os.fdopen(made, "wb") as file:
+            yield temporary, file
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+
+
+def _fill(file: BinaryIO, content: bytes | BinaryIO) -> None:
+    if isinstance(content, bytes):
+        file.write(content)
+    else:
+        shutil.copyfileobj(content, file, _COPY_BYTES)
+    file.flush()
+    # Some file systems (NFS, quotas) tell of a full disk no sooner than at a close.
+    os.close(os.dup(file.fileno()))
+
+
+def _give(descriptor: int, owner: Owner | None) -> None:
+    """Changes the owner; a file system that has no owners leaves the file as it is."""
+    if owner is None:
+        return
+    try:
+        os.fchown(descriptor, *owner)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
-        refuse_existing(path, force=False)
-        temporary.replace(path)
 
 
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()
+def _publish(folder: int, temporary: str, made: int, path: Path, may_replace: bool) -> None:
+    if not may_replace:
+        try:
+            # Fails where the name exists, atomically; rename() would replace. By the descriptor,
+            # since another file may have the temporary name by now.
+            os.link(f"/proc/self/fd/{made}", path.name, dst_dir_fd=folder)
+        except FileExistsError:
+            raise _exists(path) from None
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            # No hard links: nor are there owners, from whom a file would have to be kept.
+            with _judged(folder, path, False, False, None):
+                pass
+        else:
+            return
+    os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    if not _is(folder, path.name, _identity(os.fstat(made))):
+        raise AiflameError(f"cannot write {path}: somebody replaced it meanwhile")
+
+
+def _is(folder: int, name: str, identity: FileIdentity) -> bool:
+    try:
+        return _identity(os.stat(name, dir_fd=folder, follow_symlinks=False)) == identity
+    except FileNotFoundError:
+        return False
+
+
+def _identity(facts: os.stat_result) -> FileIdentity:
+    return FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
 
 
 def _is_id(text: str) -> bool:
     return text.isascii() and text.isdigit()
+
+
+def _is_folder(path: Path) -> UsageError:
+    return UsageError(f"is a folder: {path}", "name a file in it with -o")
 
 
 def _exists(path: Path) -> UsageError:
@@ -182,7 +414,7 @@ def _exists(path: Path) -> UsageError:
 def _cannot_write(path: Path, error: OSError) -> AiflameError:
     hint = None
     if error.errno in _DISK_FULL:
-        hint = "free some space, or choose another place with -o"
+        hint = "free some space, or choose another folder with -o"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = "choose another place with -o"
+        hint = "choose another folder with -o"
     return AiflameError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", hint)

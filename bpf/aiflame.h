@@ -10,6 +10,8 @@
 
 /* Frames kept of each half of a stack: what perf keeps by default (kernel.perf_event_max_stack). */
 #define MAX_FRAMES 127
+/* What their arrays have room for: a power of two, so that an index can be masked (host.h). */
+#define FRAME_SLOTS 128
 
 /* Where nanoseconds went; SampleClass in agent/model.py. */
 enum sample_class {
@@ -137,10 +139,52 @@ enum event_type {
 /* Bits of thread_state.flags. */
 #define THREAD_SEEDED 1u /* entered by the host half when the recording started */
 
-/* Slots of `settings`, written by the host half. */
+/* Which processes are recorded: HOST_FILTER's values; Filter in agent/recording/abi.py. */
+#define FILTER_PIDS 0
+#define FILTER_CGROUP 1
+#define FILTER_ALL 2
+
+/* Constants that the loader puts into the programs (host.h); HostConstant in agent/recording/abi.py. */
+enum host_constant {
+	HOST_FILTER = 0, /* FILTER_* */
+	HOST_WITH_OFF_CPU, /* 0: on_switch and on_waking are not attached, no thread state is kept */
+	HOST_WITH_USER_STACKS,
+	HOST_WITH_KERNEL_STACKS,
+	HOST_WITH_CALLS, /* of device APIs */
+	HOST_KERNEL_FRAMES_MAX, /* the kernel cuts stacks there: kernel.perf_event_max_stack */
+	HOST_HAS_TASK_PT_REGS, /* the helper bpf_task_pt_regs (v5.15) */
+	HOST_HAS_ATTACH_COOKIE, /* the helper bpf_get_attach_cookie (v5.15) */
+	HOST_HAS_CGROUP_ID, /* the helper bpf_get_current_cgroup_id (v4.18, CONFIG_CGROUPS) */
+	HOST_SWITCH_HAS_STATE, /* sched_switch hands over the state that decided (v5.18) */
+	HOST_THREAD_SIZE, /* bytes of a kernel stack */
+	HOST_HAS_LAST_ARRIVAL, /* CONFIG_SCHED_INFO: TASK_LAST_ARRIVAL is known */
+	HOST_TASK_PID, /* from here on offsets in bytes */
+	HOST_TASK_TGID,
+	HOST_TASK_COMM,
+	HOST_TASK_GROUP_LEADER,
+	HOST_TASK_FLAGS,
+	HOST_TASK_STATE,
+	HOST_TASK_STACK,
+	HOST_TASK_SIGNAL,
+	HOST_TASK_REAL_PARENT,
+	HOST_TASK_START_TIME,
+	HOST_TASK_RAN, /* se.sum_exec_runtime */
+	HOST_TASK_RAN_BEFORE, /* se.prev_sum_exec_runtime */
+	HOST_TASK_NVCSW,
+	HOST_TASK_NIVCSW,
+	HOST_TASK_LAST_ARRIVAL, /* sched_info.last_arrival */
+	HOST_TASK_POLICY,
+	HOST_TASK_ON_CPU,
+	HOST_TASK_THREAD_POINTER, /* thread.fsbase */
+	HOST_SIGNAL_LIVE,
+	HOST_MAX,
+};
+
+/* Slots of `settings`, written by the host half while programs run. */
 enum setting {
 	SETTING_EPOCH = 0, /* which of the two sum maps programs write: 0 or 1 */
-	SETTING_START_NS = 1, /* when the recording began; 0: programs do nothing yet */
+	SETTING_END_NS =
+		1, /* programs ignore what happens from then on; 0: nothing is recorded yet */
 	SETTING_STACKS_DRAIN = 2, /* EVENT_DRAIN is due after this many new stacks of one CPU */
 	SETTING_SUMS_DRAIN = 3, /* the same for sums */
 	SETTING_CALLS_DRAIN = 4, /* and for sums of API calls */
@@ -191,8 +235,8 @@ struct stack_record {
 	u64 call_return; /* inside a call of a device API: where that returns to; else 0 */
 	u32 call; /* and its slot in `api_calls` */
 	u32 unused;
-	u64 kernel[MAX_FRAMES]; /* leaf first */
-	u64 user[MAX_FRAMES]; /* leaf first */
+	u64 kernel[FRAME_SLOTS]; /* leaf first */
+	u64 user[FRAME_SLOTS]; /* leaf first */
 };
 
 /* What a thread had to do with the GIL when its stack was taken. */
@@ -261,7 +305,7 @@ struct python_chain {
 	u32 tgid;
 	u16 depth; /* frames used */
 	u16 end; /* enum python_end */
-	struct python_frame frames[MAX_FRAMES]; /* leaf first */
+	struct python_frame frames[FRAME_SLOTS]; /* leaf first */
 };
 
 struct sum_key {

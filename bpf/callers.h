@@ -7,14 +7,7 @@
 #ifndef AIFLAME_CALLERS_H
 #define AIFLAME_CALLERS_H
 
-#include "store.h"
-
-#ifndef WITH_CALLS
-#define WITH_CALLS 0
-#endif
-#ifndef CALLERS_MAX
-#define CALLERS_MAX 1024
-#endif
+#include "capture.h"
 
 /* Arguments that are in registers (System V psABI for x86-64, 3.2.3); an eighth keeps masks whole. */
 #define REGISTER_ARGUMENTS 6
@@ -38,49 +31,49 @@ struct caller {
 	u64 work;
 	u64 arguments[REGISTER_SLOTS];
 	u64 entry_stack_pointer; /* where the return address is */
-	/* The last call that was counted, of any API. */
-	u64 outer_stack_pointer;
-	u64 outer_return_address;
-	u32 outer_call;
-	u32 unused;
 	struct outer_call outers[APIS_MAX];
+	u64 last_api; /* whose call was counted last */
 	/* A kernel's name, from the entry of the function that makes its handle to its return. */
 	u64 handle_at;
 	struct kernel_named_event named;
 };
 
-BPF_TABLE("hash", u32, struct caller, callers, CALLERS_MAX);
+BPF_TABLE("hash", u32, struct caller, callers, SIZED_BY_HOST);
 
 static __always_inline void forget_caller(u32 tid)
 {
-	if (WITH_CALLS)
+	if (host(WITH_CALLS))
 		callers.delete(&tid);
 }
 
-/* Whether the last counted call of a thread has not returned: its return address is there. */
-static __always_inline bool is_inside(struct caller *caller, u64 stack_pointer)
+/* Whether a counted call has not returned: its return address is there. */
+static __always_inline bool is_inside(struct outer_call *outer, u64 stack_pointer)
 {
 	u64 word = 0;
 
-	if (!caller->outer_stack_pointer || stack_pointer > caller->outer_stack_pointer ||
-	    bpf_probe_read_user(&word, sizeof(word), (void *)caller->outer_stack_pointer))
+	if (!outer->stack_pointer || stack_pointer > outer->stack_pointer ||
+	    bpf_probe_read_user(&word, sizeof(word), (void *)outer->stack_pointer))
 		return false;
-	return word == caller->outer_return_address;
+	return word == outer->return_address;
 }
 
-/* Notes with a stack the call that the current thread is inside of. */
+/* Notes with a stack the call that the current thread is inside of, if it is the last it made. */
 static __always_inline void note_call(struct capture *capture)
 {
 	u32 tid = capture->walk.tid;
+	struct outer_call *outer;
 	struct caller *caller;
 
-	if (!WITH_CALLS || !capture->walk.depth)
+	if (!host(WITH_CALLS) || !capture->walk.depth)
 		return;
 	caller = callers.lookup(&tid);
-	if (!caller || !is_inside(caller, capture->walk.stack_pointer))
+	if (!caller)
 		return;
-	capture->record.call = caller->outer_call;
-	capture->record.call_return = caller->outer_return_address;
+	outer = &AT(caller->outers, caller->last_api);
+	if (!is_inside(outer, capture->walk.stack_pointer))
+		return;
+	capture->record.call = outer->call;
+	capture->record.call_return = outer->return_address;
 }
 
 #endif

@@ -32,7 +32,7 @@ int on_fork(struct raw_tracepoint *ctx)
 			return 0;
 		}
 	}
-	if (!WITH_OFF_CPU || !(parent->flags & PROCESS_TARGET) || !setting(SETTING_START_NS))
+	if (!host(WITH_OFF_CPU) || !(parent->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
 	/* From now to its first switch-in the new thread waits for a CPU; it has no stack of its own. */
 	thread = thread_of(tid, child, tgid, now_ns);
@@ -81,7 +81,7 @@ int on_exec(struct raw_tracepoint *ctx)
 	struct process_state *process = processes.lookup(&tgid);
 	struct thread_state *thread = threads.lookup(&old_tid);
 
-	if (thread)
+	if (thread && is_recorded(now_ns))
 		end_thread(thread, task, old_tid, false, now_ns);
 	/* No call of the old image returns. */
 	forget_caller(old_tid);
@@ -92,7 +92,7 @@ int on_exec(struct raw_tracepoint *ctx)
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
 	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED);
-	if (!WITH_OFF_CPU || !(process->flags & PROCESS_TARGET) || !setting(SETTING_START_NS))
+	if (!host(WITH_OFF_CPU) || !(process->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
 	thread = thread_of(tgid, task, tgid, now_ns);
 	if (!thread)
@@ -114,7 +114,7 @@ int on_exit(struct raw_tracepoint *ctx)
 	struct process_event gone = {};
 
 	/* Once stopped, the host half closes the intervals of all that are there. */
-	if (thread && setting(SETTING_START_NS))
+	if (thread && is_recorded(now_ns))
 		end_thread(thread, current_task(), tid, true, now_ns);
 	forget_caller(tid);
 	if (!process || !process_is_dead(current_task()))
@@ -126,7 +126,7 @@ int on_exit(struct raw_tracepoint *ctx)
 		gone.ns = now_ns;
 		bpf_get_current_comm(gone.comm, sizeof(gone.comm));
 		send(&gone, sizeof(gone),
-		     FILTER == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
+		     host(FILTER) == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
 	}
 	processes.delete(&tgid);
 	return 0;

@@ -9,32 +9,17 @@
  * At sched_switch the current task is still `prev`: its stack is taken there, and its interval is
  * closed when it is `next`, on whichever CPU that is, since the state is kept by thread id.
  *
- * Loses: threads over THREADS_MAX (LOST_THREADS_FULL) and what store.h counts. A wake-up that
+ * Loses: threads that find no room (LOST_THREADS_FULL) and what store.h counts. A wake-up that
  * races with the switch-out on another CPU is missed: that interval is all "blocked".
  */
 #include <linux/types.h>
 #include "callers.h"
-#include "store.h"
 
-/* 0: on_switch and on_waking are not attached, and no thread state is kept. */
-#ifndef WITH_OFF_CPU
-#define WITH_OFF_CPU 1
-#endif
-/* 1 where sched_switch hands over the state that decided (v5.18); task->state may have changed. */
-#ifndef SWITCH_HAS_STATE
-#define SWITCH_HAS_STATE 1
-#endif
-#ifndef THREADS_MAX
-#define THREADS_MAX 65536
-#endif
-
-#ifndef WAIT_EVENTS_PER_S
 #define WAIT_EVENTS_PER_S 1000 /* on each CPU: 10,000 sleepers must not drown process events */
-#endif
 #define NS_PER_S 1000000000ull
 
 BPF_PERCPU_ARRAY(wait_budgets, struct wait_budget, 1);
-BPF_TABLE("hash", u32, struct thread_state, threads, THREADS_MAX);
+BPF_TABLE("hash", u32, struct thread_state, threads, SIZED_BY_HOST);
 
 /* The target's thread that each CPU runs, 0 for none; u64 as per-CPU values are padded to that. */
 BPF_PERCPU_ARRAY(running, u64, 1);
@@ -268,12 +253,14 @@ int on_switch(struct raw_tracepoint *ctx)
 		if (!thread)
 			return 0;
 	}
-	if (!setting(SETTING_START_NS))
-		return 0;
 	now_ns = bpf_ktime_get_ns();
+	if (!is_recorded(now_ns))
+		return 0;
 	/* One that was preempted on its way to sleep stays runnable. */
 	if (!(bool)ctx->args[0])
-		is_asleep = SWITCH_HAS_STATE ? (u32)ctx->args[3] : task_u32(prev, TASK_STATE);
+		/* task->state may have changed since the one that decided. */
+		is_asleep = host(SWITCH_HAS_STATE) ? (u32)ctx->args[3]
+						   : task_u32(prev, host(TASK_STATE));
 	if (thread)
 		switch_in(thread, next, next_tid, now_ns);
 	set_running(thread ? next_tid : 0);
@@ -287,8 +274,12 @@ int on_waking(struct raw_tracepoint *ctx)
 {
 	u32 tid = task_tid((void *)ctx->args[0]);
 	struct thread_state *thread = threads.lookup(&tid);
+	u64 now_ns;
 
-	if (thread && thread->off_class == CLASS_BLOCKED && !thread->waking_ns)
-		thread->waking_ns = bpf_ktime_get_ns();
+	if (!thread || thread->off_class != CLASS_BLOCKED || thread->waking_ns)
+		return 0;
+	now_ns = bpf_ktime_get_ns();
+	if (is_recorded(now_ns))
+		thread->waking_ns = now_ns;
 	return 0;
 }

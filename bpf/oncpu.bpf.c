@@ -10,7 +10,6 @@
  */
 #include <linux/types.h>
 #include "callers.h"
-#include "store.h"
 
 /* struct bpf_perf_event_data (uapi/linux/bpf_perf_event.h). */
 struct perf_event_context {
@@ -74,7 +73,7 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	if (!(u32)id)
 		return 0; /* the idle task is no target's time */
 	process = current_target(tgid);
-	if (!process || !setting(SETTING_START_NS))
+	if (!process || !is_recorded(bpf_ktime_get_ns()))
 		return 0;
 	count(COUNTER_SAMPLES);
 	announce(process, tgid);

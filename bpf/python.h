@@ -19,10 +19,6 @@
 #include "task.h"
 #include "walk.h"
 
-#ifndef PYTHON_CHAINS_MAX
-#define PYTHON_CHAINS_MAX 8192
-#endif
-
 /* Frames walked by one program before it calls itself again: what verifiers get through. */
 #define PYTHON_STEPS_PER_CALL 12
 
@@ -41,8 +37,8 @@
 #define SMALL_FRAME_BYTES 80
 #define LARGE_FRAME_BYTES 112
 
-BPF_TABLE("hash", u32, struct python_process, pythons, PROCESSES_MAX);
-BPF_TABLE("hash", u64, struct python_chain, python_chains, PYTHON_CHAINS_MAX);
+BPF_TABLE("hash", u32, struct python_process, pythons, SIZED_BY_HOST);
+BPF_TABLE("hash", u64, struct python_chain, python_chains, SIZED_BY_HOST);
 
 /* Where a walk of Python frames stands; in per-CPU memory, beside the native one. */
 struct python_walk {
@@ -119,7 +115,7 @@ static __always_inline u64 caller_cframe(struct walk *native, u64 newest)
 static __always_inline bool begin_python(struct python_process *python, struct walk *native,
 					 struct python_walk *walk, struct stack_record *record)
 {
-	u64 thread_pointer = task_u64(current_task(), TASK_THREAD_POINTER);
+	u64 thread_pointer = task_u64(current_task(), host(TASK_THREAD_POINTER));
 	u64 state = 0, leaf = 0;
 	bool is_entering;
 
@@ -155,11 +151,7 @@ static __always_inline bool begin_python(struct python_process *python, struct w
 /* A word of the frame that was read; offsets of words are multiples of 8. */
 static __always_inline u64 frame_word(struct python_walk *walk, u32 offset)
 {
-	u64 at = offset >> 3;
-
-	/* In assembly: the compiler must not lose the bound that verifiers look for. */
-	asm volatile("%0 &= 15" : "+r"(at));
-	return walk->words[at];
+	return AT(walk->words, offset >> 3);
 }
 
 static __always_inline u32 frame_byte(struct python_walk *walk, u32 offset)
@@ -230,7 +222,7 @@ static __always_inline void pass_shim(struct python_walk *walk, struct python_ch
 
 	if (walk->run_is_open) {
 		if (last < MAX_FRAMES)
-			chain->frames[last].ends_run = 1;
+			AT(chain->frames, last).ends_run = 1;
 		walk->run_is_open = 0;
 		walk->runs += 1;
 	} else if (!walk->depth) {
@@ -248,10 +240,9 @@ static __always_inline bool add_frame(struct python_process *python, struct pyth
 
 	if (!is_sound(code))
 		return end_python(walk, PYTHON_BAD_POINTER);
-	asm volatile("" : "+r"(depth));
 	if (depth >= MAX_FRAMES)
 		return true; /* walk->end is PYTHON_TOO_DEEP since the beginning */
-	frame = &chain->frames[depth];
+	frame = &AT(chain->frames, depth);
 	frame->code = code;
 	frame->position = position_of(python, walk, code);
 	frame->ends_run =
@@ -313,16 +304,17 @@ static __always_inline u64 store_python(struct python_walk *walk, struct python_
 					struct stack_record *record)
 {
 	u64 hash = hash_step(hash_step(0, record->image), record->tgid);
+	struct python_frame *frame;
 	u32 i;
 
 #pragma clang loop unroll(disable)
 	for (i = 0; i < MAX_FRAMES; i++) {
-		/* Else the compiler counts down from depth: a bound that verifiers do not see. */
-		asm volatile("" : "+r"(i));
-		if (i >= walk->depth || i >= MAX_FRAMES)
+		OPAQUE(i);
+		if (i >= walk->depth)
 			break;
-		hash = hash_step(hash, chain->frames[i].code ^ chain->frames[i].ends_run);
-		hash = hash_step(hash, chain->frames[i].position);
+		frame = &AT(chain->frames, i);
+		hash = hash_step(hash, frame->code ^ frame->ends_run);
+		hash = hash_step(hash, frame->position);
 	}
 	hash = hash_step(hash, walk->end | walk->depth << 8);
 	if (python_chains.lookup(&hash))

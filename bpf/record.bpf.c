@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
- * The translation unit of `record`: the attach families share maps, and BCC gives each unit maps
- * of its own. Since BCC rewrites map accesses in the main file only, the host half pastes these
- * files in place of their #include lines before it compiles; nothing else is done to the text.
+ * The one translation unit: the attach families share maps, and BCC gives each unit maps of its
+ * own. Since BCC rewrites map accesses in the main file only, the files are pasted in place of their
+ * #include lines before they are compiled; nothing else is done to the text.
  */
 #define BPF_LICENSE GPL
 
@@ -10,5 +10,6 @@
 #include "oncpu.bpf.c"
 #include "offcpu.bpf.c"
 #include "calls.bpf.c"
+#include "namings.bpf.c"
 #include "lives.bpf.c"
 #include "threads.bpf.c"

@@ -1,18 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
- * Reads of struct task_struct. Offsets are passed with -D by the host half, which takes them from
- * BTF (/sys/kernel/btf/vmlinux): no kernel header, no kernel version is assumed.
+ * Reads of struct task_struct. Offsets are the host's (host.h), from BTF (/sys/kernel/btf/vmlinux):
+ * no kernel header, no kernel version is assumed.
  */
 #ifndef AIFLAME_TASK_H
 #define AIFLAME_TASK_H
 
 #include "aiflame.h"
 #include "arch.h"
-
-/* 1 where the kernel has bpf_task_pt_regs (v5.15); the host half tries that first. */
-#ifndef HAVE_TASK_PT_REGS
-#define HAVE_TASK_PT_REGS 1
-#endif
+#include "host.h"
 
 /* Kernel threads (include/linux/sched.h, unchanged since v2.6.27). */
 #define PF_KTHREAD 0x00200000u
@@ -46,23 +42,23 @@ static __always_inline u64 task_u64(void *task, u32 offset)
 
 static __always_inline u32 task_tid(void *task)
 {
-	return task_u32(task, TASK_PID);
+	return task_u32(task, host(TASK_PID));
 }
 
 static __always_inline u32 task_tgid(void *task)
 {
-	return task_u32(task, TASK_TGID);
+	return task_u32(task, host(TASK_TGID));
 }
 
 static __always_inline u64 task_started_ns(void *task)
 {
-	return task_u64(task, TASK_START_TIME);
+	return task_u64(task, host(TASK_START_TIME));
 }
 
 /* Time on a CPU by the scheduler's own account, up to date when the task goes off it. */
 static __always_inline u64 task_ran_ns(void *task)
 {
-	return task_u64(task, TASK_RAN);
+	return task_u64(task, host(TASK_RAN));
 }
 
 /* SCHED_NORMAL, SCHED_BATCH, SCHED_IDLE (include/uapi/linux/sched.h). */
@@ -74,49 +70,51 @@ static __always_inline u64 task_ran_ns(void *task)
  */
 static __always_inline u64 task_stopped_ns(void *task)
 {
-#if TASK_STOPPED_KNOWN
-	u64 arrived = task_u64(task, TASK_LAST_ARRIVAL);
-	u32 policy = task_u32(task, TASK_POLICY);
+	u64 arrived;
+	u32 policy;
 
+	if (!host(HAS_LAST_ARRIVAL))
+		return 0;
+	arrived = task_u64(task, host(TASK_LAST_ARRIVAL));
+	policy = task_u32(task, host(TASK_POLICY));
 	if (arrived && policy < 32 && FAIR_POLICIES >> policy & 1)
-		return arrived + task_u64(task, TASK_RAN) - task_u64(task, TASK_RAN_BEFORE);
-#endif
+		return arrived + task_u64(task, host(TASK_RAN)) -
+		       task_u64(task, host(TASK_RAN_BEFORE));
 	return 0;
 }
 
 static __always_inline u32 task_parent_tgid(void *task)
 {
-	return task_tgid((void *)task_u64(task, TASK_REAL_PARENT));
+	return task_tgid((void *)task_u64(task, host(TASK_REAL_PARENT)));
 }
 
 static __always_inline bool task_is_exiting(void *task)
 {
-	return task_u32(task, TASK_FLAGS) & PF_EXITING;
+	return task_u32(task, host(TASK_FLAGS)) & PF_EXITING;
 }
 
 /* The name of the task's process: that of its first thread. */
 static __always_inline void task_process_name(void *task, char *name, u32 size)
 {
-	void *leader = (void *)task_u64(task, TASK_GROUP_LEADER);
+	void *leader = (void *)task_u64(task, host(TASK_GROUP_LEADER));
 
-	bpf_probe_read_kernel(name, size, leader + TASK_COMM);
+	bpf_probe_read_kernel(name, size, leader + host(TASK_COMM));
 }
 
 /* True once the last thread of the task's process has begun to exit. */
 static __always_inline bool process_is_dead(void *task)
 {
-	return task_u32((void *)task_u64(task, TASK_SIGNAL), SIGNAL_LIVE) == 0;
+	return task_u32((void *)task_u64(task, host(TASK_SIGNAL)), host(SIGNAL_LIVE)) == 0;
 }
 
 /* Where the kernel saved the registers with which a task last entered it; `task` is BTF's kind. */
 static __always_inline void *saved_regs_of(void *task)
 {
-#if HAVE_TASK_PT_REGS
-	return (void *)task_pt_regs_of(task);
-#else
+	if (host(HAS_TASK_PT_REGS))
+		return (void *)task_pt_regs_of(task);
 	/* They end where the kernel stack begins (arch/x86/include/asm/processor.h). */
-	return (void *)task_u64(task, TASK_STACK) + THREAD_SIZE - sizeof(struct pt_regs);
-#endif
+	return (void *)task_u64(task, host(TASK_STACK)) + host(THREAD_SIZE) -
+	       sizeof(struct pt_regs);
 }
 
 /* The registers with which a task last entered the kernel; ip 0 for a kernel thread. */
@@ -124,7 +122,7 @@ static __always_inline void user_regs_of(struct user_regs *out, void *task)
 {
 	struct pt_regs regs = {};
 
-	if (task_u32(task, TASK_FLAGS) & PF_KTHREAD) {
+	if (task_u32(task, host(TASK_FLAGS)) & PF_KTHREAD) {
 		out->instruction_pointer = 0;
 		return;
 	}
@@ -135,11 +133,10 @@ static __always_inline void user_regs_of(struct user_regs *out, void *task)
 /* The same of the current task. */
 static __always_inline void current_user_regs(struct user_regs *out)
 {
-#if HAVE_TASK_PT_REGS
-	user_regs_of(out, current_task_btf());
-#else
-	user_regs_of(out, current_task());
-#endif
+	if (host(HAS_TASK_PT_REGS))
+		user_regs_of(out, current_task_btf());
+	else
+		user_regs_of(out, current_task());
 }
 
 #endif

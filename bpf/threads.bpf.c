@@ -7,7 +7,7 @@
  * BPF_ITER_CREATE. The link may name one process (v6.1); else all tasks of the host are visited,
  * and the reader picks.
  * Needs: BPF_PROG_TYPE_TRACING with BPF_TRACE_ITER and bpf_seq_write (v5.8), and what task.h needs.
- * It has no maps, so it is compiled with `record` or by itself.
+ * It has no maps: `dump` loads it alone.
  *
  * Loses: nothing. A record that finds no room is written anew at the next read. Threads that exit
  * have none, and one that is made or ends meanwhile may be missing.
@@ -40,17 +40,17 @@ int bpf_iter__task(struct task_iteration *ctx)
 	record.instruction_pointer = regs.instruction_pointer;
 	record.stack_pointer = regs.stack_pointer;
 	record.frame_pointer = regs.frame_pointer;
-	record.thread_pointer = task_u64(task, TASK_THREAD_POINTER);
+	record.thread_pointer = task_u64(task, host(TASK_THREAD_POINTER));
 	record.started_ns = task_started_ns(task);
 	record.ran_ns = task_ran_ns(task);
-	record.voluntary_switches = task_u64(task, TASK_NVCSW);
-	record.involuntary_switches = task_u64(task, TASK_NIVCSW);
+	record.voluntary_switches = task_u64(task, host(TASK_NVCSW));
+	record.involuntary_switches = task_u64(task, host(TASK_NIVCSW));
 	record.stopped_ns = task_stopped_ns(task);
 	record.tgid = task_tgid(task);
 	record.tid = task_tid(task);
-	record.state = task_u32(task, TASK_STATE);
-	record.is_on_cpu = task_u32(task, TASK_ON_CPU);
-	bpf_probe_read_kernel(record.comm, sizeof(record.comm), task + TASK_COMM);
+	record.state = task_u32(task, host(TASK_STATE));
+	record.is_on_cpu = task_u32(task, host(TASK_ON_CPU));
+	bpf_probe_read_kernel(record.comm, sizeof(record.comm), task + host(TASK_COMM));
 	seq_write(seq, &record, sizeof(record));
 	return 0;
 }

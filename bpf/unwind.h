@@ -17,6 +17,7 @@
 
 #include "aiflame.h"
 #include "arch.h"
+#include "host.h"
 
 #define F_MMAPABLE (1 << 10) /* BPF_F_MMAPABLE, v5.5 */
 #define F_INNER_MAP (1 << 12) /* BPF_F_INNER_MAP, v5.10 */
@@ -36,7 +37,7 @@
 BPF_F_TABLE("array", u32, u64, unwind_table, 1, F_MMAPABLE | F_INNER_MAP);
 BPF_ARRAY_OF_MAPS(unwind_tables, "unwind_table", TABLES_MAX);
 BPF_F_TABLE("array", u32, struct mapping_slot, mapping_table, 1, F_MMAPABLE | F_INNER_MAP);
-BPF_TABLE("hash_of_maps$mapping_table", u32, int, process_mappings, PROCESSES_MAX);
+BPF_TABLE("hash_of_maps$mapping_table", u32, int, process_mappings, SIZED_BY_HOST);
 BPF_ARRAY(unwind_rules, struct unwind_rule, RULES_MAX);
 
 /*
@@ -90,7 +91,7 @@ struct walk {
 	u64 window[WINDOW_WORDS];
 };
 
-/* To be called behind the step from a frame of CPython's eval loop. */
+/* To be called after the step from a frame of CPython's eval loop. */
 static __always_inline void note_eval_cfa(struct walk *walk)
 {
 	if (walk->eval_frames == 1)
@@ -190,13 +191,10 @@ static __always_inline struct unwind_rule *rule_of(struct walk *walk, void *mapp
 	u32 zero = 0, rule;
 	struct known_addresses *known = known_addresses.lookup(&zero);
 	volatile struct known_address *slot;
-	u64 at = (address ^ address >> 12) & (KNOWN_ADDRESSES - 1);
 
 	if (!known)
 		return NULL;
-	/* In assembly: the compiler knows the bound and would leave it out, verifiers do not. */
-	asm volatile("%0 &= %1" : "+r"(at) : "i"(KNOWN_ADDRESSES - 1));
-	slot = &known->slots[at];
+	slot = &AT(known->slots, address ^ address >> 12);
 	if (slot->address == address && slot->serial == walk->serial) {
 		rule = slot->rule;
 		/* A program that came between may have put another address there. */
@@ -226,7 +224,6 @@ static __always_inline u32 end_walk(struct walk *walk, u32 end)
 static __always_inline bool read_word(struct walk *walk, u64 address, u64 *out)
 {
 	volatile struct walk *state = walk;
-	u64 at;
 
 	if (address & 7)
 		return !bpf_probe_read_user(out, sizeof(*out), (void *)address);
@@ -247,10 +244,7 @@ static __always_inline bool read_word(struct walk *walk, u64 address, u64 *out)
 			}
 		}
 	}
-	at = state->window_at;
-	/* In assembly: the compiler knows the bound and would leave it out, verifiers do not. */
-	asm volatile("%0 &= %1" : "+r"(at) : "i"(WINDOW_WORDS - 1));
-	*out = walk->window[at];
+	*out = AT(walk->window, state->window_at);
 	return true;
 }
 

@@ -18,18 +18,7 @@
 #include "aiflame.h"
 #include "arch.h"
 #include "counters.h"
-
-#ifndef WITH_KERNEL_STACKS
-#define WITH_KERNEL_STACKS 1
-#endif
-#ifndef WITH_USER_STACKS
-#define WITH_USER_STACKS 1
-#endif
-
-/* The kernel itself cuts at kernel.perf_event_max_stack; the host half passes what it is. */
-#ifndef KERNEL_FRAMES_MAX
-#define KERNEL_FRAMES_MAX MAX_FRAMES
-#endif
+#include "host.h"
 
 /* splitmix64's multiplier: odd, well mixed bits. */
 #define HASH_MULTIPLIER 0xbf58476d1ce4e5b9ull
@@ -40,7 +29,7 @@ static __always_inline u64 hash_step(u64 hash, u64 word)
 	return hash ^ (hash >> 29);
 }
 
-/* Follows saved frame pointers from `regs` on, behind `depth` frames; fills user[] and end. */
+/* Follows saved frame pointers from `regs` on, past `depth` frames; fills user[] and end. */
 static __always_inline u64 walk_frame_pointers(struct stack_record *record, struct user_regs *regs,
 					       u32 depth, u64 hash)
 {
@@ -51,6 +40,7 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 	record->end = END_TOO_DEEP;
 #pragma clang loop unroll(disable)
 	for (; depth < MAX_FRAMES; depth++) {
+		OPAQUE(depth);
 		if (!frame_pointer) {
 			record->end = END_ROOTED;
 			break;
@@ -68,7 +58,7 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 			record->end = END_ROOTED;
 			break;
 		}
-		record->user[depth] = link.return_address;
+		AT(record->user, depth) = link.return_address;
 		hash = hash_step(hash, link.return_address);
 		stack_pointer = frame_pointer + sizeof(link);
 		frame_pointer = link.frame_pointer;
@@ -85,9 +75,9 @@ static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, b
 
 	record->kernel_depth = 0;
 	record->kernel_cut = 0;
-	if (!WITH_KERNEL_STACKS || !in_kernel)
+	if (!host(WITH_KERNEL_STACKS) || !in_kernel)
 		return hash;
-	bytes = bpf_get_stack(ctx, record->kernel, sizeof(record->kernel), 0);
+	bytes = bpf_get_stack(ctx, record->kernel, MAX_FRAMES * sizeof(u64), 0);
 	if (bytes < 0) {
 		count(LOST_KERNEL_STACK);
 		return hash;
@@ -95,17 +85,17 @@ static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, b
 	depth = (u32)bytes / sizeof(u64);
 	if (depth > MAX_FRAMES)
 		depth = MAX_FRAMES;
-	if (depth >= KERNEL_FRAMES_MAX) {
+	if (depth >= host(KERNEL_FRAMES_MAX)) {
 		count(LOST_KERNEL_FRAMES);
 		record->kernel_cut = 1;
 	}
+	OPAQUE(depth);
 #pragma clang loop unroll(disable)
 	for (i = 0; i < MAX_FRAMES; i++) {
-		/* Else the compiler counts down from depth: a bound that verifiers do not see. */
-		asm volatile("" : "+r"(i));
-		if (i >= depth || i >= MAX_FRAMES)
+		OPAQUE(i);
+		if (i >= depth)
 			break;
-		hash = hash_step(hash, record->kernel[i]);
+		hash = hash_step(hash, AT(record->kernel, i));
 	}
 	record->kernel_depth = depth;
 	return hash;

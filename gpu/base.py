@@ -8,10 +8,12 @@ then asked for the instructions of what it sampled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from aiflame.agent.gpu_profile import Device
+from aiflame.agent.target_files import TargetFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,11 @@ class Files(Protocol):
         """Returns the path as the target sees it."""
         ...
 
-    def descriptor(self, file: int) -> int | None:
-        """Returns an open descriptor, None where it could not be opened."""
+    def opened(self, file: int) -> AbstractContextManager[TargetFile, bool] | None:
+        """Returns a context that hands the file out to be read, None where it was not opened.
+
+        Whatever is raised in there ends it quietly, and is counted.
+        """
         ...
 
     def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
+from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_or_build
 from aiflame.agent.unwind.table import UnwindTable
 from elfbytes import Elf, Section
@@ -139,6 +140,6 @@ def table_of(data: bytes, directory: Path, store: Store | None = None) -> Unwind
 def table_of_file(path: Path, store: Store | None = None) -> UnwindTable:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return load_or_build(fd, ElfImage.from_fd(fd), store or Store(None))
+        return load_or_build(TargetFile(fd), ElfImage.from_fd(fd), store or Store(None))
     finally:
         os.close(fd)

@@ -99,10 +99,14 @@ class Recording(AbstractContextManager["Recording"]):
     Args:
         folder: Where it runs; its capture is run.aiflame there unless arguments say -o.
         arguments: What follows the verb.
+        patience_s: How long it may take to end.
         keywords: As for subprocess.Popen.
     """
 
-    def __init__(self, folder: Path, *arguments: object, **keywords: Any) -> None:
+    def __init__(
+        self, folder: Path, *arguments: object, patience_s: float = _PATIENCE_S, **keywords: Any
+    ) -> None:
+        self._patience_s = patience_s
         words = [*map(str, arguments)]
         if "-o" not in words:
             words = ["-o", "run.aiflame", *words]
@@ -130,7 +134,7 @@ class Recording(AbstractContextManager["Recording"]):
 
     def wait(self) -> Ended:
         """Waits until it ends by itself."""
-        _, rest = self.process.communicate(timeout=_PATIENCE_S)
+        _, rest = self.process.communicate(timeout=self._patience_s)
         return Ended(self.process.returncode, self._said + rest, self.capture)
 
     def __exit__(self, *_: object) -> None:

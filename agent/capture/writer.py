@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a capture: rows in bulk, one transaction an interval.
 
-The file is written under a temporary name in the folder where it will stay; what was committed is
-a readable capture at any moment. Writing knows nothing of how rows came about.
+The file lies where only the recorder can reach it (see `workspace`); what was committed is a
+readable capture at any moment. Writing knows nothing of how rows came about.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class CaptureWriter:
     """An open capture.
 
     Args:
-        path: Temporary name of an empty file.
+        path: A new file, in a directory that nobody else may write to: SQLite opens it, and its
+            journal, by path.
 
     Raises:
         AiflameError: The file cannot be made.
@@ -61,6 +62,9 @@ class CaptureWriter:
             # A crash of this process loses nothing even so; a crash of the machine may lose a
             # recording that was not finished.
             self._database.execute("PRAGMA synchronous = OFF")
+            # A journal in memory would be gone with a process that is killed in a commit, and the
+            # database damaged (6 of 60 kills of a process that does nothing but commit).
+            self._database.execute("PRAGMA journal_mode = DELETE")
             self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             self._database.executescript(schema_sql())
@@ -91,6 +95,14 @@ class CaptureWriter:
         )
         self._many("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
+    def drop_meta(self, key: str) -> None:
+        """Takes a fact back."""
+        self._many("DELETE FROM meta WHERE key = ?", [(key,)])
+
+    def drop_mappings(self, processes: Iterable[int]) -> None:
+        """Removes the mappings of processes, which are then written anew."""
+        self._many("DELETE FROM mappings WHERE process_id = ?", ((row,) for row in processes))
+
     def set_stack_frames(self, rows: Iterable[tuple[int, bytes, int]]) -> None:
         """Fills in (end_reason, frames, stack id) once symbols are resolved."""
         self._many("UPDATE stacks SET end_reason = ?, frames = ? WHERE id = ?", rows)
@@ -116,6 +128,10 @@ class CaptureWriter:
         """Returns the ids of stacks that were taken at a context switch."""
         rows = self._database.execute("SELECT DISTINCT stack_id FROM samples WHERE class > 0")
         return [row[0] for row in rows]
+
+    def has_samples(self) -> bool:
+        """Whether any sample is stored."""
+        return bool(self._database.execute("SELECT EXISTS (SELECT 1 FROM samples)").fetchone()[0])
 
     def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
         try:
@@ -148,7 +164,32 @@ class CaptureWriter:
 
 def _explained(error: sqlite3.Error, path: Path) -> AiflameError:
     if "full" in str(error) or "disk I/O" in str(error):
-        return DiskFull(
-            f"cannot write {path}: {error}", "free some space, or use -o on another disk"
-        )
-    return AiflameError(f"cannot write {path}: {error}", "use -o to choose another folder")
+        return DiskFull(f"cannot write {path}: {error}", "free some space on that disk")
+    return AiflameError(f"cannot write {path}: {error}")
+
+
+def close_abandoned(path: Path) -> bool:
+    """Brings a capture whose writer was killed back to its last commit.
+
+    Args:
+        path: As it was given to the writer.
+
+    Returns:
+        Whether a recording had begun in it.
+
+    Raises:
+        AiflameError: It is no sound database, or cannot be written.
+    """
+    if not path.exists():
+        return False
+    try:
+        database = sqlite3.connect(path)
+        try:
+            # The first read plays a journal back that is still there.
+            tables = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+            query = "SELECT COUNT(*) FROM meta WHERE key = 'started_unix_ns'"
+            return bool(tables and database.execute(query).fetchone()[0])
+        finally:
+            database.close()
+    except sqlite3.Error as error:
+        raise _explained(error, path) from error

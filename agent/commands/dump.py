@@ -15,8 +15,9 @@ import sys
 from aiflame.agent.dumps.render import Shown, as_json, text
 from aiflame.agent.dumps.session import DumpSession
 from aiflame.agent.recording.checks import require_all
+from aiflame.agent.recording.descriptors import raise_limit
 from aiflame.agent.recording.targets import target_of_pids
-from aiflame.agent.symbols.frames import clean_name
+from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 
@@ -65,12 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the dump; returns the exit code."""
+    raise_limit()
     require_all()
     target_of_pids(args.pid)  # each is there, and no thread
     cache = cache_dir()
     with SymbolService(cache) as service, DumpSession(cache, service) as session:
         dump = session.take(args.pid)
         problems = list(service.problems)
+        problems += [
+            Problem("binary_not_read", f"{p}: {why}") for p, why in session.bad_files.items()
+        ]
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A function's name may hold what the terminal's encoding can't say.
         sys.stdout.reconfigure(errors="replace")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record where a running program's time goes, then write a capture and a flame graph.
 
-Needs root (CAP_BPF, CAP_PERFMON, CAP_SYS_PTRACE). Everything is rendered from the capture, which
+Needs root, or the capabilities that the help names. Everything is rendered from the capture, which
 can be rendered again later with `aiflame report`.
 """
 
@@ -29,6 +29,10 @@ from aiflame.agent.reports import FORMATS
 NAME = "record"
 
 EPILOG = """\
+Needs root, or CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE. Without CAP_SYSLOG kernel functions have no
+names; without CAP_SYS_ADMIN calls of device APIs may be missing; without CAP_DAC_READ_SEARCH so are
+the symbols of files that only others may read. Each is said as a loss.
+
 EXAMPLES
   sudo aiflame record -p 1234                   # until Ctrl-C or until 1234 ends
   sudo aiflame record -p 1234 -d 30 -o run.aiflame

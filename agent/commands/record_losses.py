@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from aiflame.agent.recording.checks import kernel_names_cure
 from aiflame.agent.recording.losses import LOSS_MEANINGS
 from aiflame.agent.recording.recorder import Outcome
 from aiflame.agent.symbols.frames import REASONS, clean_name
@@ -13,25 +14,33 @@ _MAX_LISTED = 8
 # Kept in a capture for the reader: reasons that resolve.py adds to those of the symbol readers.
 _PROBLEM_MEANINGS = {
     **REASONS,
-    "kernel_symbols_hidden": "kernel addresses without names; sysctl kernel.kptr_restrict=1",
-    "perf_map_refused": "a perf-PID.map was not a regular file of the target's own; not used",
+    "kernel_symbols_hidden": "kernel addresses without names",
+    "perf_map_refused": "a perf-PID.map was a link, or not a regular file of the target; not used",
     "perf_map_cut": "a perf-PID.map was too large or malformed; a part of it was not used",
     "bad_unwind_info": "binaries whose unwind information is damaged; walked by frame pointer",
+    "unwind_table_not_built": "binaries whose unwind table was not made, as the process that makes"
+    " them died or could not be started; walked by frame pointer",
     "bad_unwind_records": "damaged records in unwind information; functions of theirs may be cut",
     "unwind_memory_full": "binaries whose unwind table found no room and that were walked by frame"
     " pointer for a while; raise --unwind-memory",
     "unwind_rules_full": "unwind rules beyond those that the kernel half holds; stacks end there",
     "too_many_mappings": "executable mappings beyond 65,535 of a process; walked by frame pointer",
     "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
-    "binary_not_opened": "mapped files that could not be opened; their frames have no names",
+    "binary_not_read": "mapped files that are damaged, or that would take longer to read than any"
+    " real one: names, Python frames or calls of theirs are missing",
+    "binary_not_opened": "mapped files that could not be opened, or not be kept open (ulimit -n);"
+    " their frames have no names",
     "sleepers_not_walked": "threads asleep since before the recording that show kernel frames only:"
     " this kernel does not tell their registers (BPF task iterators came with v5.8)",
     "threads_not_entered": "threads that slept or ran before the recording, which was too short to"
     " enter them all: their time is missing; record longer",
+    "switch_not_seen": "threads that left a CPU in a way that the kernel shows to no tracepoint,"
+    " and had not come back at the end: their time since then is missing",
+    "thread_table_full": "threads that slept or ran before the recording, beyond the thread table:"
+    " their off-CPU time is missing; raise --thread-storage-size",
     "stacks_stuck": "processes whose memory could not be read within a second; their threads asleep"
     " since before the recording show kernel frames only",
     "python_unsupported": "interpreters of unknown layout; their Python frames are missing",
-    "python_unreadable": "interpreters that could not be read; their Python frames are missing",
     "python_threads_not_found": "interpreters whose Python frames are missing, as their threads'"
     " state is not where glibc keeps it",
     "python_exited": "Python frames of processes that ended before their names could be read",
@@ -43,8 +52,8 @@ _PROBLEM_MEANINGS = {
     "call_sizes_cut": "sums of work or bytes of device API calls that are larger than any device; "
     "the calls are counted",
     "kernel_names_unread": "names of kernels whose process ended before they could be read",
-    "calls_not_probed": "functions of device APIs that could not be probed; their calls are missing"
-    " (probes with cookies came with Linux 5.15)",
+    "calls_not_probed": "functions of device APIs that could not be probed; their calls"
+    " are missing",
     "stack_lost": "stacks that never left the kernel; their time is under [truncated: lost]",
     "kernel_not_opened": "samples in kernels of a device whose file could not be read",
     "sample_outside_kernel": "samples in a kernel's file beyond its code",
@@ -75,7 +84,11 @@ def loss_rows(
     ]
     for name, count in problems.items():
         culprits = _listed(files.get(name, set()))
-        rows.append((name, count, _PROBLEM_MEANINGS[name] + (f": {culprits}" if culprits else "")))
+        # A name that is not in the list must not cost the recording.
+        meaning = _PROBLEM_MEANINGS.get(name, name.replace("_", " "))
+        if name == "kernel_symbols_hidden":
+            meaning += f"; {kernel_names_cure()}"  # which depends on who asks
+        rows.append((name, count, meaning + (f": {culprits}" if culprits else "")))
     return [row for row in rows if row[1]]
 
 

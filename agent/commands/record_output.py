@@ -16,6 +16,9 @@ CAPTURE_ENDING = ".aiflame"
 _CAPTURE_FORMAT = "aiflame"
 _DEFAULT_FORMAT = "html"
 
+# Of a capture that was not asked for, and is all there is of a recording that failed.
+_PARTIAL_ENDING = f".partial{CAPTURE_ENDING}"
+
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
@@ -26,19 +29,29 @@ class OutputPlan:
         report: Name in FORMATS, None for no picture.
         report_path: Where that goes.
         force: Replace what exists.
+        named: The path that the user gave: that alone may be a device or a FIFO.
     """
 
     capture: Path | None
     report: str | None
     report_path: Path | None
     force: bool
+    named: Path | None
 
     @property
-    def any_path(self) -> Path:
-        """A path in the folder that is written to."""
-        path = self.capture or self.report_path
-        assert path is not None  # noqa: S101 - plan_output makes no plan without either
-        return path
+    def kept_path(self) -> Path:
+        """Where the capture goes if the recording fails, however it was to end."""
+        if self.capture is not None:
+            return self.capture
+        assert self.report_path is not None  # noqa: S101 - plan_output makes no plan without either
+        # Beside the report; a device is in a folder that nothing else belongs into.
+        folder = Path() if is_special(self.report_path) else self.report_path.parent
+        return folder / f"{self.report_path.stem}{_PARTIAL_ENDING}"
+
+
+def is_special(path: Path) -> bool:
+    """Whether a path is a device or a FIFO as yet; what counts is what it is when it is opened."""
+    return path.exists() and not path.is_file()
 
 
 def plan_output(output: str | None, format_name: str | None, stem: str, force: bool) -> OutputPlan:
@@ -61,24 +74,26 @@ def plan_output(output: str | None, format_name: str | None, stem: str, force: b
     plan = _plan(path, output is not None, format_name, force)
     for file in (plan.capture, plan.report_path):
         if file is not None:
-            refuse_existing(file, force)
+            refuse_existing(file, force, is_named=file == plan.named)
     return plan
 
 
 def _plan(path: Path, is_named: bool, format_name: str | None, force: bool) -> OutputPlan:
     is_capture = path.suffix == CAPTURE_ENDING
+    named = path if is_named else None
     if format_name is not None:
         refuse_other_ending(format_name, str(path))
     if format_name == _CAPTURE_FORMAT:
-        return OutputPlan(path, None, None, force)
+        return OutputPlan(path, None, None, force, named)
     if format_name is not None:
-        named = path if is_named and not is_capture else None
-        report_path = named or path.with_suffix(FORMATS[format_name].extension)
-        return OutputPlan(None, format_name, report_path, force)
+        beside = path.with_suffix(FORMATS[format_name].extension)
+        return OutputPlan(
+            None, format_name, path if is_named and not is_capture else beside, force, named
+        )
     if is_capture:
         report_path = path.with_suffix(FORMATS[_DEFAULT_FORMAT].extension)
-        return OutputPlan(path, _DEFAULT_FORMAT, report_path, force)
+        return OutputPlan(path, _DEFAULT_FORMAT, report_path, force, named)
     implied = format_of_name(path.name)
     if implied is None:
         raise no_format_for(path.name)
-    return OutputPlan(None, implied, path, force)
+    return OutputPlan(None, implied, path, force, named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from aiflame.agent.commands.messages import tell
 from aiflame.agent.recording.recorder import Progress
 from aiflame.agent.reports.facts import duration
 from aiflame.agent.reports.rows import showable
@@ -14,7 +15,7 @@ _PLAIN_LINE_EVERY_S = 10
 
 
 class ProgressPrinter:
-    """Prints the attached line, the live line, and messages.
+    """Prints the attached line, the live line, and messages; whether anybody reads them or not.
 
     Args:
         stream: Standard error.
@@ -33,11 +34,9 @@ class ProgressPrinter:
         """Prints one line."""
         if self._quiet:
             return
-        if self._live:
-            self._stream.write("\r\033[K")
-            self._live = False
-        self._stream.write(f"{showable(text)}\n")
-        self._stream.flush()
+        clear = "\r\033[K" if self._live else ""
+        self._live = False
+        tell(self._stream, f"{clear}{showable(text)}\n")
 
     def detail(self, text: str) -> None:
         """Prints one line if -v was given."""
@@ -54,8 +53,7 @@ class ProgressPrinter:
         if self._quiet:
             return
         if self._is_terminal:
-            self._stream.write(f"\r\033[K{line}")
-            self._stream.flush()
+            tell(self._stream, f"\r\033[K{line}")
             self._live = True
         elif seconds % _PLAIN_LINE_EVERY_S == 0:
             self.say(line)

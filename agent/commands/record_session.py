@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `record` from start to summary: record, resolve, publish the capture, render the picture.
+"""One `record` from start to summary: record, publish, resolve, publish again, render the page.
 
-Each step leaves a readable capture under its temporary name; whatever goes wrong later, what was
-recorded is published. Only a second Ctrl-C throws it away.
+A capture has its name as soon as the recording is over: with addresses, and again with names once
+its symbols are resolved. Whatever goes wrong, what was stored by then is published, and what cannot
+be published is kept for `aiflame recover`. Only a second Ctrl-C throws it away, and only before it
+has its name.
 """
 
 from __future__ import annotations
@@ -12,35 +14,42 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from aiflame.agent import __version__
+from aiflame.agent import __version__, priority
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX
-from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.capture.workspace import Destination, Workspace
+from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
-from aiflame.agent.commands.record_output import OutputPlan
+from aiflame.agent.commands.record_output import OutputPlan, is_special
 from aiflame.agent.commands.record_progress import ProgressPrinter
+from aiflame.agent.commands.recover import mention_unfinished
+from aiflame.agent.errors import Aborted, AiflameError
 from aiflame.agent.model import Profile
-from aiflame.agent.outfile import publish, temporary_name, write_output
-from aiflame.agent.recording import abi, checks
+from aiflame.agent.outfile import sudo_ids, write_output
+from aiflame.agent.recording import abi, checks, descriptors
 from aiflame.agent.recording.device_choice import AUTO, NONE, choose_families
 from aiflame.agent.recording.loader import ProgramOptions
 from aiflame.agent.recording.probes import online_cpus
-from aiflame.agent.recording.recorder import Outcome, Recorder
+from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.resolve import CaptureResolver
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sleepers import store_sleepers
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.warm import Warmer
 from aiflame.agent.reports import FORMATS, ReportOptions
-from aiflame.agent.reports.facts import complete_share, cut_short, duration, percent
+from aiflame.agent.reports.facts import complete_share, cut_short, duration, missing_line, percent
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.base import Family
 
 _NO_SAMPLES_EXIT = 4
+
+# Being late by less is not worth a line: of what -d says, and in all.
+_OVERRUN_SHARE, _OVERRUN_NS = 0.03, 200_000_000
+# There until symbols are resolved.
+_SYMBOLS = f"{FACT_PREFIX}symbols"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +107,33 @@ def record(
     Raises:
         EnvironmentUnfit: This machine cannot record.
         Aborted: A second Ctrl-C.
-        DiskFull: After publishing what was recorded before the disk was full.
+        Exception: Anything else, after what was recorded has been written.
     """
+    descriptors.raise_limit()
     checks.require_all()
+    printer.say(f"preparing to record {target.words}: kernel programs, unwind tables, devices ...")
+    if not priority.hurry():
+        printer.say(
+            "note: no CAP_SYS_NICE, so this runs at normal priority: on a busy machine it may be"
+            " late, and samples may find no room"
+        )
     families = choose_families(options.gpu)
-    temporary = temporary_name(plan.any_path.with_suffix(".aiflame"))
-    temporary.unlink(missing_ok=True)
-    temporary.touch(mode=0o600, exist_ok=False)
-    try:
-        with StopSignals() as signals, SymbolService(cache_dir()) as service:
-            session = _Session(target, options, temporary, printer, signals)
-            failure = session.record(service, families)
-            profile = read_capture(temporary)
-            session.publish(plan, profile)
-            session.summarise(plan, profile)
-    finally:
-        for leftover in (temporary, Path(f"{temporary}-journal")):
-            leftover.unlink(missing_ok=True)
-    if failure is not None:
-        raise failure
+    mention_unfinished(printer.say)
+    destination = Destination(
+        path=plan.kept_path.absolute(),
+        command=options.command_words,
+        force=plan.force,
+        owner=sudo_ids(),
+    )
+    with (
+        StopSignals() as signals,
+        SymbolService(cache_dir()) as service,
+        Workspace.create(destination) as workspace,
+    ):
+        session = _Session(target, options, plan, workspace, printer, signals)
+        session.take(service, families)
+        profile = session.report()
+        session.summarise(profile)
     return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
 
 
@@ -125,39 +142,111 @@ class _Session:
         self,
         target: Target,
         options: RecordOptions,
-        temporary: Path,
+        plan: OutputPlan,
+        workspace: Workspace,
         printer: ProgressPrinter,
         signals: StopSignals,
     ) -> None:
         self._target = target
         self._options = options
-        self._temporary = temporary
+        self._plan = plan
+        self._workspace = workspace
         self._printer = printer
         self._signals = signals
-        self._writer = CaptureWriter(temporary)
+        self._writer = CaptureWriter(workspace.database)
 
-    def record(self, service: SymbolService, families: Sequence[Family]) -> DiskFull | None:
-        """Records and resolves; returns the error if the disk became full on the way."""
+    def take(self, service: SymbolService, families: Sequence[Family]) -> None:
+        """Records, publishes the capture, resolves its symbols, and publishes it again."""
         programs = self._options.for_programs(self._target)
         recorder = Recorder(self._target, programs, self._writer, self._signals, families)
-        failure = None
         try:
-            self._run(recorder, service)
-            self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
-            self._finish(recorder, recorder.stop(), service)
-        except DiskFull as error:
-            failure = error
-            self._writer.rollback()
+            resolver, outcome = self._recorded(recorder, service)
+            self._publish_early()
+            try:
+                self._resolve(recorder, resolver, outcome, service)
+            except BaseException as error:
+                self._writer.rollback()
+                self._save(error)
+                path = self._plan.capture
+                if path is not None and not self._workspace.is_kept:
+                    self._printer.say(f"{path} shows modules and addresses: no symbol was resolved")
+                raise
+            self._workspace.is_kept = True
+            if self._plan.capture is not None:
+                self._publish()
         finally:
             recorder.close()
             self._writer.close()
             if hasattr(recorder, "table"):
                 recorder.table.binaries.close()
-        return failure
 
-    def _run(self, recorder: Recorder, service: SymbolService) -> None:
+    def _recorded(
+        self, recorder: Recorder, service: SymbolService
+    ) -> tuple[CaptureResolver, Outcome]:
+        """Records; whatever ends that early, what was stored by then is published."""
+        try:
+            return self._record(recorder, service)
+        except Aborted:
+            raise Aborted("aborted: nothing was written") from None
+        except BaseException as error:
+            self._writer.rollback()
+            self._workspace.is_kept |= self._writer.has_samples()
+            self._save(error)
+            raise
+
+    def _record(
+        self, recorder: Recorder, service: SymbolService
+    ) -> tuple[CaptureResolver, Outcome]:
+        """Records until the end: all that the capture holds but names."""
+        resolver = self._start(recorder)
+        self._run(recorder, resolver, service)
+        self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
+        outcome = recorder.stop()
+        self._workspace.is_kept = True
+        priority.as_started()
+        self._say_overrun(outcome)
+        store_sleepers(recorder.sleepers, recorder.stacks, recorder.table)
+        outcome.counters[abi.Counter.USER_FRAMES] += recorder.sleepers.frames_cut
+        resolver.write_mappings()
+        self._write_losses(recorder, resolver, outcome)
+        self._writer.put_meta({"duration_ns": outcome.duration_ns})
+        self._writer.commit()
+        return resolver, outcome
+
+    def _publish(self) -> None:
+        """Gives the capture its name, or what has that name its newer content.
+
+        Raises:
+            AiflameError: It is kept where `aiflame recover` finds it.
+        """
+        plan = self._plan
+        is_named = plan.capture is not None and plan.capture == plan.named
+        size_bytes = self._workspace.publish(is_named)
+        path = plan.capture or self._workspace.destination.path
+        self._printer.say(f"Wrote {path} ({size_bytes / 1e6:.1f} MB)")
+
+    def _publish_early(self) -> None:
+        """Gives a capture its name before symbols are resolved, which takes long and may fail."""
+        if self._plan.capture is None or is_special(self._plan.capture):
+            return
+        try:
+            self._workspace.publish()
+        except Aborted:
+            raise
+        except AiflameError as error:
+            self._printer.detail(f"{error}; it is tried again")
+
+    def _save(self, error: BaseException) -> None:
+        """Publishes what is nowhere else yet when something failed; says so if it cannot."""
+        if self._workspace.is_kept and not isinstance(error, Aborted):
+            try:
+                self._publish()
+            except AiflameError as another:
+                self._printer.say(f"{another}: {another.hint}")
+
+    def _start(self, recorder: Recorder) -> CaptureResolver:
         options = self._options
-        recorder.start()
+        recorder.start(options.duration_ns)
         self._writer.put_meta(self._first_facts(recorder))
         self._writer.commit()
         what = "on and off CPU" if options.off_cpu else "on CPU only"
@@ -168,17 +257,30 @@ class _Session:
         )
         if self._target.command is not None:
             self._target.command.release()
+        return CaptureResolver(self._writer, recorder.table, recorder.images)
+
+    def _run(self, recorder: Recorder, resolver: CaptureResolver, service: SymbolService) -> None:
         warmer = Warmer(service, recorder.table.binaries, self._target.filter)
         self._begun_cpu_ns, self._begun_ns = _own_cpu_ns(), time.monotonic_ns()
 
-        def every_interval(progress: object) -> None:
+        def every_interval(progress: Progress) -> None:
+            # So that the addresses of a recording that is killed mean something.
+            resolver.write_mappings()
+            self._writer.commit()
             warmer.warm_new()
-            self._printer.progress(progress)  # type: ignore[arg-type]
+            self._printer.progress(progress)
 
-        recorder.run(options.duration_ns, every_interval)
+        recorder.run(every_interval)
         self._running_cpu_ns = _own_cpu_ns() - self._begun_cpu_ns
         self._running_ns = time.monotonic_ns() - self._begun_ns
         self._running_rss_bytes = _peak_rss_bytes()
+
+    def _say_overrun(self, outcome: Outcome) -> None:
+        if outcome.overrun_ns > max(_OVERRUN_SHARE * outcome.duration_ns, _OVERRUN_NS):
+            self._printer.say(
+                f"warning: it took {duration(outcome.overrun_ns)} longer to stop than -d says, as"
+                " this machine is busy; nothing after the end was recorded"
+            )
 
     def _first_facts(self, recorder: Recorder) -> dict[str, str | int]:
         uname = platform.uname()
@@ -194,30 +296,33 @@ class _Session:
             f"{FACT_PREFIX}CPUs": recorder.cpu_count,
             f"{FACT_PREFIX}sampling": f"cpu-clock at {options.frequency_hz} Hz on every CPU",
             f"{FACT_PREFIX}off-CPU": "every context switch" if options.off_cpu else "not recorded",
+            _SYMBOLS: "not resolved",
         }
 
-    def _finish(self, recorder: Recorder, outcome: Outcome, service: SymbolService) -> None:
-        store_sleepers(recorder.sleepers, recorder.stacks, recorder.table)
-        lost_stacks = recorder.stacks.lost()
-        resolver = CaptureResolver(
-            self._writer, recorder.table, recorder.images, service, recorder.python_of_stacks()
-        )
-        resolver.write_mappings()
-        self._writer.put_meta({"duration_ns": outcome.duration_ns})
-        self._writer.commit()
-        resolver.resolve()
-        recorder.devices.resolve(service, resolver.binary_id)
-        recorder.calls.finish(recorder.devices.kernel_names(), self._writer)
+    def _write_losses(
+        self, recorder: Recorder, resolver: CaptureResolver, outcome: Outcome
+    ) -> None:
         problems = {**resolver.problems, **recorder.problems()}
-        for problem in service.problems:
-            problems[problem.reason] = problems.get(problem.reason, 0) + 1
-            self._printer.detail(f"{problem.reason}: {problem.detail}")
-        outcome.counters[abi.Counter.USER_FRAMES] += recorder.sleepers.frames_cut
-        problems["stack_lost"] = lost_stacks
+        problems["stack_lost"] = recorder.stacks.lost()
         problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())
         problems["python_misfit"] = resolver.splicer.misfits
         files = recorder.problem_files()
         self._writer.put("losses", loss_rows(outcome, problems, files))
+
+    def _resolve(
+        self,
+        recorder: Recorder,
+        resolver: CaptureResolver,
+        outcome: Outcome,
+        service: SymbolService,
+    ) -> None:
+        resolver.resolve(service, recorder.python_of_stacks())
+        recorder.devices.resolve(service, resolver.binary_id)
+        recorder.calls.finish(recorder.devices.kernel_names(), self._writer)
+        for problem in service.problems:
+            resolver.problems[problem.reason] += 1
+            self._printer.detail(f"{problem.reason}: {problem.detail}")
+        self._write_losses(recorder, resolver, outcome)
         service.close()
         running_share = percent(self._running_cpu_ns, self._running_ns)
         self._writer.put_meta(
@@ -232,23 +337,26 @@ class _Session:
                 "complete": 1,
             }
         )
+        self._writer.drop_meta(_SYMBOLS)
         self._writer.commit()
 
-    def publish(self, plan: OutputPlan, profile: Profile) -> None:
-        """Gives the capture its name, and renders the picture."""
-        data = None
-        if plan.report is not None:
-            data = FORMATS[plan.report].render(profile, ReportOptions())
-        if plan.capture is not None:
-            size_bytes = self._temporary.stat().st_size
-            self._temporary.chmod(0o644)
-            publish(self._temporary, plan.capture, plan.force)
-            self._printer.say(f"Wrote {plan.capture} ({size_bytes / 1e6:.1f} MB)")
-        if data is not None and plan.report_path is not None:
-            write_output(plan.report_path, data, plan.force)
-            self._printer.say(f"Wrote {plan.report_path} ({len(data) / 1e6:.1f} MB)")
+    def report(self) -> Profile:
+        """Renders the page; where that fails, there is a capture that it can be made from."""
+        plan = self._plan
+        try:
+            profile = read_capture(self._workspace.database)
+            if plan.report is not None and plan.report_path is not None:
+                data = FORMATS[plan.report].render(profile, ReportOptions())
+                is_named = plan.report_path == plan.named
+                write_output(plan.report_path, data, plan.force, is_named=is_named, is_private=True)
+                self._printer.say(f"Wrote {plan.report_path} ({len(data) / 1e6:.1f} MB)")
+        except BaseException as error:
+            self._save(error)
+            raise
+        self._workspace.is_kept = False
+        return profile
 
-    def summarise(self, plan: OutputPlan, profile: Profile) -> None:
+    def summarise(self, profile: Profile) -> None:
         """Prints what was recorded, what was lost, what it cost, and what to run next."""
         say, recording = self._printer.say, profile.recording
         on_cpu = profile.samples["klass"] == 0
@@ -266,6 +374,8 @@ class _Session:
             f"{percent(complete_ns, whole_ns)} of the recorded time has complete stacks"
             + (f"; cut short in: {cut}." if cut else ".")
         )
+        if missing := missing_line(profile):
+            say(f"{missing}.")
         for loss in profile.losses:
             say(f"lost: {loss.name} {loss.count:,}: {loss.meaning}")
         if not profile.losses:
@@ -277,8 +387,8 @@ class _Session:
         cpu_s = recording.recorder_cpu_ns / 1e9
         rss_mb = recording.recorder_peak_rss_bytes / 1e6
         say(f"aiflame used {cpu_s:.2f} CPU seconds in all, and {rss_mb:.0f} MB while recording.")
-        if plan.capture is not None:
-            say(f"Next: aiflame stats {plan.capture}")
+        if self._plan.capture is not None:
+            say(f"Next: aiflame stats {self._plan.capture}")
 
 
 def _own_cpu_ns() -> int:

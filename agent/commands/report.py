@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.commands.recover import finish_if_killed
+from aiflame.agent.errors import UsageError
 from aiflame.agent.model import Profile
-from aiflame.agent.outfile import chown_to_sudo_user, refuse_existing, write_output
+from aiflame.agent.outfile import make_folder, refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
 from aiflame.agent.reports.csv_tables import csv_files
@@ -159,6 +160,7 @@ def _add_devices(devices: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report; returns the exit code."""
     output: str | None = args.output
+    finish_if_killed(args.capture)
     if args.format == _TABLES:
         return _write_tables(args)
     report = FORMATS[_format(args.format, output)]
@@ -174,11 +176,11 @@ def run(args: argparse.Namespace) -> int:
     path = Path(output) if output is not None else _default_path(args.capture, report)
     if path.exists() and args.capture.exists() and path.samefile(args.capture):
         raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
-    refuse_existing(path, args.force)
+    refuse_existing(path, args.force, is_named=output is not None)
     profile = read_capture(args.capture)
     _note_if_empty(profile, _options(args))
     data = report.render(profile, _options(args))
-    write_output(path, data, args.force)
+    write_output(path, data, args.force, is_named=output is not None)
     sys.stderr.write(f"Wrote {showable(str(path))} ({_size(len(data))})\n")
     return 0
 
@@ -198,25 +200,13 @@ def _write_tables(args: argparse.Namespace) -> int:
     if why := absence(profile.gpu):
         sys.stderr.write(f"aiflame: note: {why}\n")
     contents = csv_files(profile, _options(args))
-    _make_folder(folder)
+    make_folder(folder)
     for name in contents:
-        refuse_existing(folder / name, args.force)
+        refuse_existing(folder / name, args.force, is_named=False)
     for name, data in contents.items():
-        write_output(folder / name, data, args.force)
+        write_output(folder / name, data, args.force, is_named=False)
         sys.stderr.write(f"Wrote {showable(str(folder / name))} ({_size(len(data))})\n")
     return 0
-
-
-def _make_folder(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    try:
-        folder.mkdir()
-    except FileNotFoundError:
-        raise UsageError(f"no such folder: {folder.parent}", f"mkdir -p {folder.parent}") from None
-    except OSError as error:
-        raise AiflameError(f"cannot make {folder}: {error.strerror}", "use another -o") from error
-    chown_to_sudo_user(folder)
 
 
 def _percentage(text: str) -> float:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.commands.recover import finish_if_killed
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.facts import warnings
 from aiflame.agent.reports.stats import tables
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
+    finish_if_killed(args.capture)
     profile = read_capture(args.capture)
     for warning in warnings(profile):
         sys.stderr.write(f"aiflame: note: {warning}\n")

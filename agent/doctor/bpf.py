@@ -16,9 +16,9 @@ import numpy as np
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.model import SampleClass
-from aiflame.agent.recording import abi, checks
+from aiflame.agent.recording import abi, checks, compile
 from aiflame.agent.recording.btf import Btf
-from aiflame.agent.recording.kernel_macros import kernel_macros
+from aiflame.agent.recording.kernel_facts import facts_of_btf, is_helper_taken
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.recording.probes import Probes
 from aiflame.agent.recording.ringbuf import RingBuffer
@@ -39,16 +39,34 @@ _OPTIONS = ProgramOptions(
 )
 
 
+# What is missing from a recording without a helper, after "this kernel has no".
+_HELPERS = {
+    abi.HostConstant.HAS_ATTACH_COOKIE: "probes with cookies (v5.15): calls of device APIs are not"
+    " recorded",
+    abi.HostConstant.HAS_CGROUP_ID: "cgroup ids: processes are not told apart by cgroup",
+}
+
+
 def bcc(_: Context) -> Finding:
-    """Is the distribution's BPF compiler there?"""
+    """Are the programs compiled, or is the distribution's BPF compiler there?"""
+    if compile.is_shipped():
+        return ok("not needed: the package has its programs compiled")
     return ok(f"bcc {checks.require_compiler()}")
 
 
 def btf(_: Context) -> Finding:
     """Does the kernel describe the structures that the programs read?"""
     checks.require_btf()
-    kernel_macros(Btf.of_kernel())
+    facts_of_btf(Btf.of_kernel())
     return ok("the kernel describes all structures that are read")
+
+
+def features(_: Context) -> Finding:
+    """Which of what a recording can do without does this kernel lack?"""
+    missing = [f"no {what}" for helper, what in _HELPERS.items() if not is_helper_taken(helper)]
+    if missing:
+        return warn(f"this kernel has {'; '.join(missing)}", None)
+    return ok("all optional kernel features are there")
 
 
 def load(context: Context) -> Finding:
@@ -61,7 +79,7 @@ def load(context: Context) -> Finding:
             " recording will show kernel frames only",
             None,
         )
-    return ok(f"{len(context.programs.fds)} programs compile and load")
+    return ok(f"{len(context.programs.fds)} programs load")
 
 
 def attach(context: Context) -> Finding:
@@ -121,11 +139,11 @@ def recording_itself(programs: Programs) -> Iterator[int]:
     image = time.monotonic_ns()
     state["image"], state["flags"] = image, int(abi.ProcessFlag.TARGET)
     programs.processes.update(os.getpid().to_bytes(4, "little"), state.tobytes())
-    programs.set(abi.Setting.START_NS, time.monotonic_ns())
+    programs.set(abi.Setting.END_NS, abi.NEVER_NS)
     try:
         yield image
     finally:
-        programs.set(abi.Setting.START_NS, 0)
+        programs.set(abi.Setting.END_NS, 0)
 
 
 def _until(received: Callable[[], bool], do: Callable[[], None]) -> bool:
@@ -157,7 +175,7 @@ def _received(programs: Programs, sample_class: SampleClass) -> bool:
 def _announced(ring: RingBuffer) -> bool:
     ring.wait(0)
     pid, seen = os.getpid(), int(abi.EventType.PROCESS_SEEN)
-    # A list, so that what is behind the event is read as well.
+    # A list, so that what follows the event is read as well.
     found = [
         event
         for payload in ring.records()

@@ -43,6 +43,12 @@ CHECKS = (
     ),
     Check("bpf.bcc", bpf.bcc),
     Check("bpf.btf", bpf.btf),
+    Check(
+        "bpf.features",
+        bpf.features,
+        limit="launches on devices are not recorded",
+        needs=_PRIVILEGED,
+    ),
     Check("bpf.load", bpf.load, needs=_BEFORE_LOADING),
     Check("bpf.attach", bpf.attach, needs=("bpf.load",)),
     Check("bpf.sample", bpf.sample, needs=_TO_RECEIVE),
@@ -53,6 +59,7 @@ CHECKS = (
     *(Check(f"gpu.{name}", gpu.vendor(name)) for name in ("nvidia", "amd", "intel")),
     Check("out.folder", out.folder, limit="record needs -o"),
     Check("out.space", out.space, limit="only short recordings fit on the disk"),
+    Check("out.recordings", out.recordings, limit="only short recordings fit on the disk"),
     Check("out.cache", out.cache, limit="each run reads all symbols anew"),
 )
 

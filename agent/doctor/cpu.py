@@ -6,10 +6,8 @@ from __future__ import annotations
 from aiflame.agent.doctor.base import Context, Finding, ok, warn
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi, checks, procfs
+from aiflame.agent.recording.probes import CLOCK_CURE
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
-
-# From this value on addresses are hidden from root, too (Documentation/admin-guide/sysctl/kernel).
-_HIDDEN_FROM_ALL = 2
 
 
 def clock(_: Context) -> Finding:
@@ -25,7 +23,7 @@ def perf_event_paranoid(_: Context) -> Finding:
     except EnvironmentUnfit:
         return warn(
             f"kernel.perf_event_paranoid is {level}, and sampling is refused",
-            "sudo sysctl kernel.perf_event_paranoid=-1",
+            CLOCK_CURE,
         )
     return ok(f"kernel.perf_event_paranoid is {level}, which does not bind this process")
 
@@ -34,12 +32,11 @@ def kptr_restrict(_: Context) -> Finding:
     """Are the names of kernel functions visible?"""
     try:
         names = KernelSymbols.load()
-    except KernelSymbolsHidden as error:
+    except KernelSymbolsHidden:
         level = _setting("kptr_restrict")
-        hidden_from_all = level.isdecimal() and int(level) >= _HIDDEN_FROM_ALL
         return warn(
             f"kernel function names are hidden (kernel.kptr_restrict is {level})",
-            error.hint if hidden_from_all else "run as root, or with CAP_SYSLOG",
+            checks.kernel_names_cure(),
         )
     except EnvironmentUnfit as error:
         return warn(str(error), error.hint)

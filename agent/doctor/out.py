@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
+from aiflame.agent.capture.workspace import ENOUGH_BYTES, recordings_directory
 from aiflame.agent.doctor.base import Context, Finding, ok, warn
-from aiflame.agent.outfile import temporary_name
 from aiflame.agent.symbols.store import Store, cache_dir
-
-# A capture of a busy host grows by a few MB a minute; this is an hour of it.
-_ENOUGH_BYTES = 200 * 10**6
 
 
 def folder(_: Context) -> Finding:
     """Can files be made here, where record writes without -o?"""
-    probe = temporary_name(Path("doctor.aiflame"))
     try:
-        probe.touch(mode=0o600, exist_ok=False)
-        probe.unlink()
+        with tempfile.TemporaryFile(dir="."):
+            pass
     except OSError as error:
         return warn(
             f"no file can be made in {_here()}: {error.strerror}",
@@ -33,7 +30,17 @@ def space(_: Context) -> Finding:
     """Is there room for captures?"""
     free_bytes = shutil.disk_usage(".").free
     free = f"{free_bytes / 1e9:,.1f} GB are free in {_here()}"
-    if free_bytes < _ENOUGH_BYTES:
+    if free_bytes < ENOUGH_BYTES:
+        return warn(f"only {free}", "free some space, or record for a short time: -d 10")
+    return ok(free)
+
+
+def recordings(_: Context) -> Finding:
+    """Is there a private directory to record into, with room for a capture?"""
+    directory = recordings_directory()
+    free_bytes = shutil.disk_usage(directory).free
+    free = f"{free_bytes / 1e9:,.1f} GB are free in {directory}, where recordings are written"
+    if free_bytes < ENOUGH_BYTES:
         return warn(f"only {free}", "free some space, or record for a short time: -d 10")
     return ok(free)
 

@@ -105,15 +105,16 @@ class NativeNames:
 
     def _name_by_code(self, binary: int, address: int) -> str:
         """Names what stripped libraries have at the root of every stack."""
-        fd, elf = self._table.binaries.files[binary].fd, self._images.of(binary)
-        if fd is None or elf is None:
+        file, elf = self._table.binaries.files[binary], self._images.of(binary)
+        if file.fd is None or elf is None:
             return ""
-        if roots.is_at_entry(roots.entry_address(fd), address):
-            return "_start"
-        for load in elf.loads:
-            if load.virtual_address <= address < load.virtual_address + load.file_size:
-                offset = address + 1 - load.virtual_address + load.file_offset
-                if roots.is_signal_return(fd, offset):
-                    return "__restore_rt"
-                return roots.start_name_in_libc(fd, offset) or ""
+        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
+            if roots.is_at_entry(roots.entry_address(opened), address):
+                return "_start"
+            for load in elf.loads:
+                if load.virtual_address <= address < load.virtual_address + load.file_size:
+                    offset = address + 1 - load.virtual_address + load.file_offset
+                    if roots.is_signal_return(opened, offset):
+                        return "__restore_rt"
+                    return roots.start_name_in_libc(opened, offset) or ""
         return ""

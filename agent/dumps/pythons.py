@@ -182,8 +182,9 @@ def find_python(
             continue
         found = _in_file(mapping.binary, table, images, note)
         if found is not None:
-            loaded = found.loaded_at(images.bias(mapping))
-            return PythonProcess(loaded, mapping.binary, ProcessMemory(tid))
+            with table.binaries.guard.each_file(path):
+                loaded = found.loaded_at(images.bias(mapping))
+                return PythonProcess(loaded, mapping.binary, ProcessMemory(tid))
     return None
 
 
@@ -193,10 +194,9 @@ def _in_file(
     file, elf = table.binaries.files[binary], images.of(binary)
     if file.fd is None or elf is None:
         return None
-    try:
-        return find_interpreter(file.fd, elf, file.path.rpartition("/")[2])
-    except UnsupportedPython as error:
-        note(f"no Python frames: {error}")
-    except OSError as error:
-        note(f"no Python frames: the interpreter's file cannot be read: {error.strerror}")
+    with table.binaries.guard.each_file(file.path, file.fd) as opened:
+        try:
+            return find_interpreter(opened, elf, file.path.rpartition("/")[2])
+        except UnsupportedPython as error:
+            note(f"no Python frames: {error}")
     return None

@@ -26,8 +26,8 @@ from aiflame.agent.errors import AiflameError, EnvironmentUnfit
 from aiflame.agent.python.gil import GilState
 from aiflame.agent.recording import procfs
 from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.recording.loader import load_thread_iterator
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable
-from aiflame.agent.recording.thread_iterator import load_thread_iterator
 from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.recording.threads import thread_registers
 from aiflame.agent.reports.causes import CAUSES, Cause
@@ -79,6 +79,11 @@ class DumpSession:
         self._reader = ThreadReader(self._program_fd, StackWalker(self._tables, self._images))
         self._names = NativeNames(self._table, self._images, service)
         self._clock_offset_ns: int | None = None
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """Why a file was not read, or not all of it, by its path."""
+        return self._table.binaries.guard.bad
 
     def __enter__(self) -> DumpSession:
         return self

@@ -6,6 +6,7 @@ A child builds them, since a file may be made to crash or stall whoever reads it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +14,6 @@ from pathlib import Path
 from aiflame.agent.recording.binaries import BinaryTable
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.table_builder import TableBuilders
-from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
@@ -51,13 +51,14 @@ class WaitingTables:
         file, elf = self._binaries.files[binary], self._images.of(binary)
         table = None
         if file.fd is not None and elf is not None:
-            try:
-                table = load_cached(file.fd, elf, self._store)
+            with (
+                self._binaries.guard.each_file(file.path, file.fd) as opened,
+                contextlib.suppress(BadUnwindInfo),
+            ):
+                table = load_cached(opened, elf, self._store)
                 if table is None:
                     self._build(binary, f"/proc/{os.getpid()}/fd/{file.fd}")
-                    table = load_cached(file.fd, elf, self._store)
-            except (BadElf, BadUnwindInfo):
-                table = None
+                    table = load_cached(opened, elf, self._store)
         if table is None:
             self.without.add(file.path)
         return table

@@ -9,7 +9,6 @@ the whole library, so a part counts only if the jumps into it and back are many.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import NamedTuple
 
@@ -17,14 +16,17 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.python.elfbytes import Symbol, at_address, symbols_beginning
 from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.places import frame_sections
-from aiflame.agent.unwind.records import MAX_SECTION_BYTES, BadUnwindInfo, parse_section
+from aiflame.agent.unwind.records import BadUnwindInfo, parse_section
 
 _COLD = b"_PyEval_EvalFrameDefault."
 # 3.8 has 31,000 bytes, Debian's 3.11 55,644; a symbol that says more is damaged.
 _MAX_FUNCTION_BYTES = 1024 * 1024
 # Of real cold parts the rarest direction has over 100 jumps; chance makes 0 or 1 to one FDE.
 _MIN_JUMPS = 8
+# Unwind information of libpython has 0.5 MB. A section made of the shortest records takes a second.
+_MAX_SECTION_BYTES = 8 * 1024 * 1024
 # Moved parts are few: GCC makes one, BOLT and Propeller a handful.
 _MAX_PARTS = 8
 
@@ -39,24 +41,26 @@ class AddressRange(NamedTuple):
     end: int
 
 
-def eval_ranges(fd: int, image: ElfImage, symbol: Symbol) -> tuple[tuple[AddressRange, ...], bool]:
+def eval_ranges(
+    file: TargetFile, image: ElfImage, symbol: Symbol
+) -> tuple[tuple[AddressRange, ...], bool]:
     """The parts of the eval function, and whether symbols name them.
 
     Raises:
-        OSError: The file cannot be read.
+        BadTargetFile: As `TargetFile.read`.
     """
     size = min(symbol.size, _MAX_FUNCTION_BYTES)
     main = AddressRange(symbol.address, symbol.address + size)
     if image.section(".symtab") is not None:
-        named = sorted(symbols_beginning(fd, image, _COLD).values(), key=lambda s: s.address)
+        named = sorted(symbols_beginning(file, image, _COLD).values(), key=lambda s: s.address)
         parts = [AddressRange(s.address, s.address + s.size) for s in named if s.size]
         return (main, *parts[:_MAX_PARTS]), True
-    return (main, *_jumped_to(fd, image, main)), False
+    return (main, *_jumped_to(file, image, main)), False
 
 
-def _jumped_to(fd: int, image: ElfImage, main: AddressRange) -> list[AddressRange]:
-    starts, ends = _functions(fd, image)
-    body = at_address(fd, image, main.begin, main.end - main.begin)
+def _jumped_to(file: TargetFile, image: ElfImage, main: AddressRange) -> list[AddressRange]:
+    starts, ends = _functions(file, image)
+    body = at_address(file, image, main.begin, main.end - main.begin)
     if not len(starts) or body is None:
         return []
     targets = jump_targets(body, main.begin)
@@ -69,13 +73,13 @@ def _jumped_to(fd: int, image: ElfImage, main: AddressRange) -> list[AddressRang
     found = []
     for row, count in Counter(rows[inside].tolist()).most_common(_MAX_PARTS):
         part = AddressRange(int(starts[row]), int(ends[row]))
-        if count >= _MIN_JUMPS and _jumps_into(fd, image, part, main) >= _MIN_JUMPS:
+        if count >= _MIN_JUMPS and _jumps_into(file, image, part, main) >= _MIN_JUMPS:
             found.append(part)
     return sorted(found)
 
 
-def _jumps_into(fd: int, image: ElfImage, part: AddressRange, main: AddressRange) -> int:
-    body = at_address(fd, image, part.begin, min(part.end - part.begin, _MAX_FUNCTION_BYTES))
+def _jumps_into(file: TargetFile, image: ElfImage, part: AddressRange, main: AddressRange) -> int:
+    body = at_address(file, image, part.begin, min(part.end - part.begin, _MAX_FUNCTION_BYTES))
     if body is None:
         return 0
     targets = jump_targets(body, part.begin)
@@ -100,12 +104,12 @@ def jump_targets(code: bytes, address: int) -> I64:
     return address + at + 4 + displacement
 
 
-def _functions(fd: int, image: ElfImage) -> tuple[I64, I64]:
+def _functions(file: TargetFile, image: ElfImage) -> tuple[I64, I64]:
     """Begins and ends of all FDEs, ascending."""
-    for section in frame_sections(fd, image):
-        if not section.is_eh or section.size > MAX_SECTION_BYTES:
+    for section in frame_sections(file, image):
+        if not section.is_eh or section.size > _MAX_SECTION_BYTES:
             continue
-        data = os.pread(fd, section.size, section.file_offset)
+        data = file.read(section.size, section.file_offset)
         try:
             fdes = parse_section(data, section.address, True, Counter())
         except BadUnwindInfo:

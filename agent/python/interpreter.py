@@ -12,7 +12,6 @@ rare part of the function elsewhere, `_PyEval_EvalFrameDefault.cold`; `evalcode`
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass
 
 from aiflame.agent.python import debugoffsets
@@ -26,7 +25,9 @@ from aiflame.agent.python.layouts import (
     refusal,
     table_layout,
 )
+from aiflame.agent.python.memory import sound_address
 from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 _RUNTIME = b"_PyRuntime"
 _VERSION = b"Py_Version"  # const unsigned long, since 3.11 (Include/pylifecycle.h)
@@ -63,13 +64,21 @@ class Interpreter:
     is_cold_sure: bool
 
     def loaded_at(self, bias: int) -> LoadedInterpreter:
-        """The interpreter in a process that maps the file `bias` bytes behind its addresses."""
-        return LoadedInterpreter(
+        """The interpreter in a process that maps the file `bias` bytes behind its addresses.
+
+        Raises:
+            BadTargetFile: The file says that it lies where no process has memory.
+        """
+        loaded = LoadedInterpreter(
             self.layout,
             self.runtime_address + bias,
             self.tss_key_address + bias,
             tuple(AddressRange(r.begin + bias, r.end + bias) for r in self.eval_ranges),
         )
+        ends = (address for code in loaded.eval_ranges for address in code)
+        if not all(map(sound_address, (loaded.runtime_address, loaded.tss_key_address, *ends))):
+            raise BadTargetFile("an interpreter outside of user space")
+        return loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,37 +107,37 @@ def may_hold_interpreter(path: str, executable: str) -> bool:
     return path == executable or _FILE_NAME.match(path.rpartition("/")[2]) is not None
 
 
-def find_interpreter(fd: int, image: ElfImage, name: str) -> Interpreter | None:
+def find_interpreter(file: TargetFile, image: ElfImage, name: str) -> Interpreter | None:
     """The interpreter in an open file, or None where it holds none.
 
     Args:
-        fd: The file.
+        file: The file.
         image: Its headers.
         name: Its file name without folders, which tells the version of those before 3.11.
 
     Raises:
         UnsupportedPython: It is CPython, but of a version, build or machine that is not known here.
-        OSError: The file cannot be read.
+        BadTargetFile: As `TargetFile.read`.
     """
-    symbols = find_symbols(fd, image, (_RUNTIME, _VERSION, _EVAL, _GET_STATE))
+    symbols = find_symbols(file, image, (_RUNTIME, _VERSION, _EVAL, _GET_STATE))
     place = _runtime(image, symbols.get(_RUNTIME))
     if place is None:
         return None
     runtime, runtime_bytes = place
     if image.machine != "X86_64" or image.bits != 64:
         raise UnsupportedPython(f"CPython on {image.machine} is not supported yet")
-    head = at_address(fd, image, runtime, debugoffsets.MAX_BYTES) or b""
+    head = at_address(file, image, runtime, debugoffsets.MAX_BYTES) or b""
     stated = symbols.get(_VERSION)
-    value = at_address(fd, image, stated.address, 8) if stated else None
+    value = at_address(file, image, stated.address, 8) if stated else None
     version = _version(value, head, name)
     layout = _layout(version, head)
     if _EVAL not in symbols or not symbols[_EVAL].size:
         raise UnsupportedPython(f"CPython {_text(version)} without its eval function's symbol")
-    ranges, is_sure = eval_ranges(fd, image, symbols[_EVAL])
+    ranges, is_sure = eval_ranges(file, image, symbols[_EVAL])
     key = runtime + layout.runtime_tss_key if layout.runtime_tss_key != ABSENT else None
     get_state = symbols.get(_GET_STATE)
     if get_state is not None:
-        code = at_address(fd, image, get_state.address, _GET_STATE_BYTES) or b""
+        code = at_address(file, image, get_state.address, _GET_STATE_BYTES) or b""
         limit = runtime + min(runtime_bytes, _MAX_RUNTIME_BYTES)
         # What the code reads beats the table: options of the build may move it.
         key = key_operand(code, get_state.address, AddressRange(runtime, limit)) or key
@@ -148,7 +157,7 @@ def _runtime(image: ElfImage, symbol: Symbol | None) -> tuple[int, int] | None:
 def _version(stated: bytes | None, head: bytes, name: str) -> Version:
     """What the interpreter says of itself, else what its file is called."""
     if stated is not None:
-        value = struct.unpack("<Q", stated)[0]
+        value = int.from_bytes(stated, "little")
         if value >> 24 == 3:
             return (3, value >> 16 & 0xFF)
     said = debugoffsets.version_in(head)

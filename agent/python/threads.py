@@ -21,6 +21,7 @@ from aiflame.agent.python.elfbytes import at_address, find_symbols
 from aiflame.agent.python.layouts import ABSENT, Layout
 from aiflame.agent.python.memory import Memory, read_i32, read_u64, sound_address
 from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.target_files import TargetFile
 
 # glibc 2.36 nptl/descr.h, x86-64: struct pthread begins at the fs base; `tid`, then
 # `specific_1stblock` of 32 pairs {seq, data}, then `specific` with pointers to further blocks.
@@ -79,7 +80,7 @@ class ThreadList:
     complete: bool
 
 
-def find_key_block(fd: int, image: ElfImage) -> int | None:
+def find_key_block(file: TargetFile, image: ElfImage) -> int | None:
     """Bytes from the fs base to the first block of key data, as this C library's code has it.
 
     From pthread_getspecific, in libc.so.6, before glibc 2.34 in libpthread.so.0: it reads the
@@ -87,7 +88,7 @@ def find_key_block(fd: int, image: ElfImage) -> int | None:
     block. musl has no such instruction.
 
     Args:
-        fd: The library.
+        file: The library.
         image: Its headers.
 
     Returns:
@@ -95,12 +96,12 @@ def find_key_block(fd: int, image: ElfImage) -> int | None:
 
     Raises:
         UnsupportedLibc: It has the function, but not as glibc has it.
-        OSError: The file cannot be read.
+        BadTargetFile: As `TargetFile.read`.
     """
-    symbol = find_symbols(fd, image, (_GETTER,)).get(_GETTER)
+    symbol = find_symbols(file, image, (_GETTER,)).get(_GETTER)
     if symbol is None:
         return None
-    code = at_address(fd, image, symbol.address, min(symbol.size, _MAX_GETTER_BYTES) or 1) or b""
+    code = at_address(file, image, symbol.address, min(symbol.size, _MAX_GETTER_BYTES) or 1) or b""
     found = {struct.unpack("<i", match[1])[0] for match in _FURTHER_BLOCKS.finditer(code)}
     block = found.pop() - _KEYS_PER_BLOCK * _KEY_PAIR_BYTES if len(found) == 1 else -1
     if not 0 < block < _MAX_PTHREAD_BYTES or block % 8:

@@ -8,6 +8,7 @@ import enum
 import numpy as np
 
 MAX_FRAMES = 127
+FRAME_SLOTS = 128
 
 
 class EventType(enum.IntEnum):
@@ -39,7 +40,7 @@ class Setting(enum.IntEnum):
     """Slots of the `settings` array."""
 
     EPOCH = 0
-    START_NS = 1
+    END_NS = 1
     STACKS_DRAIN = 2
     SUMS_DRAIN = 3
     CALLS_DRAIN = 4
@@ -49,8 +50,48 @@ class Setting(enum.IntEnum):
     CALL_EVENTS = 8
 
 
+class HostConstant(enum.IntEnum):
+    """Constants that the loader puts into the programs; offsets and sizes in bytes."""
+
+    FILTER = 0
+    WITH_OFF_CPU = 1
+    WITH_USER_STACKS = 2
+    WITH_KERNEL_STACKS = 3
+    WITH_CALLS = 4
+    KERNEL_FRAMES_MAX = 5
+    HAS_TASK_PT_REGS = 6
+    HAS_ATTACH_COOKIE = 7
+    HAS_CGROUP_ID = 8
+    SWITCH_HAS_STATE = 9
+    THREAD_SIZE = 10
+    HAS_LAST_ARRIVAL = 11
+    TASK_PID = 12
+    TASK_TGID = 13
+    TASK_COMM = 14
+    TASK_GROUP_LEADER = 15
+    TASK_FLAGS = 16
+    TASK_STATE = 17
+    TASK_STACK = 18
+    TASK_SIGNAL = 19
+    TASK_REAL_PARENT = 20
+    TASK_START_TIME = 21
+    TASK_RAN = 22
+    TASK_RAN_BEFORE = 23
+    TASK_NVCSW = 24
+    TASK_NIVCSW = 25
+    TASK_LAST_ARRIVAL = 26
+    TASK_POLICY = 27
+    TASK_ON_CPU = 28
+    TASK_THREAD_POINTER = 29
+    SIGNAL_LIVE = 30
+
+
+# END_NS of a recording whose end is not known yet.
+NEVER_NS = 2**64 - 1
+
+
 class Filter(enum.IntEnum):
-    """Values of the FILTER macro."""
+    """Which processes are recorded: HostConstant.FILTER."""
 
     PIDS = 0
     CGROUP = 1
@@ -138,8 +179,8 @@ STACK_DTYPE = np.dtype(
         ("call_return", "<u8"),
         ("call", "<u4"),
         ("unused", "<u4"),
-        ("kernel", "<u8", (MAX_FRAMES,)),
-        ("user", "<u8", (MAX_FRAMES,)),
+        ("kernel", "<u8", (FRAME_SLOTS,)),
+        ("user", "<u8", (FRAME_SLOTS,)),
     ]
 )
 
@@ -193,7 +234,7 @@ PYTHON_CHAIN_DTYPE = np.dtype(
         ("tgid", "<u4"),
         ("depth", "<u2"),
         ("end", "<u2"),
-        ("frames", PYTHON_FRAME_DTYPE, (MAX_FRAMES,)),
+        ("frames", PYTHON_FRAME_DTYPE, (FRAME_SLOTS,)),
     ]
 )
 SUM_KEY_DTYPE = np.dtype(

@@ -7,7 +7,8 @@ first seen; what it is called is filled in at the end (see `kernel_names`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from aiflame.agent.recording.kernel_names import KernelNames
 from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.recording.runtimes import places_of_runtimes
 from aiflame.agent.recording.sinks import StackSink
 from aiflame.gpu.apis.base import Api, Call
 
@@ -43,9 +43,6 @@ class ApiCalls:
         table: Process table.
         images: ELF headers of the targets' files.
         kernels: Gives out rows of kernels.
-
-    Attributes:
-        launches: How many were counted.
     """
 
     def __init__(
@@ -53,22 +50,18 @@ class ApiCalls:
     ) -> None:
         self._programs = programs
         self._table = table
-        self.probes = ApiProbes(programs)
+        self._images = images
+        self.probes = ApiProbes(programs, table.binaries.guard)
         self._names = KernelNames(table, images, kernels)
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
         self._functions_written: set[int] = set()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
         self._sizes_cut = 0
-        self.launches = 0
 
-    def prepare(self, command: Sequence[str]) -> None:
-        """Probes the runtimes that are known before a process maps them.
-
-        Args:
-            command: What is about to be run, empty for nothing.
-        """
-        for path in places_of_runtimes(command):
+    def prepare(self, runtimes: Iterable[Path]) -> None:
+        """Probes files that may hold runtimes, before a process maps them."""
+        for path in runtimes:
             self.probes.look_at_path(path)
 
     def look(self, image: ProcessImage) -> None:
@@ -77,7 +70,9 @@ class ApiCalls:
         for binary in sorted({mapping.binary for mapping in image.mappings} - {NO_BINARY}):
             descriptor = files[binary].fd
             if descriptor is not None and binary not in self._identities:
-                self._identities[binary] = self.probes.look(descriptor, files[binary].path)
+                image_of_file = self._images.of(binary)
+                path = files[binary].path
+                self._identities[binary] = self.probes.look(descriptor, path, image_of_file)
 
     def with_call(
         self, image: ProcessImage, user: npt.NDArray[np.uint64], slot: int, return_address: int
@@ -134,7 +129,6 @@ class ApiCalls:
             if row is not None:
                 sizes = (self._bounded(name, int(value[name])) for name in ("work", "bytes"))
                 calls.append((interval, *row, int(value["count"]), *sizes))
-                self.launches += int(value["count"]) if row[3] is not None else 0
         events = list(self._listed(stacks))
         self._write_functions(writer, {row[3] for row in calls} | {row[3] for row in events})
         writer.put("api_calls", calls)

@@ -9,20 +9,24 @@ system keeps them: a program that is started by the recorder loses no launch.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.recording import abi, sysbpf
+from aiflame.agent.recording.api_links import ApiLinks, Probe
 from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
 from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.probe_places import ProbePlace, probe_place
-from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.recording.probe_places import probe_place
+from aiflame.agent.symbols.elf import ElfImage, NotElf
+from aiflame.agent.symbols.rootfs import open_regular
+from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
 
@@ -36,12 +40,13 @@ def file_identity(descriptor: int) -> FileIdentity:
     return status.st_dev, status.st_ino
 
 
-class _Probe(NamedTuple):
-    """A probe to be put on: program, offset in the file, and number in the kernel half's table."""
-
-    program: str
-    offset: int
-    number: int
+def _reason(error: OSError) -> str:
+    if error.errno == sysbpf.ENOTSUPP:  # which the C library has no words for
+        return "the kernel cannot probe its first instruction"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        # Of perf_event_open, where one link does not take many probes (v6.18 asks for it, too).
+        return "not permitted without CAP_SYS_ADMIN"
+    return error.strerror or str(error)
 
 
 class ApiProbes:
@@ -49,6 +54,7 @@ class ApiProbes:
 
     Args:
         programs: Loaded programs.
+        guard: Inside which files are read.
 
     Attributes:
         functions: What each slot of the kernel half's table stands for.
@@ -57,8 +63,9 @@ class ApiProbes:
         places: File offset and size of each probed function, by file and slot.
     """
 
-    def __init__(self, programs: Programs) -> None:
+    def __init__(self, programs: Programs, guard: FileGuard) -> None:
         self._programs = programs
+        self._guard = guard
         self._wanted: dict[str, list[tuple[Api, Call | Naming]]] = {}
         for api in APIS:
             functions: tuple[Call | Naming, ...] = (*api.calls, *api.namings)
@@ -69,16 +76,15 @@ class ApiProbes:
         self.places: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
         self.functions: list[tuple[Api, Call | Naming]] = []
-        self._event_type: int | None = None
+        self._links = ApiLinks(programs)
         self._described = 0
-        self._descriptors: list[int] = []
         self.problems: Counter[str] = Counter()
         self.problem_files: dict[str, set[str]] = {}
 
     def look_at_path(self, path: Path) -> None:
         """Probes a file that may be mapped later; one that is not there is none."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = open_regular(path)
         except OSError:
             return
         try:
@@ -86,111 +92,73 @@ class ApiProbes:
         finally:
             os.close(descriptor)
 
-    def look(self, descriptor: int, path: str) -> FileIdentity:
+    def look(self, descriptor: int, path: str, image: ElfImage | None = None) -> FileIdentity:
         """Probes what is found in an open file, once for each file; returns which file it is.
 
         Args:
             descriptor: Of the file.
             path: What it is called, for messages.
+            image: Its headers, where the caller has them already.
         """
         identity = file_identity(descriptor)
         if identity in self._seen:
             return identity
         self._seen.add(identity)
-        try:
-            places = find_functions(descriptor, self._names)
-        except (BadElf, OSError):
-            return identity  # who resolves its symbols will say so
         name = path.rpartition("/")[2]
-        probes: list[_Probe] = []
-        for place in places.values():
-            for api, function in self._wanted[place.name]:
-                if not (api.skip_files and re.search(api.skip_files, name)):
-                    probes += self._probes(identity, path, place, api, function)
-        self._attach(f"/proc/self/fd/{descriptor}", path, probes)
+        probes: list[Probe] = []
+        guarded = self._guard.each_file(path, descriptor)
+        with guarded as file, contextlib.suppress(NotElf):  # a script, or code that a runtime made
+            places = find_functions(file, self._names, image)
+            wanted = [
+                (place, api, function)
+                for place in places.values()
+                for api, function in self._wanted[place.name]
+                if not (api.skip_files and re.search(api.skip_files, name))
+            ]
+            if wanted:
+                self._programs.expect_calls()  # which takes longer than what follows
+            try:
+                for place, api, function in wanted:
+                    probes += self._probes(identity, place, api, function)
+            except TooManyFunctions:
+                self._failed(path, "more functions than there is room for")
+        if probes:
+            self._attach(descriptor, path, probes)
         return identity
 
+    def _attach(self, descriptor: int, path: str, probes: list[Probe]) -> None:
+        try:
+            refused = self._links.attach(f"/proc/self/fd/{descriptor}", probes)
+        except EnvironmentUnfit as error:
+            self._failed(path, str(error), len(probes))
+            return
+        for one in refused:
+            self._failed(path, _reason(one.error))
+
     def _probes(
-        self, file: FileIdentity, path: str, place: FunctionPlace, api: Api, function: Call | Naming
-    ) -> list[_Probe]:
+        self, file: FileIdentity, place: FunctionPlace, api: Api, function: Call | Naming
+    ) -> list[Probe]:
         """Describes the probes of a function to the kernel half."""
-        try:
-            slot = self._slot(api, function)
-            chosen = probe_place(place.code, place.file_offset)
-            number = self._number(place, chosen, slot)
-        except TooManyFunctions:
-            self._failed(path)
-            return []
-        self.places[file, slot] = (place.file_offset, place.size_bytes)
-        program = "on_naming" if isinstance(function, Naming) else "on_call"
-        probes = [_Probe(program, place.file_offset + chosen.offset_bytes, number)]
-        if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
-            back = probe_place(place.code, place.file_offset, for_return=True)
-            probes.append(_Probe("on_named", place.file_offset + back.offset_bytes, number))
-        return probes
-
-    def _failed(self, path: str, count: int = 1) -> None:
-        self.problems["calls_not_probed"] += count
-        self.problem_files.setdefault("calls_not_probed", set()).add(path)
-
-    def _attach(self, link: str, path: str, probes: list[_Probe]) -> None:
-        """Puts all probes of a file on."""
-        if not probes:
-            return
-        try:
-            self._programs.need_calls()
-        except EnvironmentUnfit:
-            self._failed(path, len(probes))
-            return
-        for program in ("on_call", "on_naming", "on_named"):
-            own = [probe for probe in probes if probe.program == program]
-            if not (own and self._attach_together(link, own)):
-                for probe in own:
-                    try:
-                        self._attach_one(link, probe)
-                    except OSError:  # noqa: PERF203 - the others are to be tried
-                        self._failed(path)
-
-    def _attach_together(self, link: str, probes: list[_Probe]) -> bool:
-        """Puts probes of one program on, if the kernel takes them all at once."""
-        if not self._programs.calls_link_many:
-            return False
-        places = [(probe.offset, probe.number) for probe in probes]
-        program = probes[0].program
-        fd = self._programs.fds[program]
-        try:
-            self._descriptors.append(
-                sysbpf.link_uprobes(link, places, fd, is_return=program == "on_named")
-            )
-        except OSError:
-            return False
-        return True
-
-    def _attach_one(self, link: str, probe: _Probe) -> None:
-        is_return = probe.program == "on_named"
-        program = self._programs.fds[probe.program]
-        if self._programs.calls_link_many:
-            places = [(probe.offset, probe.number)]
-            self._descriptors.append(sysbpf.link_uprobes(link, places, program, is_return))
-            return
-        if self._event_type is None:
-            self._event_type = sysbpf.uprobe_event_type()
-        event = sysbpf.open_uprobe(link, probe.offset, self._event_type, is_return)
-        self._descriptors.append(event)
-        self._descriptors.append(sysbpf.link_event(event, program, probe.number))
-
-    def _number(self, place: FunctionPlace, chosen: ProbePlace, slot: int) -> int:
-        """Describes a probe to the kernel half; returns its number there."""
+        slot = self._slot(api, function)
         if self._described == abi.API_PROBES_MAX:
             raise TooManyFunctions
-        number, offset = self._described, chosen.offset_bytes
+        number = self._described
         self._described += 1
-        row = np.zeros(1, abi.API_PROBE_DTYPE)
-        row["call"], row["stack_bytes"] = slot, chosen.stack_bytes
-        row["before_bytes"] = place.before_bytes + offset
-        row["after_bytes"] = max(place.after_bytes - offset, 0)
-        self._programs.api_probes.update(number.to_bytes(4, "little"), row.tobytes())
-        return number
+        nops = self._programs.uprobes.answers.nops
+        chosen = probe_place(place.code, place.file_offset, nops)
+        self.places[file, slot] = (place.file_offset, place.size_bytes)
+        program = "on_naming" if isinstance(function, Naming) else "on_call"
+        probes = [Probe(program, place, chosen, slot, number)]
+        self._links.describe(probes[0])
+        if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
+            back = probe_place(place.code, place.file_offset, nops, for_return=True)
+            probes.append(Probe("on_named", place, back, slot, number))
+        return probes
+
+    def _failed(self, path: str, reason: str, count: int = 1) -> None:
+        self.problems["calls_not_probed"] += count
+        culprits = self.problem_files.setdefault("calls_not_probed", set())
+        culprits.add(f"{path} ({reason})")
 
     def _slot(self, api: Api, function: Call | Naming) -> int:
         key = (api.name, function.symbol)
@@ -209,9 +177,7 @@ class ApiProbes:
 
     def close(self) -> None:
         """Takes all probes off."""
-        for descriptor in reversed(self._descriptors):
-            os.close(descriptor)
-        self._descriptors = []
+        self._links.close()
 
 
 class TooManyFunctions(Exception):

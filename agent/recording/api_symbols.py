@@ -6,15 +6,12 @@ them. So the string tables are searched first, for the last bytes of the names: 
 be the end of a longer one (`cudaLaunchKernel` of `__cudaLaunchKernel`), hence a name is where its
 zero byte is, whatever stands before it. Only a file with a hit has its symbols read.
 
-Files are read with pread in pieces, never mapped: they belong to targets and may shrink meanwhile.
-
 A file without section headers names nothing, nor do separate debug files. Of several functions of
 one name (versions, or local ones of several sources) one is taken, a global one before others.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.symbols.elf import BadElf, ElfImage, Section
+from aiflame.agent.target_files import TargetFile
 
-# The largest tables of real programs have 2-3 million symbols, and names of 100 bytes each.
-_MAX_STRINGS_BYTES = 1 << 30
+# The largest tables of real programs have 2-3 million symbols.
 _MAX_SYMBOLS = 8_000_000
 # How often one table may have names asked for; real ones have each once or twice.
 _MAX_HITS = 4096
@@ -48,6 +45,7 @@ _SYMBOL = np.dtype(
         ("size", "<u8"),
     ]
 )
+_TABLES = ("SHT_DYNSYM", "SHT_SYMTAB")
 _STT_FUNC = 2
 _SHN_LORESERVE = 0xFF00
 # STB_LOCAL, STB_GLOBAL, STB_WEAK; what else there may be comes last.
@@ -89,49 +87,49 @@ class _Found(NamedTuple):
 
 
 def find_functions(
-    descriptor: int, names: frozenset[str], image: ElfImage | None = None
+    file: TargetFile, names: frozenset[str], image: ElfImage | None = None
 ) -> dict[str, FunctionPlace]:
     """Returns which of the functions a file defines, by name.
 
     Args:
-        descriptor: The open file; its position is left alone.
+        file: The file.
         names: The functions' names, without versions.
         image: Its headers, where the caller has them already.
 
     Raises:
-        BadElf: The file is no sound ELF file, or larger than any real one.
+        BadTargetFile: The file is damaged, or costs more to read than any real one.
     """
     if not names:
         return {}
-    elf = ElfImage.from_fd(descriptor) if image is None else image
+    elf = ElfImage.read(file) if image is None else image
     if elf.bits != 64:
         return {}
     wanted = {name.encode(): name for name in names}
     found: dict[str, _Found] = {}
-    try:
-        for table in elf.sections:
-            if table.type in ("SHT_DYNSYM", "SHT_SYMTAB") and table.link < len(elf.sections):
-                hits = _find_names(descriptor, elf.sections[table.link], wanted)
-                if hits:
-                    _find_symbols(descriptor, elf, (table, hits), found)
-        return {name: _place(descriptor, name, row) for name, row in found.items()}
-    except OSError as error:
-        raise BadElf(f"cannot read: {error.strerror}") from error
+    hits: dict[int, dict[int, str]] = {}  # by string table: two symbol tables may share one
+    for kind in _TABLES:
+        # The gABI allows one of each; 2,000 that share a string table are made to take long.
+        table = next((section for section in elf.sections if section.type == kind), None)
+        if table is None or table.link >= len(elf.sections):
+            continue
+        if table.link not in hits:
+            hits[table.link] = _find_names(file, elf.sections[table.link], wanted)
+        if hits[table.link]:
+            _find_symbols(file, elf, table, hits[table.link], found)
+    return {name: _place(file, name, row) for name, row in found.items()}
 
 
-def _find_names(descriptor: int, strings: Section, wanted: dict[bytes, str]) -> dict[int, str]:
+def _find_names(file: TargetFile, strings: Section, wanted: dict[bytes, str]) -> dict[int, str]:
     """Returns where in a string table which names begin."""
     if strings.type != "SHT_STRTAB" or strings.size == 0:
         return {}
-    if strings.size > _MAX_STRINGS_BYTES:
-        raise BadElf(f"{strings.size} bytes of names")
     longest = max(map(len, wanted)) + 1
     width = min(_TAIL_BYTES, *map(len, wanted))
     tails = np.unique(
         np.frombuffer(b"".join(name[-width:].rjust(_TAIL_BYTES, b"\0") for name in wanted), "<u8")
     )
     hits: dict[int, str] = {}
-    for start, data in _chunks(descriptor, strings, longest):
+    for start, data in _chunks(file, strings, longest):
         ends = _ends(data, tails, width)
         if len(ends) + len(hits) > _MAX_HITS:
             raise BadElf("names of functions repeat too often")
@@ -143,11 +141,11 @@ def _find_names(descriptor: int, strings: Section, wanted: dict[bytes, str]) -> 
     return hits
 
 
-def _chunks(descriptor: int, strings: Section, overlap: int) -> Iterator[tuple[int, bytes]]:
+def _chunks(file: TargetFile, strings: Section, overlap: int) -> Iterator[tuple[int, bytes]]:
     """Yields pieces of a section that share their ends, and where each is in it."""
     for start in range(0, strings.size, _CHUNK_BYTES):
         length = min(_CHUNK_BYTES + overlap, strings.size - start)
-        yield start, os.pread(descriptor, length, strings.file_offset + start)
+        yield start, file.read(length, strings.file_offset + start)
 
 
 def _ends(data: bytes, tails: U64, width: int) -> npt.NDArray[np.int64]:
@@ -166,20 +164,20 @@ def _ends(data: bytes, tails: U64, width: int) -> npt.NDArray[np.int64]:
 
 
 def _find_symbols(
-    descriptor: int,
+    file: TargetFile,
     elf: ElfImage,
-    table_and_names: tuple[Section, dict[int, str]],
+    table: Section,
+    names: dict[int, str],
     found: dict[str, _Found],
 ) -> None:
     """Adds the functions that a symbol table defines: order of preference, offset and size."""
-    table, names = table_and_names
     if table.size // _SYMBOL.itemsize > _MAX_SYMBOLS:
         raise BadElf(f"{table.size // _SYMBOL.itemsize} symbols")
     offsets = np.array(sorted(names), np.uint32)
     left = _MAX_HITS
     step = _CHUNK_BYTES // _SYMBOL.itemsize * _SYMBOL.itemsize
     for start in range(0, table.size, step):
-        data = os.pread(descriptor, min(step, table.size - start), table.file_offset + start)
+        data = file.read(min(step, table.size - start), table.file_offset + start)
         rows = np.frombuffer(data, _SYMBOL, len(data) // _SYMBOL.itemsize)
         chosen = (rows["info"] & 15 == _STT_FUNC) & (rows["section"] != 0)
         chosen &= rows["section"] < _SHN_LORESERVE
@@ -211,8 +209,8 @@ def _file_offset(elf: ElfImage, address: int) -> tuple[int, int, int] | None:
     return None
 
 
-def _place(descriptor: int, name: str, found: _Found) -> FunctionPlace:
+def _place(file: TargetFile, name: str, found: _Found) -> FunctionPlace:
     length = min(found.size_bytes or _SIZELESS_CODE_BYTES, _MAX_CODE_BYTES)
-    code = os.pread(descriptor, length, found.offset)
+    code = file.read(length, found.offset)
     around = (found.before_bytes, found.after_bytes)
     return FunctionPlace(name, found.offset, found.size_bytes, code, *around)

@@ -14,8 +14,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiflame.agent.recording.descriptors import keep
 from aiflame.agent.recording.procfs import MapsLine
 from aiflame.agent.symbols.rootfs import open_beneath
+from aiflame.agent.target_files import FileGuard
 
 VDSO_PATH = "[vdso]"
 DELETED = " (deleted)"
@@ -35,9 +37,14 @@ class BinaryFile:
 
 
 class BinaryTable:
-    """All files mapped executable by any target, told apart by device and inode."""
+    """All files mapped executable by any target, told apart by device and inode.
 
-    def __init__(self) -> None:
+    Args:
+        guard: Inside which the files are read; one of its own where none is given.
+    """
+
+    def __init__(self, guard: FileGuard | None = None) -> None:
+        self.guard = guard or FileGuard()
         self.files: list[BinaryFile] = []
         self.unopened = 0
         self._by_identity: dict[tuple[str, int, str], BinaryFile] = {}
@@ -86,6 +93,7 @@ class BinaryTable:
             fd = None
         if fd is None:
             fd = _open_map_file(pid, line)
+        fd = keep(fd)
         if fd is not None:
             self._fds.append(fd)
         return fd
@@ -97,9 +105,10 @@ class BinaryTable:
                 image = memory.read(min(line.end - line.start, _MAX_VDSO_BYTES))
         except (OSError, OverflowError):
             return None
-        fd = os.memfd_create("vdso", os.MFD_CLOEXEC)
-        os.write(fd, image)
-        self._fds.append(fd)
+        fd = keep(os.memfd_create("vdso", os.MFD_CLOEXEC))
+        if fd is not None:
+            os.write(fd, image)
+            self._fds.append(fd)
         return fd
 
     def root_of(self, pid: int) -> str:
@@ -112,6 +121,8 @@ class BinaryTable:
         identity = (status.st_dev, status.st_ino)
         if identity in self._roots:
             os.close(fd)
+        elif keep(fd) is None:
+            return ""
         else:
             self._fds.append(fd)
             self._roots[identity] = f"/proc/{os.getpid()}/fd/{fd}"

@@ -9,11 +9,12 @@ kind-specific data, then strings.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from aiflame.agent.errors import EnvironmentUnfit
 
@@ -26,8 +27,7 @@ _BYTES_PER_MEMBER = {4: 12, 5: 12, 6: 8, 13: 8, 15: 12, 19: 12}
 _FIXED_BYTES = {1: 4, 3: 12, 14: 4, 17: 4}
 
 
-@dataclass(frozen=True, slots=True)
-class _Type:
+class _Type(NamedTuple):
     kind: int
     members: int
     is_bitfield_encoded: bool
@@ -62,8 +62,9 @@ class Btf:
             raise EnvironmentUnfit(f"kernel type information: bad magic {magic:#x}")
         self._blob = blob
         self._strings_at = header_bytes + strings_at
-        self._types: list[_Type] = []
-        self._by_name: dict[tuple[int, int], int] = {}
+        # Where each type record is: a list of 100,000 objects would take 30 MB.
+        self._type_at = array.array("I", [0])  # type 0 is void, and has none
+        self._names = array.array("I", [0])  # offset of its name among the strings, likewise
         self._index(header_bytes + types_at, types_bytes)
 
     @classmethod
@@ -82,28 +83,39 @@ class Btf:
             ) from error
 
     def _index(self, at: int, length: int) -> None:
-        unpack = struct.Struct("<III").unpack_from
-        end = at + length
-        types, by_name = self._types, self._by_name
-        types.append(_Type(0, 0, False, 0, 0))  # type 0 is void
+        unpack = struct.Struct("<II").unpack_from
+        end, blob = at + length, self._blob
+        append_place, append_name = self._type_at.append, self._names.append
         while at < end:
-            name, info, target = unpack(self._blob, at)
-            kind, members = info >> 24 & 0x1F, info & 0xFFFF
-            if name and kind in (_STRUCT, _TYPEDEF, _FUNC):
-                by_name.setdefault((kind, name), len(types))
-            types.append(_Type(kind, members, bool(info >> 31), target, at + 12))
-            at += 12 + (
-                _BYTES_PER_MEMBER[kind] * members
-                if kind in _BYTES_PER_MEMBER
-                else _FIXED_BYTES.get(kind, 0)
-            )
+            name, info = unpack(blob, at)
+            kind = info >> 24 & 0x1F
+            append_place(at)
+            append_name(name)
+            member_bytes = _BYTES_PER_MEMBER.get(kind)
+            if member_bytes is None:
+                at += 12 + _FIXED_BYTES.get(kind, 0)
+            else:
+                at += 12 + member_bytes * (info & 0xFFFF)
+
+    def _type(self, index: int) -> _Type:
+        if not index:
+            return _Type(0, 0, False, 0, 0)
+        at = self._type_at[index]
+        _, info, target = struct.unpack_from("<III", self._blob, at)
+        return _Type(info >> 24 & 0x1F, info & 0xFFFF, bool(info >> 31), target, at + 12)
 
     def _string_offset(self, text: str) -> int:
         found = self._blob.find(b"\0" + text.encode() + b"\0", self._strings_at - 1)
         return found + 1 - self._strings_at if found >= 0 else -1
 
     def _find(self, kind: int, name: str) -> int | None:
-        return self._by_name.get((kind, self._string_offset(name)))
+        wanted, index = self._string_offset(name), 0
+        with contextlib.suppress(ValueError):  # no such name, or no more types of that name
+            while wanted > 0:
+                index = self._names.index(wanted, index + 1)
+                if self._type(index).kind == kind:
+                    return index
+        return None
 
     @_damage_explained()
     def member_offset(self, struct_name: str, *names: str) -> int:
@@ -124,13 +136,13 @@ class Btf:
         raise EnvironmentUnfit(f"this kernel has no {struct_name}.{names[0]} (asked from its BTF)")
 
     def _member_bits(self, index: int, wanted: int) -> int | None:
-        entry = self._types[index]
+        entry = self._type(index)
         for i in range(entry.members):
             name, kind_index, bits = struct.unpack_from("<III", self._blob, entry.data_at + 12 * i)
             bits = bits & 0xFFFFFF if entry.is_bitfield_encoded else bits
             if name == wanted:
                 return int(bits)
-            if name == 0 and self._types[kind_index].kind in (_STRUCT, _UNION):
+            if name == 0 and self._type(kind_index).kind in (_STRUCT, _UNION):
                 inner = self._member_bits(kind_index, wanted)
                 if inner is not None:
                     return int(bits) + inner
@@ -149,7 +161,7 @@ class Btf:
         index = self._find(_TYPEDEF, f"btf_trace_{name}")
         if index is None:
             raise EnvironmentUnfit(f"this kernel has no tracepoint {name} (asked from its BTF)")
-        prototype = self._types[self._types[self._types[index].target].target]
+        prototype = self._type(self._type(self._type(index).target).target)
         return prototype.members - 1
 
     def function_type(self, name: str) -> int:

@@ -12,16 +12,24 @@ import sys
 from pathlib import Path
 
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi, procfs, sysbpf
+from aiflame.agent.recording import abi, descriptors, procfs, sysbpf
 from aiflame.agent.recording.arch import this_architecture
 from aiflame.agent.recording.btf import VMLINUX
 from aiflame.agent.recording.loader import BCC_HINT, explain_failure
-from aiflame.agent.recording.probes import online_cpus
+from aiflame.agent.recording.probes import CLOCK_CURE, online_cpus
 from aiflame.agent.recording.targets import require_host_pid_namespace
 
 # Capability numbers (include/uapi/linux/capability.h).
 _CAPABILITIES = {"CAP_BPF": 39, "CAP_PERFMON": 38, "CAP_SYS_PTRACE": 19}
 _CAP_SYS_ADMIN = 21
+_PURPOSES = {
+    "CAP_BPF": "to load programs into the kernel",
+    "CAP_PERFMON": "to sample CPUs and context switches",
+    "CAP_SYS_PTRACE": "to read what targets have mapped",
+}
+
+# From this value on addresses are hidden from root, too (Documentation/admin-guide/sysctl/kernel).
+_HIDDEN_FROM_ALL = 2
 
 # On securityfs, which containers mostly do not mount.
 _LOCKDOWN = Path("/sys/kernel/security/lockdown")
@@ -77,8 +85,20 @@ def require_capabilities() -> None:
     missing = missing_capabilities()
     if missing:
         raise EnvironmentUnfit(
-            f"not permitted: needs {', '.join(missing)}", 'sudo env "PATH=$PATH" aiflame ...'
+            "not permitted: needs " + ", ".join(f"{name} {_PURPOSES[name]}" for name in missing),
+            'sudo env "PATH=$PATH" aiflame ...',
         )
+
+
+def kernel_names_cure() -> str:
+    """Returns what makes the kernel show its addresses, where it hides them from this process.
+
+    kallsyms_show_value of kernel/kallsyms.c (v6.1): up to 1 it asks for CAP_SYSLOG.
+    """
+    level = procfs.read_text("/proc/sys/kernel/kptr_restrict").strip()
+    if level.isdecimal() and int(level) >= _HIDDEN_FROM_ALL:
+        return "sudo sysctl kernel.kptr_restrict=1"
+    return "run as root, or with CAP_SYSLOG"
 
 
 def lockdown_mode(path: Path = _LOCKDOWN) -> str | None:
@@ -161,7 +181,7 @@ def require_clocks() -> int:
                 continue
             raise EnvironmentUnfit(
                 f"cannot open a cpu-clock event on CPU {cpu}: {error.strerror}",
-                "run as root, or: sudo sysctl kernel.perf_event_paranoid=-1",
+                CLOCK_CURE,
             ) from error
         opened += 1
     return opened
@@ -216,3 +236,4 @@ def require_all() -> None:
     require_no_lockdown()
     require_system_calls()
     require_btf()
+    descriptors.require_enough()

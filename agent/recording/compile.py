@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles and loads the kernel programs: the only module that imports bcc.
+"""Compiles the kernel programs: the only module that imports bcc.
 
-Runs as a child of the recorder (`python -m aiflame.agent.recording.compile`), since LLVM leaves
-some 120 MB behind: it reads a request from standard input, hands the descriptors of programs and
-maps over a socket and exits. The compiler's own text goes to standard error, which the recorder
-keeps and shows when a compile fails. What was compiled is kept for the next recording.
+`python -m aiflame.agent.recording.compile` writes the bytecode to standard output: the build does
+so once for the package, and the recorder where a package came without. A process of its own, since
+LLVM leaves some 120 MB behind; the compiler's own text goes to standard error. Nothing is loaded,
+but BCC makes maps while it compiles, so it takes root or CAP_BPF.
 
 BCC rewrites map accesses in the main file only, so the files of bpf/ are pasted together first,
 with #line directives so that messages name the real files.
@@ -12,25 +12,28 @@ with #line directives so that messages name the real files.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import hashlib
+import importlib.util
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording.btf import Btf
-from aiflame.agent.recording.kernel_macros import kernel_macros
-from aiflame.agent.recording.program_cache import ITERATOR, CompiledProgram, pack
-from aiflame.agent.recording.syscalls import lift_memlock_limit, load_iterator
-from aiflame.agent.symbols.store import Store
+import aiflame.bpf
+from aiflame.agent.recording.bytecode import BadBytecode, Bytecode, MapDefinition, define_program
+from aiflame.agent.recording.program_list import MAPS, PROGRAMS, TEMPLATES
+from aiflame.agent.recording.syscalls import MapShape, lift_memlock_limit, map_facts
 
+_UNIT = "record.bpf.c"
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
-# The kernel passes at most 253 descriptors in a message (SCM_MAX_FD, include/net/scm.h).
-_MAX_FDS_PER_MESSAGE = 253
+# As BCC's packages write it (src/python/bcc/version.py.in).
+_VERSION = re.compile(r"__version__ = '([^']+)'")
+
+
+def bpf_folder() -> Path:
+    """Returns the folder of the C files."""
+    return Path(next(iter(aiflame.bpf.__path__))).resolve()
 
 
 def paste_includes(folder: Path, name: str, pasted: set[str] | None = None) -> str:
@@ -49,6 +52,39 @@ def paste_includes(folder: Path, name: str, pasted: set[str] | None = None) -> s
     return "\n".join(lines)
 
 
+def source() -> str:
+    """Returns the C of all programs, as it is compiled."""
+    return paste_includes(bpf_folder(), _UNIT)
+
+
+def source_digest() -> str:
+    """Returns what tells that source from others, and so bytecode of it from other bytecode."""
+    return hashlib.sha256(source().encode()).hexdigest()
+
+
+def shipped_file() -> Path:
+    """Returns where the build leaves the bytecode of the package."""
+    return bpf_folder() / "programs.bin"
+
+
+def compiler_words() -> str | None:
+    """Returns what the compiler is called, None where there is none; without loading it."""
+    spec = importlib.util.find_spec("bcc")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    version = Path(spec.submodule_search_locations[0]) / "version.py"
+    found = _VERSION.search(version.read_text()) if version.exists() else None
+    return f"BCC {found[1]}" if found else None
+
+
+def is_shipped() -> bool:
+    """Whether the package has the bytecode of its C files."""
+    try:
+        return Bytecode.from_bytes(shipped_file().read_bytes()).source_digest == source_digest()
+    except (OSError, BadBytecode):
+        return False
+
+
 def import_bcc() -> Any:
     try:
         import bcc
@@ -59,60 +95,32 @@ def import_bcc() -> Any:
     return bcc
 
 
-def _load(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    folder = Path(request["bpf_folder"])
-    os.environ["BCC_KERNEL_SOURCE"] = str(folder / "kernel")
+def compile_programs() -> Bytecode:
+    """Compiles all programs. Ends the process where BCC is missing or refuses."""
+    os.environ["BCC_KERNEL_SOURCE"] = str(bpf_folder() / "kernel")
     bcc = import_bcc()
-    try:
-        btf = Btf.of_kernel()
-        macros = {**kernel_macros(btf), **request["macros"]}
-    except EnvironmentUnfit as error:
-        sys.exit(f"unfit: {error}\n{error.hint or ''}")
-    flags = [f"-D{name}={value}" for name, value in macros.items()]
-    module = bcc.BPF(text=paste_includes(folder, request["unit"]).encode(), cflags=flags)
-    types = {
-        "perf_event": bcc.BPF.PERF_EVENT,
-        "raw_tracepoint": bcc.BPF.RAW_TRACEPOINT,
-        "uprobe": bcc.BPF.KPROBE,
-    }
-    programs: dict[str, int] = {}
-    compiled: dict[str, CompiledProgram] = {}
-    for name, kind in request["programs"].items():
-        programs[name] = os.dup(module.load_func(name.encode(), types[kind]).fd)
-        compiled[name] = CompiledProgram(kind, module.dump_func(name.encode()))
-    for name, function in request["iterators"].items():
-        # A recording does without where the kernel has none, and says so.
-        with contextlib.suppress(OSError, EnvironmentUnfit):
-            iterator = CompiledProgram(
-                ITERATOR, module.dump_func(name.encode()), btf.function_type(function)
-            )
-            programs[name] = load_iterator(iterator.instructions, iterator.function_type)
-            compiled[name] = iterator
-    templates: dict[str, str] = request["templates"]
-    maps = {
-        name: os.dup(module[name.encode()].map_fd)
-        for name in [*templates.values(), *request["maps"]]
-    }
-    if request["bundle"] is not None:
-        with contextlib.suppress(OSError):  # then the next recording compiles again
-            Store(Path(request["cache"])).write(
-                request["bundle"], [pack(compiled, maps, templates)]
-            )
-    return programs, maps
+    module = bcc.BPF(text=source().encode())
+    facts = {name: map_facts(module[name.encode()].map_fd) for name in MAPS}
+    names = {found.id: name for name, found in facts.items()}
+    maps = tuple(
+        MapDefinition(name, MapShape(*facts[name][1:]), TEMPLATES.get(name)) for name in MAPS
+    )
+    programs = tuple(
+        define_program(name, kind, module.dump_func(name.encode()), names)
+        for name, kind in PROGRAMS.items()
+    )
+    return Bytecode(source_digest(), compiler_words() or "BCC", maps, programs)
 
 
 def main() -> None:
-    """Serves one request; the socket's descriptor is the first argument."""
-    request = json.load(sys.stdin)
+    """Compiles, and writes the bytecode to standard output; --check only says if there is need."""
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(not is_shipped())
     lift_memlock_limit()
-    programs, maps = _load(request)
-    fds = [*programs.values(), *maps.values()]
-    if len(fds) > _MAX_FDS_PER_MESSAGE:
-        sys.exit(f"too many programs and maps for one message: {len(fds)}")
-    reply = json.dumps({"programs": list(programs), "maps": list(maps)}).encode()
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
-        socket.send_fds(channel, [reply], fds)
-    sys.stdout.flush()
+    # BCC prints to standard output, too.
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)
+        out.write(compile_programs().to_bytes())
     # Skips LLVM's and BCC's clean-up, which takes longer than all of the above.
     os._exit(0)
 

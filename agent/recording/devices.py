@@ -23,7 +23,8 @@ from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
-from aiflame.gpu.base import CodeKey, Family, Interval, KernelSample
+from aiflame.agent.target_files import GuardedFile
+from aiflame.gpu.base import CodeKey, Family, Interval, KernelSample, Listing
 
 
 class _MappedFiles:
@@ -36,8 +37,9 @@ class _MappedFiles:
     def path(self, file: int) -> str:
         return self._binaries.files[file].path
 
-    def descriptor(self, file: int) -> int | None:
-        return self._binaries.files[file].fd
+    def opened(self, file: int) -> GuardedFile | None:
+        known = self._binaries.files[file]
+        return None if known.fd is None else self._binaries.guard.each_file(known.path, known.fd)
 
     def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
         known = self._binaries.files[file]
@@ -212,7 +214,7 @@ class Devices:
         families = {running.family.name: running.family for running in self._running}
         for (name, key), code in self._codes.items():
             offsets = frozenset(self._offsets[name, key])
-            listing = families[name].resolve(key, offsets)
+            listing = self._listing(families[name], key, offsets)
             size_bytes = 0 if listing is None else listing.size_bytes
             kernel = self._kernels.id_of(key.process, families[name].api, key.name)
             binary = None if key.file is None else binary_id(key.file)
@@ -224,6 +226,12 @@ class Devices:
             ]
             self._writer.put("instructions", rows)
         self._files.service = None
+
+    def _listing(self, family: Family, key: CodeKey, offsets: frozenset[int]) -> Listing | None:
+        path = key.name if key.file is None else self._files.path(key.file)
+        with self._table.binaries.guard.each_file(path):
+            return family.resolve(key, offsets)
+        return None
 
     def kernel_names(self) -> dict[int, frozenset[str]]:
         """Returns the names of kernels that ran, by index of process image."""

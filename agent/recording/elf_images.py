@@ -7,7 +7,7 @@ import os
 
 from aiflame.agent.recording.binaries import BinaryTable
 from aiflame.agent.recording.processes import Mapping
-from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.elf import ElfImage, NotElf
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -22,18 +22,26 @@ class ElfImages:
     def __init__(self, binaries: BinaryTable) -> None:
         self._binaries = binaries
         self._images: dict[int, ElfImage | None] = {}
-        self.bad = 0
 
     def of(self, binary: int) -> ElfImage | None:
         """Returns the headers, None for a file that could not be opened or is not sound."""
         if binary not in self._images:
-            fd = self._binaries.files[binary].fd
-            try:
-                self._images[binary] = None if fd is None else ElfImage.from_fd(fd)
-            except BadElf:
-                self.bad += 1
-                self._images[binary] = None
+            self._images[binary] = self._read(binary)
         return self._images[binary]
+
+    def _read(self, binary: int) -> ElfImage | None:
+        known, guard = self._binaries.files[binary], self._binaries.guard
+        if known.fd is None:
+            return None
+        with guard.each_file(known.path, known.fd) as file:
+            try:
+                image = ElfImage.read(file)
+            except NotElf:  # code that a runtime made and keeps in a file: nothing is wrong with it
+                return None
+            if image.damage:
+                guard.blame(known.path, image.damage)
+            return image
+        return None
 
     def bias(self, mapping: Mapping) -> int:
         """Returns what to subtract from an address in a mapping to get the binary's own."""

@@ -10,8 +10,6 @@ kernels tell that the process was seen to run. What is left has no name, and say
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -19,15 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.python.elfbytes import FunctionNames
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, sound_address
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.symbols.debugfiles import MappedElf
-from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.frames import clean_name
-from aiflame.agent.symbols.table import SymbolSource, SymbolTable
 from aiflame.gpu.kernel_names import is_stub, name_from_host_symbol
 
 # A name lies near the beginning of what a handle points to: PoCL's is the sixth word (pocl_cl.h,
@@ -77,7 +73,7 @@ class KernelNames:
         self._told: dict[tuple[int, int], str] = {}
         self._aliases: dict[tuple[int, int], int] = {}
         self._unnamed: dict[tuple[int, str, int], _Unnamed] = {}
-        self._symbols: dict[int, SymbolTable | None] = {}
+        self._symbols: dict[int, FunctionNames | None] = {}
         self.lost = 0
 
     def take(self, payload: bytes) -> None:
@@ -204,26 +200,17 @@ class KernelNames:
         if symbols is None:
             return ""
         place = (address - self._images.bias(mapping)) % (1 << 64)
-        raw = symbols.raw_names(np.array([place], np.uint64))[0]
-        return "" if raw is None else clean_name(raw.decode(errors="replace"))
+        return clean_name(symbols.at(place).decode(errors="replace"))
 
-    def _symbols_of(self, binary: int) -> SymbolTable | None:
+    def _symbols_of(self, binary: int) -> FunctionNames | None:
         if binary not in self._symbols:
-            self._symbols[binary] = None
-            descriptor = self._table.binaries.files[binary].fd
-            if descriptor is not None:
-                # What is wrong with a file, who resolves its other symbols says.
-                with contextlib.suppress(BadElf, OSError, ValueError):
-                    self._symbols[binary] = _table_of(os.dup(descriptor))
+            names = None
+            known, elf = self._table.binaries.files[binary], self._images.of(binary)
+            if known.fd is not None and elf is not None:
+                with self._table.binaries.guard.each_file(known.path, known.fd) as file:
+                    names = FunctionNames(file, elf)
+            self._symbols[binary] = names
         return self._symbols[binary]
-
-
-def _table_of(descriptor: int) -> SymbolTable:
-    file = MappedElf(descriptor)
-    try:
-        return SymbolTable.build([SymbolSource(file.image, file.map())])
-    finally:
-        file.close()
 
 
 def _text_at(memory: ProcessMemory, address: int) -> bytes:

@@ -14,17 +14,16 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.recording import abi
+from aiflame.agent.recording.descriptors import is_last_array
 from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.sysbpf import create_array
+from aiflame.agent.recording.sysbpf import Map, create_array
 from aiflame.agent.unwind.table import UnwindTable
-
-# Flags of the inner maps' templates in bpf/unwind.h.
-_F_MMAPABLE, _F_INNER_MAP = 1 << 10, 1 << 12
 
 # libtorch_cpu has 2.6 million rows: in slices they take no memory to speak of.
 _ROWS_AT_A_TIME = 1 << 16
@@ -79,23 +78,35 @@ class KernelTables:
 
     def enter(self, tables: Mapping[int, UnwindTable]) -> None:
         """Puts tables into the kernel, by binary; those for which there is no room are left out."""
+        left = iter(tables.items())
+        while self._enter_some(left):
+            pass
+
+    def _enter_some(self, left: Iterator[tuple[int, UnwindTable]]) -> bool:
+        """Puts in as many as there are descriptors for; returns whether there may be more."""
         with contextlib.ExitStack() as arrays:
             slots: dict[int, int] = {}
-            for binary, table in tables.items():
+            is_cut = False
+            for binary, table in left:
                 if not self.has_room(table_bytes(table)):
                     continue
                 try:
-                    fd, memory = arrays.enter_context(_new_array(8, table_bytes(table) // 8))
+                    array = arrays.enter_context(self._new_array(8, table_bytes(table) // 8))
+                    self._fill(table, array.memory.view(np.uint32))
+                    array.write()
                 except OSError:  # the kernel has no memory for it
                     continue
-                self._fill(table, np.frombuffer(memory, np.uint32, table_bytes(table) // 4))
                 slot = self._free_slots.pop()
-                slots[slot] = fd
+                slots[slot] = array.fd
                 pages = len(table.page_first_row) - 1
                 self.places[binary] = TablePlace(slot, table.base_page, pages)
                 self._bytes[binary] = table_bytes(table)
                 self.free_bytes -= table_bytes(table)
+                is_cut = is_last_array(array.fd)
+                if is_cut:
+                    break
             self._programs.unwind_tables.update_many(slots)
+        return is_cut
 
     def _fill(self, table: UnwindTable, halves: npt.NDArray[np.uint32]) -> None:
         halves[: len(table.page_first_row)] = table.page_first_row
@@ -128,22 +139,34 @@ class KernelTables:
 
     def set_mappings(self, slots_by_pid: Mapping[int, npt.NDArray[Any]]) -> None:
         """Enters the mappings of processes, each with its head, as MAPPING_SLOT_DTYPE."""
+        left = iter(slots_by_pid.items())
+        while self._set_some(left):
+            pass
+
+    def _set_some(self, left: Iterator[tuple[int, npt.NDArray[Any]]]) -> bool:
+        """Enters as many as there are descriptors for; returns whether there may be more."""
         with contextlib.ExitStack() as arrays:
             fds: dict[int, int] = {}
-            for pid, slots in slots_by_pid.items():
+            is_cut = False
+            for pid, slots in left:
                 self._return_mappings(pid)
                 try:
-                    array = _new_array(slots.dtype.itemsize, len(slots))
-                    fd, memory = arrays.enter_context(array)
+                    size_bytes = slots.dtype.itemsize
+                    array = arrays.enter_context(self._new_array(size_bytes, len(slots)))
+                    array.memory[:] = slots.view(np.uint8)
+                    array.write()
                 except OSError:
                     self._problems["mappings_not_kept"] += 1
                     continue
-                memory[: slots.nbytes] = slots.tobytes()
-                fds[pid] = fd
+                fds[pid] = array.fd
                 self._mapping_bytes[pid] = slots.nbytes
                 self.free_bytes -= slots.nbytes
+                is_cut = is_last_array(array.fd)
+                if is_cut:
+                    break
             entered = self._programs.process_mappings.update_many(fds)
             self._problems["mappings_not_kept"] += len(fds) - entered
+        return is_cut
 
     def drop_mappings(self, pids: Collection[int]) -> None:
         """Takes the mappings of processes out, if they are there."""
@@ -152,20 +175,60 @@ class KernelTables:
         for pid in known:
             self._return_mappings(pid)
 
+    def _new_array(self, value_bytes: int, entries: int) -> _Array:
+        return _Array(value_bytes, entries, self._programs.inner_flags)
+
     def _return_mappings(self, pid: int) -> None:
         self.free_bytes += self._mapping_bytes.pop(pid, 0)
 
 
-@contextlib.contextmanager
-def _new_array(value_bytes: int, entries: int) -> Iterator[tuple[int, mmap.mmap]]:
-    """Yields a new array map and its memory, to be filled without a system call for each entry.
+class _Array:
+    """A new array map, to be filled without a system call for each entry.
 
     The kernel keeps it as long as another map holds it.
+
+    Args:
+        value_bytes: Of each entry.
+        entries: How many.
+        flags: BPF_F_*.
+
+    Attributes:
+        fd: Of the map.
+        memory: What is to be in it, as bytes: `write` brings there what is not there already.
     """
-    page = mmap.PAGESIZE
-    fd = create_array(value_bytes, entries, _F_MMAPABLE | _F_INNER_MAP)
-    try:
-        with mmap.mmap(fd, (value_bytes * entries + page - 1) // page * page) as memory:
-            yield fd, memory
-    finally:
-        os.close(fd)
+
+    def __init__(self, value_bytes: int, entries: int, flags: int) -> None:
+        self.fd = create_array(value_bytes, entries, flags)
+        self._shape = entries, value_bytes
+        size_bytes = value_bytes * entries
+        self.memory: npt.NDArray[np.uint8]
+        try:
+            self._mapped: mmap.mmap | None = mmap.mmap(self.fd, _whole_pages(size_bytes))
+        except OSError:
+            self._mapped = None
+            self.memory = np.zeros(size_bytes, np.uint8)
+        else:
+            self.memory = np.frombuffer(self._mapped, np.uint8, size_bytes)
+
+    def write(self) -> None:
+        """Raises OSError where the kernel does not take it."""
+        if self._mapped is None:
+            entries, value_bytes = self._shape
+            value = np.dtype((np.void, value_bytes))
+            array = Map(self.fd, np.dtype(np.uint32), value, entries)
+            array.write(self.memory.view(value))
+
+    def __enter__(self) -> _Array:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self.fd)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

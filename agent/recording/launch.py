@@ -10,6 +10,7 @@ import shutil
 import signal
 from dataclasses import dataclass
 
+from aiflame.agent import priority
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.outfile import sudo_ids
 
@@ -97,7 +98,9 @@ class HeldCommand:
             if not done:
                 os.kill(self.pid, signal.SIGTERM)
                 process_fd = os.pidfd_open(self.pid)
-                select.select([process_fd], [], [], _PATIENCE_S)
+                poll = select.poll()
+                poll.register(process_fd, select.POLLIN)
+                poll.poll(1000 * _PATIENCE_S)
                 os.close(process_fd)
                 _, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status
@@ -105,6 +108,7 @@ class HeldCommand:
 
 def _become(command: list[str], gate_fd: int, failure_fd: int) -> None:
     try:
+        priority.as_started()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         if not os.read(gate_fd, 1):

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gets the kernel programs into the kernel: asks the compiling child and takes its descriptors."""
+"""Gets the kernel programs into the kernel: finds their bytecode, and puts this host into it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Collection
@@ -16,74 +15,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiflame.bpf
 import numpy as np
+from aiflame.agent import priority
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi, sysbpf
-from aiflame.agent.recording.compile import paste_includes
-from aiflame.agent.recording.program_cache import (
-    LatePrograms,
-    Loaded,
-    StaleBundle,
-    bundle_name,
-    load,
-)
+from aiflame.agent.recording import abi, compile
+from aiflame.agent.recording.abi import HostConstant
+from aiflame.agent.recording.bytecode import BadBytecode, Bytecode, Host, Loader, Refused, close_all
+from aiflame.agent.recording.kernel_facts import kernel_facts
+from aiflame.agent.recording.program_list import CALL_PROGRAMS, PROGRAMS, THREAD_ITERATOR
 from aiflame.agent.recording.sysbpf import Map, ProgramCost, program_cost
-from aiflame.agent.recording.syscalls import lift_memlock_limit
+from aiflame.agent.recording.syscalls import MapShape, create_map, lift_memlock_limit, map_facts
+from aiflame.agent.recording.uprobe_tries import UprobeTries, load_for_links
 from aiflame.agent.symbols.store import Store
 
 # Longer than the slowest compile seen (1 s) by an order of magnitude; a loaded host may crawl.
 _COMPILE_TIMEOUT_S = 120
-# The socket carries one short JSON line beside the descriptors.
-_REPLY_BYTES = 65536
-_MAX_FDS = 253
 
-PROGRAMS = {
-    "on_cpu_sample": "perf_event",
-    "walk_sample": "perf_event",
-    "walk_sample_python": "perf_event",
-    "on_switch": "raw_tracepoint",
-    "walk_switch": "raw_tracepoint",
-    "walk_switch_python": "raw_tracepoint",
-    "on_waking": "raw_tracepoint",
-    "on_call": "uprobe",
-    "walk_call": "uprobe",
-    "walk_call_python": "uprobe",
-    "on_naming": "uprobe",
-    "on_named": "uprobe",
-    "on_fork": "raw_tracepoint",
-    "on_exec": "raw_tracepoint",
-    "on_exit": "raw_tracepoint",
-}
-# Those that are loaded once a function of a device API is found: most targets have none.
-CALL_PROGRAMS = ("on_call", "walk_call", "walk_call_python", "on_naming", "on_named")
-# Those that a recording can do without, by the kernel function that stands for their kind.
-_ITERATORS = {"bpf_iter__task": "bpf_iter_task"}
-# The maps of maps, and what their inner maps are made like.
-_TEMPLATES = {"unwind_tables": "unwind_table", "process_mappings": "mapping_table"}
-_MAPS = (
-    *(
-        "settings",
-        "counters",
-        "processes",
-        "threads",
-        "running",
-        "stacks",
-        "sums0",
-        "sums1",
-        "ring",
-    ),
-    *("process_mappings", "unwind_tables", "unwind_rules", "sample_walkers", "switch_walkers"),
-    *("pythons", "python_chains", "api_calls", "api_probes", "calls0", "calls1", "call_walkers"),
-)
 # Threads that call device APIs: each has some 6 KB in the kernel, taken at the start.
 _CALLERS_MAX = 1024
+# Names of GPU kernels that are known at a time: past it, the least recently used are forgotten.
+_KERNEL_NAMES_MAX = 16384
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOptions:
-    """What the programs are told, or made of; sizes are entries, times ns."""
+    """What a recording asks of the programs; sizes are entries, times ns."""
 
     filter: abi.Filter
     period_ns: int
@@ -101,7 +58,7 @@ class ProgramOptions:
     calls_max: int = 16384
     call_events_per_s: int = 0  # a CPU
     wait_event_ns: int = 100_000_000
-    unwind_bytes_max: int = 256 << 20  # not compiled in: the host half keeps to it
+    unwind_bytes_max: int = 256 << 20  # the host half keeps to it
 
 
 Dtype = np.dtype[Any]
@@ -110,18 +67,34 @@ Dtype = np.dtype[Any]
 class Programs:
     """Loaded programs and maps, by name. Closing them takes everything out of the kernel.
 
+    Args:
+        loader: Has made the maps.
+        fds: Programs that it has loaded.
+        options: What was asked for.
+        uprobes: What the kernel does with probes.
+
     Attributes:
-        calls_link_many: Whether one link takes many probes of the programs for calls.
+        calls_link_many: Whether the programs for calls are for links of many probes.
+        uprobes: As given.
+        inner_flags: BPF_F_* that arrays in maps of maps must have.
     """
 
     calls_link_many = False
 
-    def __init__(self, loaded: Loaded, options: ProgramOptions) -> None:
-        self.fds, map_fds, self._late = loaded
+    def __init__(
+        self, loader: Loader, fds: dict[str, int], options: ProgramOptions, uprobes: UprobeTries
+    ) -> None:
+        self.uprobes = uprobes
+        self.fds = fds
+        self._for_events: dict[str, int] | None = None
+        self._has_cookies = bool(loader.host.constants[HostConstant.HAS_ATTACH_COOKIE])
+        self._loader = loader
         self._loading: Future[dict[str, int]] | None = None
+        map_fds = loader.map_fds
         self.ring_fd = map_fds["ring"]
-        self.ring_bytes = options.ring_pages * os.sysconf("SC_PAGE_SIZE")
-        self.cgroups_fd = map_fds.get("cgroups")
+        self.ring_bytes = _ring_bytes(options)
+        self.inner_flags = map_facts(map_fds["unwind_table"]).flags
+        self.cgroups_fd = map_fds["cgroups"] if options.filter is abi.Filter.CGROUP else None
         number, pid, processes = abi.PID_DTYPE, abi.PID_DTYPE, options.processes_max
 
         def known(name: str, key: Dtype, value: Dtype, entries: int) -> Map:
@@ -155,10 +128,9 @@ class Programs:
             Map(map_fds[name], abi.CALL_KEY_DTYPE, abi.CALL_VALUE_DTYPE, options.calls_max)
             for name in ("calls0", "calls1")
         )
-        self._map_fds = map_fds
 
     def _set_options(self, options: ProgramOptions) -> None:
-        """Writes what is no part of the compiled programs: other values need no other programs."""
+        """Writes what may change while the programs run."""
         for kind in ("sample", "switch"):
             self._chain(kind)
         self.set(abi.Setting.PERIOD_NS, options.period_ns)
@@ -166,46 +138,78 @@ class Programs:
         self.set(abi.Setting.WAIT_EVENT_NS, options.wait_event_ns)
         self.set(abi.Setting.CALL_EVENTS, options.call_events_per_s)
 
-    def _chain(self, kind: str) -> None:
+    def _chain(self, kind: str, suffix: str = "") -> None:
         """Lets the programs that walk call themselves and each other."""
-        for slot, name in enumerate((f"walk_{kind}", f"walk_{kind}_python")):
+        for slot, name in enumerate((f"walk_{kind}{suffix}", f"walk_{kind}_python{suffix}")):
             program = self.fds[name].to_bytes(4, "little")
-            self._walkers[kind].update(slot.to_bytes(4, "little"), program)
+            self._walkers[kind + suffix].update(slot.to_bytes(4, "little"), program)
 
     def expect_calls(self) -> None:
         """Begins to load the programs for calls of device APIs, beside all else that is to be done.
 
         The kernel's verifier takes 0.3 s for them.
         """
-        if self._late is not None and self._loading is None:
+        if self._loading is None and self._has_cookies:
             pool = ThreadPoolExecutor(1)
-            self._loading = pool.submit(self._load_late, self._late)
+            self._loading = pool.submit(self._load_calls)
             pool.shutdown(wait=False)
 
-    def _load_late(self, late: LatePrograms) -> dict[str, int]:
+    def _load_calls(self) -> dict[str, int]:
         # They are the main thread's, and would make the verifier give up.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self.calls_link_many = sysbpf.has_many_uprobes()
-        return late.load(sysbpf.TRACE_UPROBE_MULTI if self.calls_link_many else 0)
+        priority.hurry()
+        programs, self.calls_link_many = load_for_links(
+            lambda attach_type: self._loader.load(CALL_PROGRAMS, attach_type),
+            self.uprobes.answers.links_many,
+        )
+        return programs
 
     def need_calls(self) -> None:
         """Loads the programs for calls of device APIs, if they are not.
 
         Raises:
-            EnvironmentUnfit: The kernel refuses them.
+            EnvironmentUnfit: The kernel refuses them, or has nothing that could be attached.
         """
+        if not self._has_cookies:
+            raise EnvironmentUnfit("this kernel has no probes with cookies, which came with v5.15")
         self.expect_calls()
         if self._loading is not None:
             try:
                 self.fds.update(self._loading.result())
-            except StaleBundle as error:
-                raise EnvironmentUnfit(f"the kernel refuses a program: {error}") from error
+            except Refused as error:
+                raise _explain_refusal(error) from error
         self._chain("call")
+
+    def calls_for_events(self) -> dict[str, int]:
+        """Returns programs for calls that are no part of a link of many probes, by name.
+
+        Where the others are, these are loaded beside them, once: the kernel gives a program of one
+        kind no cookie of the other kind, and refuses tail calls between the two (v6.18).
+
+        Raises:
+            EnvironmentUnfit: The kernel refuses them.
+        """
+        self.need_calls()
+        if not self.calls_link_many:
+            return self.fds
+        if self._for_events is None:
+            map_fds = self._loader.map_fds
+            walkers_fd = create_map(MapShape(*map_facts(map_fds["call_walkers"])[1:]))
+            map_fds["call_walkers for events"] = walkers_fd
+            try:
+                loaded = self._loader.load(CALL_PROGRAMS, 0, {"call_walkers": walkers_fd})
+            except Refused as error:
+                raise _explain_refusal(error) from error
+            self._for_events = loaded
+            self.fds.update({f"{name} for events": fd for name, fd in loaded.items()})
+            self._walkers["call for events"] = Map(walkers_fd, abi.PID_DTYPE, abi.PID_DTYPE, 2)
+            self._chain("call", " for events")
+        return self._for_events
 
     @property
     def thread_iterator_fd(self) -> int | None:
         """The program that `thread_registers` reads by, None where the kernel has no such kind."""
-        return self.fds.get("bpf_iter__task")
+        return self.fds.get(THREAD_ITERATOR)
 
     def set(self, setting: abi.Setting, value: int) -> None:
         """Writes one run-time setting."""
@@ -218,159 +222,200 @@ class Programs:
     def close(self) -> None:
         """Closes every descriptor."""
         if self._loading is not None:
-            with contextlib.suppress(StaleBundle):
+            with contextlib.suppress(Refused):
                 self.fds.update(self._loading.result())
-        for fd in (*self.fds.values(), *self._map_fds.values()):
-            os.close(fd)
-        self.fds, self._map_fds = {}, {}
+        self.uprobes.close()
+        close_all((*self.fds.values(), *self._loader.map_fds.values()))
+        self.fds, self._loader.map_fds = {}, {}
 
 
-def load_programs(options: ProgramOptions, cache: Path | None = None) -> Programs:
+def load_programs(
+    options: ProgramOptions, cache: Path | None = None, uprobes: UprobeTries | None = None
+) -> Programs:
     """Gets the programs into the kernel; nothing is attached yet.
 
     Args:
-        options: What is compiled into them.
-        cache: Directory that keeps what was compiled; without one they are compiled anew.
+        options: What is put into them.
+        cache: Directory that keeps what was compiled or read of the kernel; without one neither is.
+        uprobes: What the kernel does with probes; without that it is tried.
 
     Raises:
-        EnvironmentUnfit: BCC is missing or foreign, the compile failed, or the kernel refused; the
-            compiler's or the verifier's own words are part of the message.
+        EnvironmentUnfit: The kernel refuses them, or the package has no bytecode and BCC is missing
+            or foreign or fails; the compiler's or the verifier's own words are part of the message.
     """
-    request: dict[str, Any] = {
-        "unit": "record.bpf.c",
-        "programs": PROGRAMS,
-        "iterators": _ITERATORS if options.user_stacks and options.off_cpu else {},
-        "maps": [*_MAPS, *(["cgroups"] if options.filter is abi.Filter.CGROUP else [])],
-        "templates": _TEMPLATES,
-    }
-    return Programs(load_unit(request, _macros(options), cache, CALL_PROGRAMS), options)
+    with_iterator = options.user_stacks and options.off_cpu
+    first = [
+        name
+        for name in PROGRAMS
+        if name not in CALL_PROGRAMS and (with_iterator or name != THREAD_ITERATOR)
+    ]
+    loader, fds = _load(first, PROGRAMS, options, Store(cache))
+    return Programs(loader, fds, options, uprobes or UprobeTries(cache))
 
 
-def load_unit(
-    request: dict[str, Any],
-    macros: dict[str, int | str],
-    cache: Path | None,
-    late: Collection[str] = (),
-) -> Loaded:
-    """Loads a unit of bpf/ from what was kept of it, else compiles it.
+def load_thread_iterator(cache: Path | None) -> int:
+    """Loads the program that `threads.thread_registers` reads by; returns its descriptor.
+
+    It alone needs no maps, and is loaded in a millisecond. Nothing is attached, so nothing of the
+    target ever runs it.
 
     Args:
-        request: What compile.py is asked for: unit, programs, iterators, maps, templates.
-        macros: Of the unit.
-        cache: As above.
-        late: Programs that need not be loaded yet.
+        cache: As for load_programs.
 
     Raises:
-        EnvironmentUnfit: As above.
+        EnvironmentUnfit: As for load_programs, or the kernel has no such programs (v5.8).
     """
-    folder = Path(next(iter(aiflame.bpf.__path__))).resolve()
-    # bpf_task_pt_regs is missing before v5.15: the registers are found without it.
-    variants = [{**macros, "HAVE_TASK_PT_REGS": have} for have in (1, 0)]
-    store = Store(cache)
-    bundles: list[str | None] = [None, None]
-    if store.usable:
-        source = paste_includes(folder, request["unit"])
-        bundles = [bundle_name(source, variant) for variant in variants]
-        lift_memlock_limit()
-        for bundle in bundles:
-            kept = _load_kept(store, str(bundle), late)
-            if kept is not None:
-                return kept
-    place = {"bpf_folder": str(folder), "cache": str(cache)}
-    asked = [
-        {**request, **place, "macros": variant, "bundle": bundle}
-        for variant, bundle in zip(variants, bundles, strict=True)
-    ]
+    options = ProgramOptions(abi.Filter.ALL, period_ns=0, calls=False)
+    _, fds = _load([THREAD_ITERATOR], [THREAD_ITERATOR], options, Store(cache))
+    if THREAD_ITERATOR not in fds:
+        raise EnvironmentUnfit(
+            "this kernel does not tell the registers of threads (task iterators, v5.8)",
+            "aiflame record -p PID shows what it does while it is recorded",
+        )
+    return fds[THREAD_ITERATOR]
+
+
+def _load(
+    first: Collection[str], wanted: Collection[str], options: ProgramOptions, store: Store
+) -> tuple[Loader, dict[str, int]]:
+    """Makes the maps of the wanted programs, and loads the first of them."""
+    lift_memlock_limit()
+    host = _host(options, store)
+    bytecode = _bytecode(store)
     try:
-        return Loaded(*ask_child(asked[0]), None)
-    except LoadFailed:
-        return Loaded(*ask_child(asked[1]), None)
+        return _load_bytecode(bytecode, host, first, wanted)
+    except Refused as error:
+        # Another compiler's code may please this kernel.
+        here = compile.compiler_words()
+        if error.errno == errno.EPERM or here in (None, bytecode.compiler):
+            raise _explain_refusal(error) from error
+    try:
+        return _load_bytecode(_compiled_here(store), host, first, wanted)
+    except Refused as error:
+        raise _explain_refusal(error) from error
 
 
-def _macros(options: ProgramOptions) -> dict[str, int | str]:
+def _load_bytecode(
+    bytecode: Bytecode, host: Host, first: Collection[str], wanted: Collection[str]
+) -> tuple[Loader, dict[str, int]]:
+    loader = Loader(bytecode, host, wanted)
+    try:
+        return loader, loader.load(first)
+    except Refused:
+        close_all(tuple(loader.map_fds.values()))
+        raise
+
+
+def _host(options: ProgramOptions, store: Store) -> Host:
+    facts = kernel_facts(store)
+    constants = {
+        **facts.constants,
+        HostConstant.FILTER: options.filter,
+        HostConstant.WITH_OFF_CPU: options.off_cpu,
+        HostConstant.WITH_USER_STACKS: options.user_stacks,
+        HostConstant.WITH_KERNEL_STACKS: options.kernel_stacks,
+        HostConstant.WITH_CALLS: options.calls,
+    }
+    numbers = {int(constant): int(value) for constant, value in constants.items()}
+    return Host(numbers, map_entries(options), facts.iterated_function)
+
+
+def map_entries(options: ProgramOptions) -> dict[str, int]:
+    """Returns the entries of the maps that are SIZED_BY_HOST in bpf/."""
+    of_calls = {
+        "api_probes": abi.API_PROBES_MAX,
+        "calls0": options.calls_max,
+        "calls1": options.calls_max,
+        "callers": _CALLERS_MAX,
+        "kernel_names": _KERNEL_NAMES_MAX,
+    }
     return {
-        "FILTER": int(options.filter),
-        "WITH_OFF_CPU": int(options.off_cpu),
-        "WITH_USER_STACKS": int(options.user_stacks),
-        "WITH_KERNEL_STACKS": int(options.kernel_stacks),
-        "STACKS_MAX": options.stacks_max,
-        "SUMS_MAX": options.sums_max,
-        "THREADS_MAX": options.threads_max,
-        "PROCESSES_MAX": options.processes_max,
-        "RING_PAGES": options.ring_pages,
-        "PYTHON_CHAINS_MAX": options.python_chains_max,
-        "WITH_CALLS": int(options.calls),
-        "CALLS_MAX": options.calls_max if options.calls else 1,
-        "CALLERS_MAX": _CALLERS_MAX if options.calls else 1,
+        "stacks": options.stacks_max,
+        "sums0": options.sums_max,
+        "sums1": options.sums_max,
+        "threads": options.threads_max,
+        "processes": options.processes_max,
+        "process_mappings": options.processes_max,
+        "pythons": options.processes_max,
+        "python_chains": options.python_chains_max,
+        "ring": _ring_bytes(options),
+        **{name: entries if options.calls else 1 for name, entries in of_calls.items()},
     }
 
 
-def _load_kept(store: Store, name: str, late: Collection[str]) -> Loaded | None:
-    """Loads a kept bundle; None where there is none that this kernel takes."""
-    mapping = store.open(name)
-    if mapping is None:
-        return None
-    with mapping:
-        try:
-            return load(mapping[:], late)
-        except StaleBundle:
-            store.remove(name)
-            return None
+def _ring_bytes(options: ProgramOptions) -> int:
+    return options.ring_pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class LoadFailed(EnvironmentUnfit):
-    """The compile or the verifier said no."""
+def _bytecode(store: Store) -> Bytecode:
+    """Returns the package's own bytecode, else what was compiled here."""
+    with contextlib.suppress(OSError, BadBytecode):
+        shipped = Bytecode.from_bytes(compile.shipped_file().read_bytes())
+        # Whoever changes the C need not build anew to see what it does.
+        if shipped.source_digest == compile.source_digest():
+            return shipped
+    return _compiled_here(store)
 
 
-def ask_child(request: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Has a child compile and load; returns descriptors of programs and maps by name.
+def _compiled_here(store: Store) -> Bytecode:
+    """Returns bytecode of this host's compiler, which is kept for the next recording."""
+    version = compile.compiler_words() or "no compiler"
+    name = f"programs-{compile.source_digest()[:32]}-{version.replace(' ', '-')}.bpf"
+    kept = store.open(name)
+    if kept is not None:
+        with kept, contextlib.suppress(BadBytecode):
+            return Bytecode.from_bytes(kept[:])
+    data = compile_in_child()
+    store.write(name, [data])
+    return Bytecode.from_bytes(data)
+
+
+def compile_in_child() -> bytes:
+    """Has a child compile the programs; returns the bytecode as a file holds it.
 
     Raises:
         EnvironmentUnfit: It did not come about.
     """
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        child = subprocess.Popen(  # noqa: S603 - a module of our own
-            [sys.executable, "-m", "aiflame.agent.recording.compile", str(theirs.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
+    command = [sys.executable, "-m", "aiflame.agent.recording.compile"]
+    try:
+        done = subprocess.run(  # noqa: S603 - a module of our own
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_COMPILE_TIMEOUT_S,
+            check=False,
             cwd="/",  # python -m would import from the working directory first
         )
-        theirs.close()
-        try:
-            _, complaint = child.communicate(json.dumps(request).encode(), _COMPILE_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            child.kill()
-            child.communicate()
-            raise EnvironmentUnfit(
-                f"the kernel programs were not compiled within {_COMPILE_TIMEOUT_S} s"
-            ) from error
-        if child.returncode != 0:
-            raise explain_failure(complaint.decode(errors="replace"))
-        reply, fds, _, _ = socket.recv_fds(ours, _REPLY_BYTES, _MAX_FDS)
-    names = json.loads(reply)
-    count = len(names["programs"])
-    return (
-        dict(zip(names["programs"], fds[:count], strict=True)),
-        dict(zip(names["maps"], fds[count:], strict=True)),
-    )
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentUnfit(
+            f"the kernel programs were not compiled within {_COMPILE_TIMEOUT_S} s"
+        ) from error
+    if done.returncode != 0:
+        raise explain_failure(done.stderr.decode(errors="replace"))
+    return done.stdout
 
 
 def explain_failure(complaint: str) -> EnvironmentUnfit:
-    if complaint.startswith("unfit: "):
-        message, _, hint = complaint.removeprefix("unfit: ").strip().partition("\n")
-        return EnvironmentUnfit(message, hint or None)
+    """Returns what to say of a compiling child that failed, from what it wrote."""
     if "bcc-missing" in complaint:
         return EnvironmentUnfit("the BPF compiler is not installed (python3-bpfcc)", BCC_HINT)
     if "bcc-foreign" in complaint:
         return EnvironmentUnfit(complaint.partition("bcc-foreign: ")[2].strip(), BCC_HINT)
     if "Operation not permitted" in complaint:
-        return EnvironmentUnfit(
-            "the kernel does not let this process load BPF programs",
-            "run as root, or with CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE",
-        )
+        return _not_permitted()
     # What BCC and the kernel say stands before Python's own trace of where that was noticed.
     words = complaint.partition("Traceback (most recent call last)")[0].strip() or complaint
-    return LoadFailed(f"the kernel programs were not accepted:\n{words.strip()}")
+    return EnvironmentUnfit(f"the kernel programs were not compiled:\n{words.strip()}")
+
+
+def _explain_refusal(error: Refused) -> EnvironmentUnfit:
+    if error.errno == errno.EPERM:
+        return _not_permitted()
+    return EnvironmentUnfit(f"the kernel refuses a program: {error}")
+
+
+def _not_permitted() -> EnvironmentUnfit:
+    return EnvironmentUnfit(
+        "the kernel does not let this process load BPF programs",
+        "run as root, or with CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE",
+    )

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import FrameKind
@@ -20,6 +23,7 @@ class Names:
     functions: dict[tuple[int, str, int | None, str], int] = field(default_factory=dict)
     frames: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
     binaries: dict[tuple[str, str], int] = field(default_factory=dict)
+    _written: dict[str, int] = field(default_factory=dict)
 
     def binary(self, path: str, build_id: str) -> int:
         """Returns the id of a binary."""
@@ -34,8 +38,13 @@ class Names:
         return self.frames.setdefault(place, len(self.frames))
 
     def write(self, writer: CaptureWriter) -> None:
-        """Writes all three tables."""
-        binaries = ((i, path, build_id) for (path, build_id), i in self.binaries.items())
-        writer.put("binaries", binaries)
-        writer.put("functions", ((i, *key) for key, i in self.functions.items()))
-        writer.put("frames", ((i, *key) for key, i in self.frames.items()))
+        """Writes what was added to the three tables since the last call."""
+        tables: dict[str, Mapping[tuple[Any, ...], int]] = {
+            "binaries": self.binaries,
+            "functions": self.functions,
+            "frames": self.frames,
+        }
+        for table, known in tables.items():
+            added = islice(known.items(), self._written.get(table, 0), None)
+            writer.put(table, [(i, *key) for key, i in added])
+            self._written[table] = len(known)

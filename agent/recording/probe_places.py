@@ -15,11 +15,13 @@ prologue are looked for in the code that is given; a jump through a table, or fr
 function that lies elsewhere, would not be seen. Compilers have no cause for either.
 
 Only x86-64 is known. What is emulated: arch/x86/kernel/uprobes.c (branch_setup_xol_ops,
-push_setup_xol_ops) of Linux 6.16.
+push_setup_xol_ops). Kernels differ in what they do with no-operations of more than one byte, which
+is found out by trying (see uprobe_tries.py).
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +37,8 @@ _MAX_INSTRUCTION_BYTES = 15
 # What a prologue may add to the stack; more is no prologue.
 _MAX_STACK_BYTES = 1 << 20
 
-# Long no-operations that Linux 6.16 began to emulate, by length: x86_nops of asm/nops.h (its 64-bit
-# table). Those of 9 bytes and more begin with a prefix that uprobes refuse.
+# Long no-operations that kernels emulate, or step, all alike: x86_nops of asm/nops.h (its 64-bit
+# table). Those of 9 bytes and more are not in that table.
 _LONG_NOPS = frozenset(
     bytes.fromhex(text)
     for text in (
@@ -48,6 +50,7 @@ _LONG_NOPS = frozenset(
         "0f1f840000000000",
     )
 )
+_PREFIXED_NOP = bytes.fromhex("6690")
 # System V ABI for x86-64 1.0, section 3.2.3.
 _ARGUMENT_REGISTERS = frozenset(
     name
@@ -75,6 +78,27 @@ _HARMLESS = frozenset(
 )
 
 
+class Treatment(enum.Enum):
+    """What a kernel does with a probe on an instruction."""
+
+    REFUSED = "refused"
+    STEPPED = "stepped"
+    EMULATED = "emulated"
+
+
+@dataclass(frozen=True, slots=True)
+class NopTreatment:
+    """What this kernel does with no-operations; the defaults are right, if slow, on any kernel.
+
+    Attributes:
+        long: Those that begin with `0f 1f` or `66 0f 1f`.
+        prefixed: `66 90`.
+    """
+
+    long: Treatment = Treatment.STEPPED
+    prefixed: Treatment = Treatment.REFUSED
+
+
 @dataclass(frozen=True, slots=True)
 class ProbePlace:
     """Where to put a probe.
@@ -92,39 +116,41 @@ class ProbePlace:
 
 
 def probe_place(
-    code: bytes, address: int, *, emulates_long_nops: bool = True, for_return: bool = False
+    code: bytes, address: int, nops: NopTreatment, *, for_return: bool = False
 ) -> ProbePlace:
     """Chooses the place of a probe that is to see a function's arguments.
 
     Args:
         code: The function's bytes from its entry, as many as are known.
         address: Of the entry. Any will do: places are relative.
-        emulates_long_nops: The kernel is Linux 6.16 or later.
+        nops: What this kernel does with no-operations.
         for_return: The probe is to fire at the function's return as well. The kernel takes the
             word at the stack pointer for the return address, so nothing may be above it yet.
 
     Returns:
-        The entry where nothing better is found or the code cannot be read.
+        The first instruction that is emulated; where none may be taken, the first that the kernel
+        does not refuse; the entry where the code cannot be read.
     """
     near = _instructions(code, address)
-    at_entry = bool(near) and _is_emulated(near[0], emulates_long_nops)
-    entry = ProbePlace(0, 0, at_entry)
-    if at_entry:
-        return entry
+    accepted: ProbePlace | None = None
     stack_bytes = 0
     for instruction in near:
         offset = instruction.address - address
-        if offset >= _MAX_OFFSET_BYTES:
-            return entry
-        if _is_emulated(instruction, emulates_long_nops):
-            if (for_return and stack_bytes) or _is_jumped_to(code, near, offset):
-                return entry
-            return ProbePlace(offset, stack_bytes, True)
+        treatment = _treatment(instruction, nops)
+        is_emulated = treatment is Treatment.EMULATED
+        if is_emulated or (accepted is None and treatment is Treatment.STEPPED):
+            if offset >= _MAX_OFFSET_BYTES or (for_return and stack_bytes):
+                break
+            if offset and _is_jumped_to(code, near, offset):
+                break
+            accepted = ProbePlace(offset, stack_bytes, is_emulated)
+            if is_emulated:
+                return accepted
         growth = _growth(instruction, stack_bytes)
         if growth is None or stack_bytes + growth > _MAX_STACK_BYTES:
-            return entry
+            break
         stack_bytes += growth
-    return entry
+    return accepted or ProbePlace(0, 0, False)
 
 
 def _instructions(code: bytes, address: int) -> list[Any]:
@@ -134,10 +160,16 @@ def _instructions(code: bytes, address: int) -> list[Any]:
     return list(decoder.disasm(code[: _NEAR_BYTES + _MAX_INSTRUCTION_BYTES], address))
 
 
-def _is_emulated(instruction: Any, emulates_long_nops: bool) -> bool:
+def _treatment(instruction: Any, nops: NopTreatment) -> Treatment:
     data = bytes(instruction.bytes)
-    if data in _LONG_NOPS or data == b"\x66\x90":  # 66 90 was refused before Linux 6.2
-        return emulates_long_nops
+    if data in _LONG_NOPS:
+        return nops.long
+    if data == _PREFIXED_NOP:
+        return nops.prefixed
+    return Treatment.EMULATED if _is_always_emulated(data) else Treatment.STEPPED
+
+
+def _is_always_emulated(data: bytes) -> bool:
     if data == b"\x90":
         return True
     first = data[0]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.recording import procfs
 from aiflame.agent.recording.binaries import BinaryTable
+from aiflame.agent.target_files import FileGuard
 from intervaltree import Interval, IntervalTree
 
 # Anonymous executable memory: code that a JIT made.
@@ -51,7 +52,7 @@ class ProcessImage:
     command_line: str = ""
     cgroup: str = ""
     namespaced_pid: int = 0
-    owner_uid: int = 0
+    owner_uid: int = -1
     root: str = ""
     exited_ns: int | None = None
     was_read: bool = False
@@ -129,15 +130,21 @@ class ProcessTable:
         start_ns: Identity of the images that are there before the recording begins, and until
             `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
+        guard: Inside which the files of targets are read.
     """
 
-    def __init__(self, start_ns: int, current_image: Callable[[int], int | None]) -> None:
+    def __init__(
+        self,
+        start_ns: int,
+        current_image: Callable[[int], int | None],
+        guard: FileGuard | None = None,
+    ) -> None:
         self.start_ns = self.first_image = start_ns
         self.on_mappings: Callable[[ProcessImage], None] = lambda image: None
         self._current_image = current_image
         self.images: list[ProcessImage] = []
         self.threads: list[ThreadInfo] = []
-        self.binaries = BinaryTable()
+        self.binaries = BinaryTable(guard)
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
@@ -237,6 +244,10 @@ class ProcessTable:
         known = self._by_key.get((pid, image))
         if known is not None:
             known.exited_ns = ns
+
+    def known_thread(self, image: ProcessImage, tid: int) -> ThreadInfo | None:
+        """Returns a thread if it was entered."""
+        return self._thread_by_key.get((image.index, tid))
 
     def thread(self, image: ProcessImage, tid: int) -> ThreadInfo:
         """Returns a thread, entered now with the name it has now if it was not known."""

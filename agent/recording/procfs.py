@@ -157,8 +157,8 @@ def parent_pid(pid: int) -> int:
 
 
 def owner_uid(pid: int) -> int:
-    """Returns the real user id of a process, 0 when unknown."""
-    return int((status_field(pid, "Uid") or ["0"])[0])
+    """Returns the real user id of a process, -1, which nobody has, when unknown."""
+    return int((status_field(pid, "Uid") or ["-1"])[0])
 
 
 def process_ids() -> list[int]:

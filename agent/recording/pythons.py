@@ -40,7 +40,6 @@ from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 
 # The C library that keeps pthread keys: before glibc 2.34 it was a library of its own.
@@ -140,7 +139,12 @@ class PythonProcesses:
             interpreter = self._interpreter(mapping.binary, image)
             if interpreter is None:
                 continue
-            loaded = interpreter.loaded_at(self._images.bias(mapping))
+            loaded = None
+            path = self._table.binaries.files[mapping.binary].path
+            with self._table.binaries.guard.each_file(path):
+                loaded = interpreter.loaded_at(self._images.bias(mapping))
+            if loaded is None:
+                continue
             memory = ProcessMemory(image.pid)
             reader = CodeReader(memory, loaded.layout)
             found = PythonProcess(image, mapping.binary, loaded, reader, memory)
@@ -285,12 +289,11 @@ class PythonProcesses:
         elf = self._images.of(binary) if is_likely else None
         if elf is None or file.fd is None:
             return None
-        try:
-            return find_interpreter(file.fd, elf, file.path.rpartition("/")[2])
-        except UnsupportedPython as error:
-            self._blame(binary, "python_unsupported", str(error))
-        except (BadElf, OSError):
-            self._blame(binary, "python_unreadable")
+        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
+            try:
+                return find_interpreter(opened, elf, file.path.rpartition("/")[2])
+            except UnsupportedPython as error:
+                self._blame(binary, "python_unsupported", str(error))
         return None
 
     def _key_block(self, image: ProcessImage) -> int:
@@ -307,7 +310,10 @@ class PythonProcesses:
             if not file.path.endswith(_KEY_LIBRARIES) or file.fd is None or elf is None:
                 continue
             if mapping.binary not in self._key_blocks:
-                self._key_blocks[mapping.binary] = _key_block_in(file.fd, elf)
+                block = None
+                with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
+                    block = find_key_block(opened, elf)
+                self._key_blocks[mapping.binary] = block
             found = self._key_blocks[mapping.binary]
             if found is not None:
                 return found
@@ -317,13 +323,6 @@ class PythonProcesses:
         self.problems[problem] += 1
         path = self._table.binaries.files[binary].path
         self.problem_files.setdefault(problem, set()).add(f"{path} ({what})" if what else path)
-
-
-def _key_block_in(fd: int, elf: ElfImage) -> int | None:
-    try:
-        return find_key_block(fd, elf)
-    except OSError:
-        return None
 
 
 def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:

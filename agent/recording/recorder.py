@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from aiflame.agent import priority
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model import SampleClass
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_calls import ApiCalls
+from aiflame.agent.recording.descriptors import keep
 from aiflame.agent.recording.devices import Devices
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.kernel_table import KernelTable
@@ -40,6 +42,7 @@ from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -61,9 +64,17 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished recording knows besides the rows it wrote. Times in ns."""
+    """What a finished recording knows besides the rows it wrote. Times in ns.
+
+    Attributes:
+        duration_ns: From start to end, as the programs have seen it.
+        overrun_ns: How long after the end the recorder came to stop.
+        counters: What the kernel half counted.
+        costs: The kernel's account of each program.
+    """
 
     duration_ns: int
+    overrun_ns: int
     counters: dict[abi.Counter, int]
     costs: dict[str, ProgramCost]
 
@@ -93,7 +104,10 @@ class Recorder:
         self._writer = writer
         self._signals = signals
         self._programs: Programs = load_programs(options, cache_dir())
-        if options.calls and places_of_runtimes(()):
+        command = () if target.command is None else target.command.words
+        self._guard = FileGuard()
+        self._runtimes = places_of_runtimes(command, self._guard) if options.calls else []
+        if self._runtimes:
             self._programs.expect_calls()
         self._probes = Probes(self._programs, options.off_cpu)
         self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
@@ -101,10 +115,13 @@ class Recorder:
         self._possible_cpus = possible_cpus()
         self._epoch = 0
         self._images_written = self._threads_written = 0
+        self._switches_unseen = 0
         self._entering: Iterator[None] = iter(())
+        self._end_ns = abi.NEVER_NS
+        self._real_time = priority.RealTime()
 
-    def start(self) -> None:
-        """Goes live: from here on nothing of the target is missed."""
+    def start(self, duration_ns: int | None) -> None:
+        """Goes live: from here on nothing of the target is missed, to the end if that is known."""
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
@@ -114,7 +131,7 @@ class Recorder:
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
-        self.table = ProcessTable(time.monotonic_ns(), self._current_image)
+        self.table = ProcessTable(time.monotonic_ns(), self._current_image, self._guard)
         self.stacks = StackSink(self._writer, self.table)
         self.samples = SampleSink(self._writer, self.table, self.stacks)
         pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
@@ -127,7 +144,9 @@ class Recorder:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
         self.started_unix_ns = time.time_ns()
         self.start_ns = self._epoch_since_ns = self.table.start_ns = time.monotonic_ns()
-        programs.set(abi.Setting.START_NS, self.start_ns)
+        if duration_ns is not None:
+            self._end_ns = self.start_ns + duration_ns
+        programs.set(abi.Setting.END_NS, self._end_ns)
         self._probes.start_clocks(self._options.period_ns)
         walker = StackWalker(self.tables, self.images) if self._options.user_stacks else None
         kernel_stacks = self._options.kernel_stacks
@@ -152,9 +171,7 @@ class Recorder:
         self.events = Events(
             self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
         )
-        if self._options.calls:
-            command = self._target.command
-            self.calls.prepare(() if command is None else command.words)
+        self.calls.prepare(self._runtimes)
         self.table.on_mappings = self._mappings_read
         if self._target.filter is abi.Filter.PIDS:
             for pid in pids:
@@ -201,25 +218,29 @@ class Recorder:
         state = self._programs.processes.lookup(pid.to_bytes(4, "little"))
         return None if state is None else int(state[0]["image"])
 
-    def run(self, duration_ns: int | None, report: Callable[[Progress], None]) -> None:
+    def run(self, report: Callable[[Progress], None]) -> None:
         """Drains until told to stop, the time is over, or the target has ended."""
+        with self._real_time:
+            self._run(report)
+
+    def _run(self, report: Callable[[Progress], None]) -> None:
         self._ring.watch(self._signals.fd)
-        waiting = {os.pidfd_open(pid): pid for pid in self._living_pids()}
-        for fd in waiting:
-            self._ring.watch(fd)
-        end_ns = None if duration_ns is None else self.start_ns + duration_ns
+        waiting = {pid: _process_fd(pid) for pid in self._living_pids()}
+        for fd in waiting.values():
+            if fd is not None:
+                self._ring.watch(fd)
         next_ns = self.start_ns + INTERVAL_NS
         try:
             while not self._signals.requested and (waiting or not self._target.pids):
                 now_ns = time.monotonic_ns()
                 is_entering = not self._enter_sleepers()
                 # A thread that is not entered would be missing, however long it slept.
-                if end_ns is not None and now_ns >= end_ns and not is_entering:
+                if now_ns >= self._end_ns and not is_entering:
                     break
-                until_ns = next_ns if end_ns is None else min(next_ns, end_ns)
-                until_ns = min(until_ns, now_ns + self.pythons.interval_ns)
+                until_ns = min(next_ns, self._end_ns, now_ns + self.pythons.interval_ns)
                 if is_entering:
                     until_ns = 0
+                self._real_time.check()
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self.events.take():
                     self.drain()
@@ -229,12 +250,11 @@ class Recorder:
                     self.drain()
                     report(self._progress())
                     next_ns = max(next_ns + INTERVAL_NS, time.monotonic_ns())
-                for fd in [fd for fd in waiting if _has_ended(fd)]:
-                    os.close(fd)
-                    del waiting[fd]
+                for pid in [pid for pid, fd in waiting.items() if _has_ended(pid, fd)]:
+                    _close(waiting.pop(pid))
         finally:
-            for fd in waiting:
-                os.close(fd)
+            for fd in waiting.values():
+                _close(fd)
 
     def _living_pids(self) -> list[int]:
         return [pid for pid in self._target.pids if Path(f"/proc/{pid}").is_dir()]
@@ -242,7 +262,7 @@ class Recorder:
     def _progress(self) -> Progress:
         counters = read_counters(self._programs.counters, self._possible_cpus)
         return Progress(
-            elapsed_ns=time.monotonic_ns() - self.start_ns,
+            elapsed_ns=min(time.monotonic_ns(), self._end_ns) - self.start_ns,
             samples=self.samples.samples,
             off_cpu_ns=sum(self.samples.ns_by_class[1:]),
             lost=sum(counters[counter] for counter in LOSS_MEANINGS),
@@ -251,6 +271,7 @@ class Recorder:
     def _drain_stacks(self) -> None:
         for keys, records in self._programs.stacks.chunks(take=True):
             self.stacks.add(keys, records)
+            self._real_time.check()
         self.pythons.take_chains()
 
     def drain(self) -> None:
@@ -263,7 +284,8 @@ class Recorder:
         self.devices.before_stacks()
         self._drain_stacks()
         keys, values = idle.take_all()
-        interval = (self._epoch_since_ns - self.start_ns) // INTERVAL_NS
+        # What is drained after the end is of the last interval.
+        interval = (min(self._epoch_since_ns, self._end_ns - 1) - self.start_ns) // INTERVAL_NS
         self.samples.add(interval, keys, values)
         if self._options.calls:
             self.calls.drain(interval, self._epoch ^ 1, self.stacks, self._writer)
@@ -283,8 +305,9 @@ class Recorder:
         self._probes.stop_clocks()
         # In this order: what is not seen after the stop goes on as it was, so that on and off add
         # up; the other way round, both would go on past the end.
-        self._programs.set(abi.Setting.START_NS, 0)
-        end_ns = time.monotonic_ns()
+        self._programs.set(abi.Setting.END_NS, 0)
+        stopped_ns = time.monotonic_ns()
+        end_ns = self._end_ns = min(stopped_ns, self._end_ns)
         self.events.take()
         self.drain()
         self.drain()  # the other of the two sum maps
@@ -293,6 +316,7 @@ class Recorder:
         counters = read_counters(self._programs.counters, self._possible_cpus)
         outcome = Outcome(
             duration_ns=end_ns - self.start_ns,
+            overrun_ns=stopped_ns - end_ns,
             counters=counters,
             costs=self._programs.costs(),
         )
@@ -318,12 +342,16 @@ class Recorder:
             **self.calls.problems(),
             **self.devices.problems,
             "binary_not_opened": self.table.binaries.unopened,
+            "binary_not_read": len(self._guard.bad),
+            "switch_not_seen": self._switches_unseen,
         }
 
     def problem_files(self) -> dict[str, set[str]]:
         """Returns the files to blame, by the problem's name."""
         parts = (self.tables, self.pythons, self.calls.probes)
-        return {name: files for part in parts for name, files in part.problem_files.items()}
+        files = {name: found for part in parts for name, found in part.problem_files.items()}
+        files["binary_not_read"] = {f"{path} ({why})" for path, why in self._guard.bad.items()}
+        return files
 
     def _close_open_intervals(self, end_ns: int) -> None:
         if not self._options.off_cpu:
@@ -344,6 +372,8 @@ class Recorder:
                 # Others went off it in a way that the kernel hides: until when is not known.
                 if tid in running or int(state["flags"]) & abi.THREAD_SEEDED:
                     thread.on_cpu_ns += end_ns - switched_ns
+                else:
+                    self._switches_unseen += 1
                 continue
             for sample_class, ns in open_parts(state, end_ns):
                 sum_keys.append((stack, int(state["image"]), tgid, tid, int(sample_class), 0))
@@ -351,6 +381,9 @@ class Recorder:
             is_wait = int(state["off_class"]) == SampleClass.BLOCKED
             if is_wait and end_ns - switched_ns >= self._options.wait_event_ns:
                 self._open_wait(tid, state, end_ns)
+        for pid, tid in self.sleepers.missed():
+            thread = self.table.thread(self.table.image(pid, self.table.first_image), tid)
+            thread.observed_ns = end_ns - self.start_ns
         self.samples.add(
             (end_ns - self.start_ns - 1) // INTERVAL_NS,
             np.array(sum_keys, abi.SUM_KEY_DTYPE),
@@ -374,9 +407,9 @@ class Recorder:
         self.samples.add_wait(event)
 
     def _write_tables(self, images: list[ProcessImage], threads: list[ThreadInfo]) -> None:
-        start_ns = self.start_ns
+        start_ns, end_ns = self.start_ns, self._end_ns
         self.stacks.write_unfilled()
-        self._writer.put("processes", (row_of_image(image, start_ns) for image in images))
+        self._writer.put("processes", (row_of_image(image, start_ns, end_ns) for image in images))
         self._writer.put("threads", (row_of_thread(thread) for thread in threads))
 
     def close(self) -> None:
@@ -392,6 +425,23 @@ class Recorder:
         self._programs.close()
 
 
-def _has_ended(process_fd: int) -> bool:
+def _process_fd(pid: int) -> int | None:
+    """Opens what tells at once when a process ends; None where it has, or too many are open."""
+    try:
+        return keep(os.pidfd_open(pid))
+    except OSError:
+        return None
+
+
+def _has_ended(pid: int, process_fd: int | None) -> bool:
+    if process_fd is None:
+        return not Path(f"/proc/{pid}").is_dir()
     # A pidfd is readable once its process has ended (v5.3).
-    return bool(select.select([process_fd], [], [], 0)[0])
+    poll = select.poll()
+    poll.register(process_fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)

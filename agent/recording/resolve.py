@@ -22,14 +22,17 @@ from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.names import MAX_INTEGER, Names
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.recording.processes import Mapping as BinaryMapping
 from aiflame.agent.recording.pythons import PythonChain, PythonProcess
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.sinks import KERNEL_CUT
 from aiflame.agent.recording.splicing import NativeFrame, Splicer
+from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
+from aiflame.agent.target_files import TargetFile
 
 _KERNEL_PATH = "[kernel]"
 
@@ -93,8 +96,6 @@ class CaptureResolver:
         writer: Open capture; all stacks are in it.
         table: Process table of the recording.
         images: ELF headers of its binaries.
-        service: Resolves binaries.
-        pythons: Python frames of stacks, by row id of the stack.
     """
 
     def __init__(
@@ -102,23 +103,28 @@ class CaptureResolver:
         writer: CaptureWriter,
         table: ProcessTable,
         images: ElfImages,
-        service: SymbolService,
-        pythons: Mapping[int, StackPython],
     ) -> None:
         self._writer = writer
         self._table = table
-        self._service = service
         self._names = Names()
         self._images = images
         self._entries: dict[int, int] = {}
-        self._pythons = pythons
+        self._mappings_written: dict[int, list[BinaryMapping]] = {}
         self.splicer = Splicer(self._names)
         self.problems: Counter[str] = Counter()
 
     def write_mappings(self) -> None:
-        """Writes binaries and mappings, so that even unresolved stacks can be read."""
+        """Writes new mappings and their binaries, so that unresolved stacks can be read."""
         rows = []
+        changed = []
         for image in self._table.images:
+            written = self._mappings_written.get(image.index)
+            # A list of mappings is replaced, never changed.
+            if written is image.mappings or not image.mappings:
+                continue
+            self._mappings_written[image.index] = image.mappings
+            if written is not None:
+                changed.append(image.index)
             for mapping in image.mappings:
                 if mapping.binary == NO_BINARY:
                     continue
@@ -128,6 +134,7 @@ class CaptureResolver:
                 binary = self.binary_id(mapping.binary)
                 place = (mapping.start, mapping.end, mapping.file_offset)
                 rows.append((image.index, *place, bias, binary))
+        self._writer.drop_mappings(changed)
         self._writer.put("mappings", rows)
         self._names.write(self._writer)
 
@@ -137,8 +144,12 @@ class CaptureResolver:
         path = clean_name(self._table.binaries.files[binary].path)
         return self._names.binary(path, "" if elf is None else elf.build_id)
 
-    def resolve(self) -> None:
+    def resolve(self, service: SymbolService, pythons: Mapping[int, StackPython]) -> None:
         """Resolves all stacks and writes their frames.
+
+        Args:
+            service: Resolves binaries.
+            pythons: Python frames of stacks, by row id of the stack.
 
         Raises:
             DiskFull: Nothing of this is kept; the capture stays readable without names.
@@ -154,10 +165,12 @@ class CaptureResolver:
             else:
                 image = self._table.images[owner]
                 self._user(image, addresses, indexes, places, in_binaries)
-        self._binaries(in_binaries, places)
-        self._write(stacks, places)
+        self._binaries(service, in_binaries, places)
+        self._write(stacks, places, pythons)
 
-    def _write(self, stacks: RawStacks, places: list[Place]) -> None:
+    def _write(
+        self, stacks: RawStacks, places: list[Place], pythons: Mapping[int, StackPython]
+    ) -> None:
         kept = stacks.kept_lengths(np.array([place.is_mapped for place in places], bool))
         ends = stacks.judged_ends(kept, np.array([place.is_start for place in places], bool))
         sizes = np.array([len(place.chain) for place in places], np.int64)
@@ -169,7 +182,7 @@ class CaptureResolver:
         )
         blobs = stacks.frame_blobs(first, kept, chain_starts, chains)
         first_kept = np.stack([first, kept], axis=1)
-        python_rows = self._splice(stacks, places, first_kept, ends, blobs)
+        python_rows = self._splice(stacks, places, pythons, first_kept, ends, blobs)
         self._names.write(self._writer)
         self._writer.set_stack_frames(zip(ends.tolist(), blobs, stacks.ids.tolist(), strict=True))
         self._writer.set_python_stacks(python_rows)
@@ -178,15 +191,16 @@ class CaptureResolver:
         self,
         stacks: RawStacks,
         places: list[Place],
+        pythons: Mapping[int, StackPython],
         first_kept: I64,
         ends: npt.NDArray[np.uint8],
         blobs: list[bytes],
     ) -> list[tuple[int, bytes, int, int]]:
         """Combines the stacks that have a Python half; returns rows for the writer."""
         rows = []
-        for index in np.flatnonzero(np.isin(stacks.ids, list(self._pythons))).tolist():
+        for index in np.flatnonzero(np.isin(stacks.ids, list(pythons))).tolist():
             row, end = int(stacks.ids[index]), int(ends[index])
-            python = self._pythons[row]
+            python = pythons[row]
             natives = _natives(stacks, places, index, range(*first_kept[index].tolist()))
             frames = blobs[index]
             if python.chain is not None:
@@ -265,7 +279,12 @@ class CaptureResolver:
             self.problems["perf_map_cut"] += 1
         return found
 
-    def _binaries(self, in_binaries: dict[int, list[tuple[U64, I64]]], places: list[Place]) -> None:
+    def _binaries(
+        self,
+        service: SymbolService,
+        in_binaries: dict[int, list[tuple[U64, I64]]],
+        places: list[Place],
+    ) -> None:
         joined = {
             binary: (
                 np.concatenate([addresses for addresses, _ in parts]),
@@ -278,9 +297,7 @@ class CaptureResolver:
             distinct, where = np.unique(addresses, return_inverse=True)
             asked.append((binary, where))
             requests.append(self._request(binary, distinct))
-        for (binary, where), result in zip(
-            asked, self._service.resolve_many(requests), strict=True
-        ):
+        for (binary, where), result in zip(asked, service.resolve_many(requests), strict=True):
             addresses, indexes = joined[binary]
             rows = zip(addresses.tolist(), indexes.tolist(), where.tolist(), strict=True)
             for address, index, at in rows:
@@ -313,11 +330,18 @@ class CaptureResolver:
         Returns:
             The name, and whether threads or processes start there.
         """
-        fd, elf = self._table.binaries.files[binary].fd, self._images.of(binary)
-        if fd is None or elf is None:
+        file, elf = self._table.binaries.files[binary], self._images.of(binary)
+        if file.fd is None or elf is None:
             return "", False
+        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
+            return self._name_by_bytes(opened, elf, binary, address)
+        return "", False
+
+    def _name_by_bytes(
+        self, file: TargetFile, elf: ElfImage, binary: int, address: int
+    ) -> tuple[str, bool]:
         if binary not in self._entries:
-            self._entries[binary] = roots.entry_address(fd)
+            self._entries[binary] = roots.entry_address(file)
         if roots.is_at_entry(self._entries[binary], address):
             return "_start", True
         offset = next(
@@ -330,9 +354,9 @@ class CaptureResolver:
         )
         if offset is None:
             return "", False
-        if roots.is_signal_return(fd, offset):
+        if roots.is_signal_return(file, offset):
             return "__restore_rt", False
-        start = roots.start_name_in_libc(fd, offset)
+        start = roots.start_name_in_libc(file, offset)
         return start or "", start is not None
 
     def _name(self, place: Place, name: str, binary: int | None, address: int) -> None:

@@ -9,9 +9,10 @@ x86-64: nptl/pthread_create.c, sysdeps/nptl/libc_start_call_main.h, clone3.S). A
 
 from __future__ import annotations
 
-import os
 import re
 import struct
+
+from aiflame.agent.target_files import TargetFile
 
 _START_NAMES = re.compile(
     r"""_start | _start_c | __libc_start_main(_impl|@.*)? | __libc_start_call_main
@@ -51,33 +52,36 @@ def is_start_name(name: str) -> bool:
     return _START_NAMES.fullmatch(name) is not None
 
 
-def start_name_in_libc(fd: int, return_offset: int) -> str | None:
+def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:
     """Names a start function of a stripped C library by the code after its call.
 
     Args:
-        fd: The library.
+        file: The library.
         return_offset: File offset of the return address.
+
+    Raises:
+        BadTargetFile: As `TargetFile.read`; so do the others here.
     """
-    code = os.pread(fd, _CODE_BYTES, return_offset)
+    code = file.read(_CODE_BYTES, return_offset)
     if len(code) >= _JUMP.size and code[0] == _JUMP_OPCODE:
         # Code and file lie alike within a segment: a relative jump is one in the file, too.
         target = return_offset + _JUMP.size + _JUMP.unpack_from(code)[1]
-        code = os.pread(fd, _CODE_BYTES, target) if target >= 0 else b""
+        code = file.read(_CODE_BYTES, target)
     return next((name for name, pattern in _AFTER_CALL.items() if pattern.match(code)), None)
 
 
-def is_signal_return(fd: int, return_offset: int) -> bool:
+def is_signal_return(file: TargetFile, return_offset: int) -> bool:
     """Whether a handler returns to here: to the trampoline that calls sigreturn(2).
 
     Such a return address is the trampoline's first byte, and what lies before it is another
     function, or none (mov $15,%rax; syscall: glibc 2.35 to 2.41, musl 1.2).
     """
-    return os.pread(fd, len(_CALLS_SIGRETURN), return_offset) == _CALLS_SIGRETURN
+    return file.read(len(_CALLS_SIGRETURN), return_offset) == _CALLS_SIGRETURN
 
 
-def entry_address(fd: int) -> int:
+def entry_address(file: TargetFile) -> int:
     """Returns the virtual address at which a program begins, 0 when it cannot be read."""
-    header = os.pread(fd, _E_ENTRY_AT + 8, 0)
+    header = file.read(_E_ENTRY_AT + 8, 0)
     if len(header) < _E_ENTRY_AT + 8 or header[:5] != b"\x7fELF\x02":
         return 0
     return int.from_bytes(header[_E_ENTRY_AT:], "little")

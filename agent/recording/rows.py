@@ -10,8 +10,9 @@ from aiflame.agent.recording.processes import ProcessImage, ThreadInfo
 from aiflame.agent.recording.procfs import container_id
 
 
-def row_of_image(image: ProcessImage, start_ns: int) -> tuple[Any, ...]:
-    """Returns a row of `processes`."""
+def row_of_image(image: ProcessImage, start_ns: int, end_ns: int) -> tuple[Any, ...]:
+    """Returns a row of `processes`; one that ended after the recording was there to its end."""
+    exited_ns = image.exited_ns
     return (
         image.index,
         image.pid,
@@ -22,7 +23,7 @@ def row_of_image(image: ProcessImage, start_ns: int) -> tuple[Any, ...]:
         image.cgroup,
         container_id(image.cgroup),
         max(image.started_ns - start_ns, 0),
-        None if image.exited_ns is None else image.exited_ns - start_ns,
+        None if exited_ns is None or exited_ns >= end_ns else exited_ns - start_ns,
     )
 
 

@@ -13,8 +13,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from aiflame.agent.symbols.rootfs import open_regular
+from aiflame.agent.target_files import ELF_DAMAGE, BadTargetFile, FileGuard, TargetFile
 from aiflame.gpu.apis import APIS
-from elftools.common.exceptions import ELFError
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 
@@ -26,18 +27,19 @@ _STANDARD_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _MOST_LIBRARIES = 512
 
 
-def places_of_runtimes(command: Sequence[str]) -> list[Path]:
+def places_of_runtimes(command: Sequence[str], guard: FileGuard) -> list[Path]:
     """Returns files that may hold device runtimes.
 
     Args:
         command: The command that is about to be run, empty for none.
+        guard: Inside which files are read.
     """
     known = _linker_cache()
     wanted = tuple(name for api in APIS for name in api.libraries)
     found = [Path(path) for name, path in known.items() if name.startswith(wanted)]
     program = shutil.which(command[0]) if command else None
     if program is not None:
-        found += _libraries_of(Path(program), known)
+        found += _libraries_of(Path(program), known, guard)
     return found
 
 
@@ -58,31 +60,30 @@ def _linker_cache() -> dict[str, str]:
     return found
 
 
-def _libraries_of(program: Path, known: dict[str, str]) -> list[Path]:
+def _libraries_of(program: Path, known: dict[str, str], guard: FileGuard) -> list[Path]:
     """Returns a program and all libraries that it names, and these name in turn."""
     found: dict[Path, None] = {program: None}
     waiting = [program]
     while waiting and len(found) < _MOST_LIBRARIES:
-        for library in _needed(waiting.pop(), known):
+        for library in _needed(waiting.pop(), known, guard):
             if library not in found:
                 found[library] = None
                 waiting.append(library)
     return list(found)
 
 
-def _needed(path: Path, known: dict[str, str]) -> Iterator[Path]:
-    names, folders = [], []
+def _needed(path: Path, known: dict[str, str], guard: FileGuard) -> Iterator[Path]:
+    names: list[str] = []
+    folders: list[str] = []
     try:
-        with path.open("rb") as file:
-            section = ELFFile(file).get_section_by_name(".dynamic")
-            for tag in section.iter_tags() if isinstance(section, DynamicSection) else ():
-                if tag.entry.d_tag == "DT_NEEDED":
-                    names.append(str(getattr(tag, "needed", "")))
-                elif tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
-                    field = tag.entry.d_tag.removeprefix("DT_").lower()
-                    folders += str(getattr(tag, field, "")).split(":")
-    except (OSError, ELFError, ValueError):
-        return  # a script, or damaged: nothing that can be known before it runs
+        descriptor = open_regular(path)
+    except OSError:
+        return
+    try:
+        with guard.each_file(str(path), descriptor) as file:
+            names, folders = needed_libraries(file)
+    finally:
+        os.close(descriptor)
     origin = str(path.resolve().parent)
     folders = [f.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for f in folders]
     folders += os.environ.get("LD_LIBRARY_PATH", "").split(":")
@@ -90,4 +91,36 @@ def _needed(path: Path, known: dict[str, str]) -> Iterator[Path]:
         places = [Path(f) / name for f in folders if f]
         places += [Path(known[name])] if name in known else []
         places += [Path(folder) / name for folder in _STANDARD_FOLDERS]
-        yield from [place for place in places if place.is_file()][:1]
+        yield from [place for place in places if _is_file(place)][:1]
+
+
+def needed_libraries(file: TargetFile) -> tuple[list[str], list[str]]:
+    """Returns the libraries that a file names, and the folders in which it has them looked for.
+
+    Raises:
+        BadTargetFile: It is damaged, or costs more to read than any real one.
+    """
+    names: list[str] = []
+    folders: list[str] = []
+    if file.read(4, 0) != b"\x7fELF":
+        return names, folders  # a script: what it will run cannot be known before
+    try:
+        section = ELFFile(file.stream()).get_section_by_name(".dynamic")
+        for tag in section.iter_tags() if isinstance(section, DynamicSection) else ():
+            if tag.entry.d_tag == "DT_NEEDED":
+                names.append(str(getattr(tag, "needed", "")))
+            elif tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
+                field = tag.entry.d_tag.removeprefix("DT_").lower()
+                folders += str(getattr(tag, field, "")).split(":")
+            if len(names) + len(folders) > _MOST_LIBRARIES:
+                raise BadTargetFile("more libraries than any real file names")
+    except ELF_DAMAGE as error:
+        raise BadTargetFile(f"damaged: {type(error).__name__}") from error
+    return names, folders
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or a zero byte in it
+        return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: the first ends a recording in order, the second aborts it."""
+"""Signals that end a recording: the first in order, a second one from the user at once."""
 
 from __future__ import annotations
 
@@ -10,28 +10,41 @@ from typing import Any
 
 from aiflame.agent.errors import Aborted
 
+# What a user or a service manager sends, who may want it to end at once.
+_ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+# The terminal is gone. It says nothing about the recording, and comes along with others: shells
+# pass it on to their jobs, systemd sends it together with SIGTERM (SendSIGHUP=).
+_HUNG_UP = signal.SIGHUP
+
 
 class StopSignals:
-    """While entered, catches SIGINT and SIGTERM; `fd` becomes readable when one arrives.
+    """While entered, catches what ends a recording; `fd` becomes readable when it arrives.
+
+    SIGHUP and SIGQUIT stay ignored where they are (nohup, jobs in the background of a script).
 
     Raises:
-        Aborted: From wherever the program is, at the second signal.
+        Aborted: From wherever the program is, at the second SIGINT, SIGTERM or SIGQUIT.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._asked = False
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous: dict[signal.Signals, Any] = {}
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self.requested:
-            raise Aborted("aborted: nothing was written")
-        self.requested = True
-        os.write(self._write_fd, b"!")
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._asked and number != _HUNG_UP:
+            raise Aborted("aborted")
+        self._asked = self._asked or number != _HUNG_UP
+        if not self.requested:
+            self.requested = True
+            os.write(self._write_fd, b"!")
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
+        for number in (*_ASKED, _HUNG_UP):
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN
+            if not (is_ignored and number in (_HUNG_UP, signal.SIGQUIT)):
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

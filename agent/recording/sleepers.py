@@ -116,6 +116,7 @@ class Sleepers:
         self._snapshots = Snapshots(programs.thread_iterator_fd) if walker is not None else None
         self._batches: Iterator[list[tuple[int, int]]] = iter(())
         self._left: list[tuple[int, int]] = []
+        self._refused: list[tuple[int, int]] = []
         self._kept_bytes = 0
         self._lacking: set[int] = set()
         self.by_stack: dict[int, Sleeper] = {}
@@ -164,7 +165,14 @@ class Sleepers:
         state["off_class"] = SampleClass.BLOCKED if is_asleep else SampleClass.ON_CPU
         has_frames = is_asleep and self._kernel_stacks
         frames = kernel_frames(pid, tid) if has_frames else ()
-        if not programs.threads.update(tid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST):
+        try:
+            is_new = programs.threads.update(
+                tid.to_bytes(4, "little"), state.tobytes(), BPF_NOEXIST
+            )
+        except OSError:  # the map is full: E2BIG
+            self._refused.append((pid, tid))
+            return None
+        if not is_new:
             return None
         sleeper = Sleeper(pid, tid, frames, before.switches, is_asleep)
         self.by_stack[stack] = sleeper
@@ -263,14 +271,31 @@ class Sleepers:
                 self.problems["sleepers_not_walked"] += is_lost and sleeper.is_asleep
             else:
                 self.frames_cut += sleeper.walked.end is StackEnd.TOO_DEEP
-        self.problems["threads_not_entered"] = self._count_left()
         self.problems["stacks_stuck"] = 0 if self._snapshots is None else self._snapshots.stuck
 
-    def _count_left(self) -> int:
-        """Returns how many threads the recording has missed, as it was too short to enter them."""
+    def missed(self) -> list[tuple[int, int]]:
+        """Counts the threads that are not in the kernel half's table, although they were there.
+
+        Returns:
+            (pid, tid) of those that are there still: nothing has observed them from the start on.
+        """
         left = [*self._left, *(thread for batch in self._batches for thread in batch)]
-        lookup = self._programs.threads.lookup
-        return sum(lookup(tid.to_bytes(4, "little")) is None for _, tid in left)
+        # Of one that has been switched since, or has ended, the kernel half has told the time.
+        not_entered = [thread for thread in left if not self._is_observed(*thread)]
+        self.problems["threads_not_entered"] = len(not_entered)
+        self.problems["thread_table_full"] = len(self._refused)
+        return [
+            (pid, tid)
+            for pid, tid in (*not_entered, *self._refused)
+            if procfs.thread_stat(pid, tid) is not None
+        ]
+
+    def _is_observed(self, pid: int, tid: int) -> bool:
+        if self._programs.threads.lookup(tid.to_bytes(4, "little")) is not None:
+            return True
+        image = self._table.known(pid, self._table.first_image)
+        thread = None if image is None else self._table.known_thread(image, tid)
+        return thread is not None and thread.observed_ns > 0
 
     def _read_processes(self, pids: set[int]) -> None:
         """Reads the mappings of processes that nothing was seen of in the recording."""

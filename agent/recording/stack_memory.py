@@ -18,6 +18,8 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from aiflame.agent import priority
+
 PAGE_BYTES = mmap.PAGESIZE
 # User space ends below, whatever the page tables' depth (Documentation/arch/x86/x86_64/mm.rst).
 _END_OF_USER_SPACE = 1 << 56
@@ -116,6 +118,7 @@ def _serve(
     work: queue.SimpleQueue[tuple[list[Place], list[bytes]] | None],
     done: queue.SimpleQueue[None],
 ) -> None:
+    priority.hurry()
     while (asked := work.get()) is not None:
         places, got = asked
         for place in places:

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import re
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,9 @@ _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3
 _OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
 _MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
 _MAP_UPDATE_BATCH, _MAP_DELETE_BATCH = 26, 27
-# What kernels before v5.19 say of batches on maps of maps (include/linux/errno.h).
-_ENOTSUPP = 524
+# What kernels say of instructions that they cannot probe and, before v5.19, of batches on maps of
+# maps (include/linux/errno.h).
+ENOTSUPP = 524
 _LINK_CREATE, _ITER_CREATE = 28, 33
 _TRACE_ITER, _ATTACH_PERF_EVENT = 28, 41  # enum bpf_attach_type
 TRACE_UPROBE_MULTI = 48
@@ -124,6 +124,16 @@ class Map:
         values = np.fromiter(entries.values(), np.uint32, len(entries))
         return self._many(_MAP_UPDATE_BATCH, keys, values)
 
+    def write(self, values: npt.NDArray[Any]) -> None:
+        """Writes the first entries of an array.
+
+        Raises:
+            OSError: The kernel does not take all of them.
+        """
+        keys = np.arange(len(values), dtype=np.uint32)
+        if self._many(_MAP_UPDATE_BATCH, keys, values) != len(values):
+            raise OSError(errno.EINVAL, "an array takes no values")
+
     def delete_many(self, keys: Collection[int]) -> int:
         """Removes u32 keys by one system call; returns how many were there."""
         array = np.fromiter(keys, np.uint32, len(keys))
@@ -146,7 +156,7 @@ class Map:
                 bpf(command, batch)
                 return done + len(keys) - begin
             except OSError as error:
-                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, _ENOTSUPP):
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, ENOTSUPP):
                     return done + self._one_by_one(keys[begin:], values_left)
             filled = int(struct.unpack_from("<I", batch, 32)[0])
             done += filled
@@ -319,12 +329,6 @@ def link_event(event_fd: int, program_fd: int, cookie: int) -> int:
     return bpf(
         _LINK_CREATE, struct.pack("<IIIIQ24x", program_fd, event_fd, _ATTACH_PERF_EVENT, 0, cookie)
     )
-
-
-def has_many_uprobes() -> bool:
-    """Whether one link takes many uprobes (Linux 6.6)."""
-    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    return version is not None and (int(version[1]), int(version[2])) >= (6, 6)
 
 
 def link_uprobes(

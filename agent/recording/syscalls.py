@@ -8,7 +8,7 @@ import ctypes
 import os
 import resource
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from aiflame.agent.recording.arch import this_architecture
 
@@ -21,6 +21,13 @@ _LICENCE = b"GPL"
 _LOAD_TRIES = 5
 _PROG_TYPE_TRACING, _TRACE_ITER = 26, 28
 _INSTRUCTION_BYTES = 8
+
+# Each instruction as it is followed. Programs of ours give some MB; a log that finds no room is an
+# error of its own before v6.4.
+_LOG_LEVEL, _LOG_BYTES = 1, 64 << 20
+# What a person can read: the instruction, the state of its registers, the complaint.
+_LOG_LINES = 12
+Log: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -125,7 +132,9 @@ def map_facts(fd: int) -> MapFacts:
     return MapFacts(number, kind, *rest)
 
 
-def load_program(kind: str, name: str, instructions: bytes, attach_type: int = 0) -> int:
+def load_program(
+    kind: str, name: str, instructions: bytes, attach_type: int = 0, log: Log | None = None
+) -> int:
     """Loads a program; returns its descriptor.
 
     Args:
@@ -133,6 +142,7 @@ def load_program(kind: str, name: str, instructions: bytes, attach_type: int = 0
         name: For bpftool; the kernel keeps 15 bytes of it.
         instructions: struct bpf_insn, with descriptors of this process where maps are.
         attach_type: BPF_* of enum bpf_attach_type, for kinds of links that ask for it.
+        log: Gets the verifier's words.
 
     Raises:
         OSError: The kernel refuses it.
@@ -145,11 +155,20 @@ def load_program(kind: str, name: str, instructions: bytes, attach_type: int = 0
         len(instructions) // 8,
         ctypes.addressof(body),
         ctypes.addressof(terms),
-        *(0, 0, 0, 0, 0),
+        *((0, 0, 0) if log is None else (_LOG_LEVEL, len(log), ctypes.addressof(log))),
+        *(0, 0),
         name.encode()[:15],
     )
     # prog_ifindex, expected_attach_type
     return _load(attributes + struct.pack("<II", 0, attach_type) + bytes(56))
+
+
+def verifier_log(kind: str, name: str, instructions: bytes, attach_type: int = 0) -> str:
+    """Returns the last words of the verifier about a program that it refuses, "" for none."""
+    log = ctypes.create_string_buffer(_LOG_BYTES)
+    with contextlib.suppress(OSError):
+        os.close(load_program(kind, name, instructions, attach_type, log))
+    return "\n".join(log.value.decode(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 def _load(attributes: bytes) -> int:

@@ -8,6 +8,7 @@ was known what is needed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -54,10 +55,21 @@ class TableBuilders:
         """Returns the binaries that are done with, whether there is a table now or not."""
         return [*self._small.finished(), *self._large.finished()]
 
+    @property
+    def given_up(self) -> set[int]:
+        """Those whose builder died twice, took too long, or could not be started."""
+        return self._small.given_up | self._large.given_up
+
     def wait(self, timeout_s: float) -> bool:
         """Waits until `finished` has something to say; returns whether it has."""
-        outputs = [lane.output for lane in (self._small, self._large) if lane.output is not None]
-        return bool(outputs) and bool(select.select(outputs, [], [], timeout_s)[0])
+        lanes = (self._small, self._large)
+        if any(lane.is_overdue for lane in lanes):
+            return True
+        poll = select.poll()  # select() knows no descriptor above 1,023
+        outputs = [lane.output for lane in lanes if lane.output is not None]
+        for output in outputs:
+            poll.register(output, select.POLLIN)
+        return bool(outputs) and bool(poll.poll(1000 * timeout_s))
 
     def close(self) -> None:
         """Ends the children."""
@@ -82,9 +94,13 @@ class TableBuilder:
         self._urgency = urgency
         self._queue: dict[int, str] = {}
         self._current = -1
+        self._path = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
         self._is_asked = False
+        self._struck: set[int] = set()
+        self._lost: list[int] = []
+        self.given_up: set[int] = set()
 
     def ask(self, binary: int, path: str) -> None:
         """Queues a binary by its index and an openable path, unless it is queued already."""
@@ -95,7 +111,25 @@ class TableBuilder:
     def _ask_next(self) -> None:
         if self._is_asked or not self._queue:
             return
-        if self._child is None:
+        if self._child is None and not self._start():
+            self._lost += self._queue
+            self.given_up.update(self._queue)
+            self._queue.clear()
+            return
+        assert self._child is not None and self._child.stdin is not None  # noqa: S101 - it is a pipe
+        self._current = max(self._queue, key=self._urgency)
+        self._path = self._queue.pop(self._current)
+        try:
+            self._child.stdin.write(f"{self._path}\n".encode())
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died: `finished` notices
+        self._is_asked = True
+        self._deadline = time.monotonic() + _TIMEOUT_S
+
+    def _start(self) -> bool:
+        """Starts the child; returns whether there was room for one."""
+        try:
             self._child = subprocess.Popen(  # noqa: S603 - a module of our own
                 [sys.executable, "-m", "aiflame.agent.unwind.worker", str(self._cache)],
                 stdin=subprocess.PIPE,
@@ -104,34 +138,48 @@ class TableBuilder:
                 cwd="/",
                 start_new_session=True,  # Ctrl-C is for the recorder
             )
-            assert self._child.stdout is not None  # noqa: S101 - it is a pipe
-            os.set_blocking(self._child.stdout.fileno(), False)
-            self._watch(self._child.stdout.fileno())
-        assert self._child.stdin is not None  # noqa: S101 - it is a pipe
-        self._current = max(self._queue, key=self._urgency)
-        path = self._queue.pop(self._current)
-        try:
-            self._child.stdin.write(f"{path}\n".encode())
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died: `finished` notices, and drops the binary that it was at
-        self._is_asked = True
-        self._deadline = time.monotonic() + _TIMEOUT_S
+        except OSError:
+            return False
+        assert self._child.stdout is not None  # noqa: S101 - it is a pipe
+        os.set_blocking(self._child.stdout.fileno(), False)
+        self._watch(self._child.stdout.fileno())
+        return True
 
     def finished(self) -> list[int]:
         """Returns the binaries that are done with, whether there is a table now or not."""
-        done: list[int] = []
-        while self._is_asked and self._child is not None:
+        done, self._lost = self._lost, []
+        while self._child is not None:
             assert self._child.stdout is not None  # noqa: S101 - it is a pipe
             answer = self._child.stdout.read(4096)
-            if answer is None and time.monotonic() < self._deadline:
+            if answer is None and not self.is_overdue:
                 break
-            if not answer:  # it ended, or takes too long
+            if not answer:
+                # It ended, or takes too long. Also when it is asked for nothing: the other end of
+                # its pipe is closed, which would wake whoever watches it for ever.
+                is_late = answer is None
                 self.close()
-            done.append(self._current)
+                if self._is_asked and not self._may_retry(is_late):
+                    self.given_up.add(self._current)
+                    done.append(self._current)
+            elif self._is_asked:
+                done.append(self._current)
             self._is_asked, self._current = False, -1
             self._ask_next()
-        return done
+        lost, self._lost = self._lost, []
+        return [*done, *lost]
+
+    def _may_retry(self, is_late: bool) -> bool:
+        """Queues a binary again whose child died once: something else may have ended it."""
+        if is_late or self._current in self._struck:
+            return False
+        self._struck.add(self._current)
+        self._queue[self._current] = self._path
+        return True
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the child has had more time than any file takes."""
+        return self._is_asked and time.monotonic() >= self._deadline
 
     @property
     def output(self) -> IO[bytes] | None:
@@ -146,5 +194,6 @@ class TableBuilder:
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # what it did not read is flushed
+                    pipe.close()
         self._child = None

@@ -12,6 +12,7 @@ Changes are collected, and made by `poll`: `kernel_tables` tells why.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -27,7 +28,6 @@ from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.recording.table_builder import TableBuilders
-from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
@@ -160,12 +160,11 @@ class UnwindTables:
             return None
         fd, elf = self._table.binaries.files[binary].fd, self.images.of(binary)
         table = None
-        if fd is not None and elf is not None:
-            try:
-                table = load_cached(fd, elf, self._store)
-            except (BadElf, BadUnwindInfo):
-                self._blame(binary, "bad_unwind_info", 1)
-                elf = None
+        try:
+            table = self._load(binary)
+        except BadUnwindInfo:
+            self._blame(binary, "bad_unwind_info", 1)
+            elf = None
         if table is not None:
             damage = sum(table.drops.get(reason, 0) for reason in DAMAGE)
             if damage and binary not in self._settled:
@@ -175,12 +174,26 @@ class UnwindTables:
             self._settled.add(binary)
             self._without.add(binary)
         elif binary in self._settled:  # it was to be built, and could not be
-            self._blame(binary, "bad_unwind_info", 1)
+            is_given_up = binary in self._builder.given_up
+            self._blame(binary, "unwind_table_not_built" if is_given_up else "bad_unwind_info", 1)
             self._without.add(binary)
         else:
             self._building.add(binary)
             self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
         return table
+
+    def _load(self, binary: int) -> UnwindTable | None:
+        """Returns a binary's table, None where the cache has none.
+
+        Raises:
+            BadUnwindInfo: None can be made.
+        """
+        file, elf = self._table.binaries.files[binary], self.images.of(binary)
+        if file.fd is None or elf is None:
+            return None
+        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
+            return load_cached(opened, elf, self._store)
+        return None
 
     def _urgency(self, binary: int) -> float:
         """What building a table is worth: samples that need it, by the time that it takes."""
@@ -234,13 +247,9 @@ class UnwindTables:
 
     def table_of(self, binary: int) -> UnwindTable | None:
         """Returns a binary's table for a walk in Python, None where there is none in the cache."""
-        fd, elf = self._table.binaries.files[binary].fd, self.images.of(binary)
-        if fd is None or elf is None:
-            return None
-        try:
-            return load_cached(fd, elf, self._store)
-        except (BadElf, BadUnwindInfo):
-            return None  # counted when it was to be entered
+        with contextlib.suppress(BadUnwindInfo):  # counted when it was to be entered
+            return self._load(binary)
+        return None
 
     def is_being_built(self, binary: int) -> bool:
         """Whether a binary's table is on its way; it is asked for if it is not in the cache."""

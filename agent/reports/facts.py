@@ -6,6 +6,7 @@ Each number comes with its unit and each percentage names its whole.
 
 from __future__ import annotations
 
+import math
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -20,6 +21,17 @@ FEW_SAMPLES = 100
 # Where stacks are cut, in a line: more is in `aiflame stats`.
 _MODULES_NAMED = 3
 _LEAST_SHARE = 0.0005
+
+# Losses that cost time. Others cost frames, names or single events.
+_LOSSES_OF_TIME = (
+    "sums_full",
+    "threads_full",
+    "thread_table_full",
+    "threads_not_entered",
+    "processes_full",
+    "switch_not_seen",
+    "sampling_skipped",
+)
 
 _UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"))
 
@@ -71,6 +83,40 @@ def complete_share(profile: Profile) -> tuple[int, int]:
     ns = profile.samples["ns"]
     whole = int(ns.sum())
     return whole - int(ns[truncated].sum()), whole
+
+
+def missing_time(profile: Profile) -> tuple[int, int]:
+    """Return the time of threads that is in no sample, and all that they were observed, in ns.
+
+    Off the CPU both are exact. On it samples are compared with the exact time of all threads, and
+    what may be chance counts as nothing: three standard deviations of a Poisson process.
+    """
+    threads = len(profile.threads)
+    observed = np.array([thread.observed_ns for thread in profile.threads], np.int64)
+    exact = np.array([thread.on_cpu_ns for thread in profile.threads], np.int64)
+    samples, ns = profile.samples, profile.samples["ns"].astype(np.int64)
+    on_cpu = samples["klass"] == SampleClass.ON_CPU
+    sampled, off_cpu = np.zeros(threads, np.int64), np.zeros(threads, np.int64)
+    np.add.at(sampled, samples["thread"][on_cpu], ns[on_cpu])
+    np.add.at(off_cpu, samples["thread"][~on_cpu], ns[~on_cpu])
+    # Nobody counted the time on the CPU of a thread that found no room in the kernel half's table.
+    accounted = np.where(exact > 0, exact, sampled) + off_cpu
+    missing = int(np.maximum(observed - accounted, 0).sum())
+    known = (observed > 0) & (exact > 0)
+    chance = 3 * profile.recording.period_ns * math.sqrt(max(1, samples["count"][on_cpu].sum()))
+    unsampled = int(exact[known].sum()) - int(sampled[known].sum())
+    missing += unsampled if unsampled > chance else 0
+    return missing, int(observed.sum())
+
+
+def missing_line(profile: Profile) -> str:
+    """Return how much time of threads losses have cost; "" for too little to say."""
+    names = [loss.name for loss in profile.losses if loss.count and loss.name in _LOSSES_OF_TIME]
+    missing, observed = missing_time(profile)
+    if not names or missing < max(_LEAST_SHARE * observed, 1):
+        return ""
+    whole, why = duration(observed), ", ".join(names)
+    return f"{duration(missing)} of {whole} of thread time is missing ({why})"
 
 
 def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str, int]:
@@ -131,6 +177,9 @@ def warnings(profile: Profile) -> list[str]:
             f"Few samples on the CPU ({samples}): shares of CPU time are rough."
             " Record for longer, or with a higher -F."
         )
+    missing = missing_line(profile)
+    if missing:
+        lines.append(f"{missing}.")
     lines += [
         f"Lost {showable(loss.name)}: {loss.count:,}" for loss in profile.losses if loss.count
     ]

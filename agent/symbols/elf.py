@@ -3,8 +3,8 @@
 
 pyelftools decodes the structures; this module bounds what it is asked to decode, since the file
 belongs to the target and may be cut, lie about its counts, or be a sparse 10 GB. Everything is
-read with pread in small pieces: nothing is mapped, so a file that shrinks meanwhile cannot kill
-the recorder, and a 434 MB library costs the same as a small one.
+read in small pieces: nothing is mapped, so a file that shrinks meanwhile cannot kill the recorder,
+and a 434 MB library costs the same as a small one.
 
 Segments decide what the loader does, so a file without sound program headers is refused. Section
 headers only help tools: when they are damaged the file counts as stripped, and `damage` says why.
@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.errors import AiflameError
-from elftools.common.exceptions import ELFError
+from aiflame.agent.target_files import ELF_DAMAGE, BadTargetFile, TargetFile
 from elftools.common.utils import struct_parse
-from elftools.construct import ConstructError
 from elftools.elf.elffile import ELFFile
 
 # Real executables have under 100 sections and under 20 segments; objects compiled with
@@ -49,22 +47,13 @@ _NT_GNU_BUILD_ID = 3
 
 U64 = npt.NDArray[np.uint64]
 
-# What pyelftools lets through on damaged input besides its own errors; a fuzz test holds the list.
-_DAMAGE = (
-    ELFError,
-    ConstructError,
-    struct.error,
-    AttributeError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    TypeError,
-    ValueError,
-)
 
-
-class BadElf(AiflameError):
+class BadElf(BadTargetFile):
     """The file is not an ELF executable or library of this machine's kind, or it is damaged."""
+
+
+class NotElf(BadElf):
+    """The file does not begin as ELF files do: a script, or another system's program."""
 
 
 class LoadSegment(NamedTuple):
@@ -106,38 +95,6 @@ class DebugLink(NamedTuple):
     crc: int
 
 
-class _FileReader(io.RawIOBase):
-    """A seekable stream over pread that leaves the descriptor's own position alone."""
-
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        self._fd = fd
-        self._size_bytes = size_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}
-        self._position = base[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        if not 0 <= self._position < self._size_bytes:
-            return 0
-        data = os.pread(self._fd, len(view), self._position)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
 @dataclass(frozen=True, slots=True)
 class ElfImage:
     """What the headers of one ELF file say.
@@ -154,7 +111,7 @@ class ElfImage:
         sections: Section headers with their indexes, () when stripped of them or damaged.
         debuglink: Where the separate debug file is, or None.
         size_bytes: Length of the file.
-        damage: Why `sections` is empty although the header promises some, else "".
+        damage: Why `sections` has less than the header promises, else "".
     """
 
     build_id: str
@@ -171,16 +128,27 @@ class ElfImage:
 
     @classmethod
     def from_fd(cls, fd: int) -> ElfImage:
-        """Read the headers of an open file.
+        """Read the headers of an open file, in a process that nothing but its own work depends on.
+
+        Raises:
+            BadElf: As `read`.
+        """
+        return cls.read(TargetFile(fd))
+
+    @classmethod
+    def read(cls, file: TargetFile) -> ElfImage:
+        """Read the headers of a file.
 
         Raises:
             BadElf: It is not ELF, is damaged, or cannot be read.
         """
         try:
-            return _parse(fd)
-        except OSError as error:
-            raise BadElf(f"cannot read: {error.strerror}") from error
-        except (*_DAMAGE, MemoryError) as error:
+            return _parse(file)
+        except BadElf:
+            raise
+        except BadTargetFile as error:
+            raise BadElf(str(error)) from error
+        except ELF_DAMAGE as error:
             raise BadElf(f"damaged headers: {type(error).__name__}: {error}") from error
 
     def section(self, name: str) -> Section | None:
@@ -222,46 +190,45 @@ class ElfImage:
         return addresses, mapped
 
 
-def _parse(fd: int) -> ElfImage:
-    size = os.fstat(fd).st_size
-    stream = io.BufferedReader(_FileReader(fd, size), buffer_size=_DIGEST_BYTES)
-    if os.pread(fd, 4, 0) != b"\x7fELF":
-        raise BadElf("not an ELF file")
-    _refuse_wild_section_table(fd)
-    elf = ELFFile(stream)
+def _parse(file: TargetFile) -> ElfImage:
+    size = file.size_bytes
+    if file.read(4, 0) != b"\x7fELF":
+        raise NotElf("not an ELF file")
+    _refuse_wild_section_table(file)
+    elf = ELFFile(file.stream())
     if not elf.little_endian:
         raise BadElf("big-endian code cannot run here")
     kind = {"ET_EXEC": "exec", "ET_DYN": "dyn"}.get(str(elf["e_type"]))
     if kind is None:
         raise BadElf(f"neither a program nor a library: {elf['e_type']}")
     segments = _segments(elf, size)
-    sections, damage = _sections(elf, fd, size)
-    build_id = _build_id(elf, fd, segments, sections)
+    sections, damage = _sections(elf, file)
+    build_id = _build_id(elf, file, segments, sections)
     return ElfImage(
         build_id=build_id,
-        cache_key=_cache_key(fd, size, build_id),
+        cache_key=_cache_key(file, build_id),
         kind=kind,
         machine=str(elf["e_machine"]).removeprefix("EM_"),
         bits=int(elf.elfclass),
-        interp=_interp(fd, segments),
+        interp=_interp(file, segments),
         loads=tuple(
             LoadSegment(s["p_offset"], s["p_vaddr"], s["p_filesz"], bool(s["p_flags"] & _PF_X))
             for s in segments
             if s["p_type"] == _PT_LOAD
         ),
         sections=sections,
-        debuglink=_debuglink(fd, sections),
+        debuglink=_debuglink(file, sections),
         size_bytes=size,
         damage=damage,
     )
 
 
-def _refuse_wild_section_table(fd: int) -> None:
+def _refuse_wild_section_table(file: TargetFile) -> None:
     """Check the file header before pyelftools follows its offsets.
 
     Its constructor reads the section header of the name table, wherever the header says it is.
     """
-    header = os.pread(fd, 64, 0)
+    header = file.read(64, 0)
     if len(header) < 52:
         raise BadElf("cut inside the file header")
     if header[4] not in (1, 2) or header[5] not in (1, 2):
@@ -286,9 +253,9 @@ def _segments(elf: ELFFile, size: int) -> list[Any]:
     return found
 
 
-def _sections(elf: ELFFile, fd: int, size: int) -> tuple[tuple[Section, ...], str]:
-    """Section headers, or () and the reason why they are of no use."""
-    offset, entry = elf["e_shoff"], elf["e_shentsize"]
+def _sections(elf: ELFFile, file: TargetFile) -> tuple[tuple[Section, ...], str]:
+    """Section headers, and what is wrong with them; () where they are of no use."""
+    offset, entry, size = elf["e_shoff"], elf["e_shentsize"], file.size_bytes
     if offset == 0:
         return (), ""
     if offset + entry > size or entry < elf.structs.Elf_Shdr.sizeof():
@@ -301,37 +268,46 @@ def _sections(elf: ELFFile, fd: int, size: int) -> tuple[tuple[Section, ...], st
             struct_parse(elf.structs.Elf_Shdr, elf.stream, offset + index * entry)
             for index in range(count)
         ]
-        names = _section_names(fd, headers[elf.get_shstrndx()])
-    except _DAMAGE as error:
+        names_header = headers[elf.get_shstrndx()]
+        names = file.read(
+            min(names_header["sh_size"], MAX_SECTION_NAMES_BYTES), names_header["sh_offset"]
+        )
+    except ELF_DAMAGE as error:
         return (), f"damaged section headers: {type(error).__name__}"
-    return tuple(_section(header, names, size) for header in headers), ""
-
-
-def _section_names(fd: int, header: Any) -> bytes:
-    return os.pread(fd, min(header["sh_size"], MAX_SECTION_NAMES_BYTES), header["sh_offset"])
+    sections = tuple(_section(header, names, size) for header in headers)
+    outside = [
+        section.name or f"number {index}"
+        for index, (section, header) in enumerate(zip(sections, headers, strict=True))
+        if section.type != SHT_NOBITS and section.size < header["sh_size"]
+    ]
+    return sections, f"section {outside[0]} lies outside the file" if outside else ""
 
 
 def _section(header: Any, names: bytes, size: int) -> Section:
     """One header; a section that reaches outside the file is presented as empty."""
     start = header["sh_name"]
     name = names[start : names.find(b"\0", start) if start < len(names) else start]
-    length = header["sh_size"]
+    offset, length = header["sh_offset"], header["sh_size"]
     kind = str(header["sh_type"])
-    if kind != SHT_NOBITS and header["sh_offset"] + length > size:
-        length = 0
+    if kind == SHT_NOBITS:
+        offset = min(offset, size)
+    elif offset + length > size:
+        offset = length = 0
     return Section(
         name=name.decode("utf-8", "replace"),
         type=kind,
         flags=header["sh_flags"],
         virtual_address=header["sh_addr"],
-        file_offset=header["sh_offset"],
+        file_offset=offset,
         size=min(length, (1 << 64) - 1 - header["sh_addr"]),
         link=header["sh_link"],
         entry_size=header["sh_entsize"],
     )
 
 
-def _build_id(elf: ELFFile, fd: int, segments: list[Any], sections: tuple[Section, ...]) -> str:
+def _build_id(
+    elf: ELFFile, file: TargetFile, segments: list[Any], sections: tuple[Section, ...]
+) -> str:
     """From the note segments, which strip keeps, then from the section of debug files."""
     places = [(s["p_offset"], s["p_filesz"]) for s in segments if s["p_type"] == _PT_NOTE]
     places += [
@@ -340,9 +316,7 @@ def _build_id(elf: ELFFile, fd: int, segments: list[Any], sections: tuple[Sectio
         if s.type == "SHT_NOTE" and s.name == ".note.gnu.build-id"
     ]
     for offset, length in places[:MAX_SEGMENTS]:
-        if offset >= 1 << 63:
-            continue
-        found = _build_id_in(elf, os.pread(fd, min(length, MAX_NOTES_BYTES), offset))
+        found = _build_id_in(elf, file.read(min(length, MAX_NOTES_BYTES), offset))
         if found:
             return found
     return ""
@@ -367,19 +341,19 @@ def _build_id_in(elf: ELFFile, notes: bytes) -> str:
     return ""
 
 
-def _interp(fd: int, segments: list[Any]) -> str:
+def _interp(file: TargetFile, segments: list[Any]) -> str:
     for segment in segments:
-        if segment["p_type"] == _PT_INTERP and segment["p_offset"] < 1 << 63:
-            data = os.pread(fd, min(segment["p_filesz"], MAX_PATH_BYTES), segment["p_offset"])
+        if segment["p_type"] == _PT_INTERP:
+            data = file.read(min(segment["p_filesz"], MAX_PATH_BYTES), segment["p_offset"])
             return os.fsdecode(data.split(b"\0", 1)[0])
     return ""
 
 
-def _debuglink(fd: int, sections: tuple[Section, ...]) -> DebugLink | None:
+def _debuglink(file: TargetFile, sections: tuple[Section, ...]) -> DebugLink | None:
     """GDB manual, "Separate Debug Files": name, zero byte, padding to 4, CRC-32."""
     for section in sections:
         if section.name == ".gnu_debuglink" and section.type != SHT_NOBITS:
-            data = os.pread(fd, min(section.size, MAX_PATH_BYTES), section.file_offset)
+            data = file.read(min(section.size, MAX_PATH_BYTES), section.file_offset)
             name, found, _ = data.partition(b"\0")
             crc_at = (len(name) + 4) // 4 * 4
             # A name with a directory would be a path of the target's choosing.
@@ -389,8 +363,8 @@ def _debuglink(fd: int, sections: tuple[Section, ...]) -> DebugLink | None:
     return None
 
 
-def _cache_key(fd: int, size: int, build_id: str) -> str:
-    digest = hashlib.sha256(size.to_bytes(8, "little"))
-    digest.update(os.pread(fd, _DIGEST_BYTES, 0))
-    digest.update(os.pread(fd, _DIGEST_BYTES, max(0, size - _DIGEST_BYTES)))
+def _cache_key(file: TargetFile, build_id: str) -> str:
+    digest = hashlib.sha256(file.size_bytes.to_bytes(8, "little"))
+    digest.update(file.read(_DIGEST_BYTES, 0))
+    digest.update(file.read(_DIGEST_BYTES, max(0, file.size_bytes - _DIGEST_BYTES)))
     return f"{build_id}-{digest.hexdigest()[:16]}" if build_id else f"x-{digest.hexdigest()}"

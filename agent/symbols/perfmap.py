@@ -4,8 +4,10 @@
 Node, the JVM's agents, Julia, .NET and `python -X perf` write lines of `START SIZE name`, in hex
 (Linux: tools/perf/Documentation/jit-interface.txt). Memory is used again, so later lines win.
 
-Anyone may write to /tmp. The file is opened beneath the target's root, must be a regular file,
-and must belong to the target's user or to root, as perf demands too. Of an oversized file the end
+Anyone may write to /tmp, and what is read ends up in a capture. The file is opened beneath the
+target's root and never through a link in its last part; it must be a regular file with one name
+that belongs to the target's own user. A link or a second name (where fs.protected_hardlinks is 0)
+would show the target's user a file that only somebody else may read. Of an oversized file the end
 is read: it describes the code that is there now.
 """
 
@@ -63,7 +65,8 @@ class PerfMap:
             None where there is no map.
 
         Raises:
-            BadPerfMap: It is not a regular file, belongs to someone else, or cannot be read.
+            BadPerfMap: It is a link, no regular file, belongs to someone else, has a second name,
+                or cannot be read.
         """
         path = f"/tmp/perf-{namespaced_pid}.map"  # noqa: S108 - the place is the interface
         try:
@@ -71,7 +74,7 @@ class PerfMap:
         except OSError:
             return None  # The process is gone, and its root with it.
         try:
-            fd = open_beneath(root, path)
+            fd = open_beneath(root, path, follow_last=False)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -80,8 +83,10 @@ class PerfMap:
             os.close(root)
         try:
             facts = os.fstat(fd)
-            if facts.st_uid not in (uid, 0):
-                raise BadPerfMap(f"{path}: belongs to user {facts.st_uid}, not to {uid} or root")
+            if facts.st_uid != uid:
+                raise BadPerfMap(f"{path}: belongs to user {facts.st_uid}, not to {uid}")
+            if facts.st_nlink > 1:
+                raise BadPerfMap(f"{path}: has {facts.st_nlink} names (hard links)")
             skipped = max(0, facts.st_size - max_bytes)
             return cls.parse(_read(fd, skipped, facts.st_size), skipped)
         except OSError as error:

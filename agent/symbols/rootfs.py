@@ -61,12 +61,12 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _openat2(root_fd: int, path: str) -> int:
+def _openat2(root_fd: int, path: str, flags: int) -> int:
     """O_PATH descriptor of `path` inside the root; OSError(ENOSYS) where the call is missing."""
     machine = _ARCHITECTURES.get(platform.machine())
     if machine is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
-    how = _OpenHow(_LOOK_FLAGS, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+    how = _OpenHow(flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     for _ in range(_RACE_RETRIES):
         result = _libc().syscall(
             ctypes.c_long(machine.openat2),
@@ -117,13 +117,14 @@ def open_root(root_path: str) -> int:
     return os.open(root_path, _LOOK_FLAGS | os.O_DIRECTORY)
 
 
-def open_beneath(root_fd: int, path: str) -> int:
+def open_beneath(root_fd: int, path: str, follow_last: bool = True) -> int:
     """Open a regular file for reading inside a target's root directory.
 
     Args:
         root_fd: The root directory, from `open_root`.
         path: Path as the target sees it. Links are followed as the target would, and ".." stops
             at the root.
+        follow_last: Whether the last part may be a link; otherwise a link is no regular file.
 
     Returns:
         A descriptor that the caller closes.
@@ -134,7 +135,8 @@ def open_beneath(root_fd: int, path: str) -> int:
     if "\0" in path:
         raise OSError(errno.EINVAL, "path holds a zero byte", path)
     try:
-        place = _openat2(root_fd, path)
+        flags = _LOOK_FLAGS if follow_last else _LOOK_FLAGS | os.O_NOFOLLOW
+        place = _openat2(root_fd, path, flags)
     except OSError as error:
         # EPERM: sandboxes of 2020 answer so to calls that they do not know.
         if error.errno not in (errno.ENOSYS, errno.EPERM):

@@ -197,10 +197,11 @@ class SymbolService:
 
     def _spawn(self) -> None:
         self._starts += 1
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
+        errors: IO[bytes] | None = None
         # From "/", as `python -m` puts the working directory first on the module path: a root
         # shell in someone else's directory must not import that directory's modules.
         try:
+            errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 self._command,
                 stdin=subprocess.PIPE,
@@ -212,7 +213,8 @@ class SymbolService:
                 start_new_session=True,
             )
         except OSError as error:
-            errors.close()
+            if errors is not None:
+                errors.close()
             self._starts = _MAX_STARTS
             self.problems.append(Problem("symbolizer_died", f"cannot start: {error.strerror}"))
             return
@@ -236,7 +238,7 @@ class SymbolService:
             return
         stdin, stdout = _pipes(process)
         alive = True
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             if self._outgoing:
                 selector.register(stdin, selectors.EVENT_WRITE)

@@ -14,10 +14,11 @@ import contextlib
 import hashlib
 import mmap
 import os
-import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+from aiflame.agent.outfile import private_directory
 
 # A PyTorch process needs about 300 MB; a few of those, and never a surprising part of a disk.
 DEFAULT_MAX_BYTES = 1024 * 1024 * 1024
@@ -56,7 +57,7 @@ class Store:
     """
 
     def __init__(self, directory: Path | None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        self._directory = _private_directory(directory) if directory else None
+        self._directory = private_directory(directory) if directory else None
         self._max_bytes = max_bytes
 
     @property
@@ -127,16 +128,3 @@ class Store:
                 return
             self.remove(name)
             total -= size
-
-
-def _private_directory(directory: Path) -> Path | None:
-    """The directory, if only this user can have put files there."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = directory.stat()
-    except OSError:
-        return None
-    writable_by_others = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if facts.st_uid != os.geteuid() or writable_by_others:
-        return None
-    return directory

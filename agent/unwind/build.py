@@ -9,14 +9,14 @@ that starts later rules from there on.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store, store_key
+from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.guesses import with_guesses
 from aiflame.agent.unwind.lockstep import Rows, run_programs
@@ -37,11 +37,11 @@ _SUFFIX = ".unwind03"
 _FINGERPRINT_BYTES = 1024 * 1024
 
 
-def load_or_build(fd: int, image: ElfImage, store: Store) -> UnwindTable:
+def load_or_build(file: TargetFile, image: ElfImage, store: Store) -> UnwindTable:
     """The unwind table of an open ELF file.
 
     Args:
-        fd: The file; its position is left alone.
+        file: The file.
         image: Its headers.
         store: The cache on disk.
 
@@ -50,46 +50,43 @@ def load_or_build(fd: int, image: ElfImage, store: Store) -> UnwindTable:
 
     Raises:
         BadUnwindInfo: The file is for another machine, or over a limit.
-        BadElf: It cannot be read.
+        BadTargetFile: As `TargetFile.read`.
     """
-    table = _load(fd, image, store, is_built=True)
+    table = _load(file, image, store, is_built=True)
     assert table is not None  # noqa: S101 - only a look into the cache finds none
     return table
 
 
-def load_cached(fd: int, image: ElfImage, store: Store) -> UnwindTable | None:
+def load_cached(file: TargetFile, image: ElfImage, store: Store) -> UnwindTable | None:
     """The same, but None where it would have to be built."""
-    return _load(fd, image, store, is_built=False)
+    return _load(file, image, store, is_built=False)
 
 
-def _load(fd: int, image: ElfImage, store: Store, is_built: bool) -> UnwindTable | None:
+def _load(file: TargetFile, image: ElfImage, store: Store, is_built: bool) -> UnwindTable | None:
     if (image.machine, image.bits) != (arch.MACHINE, 64):
         raise BadUnwindInfo(f"no unwind rules for {image.machine}, {image.bits} bits")
-    try:
-        sections = frame_sections(fd, image)
-        identity = _identity(fd, image, sections)
-        name = store_key(image.cache_key, identity.hex()) + _SUFFIX
-        mapping = store.open(name)
-        if mapping is not None:
-            try:
-                return UnwindTable.from_mapping(mapping, identity)
-            except CorruptTable:
-                store.remove(name)
-        if not is_built:
-            return None
-        table = build(fd, image, sections)
-    except OSError as error:
-        raise BadElf(f"cannot read: {error.strerror}") from error
+    sections = frame_sections(file, image)
+    identity = _identity(file, image, sections)
+    name = store_key(image.cache_key, identity.hex()) + _SUFFIX
+    mapping = store.open(name)
+    if mapping is not None:
+        try:
+            return UnwindTable.from_mapping(mapping, identity)
+        except CorruptTable:
+            store.remove(name)
+    if not is_built:
+        return None
+    table = build(file, image, sections)
     store.write(name, table.to_chunks(identity))
     return table
 
 
-def build(fd: int, image: ElfImage, sections: list[FrameSection]) -> UnwindTable:
+def build(file: TargetFile, image: ElfImage, sections: list[FrameSection]) -> UnwindTable:
     """Make the table without the cache.
 
     Raises:
         BadUnwindInfo: The file is over a limit.
-        OSError: It cannot be read.
+        BadTargetFile: As `TargetFile.read`.
     """
     drops: Counter[str] = Counter()
     code = code_ranges(image)
@@ -100,7 +97,7 @@ def build(fd: int, image: ElfImage, sections: list[FrameSection]) -> UnwindTable
             continue
         if section.size > MAX_SECTION_BYTES:
             raise BadUnwindInfo(f"{section.size} bytes of unwind information, over the limit")
-        data = os.pread(fd, section.size, section.file_offset)
+        data = file.read(section.size, section.file_offset)
         fdes = parse_section(data, section.address, section.is_eh, drops)
         # A thread inside sigreturn(2) is at the first byte behind its trampoline.
         is_signal = np.array([cie.is_signal_frame for cie in fdes.cies], np.uint64)
@@ -109,18 +106,18 @@ def build(fd: int, image: ElfImage, sections: list[FrameSection]) -> UnwindTable
     every = _merged(found)
     chosen = _chosen(every, found, code, drops)
     addresses, states = _states(every, chosen)
-    addresses, states = with_guesses(fd, image, addresses, states, drops)
+    addresses, states = with_guesses(file, image, addresses, states, drops)
     return UnwindTable.of_states(addresses, states, drops)
 
 
-def _identity(fd: int, image: ElfImage, sections: list[FrameSection]) -> bytes:
+def _identity(file: TargetFile, image: ElfImage, sections: list[FrameSection]) -> bytes:
     """Tells binaries apart even if they copy each other's build id."""
     digest = hashlib.sha256(image.cache_key.encode())
     for section in sections:
         digest.update(b"%d %d %d;" % (section.address, section.file_offset, section.size))
         half = min(section.size, _FINGERPRINT_BYTES)
-        digest.update(os.pread(fd, half, section.file_offset))
-        digest.update(os.pread(fd, half, section.file_offset + section.size - half))
+        digest.update(file.read(half, section.file_offset))
+        digest.update(file.read(half, section.file_offset + section.size - half))
     return digest.digest()
 
 

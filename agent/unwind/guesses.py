@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.table import function_ranges
+from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.places import in_file
 from aiflame.agent.unwind.prologue_x86_64 import rows_of_function
@@ -28,12 +29,12 @@ _MAX_FUNCTION_BYTES = 1 << 20
 
 
 def with_guesses(
-    fd: int, image: ElfImage, addresses: U64, states: U64, drops: Counter[str]
+    file: TargetFile, image: ElfImage, addresses: U64, states: U64, drops: Counter[str]
 ) -> tuple[U64, U64]:
     """Adds rows of functions without CFI.
 
     Args:
-        fd: The file.
+        file: The file; it is mapped, so this is for a process that may die of it.
         image: Its headers.
         addresses: Where each state of the CFI begins, ascending and distinct, shape (n,).
         states: See `x86_64`, shape (n,).
@@ -47,12 +48,12 @@ def with_guesses(
     """
     if not image.size_bytes:
         return addresses, states
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as data:
+    with mmap.mmap(file.fd, 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as data:
         try:
             starts, ends = function_ranges(image, data)
         except BadElf:
             return addresses, states  # unwinding does without symbols
-    found, bounds = _stubs(fd, image, addresses, states)
+    found, bounds = _stubs(file, image, addresses, states)
     is_bare = _in_gap(starts, ends, addresses, states)
     starts, ends = starts[is_bare], ends[is_bare]
     if len(starts) > _MAX_FUNCTIONS:
@@ -61,14 +62,15 @@ def with_guesses(
         place = in_file(image, start)
         if place is None or end - start > min(place[1], _MAX_FUNCTION_BYTES):
             continue
-        rows = rows_of_function(os.pread(fd, end - start, place[0]))
+        # No function is in two of them: not more is read than the file has.
+        rows = rows_of_function(os.pread(file.fd, end - start, place[0]))
         found += [(start + row.offset, row.state) for row in rows]
         bounds.append(end)
     return _inserted(addresses, states, found, bounds)
 
 
 def _stubs(
-    fd: int, image: ElfImage, addresses: U64, states: U64
+    file: TargetFile, image: ElfImage, addresses: U64, states: U64
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Rows of linkage stubs, and where their sections end."""
     found: list[tuple[int, int]] = []
@@ -80,7 +82,7 @@ def _stubs(
         starts = np.array([section.virtual_address], np.uint64)
         ends = np.array([section.end_address], np.uint64)
         if _in_gap(starts, ends, addresses, states)[0]:
-            code = os.pread(fd, arch.STUB_SAMPLE_BYTES, section.file_offset)
+            code = file.read(arch.STUB_SAMPLE_BYTES, section.file_offset)
             rows = arch.stub_states(code)
             found += [(section.virtual_address + offset, state) for offset, state in rows]
             bounds.append(section.end_address)

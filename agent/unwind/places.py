@@ -7,12 +7,12 @@ runtime itself uses, and its header .eh_frame_hdr (LSB Core 5.0, 10.6.2).
 
 from __future__ import annotations
 
-import os
 import struct
 from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.symbols.elf import MAX_SEGMENTS, ElfImage
+from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.records import U64
 
 _SHF_COMPRESSED = 0x800  # elf.h
@@ -33,14 +33,14 @@ class FrameSection(NamedTuple):
     is_compressed: bool
 
 
-def frame_sections(fd: int, image: ElfImage) -> list[FrameSection]:
+def frame_sections(file: TargetFile, image: ElfImage) -> list[FrameSection]:
     """The unwind sections of a file, .eh_frame first.
 
     Raises:
-        OSError: The file cannot be read.
+        BadTargetFile: As `TargetFile.read`.
     """
     if not image.sections:
-        return _by_segment(fd, image)
+        return _by_segment(file, image)
     found = []
     for name, is_eh in ((".eh_frame", True), (".debug_frame", False)):
         section = image.section(name)
@@ -51,27 +51,27 @@ def frame_sections(fd: int, image: ElfImage) -> list[FrameSection]:
     return found
 
 
-def _by_segment(fd: int, image: ElfImage) -> list[FrameSection]:
-    header = os.pread(fd, 64, 0)
+def _by_segment(file: TargetFile, image: ElfImage) -> list[FrameSection]:
+    header = file.read(64, 0)
     if image.bits != 64 or len(header) < 64:
         return []
     offset, entry_bytes, count = _PLACE_OF_PROGRAM_HEADERS.unpack_from(header)
-    if entry_bytes != _PROGRAM_HEADER.size or count > MAX_SEGMENTS or offset >= 1 << 62:
+    if entry_bytes != _PROGRAM_HEADER.size or count > MAX_SEGMENTS:
         return []
-    table = os.pread(fd, entry_bytes * count, offset)
+    table = file.read(entry_bytes * count, offset)
     for at in range(0, len(table) - entry_bytes + 1, entry_bytes):
         kind, _, _, address, *_ = _PROGRAM_HEADER.unpack_from(table, at)
         if kind == _PT_GNU_EH_FRAME:
-            return _behind_header(fd, image, address)
+            return _behind_header(file, image, address)
     return []
 
 
-def _behind_header(fd: int, image: ElfImage, address: int) -> list[FrameSection]:
+def _behind_header(file: TargetFile, image: ElfImage, address: int) -> list[FrameSection]:
     """Follow .eh_frame_hdr; .eh_frame itself ends at its terminator, or with its segment."""
     place = in_file(image, address)
     if place is None:
         return []
-    head = os.pread(fd, 8, place[0])
+    head = file.read(8, place[0])
     if len(head) < 8 or head[:2] != _HDR_HEAD:
         return []
     target = address + 4 + struct.unpack_from("<i", head, 4)[0]

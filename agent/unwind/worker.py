@@ -12,8 +12,9 @@ import resource
 import sys
 from pathlib import Path
 
-from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
+from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.agent.unwind.build import load_or_build
 from aiflame.agent.unwind.records import BadUnwindInfo
 
@@ -33,10 +34,11 @@ def main() -> None:
         try:
             fd = os.open(line.rstrip("\n"), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                load_or_build(fd, ElfImage.from_fd(fd), store)
+                file = TargetFile(fd)
+                load_or_build(file, ElfImage.read(file), store)
             finally:
                 os.close(fd)
-        except (BadElf, BadUnwindInfo, OSError) as error:
+        except (BadTargetFile, BadUnwindInfo, OSError) as error:
             answer = f"failed: {error}".partition("\n")[0]
         sys.stdout.write(f"{answer}\n")
         sys.stdout.flush()

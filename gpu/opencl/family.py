@@ -63,13 +63,13 @@ class OpenClFamily:
         """Whether it is a kernel of PoCL's, also one that could not be opened."""
         if self._files is None:
             return False
-        descriptor, path = self._files.descriptor(file), self._files.path(file)
-        if descriptor is None:
+        opening, path = self._files.opened(file), self._files.path(file)
+        if opening is None:
             return looks_like_kernel(path)
-        if not may_be_kernel(path, descriptor):
-            return False
-        self._kernels[file] = kernel = read_kernel_file(descriptor)
-        return kernel is not None
+        with opening as opened:
+            if may_be_kernel(path, opened):
+                self._kernels[file] = read_kernel_file(opened)
+        return self._kernels.get(file) is not None
 
     def runs_by(self, path: str) -> bool:
         """Whether it is PoCL's library."""

@@ -7,21 +7,17 @@ released and the code still mapped. Each exports _pocl_kernel_<kernel>_workgroup
 threads call once for each work group, and the kernel as it was written as _pocl_kernel_<kernel>,
 which is called from the former only where nothing was optimised.
 
-The file is the target's: it is read whole, within a bound, and may hold anything.
+The file is the target's, and may hold anything.
 """
 
 from __future__ import annotations
 
-import io
-import os
 import re
-import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from elftools.common.exceptions import ELFError
-from elftools.construct import ConstructError
+from aiflame.agent.target_files import ELF_DAMAGE, BadTargetFile, TargetFile
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
@@ -37,20 +33,6 @@ _MAX_SYMBOLS = 10_000
 _KERNEL_PATH = re.compile(r"/pocl/kcache/.*\.so$|/\d+-\d+-\d+[^/]*/[^/]+\.so$")
 _MARKS = (b"_pocl_kernel_", b"_workgroup\0")
 _ENTRY = re.compile(r"_pocl_kernel_(.+)_workgroup")
-
-# What pyelftools lets through on damaged input besides its own errors.
-_DAMAGE = (
-    ELFError,
-    ConstructError,
-    struct.error,
-    AttributeError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    TypeError,
-    ValueError,
-    MemoryError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +94,13 @@ class KernelFile:
         return f"_pocl_kernel_{self.name}"
 
 
-def may_be_kernel(path: str, fd: int) -> bool:
+def may_be_kernel(path: str, file: TargetFile) -> bool:
     """Whether it is worth while to parse a file, by its path or, if it is small, by its bytes."""
     if _KERNEL_PATH.search(path):
         return True
-    if path.startswith(_PACKAGED):
+    if path.startswith(_PACKAGED) or file.size_bytes > _MAX_SEARCHED_BYTES:
         return False
-    try:
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes > _MAX_SEARCHED_BYTES:
-            return False
-        data = os.pread(fd, size_bytes, 0)
-    except OSError:
-        return False
+    data = file.read(file.size_bytes, 0)
     return all(mark in data for mark in _MARKS)
 
 
@@ -133,26 +109,29 @@ def looks_like_kernel(path: str) -> bool:
     return _KERNEL_PATH.search(path) is not None
 
 
-def read_kernel_file(fd: int) -> KernelFile | None:
-    """Returns what an open file says, None if it is no kernel of PoCL's, or damaged."""
-    try:
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes > _MAX_FILE_BYTES:
-            return None
-        return _parse(os.pread(fd, size_bytes, 0))
-    except (OSError, *_DAMAGE):
+def read_kernel_file(file: TargetFile) -> KernelFile | None:
+    """Returns what a file says, None if it is no kernel of PoCL's.
+
+    Raises:
+        BadTargetFile: It is damaged, or costs more to read than any real one.
+    """
+    if file.size_bytes > _MAX_FILE_BYTES:
         return None
+    try:
+        return _parse(file)
+    except ELF_DAMAGE as error:
+        raise BadTargetFile(f"damaged: {type(error).__name__}") from error
 
 
-def _parse(data: bytes) -> KernelFile | None:
-    elf = ELFFile(io.BytesIO(data))
+def _parse(file: TargetFile) -> KernelFile | None:
+    elf = ELFFile(file.stream())
     segment = next(
         (s for s in elf.iter_segments() if s["p_type"] == "PT_LOAD" and s["p_flags"] & 1), None
     )
     if segment is None:
         return None
     start, offset = int(segment["p_vaddr"]), int(segment["p_offset"])
-    code = data[offset : offset + int(segment["p_filesz"])]
+    code = file.read(int(segment["p_filesz"]), offset)
     # Only the longest that ends so: a kernel itself may be called x_workgroup.
     symbols = {(address, name): size for address, size, name in _symbols(elf)}
     entries = [(len(name), address, name) for address, name in symbols if _ENTRY.fullmatch(name)]

@@ -18,6 +18,9 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.recording.api_symbols import find_functions
 from aiflame.agent.recording.probe_places import probe_place
 from aiflame.agent.recording.runtimes import places_of_runtimes
+from aiflame.agent.recording.uprobe_tries import UprobeTries
+from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.target_files import FileGuard, TargetFile
 from bench import loads, tools
 from bench.kernel import bpf_stats, watch
 from bench.loads import Load
@@ -50,17 +53,19 @@ class _Case:
 
 def _place() -> tuple[Path, int]:
     """The loader, and where aiflame probes the function in it."""
-    for path in places_of_runtimes(()):
+    for path in places_of_runtimes((), FileGuard()):
         if "libOpenCL" not in path.name:
             continue
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            found = find_functions(descriptor, frozenset({_SYMBOL}))
+            found = find_functions(TargetFile(descriptor), frozenset({_SYMBOL}))
         finally:
             os.close(descriptor)
         if _SYMBOL in found:
             place = found[_SYMBOL]
-            return path.resolve(), probe_place(place.code, place.file_offset).offset_bytes
+            nops = UprobeTries(cache_dir()).answers.nops
+            chosen = probe_place(place.code, place.file_offset, nops)
+            return path.resolve(), chosen.offset_bytes
     raise RuntimeError("no OpenCL loader: apt-get install ocl-icd-libopencl1")
 
 

@@ -6,12 +6,38 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 from bench.tools import PY_SPY
 
 _LOOK_S = 1.0
+
+# Where bpftrace and perf look for tracepoints (Documentation/trace/ftrace.rst). The second one is
+# there where debugfs is mounted.
+_TRACEFS = Path("/sys/kernel/tracing")
+_TRACEFS_IN_DEBUGFS = Path("/sys/kernel/debug/tracing")
+
+
+class NoTracefs(Exception):
+    """There are no tracepoints for the tools to compare with."""
+
+
+def provide_tracefs() -> None:
+    """Mounts tracefs where nobody has: systemd does, a container or a small machine does not.
+
+    Raises:
+        NoTracefs: It cannot be mounted.
+    """
+    if any((folder / "events").exists() for folder in (_TRACEFS, _TRACEFS_IN_DEBUGFS)):
+        return
+    command = ["mount", "-t", "tracefs", "tracefs", str(_TRACEFS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        why = done.stderr.strip().partition("\n")[0]
+        raise NoTracefs(f"bpftrace and perf need {_TRACEFS}, and it cannot be mounted: {why}")
+    print(f"mounted {_TRACEFS}, which bpftrace and perf need", file=sys.stderr)
 
 
 def _first_line(*command: str) -> str:

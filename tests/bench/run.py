@@ -81,6 +81,10 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the parts in order."""
     args = _arguments()
+    try:
+        machine.provide_tracefs()
+    except machine.NoTracefs as error:
+        sys.exit(f"bench: {error}")
     texts = [machine.facts()]
     print(texts[0], flush=True)
     aims = []

@@ -17,6 +17,7 @@ from pathlib import Path
 from aiflame.agent.recording.kernel_tables import table_bytes
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
+from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_cached, load_or_build
 from bench import loads, tools
 from bench.events import THEIR_PROGRAM, ns_of, windows
@@ -132,12 +133,12 @@ def _table_row(path: Path, folder: Path) -> tuple[tuple[str, ...], float, float,
     fd = os.open(path, os.O_RDONLY)
     image, store = ElfImage.from_fd(fd), Store(folder / "tables")
     begin_s = time.process_time()
-    table = load_or_build(fd, image, store)
+    table = load_or_build(TargetFile(fd), image, store)
     cold_s = time.process_time() - begin_s
     warm_ms = []
     for _ in range(_ROUNDS):
         begin_s = time.perf_counter()
-        load_cached(fd, ElfImage.from_fd(fd), store)
+        load_cached(TargetFile(fd), ElfImage.from_fd(fd), store)
         warm_ms.append(1e3 * (time.perf_counter() - begin_s))
     os.close(fd)
     size_bytes = table_bytes(table)

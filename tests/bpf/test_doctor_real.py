@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import support
+from aiflame.agent.recording import compile
 
 pytestmark = pytest.mark.bpf
 
@@ -110,11 +111,28 @@ def test_seccomp_filter_that_lets_a_recording_through_is_no_failure() -> None:
     assert found["bpf.sample"]["status"] == "ok"
 
 
+# A package that was not built: its bytecode is an empty file.
+NOT_BUILT = (
+    *("unshare", "--mount", "sh", "-c"),
+    f'mount --bind /dev/null "{compile.shipped_file()}" && exec "$@"',
+    "sh",
+)
+
+
+def test_built_package_needs_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "bcc").mkdir()
+    (tmp_path / "bcc/__init__.py").write_text("raise ImportError")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    code, _, found = _doctor(env={**os.environ, "PYTHONPATH": path})
+    assert code == 0
+    assert found["bpf.load"]["status"] == "ok"
+
+
 def test_package_of_pypi_is_told_from_the_distributions(tmp_path: Path) -> None:
     (tmp_path / "bcc").mkdir()
     (tmp_path / "bcc/__init__.py").touch()
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    code, _, found = _doctor(env={**os.environ, "PYTHONPATH": path})
+    code, _, found = _doctor(*NOT_BUILT, env={**os.environ, "PYTHONPATH": path})
     assert code == 3
     assert found["bpf.bcc"]["status"] == "fail"
     assert "PyPI" in found["bpf.bcc"]["finding"]
@@ -122,14 +140,24 @@ def test_package_of_pypi_is_told_from_the_distributions(tmp_path: Path) -> None:
     assert found["bpf.load"]["finding"] == "not tried, because bpf.bcc failed"
 
 
-def test_compiler_that_fails_is_quoted_with_v(tmp_path: Path, run_aiflame: Run) -> None:
+def test_compiler_that_fails_is_quoted_with_v(tmp_path: Path) -> None:
     # GIVEN a compiler that takes no program
     (tmp_path / "bcc").mkdir()
     (tmp_path / "bcc/__init__.py").write_text("def BPF(**_): raise SystemExit('line 7: no')")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     # WHEN it is asked, THEN its words are there on demand
-    brief, full = (run_aiflame("doctor", *v, env=environment) for v in ([], ["-v"]))
+    brief, full = (
+        subprocess.run(
+            [*NOT_BUILT, *support.AIFLAME, "doctor", *verbose],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        for verbose in ([], ["-v"])
+    )
     assert brief.returncode == full.returncode == 3
     assert " FAIL  bpf.load " in brief.stdout
     assert "aiflame doctor -v" in brief.stdout

@@ -2,7 +2,8 @@
 """Every example that a help text ends with runs as it stands.
 
 Only what stands for something of the reader's is replaced: the pid 1234, and run.aiflame by a
-capture of that name. A recording that would go on until Ctrl-C gets it once it is attached.
+capture of that name, or by a recording that was to be one and was killed. A recording that would go
+on until Ctrl-C gets it once it is attached.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import support
 from aiflame.agent.cli import EXAMPLES, VERBS
+from recordings import Recording
 
 pytestmark = pytest.mark.bpf
 
@@ -63,7 +65,10 @@ def test_example_runs(
         " train.py", " -c 'print(sum(range(10**7)))'"
     )
     line = line.replace("-d 30", "-d 2").replace("-d 10", "-d 2")
-    if "-o run.aiflame" not in line:
+    if " recover run.aiflame" in line:
+        with Recording(tmp_path, "-p", target.pid) as recording:
+            recording.stop(signal.SIGKILL)
+    elif "-o run.aiflame" not in line:
         (tmp_path / "run.aiflame").symlink_to(capture)
     # WHEN it is typed
     process = subprocess.Popen(

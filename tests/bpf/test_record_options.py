@@ -207,5 +207,28 @@ def test_not_permitted(busy: subprocess.Popen[bytes], aiflame_command: tuple[str
         )
         assert list(folder.iterdir()) == []
     assert done.returncode == 3, done.stderr
-    assert "not permitted: needs CAP_BPF" in done.stderr
+    assert "not permitted: needs CAP_BPF to load programs" in done.stderr
     assert "sudo" in done.stderr
+
+
+# What a recording needs, without what it can do without (setpriv's words).
+_NEEDED = "-all,+bpf,+perfmon,+sys_ptrace"
+
+
+def test_missing_capabilities_are_said_with_the_cure_that_helps(
+    busy: subprocess.Popen[bytes], aiflame_command: tuple[str, ...], tmp_path: Path
+) -> None:
+    # GIVEN a kernel that shows its addresses to those with CAP_SYSLOG
+    assert Path("/proc/sys/kernel/kptr_restrict").read_text().strip() in "01"
+    limited = ("setpriv", f"--bounding-set={_NEEDED}", f"--inh-caps={_NEEDED}")
+    done = subprocess.run(
+        [*limited, *aiflame_command, "record", "-p", str(busy.pid), "-d", "1", "-o", "run.aiflame"],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if "kernel_symbols_hidden" in line)
+    assert "CAP_SYSLOG" in said and "sysctl" not in said

@@ -18,6 +18,7 @@ import pytest
 from aiflame.agent.model import Profile, SampleClass, StackEnd
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store, cache_dir
+from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_cached
 from chain_truth import Verdict, Wrong, judge, user_frames
 from chains import Shape, Tree, make_tree
@@ -89,7 +90,7 @@ def _build(folder: Path, tree: Tree, variant: Variant) -> Path:
 def _has_table(binary: Path) -> bool:
     with binary.open("rb") as file:
         image = ElfImage.from_fd(file.fileno())
-        return load_cached(file.fileno(), image, Store(cache_dir())) is not None
+        return load_cached(TargetFile(file.fileno()), image, Store(cache_dir())) is not None
 
 
 def _mapped_files(pid: int) -> set[Path]:

@@ -18,6 +18,7 @@ from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
 from aiflame.agent.python.memory import ProcessMemory
 from aiflame.agent.python.threads import find_key_block
 from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.target_files import TargetFile
 from interpreters import VERSIONS, executable
 
 HERE = Path(__file__).parent
@@ -54,7 +55,7 @@ def _loaded(pid: int) -> LoadedInterpreter:
         fd = os.open(path, os.O_RDONLY)
         try:
             image = ElfImage.from_fd(fd)
-            found = find_interpreter(fd, image, path.name)
+            found = find_interpreter(TargetFile(fd), image, path.name)
         finally:
             os.close(fd)
         if found is not None:
@@ -69,7 +70,7 @@ def _key_block(pid: int) -> int:
     for name in {word for word in maps if re.search(r"/(libc|libpthread)[-.].*so", word)}:
         fd = os.open(name, os.O_RDONLY)
         try:
-            block = find_key_block(fd, ElfImage.from_fd(fd))
+            block = find_key_block(TargetFile(fd), ElfImage.from_fd(fd))
         finally:
             os.close(fd)
         if block is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.python.interpreter import Interpreter, find_interpreter
 from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.target_files import TargetFile
 
 _SOURCE = Path(__file__).parent / "offsets.c"
 
@@ -36,7 +37,7 @@ def _interpreter(prefix: Path) -> Interpreter:
     (library,) = prefix.glob("lib/libpython3.*.so.1.0")
     fd = os.open(library, os.O_RDONLY)
     try:
-        found = find_interpreter(fd, ElfImage.from_fd(fd), library.name)
+        found = find_interpreter(TargetFile(fd), ElfImage.from_fd(fd), library.name)
     finally:
         os.close(fd)
     assert found is not None
@@ -55,7 +56,7 @@ def test_an_interpreter_is_the_program_or_the_library_but_not_both(python: Path)
     libraries = list(python.parents[1].glob("lib/libpython3.[0-9]*.so.1.0"))
     fd = os.open(python, os.O_RDONLY)
     try:
-        found = find_interpreter(fd, ElfImage.from_fd(fd), python.name)
+        found = find_interpreter(TargetFile(fd), ElfImage.from_fd(fd), python.name)
     finally:
         os.close(fd)
     assert (found is None) == bool(libraries)

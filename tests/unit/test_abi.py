@@ -51,6 +51,7 @@ _KERNEL_ONLY = {"wait_budget", "kernel_name_key"}
 
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,
+    "FRAME_SLOTS": abi.FRAME_SLOTS,
     "RULES_MAX": abi.RULES_MAX,
     "TABLES_MAX": abi.TABLES_MAX,
     "TABLE_PAGE_SHIFT": PAGE_SHIFT,
@@ -79,6 +80,9 @@ _CONSTANTS = {
     **{f"HANDLE_{member.name}": member.value for member in HandleFrom},
     "COUNTER_MAX": len(abi.Counter),
     "SETTING_MAX": len(abi.Setting),
+    "HOST_MAX": len(abi.HostConstant),
+    **{f"HOST_{member.name}": member.value for member in abi.HostConstant},
+    **{f"FILTER_{member.name}": member.value for member in abi.Filter},
     **{f"CLASS_{member.name}": member.value for member in model.SampleClass},
     **{f"END_{member.name}": member.value for member in model.StackEnd},
     **{f"EVENT_{member.name}": member.value for member in abi.EventType},

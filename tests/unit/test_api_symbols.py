@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
 from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.target_files import TargetFile
 from elfbytes import GLOBAL, IFUNC, LOCAL, OBJECT, WEAK, Elf, Section, Symbol
 
 NAMES = frozenset(("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunch", "clEnqueueNDRangeKernel"))
@@ -26,7 +27,7 @@ def find(tmp_path: Path) -> Callable[..., dict[str, FunctionPlace]]:
         path.write_bytes(elf if isinstance(elf, bytes) else elf.build())
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            return find_functions(descriptor, names)
+            return find_functions(TargetFile(descriptor), names)
         finally:
             os.close(descriptor)
 
@@ -130,7 +131,7 @@ def test_symbols_that_repeat_without_end_are_refused(find: Find) -> None:
 
 
 def test_nothing_asked_for_is_nothing_read() -> None:
-    assert find_functions(-1, frozenset()) == {}
+    assert find_functions(TargetFile(-1), frozenset()) == {}
 
 
 def test_file_that_is_no_elf_is_refused(find: Find) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
-from aiflame.agent.recording.probe_places import probe_place
+from aiflame.agent.recording.probe_places import NopTreatment, probe_place
+from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis.cuda import API
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ _ALSO_CALLED = {"cudaMalloc", "cudaFree", "cudaDeviceSynchronize", "__cudaRegist
 def _functions(path: Path) -> dict[str, FunctionPlace]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return find_functions(descriptor, _RUNTIME)
+        return find_functions(TargetFile(descriptor), _RUNTIME)
     finally:
         os.close(descriptor)
 
@@ -59,7 +60,7 @@ def test_every_call_of_a_program_is_found(
     twins = {name + "_ptsz" for name in _CALLED}
     assert _CALLED | twins | _ALSO_CALLED <= set(found)
     assert _RUNTIME - set(found) <= {"cudaLaunchCooperativeKernelMultiDevice"}
-    places = {name: probe_place(f.code, f.file_offset) for name, f in found.items()}
+    places = {name: probe_place(f.code, f.file_offset, NopTreatment()) for name, f in found.items()}
     assert [name for name, place in places.items() if not place.is_emulated] == []
 
 

@@ -281,6 +281,17 @@ def test_nearly_full_disk_is_a_warning(
     assert out.space(Context()).status is status
 
 
+@pytest.mark.parametrize(("free", "status"), [(10**6, Status.WARN), (10**12, Status.OK)])
+def test_room_for_recordings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, status: Status
+) -> None:
+    monkeypatch.setattr(out, "recordings_directory", lambda: tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    finding = out.recordings(Context())
+    assert finding.status is status
+    assert str(tmp_path) in finding.text
+
+
 def test_cache_that_cannot_be_made_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.gpu_profile import Direction, Operation
 from aiflame.agent.recording.api_symbols import find_functions
+from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming
 
@@ -153,7 +154,7 @@ def test_symbols_of_cuda_are_those_of_its_runtime() -> None:
 def _defined_in(path: Path, names: frozenset[str]) -> frozenset[str]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return frozenset(find_functions(descriptor, names))
+        return frozenset(find_functions(TargetFile(descriptor), names))
     finally:
         os.close(descriptor)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.gpu_profile import Tier
+from aiflame.agent.target_files import BadTargetFile, FileGuard, GuardedFile, TargetFile
 from aiflame.gpu.base import CodeKey, CpuSample, Interval
 from aiflame.gpu.opencl import listing as listings
 from aiflame.gpu.opencl.disassembly import Decoded
@@ -67,7 +69,7 @@ def descriptor(built: Path) -> Iterator[int]:
 
 @pytest.fixture
 def kernel(descriptor: int) -> KernelFile:
-    found = read_kernel_file(descriptor)
+    found = read_kernel_file(TargetFile(descriptor))
     assert found is not None
     return found
 
@@ -81,8 +83,8 @@ class _Files:
     def path(self, file: int) -> str:
         return self._path
 
-    def descriptor(self, file: int) -> int | None:
-        return self._fd
+    def opened(self, file: int) -> GuardedFile | None:
+        return None if self._fd is None else FileGuard().each_file(self._path, self._fd)
 
     def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
         return [("half.cl", address) for address in addresses]
@@ -153,8 +155,8 @@ def test_large_files_are_not_searched(tmp_path: Path) -> None:
     os.truncate(large, 1 << 30)
     fd = os.open(large, os.O_RDONLY)
     try:
-        assert not may_be_kernel("/home/me/large.so", fd)
-        assert read_kernel_file(fd) is None
+        assert not may_be_kernel("/home/me/large.so", TargetFile(fd))
+        assert read_kernel_file(TargetFile(fd)) is None
     finally:
         os.close(fd)
 
@@ -170,7 +172,9 @@ def test_damaged_files_are_refused_or_read_and_nothing_else(built: Path, tmp_pat
             data[dice.randrange(len(data))] = dice.randrange(256)
         path.write_bytes(data)
         fd = os.open(path, os.O_RDONLY)
-        found = read_kernel_file(fd)
+        found = None
+        with contextlib.suppress(BadTargetFile):
+            found = read_kernel_file(TargetFile(fd))
         os.close(fd)
         if found is not None:
             read += 1
@@ -295,7 +299,7 @@ def test_pocl_of_a_container_is_found_by_its_samples(built: Path, descriptor: in
     family = _family(str(built), descriptor)
     assert family.detect().devices == ()
     assert family.owns(0)
-    kernel = read_kernel_file(descriptor)
+    kernel = read_kernel_file(TargetFile(descriptor))
     assert kernel is not None
     assert list(family.drain(Interval(0, [CpuSample(0, 1, 0, kernel.entry, False, 1)])))
     (device,) = family.detect().devices

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import select
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiflame.agent import outfile
@@ -16,10 +20,37 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+class _Source(io.BytesIO):
+    """Content that calls something when it is read for the first time."""
+
+    def __init__(self, content: bytes, first: Any) -> None:
+        super().__init__(content)
+        self._first = first
+
+    def read(self, *size: Any) -> bytes:
+        first, self._first = self._first, lambda: None
+        first()
+        return super().read(*size)
+
+
 def test_writes_and_leaves_nothing_else(tmp_path: Path) -> None:
     outfile.write_output(tmp_path / "a.svg", b"data", force=False)
     assert (tmp_path / "a.svg").read_bytes() == b"data"
     assert _names(tmp_path) == ["a.svg"]
+
+
+def test_copies_a_file(tmp_path: Path) -> None:
+    outfile.write_output(tmp_path / "a", io.BytesIO(b"data" * 10**6), force=False)
+    assert (tmp_path / "a").stat().st_size == 4 * 10**6
+
+
+def test_a_path_relative_to_the_current_folder(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    outfile.write_output(Path("a"), b"here", force=False)
+    outfile.write_output(Path("../b/../a"), b"above", force=False)
+    assert (tmp_path / "b/a").read_bytes() == b"here"
+    assert (tmp_path / "a").read_bytes() == b"above"
 
 
 def test_force_replaces_a_file(tmp_path: Path) -> None:
@@ -31,15 +62,29 @@ def test_force_replaces_a_file(tmp_path: Path) -> None:
 def test_what_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     # GIVEN a file that was not there when the work began
     path = tmp_path / "a"
-    with (
-        pytest.raises(UsageError, match="file exists"),
-        outfile.atomic_output(path, force=False) as temporary,
-    ):
-        temporary.write_bytes(b"ours")
-        path.write_bytes(b"theirs")
+    content = _Source(b"ours", lambda: path.write_bytes(b"theirs"))
+    with pytest.raises(UsageError, match="file exists"):
+        outfile.write_output(path, content, force=False)
     # THEN it is still there, and nothing of ours is
     assert path.read_bytes() == b"theirs"
     assert _names(tmp_path) == ["a"]
+
+
+def test_a_file_of_ours_is_replaced_without_force(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    ours = outfile.write_output(path, b"raw", force=False)
+    named = outfile.write_output(path, b"named", force=False, replaces=ours)
+    assert path.read_bytes() == b"named"
+    # but not another one under its name, also not one that came when ours was written.
+    path.unlink()
+    path.write_bytes(b"theirs")
+    with pytest.raises(UsageError, match="file exists"):
+        outfile.write_output(path, b"again", force=False, replaces=named)
+    path.unlink()
+    content = _Source(b"ours", lambda: path.write_bytes(b"theirs"))
+    with pytest.raises(UsageError, match="file exists"):
+        outfile.write_output(path, content, force=False, replaces=named)
+    assert path.read_bytes() == b"theirs"
 
 
 def test_a_dangling_link_is_a_file_that_exists(tmp_path: Path) -> None:
@@ -49,68 +94,146 @@ def test_a_dangling_link_is_a_file_that_exists(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["a"]
 
 
-def test_force_replaces_a_link_not_its_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["target", os.devnull])
+def test_force_replaces_a_link_not_its_target(tmp_path: Path, target: str) -> None:
     (tmp_path / "target").write_bytes(b"precious")
-    (tmp_path / "a").symlink_to(tmp_path / "target")
+    (tmp_path / "a").symlink_to(target)
     outfile.write_output(tmp_path / "a", b"new", force=True)
     assert (tmp_path / "target").read_bytes() == b"precious"
+    assert not (tmp_path / "a").is_symlink()
     assert (tmp_path / "a").read_bytes() == b"new"
 
 
-def test_a_failure_inside_leaves_nothing(tmp_path: Path) -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        outfile.atomic_output(tmp_path / "a", force=False) as temporary,
-    ):
-        temporary.write_bytes(b"half")
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        assert len(_names(tmp_path)) == 1
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        outfile.write_output(tmp_path / "a", _Source(b"half", interrupt), force=False)
     assert _names(tmp_path) == []
 
 
-def test_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    with (
-        pytest.raises(AiflameError, match=r"cannot write .*/a: no space left on device") as error,
-        outfile.atomic_output(tmp_path / "a", force=False) as temporary,
-    ):
-        temporary.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert "free some space" in str(error.value.hint)
-    assert _names(tmp_path) == []
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_says_so_and_keeps_what_was_to_be_replaced(tmp_path: Path, code: int) -> None:
+    def fill() -> None:
+        raise OSError(code, os.strerror(code))
 
-
-def test_a_full_disk_keeps_the_file_that_was_to_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
-    with (
-        pytest.raises(AiflameError),
-        outfile.atomic_output(tmp_path / "a", force=True) as temporary,
-    ):
-        temporary.write_bytes(b"half")
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    with pytest.raises(AiflameError, match=r"cannot write .*/a: .*(space|quota)") as error:
+        outfile.write_output(tmp_path / "a", _Source(b"half", fill), force=True)
+    assert "free some space" in str(error.value.hint)
     assert (tmp_path / "a").read_bytes() == b"old"
+    assert _names(tmp_path) == ["a"]
 
 
-def test_a_planted_temporary_link_is_not_followed(tmp_path: Path) -> None:
-    path = tmp_path / "a"
+def test_a_temporary_file_that_is_swapped_is_not_what_gets_the_name(tmp_path: Path) -> None:
+    # GIVEN a folder whose owner puts a link where the temporary file was
+    folder = tmp_path / "folder"
+    folder.mkdir()
     (tmp_path / "victim").write_bytes(b"precious")
-    outfile.temporary_name(path).symlink_to(tmp_path / "victim")
-    with pytest.raises(AiflameError, match="file exists"):
-        outfile.write_output(path, b"x", force=True)
+    (tmp_path / "victim").chmod(0o600)
+
+    def swap() -> None:
+        (temporary,) = folder.glob(".*")
+        temporary.rename(folder / "away")
+        temporary.symlink_to(tmp_path / "victim")
+
+    # THEN nothing happens to what the link leads to,
+    outfile.write_output(folder / "a", _Source(b"ours", swap), force=False)
+    # and the file that was written has its name.
+    assert (folder / "a").read_bytes() == b"ours"
+    (folder / "away").unlink()
+    with pytest.raises(AiflameError, match="somebody replaced it"):
+        outfile.write_output(folder / "b", _Source(b"ours", swap), force=True)
     assert (tmp_path / "victim").read_bytes() == b"precious"
+    assert (tmp_path / "victim").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("name", ["a.svg", "x" * 255, "\u00e9" * 127])
 def test_temporary_names_are_hidden_and_fit(tmp_path: Path, name: str) -> None:
-    temporary = outfile.temporary_name(tmp_path / name)
-    assert temporary.parent == tmp_path
-    assert temporary.name.startswith(".")
-    assert len(os.fsencode(temporary.name)) <= 255
-    outfile.write_output(tmp_path / name, b"x", force=False)
+    def look() -> None:
+        (temporary,) = _names(tmp_path)
+        assert temporary.startswith(".")
+        assert len(os.fsencode(temporary)) <= 255
+
+    outfile.write_output(tmp_path / name, _Source(b"x", look), force=False)
     assert _names(tmp_path) == [name]
 
 
-def test_devices_are_written_into_and_stay_devices() -> None:
-    outfile.write_output(Path(os.devnull), b"x", force=True)
-    assert Path(os.devnull).is_char_device()
+@pytest.mark.parametrize("is_private", [False, True])
+def test_the_umask_decides_who_may_read_unless_it_is_private(
+    tmp_path: Path, is_private: bool
+) -> None:
+    previous = os.umask(0o027)
+    try:
+        outfile.write_output(tmp_path / "a", b"x", force=False, is_private=is_private)
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == (0o600 if is_private else 0o640)
+
+
+def test_devices_that_were_named_are_written_into_and_stay_devices() -> None:
+    for force in (False, True):
+        outfile.refuse_existing(Path(os.devnull), force)
+        outfile.write_output(Path(os.devnull), b"x", force)
+        assert Path(os.devnull).is_char_device()
+
+
+def test_devices_and_fifos_that_were_not_named_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    for path in (Path(os.devnull), tmp_path / "a"):
+        for force in (False, True):
+            with pytest.raises(UsageError, match="not a file, and in the way"):
+                outfile.refuse_existing(path, force, is_named=False)
+            with pytest.raises(UsageError, match="not a file, and in the way"):
+                outfile.write_output(path, b"x", force, is_named=False)
+    assert _names(tmp_path) == ["a"]
+
+
+def test_a_fifo_without_a_reader_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    outfile.refuse_existing(tmp_path / "a", force=False)  # one may come until it is written
+    with pytest.raises(AiflameError, match="nobody reads from this FIFO") as error:
+        outfile.write_output(tmp_path / "a", b"x", force=False)
+    assert error.value.hint == "start its reader first"
+
+
+def test_a_fifo_with_a_reader_gets_all(tmp_path: Path) -> None:
+    # GIVEN more than a pipe holds
+    path, content = tmp_path / "a", os.urandom(1 << 20)
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writer = threading.Thread(target=outfile.write_output, args=(path, content, False))
+    writer.start()
+    select.select([reader], [], [])  # before that there is no writer, which reads as the end
+    os.set_blocking(reader, True)
+    with os.fdopen(reader, "rb") as file:
+        assert file.read() == content
+    writer.join()
+    assert path.is_fifo()
+
+
+def test_a_descriptor_that_a_shell_handed_over_is_written_into() -> None:
+    reader, writer = os.pipe()
+    outfile.refuse_existing(Path(f"/dev/fd/{writer}"), force=False)
+    outfile.write_output(Path(f"/dev/fd/{writer}"), b"data", force=False)
+    assert os.read(reader, 10) == b"data"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_folders_and_sockets_are_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for path in (Path("folder"), Path(), Path("/"), Path(".."), tmp_path):
+        with pytest.raises(UsageError, match="is a folder"):
+            outfile.write_output(path, b"x", force=True)
+    with pytest.raises(UsageError, match="no such folder: missing"):
+        outfile.write_output(Path("missing/a"), b"x", force=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(AiflameError, match="not a directory"):
+        outfile.write_output(Path("file/a"), b"x", force=True)
 
 
 def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch) -> None:
@@ -126,29 +249,34 @@ def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch) -> None:
 
 
 class _Chown:
-    """Stands in for os.chown, so that the test needs not be root."""
+    """Stands in for os.fchown, so that the test needs not be root."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int | None = None) -> None:
-        self.calls: list[tuple[str, int, int]] = []
+        self.calls: list[tuple[int, int]] = []
         self._error = error
         monkeypatch.setattr(os, "geteuid", lambda: 0)
-        monkeypatch.setattr(os, "chown", self)
+        monkeypatch.setattr(os, "fchown", self)
 
-    def __call__(self, path: Path, uid: int, gid: int, *, follow_symlinks: bool) -> None:
-        assert not follow_symlinks
-        self.calls.append((path.name, uid, gid))
+    def __call__(self, descriptor: int, uid: int, gid: int) -> None:
+        self.calls.append((uid, gid))
         if self._error is not None:
             raise OSError(self._error, os.strerror(self._error))
 
 
-def test_files_belong_to_the_user_behind_sudo_before_they_have_their_name(
-    tmp_path: Path, monkeypatch
-) -> None:
-    chown = _Chown(monkeypatch)
+@pytest.fixture
+def sudo_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUDO_UID", "1234")
     monkeypatch.setenv("SUDO_GID", "5678")
+
+
+@pytest.mark.usefixtures("sudo_user")
+def test_files_belong_to_the_user_behind_sudo(tmp_path: Path, monkeypatch) -> None:
+    chown = _Chown(monkeypatch)
     outfile.write_output(tmp_path / "a", b"x", force=False)
-    assert chown.calls == [(outfile.temporary_name(tmp_path / "a").name, 1234, 5678)]
+    outfile.make_folder(tmp_path / "b")
+    outfile.make_folder(tmp_path / "b")
+    outfile.write_output(tmp_path / "c", b"x", force=False, owner=outfile.Owner(1, 2))
+    assert chown.calls == [(1234, 5678), (1234, 5678), (1, 2)]
 
 
 @pytest.mark.parametrize(("uid", "gid"), [("", ""), ("1000", ""), ("-1", "-1"), ("x", "1")])
@@ -160,14 +288,22 @@ def test_no_user_behind_sudo(tmp_path: Path, monkeypatch, uid: str, gid: str) ->
     assert chown.calls == []
 
 
+@pytest.mark.usefixtures("sudo_user")
 @pytest.mark.parametrize(("code", "is_kept"), [(errno.EPERM, True), (errno.EROFS, False)])
 def test_file_systems_without_owners(tmp_path: Path, monkeypatch, code: int, is_kept: bool) -> None:
     _Chown(monkeypatch, code)
-    monkeypatch.setenv("SUDO_UID", "1234")
-    monkeypatch.setenv("SUDO_GID", "5678")
     if is_kept:
         outfile.write_output(tmp_path / "a", b"x", force=False)
     else:
         with pytest.raises(AiflameError, match="cannot write"):
             outfile.write_output(tmp_path / "a", b"x", force=False)
     assert _names(tmp_path) == (["a"] if is_kept else [])
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
+def test_a_private_directory_is_one_that_only_we_write_to(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "a/b"
+    assert outfile.private_directory(directory) == directory
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(mode)
+    assert outfile.private_directory(directory) == (None if mode & 0o022 else directory)

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.recording.api_symbols import find_functions
-from aiflame.agent.recording.probe_places import ProbePlace, probe_place
+from aiflame.agent.recording.probe_places import (
+    NopTreatment,
+    ProbePlace,
+    Treatment,
+    probe_place,
+)
+from aiflame.agent.target_files import TargetFile
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,8 +29,12 @@ RET = "c3"
 RET_BYTES = bytes.fromhex(RET)
 
 
-def _place(text: str, **options: bool) -> ProbePlace:
-    return probe_place(bytes.fromhex(text), 0x401000, **options)
+# As of the newest kernels.
+_ALL_EMULATED = NopTreatment(Treatment.EMULATED, Treatment.EMULATED)
+
+
+def _place(text: str, nops: NopTreatment = _ALL_EMULATED, **options: bool) -> ProbePlace:
+    return probe_place(bytes.fromhex(text), 0x401000, nops, **options)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +138,8 @@ def test_place_inside_a_loop_is_refused(what: str, jump: str) -> None:
 def test_jump_from_afar_is_seen() -> None:
     head = bytes.fromhex("48 89 f8 53") + b"\x90" * 5000
     back = b"\xe9" + (3 - len(head) - 5).to_bytes(4, "little", signed=True)
-    assert probe_place(head + RET_BYTES, 0).offset_bytes == 3
-    assert probe_place(head + back + RET_BYTES, 0).offset_bytes == 0
+    assert probe_place(head + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 3
+    assert probe_place(head + back + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 0
 
 
 def test_probe_of_the_return_needs_the_return_address_on_top() -> None:
@@ -144,11 +154,22 @@ def test_jump_to_the_entry_does_no_harm() -> None:
     assert _place("48 89 f8 53 5b eb f9 c3").offset_bytes == 3
 
 
-def test_older_kernels_do_not_emulate_long_no_operations() -> None:
+def test_long_no_operations_that_are_stepped_are_passed_over() -> None:
     code = ENDBR64 + NOP5 + PUSH_RBP + RET
     assert _place(code) == ProbePlace(4, 0, True)
-    assert _place(code, emulates_long_nops=False) == ProbePlace(9, 0, True)
-    assert _place(NOP5 + RET, emulates_long_nops=False) == ProbePlace(0, 0, False)
+    assert _place(code, NopTreatment()) == ProbePlace(9, 0, True)
+    assert _place(NOP5 + RET, NopTreatment()) == ProbePlace(0, 0, False)
+
+
+def test_a_no_operation_that_is_refused_gets_no_probe() -> None:
+    lea = "48 8d 3d 00 10 00 00 "
+    assert _place("66 90 " + PUSH_RBP + RET, NopTreatment()) == ProbePlace(2, 0, True)
+    assert _place("66 90 " + lea + RET, NopTreatment()) == ProbePlace(2, 0, False)
+    stepped = NopTreatment(prefixed=Treatment.STEPPED)
+    assert _place("66 90 " + lea + RET, stepped) == ProbePlace(0, 0, False)
+    # Nothing else may be taken: whoever attaches it will say so.
+    jumped_to = "66 90 " + lea + "eb f7 " + RET
+    assert _place(jumped_to, NopTreatment()) == ProbePlace(0, 0, False)
 
 
 def test_code_behind_that_cannot_be_read_may_jump_back() -> None:
@@ -171,19 +192,19 @@ def test_place_is_an_instruction_that_every_call_passes_with_its_arguments(
     parts: list[bytes], address: int
 ) -> None:
     code = b"".join(parts)
-    place = probe_place(code, address)
+    place = probe_place(code, address, _ALL_EMULATED)
     starts = [len(b"".join(parts[:index])) for index in range(len(parts))]
     assert place.offset_bytes in starts
     before = parts[: starts.index(place.offset_bytes)]
     assert bytes.fromhex("31 f6") not in before
     assert b"\xc3" not in before
     assert place.stack_bytes == 0x18 * before.count(bytes.fromhex("48 83 ec 18"))
-    assert place == probe_place(code, 0)
+    assert place == probe_place(code, 0, _ALL_EMULATED)
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_have_a_place(code: bytes) -> None:
-    place = probe_place(code, 0)
+    place = probe_place(code, 0, _ALL_EMULATED)
     assert 0 <= place.offset_bytes < max(1, min(32, len(code)))
     assert place.is_emulated or place == ProbePlace(0, 0, False)
 
@@ -207,10 +228,12 @@ def test_places_in_a_real_library_are_instructions() -> None:
     )
     names = frozenset(("getenv", "qsort_r", "fopen", "printf", "strtol", "realpath", "glob"))
     descriptor = os.open(path, os.O_RDONLY)
-    found = find_functions(descriptor, names)
+    found = find_functions(TargetFile(descriptor), names)
     os.close(descriptor)
     # WHEN places are chosen THEN another disassembler sees instructions there
-    places = {f.file_offset + probe_place(f.code, 0).offset_bytes for f in found.values()}
+    places = {
+        f.file_offset + probe_place(f.code, 0, _ALL_EMULATED).offset_bytes for f in found.values()
+    }
     assert len(places) >= 5
     assert places <= _objdump_starts(path)
 
@@ -226,7 +249,11 @@ def test_loader_of_opencl_is_probed_cheaply() -> None:
         if "libOpenCL" in line
     )
     descriptor = os.open(mapped, os.O_RDONLY)
-    found = find_functions(descriptor, frozenset(("clEnqueueNDRangeKernel", "clFinish")))
+    found = find_functions(
+        TargetFile(descriptor), frozenset(("clEnqueueNDRangeKernel", "clFinish"))
+    )
     os.close(descriptor)
     assert set(found) == {"clEnqueueNDRangeKernel", "clFinish"}
-    assert all(probe_place(f.code, f.file_offset).is_emulated for f in found.values())
+    # THEN its functions need no emulation of no-operations
+    places = [probe_place(f.code, f.file_offset, NopTreatment()) for f in found.values()]
+    assert all(place.is_emulated for place in places)

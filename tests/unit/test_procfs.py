@@ -152,7 +152,7 @@ def test_a_process_that_is_gone(gone: int) -> None:
     assert procfs.command_line(gone) == procfs.executable(gone) == procfs.cgroup(gone) == ""
     assert procfs.status_field(gone, "Tgid") == []
     assert procfs.namespaced_pid(gone) == gone
-    assert procfs.parent_pid(gone) == procfs.owner_uid(gone) == 0
+    assert (procfs.parent_pid(gone), procfs.owner_uid(gone)) == (0, -1)
     assert procfs.thread_ids(gone) == []
     assert procfs.thread_stat(gone, gone) is None
     assert gone not in procfs.process_ids()
@@ -211,7 +211,7 @@ def test_a_status_that_ends_early(proc: Callable[[str], None], text: str) -> Non
     proc(text)
     assert procfs.thread_stat(1, 1) is None
     assert procfs.parent_pid(1) == 0
-    assert procfs.owner_uid(1) == 0
+    assert procfs.owner_uid(1) == -1
     assert procfs.namespaced_pid(1) == 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from aiflame.agent.python.elfbytes import find_symbols
 from aiflame.agent.python.evalcode import AddressRange, eval_ranges, jump_targets, key_operand
 from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.target_files import TargetFile
 
 _EVAL = b"_PyEval_EvalFrameDefault"
 
@@ -33,8 +34,9 @@ FUNCTION(after)
 def _ranges(path: Path) -> tuple[tuple[AddressRange, ...], bool]:
     fd = os.open(path, os.O_RDONLY)
     try:
-        image = ElfImage.from_fd(fd)
-        return eval_ranges(fd, image, find_symbols(fd, image, (_EVAL,))[_EVAL])
+        file = TargetFile(fd)
+        image = ElfImage.read(file)
+        return eval_ranges(file, image, find_symbols(file, image, (_EVAL,))[_EVAL])
     finally:
         os.close(fd)
 

@@ -21,6 +21,7 @@ from aiflame.agent.python.threads import (
     tss_slot_offset,
 )
 from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.target_files import TargetFile
 from pymemory import ConstructedMemory, debug_offsets
 
 PY310, PY312 = table_layout((3, 10)), table_layout((3, 12))
@@ -183,7 +184,7 @@ def _library(folder: Path, body: str) -> Path:
 def _key_block(path: Path) -> int | None:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return find_key_block(fd, ElfImage.from_fd(fd))
+        return find_key_block(TargetFile(fd), ElfImage.from_fd(fd))
     finally:
         os.close(fd)
 

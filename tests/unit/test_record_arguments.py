@@ -177,7 +177,9 @@ def test_defaults(recordings: _Recordings) -> None:
     [(target, options, plan)] = recordings.asked
     assert (target.filter, target.pids) == (abi.Filter.PIDS, (pid,))
     assert target.existing_pids() == [pid]
-    assert plan == OutputPlan(Path("run.aiflame"), "html", Path("run.html"), force=False)
+    assert plan == OutputPlan(
+        Path("run.aiflame"), "html", Path("run.html"), False, Path("run.aiflame")
+    )
     assert options == RecordOptions(
         frequency_hz=99,
         duration_ns=None,
@@ -204,7 +206,7 @@ def test_every_option_arrives(recordings: _Recordings) -> None:
     assert cli.main(given.split()) == 0
     [(target, options, plan)] = recordings.asked
     assert target.filter == abi.Filter.ALL
-    assert plan == OutputPlan(None, "svg", Path("run.svg"), force=True)
+    assert plan == OutputPlan(None, "svg", Path("run.svg"), True, Path("run.svg"))
     assert options == RecordOptions(
         frequency_hz=50,
         duration_ns=2 * _S,
@@ -239,7 +241,7 @@ def test_a_command_is_held_and_its_children_followed(
     assert target.existing_pids() == []
     assert target.words == f"touch (pid {target.command.pid})"
     assert asked.follow_children is follows
-    assert plan.any_path.name.startswith(f"aiflame-touch-{target.command.pid}-")
+    assert plan.kept_path.name.startswith(f"aiflame-touch-{target.command.pid}-")
     # It never ran, since nothing released it, and it is gone.
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ProcessLookupError):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -71,8 +72,44 @@ def test_what_is_written(
         return None if name is None else Path(name)
 
     plan = _plan(output, form)
-    assert plan == OutputPlan(path(capture), report, path(report_path), force=False)
-    assert plan.any_path == path(capture or report_path)
+    named = path(output)
+    assert plan == OutputPlan(path(capture), report, path(report_path), force=False, named=named)
+
+
+@pytest.mark.parametrize(
+    ("output", "form", "kept"),
+    [
+        ("run.aiflame", None, "run.aiflame"),
+        ("run.svg", None, "run.partial.aiflame"),
+        ("run.aiflame", "svg", "run.partial.aiflame"),
+        ("folder/run.html", None, "folder/run.partial.aiflame"),
+        (None, "html", f"{_DEFAULT}.partial.aiflame"),
+        ("/dev/null", "folded", "null.partial.aiflame"),
+    ],
+)
+def test_where_a_recording_that_fails_is_kept(
+    folder: Path, output: str | None, form: str | None, kept: str
+) -> None:
+    (folder / "folder").mkdir()
+    assert _plan(output, form).kept_path == Path(kept)
+
+
+@pytest.mark.parametrize(
+    ("existing", "output", "form"),
+    [("run.html", "run.aiflame", None), (f"{_DEFAULT}.aiflame", None, None)],
+)
+def test_a_fifo_is_refused_where_it_was_not_named(
+    folder: Path, existing: str, output: str | None, form: str | None
+) -> None:
+    os.mkfifo(folder / existing)
+    for force in (False, True):
+        with pytest.raises(UsageError, match="not a file, and in the way"):
+            _plan(output, form, force)
+
+
+def test_a_fifo_that_was_named_is_written_into(folder: Path) -> None:
+    os.mkfifo(folder / "run.html")
+    assert _plan("run.html", None).named == Path("run.html")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.commands import stats as verb
-from aiflame.agent.model import WAIT_DTYPE, Profile, SampleClass, StackEnd
+from aiflame.agent.model import WAIT_DTYPE, Loss, Profile, SampleClass, StackEnd, Thread
 from aiflame.agent.reports.base import TIME_VIEWS, View
+from aiflame.agent.reports.facts import missing_line, warnings
 from aiflame.agent.reports.stats import tables
 from aiflame.agent.reports.table import Table
 from goldens import assert_golden
@@ -165,3 +166,35 @@ def test_limits_that_are_none_are_usage_errors(limit: str, capsys) -> None:
         parser.parse_args(["run.aiflame", "-n", limit])
     assert exit_info.value.code == 2
     assert "-n/--limit" in capsys.readouterr().err
+
+
+def _kept(on_ms: int, off_ms: int, *names: str) -> Profile:
+    """Two threads, 4 s of observed time: samples of the first, the second wholly kept."""
+    threads = (Thread(0, 100, "a", 500 * MS, 2_000 * MS), Thread(0, 101, "b", 0, 2_000 * MS))
+    return profile_of(
+        Sample("main;on", on_ms * MS, count=on_ms // 10),
+        Sample("main;off", off_ms * MS, SampleClass.BLOCKED),
+        Sample("main;off", 2_000 * MS, SampleClass.BLOCKED, thread=1),
+        threads=threads,
+        losses=tuple(Loss(name, 7, "meaning") for name in names),
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "line"),
+    [
+        (_kept(500, 1_500), ""),
+        (_kept(500, 1_500, "sums_full"), ""),
+        # Chance: 50 samples have a standard deviation of 70 ms.
+        (_kept(400, 1_500, "sums_full"), ""),
+        (_kept(500, 1_498, "user_frames_cut"), ""),
+        (_kept(500, 500, "sums_full"), "1.000 s of 4.000 s of thread time is missing (sums_full)"),
+        (
+            _kept(100, 1_500, "sampling_skipped", "sums_full"),
+            "400.000 ms of 4.000 s of thread time is missing (sampling_skipped, sums_full)",
+        ),
+    ],
+)
+def test_losses_are_said_as_time(profile: Profile, line: str) -> None:
+    assert missing_line(profile) == line
+    assert bool(line) == any("is missing" in warning for warning in warnings(profile))

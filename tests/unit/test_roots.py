@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.recording import roots
+from aiflame.agent.target_files import TargetFile
 
 
 @pytest.mark.parametrize(
@@ -49,18 +50,18 @@ _EXIT_THREAD = bytes.fromhex(
 
 
 @pytest.fixture
-def library() -> Iterator[Callable[..., int]]:
-    """`library({offset: code})`: a descriptor of a file with this code, and nops elsewhere."""
+def library() -> Iterator[Callable[..., TargetFile]]:
+    """`library({offset: code})`: a file with this code, and nops elsewhere."""
     opened = []
 
-    def make(code: dict[int, bytes], size: int = 4096) -> int:
+    def make(code: dict[int, bytes], size: int = 4096) -> TargetFile:
         content = bytearray(b"\x90" * size)
         for offset, part in code.items():
             content[offset : offset + len(part)] = part
         fd = os.memfd_create("library")
         opened.append(fd)
         os.write(fd, content[:size])
-        return fd
+        return TargetFile(fd)
 
     yield make
     for fd in opened:
@@ -96,15 +97,15 @@ def _jump(at: int, to: int) -> bytes:
     ],
 )
 def test_code_after_the_call(
-    library: Callable[..., int], code: dict[int, bytes], name: str | None
+    library: Callable[..., TargetFile], code: dict[int, bytes], name: str | None
 ) -> None:
     assert roots.start_name_in_libc(library(code), 0x100) == name
 
 
 @pytest.mark.parametrize("offset", [90, 95, 99, 100, 1 << 40])
-def test_code_at_the_end_of_the_file(library: Callable[..., int], offset: int) -> None:
-    fd = library({90: _jump(90, 0x800)[:3], 95: _STORE_0X630}, size=100)
-    assert roots.start_name_in_libc(fd, offset) is None
+def test_code_at_the_end_of_the_file(library: Callable[..., TargetFile], offset: int) -> None:
+    file = library({90: _jump(90, 0x800)[:3], 95: _STORE_0X630}, size=100)
+    assert roots.start_name_in_libc(file, offset) is None
 
 
 def _elf_header(entry: int, magic: bytes = b"\x7fELF\x02\x01\x01") -> bytes:
@@ -123,7 +124,7 @@ def _elf_header(entry: int, magic: bytes = b"\x7fELF\x02\x01\x01") -> bytes:
         (b"", 0),
     ],
 )
-def test_entry_address(library: Callable[..., int], header: bytes, entry: int) -> None:
+def test_entry_address(library: Callable[..., TargetFile], header: bytes, entry: int) -> None:
     assert roots.entry_address(library({0: header}, size=len(header))) == entry
 
 
@@ -145,10 +146,10 @@ def test_is_at_entry(entry: int, address: int, is_there: bool) -> None:
 def test_the_entry_of_a_real_program() -> None:
     # Its first instructions are endbr64 or xor %ebp,%ebp: sysdeps/x86_64/start.S
     with Path("/proc/self/exe").open("rb") as program:
-        assert roots.entry_address(program.fileno()) > 0
+        assert roots.entry_address(TargetFile(program.fileno())) > 0
 
 
-def test_signal_trampoline_is_known_by_its_code(library: Callable[..., int]) -> None:
+def test_signal_trampoline_is_known_by_its_code(library: Callable[..., TargetFile]) -> None:
     trampoline = bytes.fromhex("48c7c00f000000 0f05")
     assert roots.is_signal_return(library({0x100: trampoline}), 0x100)
     assert not roots.is_signal_return(library({0x100: trampoline[:-1]}), 0x100)

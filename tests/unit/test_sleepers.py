@@ -216,6 +216,42 @@ def test_threads_that_a_short_recording_missed_are_counted(
     next(entering)
     # WHEN the recording ends before the first is entered; one was entered by the kernel half
     programs.threads.update(waiting_tid.to_bytes(4, "little"), b"", 0)
-    sleepers.finish([])
+    missed = sleepers.missed()
     # THEN those of both processes that are not in the table are counted
     assert sleepers.problems["threads_not_entered"] == 2
+    # and those among them that are there still are known to have been there for all of it.
+    assert missed == [(os.getpid(), os.getpid())]
+
+
+def test_threads_whose_time_is_known_are_not_said_to_miss_it(
+    waiting_tid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "thread_ids", lambda pid: [os.getpid(), waiting_tid])
+    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
+    tables: Any = SimpleNamespace()
+    table = ProcessTable(1, lambda pid: 1)
+    sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, False)
+    next(sleepers.enter([os.getpid()]))
+    # WHEN one that was not entered has ended, and the kernel half has told how long it was there
+    table.thread(table.image(os.getpid(), 1), waiting_tid).observed_ns = 1_000
+    assert sleepers.missed() == [(os.getpid(), os.getpid())]
+    assert sleepers.problems["threads_not_entered"] == 1
+
+
+def test_threads_beyond_the_kernels_table_are_counted(
+    waiting_tid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> bool:
+        raise OSError(errno.E2BIG, os.strerror(errno.E2BIG))
+
+    monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
+    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
+    programs.threads.update = is_full
+    tables: Any = SimpleNamespace()
+    table = ProcessTable(1, lambda pid: 1)
+    sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, False)
+    for _ in sleepers.enter([os.getpid()]):
+        pass
+    assert sleepers.missed() == [(os.getpid(), waiting_tid)]
+    assert sleepers.problems["thread_table_full"] == 1
+    assert sleepers.problems["threads_not_entered"] == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.symbols import rootfs
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 
 
@@ -83,15 +84,32 @@ def test_no_map_is_no_error(tmp_path: Path) -> None:
     assert PerfMap.load(str(tmp_path / "gone"), 7, 0) is None
 
 
-def test_link_out_of_the_container_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("1000 10 secret\n")
+@pytest.mark.parametrize("target", ["/secret", "../secret", "../../secret", "missing"])
+def test_a_link_is_refused_wherever_it_leads(tmp_path: Path, target: str) -> None:
     root = tmp_path / "root"
     (root / "tmp").mkdir(parents=True)
-    for target in (tmp_path / "secret", "../../secret"):
-        link = root / "tmp/perf-7.map"
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
-        assert PerfMap.load(str(root), 7, os.getuid()) is None
+    (tmp_path / "secret").write_text("1000 10 secret\n")
+    (root / "secret").write_text("1000 10 secret\n")
+    (root / "tmp/perf-7.map").symlink_to(target)
+    with pytest.raises(BadPerfMap, match="not a regular file"):
+        PerfMap.load(str(root), 7, os.getuid())
+
+
+def test_a_link_is_refused_without_openat2(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "secret").write_text("1000 10 secret\n")
+    (tmp_path / "tmp/perf-7.map").symlink_to("../secret")
+    monkeypatch.setattr(rootfs, "_ARCHITECTURES", {})
+    with pytest.raises(BadPerfMap, match="symbolic links"):
+        PerfMap.load(str(tmp_path), 7, os.getuid())
+
+
+def test_a_second_name_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("1000 10 secret\n")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp/perf-7.map").hardlink_to(tmp_path / "secret")
+    with pytest.raises(BadPerfMap, match="2 names"):
+        PerfMap.load(str(tmp_path), 7, os.getuid())
 
 
 def test_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
@@ -108,6 +126,14 @@ def test_map_of_another_user_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadPerfMap, match="user 1234"):
         PerfMap.load(str(tmp_path), 7, 1000)
     assert look(PerfMap.load(str(tmp_path), 7, 1234), 0x1000) == ["forged"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to own a file")
+def test_a_file_of_root_is_for_processes_of_root_only(tmp_path: Path) -> None:
+    write(tmp_path, b"1000 10 roots\n")
+    with pytest.raises(BadPerfMap, match="user 0"):
+        PerfMap.load(str(tmp_path), 7, 1000)
+    assert look(PerfMap.load(str(tmp_path), 7, 0), 0x1000) == ["roots"]
 
 
 def test_end_of_an_oversized_file_is_read(tmp_path: Path) -> None:

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a recording is written until its capture has a name: a directory that only root enters.
+
+SQLite opens a database, and a rollback journal beside it, by path, and it does what the journal
+says, a deletion of other files among it. So no part of that path may be one that others can
+change. The database lies in a directory of its own, of mode 0700, in one of the recorder's own,
+below a folder of root's. For root that is /var/lib/aiflame: on a disk, since a long recording of a
+busy host has hundreds of megabytes, which in /run would be memory; kept at a reboot, unlike /tmp,
+since a recording that was killed waits there for `aiflame recover`. Where /var cannot be written
+to, or is full, it is /run/aiflame.
+
+A recording that runs holds a lock on its directory, which ends with its process whatever ends it.
+A directory without a lock is what a killed recording has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit
+from aiflame.agent.outfile import FileIdentity, Owner, private_directory, write_output
+
+# A capture of a busy host grows by a few MB a minute; this is an hour of it.
+ENOUGH_BYTES = 200 * 10**6
+
+_RECORDINGS = "recordings"
+_DATABASE = "capture.aiflame"
+_DESTINATION = "destination.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What a recording is to become.
+
+    Attributes:
+        path: Where its capture goes; absolute, since it may be asked for from another folder.
+        command: The command line that began it.
+        force: Whether an existing file there may be replaced.
+        owner: Whose the capture is to be; None for who runs aiflame.
+        published: What was written there already: the capture before its symbols were resolved.
+    """
+
+    path: Path
+    command: str
+    force: bool
+    owner: Owner | None
+    published: FileIdentity | None = None
+
+    def as_json(self) -> str:
+        """Returns it as text."""
+        return json.dumps({**asdict(self), "path": str(self.path)})
+
+    @classmethod
+    def of_json(cls, text: str) -> Destination:
+        """Reads it again."""
+        facts = json.loads(text)
+        return cls(
+            path=Path(facts["path"]),
+            command=facts["command"],
+            force=facts["force"],
+            owner=None if facts["owner"] is None else Owner(*facts["owner"]),
+            published=facts["published"] and FileIdentity(**facts["published"]),
+        )
+
+
+class Workspace(AbstractContextManager["Workspace"]):
+    """The directory of one recording, locked; removed at the end unless `is_kept`.
+
+    Attributes:
+        directory: Its path.
+        destination: What it is to become.
+        is_kept: Whether it holds something that is nowhere else. Whoever aborts does not want it.
+    """
+
+    def __init__(self, directory: Path, lock: int, destination: Destination) -> None:
+        self.directory = directory
+        self.destination = destination
+        self.is_kept = False
+        self._lock = lock
+
+    @classmethod
+    def create(cls, destination: Destination) -> Workspace:
+        """Makes one for a new recording.
+
+        Raises:
+            EnvironmentUnfit: There is no directory that only this user enters.
+            AiflameError: The file system refused.
+        """
+        parent = recordings_directory()
+        name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
+        # Nobody looks for what a killed recording has left between the two locks.
+        try:
+            with _locked(parent):
+                directory = parent / name
+                directory.mkdir(mode=0o700)
+                made = cls(directory, _lock(directory), destination)
+                made._note(destination)
+        except OSError as error:
+            shutil.rmtree(parent / name, ignore_errors=True)
+            raise AiflameError(
+                f"cannot write {parent / name}: {error.strerror}", "free some space on that disk"
+            ) from error
+        return made
+
+    @property
+    def database(self) -> Path:
+        """Where the capture is written."""
+        return self.directory / _DATABASE
+
+    @property
+    def size_bytes(self) -> int:
+        """How large it is by now."""
+        return self.database.stat().st_size if self.database.exists() else 0
+
+    @property
+    def name(self) -> str:
+        """Tells it from all others: when it was made (UTC), and the recorder's pid."""
+        return self.directory.name
+
+    def publish(self, is_named: bool = False) -> int:
+        """Copies what is committed to its destination; nothing is here alone afterwards.
+
+        Args:
+            is_named: Whether the user gave the destination's very name.
+
+        Returns:
+            Its size in bytes.
+
+        Raises:
+            AiflameError: It is not there; `aiflame recover` tries again.
+        """
+        to = self.destination
+        try:
+            with self.database.open("rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                published = write_output(
+                    to.path,
+                    file,
+                    to.force,
+                    is_named=is_named,
+                    is_private=True,
+                    replaces=to.published,
+                    owner=to.owner,
+                )
+        except Aborted:
+            raise
+        except AiflameError as error:
+            hint = f"{error.hint}; then: " if error.hint else ""
+            raise AiflameError(
+                f"{error}; the recording is kept", f"{hint}aiflame recover {to.path}"
+            ) from error
+        self.is_kept = False
+        # On a full disk the note is missing, and `recover` asks for --force.
+        with contextlib.suppress(OSError):
+            self._note(replace(to, published=published))
+        return size_bytes
+
+    def _note(self, destination: Destination) -> None:
+        self.destination = destination
+        file = self.directory / _DESTINATION
+        following = file.with_suffix(".new")
+        following.write_text(destination.as_json())
+        following.replace(file)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.is_kept or isinstance(error, Aborted):
+            shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)
+
+
+def recordings_directory() -> Path:
+    """Returns where new recordings go: the first with enough room, or else the one with most.
+
+    Raises:
+        EnvironmentUnfit: There is no directory that only this user enters.
+    """
+    usable: dict[Path, int] = {}
+    for candidate in _candidates():
+        parent = _own(candidate)
+        if parent is not None:
+            usable[parent] = shutil.disk_usage(parent).free
+            if usable[parent] >= ENOUGH_BYTES:
+                return parent
+    if not usable:
+        first = _candidates()[0]
+        raise EnvironmentUnfit(
+            f"no directory to record into: {first} cannot be made, or others may write there",
+            f"sudo install -d -m 700 -o {os.geteuid()} {first}",
+        )
+    return max(usable, key=lambda parent: usable[parent])
+
+
+@contextlib.contextmanager
+def unfinished() -> Iterator[list[Workspace]]:
+    """Yields what killed recordings have left, oldest first, each locked meanwhile."""
+    found: list[Workspace] = []
+    with contextlib.ExitStack() as stack:
+        for candidate in _candidates():
+            # Not even looked into where others could have put something.
+            parent = _own(candidate) if candidate.is_dir() else None
+            if parent is None:
+                continue
+            with _locked(parent):
+                found += _left_in(parent)
+        for workspace in found:
+            workspace.is_kept = True
+            stack.enter_context(workspace)
+        yield sorted(found, key=lambda workspace: workspace.name)
+
+
+def _left_in(parent: Path) -> Iterator[Workspace]:
+    for directory in parent.iterdir():
+        try:
+            lock = _lock(directory)
+        except OSError:
+            continue  # it runs
+        try:
+            destination = Destination.of_json((directory / _DESTINATION).read_text())
+        except (OSError, ValueError, KeyError, TypeError):
+            # Killed at its very start, or while it was removed.
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)
+        else:
+            yield Workspace(directory, lock, destination)
+
+
+def _candidates() -> list[Path]:
+    """The recorder's own directories, best first."""
+    if os.geteuid() == 0:
+        return [Path("/var/lib/aiflame"), Path("/run/aiflame")]
+    # XDG Base Directory Specification 0.8; users of services have no home, and nobody can put
+    # another directory in the place of one's own in a sticky /tmp.
+    configured = Path(os.environ.get("XDG_STATE_HOME", ""))
+    base = configured if configured.is_absolute() else Path("~/.local/state").expanduser()
+    return [base / "aiflame", Path(f"/tmp/aiflame-{os.geteuid()}")]  # noqa: S108 - see above
+
+
+def _own(candidate: Path) -> Path | None:
+    """Makes a candidate and its directory of recordings; None where others may write."""
+    own = private_directory(candidate)
+    return None if own is None or own.is_symlink() else private_directory(own / _RECORDINGS)
+
+
+def _lock(directory: Path) -> int:
+    """Locks a directory until the descriptor is closed; OSError if another process does."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

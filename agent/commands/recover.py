@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finish recordings that were killed: what they had stored becomes a capture.
+
+Needs the user that recorded, which mostly is root. The capture holds all but the last second or
+two. Its stacks show modules and addresses: names are resolved at the end of a recording.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from aiflame.agent.capture.workspace import Workspace, unfinished
+from aiflame.agent.capture.writer import close_abandoned
+from aiflame.agent.commands.messages import tell
+from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.outfile import sudo_ids
+from aiflame.agent.reports.rows import showable
+
+NAME = "recover"
+
+EPILOG = """\
+EXAMPLES
+  sudo aiflame recover                                # list them
+  sudo aiflame recover run.aiflame                    # finish the one that was to be run.aiflame
+  sudo aiflame recover run.aiflame -o saved.aiflame   # under another name
+  sudo aiflame recover run.aiflame --discard          # throw it away
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `aiflame recover` takes."""
+    parser.add_argument(
+        "recording",
+        metavar="PATH",
+        nargs="?",
+        help="where the recording was to go, or its name in the list (default: list all)",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("-o", "--output", metavar="FILE", type=Path, help="write it there instead")
+    what.add_argument("--discard", action="store_true", help="remove it (default: write it)")
+    parser.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List unfinished recordings, or finish one; returns the exit code."""
+    with unfinished() as found:
+        if args.recording is None:
+            if args.output or args.discard:
+                raise UsageError("recover which recording?", "aiflame recover lists them")
+            _list(found)
+            return 0
+        workspace = _chosen(found, args.recording)
+        if args.discard:
+            workspace.is_kept = False
+            tell(sys.stderr, f"Removed {workspace.name}\n")
+            return 0
+        _finish(workspace, args.output, args.force)
+    return 0
+
+
+def mention_unfinished(say: Callable[[str], None]) -> None:
+    """Says that there are unfinished recordings, if there are."""
+    with unfinished() as found:
+        paths = [str(workspace.destination.path) for workspace in found]
+    if paths:
+        which = paths[0] if len(paths) == 1 else f"{len(paths)} recordings"
+        say(f"killed earlier, and not finished: {which}; see: aiflame recover")
+
+
+def finish_if_killed(path: Path) -> None:
+    """Finishes the recording that was to be at a path where nothing is, if it was killed."""
+    if os.path.lexists(path):
+        return
+    with unfinished() as found:
+        matching = [each for each in found if each.destination.path == path.absolute()]
+        if len(matching) == 1:
+            _finish(matching[0], None, force=False)
+
+
+def _list(found: list[Workspace]) -> None:
+    if not found:
+        print("no unfinished recording")
+    for workspace in found:
+        size_mb = workspace.size_bytes / 1e6
+        command = showable(workspace.destination.command)
+        print(f"{workspace.name}  {size_mb:.1f} MB  {showable(str(workspace.destination.path))}")
+        print(f"    {command}")
+
+
+def _chosen(found: list[Workspace], wanted: str) -> Workspace:
+    path = Path(wanted).absolute()
+    matching = [
+        workspace
+        for workspace in found
+        if workspace.name == wanted or workspace.destination.path == path
+    ]
+    if not matching:
+        raise AiflameError(
+            f"no unfinished recording of {wanted}", "aiflame recover lists all of this user"
+        )
+    if len(matching) > 1:
+        raise UsageError(
+            f"{len(matching)} unfinished recordings of {wanted}",
+            f"name one, for instance: aiflame recover {matching[-1].name}",
+        )
+    return matching[0]
+
+
+def _finish(workspace: Workspace, output: Path | None, force: bool) -> None:
+    if not close_abandoned(workspace.database):
+        workspace.is_kept = False
+        raise AiflameError(f"it was killed before anything was recorded: {workspace.name}; removed")
+    to = workspace.destination
+    to = replace(to, force=to.force or force)
+    if output is not None:
+        to = replace(to, path=output.absolute(), owner=sudo_ids(), force=force, published=None)
+    workspace.destination = to
+    size_bytes = workspace.publish(is_named=output is not None)
+    path = showable(str(output or to.path))
+    tell(
+        sys.stderr,
+        f"Wrote {path} ({size_bytes / 1e6:.1f} MB), of a recording that was killed\n"
+        f"Next: aiflame report {path}\n",
+    )

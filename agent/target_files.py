@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads files that targets chose, so that a bad one costs its own contents and nothing else.
+
+A file that any user's program maps is parsed by a recorder with root's rights, in its main thread.
+It may lie about every number in it, be cut while it is read, or be made to take hours: 400 symbol
+tables that share one sparse string table of 1 GB fit into 48 KB of disk. So whoever reads one in
+the recorder, in a dump or in doctor does it inside `FileGuard.each_file`, through the `TargetFile`
+that it hands out:
+
+- one budget of bytes and of CPU time for each file, and a pool of CPU time for all files of one
+  owner, which a thousand files that each just keep to the budget would use up;
+- one catch for each file: whatever parsing raises becomes an entry in `FileGuard.bad`.
+
+Nothing is mapped: a file that shrinks under a mapping kills its reader with SIGBUS.
+
+Not bounded here is a read that never returns, as from a file system that the target serves itself.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import time
+from types import TracebackType
+from typing import Any
+
+from aiflame.agent.errors import AiflameError
+from elftools.common.exceptions import ELFError
+from elftools.construct import ConstructError
+
+# libtorch_cpu, among the largest libraries that exist, has 120 MB of names and 13 MB of symbols,
+# and takes 0.3 s.
+MAX_BYTES = 512 << 20
+MAX_CPU_S = 2.0
+# For all files of one owner in a recording. Three thousand sound ones take 10 s.
+_POOL_CPU_S = 20.0
+# What a file gets once the pool of its owner is empty: most sound ones take 1 to 5 ms.
+_LEAST_CPU_S = 0.05
+
+# pread(2) takes a signed offset.
+_MAX_OFFSET = (1 << 63) - 1
+# Parsers of structures ask for a few bytes at a time.
+_STREAM_BUFFER_BYTES = 4096
+_MAX_REASON_CHARACTERS = 100
+
+
+# What pyelftools lets through on damaged files, its own errors among it.
+ELF_DAMAGE = (
+    ELFError,
+    ConstructError,
+    struct.error,
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    MemoryError,
+)
+
+
+class BadTargetFile(AiflameError):
+    """A file is damaged, cannot be read, or costs more to read than any real one."""
+
+
+class TargetFile:
+    """An open file, read within a budget.
+
+    Args:
+        fd: Descriptor; stays the caller's, its position is left alone.
+
+    Attributes:
+        fd: The descriptor.
+        size_bytes: Length of the file when it was first looked at; nothing is read past it.
+        owner: User id; -1 where the file cannot be asked.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        try:
+            status = os.fstat(fd)
+            self.size_bytes, self.owner = status.st_size, status.st_uid
+        except OSError:
+            self.size_bytes, self.owner = 0, -1
+        self._bytes_left = MAX_BYTES
+        self._deadline_s = float("inf")
+
+    def limit_cpu(self, cpu_s: float) -> None:
+        """Has reading refused once this thread has used so much more CPU time."""
+        self._deadline_s = time.thread_time() + cpu_s
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Returns up to `size` bytes, none where the file has none.
+
+        Raises:
+            BadTargetFile: The budget is used up, or the file cannot be read.
+        """
+        size = min(size, self.size_bytes - offset)
+        if size <= 0 or not 0 <= offset <= _MAX_OFFSET:
+            self.spend(0)
+            return b""
+        self.spend(size)
+        try:
+            return os.pread(self.fd, size, offset)
+        except OSError as error:
+            raise BadTargetFile(f"cannot read: {error.strerror}") from error
+
+    def spend(self, size: int) -> None:
+        """Takes note of bytes that are scanned once more.
+
+        Raises:
+            BadTargetFile: The budget is used up.
+        """
+        self._bytes_left -= size
+        if self._bytes_left < 0:
+            raise BadTargetFile("more to read than any real file has")
+        if time.thread_time() > self._deadline_s:
+            raise BadTargetFile("takes longer to read than any real file")
+
+    def stream(self) -> io.BufferedReader:
+        """Returns the file as a seekable stream, for parsers that want one."""
+        return _Stream(_RawStream(self))
+
+
+class _RawStream(io.RawIOBase):
+    def __init__(self, file: TargetFile) -> None:
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size_bytes}
+        self._position = base[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        data = self._file.read(len(view), self._position)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+class _Stream(io.BufferedReader):
+    """Asks for the time at each read, also at those that the buffer answers: a parser may loop."""
+
+    def __init__(self, raw: _RawStream) -> None:
+        super().__init__(raw, _STREAM_BUFFER_BYTES)
+        self._file = raw._file
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._file.spend(0)
+        return super().read(size)
+
+
+class FileGuard:
+    """Keeps account of the files of targets in one recording or dump.
+
+    Attributes:
+        bad: Why a file was not read, or not all of it, by its path.
+    """
+
+    def __init__(self) -> None:
+        self.bad: dict[str, str] = {}
+        self._pools_s: dict[int, float] = {}
+
+    def each_file(self, path: str, fd: int = -1) -> GuardedFile:
+        """Returns a context in which one file is read; whatever is raised there ends it quietly.
+
+        Other errors of our own get through: they are answers that callers expect (an interpreter of
+        an unknown version), or the second Ctrl-C.
+
+        Args:
+            path: What the file is called, for the user.
+            fd: Of the file; -1 where only what was read before is used.
+        """
+        return GuardedFile(self, path, fd)
+
+    def blame(self, path: str, why: str) -> None:
+        """Takes note that a file was not read, or not all of it."""
+        self.bad.setdefault(path, why[:_MAX_REASON_CHARACTERS])
+
+    def allowance_s(self, owner: int) -> float:
+        """Returns how much CPU time the next file of an owner may take."""
+        return min(MAX_CPU_S, max(self._pools_s.get(owner, _POOL_CPU_S), _LEAST_CPU_S))
+
+    def charge(self, owner: int, cpu_s: float) -> None:
+        """Takes what a file took from the pool of its owner."""
+        self._pools_s[owner] = self._pools_s.get(owner, _POOL_CPU_S) - cpu_s
+
+
+class GuardedFile:
+    """The context of `FileGuard.each_file`."""
+
+    def __init__(self, guard: FileGuard, path: str, fd: int) -> None:
+        self._guard = guard
+        self._path = path
+        self._fd = fd
+        self._owner = -1
+        self._begun_s = 0.0
+
+    def __enter__(self) -> TargetFile:
+        self._begun_s = time.thread_time()
+        file = TargetFile(self._fd)
+        self._owner = file.owner
+        file.limit_cpu(self._guard.allowance_s(file.owner))
+        return file
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self._guard.charge(self._owner, time.thread_time() - self._begun_s)
+        if isinstance(error, BadTargetFile):
+            self._guard.blame(self._path, str(error))
+            return True
+        if isinstance(error, AiflameError) or not isinstance(error, Exception):
+            return False
+        # Any exception: parsers, pyelftools and numpy have raised a dozen kinds on made-up files,
+        # and each that was not thought of would end the recording.
+        self._guard.blame(self._path, f"{type(error).__name__}: {error}")
+        return True

@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * The capture of a stack, as every program takes it: kernel frames, native frames, Python frames,
+ * over as many tail calls as it needs; then it is stored.
+ *
+ * Needs: what walk.h, unwind.h and python.h need.
+ * Loses: what they and store.h count; how each walk ended is stored with its stack.
+ */
+#ifndef AIFLAME_CAPTURE_H
+#define AIFLAME_CAPTURE_H
+
+#include "store.h"
+#include "unwind.h"
+#include "python.h"
+
+/* Frames walked by one program before it calls itself again: what verifiers get through. */
+#ifndef STEPS_PER_CALL
+#define STEPS_PER_CALL 8
+#endif
+
+struct capture {
+	struct walk walk;
+	struct python_walk python_walk;
+	struct stack_record record;
+	struct python_chain chain;
+};
+
+BPF_PERCPU_ARRAY(scratch, struct capture, 1);
+
+/* The interpreter of the process that is being walked, NULL for none. */
+static __always_inline struct python_process *python_of(struct walk *walk)
+{
+	u32 tgid = walk->tgid;
+	struct python_process *python = pythons.lookup(&tgid);
+
+	return python && python->image == walk->image ? python : NULL;
+}
+
+/*
+ * Notes where CPython's eval loop is, which is nowhere without an interpreter. In the walk itself: a
+ * verifier would follow each frame's way once with a pointer to an interpreter and once without.
+ */
+static __always_inline void note_eval_loop(struct walk *walk)
+{
+	struct python_process *python = python_of(walk);
+
+	if (python) {
+		__builtin_memcpy(walk->eval_start, python->eval_start, sizeof(walk->eval_start));
+		__builtin_memcpy(walk->eval_bytes, python->eval_bytes, sizeof(walk->eval_bytes));
+	} else {
+		__builtin_memset(walk->eval_bytes, 0, sizeof(walk->eval_bytes));
+	}
+}
+
+/*
+ * Begins a capture of the current task's stack in the memory given for it: its kernel half and the
+ * user leaf.
+ */
+static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
+					     struct user_regs *regs, bool in_kernel, u64 id,
+					     u64 image)
+{
+	struct stack_record *record = &capture->record;
+	struct walk *walk = &capture->walk;
+
+	record->image = walk->image = image;
+	record->tgid = walk->tgid = id >> 32;
+	walk->tid = (u32)id;
+	walk->hash =
+		walk_kernel(ctx, record, in_kernel, hash_step(hash_step(0, image), walk->tgid));
+	walk->instruction_pointer = regs->instruction_pointer;
+	walk->stack_pointer = regs->stack_pointer;
+	walk->frame_pointer = regs->frame_pointer;
+	walk->mapping.start = walk->mapping.end = 0;
+	walk->window_words = 0;
+	walk->is_guessed = walk->eval_frames = walk->is_unmapped = 0;
+	walk->eval_cfas[0] = walk->eval_cfas[1] = 0;
+	record->python = 0;
+	record->gil = PYTHON_GIL_NONE;
+	record->call = 0;
+	record->call_return = 0;
+	walk->depth = 0;
+	walk->is_exact = walk->has_frame_pointer = 1;
+	walk->end = host(WITH_USER_STACKS) ? END_KERNEL_ONLY : END_EXCLUDED;
+	if (!host(WITH_USER_STACKS) || !regs->instruction_pointer)
+		return;
+	note_eval_loop(walk);
+	walk->end = END_TOO_DEEP;
+	walk->depth = 1;
+	record->user[0] = regs->instruction_pointer;
+	walk->hash = hash_step(walk->hash, regs->instruction_pointer);
+}
+
+/*
+ * The same in this CPU's own memory; NULL if there is none. One capture a CPU at a time: a clock
+ * tick cannot come between, since sched_switch runs with interrupts off.
+ */
+static __always_inline struct capture *begin_capture(void *ctx, struct user_regs *regs,
+						     bool in_kernel, u64 id, u64 image)
+{
+	u32 zero = 0;
+	struct capture *capture = scratch.lookup(&zero);
+
+	if (capture)
+		begin_capture_in(capture, ctx, regs, in_kernel, id, image);
+	else
+		count(LOST_SCRATCH);
+	return capture;
+}
+
+/* The mappings of the process that is being walked, NULL if the host half has not brought them. */
+static __always_inline void *mappings_of(struct walk *walk)
+{
+	u32 tgid = walk->tgid, zero = 0;
+	void *mappings = process_mappings.lookup(&tgid);
+	struct mapping_slot *slot;
+
+	if (!mappings)
+		return NULL;
+	slot = bpf_map_lookup_elem(mappings, &zero);
+	/* After an exec the old image's mappings are there for a moment: better none. */
+	if (!slot || slot->start != walk->image)
+		return NULL;
+	walk->serial = slot->table;
+	return mappings;
+}
+
+/* Walks some frames; returns whether the walk has ended. */
+static __always_inline bool walk_some(struct capture *capture)
+{
+	struct walk *walk = &capture->walk;
+	void *mappings = mappings_of(walk);
+	volatile struct walk *state = walk;
+	u64 frame, depth;
+	u32 i;
+
+	if (!mappings) {
+		walk->end = END_NO_TABLE;
+		return true;
+	}
+#pragma clang loop unroll(disable)
+	for (i = 0; i < STEPS_PER_CALL; i++) {
+		/* Kept in memory: a verifier would follow the step below once for each of its values. */
+		state->is_eval = is_in_eval_loop(walk, walk->instruction_pointer - !walk->is_exact);
+		walk->eval_frames += state->is_eval;
+		depth = walk->depth;
+		if (depth >= MAX_FRAMES)
+			return true; /* walk->end is END_TOO_DEEP since the beginning */
+		if (step(walk, mappings) != STEP_ON)
+			return true;
+		if (state->is_eval)
+			note_eval_cfa(walk);
+		/* The host half looks callers up one byte before: an exact one is put there. */
+		frame = walk->instruction_pointer + walk->is_exact;
+		AT(capture->record.user, depth) = frame;
+		walk->hash = hash_step(walk->hash, frame);
+		walk->depth = depth + 1;
+	}
+	return false;
+}
+
+/* Begins the walk of Python frames, once the native one has ended; false if there is none. */
+static __always_inline bool begin_python_of(struct capture *capture)
+{
+	struct python_process *python;
+
+	if (!capture->walk.eval_frames)
+		return false;
+	python = python_of(&capture->walk);
+	if (!python)
+		return false;
+	if (begin_python(python, &capture->walk, &capture->python_walk, &capture->record))
+		return true;
+	if (capture->python_walk.end != PYTHON_COMPLETE)
+		capture->record.python =
+			store_python(&capture->python_walk, &capture->chain, &capture->record);
+	return false;
+}
+
+/* Goes on with it; returns whether it has ended, and is stored. */
+static __always_inline bool walk_python_of(struct capture *capture)
+{
+	struct python_process *python = python_of(&capture->walk);
+
+	if (python && !walk_python_some(python, &capture->python_walk, &capture->chain))
+		return false;
+	capture->record.python =
+		store_python(&capture->python_walk, &capture->chain, &capture->record);
+	return true;
+}
+
+/* Ends a capture; returns the stack's id. */
+static __always_inline u64 finish_capture(struct capture *capture)
+{
+	struct stack_record *record = &capture->record;
+	u64 hash = capture->walk.hash;
+
+	record->end = capture->walk.end;
+	if (record->end == END_ROOTED_BY_TABLE && capture->walk.is_guessed)
+		record->end = END_ROOTED_BY_GUESS;
+	record->user_depth = capture->walk.depth;
+	if (record->end == END_TOO_DEEP)
+		count(LOST_USER_FRAMES);
+	if (capture->walk.is_unmapped)
+		ask_for_mappings(record->tgid);
+	hash = hash_step(hash, record->python ^ record->gil);
+	hash = hash_step(hash, record->call_return ^ record->call);
+	hash = hash_step(hash, record->end | (u64)record->kernel_depth << 16);
+	store_stack(record, hash);
+	return hash;
+}
+
+/* The walk by frame pointer, while there are no tables; `depth` frames are known, of a constant. */
+static __always_inline void walk_without_tables(struct capture *capture, u32 depth)
+{
+	struct walk *walk = &capture->walk;
+	struct user_regs regs = {
+		.instruction_pointer = walk->instruction_pointer,
+		.stack_pointer = walk->stack_pointer,
+		.frame_pointer = walk->frame_pointer,
+	};
+
+	if (!walk->depth)
+		return;
+	count(COUNTER_WITHOUT_TABLES);
+	walk->hash = walk_frame_pointers(&capture->record, &regs, depth, walk->hash);
+	walk->depth = capture->record.user_depth;
+	walk->end = capture->record.end;
+}
+
+#endif

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was recorded outlives every error: each step fails once, and a capture is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.model import Profile
+from recordings import Recording, frames_of
+from support import AIFLAME, wait_until
+
+pytestmark = pytest.mark.bpf
+
+_FAILING = Path(__file__).parents[1] / "failing.py"
+_SESSION = "aiflame.agent.commands.record_session"
+_RECORDING = "aiflame.agent.recording"
+_RECORDINGS = Path("/var/lib/aiflame/recordings")
+
+# A function of the recorded program (workloads/serving.c).
+_OWN = "matrix_multiply"
+
+RunAiflame = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that both computes and waits, for longer than any test takes."""
+    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def _names(profile: Profile) -> set[str]:
+    used = set(profile.samples["stack"].tolist())
+    return {name for stack in used for name in frames_of(profile, stack)}
+
+
+def _has_addresses_only(profile: Profile) -> bool:
+    names = _names(profile)
+    return any(name.startswith("[serving+0x") for name in names) and all(
+        name.startswith("[") for name in names
+    )
+
+
+def _left(run_aiflame: RunAiflame, folder: Path) -> list[str]:
+    """What `aiflame recover` lists of a folder."""
+    listed = run_aiflame("recover")
+    assert listed.returncode == 0, listed.stderr
+    return [line for line in listed.stdout.splitlines() if f" {folder}/" in line]
+
+
+def _record_failing(
+    folder: Path, pid: int, where: str, call: int, *options: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, _FAILING, where, str(call), "record", "-p", str(pid), *options]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "has_names"),
+    [
+        (f"{_RECORDING}.recorder:Recorder.drain", 2, False),
+        (f"{_RECORDING}.warm:Warmer.warm_new", 1, False),
+        (f"{_RECORDING}.recorder:Recorder.stop", 1, False),
+        (f"{_SESSION}:store_sleepers", 1, False),
+        (f"{_SESSION}:loss_rows", 1, False),
+        (f"{_RECORDING}.resolve:CaptureResolver.resolve", 1, False),
+        ("aiflame.agent.symbols.service:SymbolService.resolve_many", 1, False),
+        (f"{_RECORDING}.resolve:CaptureResolver._splice", 1, False),
+        (f"{_RECORDING}.devices:Devices.resolve", 1, False),
+        (f"{_RECORDING}.api_calls:ApiCalls.finish", 1, False),
+        (f"{_SESSION}:loss_rows", 2, False),
+        (f"{_RECORDING}.recorder:Recorder.close", 1, True),
+        (f"{_SESSION}:read_capture", 1, True),
+        ("aiflame.agent.reports.html:HtmlReport.render", 1, True),
+        (f"{_SESSION}:write_output", 1, True),
+        (f"{_SESSION}:device_lines", 1, True),
+    ],
+)
+def test_an_error_leaves_a_capture(
+    busy: subprocess.Popen[bytes],
+    tmp_path: Path,
+    run_aiflame: RunAiflame,
+    where: str,
+    call: int,
+    has_names: bool,
+) -> None:
+    # WHEN something fails after the first second
+    ended = _record_failing(tmp_path, busy.pid, where, call, "-d", "2", "-o", "run.aiflame")
+    # THEN that is said,
+    assert ended.returncode == 1, ended.stderr
+    assert f"injected into {where.partition(':')[2]}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Wrote run.aiflame" in ended.stderr or "run.aiflame shows modules" in ended.stderr
+    # there is a capture,
+    profile = read_capture(tmp_path / "run.aiflame")
+    assert len(profile.samples)
+    assert stat.S_IMODE((tmp_path / "run.aiflame").stat().st_mode) == 0o600
+    assert (_OWN in _names(profile)) is has_names
+    assert _has_addresses_only(profile) is not has_names
+    facts = dict(profile.recording.facts)
+    assert ("incomplete" in facts) is (facts.get("symbols") == "not resolved") is not has_names
+    # which can be rendered, and nothing else is left of it.
+    assert run_aiflame("report", "run.aiflame", "-f", "svg").returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} <= {"run.aiflame", "run.html", "run.svg"}
+    assert _left(run_aiflame, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "where", [f"{_RECORDING}.recorder:Recorder.stop", "aiflame.agent.reports.svg:SvgReport.render"]
+)
+def test_where_no_capture_was_asked_for_an_error_leaves_one(
+    busy: subprocess.Popen[bytes], tmp_path: Path, where: str
+) -> None:
+    ended = _record_failing(tmp_path, busy.pid, where, 1, "-d", "2", "-o", "run.svg")
+    assert ended.returncode == 1, ended.stderr
+    assert "run.partial.aiflame" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run.partial.aiflame"]
+    assert len(read_capture(tmp_path / "run.partial.aiflame").samples)
+
+
+def test_an_error_before_anything_was_recorded_leaves_nothing(
+    busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    ended = _record_failing(tmp_path, busy.pid, f"{_RECORDING}.recorder:Recorder.start", 1)
+    assert ended.returncode == 1, ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert _left(run_aiflame, tmp_path) == []
+
+
+def test_a_capture_that_cannot_be_published_is_kept(
+    busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    # GIVEN a folder that goes away while the recording runs
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with Recording(tmp_path, "-p", busy.pid, "-o", "folder/run.aiflame") as recording:
+        folder.rmdir()
+        ended = recording.stop()
+    assert ended.returncode == 1, ended.stderr
+    assert "the recording is kept" in ended.stderr
+    assert f"aiflame recover {folder}/run.aiflame" in ended.stderr
+    # WHEN it is there again, and the command that was named is typed
+    assert len(_left(run_aiflame, folder)) == 1
+    folder.mkdir()
+    recovered = run_aiflame("recover", folder / "run.aiflame")
+    # THEN the capture is there, with names, as it was recorded to the end.
+    assert recovered.returncode == 0, recovered.stderr
+    profile = read_capture(folder / "run.aiflame")
+    assert "__libc_start_main" in _names(profile)
+    assert "incomplete" not in dict(profile.recording.facts)
+    assert _left(run_aiflame, folder) == []
+
+
+@pytest.fixture
+def killed(busy: subprocess.Popen[bytes], tmp_path: Path) -> Iterator[Path]:
+    """Where a recording was to go that was killed in its second second."""
+    with _recording(tmp_path, busy.pid) as recording:
+        recording.stop(signal.SIGKILL)
+    yield tmp_path / "run.aiflame"
+    subprocess.run([*AIFLAME, "recover", tmp_path / "run.aiflame", "--discard"], check=False)
+
+
+@contextmanager
+def _recording(folder: Path, pid: int) -> Iterator[Recording]:
+    """A recording that has written its first second."""
+    with Recording(folder, "-p", pid) as recording:
+        (database,) = _RECORDINGS.glob(f"*-{recording.pid}/capture.aiflame")
+        wait_until(lambda: _samples(database), 60)
+        yield recording
+
+
+def _samples(database: Path) -> int:
+    try:
+        return len(read_capture(database).samples)
+    except Exception:
+        return 0  # between two writes of the recorder
+
+
+def test_a_killed_recording_is_found_and_finished(
+    killed: Path, tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    # GIVEN a recording that was killed: nothing has its name, and only root can get to it
+    assert list(tmp_path.iterdir()) == []
+    for directory in (_RECORDINGS, _RECORDINGS.parent):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    # WHEN it is asked for
+    assert len(_left(run_aiflame, tmp_path)) == 1
+    recovered = run_aiflame("recover", "run.aiflame")
+    # THEN it is there.
+    assert recovered.returncode == 0, recovered.stderr
+    assert f"Wrote {killed}" in recovered.stderr
+    assert stat.S_IMODE(killed.stat().st_mode) == 0o600
+    profile = read_capture(killed)
+    assert len(profile.samples)
+    assert _has_addresses_only(profile)
+    assert "incomplete" in dict(profile.recording.facts)
+    assert _left(run_aiflame, tmp_path) == []
+    assert run_aiflame("recover", "run.aiflame").returncode == 1
+
+
+def test_the_next_command_finishes_a_killed_recording(
+    killed: Path, run_aiflame: RunAiflame
+) -> None:
+    ended = run_aiflame("report", "run.aiflame", "-f", "folded")
+    assert ended.returncode == 0, ended.stderr
+    assert "a recording that was killed" in ended.stderr
+    assert killed.exists()
+    assert killed.with_suffix(".folded").exists()
+
+
+def test_the_next_recording_names_a_killed_one(
+    killed: Path, busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    # GIVEN that another recording takes its name
+    ended = run_aiflame("record", "-p", busy.pid, "-d", "1", "-o", "run.aiflame")
+    assert ended.returncode == 0, ended.stderr
+    assert "killed earlier, and not finished" in ended.stderr
+    # THEN that one is not replaced,
+    before = killed.read_bytes()
+    refused = run_aiflame("recover", "run.aiflame")
+    assert refused.returncode == 1
+    assert "file exists" in refused.stderr
+    assert killed.read_bytes() == before
+    # and it can go elsewhere, or away.
+    assert run_aiflame("recover", "run.aiflame", "-o", "other.aiflame").returncode == 0
+    assert len(read_capture(tmp_path / "other.aiflame").samples)
+
+
+def test_a_killed_recording_can_be_thrown_away(
+    killed: Path, tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    (line,) = _left(run_aiflame, tmp_path)
+    assert run_aiflame("recover", line.split()[0], "--discard").returncode == 0
+    assert _left(run_aiflame, tmp_path) == []
+    assert not killed.exists()
+
+
+def test_a_running_recording_is_left_alone(
+    busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    with _recording(tmp_path, busy.pid) as recording:
+        assert _left(run_aiflame, tmp_path) == []
+        assert run_aiflame("recover", "run.aiflame").returncode == 1
+        ended = recording.stop()
+    assert len(ended.profile.samples)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_to_the_whole_job_ends_it_in_order(
+    busy: subprocess.Popen[bytes], tmp_path: Path, number: int
+) -> None:
+    with Recording(tmp_path, "-p", busy.pid, start_new_session=True) as recording:
+        os.killpg(recording.pid, number)
+        ended = recording.wait()
+    assert ended.returncode == 0, ended.stderr
+    # However short it was: whoever reads symbols was hit as well.
+    assert "__libc_start_main" in _names(ended.profile)
+    assert (tmp_path / "run.html").exists()
+
+
+def test_a_hang_up_aborts_nothing(busy: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    # A shell passes it on, and systemd sends it with SIGTERM: all arrive at once.
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        for number in (signal.SIGSTOP, signal.SIGHUP, signal.SIGTERM):
+            recording.process.send_signal(number)
+        ended = recording.stop(signal.SIGCONT)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.profile.samples)
+
+
+def test_a_hang_up_that_is_ignored_ends_nothing(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    # GIVEN nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _recording(tmp_path, busy.pid) as recording:
+            recording.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: not _pending(recording.pid, signal.SIGHUP))
+            assert recording.process.poll() is None
+            assert len(recording.stop().profile.samples)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _pending(pid: int, number: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("ShdPnd", "SigPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def test_a_terminal_that_is_gone(busy: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    # GIVEN a recording in a terminal of its own
+    terminal, end = os.openpty()
+    command = [*AIFLAME, "record", "-p", str(busy.pid), "-o", "run.aiflame"]
+    recorder = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command], cwd=tmp_path, stdin=end, stdout=end, stderr=end
+    )
+    os.close(end)
+    said = b""
+    while b"attached" not in said:
+        said += os.read(terminal, 4096)
+    # WHEN it is closed, which sends SIGHUP
+    os.close(terminal)
+    # THEN the recording ends in order.
+    assert recorder.wait(60) == 0
+    assert len(read_capture(tmp_path / "run.aiflame").samples)
+    assert (tmp_path / "run.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "seconds"),
+    [("2>&1 | head -n 1", 12), ("2>/dev/full", 2), ("2>/dev/full", 12), (">&- 2>&-", 2)],
+)
+def test_messages_that_nobody_can_read(
+    busy: subprocess.Popen[bytes], tmp_path: Path, redirection: str, seconds: int
+) -> None:
+    words = " ".join([*AIFLAME, "record", "-p", str(busy.pid), "-d", str(seconds)])
+    script = f"set -o pipefail; {words} -o run.aiflame {redirection}"
+    # The line of progress comes after ten seconds.
+    ended = subprocess.run(["bash", "-c", script], cwd=tmp_path, timeout=120, check=False)
+    assert ended.returncode == 0
+    assert len(read_capture(tmp_path / "run.aiflame").samples)
+    assert (tmp_path / "run.html").read_bytes().startswith(b"<!doctype html>")
+
+
+def test_a_full_disk_under_the_working_directory(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    # GIVEN a recording whose working directory is on a small disk, in a mount namespace of its own
+    _RECORDINGS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    words = " ".join([*AIFLAME, "record", "-p", str(busy.pid), "-o", "run.aiflame"])
+    mount = f"mount -t tmpfs -o size=8m,mode=700 none {_RECORDINGS}; mount -t tmpfs -o ro none /run"
+    recorder = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", f"{mount}; exec {words}"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    recordings = Path(f"/proc/{recorder.pid}/root/{_RECORDINGS}")
+    assert recorder.stderr is not None
+    assert recorder.stderr.readline().startswith("preparing")
+    assert recorder.stderr.readline().startswith("attached")
+    # Nothing else is written until the first second is over.
+    (database,) = recordings.glob("*/capture.aiflame")
+    empty_bytes = database.stat().st_size
+    wait_until(lambda: database.stat().st_size > empty_bytes, 60)
+    # WHEN that disk is full
+    with pytest.raises(OSError, match="No space left"), (recordings / "filler").open("wb") as file:
+        while file.write(bytes(4096)):
+            file.flush()
+    # THEN the recording ends and says so, and what was stored by then has its name.
+    _, said = recorder.communicate(timeout=120)
+    assert recorder.returncode == 1, said
+    assert "free some space" in said
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["run.aiflame"]
+    assert len(read_capture(tmp_path / "run.aiflame").samples)

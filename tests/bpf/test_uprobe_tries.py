@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels do with probes is tried, and each way that an older one needs counts every call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent.recording import abi
+from aiflame.agent.recording.api_links import ApiLinks, Probe
+from aiflame.agent.recording.api_probes import ApiProbes
+from aiflame.agent.recording.api_symbols import find_functions
+from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.recording.probe_places import NopTreatment, ProbePlace, Treatment
+from aiflame.agent.recording.uprobe_tries import UprobeAnswers, UprobeTries, try_uprobes
+from aiflame.agent.target_files import FileGuard, TargetFile
+from recordings import Workload
+
+pytestmark = pytest.mark.bpf
+
+_OPTIONS = ProgramOptions(abi.Filter.PIDS, 10_101_010)
+_CALLS = 300
+# All of workloads/entries.c but the one that no kernel probes.
+_PROBED = ("clFinish", "clSVMAlloc", "clReleaseMemObject", "clCreateBuffer", "clWaitForEvents")
+_IMAGE = 1
+
+Load = Callable[[UprobeAnswers], Programs]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def load(cache: Path) -> Iterator[Load]:
+    """`load(answers)`: programs that are told what the kernel does."""
+    with contextlib.ExitStack() as opened:
+
+        def programs_for(answers: UprobeAnswers) -> Programs:
+            tries = UprobeTries(None, lambda _: answers)
+            programs = load_programs(_OPTIONS, cache, tries)
+            opened.callback(programs.close)
+            return programs
+
+        yield programs_for
+
+
+@pytest.fixture
+def program(workload: Callable[..., Path]) -> Path:
+    return workload("entries")
+
+
+def _run(programs: Programs, program: Path) -> dict[int, int]:
+    """Runs the program as a target; returns how often each function was counted, by slot."""
+    with Workload([program, _CALLS]) as running:
+        state = np.zeros(1, abi.PROCESS_STATE_DTYPE)
+        state["image"], state["flags"] = _IMAGE, int(abi.ProcessFlag.TARGET)
+        programs.processes.update(running.pid.to_bytes(4, "little"), state.tobytes())
+        programs.set(abi.Setting.END_NS, abi.NEVER_NS)
+        running.go()
+        running.truth()
+    keys, values = programs.calls[0].read_all()
+    counts: Counter[int] = Counter()
+    for slot, count in zip(keys["call"].tolist(), values["count"].tolist(), strict=True):
+        counts[slot] += count
+    return dict(counts)
+
+
+def _probe_and_run(programs: Programs, program: Path) -> tuple[dict[str, int], ApiProbes]:
+    probes = ApiProbes(programs, FileGuard())
+    probes.look_at_path(program)
+    counts = _run(programs, program)
+    probes.close()
+    return {probes.functions[slot][1].symbol: count for slot, count in counts.items()}, probes
+
+
+@pytest.mark.parametrize("links_many", [True, False])
+@pytest.mark.parametrize("nops", [NopTreatment(), NopTreatment(*[Treatment.EMULATED] * 2)])
+def test_every_call_is_counted_in_each_way(
+    links_many: bool, nops: NopTreatment, load: Load, program: Path
+) -> None:
+    # GIVEN a running program, whose instructions the kernel looks at as it is probed
+    with Workload([program, 1]):
+        programs = load(UprobeAnswers(links_many, nops))
+        counts, probes = _probe_and_run(programs, program)
+    assert programs.calls_link_many is links_many
+    assert counts == dict.fromkeys(_PROBED, _CALLS)
+    # AND what cannot be probed is named, with the reason
+    assert probes.problems == {"calls_not_probed": 1}
+    (culprit,) = probes.problem_files["calls_not_probed"]
+    assert culprit == f"{program} (the kernel cannot probe its first instruction)"
+
+
+def test_a_wrong_yes_loses_no_call(load: Load, program: Path) -> None:
+    # GIVEN a kernel that is believed to link many probes, and takes no link of this file
+    programs = load(UprobeAnswers(links_many=False))
+    programs.need_calls()
+    programs.calls_link_many = True
+    # WHEN the file is probed THEN events do it
+    with Workload([program, 1]):
+        counts, probes = _probe_and_run(programs, program)
+    assert counts == dict.fromkeys(_PROBED, _CALLS)
+    assert probes.problems == {"calls_not_probed": 1}
+
+
+@pytest.mark.parametrize("links_many", [True, False])
+def test_a_refused_instruction_gives_way_to_the_first(
+    links_many: bool, load: Load, program: Path
+) -> None:
+    # GIVEN a probe that was put on an instruction that the kernel refuses
+    descriptor = os.open(program, os.O_RDONLY)
+    names = frozenset(("clWaitForEvents",))
+    function = find_functions(TargetFile(descriptor), names)["clWaitForEvents"]
+    os.close(descriptor)
+    second = ProbePlace(offset_bytes=1, stack_bytes=8, is_emulated=False)
+    programs = load(UprobeAnswers(links_many))
+    links = ApiLinks(programs)
+    probe = Probe("on_call", function, second, slot=0, number=0)
+    links.describe(probe)
+    # THEN the entry is taken for it, and calls are seen from there
+    with Workload([program, 1]):
+        assert links.attach(str(program), [probe]) == []
+        assert _run(programs, program) == {0: _CALLS}
+    links.close()
+
+
+def test_this_kernel_gives_an_answer() -> None:
+    with contextlib.ExitStack() as opened:
+        answers = try_uprobes(opened)
+    assert answers is not None
+
+
+def test_answers_are_kept_until_the_next_boot(tmp_path: Path) -> None:
+    asked: list[int] = []
+    found = UprobeAnswers(True, NopTreatment(Treatment.STEPPED, Treatment.REFUSED))
+
+    def attempt(_: contextlib.ExitStack) -> UprobeAnswers:
+        asked.append(1)
+        return found
+
+    assert UprobeTries(tmp_path, attempt).answers == found
+    assert UprobeTries(tmp_path, attempt).answers == found
+    assert len(asked) == 1
+    # WHEN the file is of another boot, or damaged, THEN it is tried again
+    (kept,) = tmp_path.iterdir()
+    for content in (kept.read_bytes().replace(b"-", b"0"), b"[1, 2", b"[]", b"\xff", b"7"):
+        kept.write_bytes(content)
+        assert UprobeTries(tmp_path, attempt).answers == found
+    assert len(asked) == 6

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The children that build unwind tables may die at any time, or not start at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiflame.agent.recording.table_builder import TableBuilder
+from recordings import children_of
+from support import wait_until
+
+_FILE = "/bin/true"
+
+
+@pytest.fixture
+def watched() -> Iterator[select.epoll]:
+    with select.epoll() as watched:
+        yield watched
+
+
+@pytest.fixture
+def builder(tmp_path: Path, watched: select.epoll) -> Iterator[TableBuilder]:
+    made = TableBuilder(
+        tmp_path, lambda fd: watched.register(fd, select.EPOLLIN), lambda binary: 0.0
+    )
+    yield made
+    made.close()
+
+
+def _finish(builder: TableBuilder, count: int) -> list[int]:
+    done: list[int] = []
+
+    def has_all() -> bool:
+        done.extend(builder.finished())
+        return len(done) >= count
+
+    wait_until(has_all, 60)
+    return done
+
+
+def _children() -> set[int]:
+    """The builders that are there; one that was killed has no command line."""
+    return {pid for pid in children_of(os.getpid()) if b"unwind.worker" in _command(pid)}
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _kill() -> None:
+    wait_until(_children)  # it has its name a moment after it was started
+    (child,) = _children()
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: not _children())
+
+
+def _tables(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if ".unwind" in path.name]
+
+
+def test_an_idle_child_that_dies_does_not_wake_its_watcher_for_ever(
+    builder: TableBuilder, watched: select.epoll
+) -> None:
+    # GIVEN a child that has built a table and waits
+    builder.ask(0, _FILE)
+    assert _finish(builder, 1) == [0]
+    # WHEN it is killed, and whoever watches it looks once
+    _kill()
+    assert watched.poll(60)
+    assert builder.finished() == []
+    # THEN there is nothing more to see, and the next table is built by another child
+    assert watched.poll(0) == []
+    builder.ask(1, _FILE)
+    assert _finish(builder, 1) == [1]
+    assert builder.given_up == set()
+
+
+def test_a_child_that_is_killed_at_work_is_replaced(builder: TableBuilder, tmp_path: Path) -> None:
+    builder.ask(0, _FILE)
+    _kill()
+    assert _finish(builder, 1) == [0]
+    assert _tables(tmp_path)
+    assert builder.given_up == set()
+
+
+def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder) -> None:
+    builder.ask(0, _FILE)
+    _kill()
+    wait_until(lambda: not builder.finished() and _children(), 60)
+    _kill()
+    assert _finish(builder, 1) == [0]
+    assert builder.given_up == {0}
+
+
+def test_without_descriptors_nothing_is_built_and_nothing_raised(builder: TableBuilder) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        builder.ask(0, _FILE)
+        done = builder.finished()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert done == [0]
+    assert builder.given_up == {0}

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory that a recording is written in: private, locked, found again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from aiflame.agent.capture import workspace
+from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
+from aiflame.agent.capture.writer import CaptureWriter, close_abandoned
+from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit, UsageError
+from aiflame.agent.outfile import Owner
+
+_RECORDINGS = "recordings"
+
+
+@pytest.fixture(autouse=True)
+def candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Stand-ins for /var/lib/aiflame and /run/aiflame."""
+    found = [tmp_path / "lib", tmp_path / "run"]
+    monkeypatch.setattr(workspace, "_candidates", lambda: found)
+    return found
+
+
+def _destination(path: Path, **facts: object) -> Destination:
+    return Destination(path, "aiflame record", force=False, owner=None, **facts)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _killed(path: Path, content: bytes = b"raw") -> Iterator[Workspace]:
+    """A workspace whose recorder is gone, and with it the lock."""
+    left = Workspace.create(_destination(path))
+    left.database.write_bytes(content)
+    left.is_kept = True
+    with left:
+        yield left
+
+
+def test_a_workspace_is_private_and_gone_in_the_end(tmp_path: Path, candidates: list[Path]) -> None:
+    with Workspace.create(_destination(tmp_path / "a")) as made:
+        for directory in (candidates[0], candidates[0] / _RECORDINGS, made.directory):
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert made.database.parent == made.directory
+        with unfinished() as found:
+            assert found == []  # it is locked
+    assert list((candidates[0] / _RECORDINGS).iterdir()) == []
+
+
+def test_what_a_killed_recording_leaves_is_found(tmp_path: Path) -> None:
+    owner = Owner(1000, 100)
+    to = Destination(tmp_path / "a\n\udcff", "aiflame record", True, owner)
+    left = Workspace.create(to)
+    left.is_kept = True
+    left.__exit__(None, None, None)
+    with unfinished() as found:
+        assert [(each.name, each.destination) for each in found] == [(left.name, to)]
+        with unfinished() as again:
+            assert again == []  # somebody is at it
+    with unfinished() as found:
+        found[0].is_kept = False
+    with unfinished() as found:
+        assert found == []
+
+
+def test_what_cannot_be_understood_is_removed(tmp_path: Path, candidates: list[Path]) -> None:
+    parent = candidates[0] / _RECORDINGS
+    with _killed(tmp_path / "a") as left:
+        pass
+    for text in ("", "{", "{}", "[]", '{"path": 1, "command": "", "force": 1, "owner": 1}'):
+        (left.directory / "destination.json").write_text(text)
+        left.database.touch()
+        with unfinished() as found:
+            assert found == []
+        assert list(parent.iterdir()) == []
+        left.directory.mkdir()
+
+
+def test_abort_removes_it(tmp_path: Path, candidates: list[Path]) -> None:
+    with pytest.raises(Aborted), _killed(tmp_path / "a"):
+        raise Aborted("aborted")
+    assert list((candidates[0] / _RECORDINGS).iterdir()) == []
+
+
+def test_publishing_twice_replaces_only_what_was_published(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with _killed(path) as left:
+        assert left.publish() == 3
+        assert not left.is_kept
+        assert path.read_bytes() == b"raw"
+        left.database.write_bytes(b"named")
+        left.publish()
+        assert path.read_bytes() == b"named"
+        path.unlink()
+        path.write_bytes(b"theirs")
+        left.is_kept = True
+        with pytest.raises(AiflameError, match=r"file exists: .*; the recording is kept") as error:
+            left.publish()
+        assert f"aiflame recover {path}" in (error.value.hint or "")
+        assert not isinstance(error.value, UsageError)
+        assert left.is_kept
+        assert path.read_bytes() == b"theirs"
+
+
+def test_another_process_knows_what_was_published(tmp_path: Path) -> None:
+    with _killed(tmp_path / "a") as left:
+        left.publish()
+        left.is_kept = True
+    with unfinished() as [found]:
+        found.database.write_bytes(b"named")
+        found.publish()
+    assert (tmp_path / "a").read_bytes() == b"named"
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"), [((10**6, 10**12), 1), ((10**12, 1), 0), ((5, 6), 1), ((6, 5), 0)]
+)
+def test_the_first_with_room_or_the_one_with_most(
+    candidates: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    free: tuple[int, int],
+    expected: int,
+) -> None:
+    room = dict(zip((each / _RECORDINGS for each in candidates), free, strict=True))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=room[path]))
+    assert workspace.recordings_directory() == candidates[expected] / _RECORDINGS
+
+
+def test_a_directory_that_others_write_to_is_not_used(
+    tmp_path: Path, candidates: list[Path]
+) -> None:
+    candidates[0].mkdir()
+    candidates[0].chmod(0o777)
+    assert workspace.recordings_directory() == candidates[1] / _RECORDINGS
+    # A link may be somebody else's, who turns it elsewhere at any moment.
+    (candidates[1] / _RECORDINGS).rmdir()
+    candidates[1].rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    candidates[1].symlink_to("elsewhere")
+    with pytest.raises(EnvironmentUnfit, match="no directory to record into") as error:
+        workspace.recordings_directory()
+    assert str(candidates[0]) in (error.value.hint or "")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    with unfinished() as found:
+        assert found == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a directory away")
+def test_a_directory_of_another_user_is_not_used(candidates: list[Path]) -> None:
+    candidates[0].mkdir(mode=0o700)
+    os.chown(candidates[0], 1234, 1234)
+    assert workspace.recordings_directory() == candidates[1] / _RECORDINGS
+
+
+def test_where_users_without_root_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert [str(path) for path in workspace._candidates()] == [
+        "/home/user/.local/state/aiflame",
+        "/tmp/aiflame-1000",  # noqa: S108 - nobody else may replace what is there
+    ]
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert str(workspace._candidates()[0]) == "/state/aiflame"
+
+
+def test_an_abandoned_capture_goes_back_to_its_last_commit(tmp_path: Path) -> None:
+    path = tmp_path / "run.aiflame"
+    assert not close_abandoned(path)
+    # GIVEN a process that is killed with pages of a transaction in the file, and a journal
+    child = os.fork()
+    if child == 0:
+        writer = CaptureWriter(path)
+        writer.put_meta({"started_unix_ns": 1, "kept": "x" * 10_000})
+        writer.commit()
+        writer.put_meta({"kept": "y" * 10_000_000})
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.with_name("run.aiflame-journal").exists()
+    # THEN what was committed is there, and nothing beside it.
+    assert close_abandoned(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.aiflame"]
+    content = path.read_bytes()
+    assert b"x" * 1000 in content
+    assert b"y" * 1000 not in content[: path.stat().st_size // 2]
+
+
+def test_an_abandoned_capture_in_which_nothing_had_begun(tmp_path: Path) -> None:
+    path = tmp_path / "run.aiflame"
+    path.touch()
+    assert not close_abandoned(path)
+    CaptureWriter(path).close()
+    assert not close_abandoned(path)
+    path.write_bytes(b"no database, and longer than a header of one" * 100)
+    with pytest.raises(AiflameError):
+        close_abandoned(path)
