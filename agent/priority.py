@@ -7,8 +7,9 @@ processes of one session (autogroups, sched(7)) or cgroup. So the recorder prepa
 records does its work, as a real-time thread of the lowest priority, within a budget: what it does
 is short, but must be done soon. Naming and rendering are not urgent.
 
-Nothing of it is inherited (SCHED_RESET_ON_FORK, sched(7)): children and new threads begin at nice
-0. A user who has chosen a priority, by nice(1) or chrt(1), keeps it.
+Nothing of it is inherited (SCHED_RESET_ON_FORK, sched(7)): children begin at nice 0, and threads as
+well unless they are of an `urgent_pool`. A user who has chosen a priority, by nice(1) or chrt(1),
+keeps it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType, TracebackType
 
 _HIGHEST_NICE = -20
@@ -72,6 +74,44 @@ def as_started() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
         resource.setrlimit(resource.RLIMIT_RTTIME, _RTTIME)
     _real_time.discard(threading.get_native_id())
+
+
+def urgent_pool(tasks: int) -> ThreadPoolExecutor:
+    """Starts threads as urgent as `hurry` makes them, for work that the kernel does.
+
+    Where the calling thread is real-time they are from their first moment: an ordinary thread would
+    wait for a processor before it could say that it is in a hurry.
+
+    Args:
+        tasks: How many will be submitted: more threads than tasks or processors are of no use.
+    """
+    threads = max(min(tasks, len(os.sched_getaffinity(0))), 1)
+    pool = ThreadPoolExecutor(threads, initializer=_begin_urgent)
+    started = threading.Barrier(threads + 1)
+    hands_on = threading.get_native_id() in _real_time
+    if hands_on:
+        _set_inherited(True)
+    try:
+        for _ in range(threads):
+            pool.submit(started.wait)
+        started.wait()
+    finally:
+        if hands_on:
+            _set_inherited(False)
+    return pool
+
+
+def _begin_urgent() -> None:
+    # Signals are the main thread's; one that is pending makes the kernel's verifier give up.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    hurry()
+
+
+def _set_inherited(is_inherited: bool) -> None:
+    """Lets threads that the calling one starts be real-time as it is, or not."""
+    policy = os.SCHED_RR if is_inherited else os.SCHED_RR | os.SCHED_RESET_ON_FORK
+    with contextlib.suppress(PermissionError):  # to take the flag away needs CAP_SYS_NICE
+        os.sched_setscheduler(0, policy, os.sched_param(_LOWEST_REAL_TIME))
 
 
 def _become_real_time() -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
+from aiflame.agent import priority
 from aiflame.agent.recording import syscalls
 from aiflame.agent.recording.program_list import ITERATOR
 
@@ -263,6 +264,8 @@ class Loader:
     ) -> dict[str, int]:
         """Loads programs; returns descriptors by name.
 
+        Several at a time: the kernel's verifier takes up to 0.2 s for one of those that walk.
+
         Args:
             names: Of the programs. An iterator is left out where the kernel has none.
             attach_type: As for syscalls.load_program.
@@ -271,14 +274,20 @@ class Loader:
         Raises:
             Refused: The kernel does not take one; none is left behind then.
         """
-        loaded: dict[str, int] = {}
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(lambda: close_all(tuple(loaded.values())))
-            for name in names:
-                fd = self._load(self._bytecode.program(name), attach_type, instead)
-                if fd is not None:
-                    loaded[name] = fd
-            on_failure.pop_all()
+        programs = [self._bytecode.program(name) for name in names]
+        # The longest first, so that no thread is left with one at the end.
+        programs.sort(key=lambda program: -len(program.instructions))
+        with priority.urgent_pool(len(programs)) as pool:
+            loading = {p.name: pool.submit(self._load, p, attach_type, instead) for p in programs}
+        refused = [error for f in loading.values() if (error := f.exception()) is not None]
+        loaded = {
+            name: fd
+            for name, future in loading.items()
+            if future.exception() is None and (fd := future.result()) is not None
+        }
+        if refused:
+            close_all(tuple(loaded.values()))
+            raise refused[0]
         return loaded
 
     def _load(

@@ -6,11 +6,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,14 +149,11 @@ class Programs:
         The kernel's verifier takes 0.3 s for them.
         """
         if self._loading is None and self._has_cookies:
-            pool = ThreadPoolExecutor(1)
+            pool = priority.urgent_pool(1)
             self._loading = pool.submit(self._load_calls)
             pool.shutdown(wait=False)
 
     def _load_calls(self) -> dict[str, int]:
-        # They are the main thread's, and would make the verifier give up.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        priority.hurry()
         programs, self.calls_link_many = load_for_links(
             lambda attach_type: self._loader.load(CALL_PROGRAMS, attach_type),
             self.uprobes.answers.links_many,

@@ -171,12 +171,17 @@ class Recorder:
         self.events = Events(
             self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
         )
-        self.calls.prepare(self._runtimes)
-        self.table.on_mappings = self._mappings_read
+        # Tables are built by children, while the kernel verifies the programs for calls.
+        if self._options.user_stacks:
+            self.table.on_mappings = self.tables.push
         if self._target.filter is abi.Filter.PIDS:
             for pid in pids:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         self.tables.poll()
+        self.calls.prepare(self._runtimes)
+        self.table.on_mappings = self._mappings_read
+        for image in self.table.images:
+            self._mappings_read(image)
         self.tables.wait_before_start()
         self.pythons.poll()
 
