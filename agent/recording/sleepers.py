@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from aiflame.agent.model import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.recording import abi, procfs
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import ProcessTable

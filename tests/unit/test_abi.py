@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent import model
+from aiflame.agent.model import profile as model
 from aiflame.agent.python import layouts
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.losses import LOSS_MEANINGS
