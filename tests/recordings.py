@@ -141,6 +141,9 @@ class Recording(AbstractContextManager["Recording"]):
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
+            # What it kept for `recover` is of no use to anybody.
+            discard = [*AIFLAME, "recover", "--discard", str(self.capture.absolute())]
+            subprocess.run(discard, capture_output=True, check=False)
 
 
 def record_workload(
