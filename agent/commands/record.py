@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
@@ -134,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--subprocesses",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="follow children of the target (default: only for -- CMD and --comm)",
+        help="follow children of the target, also those that it has already (default: only for"
+        " -- CMD and --comm)",
     )
     _add_sampling(parser.add_argument_group("Sampling"))
     output = parser.add_argument_group("Output")
@@ -226,14 +228,14 @@ def run(args: argparse.Namespace) -> int:
     _refuse_contradictions(args, command)
     plan_output(args.output, args.format, "check", args.force)  # before anything is started
     target = _target(args, command)
+    if args.subprocesses is not None:
+        target = replace(target, follows_children=args.subprocesses)
     try:
         plan: OutputPlan = plan_output(args.output, args.format, target.file_stem, args.force)
         options = RecordOptions(
             frequency_hz=args.frequency,
             duration_ns=args.duration,
-            follow_children=(
-                target.follows_children if args.subprocesses is None else args.subprocesses
-            ),
+            follow_children=target.follows_children,
             off_cpu=args.off_cpu,
             user_stacks=not args.kernel_only,
             kernel_stacks=not args.user_only,

@@ -9,6 +9,7 @@ Documentation/filesystems/proc.rst (v6.1).
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +152,22 @@ def owner_uid(pid: int) -> int:
 def process_ids() -> list[int]:
     """Returns all pids visible here."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def descendants(pids: Collection[int]) -> list[int]:
+    """Returns the living children of processes, and theirs, without this process and its own."""
+    children: dict[int, list[int]] = {}
+    for pid in process_ids():
+        children.setdefault(parent_pid(pid), []).append(pid)
+    seen = {*pids, os.getpid()}
+    found: list[int] = []
+    parents = [*pids]
+    while parents:
+        new = [child for child in children.get(parents.pop(), ()) if child not in seen]
+        seen.update(new)
+        found += new
+        parents += new
+    return found
 
 
 def thread_ids(pid: int) -> list[int]:

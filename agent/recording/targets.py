@@ -30,7 +30,10 @@ class Target:
     def existing_pids(self) -> list[int]:
         """Returns the processes that are to be recorded from the start."""
         if self.filter is abi.Filter.PIDS:
-            return [] if self.command is not None else list(self.pids)
+            if self.command is not None:
+                return []
+            children = procfs.descendants(self.pids) if self.follows_children else []
+            return [*self.pids, *children]
         if self.cgroup is not None:
             found = []
             for file in sorted(self.cgroup.rglob(_CGROUP2_MAGIC_FILE)):

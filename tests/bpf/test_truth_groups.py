@@ -144,6 +144,23 @@ def test_processes_of_a_name_are_recorded_with_the_children_that_they_start(
     assert _cpu_ns(profile, "compute_in_program") == pytest.approx(3 * _GUEST_NS, rel=0.4)
 
 
+@pytest.mark.parametrize("target", ["-p", "--comm"])
+def test_children_that_are_there_already_are_followed(
+    guest: Path, tmp_path: Path, target: str
+) -> None:
+    # GIVEN a process of its own name whose grandchild is waiting to begin
+    comm = f"pid{os.getpid()}"
+    shell = Path(shutil.copy(Path("/bin/sh").resolve(), tmp_path / comm))
+    script = '( "$0"; true ); true'
+    with Workload([shell, "-c", script, guest]) as parent, Workload([guest]) as outside:
+        named = [target, str(parent.pid), "-s"] if target == "-p" else [target, comm]
+        profile, _ = _record(tmp_path, [parent, outside], *named)
+    # THEN it is recorded from there on, and its neighbour is not
+    assert outside.pid not in {process.pid for process in profile.processes}
+    assert {process.name for process in profile.processes} == {comm, "guest"}
+    assert _cpu_ns(profile, "compute_in_program") == pytest.approx(_GUEST_NS, rel=0.4)
+
+
 @pytest.fixture
 def hierarchy(tmp_path: Path) -> Iterator[Path]:
     """A mounted v1 hierarchy without controllers, as systemd's own is where v1 is used."""

@@ -249,3 +249,18 @@ def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/nonexistent/file", "/proc/self", "/proc/self/mem"])
 def test_what_cannot_be_read_is_empty(path: str) -> None:
     assert procfs.read_text(path) == ""
+
+
+def test_descendants_are_those_of_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a shell, 10, from which this process was started, as well as others
+    own = os.getpid()
+    parents = {1: 0, 10: 1, 11: 10, 12: 11, 13: 12, 14: 1, own: 10, own + 1: own, 15: 99}
+    monkeypatch.setattr(procfs, "process_ids", lambda: [*parents])
+    monkeypatch.setattr(procfs, "parent_pid", parents.__getitem__)
+    assert procfs.descendants([10]) == [11, 12, 13]
+    assert sorted(procfs.descendants([1])) == [10, 11, 12, 13, 14]
+    assert procfs.descendants([10, 11, 12]) == [13]
+    assert procfs.descendants([13, 14, 16]) == procfs.descendants([]) == []
+    # A process id may be used again between two looks, so that two are each other's parents.
+    parents.update({20: 21, 21: 20})
+    assert procfs.descendants([20]) == [21]

@@ -299,8 +299,9 @@ def test_children_of_processes_of_a_name_are_not_followed_on_request(
     found = Target(abi.Filter.PIDS, "it", "web-7", (7,), follows_children=True)
     monkeypatch.setattr(verb, "target_of_comm", lambda _: found)
     assert cli.main(["record", "--comm", "web", "--no-subprocesses"]) == 0
-    [(_, options, _)] = recordings.asked
+    [(target, options, _)] = recordings.asked
     assert not options.follow_children
+    assert target.existing_pids() == [7]
 
 
 def test_children_of_a_process_are_followed_on_request(recordings: _Recordings) -> None:
