@@ -40,9 +40,10 @@ _MAY_IMPORT = {
     "symbols": {"errors", "model", "outfile", "target_files"},
     "unwind": {"errors", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
+    "processes": set(),
     "reports": {"errors", "model"},
     "dumps": {"python", "recording", "reports", "symbols", "unwind", *_LEAVES},
-    "recording": {"capture", "python", "symbols", "unwind", *_LEAVES},
+    "recording": {"capture", "processes", "python", "symbols", "unwind", *_LEAVES},
     "doctor": {"capture", "python", "recording", "reports", "symbols", *_LEAVES},
     "commands": {
         *("capture", "doctor", "dumps", "python", "recording", "reports", "symbols"),
