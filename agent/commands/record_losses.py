@@ -23,9 +23,11 @@ _PROBLEM_MEANINGS = {
     "bad_unwind_records": "damaged records in unwind information; functions of theirs may be cut",
     "unwind_memory_full": "binaries whose unwind table found no room and that were walked by frame"
     " pointer for a while; raise --unwind-memory",
-    "unwind_rules_full": "unwind rules beyond those that the kernel half holds; stacks end there",
+    "unwind_rules_cut": "unwind rules beyond 65,536 of one binary; stacks end in code of its own"
+    " that needs them",
     "too_many_mappings": "executable mappings beyond 65,535 of a process; walked by frame pointer",
-    "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
+    "mappings_not_kept": "processes beyond the process table, or with so many executable mappings"
+    " that those of all processes found no room; walked by frame pointer",
     "binary_not_read": "mapped files that are damaged, or that would take longer to read than any"
     " real one: names, Python frames or calls of theirs are missing",
     "binary_not_opened": "mapped files that could not be opened, or not be kept open (ulimit -n);"
