@@ -36,6 +36,10 @@ _PROBLEM_MEANINGS = {
     " this kernel does not tell their registers (BPF task iterators came with v5.8)",
     "threads_not_entered": "threads that slept or ran before the recording, which was too short to"
     " enter them all: their time is missing; record longer",
+    "sleepers_kernel_frames_lost": "kernel frames of threads asleep since before the recording,"
+    " whose addresses the kernel does not tell; the rest of their stacks is there",
+    "cpus_came_online": "CPUs that came online during the recording: samples of up to a second on"
+    " each are missing; waits and times are complete",
     "switch_not_seen": "threads that left a CPU in a way that the kernel shows to no tracepoint,"
     " and had not come back at the end: their time since then is missing",
     "thread_table_full": "threads that slept or ran before the recording, beyond the thread table:"
