@@ -80,9 +80,14 @@ class KernelTables:
         self._free_slots = list(range(abi.TABLES_MAX - 1, -1, -1))
         self._mapping_bytes: dict[int, int] = {}  # by pid
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether a table of that size could be entered now."""
-        return size_bytes <= self.free_bytes and bool(self._free_slots)
+    @property
+    def free_slots(self) -> int:
+        """How many tables more there may be."""
+        return len(self._free_slots)
+
+    def has_room(self, size_bytes: int, tables: int = 1) -> bool:
+        """Whether tables of that size together could be entered now."""
+        return size_bytes <= self.free_bytes and tables <= self.free_slots
 
     def size_bytes(self, binary: int) -> int:
         """Returns what an entered table takes."""

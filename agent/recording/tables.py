@@ -149,8 +149,8 @@ class UnwindTables:
             found[binary] = table
             size_bytes += table_bytes(table)
             wanted_bytes += table_bytes(table) * (binary in self._wanted)
-        if wanted_bytes and not self._kernel.has_room(size_bytes):
-            self._evict(size_bytes - self._kernel.free_bytes)
+        if wanted_bytes and not self._kernel.has_room(size_bytes, len(found)):
+            self._evict(size_bytes, len(found))
         # Those that samples need first, in case there is not room for all.
         order = sorted(found, key=lambda binary: -self._hits[binary])
         self._kernel.enter({binary: found[binary] for binary in order})
@@ -218,15 +218,22 @@ class UnwindTables:
         path = self._table.binaries.files[binary].path
         self.problem_files.setdefault(problem, set()).add(path)
 
-    def _evict(self, needed_bytes: int) -> None:
-        """Takes the least used tables out, and first all mappings that lead to them."""
+    def _evict(self, size_bytes: int, tables: int) -> None:
+        """Makes room for tables of that size together.
+
+        It takes the least used ones out, and first all mappings that lead to them.
+        """
+        needed_bytes = size_bytes - self._kernel.free_bytes
+        needed_slots = tables - self._kernel.free_slots
         oldest = sorted(self._kernel.places, key=lambda binary: self._used_at.get(binary, 0))
         leaving: set[int] = set()
         for binary in oldest:
-            if needed_bytes <= 0 or self._used_at.get(binary, 0) > self._drains - _DRAINS_IN_USE:
+            is_enough = needed_bytes <= 0 and needed_slots <= 0
+            if is_enough or self._used_at.get(binary, 0) > self._drains - _DRAINS_IN_USE:
                 break
             leaving.add(binary)
             needed_bytes -= self._kernel.size_bytes(binary)
+            needed_slots -= 1
         if not leaving:
             return
         users = [

@@ -10,13 +10,17 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from collections.abc import Mapping as AnyMapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from aiflame.agent.recording import abi, kernel_tables
 from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
+from aiflame.agent.recording.processes import Mapping, ProcessTable
+from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.unwind.table import MAX_RULES, PAGE_SHIFT, UnwindTable
 from aiflame.agent.unwind.x86_64 import (
     CFA_SHIFT,
@@ -41,7 +45,7 @@ class _OuterMap:
         self.content: dict[int, bytes] = {}
         self.refuses: set[int] = set()
 
-    def update_many(self, entries: Mapping[int, int]) -> list[int]:
+    def update_many(self, entries: AnyMapping[int, int]) -> list[int]:
         refused = [key for key in entries if key in self.refuses]
         for key, fd in entries.items():
             if key not in refused:
@@ -192,3 +196,48 @@ def test_new_mappings_of_a_process_take_the_room_of_its_old_ones(kernel: Any) ->
         (content,) = kernel.process_mappings.content.values()
         assert content.startswith(_slots(count).tobytes())
     assert problems.total() == 0
+
+
+class _Files:
+    """A process that maps one file after another, and the recorder's side of it."""
+
+    def __init__(self, kernel: Any, table: UnwindTable) -> None:
+        self._processes = ProcessTable(1, lambda pid: 1)
+        self.tables = UnwindTables(kernel, self._processes, None, 64 << 20, lambda fd: None)
+        self.entered = self.tables._kernel.places
+        self._table = table
+        self.tables._cached = self._cached  # type: ignore[method-assign]
+        self.tables.images = SimpleNamespace(bias=lambda mapping: 0)  # type: ignore[assignment]
+        self._processes.binaries.files = [SimpleNamespace(path=str(n)) for n in range(5)]  # type: ignore[misc]
+
+    def _cached(self, binary: int) -> UnwindTable:
+        self.tables._settled.add(binary)
+        return self._table
+
+    def map(self, *binaries: int) -> None:
+        image = self._processes.image(2, 1, name="program")
+        image.mappings = [Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries]
+        bounds = np.array([[m.start, m.end] for m in image.mappings], np.uint64)
+        image._starts, image._ends = bounds.T
+        self.tables.push(image)
+        self.tables.poll()
+
+
+def test_tables_that_samples_need_take_the_slots_of_others(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN as many small files as there are slots, of which samples need one
+    monkeypatch.setattr(abi, "TABLES_MAX", 3)
+    files = _Files(kernel, _table(10))
+    files.map(1, 2, 3)
+    for _ in range(4):
+        files.tables.note_used(Counter({1: 5}))
+    # WHEN another file is mapped, and samples need it
+    files.map(1, 2, 3, 4)
+    assert set(files.entered) == {1, 2, 3}
+    files.tables.note_used(Counter({1: 5, 4: 5}))
+    files.tables.poll()
+    # THEN it takes the place of one that nobody needs
+    assert {1, 4} < set(files.entered)
+    assert len(files.entered) == 3
+    files.tables.close()
