@@ -13,7 +13,7 @@ from pathlib import Path
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.commands.recover import finish_if_killed
 from aiflame.agent.errors import UsageError
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import make_folder, refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf

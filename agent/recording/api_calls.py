@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_probes import ApiProbes, FileIdentity
 from aiflame.agent.recording.elf_images import ElfImages

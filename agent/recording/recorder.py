@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from aiflame.agent import priority
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_calls import ApiCalls
 from aiflame.agent.recording.descriptors import keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording.processes import ProcessImage, ThreadInfo
 from aiflame.agent.recording.procfs import container_id
 

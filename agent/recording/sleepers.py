@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from aiflame.agent.model import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.recording import abi, procfs
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import ProcessTable

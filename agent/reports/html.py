@@ -19,7 +19,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ColorBy, ReportOptions, View
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiflame.agent.gpu_profile import NONE
+from aiflame.agent.model.gpu import NONE
 from recordings import Workload, record_workload
 
 pytestmark = pytest.mark.bpf

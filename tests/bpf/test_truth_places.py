@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.recording.procfs import comm, process_ids
 from aiflame.agent.recording.targets import cgroup2_mounts
 from recordings import Recording, Workload, children_of, ns_of, rows_of

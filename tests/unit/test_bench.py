@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from bench import hot_stacks, large, loads, machine, pairs, run, tools
 from bench.kernel import Runs, Window
 from bench.table import Aim, Table, aims_table, spread

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording import abi, procfs, snapshots, threads
 from aiflame.agent.recording.processes import ProcessTable
 from aiflame.agent.recording.sleepers import Sleepers, store_sleepers

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.python import walk as python_walk
 from aiflame.agent.python.debugoffsets import read_layout
 from aiflame.agent.python.layouts import ABSENT, SHIM_OWNER, Layout, table_layout

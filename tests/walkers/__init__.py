@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording import abi, kernel_tables
 from aiflame.agent.recording.kernel_tables import table_bytes
 from aiflame.agent.unwind.table import PAGE_SHIFT, UnwindTable
