@@ -63,8 +63,6 @@ enum rbp_kind {
 	RBP_UNKNOWN = 4,
 };
 
-/* Distinct rules of all tables together: a row has 16 bits for one. */
-#define RULES_MAX 65536
 /* Binaries with a table at the same time. */
 #define TABLES_MAX 4096
 /* A page of 512 bytes has six rows on average: a search takes three steps instead of eleven. */
@@ -79,8 +77,8 @@ struct unwind_rule {
 
 /*
  * One executable mapping of a process; address - bias is a distance from the table's first page.
- * Slot 0 of a process's mappings is none: start is its image, end the number of mappings, and table
- * a number that no other mappings had, nor the same ones before they changed.
+ * Slot 0 of a process's mappings is none: start is its image, end the number of mappings, and bias
+ * a random number, which no other mappings have, nor the same ones before they changed.
  */
 struct mapping_slot {
 	u64 start;
