@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import DebugFileFinder, MappedElf, path_in_root
 from aiflame.agent.symbols.demangle import Demangler
 from aiflame.agent.symbols.elf import BadElf
@@ -123,9 +124,9 @@ class Resolver:
         encoded = [name.encode("utf-8", "surrogateescape") for name in raw]
         readable = dict(zip(raw, demangler.names(encoded), strict=True))
         if demangler.missing:
-            self._problem("no_demangler", path)
+            self._problem(LossKind.NO_DEMANGLER, path)
         if demangler.failures:
-            self._problem("names_not_demangled", path)
+            self._problem(LossKind.NAMES_NOT_DEMANGLED, path)
         return [
             tuple(
                 SourceFrame(
@@ -139,17 +140,17 @@ class Resolver:
             for chain in chains
         ]
 
-    def _problem(self, reason: str, detail: object) -> None:
+    def _problem(self, reason: LossKind, detail: object) -> None:
         self.problems.append(Problem(reason, clean_name(str(detail))))
 
     def _load(self, path: str, root_path: str, plain: bool) -> _Tables | None:
         try:
             binary = MappedElf(open_regular(path))
         except OSError as error:
-            self._problem("unreadable_binary", f"{path}: {error.strerror}")
+            self._problem(LossKind.UNREADABLE_BINARY, f"{path}: {error.strerror}")
             return None
         except BadElf as error:
-            self._problem("bad_elf", f"{path_in_root(path) or path}: {error}")
+            self._problem(LossKind.BAD_ELF, f"{path_in_root(path) or path}: {error}")
             return None
         inside = path_in_root(path)
         debug = self._finder.find(binary, inside, root_path, self.problems)
@@ -165,7 +166,7 @@ class Resolver:
         tables = self._tables.get((key, plain))
         if tables is None:
             if files[0].image.damage:
-                self._problem("bad_symbol_table", f"{label}: {files[0].image.damage}")
+                self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {files[0].image.damage}")
             symbols = self._symbols(key, files, label)
             lines = None if plain else self._lines(key, files, label)
             tables = _Tables(key, symbols, lines)
@@ -187,10 +188,10 @@ class Resolver:
         try:
             table = SymbolTable.build([SymbolSource(f.image, f.map()) for f in files])
         except BadElf as error:
-            self._problem("too_many_symbols", f"{label}: {error}")
+            self._problem(LossKind.TOO_MANY_SYMBOLS, f"{label}: {error}")
             return SymbolTable.build([])
         except (ValueError, MemoryError) as error:
-            self._problem("bad_symbol_table", f"{label}: {type(error).__name__}: {error}")
+            self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {type(error).__name__}: {error}")
             return SymbolTable.build([])
         if self._store.write(key + _TABLE_SUFFIX, table.to_chunks()):
             # The mapped copy costs no memory of our own, and lets go of the target's file.
@@ -220,10 +221,10 @@ class Resolver:
         try:
             table = LineTable.build(source, self._max_dwarf_bytes)
         except DebugInfoTooLarge as error:
-            self._problem("debug_info_too_large", f"{label}: {error}")
+            self._problem(LossKind.DEBUG_INFO_TOO_LARGE, f"{label}: {error}")
             return None
         except BadDebugInfo as error:
-            self._problem("bad_debug_info", f"{label}: {error}")
+            self._problem(LossKind.BAD_DEBUG_INFO, f"{label}: {error}")
             return None
         chunks = table.to_chunks()
         if chunks:
