@@ -205,8 +205,9 @@ class LossKind(enum.Enum):
     DEBUG_INFO_TOO_LARGE = _Entry(
         "debug information is over the limit; no lines or inlined functions"
     )
-    NO_DEMANGLER = _Entry("libstdc++ is missing; C++ names stay mangled", cure="install libstdc++6")
-    NAMES_NOT_DEMANGLED = _Entry("names that expand without bound stay mangled")
+    NAMES_NOT_DEMANGLED = _Entry(
+        "binaries with names that expand without bound; those names stay mangled"
+    )
     SYMBOLIZER_GAVE_UP = _Entry(
         "a binary crashed or stalled the symbol reader; it was read without debug information and"
         " demangling"

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.demangle import Demangler
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import DebugFileFinder, MappedElf, path_in_root
-from aiflame.agent.symbols.demangle import Demangler
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.frames import Problem, SourceFrame, clean_name
 from aiflame.agent.symbols.lines import (
@@ -57,7 +57,6 @@ class Resolver:
 
     Args:
         cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
-        guard: See `Demangler`; for a process that does nothing else.
         max_dwarf_bytes: Debug information larger than this is not read.
 
     Attributes:
@@ -68,11 +67,10 @@ class Resolver:
         self,
         cache: Path | None,
         *,
-        guard: bool = False,
         max_dwarf_bytes: int = DEFAULT_MAX_DWARF_BYTES,
     ) -> None:
         self._store = Store(cache)
-        self._guard = guard
+        self._demangler = Demangler()
         self._max_dwarf_bytes = max_dwarf_bytes
         self._finder = DebugFileFinder()
         self._tables: OrderedDict[tuple[str, bool], _Tables] = OrderedDict()
@@ -119,14 +117,16 @@ class Resolver:
     def _readable(
         self, chains: list[tuple[RawFrame, ...]], path: str, plain: bool
     ) -> list[tuple[SourceFrame, ...]]:
-        demangler = Demangler(guard=self._guard, enabled=not plain)
         raw = list(dict.fromkeys(frame.name for chain in chains for frame in chain))
-        encoded = [name.encode("utf-8", "surrogateescape") for name in raw]
-        readable = dict(zip(raw, demangler.names(encoded), strict=True))
-        if demangler.missing:
-            self._problem(LossKind.NO_DEMANGLER, path)
-        if demangler.failures:
-            self._problem(LossKind.NAMES_NOT_DEMANGLED, path)
+        names = [os.fsencode(name) for name in raw]
+        if not plain:
+            names = self._demangler.names(names)
+            if self._demangler.failures:
+                self._problem(LossKind.NAMES_NOT_DEMANGLED, path)
+        readable = {
+            name: clean_name(found.decode("utf-8", "replace"))
+            for name, found in zip(raw, names, strict=True)
+        }
         return [
             tuple(
                 SourceFrame(

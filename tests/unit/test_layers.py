@@ -28,9 +28,20 @@ def _modules(folder: str) -> dict[str, ast.Module]:
 _MODULES = _modules("agent")
 _GPU_MODULES = _modules("gpu")
 # What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
-_LEAVES = {"errors", "gpu_profile", "losses", "model", "outfile", "priority", "target_files", ""}
+_LEAVES = {
+    "demangle",
+    "errors",
+    "gpu_profile",
+    "losses",
+    "model",
+    "outfile",
+    "priority",
+    "target_files",
+    "",
+}
 _MAY_IMPORT = {
     "": set(),
+    "demangle": set(),
     "errors": set(),
     "losses": set(),
     "model": set(),
@@ -38,11 +49,11 @@ _MAY_IMPORT = {
     "target_files": {"errors"},
     "priority": set(),
     "capture": {"errors", "model", "outfile"},
-    "symbols": {"errors", "losses", "model", "outfile", "target_files"},
+    "symbols": {"demangle", "errors", "losses", "model", "outfile", "target_files"},
     "unwind": {"errors", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
     "processes": set(),
-    "reports": {"errors", "losses", "model"},
+    "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {"python", "recording", "reports", "symbols", "unwind", *_LEAVES},
     "recording": {"capture", "processes", "python", "symbols", "unwind", *_LEAVES},
     "doctor": {"capture", "python", "recording", "reports", "symbols", *_LEAVES},

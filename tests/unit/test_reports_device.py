@@ -322,7 +322,7 @@ def test_kernel_names_are_demangled_and_shortened_without_taking_two_for_one() -
         "vadd",
         "saxp(float, float*, float*)",
         "saxp(float, float*, float*, int)",
-        "at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<...>, array<...> >",
+        "at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<...>, array<...>>",
         "_Znonsense",
         "[unknown kernel: no such handle]",
     ]
