@@ -79,7 +79,7 @@ def _subtitle(profile: Profile, packed: Packed) -> str:
 
 def _device_note(profile: Profile, samples: DeviceSamples | None) -> str:
     if samples is None:
-        return device_facts.absence(profile.gpu)
+        return device_facts.absence(profile)
     return device_facts.attribution(profile, samples)
 
 
