@@ -235,6 +235,18 @@ def python_profile() -> Profile:
     )
 
 
+def timed_profile() -> Profile:
+    """Five seconds and a half: busy in the first, asleep for three, busy again at the end."""
+    profile = profile_of(
+        Sample("main:10;load", 700 * MS, count=70, first_s=0),
+        Sample("main:11;poll;[k]ep_poll", 3_000 * MS, SampleClass.BLOCKED, first_s=1, seconds=3),
+        Sample("main:11;poll;[k]ep_poll", 20 * MS, SampleClass.WAITING_TO_RUN, first_s=4),
+        Sample("main:12;save", 300 * MS, count=30, first_s=4),
+        Sample("start_thread;[p]step:31", 400 * MS, thread=1, count=40, first_s=5),
+    )
+    return replace(profile, recording=replace(RECORDING, duration_ns=5_500 * MS))
+
+
 def empty_profile() -> Profile:
     """A recording in which nothing ran."""
     return profile_of()
