@@ -29,7 +29,7 @@ EPILOG = """\
 EXAMPLES
   aiflame stats run.aiflame
   aiflame stats run.aiflame --view offcpu -n 30    # what it waited for
-  aiflame stats run.aiflame --last 2s              # only the end of the recording
+  aiflame stats run.aiflame --last 2s              # only the last two seconds
   aiflame stats run.aiflame | less
 """
 

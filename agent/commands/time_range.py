@@ -16,8 +16,8 @@ def add_range_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     group = parser.add_argument_group(
         "Time range",
-        "Times since the start of the recording: 10, 10s, 250ms, 5m. A capture knows seconds:"
-        " each one that the range touches is in it as a whole.",
+        "Times since the start of the recording: 10, 10s, 250ms, 5m. A capture knows\n"
+        "seconds: each one that the range touches is in it as a whole.",
     )
     group.add_argument(
         "--from",

@@ -146,13 +146,17 @@ def _classes(profile: Profile) -> Table:
     whole = sum(ns for ns, _ in sums)
     return Table(
         "Off-CPU time by class",
-        f"100 % = {duration(whole)} off the CPU, summed over threads",
+        f"100 % = {duration(whole)} off the CPU, summed over threads{_counted_where(profile)}",
         (">ms", ">share", ">intervals", "class"),
         tuple(
             (ms(ns), percent(ns, whole), f"{count:,}", klass.label)
             for klass, (ns, count) in zip(classes, sums, strict=True)
         ),
     )
+
+
+def _counted_where(profile: Profile) -> str:
+    return "" if profile.recording.time_range is None else "; counted where they ended"
 
 
 def _causes(profile: Profile, causes: npt.NDArray[np.uint8]) -> Table:
@@ -163,7 +167,7 @@ def _causes(profile: Profile, causes: npt.NDArray[np.uint8]) -> Table:
     order = sorted((cause for cause in Cause if any(sums[cause])), key=lambda c: (-sums[c][0], c))
     return Table(
         "Blocked time by cause",
-        f"100 % = {duration(whole)} blocked, summed over threads;"
+        f"100 % = {duration(whole)} blocked, summed over threads{_counted_where(profile)};"
         " read from the names of the kernel's and libc's functions",
         (">ms", ">share", ">waits", "cause"),
         tuple(

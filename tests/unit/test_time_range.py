@@ -367,6 +367,22 @@ def test_every_format_is_of_the_range_and_says_so(folder: Path) -> None:
     assert f"time range: {words}".encode() in gzip.decompress((folder / "pprof").read_bytes())
 
 
+def test_tables_of_devices_are_of_the_range(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "read_capture", lambda path: _device_profile())
+    assert _run(report, "-f", "csv", "-o", "tables", "--from", "3", "--to", "4") == 0
+    kernels = [line.split(",") for line in (folder / "tables/kernels.csv").read_text().splitlines()]
+    found = [dict(zip(kernels[0], row, strict=True)) for row in kernels[1:]]
+    assert [(row["kernel"], row["calls"], row["samples"]) for row in found] == [("k", "1", "20")]
+    assert len((folder / "tables/stalls.csv").read_text().splitlines()) == 2
+
+
+def test_a_range_without_devices_says_which(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "read_capture", lambda path: _profile())
+    assert _run(report, "-f", "svg", "--view", "gpu", "--from", "3", "--to", "4") == 0
+    words = "No device API calls were seen in the recorded processes in 3 s to 4 s of 9.98 s."
+    assert words in (folder / "run.svg").read_text()
+
+
 def test_a_pprof_of_a_range_has_its_own_times() -> None:
     part = _part(_profile(), 8 * S, 9 * S)
     found = decode(FORMATS["pprof"].render(part, ReportOptions()))
