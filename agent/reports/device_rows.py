@@ -68,7 +68,7 @@ class DeviceSamples:
 def device_samples(profile: Profile) -> DeviceSamples:
     """Return the device samples of a profile with the stacks that launched what was sampled."""
     gpu = profile.gpu
-    found = attribute(gpu) if gpu.attributed is None else gpu.attributed
+    found = attribute(gpu)
     of = gpu.samples[found["sample"]]
     stack = np.where(found["stack"] == NONE, -1, found["stack"].astype(np.int64))
     columns = (stack, of["code"], of["device"], of["reason"], found["certainty"])

@@ -106,7 +106,11 @@ def _time(profile: Profile, grid: Grid | None) -> dict[str, Any] | None:
     """Return what the page needs to know of its buckets, None where there are none."""
     if grid is None:
         return None
-    end_s = grid.start_s + grid.buckets * grid.width_s
+    end_s = float(grid.start_s + grid.buckets * grid.width_s)
+    recorded_s = profile.recording.shown_range.end_ns / NS_PER_S
+    # The last bucket ends with the recording, if it is known when that was.
+    if end_s - grid.width_s < recorded_s < end_s:
+        end_s = recorded_s
     calls = launch_calls(profile.gpu)
     bucket = (calls["interval"].astype(np.int64) - grid.start_s) // grid.width_s
     launches = np.bincount(bucket, calls["count"], grid.buckets).astype(np.int64)
@@ -114,7 +118,7 @@ def _time(profile: Profile, grid: Grid | None) -> dict[str, Any] | None:
         "start_s": grid.start_s,
         "width_s": grid.width_s,
         "buckets": grid.buckets,
-        "end_s": min(end_s, profile.recording.shown_range.end_ns / NS_PER_S or end_s),
+        "end_s": end_s,
         "recorded_s": profile.recording.duration_ns / NS_PER_S or end_s,
         "launches": launches.tolist() if launches.any() else [],
     }

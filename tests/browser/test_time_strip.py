@@ -12,7 +12,7 @@ from aiflame.agent.model import SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions
 from browser.chromium import CHROMIUM, Page, browser
 from device_profiles import Launch, Ran, device_profile_of
-from profiles import MS, Sample
+from profiles import MS, RECORDING, Sample, profile_of
 from support import wait_until
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -52,7 +52,7 @@ def _x_of(page: Page, second: float) -> tuple[float, float]:
         ".getBoundingClientRect())"
     )
     gutter = page.value("GUTTER_PX")
-    return left + gutter + (width - gutter) * second / 10, top + 20
+    return left + gutter + (width - gutter) * second / 9.9, top + 20
 
 
 def _drag(page: Page, start_s: float, end_s: float) -> None:
@@ -87,8 +87,10 @@ def test_dragging_chooses_a_range_and_everything_is_of_it(page: Page, report: Pa
     assert _address(page) == "#from=7&to=9"
     assert page.text("range") == (
         "7 s to 9 s: On CPU 250.000 ms, 0.13 CPUs; Waiting 1.000 s, 0.5 threads;"
-        " GPU samples 0 samples, 0 a second"
+        " GPU samples 0, 0 a second"
     )
+    tip = page.value("document.getElementById('range').title")
+    assert tip == "aiflame report CAPTURE --from 7s --to 9s"
     # AND a double click goes back to all
     for clicks in (1, 2):
         page.mouse("mousePressed", *_x_of(page, 5), clicks)
@@ -153,9 +155,21 @@ def test_the_numbers_of_a_second_are_told(page: Page, report: Path) -> None:
     x, y = _x_of(page, 9.5)
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     assert page.text("tip") == (
-        "9 s to 9.9 sOn CPU0 ns, 0.00 CPUsWaiting0 ns, 0.0 threads"
-        "GPU samples50 samples, 56 a secondsync 50 samples"
+        "9 s to 9.9 sOn CPU0 ns, 0.00 CPUsWaiting0 ns, 0.0 threadsGPU samples50, 56 a secondsync 50"
     )
+
+
+def test_a_moment_at_the_end_is_no_peak(page: Page, tmp_path: Path) -> None:
+    profile = profile_of(
+        Sample("main", 500 * MS, first_s=0),
+        Sample("main", 10 * MS, first_s=2),
+        recording=replace(RECORDING, duration_ns=2_004 * MS),
+    )
+    (tmp_path / "run.html").write_bytes(FORMATS["html"].render(profile, ReportOptions()))
+    page.open(tmp_path / "run.html")
+    assert page.value("aiflame.strip.lanes[0].most") == 0
+    page.open(tmp_path / "run.html", "#from=2&to=3")
+    assert page.text("range") == "2 s to 2.004 s: On CPU 10.000 ms, 0.02 CPUs"
 
 
 def test_the_strip_follows_the_chosen_threads(page: Page, report: Path) -> None:

@@ -162,6 +162,12 @@ def test_device_samples_keep_the_stacks_that_they_have_in_the_whole() -> None:
     assert sorted(f"{stack} {count}" for stack, count in counts.items()) == _folded(whole, View.GPU)
 
 
+def test_a_range_of_a_range() -> None:
+    part = _part(_device_profile(), S, 4 * S)
+    again = in_range(part, TimeRange(2 * S, 3 * S))
+    assert _folded(again, View.GPU) == _folded(_part(_device_profile(), 2 * S, 3 * S), View.GPU)
+
+
 def test_calls_one_by_one_are_those_of_the_range() -> None:
     profile = _device_profile()
     events = np.zeros(3, CALL_EVENT_DTYPE)

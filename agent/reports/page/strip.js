@@ -32,8 +32,10 @@ class Strip {
     return Math.min(this.time.start_s + bucket * this.time.width_s, this.whole);
   }
 
-  secondsOf(bucket) {
-    return this.startOf(bucket + 1) - this.startOf(bucket);
+  // By what weights of buckets [from, to) are divided for a rate. A recording may end milliseconds
+  // after a bucket has begun: the rate of so little says nothing.
+  secondsOf(from, to = from + 1) {
+    return Math.max(this.startOf(to) - this.startOf(from), this.time.width_s / 2);
   }
 
   rangeWords([from, to]) {
@@ -46,8 +48,8 @@ class Strip {
   makeLanes() {
     const { settings, sets } = this.page;
     const { buckets, launches } = this.time;
-    const perSecond = (noun) => (weight, seconds) =>
-      `${(weight / seconds).toLocaleString("en-US", { maximumFractionDigits: weight / seconds < 10 ? 1 : 0 })} ${noun}`;
+    const plain = (n, digits = 0) => n.toLocaleString("en-US", { maximumFractionDigits: digits });
+    const perSecond = (n, seconds) => `${plain(n / seconds, n / seconds < 10 ? 1 : 0)} a second`;
     const times = activity(sets.time.data, buckets, this.page.chosenThreads());
     const cpus = (ns, seconds) => `${(ns / 1e9 / seconds).toFixed(2)} CPUs`;
     const threads = (ns, seconds) => `${(ns / 1e9 / seconds).toFixed(1)} threads`;
@@ -57,9 +59,9 @@ class Strip {
     ];
     if (sets.device) {
       const { names, fills } = settings.stalls;
-      lanes.push({ name: "GPU samples", parts: names, fills, series: activity(sets.device.data, buckets, null), rate: perSecond("a second"), say: (n) => counted(n, "sample") });
+      lanes.push({ name: "GPU samples", parts: names, fills, series: activity(sets.device.data, buckets, null), rate: perSecond, say: plain });
     } else if (launches.length) {
-      lanes.push({ name: "GPU launches", parts: ["launches"], fills: settings.stalls.fills.slice(0, 1), series: [launches], rate: perSecond("a second"), say: (n) => counted(n, "launch", "launches") });
+      lanes.push({ name: "GPU launches", parts: ["launches"], fills: settings.stalls.fills.slice(0, 1), series: [launches], rate: perSecond, say: plain });
     }
     for (const lane of lanes) {
       lane.total = new Float64Array(buckets);
@@ -86,7 +88,8 @@ class Strip {
   }
 
   x(bucket) {
-    return GUTTER_PX + (bucket * (this.width - GUTTER_PX)) / this.time.buckets;
+    const { start_s: start } = this.time;
+    return GUTTER_PX + ((this.startOf(bucket) - start) * (this.width - GUTTER_PX)) / (this.whole - start);
   }
 
   paint() {
@@ -115,12 +118,11 @@ class Strip {
     pen.fillRect(GUTTER_PX, top, this.width - GUTTER_PX, LANE_PX);
     const scale = LANE_PX / this.height(lane, lane.most);
     const { buckets } = this.time;
-    const perPx = buckets / (this.width - GUTTER_PX);
     // Of buckets that share a pixel, the highest is drawn: a short peak is not to be lost.
     for (let b = 0; b < buckets; ) {
-      const end = perPx > 1 ? Math.min(buckets, Math.max(b + 1, Math.floor((Math.floor(b / perPx) + 1) * perPx))) : b + 1;
       let shown = b;
-      for (let other = b + 1; other < end; other++) if (this.height(lane, other) > this.height(lane, shown)) shown = other;
+      let end = b + 1;
+      for (; end < buckets && this.x(end + 1) - this.x(b) <= 1; end++) if (this.height(lane, end) > this.height(lane, shown)) shown = end;
       const [left, right] = [this.x(b), this.x(end)];
       let y = top + LANE_PX;
       lane.series.forEach((part, at) => {
@@ -141,9 +143,10 @@ class Strip {
     const step = TICKS_S.find((s) => seconds / s <= room) || TICKS_S[TICKS_S.length - 1] * Math.ceil(seconds / room / TICKS_S[TICKS_S.length - 1]);
     pen.fillStyle = color("--soft");
     for (let at = Math.ceil(start / step) * step; at < this.whole; at += step) {
-      const x = this.x((at - start) / this.time.width_s);
+      const x = this.x((at - start) / this.time.width_s); // any moment of a bucket has its place
+      const label = moment(at, this.whole);
       pen.fillRect(x, top, 1, 4);
-      pen.fillText(moment(at, this.whole), x + 3, top + 9);
+      if (x + 3 + pen.measureText(label).width <= this.width) pen.fillText(label, x + 3, top + 9);
     }
   }
 
@@ -164,7 +167,7 @@ class Strip {
   // What is told of buckets [from, to): pairs (heading, text).
   facts(from, to) {
     const facts = [];
-    const seconds = this.startOf(to) - this.startOf(from);
+    const seconds = this.secondsOf(from, to);
     for (const lane of this.lanes) {
       const weights = lane.series.map((part) => part.slice(from, to).reduce((sum, weight) => sum + weight, 0));
       const total = weights.reduce((sum, weight) => sum + weight, 0);
@@ -181,6 +184,8 @@ class Strip {
     byId("range-clear").hidden = !this.page.state.range;
     const words = range ? this.facts(...range).filter(([name]) => name).map((fact) => fact.join(" ")) : [];
     const coarse = this.time.width_s > 1 ? ` A bar is ${moment(this.time.width_s, 0)}.` : "";
+    const seconds = range ? range.map((bucket) => `${Number(this.startOf(bucket).toFixed(3))}s`) : [];
+    byId("range").title = range ? `aiflame report CAPTURE --from ${seconds[0]} --to ${seconds[1]}` : "";
     byId("range").textContent = range
       ? `${this.rangeWords(range)}: ${words.join("; ")}` : `Drag over the strip to choose a time range.${coarse}`;
   }
@@ -194,7 +199,8 @@ class Strip {
 
   bucketAt(event) {
     const x = event.clientX - this.canvas.getBoundingClientRect().left;
-    const at = Math.floor(((x - GUTTER_PX) * this.time.buckets) / (this.width - GUTTER_PX));
+    const seconds = ((x - GUTTER_PX) * (this.whole - this.time.start_s)) / (this.width - GUTTER_PX);
+    const at = Math.floor(seconds / this.time.width_s);
     return Math.max(0, Math.min(this.time.buckets - 1, at));
   }
 
