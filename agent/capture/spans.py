@@ -39,6 +39,7 @@ def spread_waits(
     columns = [waits[name].astype(np.float64) for name in ("start_ns", "blocked_ns", "runnable_ns")]
     if float(np.sum(columns, axis=0).max()) >= _MAX_NS:
         raise ValueError("a wait later than there can be")
+    order = spans["sample"].astype(np.int64) << 32 | spans["first_s"]
     start_ns = waits["start_ns"].astype(np.int64)
     woken_ns = start_ns + waits["blocked_ns"].astype(np.int64)
     end_ns = woken_ns + waits["runnable_ns"].astype(np.int64)
@@ -48,7 +49,7 @@ def spread_waits(
         (SampleClass.WAITING_TO_RUN, woken_ns, end_ns),
     ):
         sample = _samples_of(samples, waits, klass)
-        row = _rows_of(spans, sample, end_ns // NS_PER_S, to_ns - from_ns)
+        row = _rows_of(spans["ns"], order, sample << 32 | end_ns // NS_PER_S, to_ns - from_ns)
         chosen = np.flatnonzero((row >= 0) & (to_ns > from_ns))
         row = row[chosen]
         # Most are short, and lie in the second that they were counted in.
@@ -83,18 +84,22 @@ def _samples_of(
     return _found(known, wanted, np.searchsorted(known, wanted))
 
 
-def _rows_of(spans: npt.NDArray[np.void], sample: I64, ended_s: I64, ns: I64) -> I64:
+def _rows_of(counted_ns: npt.NDArray[np.uint64], order: I64, ended: I64, ns: I64) -> I64:
     """Returns the span that each wait is counted in, -1 for none.
 
     That is of the second in which it ended, or of the one before, since a drain comes some
     milliseconds late.
+
+    Args:
+        counted_ns: Of each span.
+        order: Sample and second of each span in one number, ascending.
+        ended: Sample and second in which each wait ended; negative without a sample.
+        ns: Of each wait.
     """
-    starts = np.searchsorted(spans["sample"], sample)
-    order = spans["sample"].astype(np.int64) << 32 | spans["first_s"]
-    row = np.searchsorted(order, sample << 32 | ended_s, side="right") - 1
-    is_short = (row > starts) & (spans["ns"][row].astype(np.int64) < ns)
-    row -= is_short
-    return np.where((sample >= 0) & (row >= starts), row, -1)
+    row = np.searchsorted(order, ended, side="right") - 1
+    row -= (row > 0) & (counted_ns[row].astype(np.int64) < ns)
+    is_own = (row >= 0) & (order[row] >> 32 == ended >> 32)
+    return np.where(is_own, row, -1)
 
 
 def _found(known: I64, wanted: I64, at: npt.NDArray[np.intp]) -> I64:

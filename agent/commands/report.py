@@ -12,7 +12,12 @@ from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.commands.recover import finish_if_killed
-from aiflame.agent.commands.time_range import add_range_arguments, range_note, restricted
+from aiflame.agent.commands.time_range import (
+    add_range_arguments,
+    range_note,
+    range_suffix,
+    restricted,
+)
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model import Profile
 from aiflame.agent.outfile import make_folder, refuse_existing, write_output
@@ -101,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="file to write, - for standard output (default: CAPTURE with the format's ending)",
+        help="file to write, - for standard output (default: CAPTURE with the time range and the"
+        " format's ending)",
     )
     output.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
     _add_content(parser.add_argument_group("Content"))
@@ -176,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.buffer.write(report.render(profile, _options(args)))
         sys.stdout.buffer.flush()
         return 0
-    path = Path(output) if output is not None else _default_path(args.capture, report)
+    path = Path(output) if output is not None else _default_path(args, report.extension)
     if path.exists() and args.capture.exists() and path.samefile(args.capture):
         raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
     refuse_existing(path, args.force, is_named=output is not None)
@@ -195,8 +201,7 @@ def _write_tables(args: argparse.Namespace) -> int:
         if getattr(args, option) not in (None, False):
             flag = "--" + option.replace("_", "-")
             raise UsageError(f"{flag} has no effect with -f csv", f"leave out {flag}")
-    stem = args.capture.name.removesuffix(_CAPTURE_ENDING)
-    folder = Path(args.output) if args.output else args.capture.with_name(stem + _TABLES_ENDING)
+    folder = Path(args.output) if args.output else _default_path(args, _TABLES_ENDING)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"not a folder: {folder}", "csv is several files: use -o FOLDER")
     profile = restricted(read_capture(args.capture), args)
@@ -269,8 +274,10 @@ def _options(args: argparse.Namespace) -> ReportOptions:
     )
 
 
-def _default_path(capture: Path, report: Report) -> Path:
-    return capture.with_name(capture.name.removesuffix(_CAPTURE_ENDING) + report.extension)
+def _default_path(args: argparse.Namespace, ending: str) -> Path:
+    stem = args.capture.name.removesuffix(_CAPTURE_ENDING)
+    path: Path = args.capture.with_name(stem + range_suffix(args) + ending)
+    return path
 
 
 def _note_if_empty(profile: Profile, options: ReportOptions) -> None:

@@ -52,6 +52,19 @@ def restricted(profile: Profile, args: argparse.Namespace) -> Profile:
     return profile if chosen is None else in_range(profile, chosen)
 
 
+def range_suffix(args: argparse.Namespace) -> str:
+    """Return what tells a report's own name from that of another range: "-10s-25s", "-last-5s"."""
+    if args.last_ns is not None:
+        return f"-last-{_typed(args.last_ns)}"
+    if args.from_ns is None and args.to_ns is None:
+        return ""
+    return f"-{_typed(args.from_ns or 0)}-{'end' if args.to_ns is None else _typed(args.to_ns)}"
+
+
+def _typed(ns: int) -> str:
+    return moment(ns).replace(" ", "")
+
+
 def range_note(profile: Profile) -> str:
     """Return which part of the recording a profile is of, "" for all of it."""
     recording = profile.recording

@@ -348,13 +348,28 @@ def test_no_time_before_the_start(folder: Path, arguments: list[str]) -> None:
 def test_the_options_choose_seconds(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], seconds: list[int]
 ) -> None:
-    assert _run(report, "-f", "folded", "--view", "cpu", *arguments) == 0
+    assert _run(report, "-f", "folded", "--view", "cpu", "-o", "run.folded", *arguments) == 0
     text = (folder / "run.folded").read_text()
     weight = {0: 900, 8: 300, 9: 200}
     assert sum(int(line.rpartition(" ")[2]) for line in text.splitlines()) == MS * sum(
         weight[second] for second in seconds
     )
     assert " s of 9.98 s)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--from", "8s"], "run-8s-end.svg"),
+        (["--from", "500ms", "--to", "1"], "run-0.5s-1s.svg"),
+        (["--to", "2"], "run-0s-2s.svg"),
+        (["--last", "5"], "run-last-5s.svg"),
+        ([], "run.svg"),
+    ],
+)
+def test_a_range_has_a_name_of_its_own(folder: Path, arguments: list[str], name: str) -> None:
+    assert _run(report, "-f", "svg", *arguments) == 0
+    assert (folder / name).exists()
 
 
 def test_every_format_is_of_the_range_and_says_so(folder: Path) -> None:
@@ -384,7 +399,7 @@ def test_tables_of_devices_are_of_the_range(folder: Path, monkeypatch: pytest.Mo
 
 def test_a_range_without_devices_says_which(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "read_capture", lambda path: _profile())
-    assert _run(report, "-f", "svg", "--view", "gpu", "--from", "3", "--to", "4") == 0
+    assert _run(report, "-o", "run.svg", "--view", "gpu", "--from", "3", "--to", "4") == 0
     words = "No device API calls were seen in the recorded processes in 3 s to 4 s of 9.98 s."
     assert words in (folder / "run.svg").read_text()
 
@@ -411,7 +426,7 @@ def test_stats_leave_out_what_is_known_of_the_whole_only(
 
 
 def test_an_empty_range_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(report, "-f", "svg", "--from", "1", "--to", "2") == 0
+    assert _run(report, "-o", "run.svg", "--from", "1", "--to", "2") == 0
     words = "No thread of the target ran or waited in 1 s to 2 s of 9.98 s."
     assert words in (folder / "run.svg").read_text()
     assert "note: the capture holds no wall time in 1 s to 2 s of 9.98 s" in capsys.readouterr().err
