@@ -99,7 +99,7 @@ class Draft:
         index: What the page needs besides sections.
         cut: What was left out.
         name: Of the column of weights.
-        owner: The place of each weight in that column, shape (weights,).
+        owner: The row of that column which each weight is part of, shape (weights,).
         weight: The weights.
         spans: When they were, SPAN_DTYPE; empty where that is not known.
     """

@@ -75,8 +75,8 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
         "certainties": [certainty.label for certainty in Certainty],
     }
-    place = np.arange(len(samples), dtype=np.int64)
-    return Draft(writer, index, cut, "hit_count", place, samples.count, samples.spans)
+    hit = np.arange(len(samples), dtype=np.int64)
+    return Draft(writer, index, cut, "hit_count", hit, samples.count, samples.spans)
 
 
 def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used: I64) -> None:

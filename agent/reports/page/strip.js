@@ -143,7 +143,7 @@ class Strip {
     const step = TICKS_S.find((s) => seconds / s <= room) || TICKS_S[TICKS_S.length - 1] * Math.ceil(seconds / room / TICKS_S[TICKS_S.length - 1]);
     pen.fillStyle = color("--soft");
     for (let at = Math.ceil(start / step) * step; at < this.whole; at += step) {
-      const x = this.x((at - start) / this.time.width_s); // any moment of a bucket has its place
+      const x = this.x((at - start) / this.time.width_s);
       const label = moment(at, this.whole);
       pen.fillRect(x, top, 1, 4);
       if (x + 3 + pen.measureText(label).width <= this.width) pen.fillText(label, x + 3, top + 9);
