@@ -166,13 +166,13 @@ unit: setup-test  ## the tests that need no root
 lint: setup-test  ## style and types
 	@$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/clang-format --dry-run -Werror bpf/*.[ch] tests/workloads/*.[ch] tests/kernels/*.c
+	$(VENV)/bin/clang-format --dry-run -Werror bpf/*.[ch] tests/workloads/*.[ch] tests/walkers/*.[ch] tests/kernels/*.c
 	$(VENV)/bin/mypy
 
 format: setup-test  ## rewrite the sources in the project's style
 	@$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
-	$(VENV)/bin/clang-format -i bpf/*.[ch] tests/workloads/*.[ch] tests/kernels/*.c
+	$(VENV)/bin/clang-format -i bpf/*.[ch] tests/workloads/*.[ch] tests/walkers/*.[ch] tests/kernels/*.c
 
 bench:  ## measure the cost of recording, beside bpftrace, perf and py-spy
 	$(needs_root)

@@ -13,7 +13,7 @@
 /* What their arrays have room for: a power of two, so that an index can be masked (host.h). */
 #define FRAME_SLOTS 128
 
-/* Where nanoseconds went; SampleClass in agent/model.py. */
+/* Where nanoseconds went; SampleClass in agent/model/profile.py. */
 enum sample_class {
 	CLASS_ON_CPU = 0,
 	CLASS_BLOCKED = 1, /* switch-out to wake-up */
@@ -21,7 +21,7 @@ enum sample_class {
 	CLASS_PREEMPTED = 3, /* switched out while runnable, to switch-in */
 };
 
-/* How a user stack ended; StackEnd in agent/model.py. */
+/* How a user stack ended; StackEnd in agent/model/profile.py. */
 enum stack_end {
 	END_ROOTED = 0,
 	END_KERNEL_ONLY = 1,
@@ -63,8 +63,6 @@ enum rbp_kind {
 	RBP_UNKNOWN = 4,
 };
 
-/* Distinct rules of all tables together: a row has 16 bits for one. */
-#define RULES_MAX 65536
 /* Binaries with a table at the same time. */
 #define TABLES_MAX 4096
 /* A page of 512 bytes has six rows on average: a search takes three steps instead of eleven. */
@@ -79,8 +77,8 @@ struct unwind_rule {
 
 /*
  * One executable mapping of a process; address - bias is a distance from the table's first page.
- * Slot 0 of a process's mappings is none: start is its image, end the number of mappings, and table
- * a number that no other mappings had, nor the same ones before they changed.
+ * Slot 0 of a process's mappings is none: start is its image, end the number of mappings, and bias
+ * a random number, which no other mappings have, nor the same ones before they changed.
  */
 struct mapping_slot {
 	u64 start;
@@ -398,7 +396,7 @@ struct api_call {
 	u32 grid; /* GRID_* */
 	u32 handle_from; /* HANDLE_*, of a naming */
 	u32 api; /* number of its API, below APIS_MAX */
-	u32 operation; /* Operation in agent/gpu_profile.py */
+	u32 operation; /* Operation in agent/model/gpu.py */
 };
 
 /* One place where a function is probed; its number is the attach cookie. */

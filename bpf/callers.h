@@ -24,6 +24,19 @@ struct outer_call {
 	u32 probe;
 };
 
+/* Calls that name kernels inside of each other: the runtime's, the driver's, and two more. */
+#define NAMINGS_MAX 4 /* a power of two */
+
+/* A call that names a kernel, from its entry to its return. */
+struct naming {
+	u64 stack_pointer; /* where the return address is */
+	u64 image;
+	u64 handle_at;
+	u64 name_address;
+	u64 alias;
+	u64 call; /* slot in `api_calls` */
+};
+
 struct caller {
 	struct capture capture;
 	/* The call in work. */
@@ -33,9 +46,9 @@ struct caller {
 	u64 entry_stack_pointer; /* where the return address is */
 	struct outer_call outers[APIS_MAX];
 	u64 last_api; /* whose call was counted last */
-	/* A kernel's name, from the entry of the function that makes its handle to its return. */
-	u64 handle_at;
-	struct kernel_named_event named;
+	struct naming namings[NAMINGS_MAX]; /* the outermost first */
+	u64 open_namings; /* how many have not returned */
+	struct kernel_named_event named; /* what is sent */
 };
 
 BPF_TABLE("hash", u32, struct caller, callers, SIZED_BY_HOST);

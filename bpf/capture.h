@@ -121,7 +121,7 @@ static __always_inline void *mappings_of(struct walk *walk)
 	/* After an exec the old image's mappings are there for a moment: better none. */
 	if (!slot || slot->start != walk->image)
 		return NULL;
-	walk->serial = slot->table;
+	walk->mappings_id = slot->bias;
 	return mappings;
 }
 

@@ -5,8 +5,8 @@
  * Attach: as calls.bpf.c, to functions that make kernels; a return probe where the handle is known
  * only then.
  * Needs: what arguments.h needs.
- * Loses: names that find no room in the ring buffer (LOST_KERNEL_NAMES). A name that cannot be read
- * here is left to the host half.
+ * Loses: names that find no room in the ring buffer, and those of calls inside of NAMINGS_MAX others
+ * (LOST_KERNEL_NAMES). A name that cannot be read here is left to the host half.
  */
 #include "arguments.h"
 #include "kernel_names.h"
@@ -89,6 +89,54 @@ static __always_inline void note_name(struct kernel_named_event *named)
 	kernel_names.delete(&key);
 }
 
+/* Begins what is told of a kernel. */
+static __always_inline struct kernel_named_event *begin_named(struct caller *caller, u32 tgid,
+							      u64 image, u64 call)
+{
+	struct kernel_named_event *named = &caller->named;
+
+	named->type = EVENT_KERNEL_NAMED;
+	named->tgid = tgid;
+	named->image = image;
+	named->call = call;
+	return named;
+}
+
+/* Forgets calls that were left by other ways than a return, as exceptions: their frames are gone. */
+static __always_inline u64 open_namings(struct caller *caller, u64 stack_pointer)
+{
+	u64 open = caller->open_namings;
+	u32 i;
+
+	if (open > NAMINGS_MAX)
+		open = NAMINGS_MAX;
+#pragma clang loop unroll(full)
+	for (i = 0; i < NAMINGS_MAX; i++)
+		if (open && AT(caller->namings, open - 1).stack_pointer < stack_pointer)
+			open -= 1;
+	return open;
+}
+
+/* Keeps the call that begins now until its return. */
+static __always_inline void push_naming(struct caller *caller, struct naming *now)
+{
+	u64 open = open_namings(caller, now->stack_pointer);
+	struct naming *last = &AT(caller->namings, open - 1);
+
+	/* What another program left before this thread's exec. */
+	if (caller->namings[0].image != now->image)
+		open = 0;
+	/* One place may be probed twice, through two mounts of one file. */
+	if (open && last->stack_pointer == now->stack_pointer && last->call == now->call)
+		open -= 1;
+	if (open >= NAMINGS_MAX) {
+		count(LOST_KERNEL_NAMES);
+		return;
+	}
+	AT(caller->namings, open) = *now;
+	caller->open_namings = open + 1;
+}
+
 /* At the entry of a function that ties a name to a kernel's handle. */
 int on_naming(struct pt_regs *ctx)
 {
@@ -96,6 +144,7 @@ int on_naming(struct pt_regs *ctx)
 	u32 tgid = id >> 32, tid = (u32)id;
 	struct process_state *process = current_target(tgid);
 	struct kernel_named_event *named;
+	struct naming now = {};
 	struct fired fired = {};
 	struct api_call *api;
 	struct caller *caller;
@@ -104,18 +153,20 @@ int on_naming(struct pt_regs *ctx)
 		return 0;
 	api = fired.api;
 	caller = fired.caller;
-	named = &caller->named;
-	named->type = EVENT_KERNEL_NAMED;
-	named->tgid = tgid;
-	named->image = process->image;
-	named->call = fired.probe->call;
-	named->handle = 0;
-	named->name_address = value_of(caller, &api->name);
-	named->alias = value_of(caller, &api->alias);
-	caller->handle_at = value_of(caller, &api->kernel);
-	if (api->handle_from != HANDLE_ARGUMENT)
+	now.stack_pointer = caller->entry_stack_pointer;
+	now.image = process->image;
+	now.handle_at = value_of(caller, &api->kernel);
+	now.name_address = value_of(caller, &api->name);
+	now.alias = value_of(caller, &api->alias);
+	now.call = fired.probe->call;
+	if (api->handle_from != HANDLE_ARGUMENT) {
+		push_naming(caller, &now);
 		return 0;
-	named->handle = caller->handle_at;
+	}
+	named = begin_named(caller, tgid, now.image, now.call);
+	named->name_address = now.name_address;
+	named->alias = now.alias;
+	named->handle = now.handle_at;
 	note_name(named);
 	return 0;
 }
@@ -123,25 +174,33 @@ int on_naming(struct pt_regs *ctx)
 /* At its return, where the handle is known only then. */
 int on_named(struct pt_regs *ctx)
 {
-	u64 id = bpf_get_current_pid_tgid();
+	u64 id = bpf_get_current_pid_tgid(), stack_pointer = ctx->sp - 8, open;
 	u32 tgid = id >> 32, tid = (u32)id, slot;
 	struct caller *caller = callers.lookup(&tid);
 	struct kernel_named_event *named;
+	struct naming *naming;
 	struct api_call *api;
 
-	if (!caller || !caller->named.type)
+	if (!caller)
 		return 0;
-	named = &caller->named;
-	slot = named->call;
+	open = open_namings(caller, stack_pointer);
+	caller->open_namings = open;
+	naming = &AT(caller->namings, open - 1);
+	if (!open || naming->stack_pointer != stack_pointer)
+		return 0;
+	caller->open_namings = open - 1;
+	slot = naming->call;
 	api = api_calls.lookup((int *)&slot);
-	if (!api || named->tgid != tgid)
+	if (!api)
 		return 0;
+	named = begin_named(caller, tgid, naming->image, naming->call);
+	named->name_address = naming->name_address;
+	named->alias = naming->alias;
 	if (api->handle_from == HANDLE_RETURNED)
 		named->handle = ctx->ax;
-	else if (bpf_probe_read_user(&named->handle, 8, (void *)caller->handle_at))
+	else if (bpf_probe_read_user(&named->handle, 8, (void *)naming->handle_at))
 		named->handle = 0;
 	if (named->handle)
 		note_name(named);
-	named->type = 0;
 	return 0;
 }

@@ -7,10 +7,11 @@
  * Needs: maps in maps whose inner sizes differ (v5.10), bpf_probe_read_user (v5.5).
  * Loses: nothing silently; each way to end has its stack_end, which is stored with the stack.
  *
- * A table is an array of u64 words, each two halves of 32 bits. First come, for each page of code,
- * the row at which it begins, and one past the last; then, from the next whole word on, the rows: the
- * low 16 bits an offset in the page, the high 16 bits a rule. Each page that has code begins with a
- * row at offset 0. agent/recording/tables.py writes it.
+ * A table is an array of u64 words, which holds three lists. The pages: for each page of code, the
+ * half word of the table at which its rows begin, and one past the last, in halves of 32 bits. The
+ * rules, a word each. The rows, in halves: the low 16 bits an offset in the page, the high 16 bits the
+ * number of a rule. Each page that has code begins with a row at offset 0.
+ * agent/recording/kernel_tables.py writes it.
  */
 #ifndef AIFLAME_UNWIND_H
 #define AIFLAME_UNWIND_H
@@ -18,6 +19,7 @@
 #include "aiflame.h"
 #include "arch.h"
 #include "host.h"
+#include "walk.h"
 
 #define F_MMAPABLE (1 << 10) /* BPF_F_MMAPABLE, v5.5 */
 #define F_INNER_MAP (1 << 12) /* BPF_F_INNER_MAP, v5.10 */
@@ -38,7 +40,6 @@ BPF_F_TABLE("array", u32, u64, unwind_table, 1, F_MMAPABLE | F_INNER_MAP);
 BPF_ARRAY_OF_MAPS(unwind_tables, "unwind_table", TABLES_MAX);
 BPF_F_TABLE("array", u32, struct mapping_slot, mapping_table, 1, F_MMAPABLE | F_INNER_MAP);
 BPF_TABLE("hash_of_maps$mapping_table", u32, int, process_mappings, SIZED_BY_HOST);
-BPF_ARRAY(unwind_rules, struct unwind_rule, RULES_MAX);
 
 /*
  * What was found for addresses before: most samples pass through the same callers, and a search in
@@ -47,13 +48,14 @@ BPF_ARRAY(unwind_rules, struct unwind_rule, RULES_MAX);
 #define KNOWN_ADDRESSES 1024 /* a power of two; 16 KB a CPU */
 
 /*
- * A walk in a uprobe may be interrupted by one in a clock tick, on the same CPU: an entry is taken
- * away before it is changed, and looked at again after it was read.
+ * One place is written by walks that come between each other: in a clock tick, and in uprobes of
+ * threads that take turns on a CPU. So a reader may meet the words of two of them, which `check`
+ * tells: it is of the address, of whose it is, and of the rule (Hyatt and Mann 2002, "A lock-less
+ * transposition table implementation").
  */
 struct known_address {
-	u64 address;
-	u32 serial; /* of the process's mappings: others have others */
-	u32 rule;
+	u64 check;
+	u64 rule; /* struct unwind_rule as a word */
 };
 
 struct known_addresses {
@@ -69,6 +71,11 @@ struct walk {
 	u64 frame_pointer;
 	u64 hash;
 	u64 image;
+	u64 mappings_id; /* mapping_slot.bias of the process's first slot */
+	union {
+		struct unwind_rule rule; /* of the frame that is stepped from */
+		u64 rule_word;
+	};
 	struct mapping_slot
 		mapping; /* the one the last frame was in: callers are often in it, too */
 	u32 depth;
@@ -78,7 +85,6 @@ struct walk {
 	u32 has_frame_pointer; /* 0: a rule said that it is lost */
 	u32 is_guessed; /* 1: some caller was found by a checked guess */
 	u32 end; /* enum stack_end, once it has ended */
-	u32 serial; /* of the mappings */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
 	u32 is_eval; /* the frame that is stepped from is one */
 	u64 eval_start[PYTHON_EVAL_RANGES]; /* of the process's interpreter */
@@ -105,14 +111,18 @@ static __always_inline void note_eval_cfa(struct walk *walk)
 #define STEP_END 1
 #define STEP_CHECK 2 /* on, if what was found is a return address */
 
-static __always_inline u32 half_word(void *table, u32 first_word, u32 index)
+static __always_inline u64 word_of(void *table, u32 index)
 {
-	u32 word_index = first_word + (index >> 1);
-	u64 *word = bpf_map_lookup_elem(table, &word_index);
+	u64 *word = bpf_map_lookup_elem(table, &index);
 
-	if (!word)
-		return 0;
-	return index & 1 ? *word >> 32 : (u32)*word;
+	return word ? *word : 0;
+}
+
+static __always_inline u32 half_word(void *table, u32 index)
+{
+	u64 word = word_of(table, index >> 1);
+
+	return index & 1 ? word >> 32 : (u32)word;
 }
 
 /* Finds the mapping that holds an address; leaves it in walk->mapping. */
@@ -148,11 +158,11 @@ static __always_inline bool find_mapping(struct walk *walk, void *mappings, u64 
 	return false;
 }
 
-/* Finds the rule for an address of the current mapping; RULE_NO_CFI's without a table or a row. */
-static __always_inline u32 find_rule(struct walk *walk, u64 address)
+/* The rule for an address of the current mapping, as a word; RULE_NO_CFI's without a table or a row. */
+static __always_inline u64 find_rule(struct walk *walk, u64 address)
 {
 	u32 table_slot = walk->mapping.table;
-	u32 rows, low, high, middle, row, page, i, rule = 0;
+	u32 rules, low, high, middle, row, page, i, rule = 0;
 	void *table;
 
 	address -= walk->mapping.bias;
@@ -162,9 +172,9 @@ static __always_inline u32 find_rule(struct walk *walk, u64 address)
 	if (!table)
 		return 0;
 	page = address >> TABLE_PAGE_SHIFT;
-	low = half_word(table, 0, page);
-	high = half_word(table, 0, page + 1);
-	rows = (walk->mapping.pages + 2) >> 1;
+	low = half_word(table, page);
+	high = half_word(table, page + 1);
+	rules = (walk->mapping.pages + 2) >> 1;
 	address &= (1 << TABLE_PAGE_SHIFT) - 1;
 	if (low >= high)
 		return 0;
@@ -174,7 +184,7 @@ static __always_inline u32 find_rule(struct walk *walk, u64 address)
 		if (low >= high)
 			break;
 		middle = (low + high) >> 1;
-		row = half_word(table, rows, middle);
+		row = half_word(table, middle);
 		if ((row & 0xffff) <= address) {
 			rule = row >> 16;
 			low = middle + 1;
@@ -182,33 +192,39 @@ static __always_inline u32 find_rule(struct walk *walk, u64 address)
 			high = middle;
 		}
 	}
-	return rule;
+	return word_of(table, rules + rule);
 }
 
-/* The same for any address, from what is known if it can be; NULL if it is in no mapping. */
-static __always_inline struct unwind_rule *rule_of(struct walk *walk, void *mappings, u64 address)
+/* What a known address has to say of itself, to be that one. */
+static __always_inline u64 check_of(struct walk *walk, u64 address, u64 rule)
 {
-	u32 zero = 0, rule;
+	return address ^ walk->mappings_id ^ rule * HASH_MULTIPLIER;
+}
+
+/*
+ * The same for any address, from what is known if it can be; leaves it in walk->rule. False if the
+ * address is in no mapping.
+ */
+static __always_inline bool find_rule_of(struct walk *walk, void *mappings, u64 address)
+{
+	u32 zero = 0;
 	struct known_addresses *known = known_addresses.lookup(&zero);
 	volatile struct known_address *slot;
+	u64 rule;
 
 	if (!known)
-		return NULL;
+		return false;
 	slot = &AT(known->slots, address ^ address >> 12);
-	if (slot->address == address && slot->serial == walk->serial) {
-		rule = slot->rule;
-		/* A program that came between may have put another address there. */
-		if (slot->address == address && slot->serial == walk->serial)
-			return unwind_rules.lookup((int *)&rule);
+	rule = slot->rule;
+	if (slot->check != check_of(walk, address, rule)) {
+		if (!find_mapping(walk, mappings, address))
+			return false;
+		rule = find_rule(walk, address);
+		slot->rule = rule;
+		slot->check = check_of(walk, address, rule);
 	}
-	if (!find_mapping(walk, mappings, address))
-		return NULL;
-	rule = find_rule(walk, address);
-	slot->address = 0;
-	slot->rule = rule;
-	slot->serial = walk->serial;
-	slot->address = address;
-	return unwind_rules.lookup((int *)&rule);
+	walk->rule_word = rule;
+	return true;
 }
 
 static __always_inline u32 end_walk(struct walk *walk, u32 end)
@@ -310,13 +326,12 @@ static __always_inline u32 step_without_cfi(struct walk *walk)
 static __always_inline u32 step(struct walk *walk, void *mappings)
 {
 	u64 address = walk->instruction_pointer - !walk->is_exact;
-	struct unwind_rule *rule;
+	struct unwind_rule *rule = &walk->rule;
 	u32 result;
 
 	if (!walk->instruction_pointer)
 		return end_walk(walk, END_ROOTED); /* the host half judges whether it is */
-	rule = rule_of(walk, mappings, address);
-	if (!rule) {
+	if (!find_rule_of(walk, mappings, address)) {
 		walk->is_unmapped = 1;
 		return end_walk(walk, END_NO_TABLE);
 	}

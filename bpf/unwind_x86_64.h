@@ -46,7 +46,8 @@ static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *r
 		return end_walk(walk, END_NO_TABLE);
 	if (!read_word(walk, cfa - 8, &walk->instruction_pointer))
 		return end_walk(walk, END_UNREADABLE);
-	if (rule->rbp_kind == RBP_AT_CFA || rule->rbp_kind == RBP_AT_RBP) {
+	if (rule->rbp_kind == RBP_AT_CFA ||
+	    (rule->rbp_kind == RBP_AT_RBP && walk->has_frame_pointer)) {
 		saved = rule->rbp_kind == RBP_AT_CFA ? cfa : walk->frame_pointer;
 		if (!read_word(walk, saved + (s64)rule->rbp_offset, &walk->frame_pointer))
 			return end_walk(walk, END_UNREADABLE);

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiflame.agent.gpu_profile import Device
+from aiflame.agent.model.gpu import Device
 from aiflame.agent.target_files import TargetFile
 
 
@@ -57,7 +57,7 @@ class CodeKey:
 
 @dataclass(frozen=True, slots=True)
 class KernelSample:
-    """Samples of one instruction; fields as in agent/gpu_profile.py."""
+    """Samples of one instruction; fields as in agent/model/gpu.py."""
 
     interval: int
     device: int  # index into what `detect` found
@@ -70,7 +70,7 @@ class KernelSample:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One instruction of a kernel; fields as in agent/gpu_profile.py."""
+    """One instruction of a kernel; fields as in agent/model/gpu.py."""
 
     offset: int
     text: str

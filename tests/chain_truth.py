@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from aiflame.agent.model import FrameKind, Profile, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, StackEnd
 from chains import Function, Tree
 
 _OWN = re.compile(r"f_(\d{4})(?:\.(?:cold|part\.0))?")

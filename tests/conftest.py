@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,14 @@ WORKLOAD_FLAGS = (
     "-fno-optimize-sibling-calls",
     "-pthread",
 )
+
+
+def _heed_signals() -> None:
+    """Undoes nohup, and what a shell does to jobs in the background: children would inherit it."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            is_interrupt = number is signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -160,5 +169,6 @@ class _SkipRule:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _heed_signals()
     if os.environ.get("CI"):
         config.pluginmanager.register(_SkipRule(), "aiflame-skip-rule")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from aiflame.agent.gpu_profile import (
+from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     DEVICE_SAMPLE_DTYPE,
     NONE,
@@ -29,7 +29,7 @@ from aiflame.agent.gpu_profile import (
     StallReason,
     Tier,
 )
-from aiflame.agent.model import Loss, Process, Profile, SampleClass, StackEnd, Thread
+from aiflame.agent.model.profile import Loss, Process, Profile, SampleClass, StackEnd, Thread
 from profiles import HOSTILE_NAMES, MS, PROCESSES, THREADS, Sample, process, profile_of
 
 DEVICE = Device("nvidia", "Test 100", Tier.STALLS, "", 0)

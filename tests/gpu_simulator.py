@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from aiflame.agent.gpu_profile import (
+from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     DEVICE_SAMPLE_DTYPE,
     ApiFunction,

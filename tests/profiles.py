@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from aiflame.agent.model import (
+from aiflame.agent.model.profile import (
     FRAME_DTYPE,
     NS_PER_S,
     SAMPLE_DTYPE,

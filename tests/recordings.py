@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import FrameKind, Profile, SampleClass, Thread
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, Thread
 from support import AIFLAME
 
 # A recorder needs a second to stop; a machine with other work several.
@@ -141,6 +141,9 @@ class Recording(AbstractContextManager["Recording"]):
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
+            # What it kept for `recover` is of no use to anybody.
+            discard = [*AIFLAME, "recover", "--discard", str(self.capture.absolute())]
+            subprocess.run(discard, capture_output=True, check=False)
 
 
 def record_workload(

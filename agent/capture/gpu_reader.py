@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import (
+from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
     DEVICE_SAMPLE_DTYPE,

@@ -8,7 +8,7 @@ import sqlite3
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import FrameKind, Function
+from aiflame.agent.model.profile import FrameKind, Function
 
 
 class RawFrames:

@@ -25,8 +25,8 @@ from aiflame.agent.capture.schema import (
 )
 from aiflame.agent.capture.spans import spread_waits
 from aiflame.agent.errors import CaptureError
-from aiflame.agent.gpu_profile import GpuProfile
-from aiflame.agent.model import (
+from aiflame.agent.model.gpu import GpuProfile
+from aiflame.agent.model.profile import (
     FRAME_DTYPE,
     SAMPLE_DTYPE,
     SPAN_DTYPE,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import NS_PER_S, SPAN_DTYPE, SampleClass
+from aiflame.agent.model.profile import NS_PER_S, SPAN_DTYPE, SampleClass
 
 I64 = npt.NDArray[np.int64]
 

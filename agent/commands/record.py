@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from aiflame.agent.commands.durations import duration_ns
@@ -22,8 +23,11 @@ from aiflame.agent.recording.targets import (
     Target,
     target_of_all,
     target_of_cgroup,
+    target_of_comm,
     target_of_command,
+    target_of_container,
     target_of_pids,
+    target_of_unit,
 )
 from aiflame.agent.reports import FORMATS
 
@@ -38,6 +42,9 @@ EXAMPLES
   sudo aiflame record -p 1234                   # until Ctrl-C or until 1234 ends
   sudo aiflame record -p 1234 -d 30 -o run.aiflame
   sudo aiflame record -a -d 10 -F 199           # every process
+  sudo aiflame record --container 4f2a9c -d 10  # or by its name; docker, podman, Kubernetes
+  sudo aiflame record --unit nginx -d 10        # a service of systemd's
+  sudo aiflame record --comm nginx -d 10        # all processes of that name
   sudo aiflame record -d 10 -- python3 -c 'while True: pass'
   sudo aiflame record -p 1234 -d 5 -o run.svg   # only the picture
 """
@@ -47,11 +54,20 @@ _DEFAULT_FREQUENCY_HZ = 99
 # The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
 _MAX_FREQUENCY_HZ = 100_000
 
+# What children enter by themselves.
+_WITH_ALL_CHILDREN = ("-a", "--cgroup", "--container", "--unit")
+
 
 def _pids(text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"not a list of process ids: {text}")
     return [int(pid) for pid in dict.fromkeys(text.split(","))]
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("a name is missing")
+    return text
 
 
 def _frequency_hz(text: str) -> int:
@@ -81,6 +97,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("-a", "--all", action="store_true", help="every process")
     target.add_argument("--cgroup", metavar="PATH", type=Path, help="a cgroup v2 directory")
     target.add_argument(
+        "--container",
+        metavar="ID|NAME",
+        type=_name,
+        help="a running container: its name, or the first 4 or more digits of its id",
+    )
+    target.add_argument(
+        "--unit", metavar="NAME", type=_name, help="a running service or scope of systemd's"
+    )
+    target.add_argument(
+        "--comm",
+        metavar="NAME",
+        type=_name,
+        help="all running processes of exactly that name, or of an executable of that name",
+    )
+    target.add_argument(
         "command",
         metavar="-- CMD",
         nargs=argparse.REMAINDER,
@@ -91,7 +122,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--subprocesses",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="follow children of the target (default: only for -- CMD)",
+        help="follow children of the target, also those that it has already (default: only for"
+        " -- CMD and --comm)",
     )
     _add_sampling(parser.add_argument_group("Sampling"))
     output = parser.add_argument_group("Output")
@@ -183,12 +215,14 @@ def run(args: argparse.Namespace) -> int:
     _refuse_contradictions(args, command)
     plan_output(args.output, args.format, "check", args.force)  # before anything is started
     target = _target(args, command)
+    if args.subprocesses is not None:
+        target = replace(target, follows_children=args.subprocesses)
     try:
         plan: OutputPlan = plan_output(args.output, args.format, target.file_stem, args.force)
         options = RecordOptions(
             frequency_hz=args.frequency,
             duration_ns=args.duration,
-            follow_children=_follows_children(args, command),
+            follow_children=target.follows_children,
             off_cpu=args.off_cpu,
             user_stacks=not args.kernel_only,
             kernel_stacks=not args.user_only,
@@ -201,14 +235,13 @@ def run(args: argparse.Namespace) -> int:
             trace_calls=args.trace,
             gpu=args.gpu,
         )
-        return record(target, options, plan, ProgressPrinter(sys.stderr, args.quiet, args.verbose))
+        printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
+        if target.note:
+            printer.say(target.note)
+        return record(target, options, plan, printer)
     finally:
         if target.command is not None:
             target.command.end()
-
-
-def _follows_children(args: argparse.Namespace, command: list[str]) -> bool:
-    return bool(command) if args.subprocesses is None else bool(args.subprocesses)
 
 
 def _refuse_contradictions(args: argparse.Namespace, command: list[str]) -> None:
@@ -218,17 +251,24 @@ def _refuse_contradictions(args: argparse.Namespace, command: list[str]) -> None
             ("-p", args.pid),
             ("-a", args.all),
             ("--cgroup", args.cgroup),
+            ("--container", args.container),
+            ("--unit", args.unit),
+            ("--comm", args.comm),
             ("-- CMD", command),
         )
         if given
     ]
     if not named:
-        raise UsageError("record what?", "give one of -p PID, -a, --cgroup PATH or -- CMD")
+        raise UsageError(
+            "record what?",
+            "give one of -p PID, -a, --cgroup PATH, --container ID|NAME, --unit NAME, --comm NAME"
+            " or -- CMD",
+        )
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", f"use only {named[0]}")
     if args.user_only and args.kernel_only:
         raise UsageError("-U and -K exclude each other", "leave both off for whole stacks")
-    if args.subprocesses is not None and (args.all or args.cgroup):
+    if args.subprocesses is not None and named[0] in _WITH_ALL_CHILDREN:
         raise UsageError(
             f"-s has no effect with {named[0]}", "it is about the children of a process"
         )
@@ -239,4 +279,10 @@ def _target(args: argparse.Namespace, command: list[str]) -> Target:
         return target_of_pids(args.pid)
     if args.cgroup is not None:
         return target_of_cgroup(args.cgroup)
+    if args.container is not None:
+        return target_of_container(args.container)
+    if args.unit is not None:
+        return target_of_unit(args.unit)
+    if args.comm is not None:
+        return target_of_comm(args.comm)
     return target_of_command(command) if command else target_of_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aiflame.agent.gpu_profile import Device, GpuProfile, Tier
+from aiflame.agent.model.gpu import Device, GpuProfile, Tier
 from aiflame.agent.symbols.frames import clean_name
 
 # The three tiers in a reader's words.

@@ -23,9 +23,11 @@ _PROBLEM_MEANINGS = {
     "bad_unwind_records": "damaged records in unwind information; functions of theirs may be cut",
     "unwind_memory_full": "binaries whose unwind table found no room and that were walked by frame"
     " pointer for a while; raise --unwind-memory",
-    "unwind_rules_full": "unwind rules beyond those that the kernel half holds; stacks end there",
+    "unwind_rules_cut": "unwind rules beyond 65,536 of one binary; stacks end in code of its own"
+    " that needs them",
     "too_many_mappings": "executable mappings beyond 65,535 of a process; walked by frame pointer",
-    "mappings_not_kept": "processes beyond the process table; walked by frame pointer",
+    "mappings_not_kept": "processes beyond the process table, or with so many executable mappings"
+    " that those of all processes found no room; walked by frame pointer",
     "binary_not_read": "mapped files that are damaged, or that would take longer to read than any"
     " real one: names, Python frames or calls of theirs are missing",
     "binary_not_opened": "mapped files that could not be opened, or not be kept open (ulimit -n);"
@@ -34,6 +36,10 @@ _PROBLEM_MEANINGS = {
     " this kernel does not tell their registers (BPF task iterators came with v5.8)",
     "threads_not_entered": "threads that slept or ran before the recording, which was too short to"
     " enter them all: their time is missing; record longer",
+    "sleepers_kernel_frames_lost": "kernel frames of threads asleep since before the recording,"
+    " whose addresses the kernel does not tell; the rest of their stacks is there",
+    "cpus_came_online": "CPUs that came online during the recording: samples of up to a second on"
+    " each are missing; waits and times are complete",
     "switch_not_seen": "threads that left a CPU in a way that the kernel shows to no tracepoint,"
     " and had not come back at the end: their time since then is missing",
     "thread_table_full": "threads that slept or ran before the recording, beyond the thread table:"

@@ -26,7 +26,7 @@ from aiflame.agent.commands.record_output import OutputPlan, is_special
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.errors import Aborted, AiflameError
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
 from aiflame.agent.recording import abi, checks, descriptors
 from aiflame.agent.recording.device_choice import AUTO, NONE, choose_families

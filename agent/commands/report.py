@@ -19,7 +19,7 @@ from aiflame.agent.commands.time_range import (
     restricted,
 )
 from aiflame.agent.errors import UsageError
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import make_folder, refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf

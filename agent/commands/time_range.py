@@ -7,7 +7,7 @@ import argparse
 
 from aiflame.agent.commands.durations import duration_ns, moment_ns
 from aiflame.agent.errors import UsageError
-from aiflame.agent.model import NS_PER_S, Profile, TimeRange
+from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
 from aiflame.agent.reports.facts import moment, range_words
 from aiflame.agent.reports.time_range import in_range, recorded_ns, whole_seconds
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording import abi, checks, compile
 from aiflame.agent.recording.btf import Btf
 from aiflame.agent.recording.kernel_facts import facts_of_btf, is_helper_taken

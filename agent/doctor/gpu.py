@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aiflame.agent.doctor.base import Context, Finding, ok, skip
-from aiflame.agent.gpu_profile import Device, Tier
+from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.families import FAMILIES
 
 _DRM = Path("/sys/class/drm")

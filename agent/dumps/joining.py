@@ -11,7 +11,7 @@ from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.dumps.native import NativeNames
 from aiflame.agent.dumps.pythons import PythonProcess
 from aiflame.agent.dumps.reading import RawThread
-from aiflame.agent.model import FrameKind, StackEnd
+from aiflame.agent.model.profile import FrameKind, StackEnd
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
 from aiflame.agent.python.trampolines import trampoline_name

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from aiflame.agent.dumps.model import DumpFrame
-from aiflame.agent.model import FrameKind
+from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages

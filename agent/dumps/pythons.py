@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from aiflame.agent.dumps.model import DumpFrame
-from aiflame.agent.model import FrameKind
+from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by

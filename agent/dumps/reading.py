@@ -121,7 +121,7 @@ class ThreadReader:
         if registers.is_on_cpu:
             return RawThread(registers, read_ns, (), None, stack, Doubt.RUNNING)
         # One that was switched out is in the kernel, and its registers of user space are saved.
-        kernel = tuple(name for name, _ in kernel_frames(registers.pid, registers.tid))
+        kernel = tuple(frame.name for frame in kernel_frames(registers.pid, registers.tid))
         walked = None
         if registers.has_user_half:
             walked = self._walker.walk_thread(image, registers, memory)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aiflame.agent.dumps.model import Dump, DumpFrame, ProcessDump, ThreadDump
-from aiflame.agent.model import FrameKind
+from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.python.gil import GilState
 
 # Of the JSON form; raised when a field changes its meaning or goes. New ones may come without.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from aiflame.agent.dumps.model import DumpFrame, ThreadState
-from aiflame.agent.model import (
+from aiflame.agent.model.profile import (
     FRAME_DTYPE,
     SAMPLE_DTYPE,
     WAIT_DTYPE,

@@ -34,6 +34,8 @@ MAX_BYTES = 1024
 # PyInterpreterState is the largest structure: 194,968 bytes on 3.13, 283,320 with _PyRuntime.
 _MAX_STRUCT_BYTES = 16 * 1024 * 1024
 _POINTER_BYTES = 8
+# What the kernel half reads of a frame at most, in words (LARGE_FRAME_BYTES in bpf/python.h).
+_MAX_FRAME_BYTES = 112
 
 _INTERPRETER_313 = (
     "size id next threads_head gc imports_modules sysdict builtins ceval_gil gil_runtime_state "
@@ -181,6 +183,8 @@ def _check(at: Mapping[str, int], version: Version) -> None:
         raise UnsupportedPython("damaged debug offsets: the GIL's holder lies before the GIL")
     # The pointer read at the last of them has to lie in the part of a frame that is read.
     within = at["frame.localsplus"]
-    pointers = (at[f"frame.{name}"] for name in ("executable", "previous", "instr_ptr"))
+    pointers = [at[f"frame.{name}"] for name in ("executable", "previous", "instr_ptr")]
     if max(pointers) + _POINTER_BYTES > within or at["frame.owner"] >= within:
         raise UnsupportedPython("damaged debug offsets: a frame's fields lie among its locals")
+    if within > _MAX_FRAME_BYTES or any(pointer % _POINTER_BYTES for pointer in pointers):
+        raise UnsupportedPython("damaged debug offsets: a frame that is not read in whole words")

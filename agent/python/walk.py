@@ -82,11 +82,13 @@ def walk(memory: Memory, layout: Layout, thread_state: int) -> Walk:
     found: list[PythonFrame] = []
     run_is_open = False
     marker = 0
-    for step in range(_MAX_STEPS):
+    for step in range(_MAX_STEPS + 1):
         if address == 0:
             return Walk(tuple(found), WalkEnd.COMPLETE)
         if address == marker:
             return Walk(tuple(found), WalkEnd.LOOP)
+        if step == _MAX_STEPS:
+            break
         # Brent: a marker left behind at powers of two is met again inside any loop.
         if step & (step - 1) == 0:
             marker = address

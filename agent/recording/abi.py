@@ -98,8 +98,7 @@ class Filter(enum.IntEnum):
     ALL = 2
 
 
-# Limits of the unwind tables.
-RULES_MAX = 65536
+# Unwind tables at a time.
 TABLES_MAX = 4096
 
 
@@ -365,9 +364,6 @@ MAPPING_SLOT_DTYPE = np.dtype(
         ("table", "<u4"),
         ("pages", "<u4"),
     ]
-)
-UNWIND_RULE_DTYPE = np.dtype(
-    [("kind", "u1"), ("rbp_kind", "u1"), ("rbp_offset", "<i2"), ("cfa_offset", "<i4")]
 )
 THREAD_REGISTERS_DTYPE = np.dtype(
     [

@@ -7,21 +7,22 @@ first seen; what it is called is filled in at the end (see `kernel_names`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from collections.abc import Mapping as AnyMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_probes import ApiProbes, FileIdentity
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.kernel_names import KernelNames
 from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.agent.recording.sinks import StackSink
 from aiflame.gpu.apis.base import Api, Call
 
@@ -33,6 +34,15 @@ _LARGEST_SUM = 1 << 62
 _ROW_OF = ("call", "stack", "kind", "tgid", "image", "tid", "kernel")
 
 Row = tuple[Any, ...]
+
+
+class _FoundFunction(NamedTuple):
+    """Where a process has a function, as long as these are its mappings and so many are probed."""
+
+    mappings: list[Mapping]
+    places: int
+    address: int
+    size_bytes: int
 
 
 class ApiCalls:
@@ -55,6 +65,7 @@ class ApiCalls:
         self._names = KernelNames(table, images, kernels)
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
+        self._addresses: dict[tuple[int, int], _FoundFunction] = {}  # by image and slot
         self._functions_written: set[int] = set()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
         self._sizes_cut = 0
@@ -97,6 +108,15 @@ class ApiCalls:
 
     def _address(self, image: ProcessImage, slot: int) -> tuple[int, int]:
         """Returns where a process has a function, and its size; 0 where it has none."""
+        found = self._addresses.get((image.index, slot))
+        places = len(self.probes.places)
+        # A process's list of mappings is never changed, only replaced by another.
+        if found is None or found.mappings is not image.mappings or found.places != places:
+            found = _FoundFunction(image.mappings, places, *self._look_for(image, slot))
+            self._addresses[image.index, slot] = found
+        return found.address, found.size_bytes
+
+    def _look_for(self, image: ProcessImage, slot: int) -> tuple[int, int]:
         for mapping in image.mappings:
             identity = self._identities.get(mapping.binary)
             place = None if identity is None else self.probes.places.get((identity, slot))
@@ -190,7 +210,7 @@ class ApiCalls:
         writer.put("api_functions", rows)
         self._functions_written |= called
 
-    def finish(self, run: Mapping[int, frozenset[str]], writer: CaptureWriter) -> None:
+    def finish(self, run: AnyMapping[int, frozenset[str]], writer: CaptureWriter) -> None:
         """Names kernels that no name was told of.
 
         Args:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.gpu.base import CpuSample

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.gpu_profile import Device, Tier
+from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.recording.binaries import BinaryTable
 from aiflame.agent.recording.device_places import DevicePlaces
 from aiflame.agent.recording.elf_images import ElfImages

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unwind tables and mappings as they lie in the kernel, within a bound.
+"""Unwind tables and mappings as they lie in the kernel, within bounds.
 
-Each table is an array map of its own, and each process's mappings another; two outer maps hold
-them. After a change of an outer map the kernel waits until no program can see what was there before
-(15 ms on a small machine), so changes come in batches, and a slot whose mappings were taken out
-first can be given to another table at once.
+Each table is an array map of its own, with all that it needs, and each process's mappings another;
+two outer maps hold them. After a change of an outer map the kernel waits until no program can see
+what was there before (15 ms on a small machine), so changes come in batches, and a slot whose
+mappings were taken out first can be given to another table at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.sysbpf import Map, create_array
 from aiflame.agent.unwind.table import UnwindTable
 
-# libtorch_cpu has 2.6 million rows: in slices they take no memory to speak of.
-_ROWS_AT_A_TIME = 1 << 16
-
-# Each table begins with the rules NO_CFI and UNSUPPORTED, so these are their numbers everywhere.
-_UNSUPPORTED_RULE_NUMBER = 1
+# Two pages, which most processes need, for each of a full process table.
+_MAPPINGS_LIMIT_BYTES = 128 << 20
 
 
 class TablePlace(NamedTuple):
@@ -42,11 +39,19 @@ class TablePlace(NamedTuple):
 
 def table_bytes(table: UnwindTable) -> int:
     """Returns what a table takes in the kernel."""
-    return 8 * (_index_words(table) + (len(table) + 1) // 2)
+    return 8 * (_page_words(table) + len(table.rules) + (len(table) + 1) // 2)
 
 
-def _index_words(table: UnwindTable) -> int:
+def _page_words(table: UnwindTable) -> int:
     return (len(table.page_first_row) + 1) // 2
+
+
+def _mapping_bytes(slots: npt.NDArray[Any]) -> int:
+    """What the mappings of a process take: whole pages, and one for the head of the array.
+
+    (v5.5 kernel/bpf/arraymap.c, arrays that can be mapped.)
+    """
+    return mmap.PAGESIZE + _whole_pages(slots.nbytes)
 
 
 class KernelTables:
@@ -54,23 +59,35 @@ class KernelTables:
 
     Args:
         programs: Loaded programs.
-        limit_bytes: Bound of all arrays together.
+        limit_bytes: Bound of all tables together.
         problems: Counts what found no room, by name.
+        mappings_limit_bytes: Bound of the mappings of all processes together.
     """
 
-    def __init__(self, programs: Programs, limit_bytes: int, problems: Counter[str]) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        limit_bytes: int,
+        problems: Counter[str],
+        mappings_limit_bytes: int = _MAPPINGS_LIMIT_BYTES,
+    ) -> None:
         self._programs = programs
         self.free_bytes = limit_bytes
+        self.free_mapping_bytes = mappings_limit_bytes
         self._problems = problems
         self.places: dict[int, TablePlace] = {}
         self._bytes: dict[int, int] = {}
         self._free_slots = list(range(abi.TABLES_MAX - 1, -1, -1))
-        self._mapping_bytes: dict[int, int] = {}
-        self._rules: dict[bytes, int] = {}
+        self._mapping_bytes: dict[int, int] = {}  # by pid
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether a table of that size could be entered now."""
-        return size_bytes <= self.free_bytes and bool(self._free_slots)
+    @property
+    def free_slots(self) -> int:
+        """How many tables more there may be."""
+        return len(self._free_slots)
+
+    def has_room(self, size_bytes: int, tables: int = 1) -> bool:
+        """Whether tables of that size together could be entered now."""
+        return size_bytes <= self.free_bytes and tables <= self.free_slots
 
     def size_bytes(self, binary: int) -> int:
         """Returns what an entered table takes."""
@@ -85,19 +102,20 @@ class KernelTables:
     def _enter_some(self, left: Iterator[tuple[int, UnwindTable]]) -> bool:
         """Puts in as many as there are descriptors for; returns whether there may be more."""
         with contextlib.ExitStack() as arrays:
-            slots: dict[int, int] = {}
+            fds: dict[int, int] = {}
+            binaries: dict[int, int] = {}
             is_cut = False
             for binary, table in left:
                 if not self.has_room(table_bytes(table)):
                     continue
                 try:
                     array = arrays.enter_context(self._new_array(8, table_bytes(table) // 8))
-                    self._fill(table, array.memory.view(np.uint32))
+                    fill(table, array.memory.view(np.uint32))
                     array.write()
                 except OSError:  # the kernel has no memory for it
                     continue
                 slot = self._free_slots.pop()
-                slots[slot] = array.fd
+                fds[slot], binaries[slot] = array.fd, binary
                 pages = len(table.page_first_row) - 1
                 self.places[binary] = TablePlace(slot, table.base_page, pages)
                 self._bytes[binary] = table_bytes(table)
@@ -105,40 +123,27 @@ class KernelTables:
                 is_cut = is_last_array(array.fd)
                 if is_cut:
                     break
-            self._programs.unwind_tables.update_many(slots)
+            refused = self._programs.unwind_tables.update_many(fds)
+            self._return_tables([binaries[slot] for slot in refused])
         return is_cut
-
-    def _fill(self, table: UnwindTable, halves: npt.NDArray[np.uint32]) -> None:
-        halves[: len(table.page_first_row)] = table.page_first_row
-        rows_at = 2 * _index_words(table)
-        numbers = np.array([self._rule(rule.tobytes()) for rule in table.rules], np.uint32)
-        for begin in range(0, len(table), _ROWS_AT_A_TIME):
-            rows = table.rows[begin : begin + _ROWS_AT_A_TIME]
-            rules = numbers[rows["rule"]] << np.uint32(16)
-            at = rows_at + begin
-            halves[at : at + len(rows)] = rules | rows["offset"]
-
-    def _rule(self, rule: bytes) -> int:
-        """Returns the number of a rule, entering it if it is new; UNSUPPORTED's past the last."""
-        number = self._rules.get(rule)
-        if number is None:
-            number = len(self._rules)
-            if number >= abi.RULES_MAX:
-                self._problems["unwind_rules_full"] += 1
-                return _UNSUPPORTED_RULE_NUMBER
-            self._rules[rule] = number
-            self._programs.unwind_rules.update(number.to_bytes(4, "little"), rule)
-        return number
 
     def remove(self, binaries: Collection[int]) -> None:
         """Takes tables out. No process may have mappings with them any more."""
-        slots = [self.places.pop(binary).slot for binary in binaries]
+        slots = [self.places[binary].slot for binary in binaries]
         self._programs.unwind_tables.delete_many(slots)
-        self._free_slots[:0] = slots
+        self._return_tables(binaries)
+
+    def _return_tables(self, binaries: Collection[int]) -> None:
+        """Gives back what tables that are not in the kernel take."""
+        self._free_slots[:0] = [self.places.pop(binary).slot for binary in binaries]
         self.free_bytes += sum(self._bytes.pop(binary) for binary in binaries)
 
     def set_mappings(self, slots_by_pid: Mapping[int, npt.NDArray[Any]]) -> None:
-        """Enters the mappings of processes, each with its head, as MAPPING_SLOT_DTYPE."""
+        """Enters the mappings of processes, each with its head, as MAPPING_SLOT_DTYPE.
+
+        A process whose mappings find no room has none, not those from before: they might lead to
+        tables that are no longer there.
+        """
         left = iter(slots_by_pid.items())
         while self._set_some(left):
             pass
@@ -147,26 +152,50 @@ class KernelTables:
         """Enters as many as there are descriptors for; returns whether there may be more."""
         with contextlib.ExitStack() as arrays:
             fds: dict[int, int] = {}
+            refused: list[int] = []
             is_cut = False
             for pid, slots in left:
-                self._return_mappings(pid)
+                if not self._has_room_for_mappings(pid, _mapping_bytes(slots), fds):
+                    refused.append(pid)
+                    continue
                 try:
                     size_bytes = slots.dtype.itemsize
                     array = arrays.enter_context(self._new_array(size_bytes, len(slots)))
                     array.memory[:] = slots.view(np.uint8)
                     array.write()
                 except OSError:
-                    self._problems["mappings_not_kept"] += 1
+                    refused.append(pid)
                     continue
                 fds[pid] = array.fd
-                self._mapping_bytes[pid] = slots.nbytes
-                self.free_bytes -= slots.nbytes
+                self._return_mappings(pid)
+                self._mapping_bytes[pid] = _mapping_bytes(slots)
+                self.free_mapping_bytes -= _mapping_bytes(slots)
                 is_cut = is_last_array(array.fd)
                 if is_cut:
                     break
-            entered = self._programs.process_mappings.update_many(fds)
-            self._problems["mappings_not_kept"] += len(fds) - entered
+            refused += self._programs.process_mappings.update_many(fds)
+            self._problems["mappings_not_kept"] += len(refused)
+            self.drop_mappings(refused)
         return is_cut
+
+    def _has_room_for_mappings(self, pid: int, size_bytes: int, entering: Collection[int]) -> bool:
+        """Whether a process's mappings find room; takes out larger ones for it, the largest first.
+
+        Who maps the most code is the first to be walked by frame pointer.
+        """
+        needed_bytes = size_bytes - self._mapping_bytes.get(pid, 0) - self.free_mapping_bytes
+        leaving = []
+        for other, held_bytes in sorted(self._mapping_bytes.items(), key=lambda item: -item[1]):
+            if needed_bytes <= 0 or held_bytes <= size_bytes:
+                break
+            if other != pid and other not in entering:
+                leaving.append(other)
+                needed_bytes -= held_bytes
+        if needed_bytes > 0:
+            return False
+        self._problems["mappings_not_kept"] += len(leaving)
+        self.drop_mappings(leaving)
+        return True
 
     def drop_mappings(self, pids: Collection[int]) -> None:
         """Takes the mappings of processes out, if they are there."""
@@ -179,7 +208,16 @@ class KernelTables:
         return _Array(value_bytes, entries, self._programs.inner_flags)
 
     def _return_mappings(self, pid: int) -> None:
-        self.free_bytes += self._mapping_bytes.pop(pid, 0)
+        self.free_mapping_bytes += self._mapping_bytes.pop(pid, 0)
+
+
+def fill(table: UnwindTable, halves: npt.NDArray[np.uint32]) -> None:
+    """Writes a table as bpf/unwind.h reads it."""
+    rules_at = 2 * _page_words(table)
+    rows_at = rules_at + 2 * len(table.rules)
+    halves[: len(table.page_first_row)] = table.page_first_row + np.uint32(rows_at)
+    halves[rules_at:rows_at] = table.rules.view(np.uint32)
+    halves[rows_at : rows_at + len(table)] = table.rows.view(np.uint32)
 
 
 class _Array:

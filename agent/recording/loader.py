@@ -107,7 +107,6 @@ class Programs:
         self.stacks = known("stacks", abi.STACK_ID_DTYPE, abi.STACK_DTYPE, options.stacks_max)
         self.process_mappings = known("process_mappings", pid, number, processes)
         self.unwind_tables = known("unwind_tables", number, number, abi.TABLES_MAX)
-        self.unwind_rules = known("unwind_rules", number, abi.UNWIND_RULE_DTYPE, abi.RULES_MAX)
         self.pythons = known("pythons", pid, abi.PYTHON_PROCESS_DTYPE, processes)
         self.python_chains = known(
             "python_chains", abi.STACK_ID_DTYPE, abi.PYTHON_CHAIN_DTYPE, options.python_chains_max

@@ -72,7 +72,8 @@ LOSS_MEANINGS: dict[Counter, tuple[str, str]] = {
     ),
     Counter.KERNEL_NAMES: (
         "kernel_names_lost",
-        "names of kernels that could not be read, or came faster than they were taken",
+        "names of kernels that came faster than they were taken, or were told by calls inside of"
+        " four others",
     ),
     Counter.SCRATCH: ("no_scratch", "samples without room to walk a stack; please report this"),
 }

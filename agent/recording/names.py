@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import FrameKind
+from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.symbols.frames import SourceFrame
 
 # SQLite's integers are signed: a lying file's addresses above are stored as unknown.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -57,7 +58,8 @@ class Probes:
     """
 
     def __init__(self, programs: Programs, off_cpu: bool) -> None:
-        self._clocks: list[int] = []
+        self._clocks: dict[int, int | None] = {}  # by CPU; None: it cannot be sampled
+        self._period_ns = 0
         self._tracepoints: list[int] = []
         self._programs = programs
         wanted = {**_LIFE_TRACEPOINTS, **(_OFF_CPU_TRACEPOINTS if off_cpu else {})}
@@ -78,23 +80,50 @@ class Probes:
         Raises:
             EnvironmentUnfit: perf_event_open is denied.
         """
-        for cpu in online_cpus():
-            try:
-                fd = sysbpf.open_cpu_clock(cpu, period_ns)
-            except OSError as error:
-                if error.errno == errno.ENODEV:  # went offline since the list was read
-                    continue
-                raise _perf_denied(error) from error
-            sysbpf.set_event_program(fd, self._programs.fds["on_cpu_sample"])
-            self._clocks.append(fd)
-        for fd in self._clocks:
-            sysbpf.enable_event(fd)
+        self._period_ns = period_ns
+        try:
+            for cpu in online_cpus():
+                self._clocks[cpu] = self._open_clock(cpu)
+        except OSError as error:
+            raise _perf_denied(error) from error
+        for fd in self._clocks.values():
+            if fd is not None:
+                sysbpf.enable_event(fd)
+
+    def follow_cpus(self) -> int:
+        """Samples CPUs that came online, and lets go of those that went, whose clocks are dead.
+
+        Returns:
+            How many came: they were not sampled until now.
+        """
+        online = set(online_cpus())
+        for cpu in self._clocks.keys() - online:
+            _close(self._clocks.pop(cpu))
+        new = online - self._clocks.keys()
+        for cpu in new:
+            self._clocks[cpu] = None
+            with contextlib.suppress(OSError):
+                fd = self._clocks[cpu] = self._open_clock(cpu)
+                if fd is not None:
+                    sysbpf.enable_event(fd)
+        return len(new)
+
+    def _open_clock(self, cpu: int) -> int | None:
+        """Opens what samples a CPU; None where that went offline since the list was read."""
+        try:
+            fd = sysbpf.open_cpu_clock(cpu, self._period_ns)
+        except OSError as error:
+            if error.errno == errno.ENODEV:
+                return None
+            raise
+        sysbpf.set_event_program(fd, self._programs.fds["on_cpu_sample"])
+        return fd
 
     def stop_clocks(self) -> None:
         """Ends sampling."""
-        for fd in self._clocks:
-            os.close(fd)
-        self._clocks = []
+        for fd in self._clocks.values():
+            _close(fd)
+        self._clocks = {}
 
     def close(self) -> None:
         """Detaches everything."""
@@ -102,6 +131,11 @@ class Probes:
         for fd in self._tracepoints:
             os.close(fd)
         self._tracepoints = []
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)
 
 
 # CAP_PERFMON is enough at the levels that Linux has, of which 2 is the highest. Ubuntu's kernels

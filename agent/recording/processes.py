@@ -183,7 +183,7 @@ class ProcessTable:
 
     def _read_identity(self, image: ProcessImage) -> None:
         pid = image.pid
-        cgroup = procfs.cgroup(pid)
+        cgroup = procfs.cgroups(pid).telling
         executable, command_line = procfs.executable(pid), procfs.command_line(pid)
         if not cgroup or not self.is_current(image):
             self._inherit(image)  # it is gone, or has become another program by exec

@@ -9,9 +9,11 @@ Documentation/filesystems/proc.rst (v6.1).
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from aiflame.agent.processes.identity import CgroupPaths, cgroup_paths
 
 # The kernel caps a process at vm.max_map_count mappings, 65,530 by default; each line holds a path
 # of at most 4,096 bytes, but 32 MiB covers 65,530 lines of 500.
@@ -20,9 +22,6 @@ _MAX_MAPS_BYTES = 32 << 20
 _READ_BYTES = 1 << 17
 # What is kept of a command line; a picture's subtitle and a table cell need no more.
 _MAX_COMMAND_LINE_BYTES = 4096
-# Container runtimes name the cgroup after the container: 64 hex digits (OCI, docker, cri-o).
-# containerd joins with colons where systemd names its groups, but does not make them.
-_CONTAINER_ID = re.compile(r"(?:^|[/:-])([0-9a-f]{64})(?:\.scope)?(?=/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +120,9 @@ def executable(pid: int) -> str:
     return os.fsencode(path).decode(errors="replace")
 
 
-def cgroup(pid: int) -> str:
-    """Returns the cgroup v2 path, or the deepest v1 path where there is no v2 one."""
-    paths = {}
-    for line in read_lines(f"/proc/{pid}/cgroup"):
-        _, controllers, path = ([*line.split(":", 2), "", ""])[:3]
-        paths[controllers] = path
-    unified = paths.pop("", "")
-    return unified if unified not in ("", "/") else max(paths.values(), key=len, default=unified)
-
-
-def container_id(cgroup_path: str) -> str:
-    """Returns the container id that a cgroup path ends in, or ""."""
-    found = _CONTAINER_ID.findall(cgroup_path)
-    return str(found[-1]) if found else ""
+def cgroups(pid: int) -> CgroupPaths:
+    """Returns the cgroups of a process, empty paths when it is gone."""
+    return cgroup_paths(read_lines(f"/proc/{pid}/cgroup"))
 
 
 def status_field(pid: int, field: str) -> list[str]:
@@ -164,6 +152,22 @@ def owner_uid(pid: int) -> int:
 def process_ids() -> list[int]:
     """Returns all pids visible here."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def descendants(pids: Collection[int]) -> list[int]:
+    """Returns the living children of processes, and theirs, without this process and its own."""
+    children: dict[int, list[int]] = {}
+    for pid in process_ids():
+        children.setdefault(parent_pid(pid), []).append(pid)
+    seen = {*pids, os.getpid()}
+    found: list[int] = []
+    parents = [*pids]
+    while parents:
+        new = [child for child in children.get(parents.pop(), ()) if child not in seen]
+        seen.update(new)
+        found += new
+        parents += new
+    return found
 
 
 def thread_ids(pid: int) -> list[int]:

@@ -51,7 +51,6 @@ MAPS = (
     "scratch",
     "wait_budgets",
     "known_addresses",
-    "unwind_rules",
     "pythons",
     "python_chains",
     "sample_walkers",

@@ -26,7 +26,7 @@ from aiflame.agent.python.interpreter import (
     find_interpreter,
     may_hold_interpreter,
 )
-from aiflame.agent.python.layouts import ABSENT, GilHolder, UnsupportedPython
+from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout, UnsupportedPython
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, read_u64
 from aiflame.agent.python.threads import (
     KEY_BLOCK,
@@ -337,6 +337,12 @@ def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:
     in_runtime = layout.gil_kind is GilHolder.RUNTIME
     row["gil"] = loaded.runtime_address + layout.gil if in_runtime else 0
     row["state_slot"] = slot
+    describe_layout(layout, row)
+    return record
+
+
+def describe_layout(layout: Layout, row: np.void) -> None:
+    """Writes what a layout decides into a row of PYTHON_PROCESS_DTYPE."""
     for name in (
         *("thread_frame", "thread_status", "cframe_frame", "frame_code", "frame_previous"),
         *("frame_position", "frame_mark", "frame_bytes", "code_instructions", "code_tags"),
@@ -346,4 +352,3 @@ def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:
     row["position_kind"] = layout.position.value
     row["run_end"] = layout.run_end.value
     row["gil_kind"] = layout.gil_kind.value
-    return record

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 
 KERNEL_OWNER = 0xFFFF_FFFF
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from aiflame.agent import priority
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_calls import ApiCalls
 from aiflame.agent.recording.descriptors import keep
@@ -116,6 +116,7 @@ class Recorder:
         self._epoch = 0
         self._images_written = self._threads_written = 0
         self._switches_unseen = 0
+        self._cpus_came = 0
         self._entering: Iterator[None] = iter(())
         self._end_ns = abi.NEVER_NS
         self._real_time = priority.RealTime()
@@ -253,6 +254,7 @@ class Recorder:
                 self.pythons.poll()
                 if time.monotonic_ns() >= next_ns:
                     self.drain()
+                    self._cpus_came += self._probes.follow_cpus()
                     report(self._progress())
                     next_ns = max(next_ns + INTERVAL_NS, time.monotonic_ns())
                 for pid in [pid for pid, fd in waiting.items() if _has_ended(pid, fd)]:
@@ -349,6 +351,7 @@ class Recorder:
             "binary_not_opened": self.table.binaries.unopened,
             "binary_not_read": len(self._guard.bad),
             "switch_not_seen": self._switches_unseen,
+            "cpus_came_online": self._cpus_came,
         }
 
     def problem_files(self) -> dict[str, set[str]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import ROOTED_ENDS, FrameKind
+from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
 from aiflame.agent.recording.elf_images import ElfImages

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.processes.identity import identity_of
 from aiflame.agent.recording.processes import ProcessImage, ThreadInfo
-from aiflame.agent.recording.procfs import container_id
 
 
 def row_of_image(image: ProcessImage, start_ns: int, end_ns: int) -> tuple[Any, ...]:
@@ -21,7 +21,7 @@ def row_of_image(image: ProcessImage, start_ns: int, end_ns: int) -> tuple[Any, 
         image.executable,
         image.command_line,
         image.cgroup,
-        container_id(image.cgroup),
+        identity_of(image.cgroup).container_id,
         max(image.started_ns - start_ns, 0),
         None if exited_ns is None or exited_ns >= end_ns else exited_ns - start_ns,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable
 

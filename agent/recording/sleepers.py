@@ -19,9 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from aiflame.agent.model import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.recording import abi, procfs
 from aiflame.agent.recording.loader import Programs
 from aiflame.agent.recording.processes import ProcessTable
@@ -37,7 +38,11 @@ from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
 _MADE_STACK_BASE = 0x51EE_9E55 << 32
 
 # `[<0>] hrtimer_nanosleep+0x74/0xf0 [module]` (fs/proc/base.c, proc_pid_stack, v6.1).
-_STACK_LINE = re.compile(r"^\[<[0-9a-f]+>\] ([^\s+]+)\+0x([0-9a-f]+)/")
+_STACK_LINE = re.compile(
+    r"^\[<[0-9a-f]+>\] ([^\s+]+)\+0x([0-9a-f]+)/0x[0-9a-f]+(?: \[([^\s\]]+)\])?"
+)
+# Names tell no module where a thread's wait channel is all that the kernel shows.
+_ANY_MODULE = "*"
 
 _ASLEEP, _RUNNING = "SDIT", "R"
 
@@ -59,12 +64,26 @@ _FEW_THREADS, _LARGER_PIECE_BYTES = 256, 1 << 18
 _TABLES_PATIENCE_NS = 15_000_000_000
 
 
+class KernelFrame(NamedTuple):
+    """A place in the kernel, as /proc shows it.
+
+    Attributes:
+        name: Of the function.
+        offset: Of the return address in it, in bytes; 0 where unknown.
+        module: That has the function, "" for the kernel itself.
+    """
+
+    name: str
+    offset: int
+    module: str
+
+
 @dataclass(slots=True)
 class Sleeper:
     """What a thread slept in when the recording began.
 
     Attributes:
-        kernel_frames: (kernel function, offset), leaf first.
+        kernel_frames: Leaf first.
         switches: How often it had been switched out by then.
         is_asleep: It was not running.
         snapshot: Of the same sleep, while it is still to be walked.
@@ -74,7 +93,7 @@ class Sleeper:
 
     pid: int
     tid: int
-    kernel_frames: tuple[tuple[str, int], ...]
+    kernel_frames: tuple[KernelFrame, ...]
     switches: int
     is_asleep: bool
     snapshot: Snapshot | None = None
@@ -359,26 +378,37 @@ def _take_out(programs: Programs, tid: int) -> None:
         programs.threads.delete(key)
 
 
-def kernel_frames(pid: int, tid: int) -> tuple[tuple[str, int], ...]:
-    """Returns (kernel function, offset) of a sleeping thread, leaf first; offset 0: unknown."""
+def kernel_frames(pid: int, tid: int) -> tuple[KernelFrame, ...]:
+    """Returns the kernel frames of a sleeping thread, leaf first."""
     found = []
     for line in procfs.read_text(f"/proc/{pid}/task/{tid}/stack").splitlines():
         match = _STACK_LINE.match(line)
         if match is not None:
-            found.append((match[1], int(match[2], 16)))
+            found.append(KernelFrame(match[1], int(match[2], 16), match[3] or ""))
     if found:
         return tuple(found)
     wait_channel = procfs.read_text(f"/proc/{pid}/task/{tid}/wchan").strip()
-    return ((wait_channel, 0),) if wait_channel not in ("", "0") else ()
+    is_known = wait_channel not in ("", "0")
+    return (KernelFrame(wait_channel, 0, _ANY_MODULE),) if is_known else ()
 
 
-def kernel_addresses(names: set[str]) -> dict[str, int]:
-    """Returns the addresses of kernel functions by name; the first of several of one name."""
-    found: dict[str, int] = {}
+def kernel_addresses(functions: set[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Returns the addresses of kernel functions by name and module.
+
+    Several functions of one module may have one name: the first counts. Those that the kernel
+    hides from this process have none.
+    """
+    names = {name for name, _ in functions}
+    found: dict[tuple[str, str], int] = {}
     for line in procfs.read_text("/proc/kallsyms", _MAX_KALLSYMS_BYTES).splitlines():
         fields = line.split(None, 3)
-        if len(fields) > 2 and fields[2] in names and fields[1] in "tTwW":
-            found.setdefault(fields[2], int(fields[0], 16))
+        if len(fields) < 3 or fields[2] not in names or fields[1] not in "tTwW":
+            continue
+        address, name = int(fields[0], 16), fields[2]
+        module = fields[3].strip("[] ") if len(fields) > 3 else ""
+        if address:
+            found.setdefault((name, module), address)
+            found.setdefault((name, _ANY_MODULE), address)
     return found
 
 
@@ -386,11 +416,19 @@ def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -
     """Stores the stacks of those sleepers that any sample or wait refers to."""
     wanted = {stack: s for stack, s in sleepers.by_stack.items() if stacks.mentions(stack)}
     sleepers.finish(list(wanted.values()))
-    frames = {name for sleeper in wanted.values() for name, _ in sleeper.kernel_frames}
-    found = kernel_addresses(frames) if frames else {}
+    functions = {
+        (frame.name, frame.module) for sleeper in wanted.values() for frame in sleeper.kernel_frames
+    }
+    addresses = kernel_addresses(functions) if functions else {}
     for stack, sleeper in wanted.items():
         # The offset is that of a return address, or 0 where only a name was to be had.
-        kernel = [found[n] + max(offset, 1) for n, offset in sleeper.kernel_frames if n in found]
+        kernel = [
+            addresses[frame.name, frame.module] + max(frame.offset, 1)
+            for frame in sleeper.kernel_frames
+            if (frame.name, frame.module) in addresses
+        ]
+        lost = len(sleeper.kernel_frames) - len(kernel)
+        sleepers.problems["sleepers_kernel_frames_lost"] += lost
         user = [] if sleeper.walked is None else list(sleeper.walked.addresses)
         image = table.image(sleeper.pid, table.first_image)
         stacks.add_made(stack, image, kernel, user, sleepers.end_of(sleeper))

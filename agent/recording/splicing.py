@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aiflame.agent.model import FrameKind, GilState
+from aiflame.agent.model.profile import FrameKind, GilState
 from aiflame.agent.python import gil as python_gil
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
 from aiflame.agent.recording import abi

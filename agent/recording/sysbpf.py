@@ -9,7 +9,6 @@ Layouts: include/uapi/linux/bpf.h and perf_event.h (v6.1); both are stable ABI.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -118,11 +117,15 @@ class Map:
             if error.errno != errno.ENOENT:
                 raise
 
-    def update_many(self, entries: Mapping[int, int]) -> int:
-        """Writes u32 values under u32 keys by one system call; returns how many found room."""
+    def update_many(self, entries: Mapping[int, int]) -> list[int]:
+        """Writes u32 values under u32 keys by one system call; returns the keys that were refused.
+
+        What was there under a key that is refused stays.
+        """
         keys = np.fromiter(entries.keys(), np.uint32, len(entries))
         values = np.fromiter(entries.values(), np.uint32, len(entries))
-        return self._many(_MAP_UPDATE_BATCH, keys, values)
+        refused: list[int] = keys[self._many(_MAP_UPDATE_BATCH, keys, values)].tolist()
+        return refused
 
     def write(self, values: npt.NDArray[Any]) -> None:
         """Writes the first entries of an array.
@@ -131,17 +134,23 @@ class Map:
             OSError: The kernel does not take all of them.
         """
         keys = np.arange(len(values), dtype=np.uint32)
-        if self._many(_MAP_UPDATE_BATCH, keys, values) != len(values):
+        if self._many(_MAP_UPDATE_BATCH, keys, values):
             raise OSError(errno.EINVAL, "an array takes no values")
 
-    def delete_many(self, keys: Collection[int]) -> int:
-        """Removes u32 keys by one system call; returns how many were there."""
-        array = np.fromiter(keys, np.uint32, len(keys))
-        return self._many(_MAP_DELETE_BATCH, array, None)
+    def delete_many(self, keys: Collection[int]) -> None:
+        """Removes u32 keys by one system call, as far as they are there."""
+        self._many(_MAP_DELETE_BATCH, np.fromiter(keys, np.uint32, len(keys)), None)
 
-    def _many(self, command: int, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None) -> int:
-        """Goes on behind an entry that is refused; one by one where the kernel has no batches."""
-        done = begin = 0
+    def _many(
+        self, command: int, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None
+    ) -> list[int]:
+        """Goes on behind an entry that is refused; one by one where the kernel has no batches.
+
+        Returns:
+            The indexes of those that were refused.
+        """
+        refused: list[int] = []
+        begin = 0
         while begin < len(keys):
             values_left = None if values is None else values[begin:]
             batch = _buffer(
@@ -154,24 +163,27 @@ class Map:
             )
             try:
                 bpf(command, batch)
-                return done + len(keys) - begin
+                break
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, ENOTSUPP):
-                    return done + self._one_by_one(keys[begin:], values_left)
+                    return refused + self._one_by_one(keys, values, begin)
             filled = int(struct.unpack_from("<I", batch, 32)[0])
-            done += filled
+            refused.append(begin + filled)
             begin += filled + 1
-        return done
+        return refused
 
-    def _one_by_one(self, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None) -> int:
-        done = 0
-        for index, key in enumerate(keys):
+    def _one_by_one(
+        self, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None, begin: int
+    ) -> list[int]:
+        refused = []
+        for index in range(begin, len(keys)):
             value = None if values is None else _buffer(values[index].tobytes())
             command = _MAP_DELETE_ELEM if values is None else _MAP_UPDATE_ELEM
-            with contextlib.suppress(OSError):
-                self._element(command, key.tobytes(), value, BPF_ANY)
-                done += 1
-        return done
+            try:
+                self._element(command, keys[index].tobytes(), value, BPF_ANY)
+            except OSError:
+                refused.append(index)
+        return refused
 
     def chunks(self, take: bool = False) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         """Yields all entries as (keys, values), a bounded number at a time.

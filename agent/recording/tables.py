@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import tempfile
 import time
 from collections import Counter
@@ -31,7 +32,7 @@ from aiflame.agent.recording.table_builder import TableBuilders
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
-from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, UnwindTable
+from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, RULES_CUT, UnwindTable
 
 # A process may have 65,530 mappings (vm.max_map_count); the kernel half halves 17 times.
 _MAX_MAPPINGS = (1 << 16) - 1
@@ -78,6 +79,7 @@ class UnwindTables:
         self._builder = TableBuilders(cache, watch, self._urgency, self._size_bytes)
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
+        self._noted: set[int] = set()  # those of which it was counted what is missing
         self._without: set[int] = set()  # those among them that have none
         self._wanted: set[int] = set()  # needed by samples, but out of the kernel
         self._short: set[int] = set()  # those for which there was no room
@@ -86,7 +88,6 @@ class UnwindTables:
         self._queued: dict[int, ProcessImage] = {}  # by pid
         self._gone: set[int] = set()
         self._pushed: dict[int, ProcessImage] = {}  # by pid
-        self._serial = 0
 
     def push(self, image: ProcessImage) -> None:
         """Has `poll` bring a process's mappings, and the tables of what it maps."""
@@ -148,8 +149,8 @@ class UnwindTables:
             found[binary] = table
             size_bytes += table_bytes(table)
             wanted_bytes += table_bytes(table) * (binary in self._wanted)
-        if wanted_bytes and not self._kernel.has_room(size_bytes):
-            self._evict(size_bytes - self._kernel.free_bytes)
+        if wanted_bytes and not self._kernel.has_room(size_bytes, len(found)):
+            self._evict(size_bytes, len(found))
         # Those that samples need first, in case there is not room for all.
         order = sorted(found, key=lambda binary: -self._hits[binary])
         self._kernel.enter({binary: found[binary] for binary in order})
@@ -166,9 +167,7 @@ class UnwindTables:
             self._blame(binary, "bad_unwind_info", 1)
             elf = None
         if table is not None:
-            damage = sum(table.drops.get(reason, 0) for reason in DAMAGE)
-            if damage and binary not in self._settled:
-                self._blame(binary, "bad_unwind_records", damage)
+            self._note_drops(binary, table)
             self._settled.add(binary)
         elif fd is None or elf is None:
             self._settled.add(binary)
@@ -181,6 +180,17 @@ class UnwindTables:
             self._building.add(binary)
             self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
         return table
+
+    def _note_drops(self, binary: int, table: UnwindTable) -> None:
+        """Counts what is missing in a table, once."""
+        if binary in self._noted:
+            return
+        self._noted.add(binary)
+        damage = sum(table.drops.get(reason, 0) for reason in DAMAGE)
+        if damage:
+            self._blame(binary, "bad_unwind_records", damage)
+        if table.drops.get(RULES_CUT):
+            self._blame(binary, "unwind_rules_cut", table.drops[RULES_CUT])
 
     def _load(self, binary: int) -> UnwindTable | None:
         """Returns a binary's table, None where the cache has none.
@@ -208,15 +218,22 @@ class UnwindTables:
         path = self._table.binaries.files[binary].path
         self.problem_files.setdefault(problem, set()).add(path)
 
-    def _evict(self, needed_bytes: int) -> None:
-        """Takes the least used tables out, and first all mappings that lead to them."""
+    def _evict(self, size_bytes: int, tables: int) -> None:
+        """Makes room for tables of that size together.
+
+        It takes the least used ones out, and first all mappings that lead to them.
+        """
+        needed_bytes = size_bytes - self._kernel.free_bytes
+        needed_slots = tables - self._kernel.free_slots
         oldest = sorted(self._kernel.places, key=lambda binary: self._used_at.get(binary, 0))
         leaving: set[int] = set()
         for binary in oldest:
-            if needed_bytes <= 0 or self._used_at.get(binary, 0) > self._drains - _DRAINS_IN_USE:
+            is_enough = needed_bytes <= 0 and needed_slots <= 0
+            if is_enough or self._used_at.get(binary, 0) > self._drains - _DRAINS_IN_USE:
                 break
             leaving.add(binary)
             needed_bytes -= self._kernel.size_bytes(binary)
+            needed_slots -= 1
         if not leaving:
             return
         users = [
@@ -234,8 +251,9 @@ class UnwindTables:
         count = min(len(image.mappings), _MAX_MAPPINGS)
         self.problems["too_many_mappings"] += len(image.mappings) - count
         slots = np.zeros(count + 1, abi.MAPPING_SLOT_DTYPE)
-        self._serial += 1
-        slots[0]["start"], slots[0]["end"], slots[0]["table"] = image.image, count, self._serial
+        # Random, so that no target can make addresses that look like another one's (bpf/unwind.h).
+        identity = secrets.randbits(64)
+        slots[0]["start"], slots[0]["end"], slots[0]["bias"] = image.image, count, identity
         slots["start"][1:], slots["end"][1:] = image.bounds[:, :count]
         for row, mapping in enumerate(image.mappings[:count], 1):
             place = self._kernel.places.get(mapping.binary)

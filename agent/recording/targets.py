@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom to record: processes, a cgroup, a command, or everything."""
+"""Whom to record: processes, a cgroup, a container, a unit, a command, or everything."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
 from aiflame.agent.recording import abi, procfs
 from aiflame.agent.recording.launch import HeldCommand
+from aiflame.agent.recording.target_search import Found, find_comm, find_container, find_unit
 
 _CGROUP2_MAGIC_FILE = "cgroup.procs"
 
@@ -23,11 +24,16 @@ class Target:
     pids: tuple[int, ...] = ()
     cgroup: Path | None = None
     command: HeldCommand | None = None
+    follows_children: bool = False  # unless the user says otherwise
+    note: str = ""  # what the user should know of how it was found
 
     def existing_pids(self) -> list[int]:
         """Returns the processes that are to be recorded from the start."""
         if self.filter is abi.Filter.PIDS:
-            return [] if self.command is not None else list(self.pids)
+            if self.command is not None:
+                return []
+            children = procfs.descendants(self.pids) if self.follows_children else []
+            return [*self.pids, *children]
         if self.cgroup is not None:
             found = []
             for file in sorted(self.cgroup.rglob(_CGROUP2_MAGIC_FILE)):
@@ -82,7 +88,12 @@ def target_of_command(command: list[str]) -> Target:
     held = HeldCommand(command)
     name = Path(command[0]).name[:15]
     return Target(
-        abi.Filter.PIDS, f"{name} (pid {held.pid})", f"{name}-{held.pid}", (held.pid,), command=held
+        abi.Filter.PIDS,
+        f"{name} (pid {held.pid})",
+        f"{name}-{held.pid}",
+        (held.pid,),
+        command=held,
+        follows_children=True,
     )
 
 
@@ -92,13 +103,73 @@ def target_of_cgroup(path: Path) -> Target:
     Raises:
         UsageError: It is no cgroup v2 directory.
     """
-    for candidate in (path, *(mount / str(path).lstrip("/") for mount in cgroup2_mounts())):
-        if (candidate / "cgroup.controllers").is_file():
-            name = candidate.name or "root"
-            return Target(abi.Filter.CGROUP, f"cgroup {path}", f"cgroup-{name}", (), candidate)
-    raise UsageError(
-        f"not a cgroup v2 directory: {path}", "systemd-cgls shows the groups of this machine"
+    directory = path if _is_cgroup2(path) else _below_mount(path)
+    if directory is None:
+        raise UsageError(
+            f"not a cgroup v2 directory: {path}", "systemd-cgls shows the groups of this machine"
+        )
+    name = directory.name or "root"
+    return Target(abi.Filter.CGROUP, f"cgroup {path}", f"cgroup-{name}", (), directory)
+
+
+def target_of_container(wanted: str) -> Target:
+    """Makes a target of a running container, by its name or the beginning of its id.
+
+    Raises:
+        UsageError: None is called so, or more than one is.
+        EnvironmentUnfit: The host's processes are not visible here.
+    """
+    require_host_pid_namespace()
+    return _target_of_group(find_container(wanted))
+
+
+def target_of_unit(wanted: str) -> Target:
+    """Makes a target of a running service or scope of systemd's, with or without its type.
+
+    Raises:
+        UsageError: None is called so, or more than one is.
+        EnvironmentUnfit: The host's processes are not visible here.
+    """
+    require_host_pid_namespace()
+    return _target_of_group(find_unit(wanted))
+
+
+def target_of_comm(wanted: str) -> Target:
+    """Makes a target of all running processes of a name, and the children that they start.
+
+    Raises:
+        UsageError: There are none.
+        EnvironmentUnfit: The host's processes are not visible here.
+    """
+    require_host_pid_namespace()
+    found = find_comm(wanted)
+    return Target(abi.Filter.PIDS, found.words, found.stem, found.pids, follows_children=True)
+
+
+def _target_of_group(found: Found) -> Target:
+    directory = _below_mount(Path(found.group)) if found.group else None
+    if directory is not None:
+        return Target(abi.Filter.CGROUP, found.words, found.stem, (), directory)
+    count = len(found.pids)
+    return Target(
+        abi.Filter.PIDS,
+        f"{found.words}: {count} process{'es' if count > 1 else ''} and children",
+        found.stem,
+        found.pids,
+        follows_children=True,
+        note=f"note: {found.words} has no cgroup v2 directory here: the processes that are in it"
+        " now, and their children, are recorded; others that enter it are not",
     )
+
+
+def _below_mount(path: Path) -> Path | None:
+    """Returns the cgroup v2 directory of that path, as /proc/PID/cgroup has it, if it is here."""
+    below = (mount / str(path).lstrip("/") for mount in cgroup2_mounts())
+    return next((directory for directory in below if _is_cgroup2(directory)), None)
+
+
+def _is_cgroup2(directory: Path) -> bool:
+    return (directory / "cgroup.controllers").is_file()
 
 
 def cgroup2_mounts() -> list[Path]:

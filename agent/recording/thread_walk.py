@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.recording.stack_memory import PAGE_BYTES, StackMemory

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass
 
 
 class View(enum.Enum):

@@ -24,8 +24,8 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import Operation
-from aiflame.agent.model import Binary, FrameKind, Function, GilState, Profile
+from aiflame.agent.model.gpu import Operation
+from aiflame.agent.model.profile import Binary, FrameKind, Function, GilState, Profile
 from aiflame.gpu.apis import APIS
 
 

@@ -16,7 +16,7 @@ import io
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
 from aiflame.agent.reports.kernel_stats import KernelStats, kernel_stats

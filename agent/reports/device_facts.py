@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aiflame.agent.gpu_profile import GpuProfile
-from aiflame.agent.model import Profile
+from aiflame.agent.model.gpu import GpuProfile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.device_rows import DeviceSamples
 from aiflame.agent.reports.facts import counted, duration, lasted, percent, range_words

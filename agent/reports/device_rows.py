@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import NONE, GpuProfile
-from aiflame.agent.model import ROOTED_ENDS, SPAN_DTYPE, Profile, StackEnd, Stacks
+from aiflame.agent.model.gpu import NONE, GpuProfile
+from aiflame.agent.model.profile import ROOTED_ENDS, SPAN_DTYPE, Profile, StackEnd, Stacks
 from aiflame.agent.reports.base import Leaf, ReportOptions, View
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
 from aiflame.agent.reports.palette import Category

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Profile, Recording, SampleClass
+from aiflame.agent.model.profile import Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
 

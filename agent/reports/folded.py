@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from aiflame.agent.model import FrameKind, Profile
+from aiflame.agent.model.profile import FrameKind, Profile
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.device_rows import shown_rows
 from aiflame.agent.reports.palette import Category

@@ -21,7 +21,7 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from aiflame.agent.model import NS_PER_S, Profile
+from aiflame.agent.model.profile import NS_PER_S, Profile
 from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ColorBy, ReportOptions, View
 from aiflame.agent.reports.buckets import Grid, Part, choose_grid

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import as_file, files
 
-from aiflame.agent.gpu_profile import Kernel
+from aiflame.agent.model.gpu import Kernel
 from aiflame.agent.reports.rows import MAX_NAME_CHARS
 
 # The longest of libtorch's kernels has near 4,000 characters.

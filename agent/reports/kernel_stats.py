@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import NONE, GpuProfile, Operation
+from aiflame.agent.model.gpu import NONE, GpuProfile, Operation
 from aiflame.agent.reports.device_rows import DeviceSamples
 from aiflame.agent.reports.kernel_names import KernelName
 from aiflame.gpu.attribution import Certainty

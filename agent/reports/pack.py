@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import palette
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.buckets import Pieces

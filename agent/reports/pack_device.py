@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.device_rows import (
     DeviceRows,

@@ -15,7 +15,7 @@ import colorsys
 import enum
 import zlib
 
-from aiflame.agent.model import FrameKind, SampleClass
+from aiflame.agent.model.profile import FrameKind, SampleClass
 
 # Text on every frame, in light and in dark mode: the fills are the same in both.
 INK = "#14171a"

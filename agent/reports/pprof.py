@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import GilState, Profile, SampleClass
+from aiflame.agent.model.profile import GilState, Profile, SampleClass
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.pprof_device import encode_device

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
-from aiflame.agent.gpu_profile import Instruction
-from aiflame.agent.model import Binary, Profile
+from aiflame.agent.model.gpu import Instruction
+from aiflame.agent.model.profile import Binary, Profile
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH, DeviceSamples, device_samples
 from aiflame.agent.reports.pprof_parts import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Binary, FrameKind, Profile, StackEnd
+from aiflame.agent.model.profile import Binary, FrameKind, Profile, StackEnd
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.facts import range_words
 from aiflame.agent.reports.protowire import StringTable, message_field, packed, varint_field

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.python_frames import I64, U64, PythonFrames, python_frames
 from aiflame.agent.reports.rows import showable

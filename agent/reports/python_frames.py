@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import FrameKind, Profile
+from aiflame.agent.model.profile import FrameKind, Profile
 from aiflame.agent.reports.selection import is_import_machinery
 
 I64 = npt.NDArray[np.int64]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import (
+from aiflame.agent.model.profile import (
     ROOTED_ENDS,
     FrameKind,
     Function,

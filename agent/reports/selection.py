@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import FrameKind, Function, Profile, Stacks
+from aiflame.agent.model.profile import FrameKind, Function, Profile, Stacks
 from aiflame.agent.reports.base import Frames
 
 _HIDDEN_KINDS = {

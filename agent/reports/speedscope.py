@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import device_rows, device_samples
 from aiflame.agent.reports.facts import range_words

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device

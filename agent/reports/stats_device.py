@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import NONE, Direction, Operation
-from aiflame.agent.model import FrameKind, Profile, SampleClass
+from aiflame.agent.model.gpu import NONE, Direction, Operation
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass
 from aiflame.agent.reports.base import Frames
 from aiflame.agent.reports.causes import Cause, classify, is_device_wait
 from aiflame.agent.reports.device_facts import absence, attribution

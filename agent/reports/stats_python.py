@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
-from aiflame.agent.model import GilState, Profile
+from aiflame.agent.model.profile import GilState, Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.facts import duration
 from aiflame.agent.reports.python_frames import I64, PythonFrames, python_frames

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import repeat
 
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import (

@@ -19,8 +19,8 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import GpuProfile
-from aiflame.agent.model import NS_PER_S, Profile, TimeRange
+from aiflame.agent.model.gpu import GpuProfile
+from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
 from aiflame.gpu.attribution import attribute
 
 I64 = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.reports.rows import U32, Labels, Rows
 
 I64 = npt.NDArray[np.int64]

@@ -25,6 +25,7 @@ from aiflame.agent.unwind.x86_64 import RULE, RbpKind, Rule, RuleKind
 PAGE_SHIFT = 9
 PAGE_BYTES = 1 << PAGE_SHIFT
 ROW = np.dtype([("offset", "<u2"), ("rule", "<u2")])
+# A row has 16 bits for the number of one; libtorch_cpu has 1,000.
 MAX_RULES = 1 << 16
 # 2 GiB between the first and the last function: what relative calls reach.
 MAX_PAGES = 1 << 31 - PAGE_SHIFT
@@ -45,6 +46,7 @@ DROP_REASONS = (
     "function without CFI",
 )
 
+RULES_CUT = "rule over the limit"
 # Those that tell of damage; the others come with sound files, too.
 DAMAGE = DROP_REASONS[:7]
 
@@ -116,7 +118,7 @@ class UnwindTable:
         differs[1:] = rule_rows[1:] != rule_rows[:-1]
         addresses, rule_rows = addresses[differs], rule_rows[differs]
         base, first_rows, rows = _pages(addresses, rule_rows)
-        counts = {**drops, "rule over the limit": cut}
+        counts = {**drops, RULES_CUT: cut}
         kept = {reason: counts[reason] for reason in DROP_REASONS if counts.get(reason)}
         return cls(base, first_rows, rows, rules, kept)
 
@@ -187,10 +189,12 @@ def _rules(states: U64) -> tuple[npt.NDArray[np.void], I64, int]:
     """Distinct rules, the rule of each state, and how many rules found no room."""
     distinct, which, counts = _unique(states)
     index_of: dict[Rule, int] = {arch.NO_CFI_RULE: 0, arch.UNSUPPORTED_RULE: 1}
-    rule_rows = np.zeros(len(distinct), np.int64)
-    cut = 0
-    # The most used first, so that no table with too many rules loses an important one.
-    for position in np.argsort(-counts, kind="stable").tolist():
+    rule_rows = np.ones(len(distinct), np.int64)
+    # The most used first, so that no table with too many rules loses an important one. Some states
+    # have a rule in common, few of them.
+    order = np.argsort(-counts, kind="stable")
+    cut = max(len(order) - 2 * MAX_RULES, 0)
+    for position in order[: 2 * MAX_RULES].tolist():
         rule = arch.rule_of(int(distinct[position]))
         if rule not in index_of and len(index_of) == MAX_RULES:
             rule = arch.UNSUPPORTED_RULE

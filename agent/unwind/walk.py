@@ -168,24 +168,22 @@ class ReplayWalker:
         # Each call pushes a word, so the stack grows from frame to frame; this ends every loop.
         if cfa <= at.rsp or cfa % WORD_BYTES:
             raise _Stop(WalkEnd.BAD_ADDRESS)
-        rip = self._read(cfa - WORD_BYTES)
+        rip, rbp = self._read(cfa - WORD_BYTES), self._rbp(at, rule, cfa)
         found_by = FoundBy.TABLE
         if rule.kind in GUESSES:
             found_by = FoundBy.GUESS
-            if not self._is_return_address(rip):
-                raise _Stop(WalkEnd.NO_TABLE)
-        frame = WalkedFrame(rip, False, found_by)
-        return Registers(rip, cfa, self._rbp(at, rule, cfa)), frame
+            self._require_return_address(rip)
+        return Registers(rip, cfa, rbp), WalkedFrame(rip, False, found_by)
 
     def _cfa(self, at: Registers, rule: Rule) -> int:
         if rule.kind in (RuleKind.RSP, RuleKind.RSP_GUESS):
-            return at.rsp + rule.cfa_offset
+            return at.rsp + rule.cfa_offset & _ADDRESS_MASK
         if rule.kind == RuleKind.PLT:
             pushed = (at.rip & 15) >= rule.cfa_offset
-            return at.rsp + WORD_BYTES + (WORD_BYTES if pushed else 0)
+            return at.rsp + (2 * WORD_BYTES if pushed else WORD_BYTES) & _ADDRESS_MASK
         if at.rbp is None:
             raise _Stop(WalkEnd.UNSUPPORTED)
-        slot = at.rbp + rule.cfa_offset
+        slot = at.rbp + rule.cfa_offset & _ADDRESS_MASK
         return self._read(slot) if rule.kind == RuleKind.RBP_DEREF else slot
 
     def _rbp(self, at: Registers, rule: Rule, cfa: int) -> int | None:
@@ -208,54 +206,63 @@ class ReplayWalker:
         """The caller of code that returns now, or as soon as its callee has; None for other."""
         code = self._code(at.rip)
         found = None if code is None else epilogue(code, at_call=is_exact)
-        base = at.rbp if found is not None and found.from_rbp else at.rsp
-        if found is None or base is None or base < at.rsp or base % WORD_BYTES:
+        if found is None or (found.from_rbp and not _has_frame(at)):
             return None
-        slot = base + found.offset
+        slot = ((at.rbp or 0) if found.from_rbp else at.rsp) + found.offset & _ADDRESS_MASK
         rip = self._read_u64(slot)
         rbp = self._read_u64(slot - WORD_BYTES) if found.has_link else at.rbp
-        if rip is None or (rbp is None and found.has_link) or not self._is_return_address(rip):
+        if rip is None or (rbp is None and found.has_link):
             return None
+        self._require_return_address(rip)
         return Registers(rip, slot + WORD_BYTES, rbp), WalkedFrame(rip, False, FoundBy.GUESS)
 
     def _without_cfi(self, at: Registers, is_leaf: bool) -> tuple[Registers, WalkedFrame]:
         """By saved RBP and return address at RBP; a leaf's may be on top of the stack instead."""
         rbp = rip = None
-        if at.rbp is not None and at.rbp >= at.rsp and at.rbp % WORD_BYTES == 0:
+        if at.rbp is not None and _has_frame(at):
             rbp, rip = self._read_u64(at.rbp), self._read_u64(at.rbp + WORD_BYTES)
         has_link = rbp is not None and rip is not None
-        if is_leaf and not (rip is not None and has_link and self._is_return_address(rip)):
-            rip = self._read_u64(at.rsp)
-            if rip is None or not self._is_return_address(rip):
-                raise _Stop(WalkEnd.NO_TABLE)
-            frame = WalkedFrame(rip, False, FoundBy.GUESS)
-            return Registers(rip, at.rsp + WORD_BYTES, at.rbp), frame
-        if at.rbp is None or rbp is None or rip is None:
+        if rip is not None and has_link and not (is_leaf and not self._follows_call(rip)):
+            if is_leaf:
+                self._require_return_address(rip)
+            frame = WalkedFrame(rip, False, FoundBy.FRAME_POINTER)
+            return Registers(rip, (at.rbp or 0) + 2 * WORD_BYTES, rbp), frame
+        rip = self._read_u64(at.rsp)
+        if not is_leaf or rip is None:
             raise _Stop(WalkEnd.NO_TABLE)
-        frame = WalkedFrame(rip, False, FoundBy.FRAME_POINTER)
-        return Registers(rip, at.rbp + 2 * WORD_BYTES, rbp), frame
+        self._require_return_address(rip)
+        frame = WalkedFrame(rip, False, FoundBy.GUESS)
+        return Registers(rip, at.rsp + WORD_BYTES, at.rbp), frame
 
-    def _is_return_address(self, address: int) -> bool:
-        """Whether an address is in code, behind a call."""
-        if self._mapping(address, is_exact=False) is None:
-            return False
+    def _require_return_address(self, address: int) -> None:
+        """Ends the walk where an address is not in code, or behind no call."""
+        if self._mapping(address, is_exact=False) is None or not self._follows_call(address):
+            raise _Stop(WalkEnd.NO_TABLE)
+
+    def _follows_call(self, address: int) -> bool:
         if self._read_code is None:
             return True
-        code = self._code(address - 8)
+        code = self._code(address - WORD_BYTES)
         return code is not None and follows_call(code)
 
     def _code(self, address: int) -> bytes | None:
         """Eight bytes of code."""
         if self._read_code is None:
             return None
-        first = address & -WORD_BYTES
-        words = [self._read_code(first), self._read_code(first + WORD_BYTES)]
+        begin = address % WORD_BYTES
+        words = [self._read_code(address - begin)]
+        if begin:  # as few as are needed: the next ones may lie behind the end of all code
+            words.append(self._read_code(address - begin + WORD_BYTES))
         code = b"".join(word.to_bytes(WORD_BYTES, "little") for word in words if word is not None)
-        begin = address - first
-        return None if None in words else code[begin : begin + 8]
+        return None if None in words else code[begin : begin + WORD_BYTES]
 
     def _read(self, address: int) -> int:
         word = self._read_u64(address & _ADDRESS_MASK)
         if word is None:
             raise _Stop(WalkEnd.UNREADABLE)
         return word
+
+
+def _has_frame(at: Registers) -> bool:
+    """Whether RBP can point at a frame of the stack: it lies above RSP, and aligned."""
+    return at.rbp is not None and at.rbp >= at.rsp and at.rbp % WORD_BYTES == 0

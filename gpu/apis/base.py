@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 
 
 class Grid(enum.IntEnum):

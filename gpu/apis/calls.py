@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.gpu.apis.base import Argument, Call, Grid, HandleFrom, Naming
 
 

@@ -9,7 +9,7 @@ each thread. Its dim3 is three 32-bit numbers, as CUDA's, and so are the structu
 
 from __future__ import annotations
 
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming
 from aiflame.gpu.apis.calls import (
     allocate,

@@ -10,7 +10,7 @@ recorded: the append with its kernel, the execution without one.
 
 from __future__ import annotations
 
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming
 from aiflame.gpu.apis.calls import allocate, copy, free, launch, wait
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming
 from aiflame.gpu.apis.calls import copy
 

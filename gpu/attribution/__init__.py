@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import NONE, GpuProfile
+from aiflame.agent.model.gpu import NONE, GpuProfile
 from aiflame.gpu.attribution.fit import Seen
 from aiflame.gpu.attribution.launches import (
     UNNAMED,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import NONE, GpuProfile, Operation
+from aiflame.agent.model.gpu import NONE, GpuProfile, Operation
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from aiflame.agent.gpu_profile import Device, Tier
+from aiflame.agent.model.gpu import Device, Tier
 
 VENDORS = Path("/etc/OpenCL/vendors")
 _LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")

@@ -7,7 +7,7 @@ be corrected without recording anew. Adding a vendor is one module and one line 
 
 from __future__ import annotations
 
-from aiflame.agent.gpu_profile import StallReason
+from aiflame.agent.model.gpu import StallReason
 from aiflame.gpu.stalls import amd, intel, nvidia, opencl
 from aiflame.gpu.stalls.base import StallCategory, Vocabulary
 

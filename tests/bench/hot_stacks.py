@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import NamedTuple, TypeVar
 
-from aiflame.agent.model import FrameKind, Profile, SampleClass
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass
 
 # Above this share a stack is hot.
 HOT = 0.01

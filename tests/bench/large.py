@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import profiles
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from bench.table import Aim, Table, code, spread
 from bench.tools import AIFLAME
 

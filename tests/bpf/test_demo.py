@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from aiflame.agent.gpu_profile import NONE
+from aiflame.agent.model.gpu import NONE
 from aiflame.gpu.attribution import attribute
 from recordings import Recording, python_frames_of
 from support import WORKLOADS

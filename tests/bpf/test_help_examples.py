@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example that a help text ends with runs as it stands.
 
-Only what stands for something of the reader's is replaced: the pid 1234, and run.aiflame by a
-capture of that name, or by a recording that was to be one and was killed. A recording that would go
-on until Ctrl-C gets it once it is attached.
+Only what stands for something of the reader's is replaced: the pid 1234, a container, a unit and a
+program by name, and run.aiflame by a capture of that name, or by a recording that was to be one
+and was killed. A recording that would go on until Ctrl-C gets it once it is attached.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 import support
 from aiflame.agent.cli import EXAMPLES, VERBS
+from aiflame.agent.recording.targets import cgroup2_mounts
+from cgroups import made_groups
 from recordings import Recording
 
 pytestmark = pytest.mark.bpf
@@ -30,12 +33,20 @@ def _examples() -> list[str]:
     return [line for line in lines if line.partition(" ")[0] in ("sudo", "aiflame")]
 
 
+_UNIT = f"aiflame-examples-{os.getpid()}"
+_CONTAINER_ID = f"{os.getpid():08x}" + "0123456789abcdef" * 3 + "01234567"
+
+
 @pytest.fixture(scope="module")
 def target(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
+    """A process in a container in a unit, as podman makes them."""
+    group = f"system.slice/{_UNIT}.service/libpod-payload-{_CONTAINER_ID}"
+    with made_groups(cgroup2_mounts()[0], group) as (folder,):
+        process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
+        (folder / "cgroup.procs").write_text(str(process.pid))
+        yield process
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +75,9 @@ def test_example_runs(
     line = line.replace("aiflame ", f"{aiflame} ", 1).replace(
         " train.py", " -c 'print(sum(range(10**7)))'"
     )
+    line = line.replace("--container 4f2a9c", f"--container {_CONTAINER_ID[:12]}")
+    line = line.replace("--unit nginx", f"--unit {_UNIT}")
+    line = line.replace("--comm nginx", "--comm serving")
     line = line.replace("-d 30", "-d 2").replace("-d 10", "-d 2")
     if " recover run.aiflame" in line:
         with Recording(tmp_path, "-p", target.pid) as recording:

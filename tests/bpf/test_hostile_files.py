@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from recordings import Recording, public_folder
 from support import AIFLAME
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StackEnd
 from elftools.elf.elffile import ELFFile
 from recordings import Ended, Recording, Workload, count_of, frames_of
 from support import WORKLOADS

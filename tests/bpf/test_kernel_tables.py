@@ -47,11 +47,9 @@ def maps() -> Iterator[Maps]:
             opened.callback(os.close, row_fd)
             opened.callback(os.close, slot_fd)
             tables = MapShape(_ARRAY_OF_MAPS, 4, 4, abi.TABLES_MAX, 0)
-            rules = MapShape(_ARRAY, 4, abi.UNWIND_RULE_DTYPE.itemsize, 100, 0)
             return SimpleNamespace(
                 unwind_tables=created(tables, row_fd, _U32, _U32),
                 process_mappings=created(MapShape(_HASH_OF_MAPS, 4, 4, 8, 0), slot_fd, _U32, _U32),
-                unwind_rules=created(rules, 0, _U32, abi.UNWIND_RULE_DTYPE),
                 inner_flags=map_facts(row_fd).flags,
             )
 
@@ -91,8 +89,11 @@ def test_tables_are_written_whole(flags: int, maps: Maps) -> None:
     assert len(content) == table_bytes(table)
     halves = np.frombuffer(content, np.uint32)
     pages = len(table.page_first_row)
-    assert (halves[:pages] == table.page_first_row).all()
-    rows = halves[pages + pages % 2 :][: len(table)]
+    rules_at = pages + pages % 2
+    rows_at = rules_at + 2 * len(table.rules)
+    assert (halves[:pages] == table.page_first_row + rows_at).all()
+    assert halves[rules_at:rows_at].tobytes() == table.rules.tobytes()
+    rows = halves[rows_at:][: len(table)]
     assert (rows & 0xFFFF == table.rows["offset"]).all()
     assert (rows >> 16 == table.rows["rule"]).all()
 
@@ -102,6 +103,7 @@ def test_mappings_are_written_whole_and_replaced(flags: int, maps: Maps) -> None
     programs = maps(flags)
     problems: Counter[str] = Counter()
     tables = KernelTables(programs, 64 << 20, problems)
+    free_bytes = tables.free_mapping_bytes
     for count in (5, 3000):
         slots = np.zeros(count, abi.MAPPING_SLOT_DTYPE)
         slots["start"] = np.arange(count) << 12
@@ -111,4 +113,21 @@ def test_mappings_are_written_whole_and_replaced(flags: int, maps: Maps) -> None
     assert problems.total() == 0
     tables.drop_mappings([_PID])
     assert programs.process_mappings.lookup(_PID.to_bytes(4, "little")) is None
-    assert tables.free_bytes == 64 << 20
+    assert tables.free_mapping_bytes == free_bytes
+
+
+def test_what_a_full_map_refuses_is_told(maps: Maps) -> None:
+    programs = maps(_INNER_MAP)  # its map of processes has room for 4
+    problems: Counter[str] = Counter()
+    tables = KernelTables(programs, 64 << 20, problems)
+    free_bytes = tables.free_mapping_bytes
+    tables.set_mappings({pid: np.zeros(3, abi.MAPPING_SLOT_DTYPE) for pid in range(1, 8)})
+    entered = [
+        pid
+        for pid in range(1, 8)
+        if programs.process_mappings.lookup(pid.to_bytes(4, "little")) is not None
+    ]
+    assert problems == {"mappings_not_kept": 7 - len(entered)}
+    # THEN those that were refused take nothing
+    tables.drop_mappings(entered)
+    assert tables.free_mapping_bytes == free_bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from recordings import Ended, Recording, Workload
 
 pytestmark = pytest.mark.bpf

@@ -71,6 +71,7 @@ def test_a_recorder_with_a_chosen_priority_keeps_it(
         with recording:
             assert _policy(recording.pid) == os.SCHED_OTHER
             assert _nice(recording.pid) == 5
+            recording.stop()
 
 
 def test_without_the_capability_it_says_so_and_records(

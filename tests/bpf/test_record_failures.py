@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from recordings import Recording, frames_of
 from support import AIFLAME, wait_until
 

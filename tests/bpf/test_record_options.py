@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
 from recordings import Workload, public_folder
 
 pytestmark = pytest.mark.bpf

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
 from recordings import (
     Workload,
     count_of,

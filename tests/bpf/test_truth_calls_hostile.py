@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from aiflame.agent.gpu_profile import NONE
-from aiflame.agent.model import Profile
+from aiflame.agent.model.gpu import NONE
+from aiflame.agent.model.profile import Profile
 from recordings import Recording, Workload, record_workload
 
 pytestmark = pytest.mark.bpf

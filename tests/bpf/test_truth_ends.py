@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass
 from recordings import Recording, Workload, off_cpu_by_thread, rows_of
 from support import wait_until
 
@@ -86,4 +86,4 @@ def test_a_long_run_queue_does_not_make_it_longer(
 
 def _has_stopped(recorder: int) -> bool:
     """Whether it has left what it does while it records: its priority is given back by then."""
-    return os.sched_getscheduler(recorder) == os.SCHED_OTHER
+    return os.getpriority(os.PRIO_PROCESS, recorder) == 0

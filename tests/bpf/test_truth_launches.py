@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from aiflame.agent.gpu_profile import NONE, Direction, Operation
-from aiflame.agent.model import ROOTED_ENDS, Profile, SampleClass
+from aiflame.agent.model.gpu import NONE, Direction, Operation
+from aiflame.agent.model.profile import ROOTED_ENDS, Profile, SampleClass
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.gpu.attribution import Certainty, attribute
 from recordings import (

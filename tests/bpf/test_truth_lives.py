@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.model import Process, Profile, SampleClass
+from aiflame.agent.model.profile import Process, Profile, SampleClass
 from recordings import (
     OFF_CPU,
     Recording,

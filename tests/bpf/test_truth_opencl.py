@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from aiflame.agent.gpu_profile import GpuProfile, Instruction, Tier
-from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.model.gpu import GpuProfile, Instruction, Tier
+from aiflame.agent.model.profile import Profile, SampleClass
 from recordings import Recording, Workload, frames_of, record_workload, rows_of
 from support import WORKLOADS
 

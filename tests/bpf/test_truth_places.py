@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.recording.procfs import comm, process_ids
 from aiflame.agent.recording.targets import cgroup2_mounts
+from cgroups import in_cgroup, made_groups
 from recordings import Recording, Workload, children_of, ns_of, rows_of
-from support import wait_until
 
 pytestmark = pytest.mark.bpf
 
@@ -101,26 +101,9 @@ def test_a_command_may_be_gone_before_its_names_are_read(guest: Path, tmp_path: 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A cgroup with one below it that is named like a container's."""
-    group = cgroup2_mounts()[0] / f"aiflame-test-{os.getpid()}"
-    below = group / f"docker-{_CONTAINER_ID}.scope"
-    below.mkdir(parents=True)
-    yield group
-    for folder in (below, group):
-        # The dead leave their cgroup a moment after they have been waited for.
-        wait_until(lambda folder=folder: _removed(folder))
-
-
-def _removed(folder: Path) -> bool:
-    try:
-        folder.rmdir()
-    except OSError:
-        return False
-    return True
-
-
-def _in_cgroup(folder: Path, program: Path) -> Workload:
-    script = 'echo $$ > "$1/cgroup.procs" && exec "$2"'
-    return Workload(["sh", "-c", script, "sh", folder, program])
+    name = f"aiflame-test-{os.getpid()}"
+    with made_groups(cgroup2_mounts()[0], f"{name}/docker-{_CONTAINER_ID}.scope") as (below,):
+        yield below.parent
 
 
 def test_a_cgroup_is_recorded_with_those_below_it(
@@ -129,8 +112,8 @@ def test_a_cgroup_is_recorded_with_those_below_it(
     (below,) = cgroup.glob("docker-*")
     program = guest / "guest"
     with (
-        _in_cgroup(cgroup, program) as here,
-        _in_cgroup(below, program) as child,
+        in_cgroup(cgroup, program) as here,
+        in_cgroup(below, program) as child,
         Workload([program]) as outside,
         Recording(tmp_path, "--cgroup", cgroup, "-F", 999) as recording,
     ):
@@ -153,7 +136,7 @@ def test_a_process_that_enters_a_cgroup_is_recorded_from_there_on(
     cgroup: Path, guest: Path, tmp_path: Path
 ) -> None:
     with Recording(tmp_path, "--cgroup", cgroup, "-F", 999) as recording:
-        with _in_cgroup(cgroup, guest / "guest") as workload:
+        with in_cgroup(cgroup, guest / "guest") as workload:
             workload.go()
             workload.truth()
         profile = recording.stop().profile

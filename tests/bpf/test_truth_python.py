@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from aiflame.agent.model import FrameKind, GilState, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, GilState, Profile, SampleClass, StackEnd
 from interpreters import VERSIONS, executable, find_executable
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
 from support import WORKLOADS

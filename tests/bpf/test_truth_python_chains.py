@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
 from interpreters import VERSIONS, executable, find_executable
 from pychains import Tree
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS
 from interpreters import VERSIONS, executable, find_executable
 from recordings import (

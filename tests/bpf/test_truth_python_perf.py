@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import GilState, SampleClass, StackEnd
+from aiflame.agent.model.profile import GilState, SampleClass, StackEnd
 from interpreters import executable
 from pychains import Tree
 from recordings import Recording, Workload, python_frames_of, record_workload, rows_of_process

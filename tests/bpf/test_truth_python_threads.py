@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import GilState, Profile, SampleClass
+from aiflame.agent.model.profile import GilState, Profile, SampleClass
 from interpreters import executable
 from recordings import (
     PythonLine,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from aiflame.agent.model import FrameKind, GilState, Profile, SampleClass
+from aiflame.agent.model.profile import FrameKind, GilState, Profile, SampleClass
 from interpreters import VERSIONS, executable, find_executable
 from recordings import (
     OFF_CPU,

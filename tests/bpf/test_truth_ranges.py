@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import NS_PER_S, Profile, SampleClass, TimeRange
+from aiflame.agent.model.profile import NS_PER_S, Profile, SampleClass, TimeRange
 from aiflame.agent.reports.time_range import in_range, recorded_ns
 from support import AIFLAME
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.model import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
 from recordings import Recording, Workload, frames_of, rows_of
 
 pytestmark = pytest.mark.bpf

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import support
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import Profile, StackEnd
+from aiflame.agent.model.profile import Profile, StackEnd
 from recordings import Workload, frames_of, record_workload, rows_of
 
 pytestmark = pytest.mark.bpf

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
 from aiflame.agent.reports.causes import Cause, classify
 from recordings import (
     OFF_CPU,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from recordings import Ended, Recording, Workload, rows_of
 from support import WORKLOADS
 

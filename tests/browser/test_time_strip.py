@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions
 from browser.chromium import CHROMIUM, Page, browser
 from device_profiles import Launch, Ran, device_profile_of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiflame.agent.model import NS_PER_S, Profile, TimeRange
+from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
 from aiflame.agent.reports.time_range import in_range

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.gpu_profile import Operation
-from aiflame.agent.model import ROOTED_ENDS, FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.gpu import Operation
+from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind, Profile, SampleClass, StackEnd
 from recordings import OFF_CPU, frames_of, off_cpu_by_thread
 
 # Five standard deviations of a thousand samples in one of two functions. An emulated machine that

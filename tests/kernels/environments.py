@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support import AIFLAME
 
 # Exit statuses of aiflame.
-_BAD_USAGE, _REFUSED = 2, 3
+_NO_TARGET, _BAD_USAGE, _REFUSED = 1, 2, 3
 _CAPABILITIES = "+bpf,+perfmon,+sys_ptrace,+dac_read_search"
 _NOBODY = "setpriv --reuid 65534 --regid 65534 --clear-groups"
 _SOMEBODY = f"{_NOBODY} --inh-caps {_CAPABILITIES} --ambient-caps {_CAPABILITIES}"
+_CONTAINER = "unshare --pid --mount --fork --mount-proc"
 _CGROUP_V1 = (
     "umount -l /sys/fs/cgroup; mount -t tmpfs none /sys/fs/cgroup; mkdir /sys/fs/cgroup/cpu;"
     " mount -t cgroup -o cpu none /sys/fs/cgroup/cpu; mkdir -p /sys/fs/cgroup/cpu/a"
@@ -90,11 +91,19 @@ CASES = (
         prefix=_NOBODY,
     ),
     Case(
-        "a container's namespaces",
+        "a container's namespaces, a process outside",
+        "",
+        "run with --pid=host",
+        _NO_TARGET,
+        prefix=_CONTAINER,
+    ),
+    Case(
+        "a container's namespaces, all processes",
         "",
         "this is a pid namespace of its own",
         _REFUSED,
-        prefix="unshare --pid --mount --fork --mount-proc",
+        "-a",
+        _CONTAINER,
     ),
 )
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent import model
+from aiflame.agent.model import profile as model
 from aiflame.agent.python import layouts
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.losses import LOSS_MEANINGS
 from aiflame.agent.unwind.table import PAGE_SHIFT
-from aiflame.agent.unwind.x86_64 import RbpKind, RuleKind
+from aiflame.agent.unwind.x86_64 import RULE, RbpKind, RuleKind
 from aiflame.gpu.apis.base import Grid, HandleFrom
 
 _BPF = Path(__file__).parents[2] / "bpf"
@@ -25,7 +25,7 @@ _HEADER = (_BPF / "aiflame.h").read_text()
 
 _DTYPES = {
     "mapping_slot": abi.MAPPING_SLOT_DTYPE,
-    "unwind_rule": abi.UNWIND_RULE_DTYPE,
+    "unwind_rule": RULE,
     "process_state": abi.PROCESS_STATE_DTYPE,
     "thread_state": abi.THREAD_STATE_DTYPE,
     "stack_record": abi.STACK_DTYPE,
@@ -52,7 +52,6 @@ _KERNEL_ONLY = {"wait_budget", "kernel_name_key"}
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,
     "FRAME_SLOTS": abi.FRAME_SLOTS,
-    "RULES_MAX": abi.RULES_MAX,
     "TABLES_MAX": abi.TABLES_MAX,
     "TABLE_PAGE_SHIFT": PAGE_SHIFT,
     **{f"RULE_{member.name}": member.value for member in RuleKind},

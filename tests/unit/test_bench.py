@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model import SPAN_DTYPE, SampleClass
+from aiflame.agent.model.profile import SPAN_DTYPE, SampleClass
 from bench import hot_stacks, large, loads, machine, pairs, run, tools
 from bench.kernel import Runs, Window
 from bench.table import Aim, Table, aims_table, spread

@@ -17,7 +17,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
 from aiflame.agent.errors import AiflameError, CaptureError
-from aiflame.agent.gpu_profile import (
+from aiflame.agent.model.gpu import (
     NONE,
     ApiFunction,
     Device,
@@ -28,7 +28,7 @@ from aiflame.agent.gpu_profile import (
     StallReason,
     Tier,
 )
-from aiflame.agent.model import (
+from aiflame.agent.model.profile import (
     Binary,
     FrameKind,
     Function,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.commands import report as verb
 from aiflame.agent.errors import AiflameError, CaptureError, UsageError
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports import FORMATS
 from pprof_decoder import decode
 from profiles import empty_profile, hostile_profile, small_profile

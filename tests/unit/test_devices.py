@@ -12,8 +12,8 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.gpu_profile import Device, Tier
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording import abi, device_choice
 from aiflame.agent.recording.device_places import DevicePlaces
 from aiflame.agent.recording.devices import Devices

@@ -9,7 +9,7 @@ import pytest
 from aiflame.agent.dumps.model import Doubt, Dump, DumpFrame, ProcessDump, ThreadDump, ThreadState
 from aiflame.agent.dumps.render import Shown, as_json, duration_text, shown_frames, text
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
-from aiflame.agent.model import FrameKind
+from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.python.gil import GilState
 from aiflame.agent.recording.threads import ThreadRegisters
 

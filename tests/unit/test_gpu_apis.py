@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from aiflame.agent.gpu_profile import Direction, Operation
+from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.agent.recording.api_symbols import find_functions
 from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis import APIS

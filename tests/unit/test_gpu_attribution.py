@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
-from aiflame.agent.gpu_profile import (
+from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
     DEVICE_SAMPLE_DTYPE,

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
-from aiflame.agent.gpu_profile import (
+from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
     DEVICE_SAMPLE_DTYPE,

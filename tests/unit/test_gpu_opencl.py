@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from aiflame.agent.gpu_profile import Tier
+from aiflame.agent.model.gpu import Tier
 from aiflame.agent.target_files import BadTargetFile, FileGuard, GuardedFile, TargetFile
 from aiflame.gpu.base import CodeKey, CpuSample, Interval
 from aiflame.gpu.opencl import listing as listings

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from aiflame.agent.gpu_profile import StallReason
+from aiflame.agent.model.gpu import StallReason
 from aiflame.gpu.stalls import VOCABULARIES, StallCategory, category_of
 
 _EXPECTED = {

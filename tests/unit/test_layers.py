@@ -28,22 +28,22 @@ def _modules(folder: str) -> dict[str, ast.Module]:
 _MODULES = _modules("agent")
 _GPU_MODULES = _modules("gpu")
 # What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
-_LEAVES = {"errors", "gpu_profile", "model", "outfile", "priority", "target_files", ""}
+_LEAVES = {"errors", "model", "outfile", "priority", "target_files", ""}
 _MAY_IMPORT = {
     "": set(),
     "errors": set(),
-    "gpu_profile": set(),
-    "model": {"gpu_profile"},
+    "model": set(),
     "outfile": {"errors"},
     "target_files": {"errors"},
     "priority": set(),
-    "capture": {"errors", "gpu_profile", "model", "outfile"},
+    "capture": {"errors", "model", "outfile"},
     "symbols": {"errors", "model", "outfile", "target_files"},
     "unwind": {"errors", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
-    "reports": {"errors", "gpu_profile", "model"},
+    "processes": set(),
+    "reports": {"errors", "model"},
     "dumps": {"python", "recording", "reports", "symbols", "unwind", *_LEAVES},
-    "recording": {"capture", "python", "symbols", "unwind", *_LEAVES},
+    "recording": {"capture", "processes", "python", "symbols", "unwind", *_LEAVES},
     "doctor": {"capture", "python", "recording", "reports", "symbols", *_LEAVES},
     "commands": {
         *("capture", "doctor", "dumps", "python", "recording", "reports", "symbols"),
@@ -60,7 +60,7 @@ _MAY_IMPORT_GPU = {"commands", "doctor", "recording", "reports"}
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # What gpu/ may know of agent/.
-_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("gpu_profile", "model", "target_files"))
+_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("model", "target_files"))
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")

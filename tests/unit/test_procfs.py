@@ -18,9 +18,6 @@ import pytest
 from aiflame.agent.recording import procfs
 from aiflame.agent.recording.procfs import MapsLine
 
-_ID = "0123456789abcdef" * 4
-_OTHER_ID = "fedcba9876543210" * 4
-
 # Where str.splitlines() would end a line, and the kernel does not.
 _NOT_LINE_ENDS = ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\r"]
 
@@ -149,7 +146,9 @@ def gone() -> Iterator[int]:
 def test_a_process_that_is_gone(gone: int) -> None:
     assert procfs.executable_mappings(gone) == []
     assert procfs.comm(gone) == procfs.comm(gone, gone) == ""
-    assert procfs.command_line(gone) == procfs.executable(gone) == procfs.cgroup(gone) == ""
+    assert (
+        procfs.command_line(gone) == procfs.executable(gone) == procfs.cgroups(gone).telling == ""
+    )
     assert procfs.status_field(gone, "Tgid") == []
     assert procfs.namespaced_pid(gone) == gone
     assert (procfs.parent_pid(gone), procfs.owner_uid(gone)) == (0, -1)
@@ -252,57 +251,16 @@ def test_what_cannot_be_read_is_empty(path: str) -> None:
     assert procfs.read_text(path) == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        ("0::/user.slice/user-1000.slice\n", "/user.slice/user-1000.slice"),
-        ("0::/\n", "/"),
-        # v1 alone
-        (
-            f"12:pids:/docker/{_ID}\n11:memory:/docker/{_ID}\n1:name=systemd:/docker/{_ID}/init\n",
-            f"/docker/{_ID}/init",
-        ),
-        # Hybrid: v2 is mounted, but only v1 groups the processes.
-        (f"3:cpu,cpuacct:/docker/{_ID}\n1:name=systemd:/\n0::/\n", f"/docker/{_ID}"),
-        # Hybrid, where both do.
-        ("3:cpu:/a/deeper/one\n0::/system.slice/x.service\n", "/system.slice/x.service"),
-        # A path may hold colons.
-        ("0::/machine.slice/a:b:c\n", "/machine.slice/a:b:c"),
-        ("0::/odd\x0cname\n", "/odd\x0cname"),
-        ("", ""),
-        ("garbage\n", ""),
-        ("0::\n", ""),
-    ],
-)
-def test_cgroups_of_both_versions(proc: Callable[[str], None], text: str, path: str) -> None:
-    proc(text)
-    assert procfs.cgroup(1) == path
-
-
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        (f"/docker/{_ID}", _ID),
-        (f"/system.slice/docker-{_ID}.scope", _ID),
-        (f"/system.slice/docker-{_ID}.scope/init.scope", _ID),
-        (f"/kubepods/burstable/pod0f9cdd5e-8d1c-4d5a-9d5f-6a4b1ad0c9ab/{_ID}", _ID),
-        (f"/kubepods.slice/kubepods-pod0f9c.slice/cri-containerd-{_ID}.scope", _ID),
-        (f"/system.slice/containerd.service/kubepods-pod0f9c.slice:cri-containerd:{_ID}", _ID),
-        (f"/kubepods.slice/kubepods-pod0f9c.slice/crio-{_ID}.scope/container", _ID),
-        (f"/machine.slice/libpod-{_ID}.scope", _ID),
-        (f"/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{_ID}.scope", _ID),
-        # The innermost one: a container in a container.
-        (f"/docker/{_OTHER_ID}/docker/{_ID}", _ID),
-        (f"/docker/{_OTHER_ID}/{_ID}", _ID),
-        (f"/docker/{_OTHER_ID}/kubelet/kubepods/besteffort/pod1/{_ID}", _ID),
-        ("/user.slice/user-1000.slice/session-2.scope", ""),
-        (f"/docker/{_ID[:63]}", ""),
-        (f"/docker/{_ID}0", ""),
-        (f"/docker/{_ID.upper()}", ""),
-        (f"/x{_ID}", ""),
-        ("/", ""),
-        ("", ""),
-    ],
-)
-def test_container_ids(path: str, found: str) -> None:
-    assert procfs.container_id(path) == found
+def test_descendants_are_those_of_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a shell, 10, from which this process was started, as well as others
+    own = os.getpid()
+    parents = {1: 0, 10: 1, 11: 10, 12: 11, 13: 12, 14: 1, own: 10, own + 1: own, 15: 99}
+    monkeypatch.setattr(procfs, "process_ids", lambda: [*parents])
+    monkeypatch.setattr(procfs, "parent_pid", parents.__getitem__)
+    assert procfs.descendants([10]) == [11, 12, 13]
+    assert sorted(procfs.descendants([1])) == [10, 11, 12, 13, 14]
+    assert procfs.descendants([10, 11, 12]) == [13]
+    assert procfs.descendants([13, 14, 16]) == procfs.descendants([]) == []
+    # A process id may be used again between two looks, so that two are each other's parents.
+    parents.update({20: 21, 21: 20})
+    assert procfs.descendants([20]) == [21]

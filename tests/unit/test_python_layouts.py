@@ -72,6 +72,9 @@ def test_free_threaded_314_has_larger_objects_and_no_gil() -> None:
         (debug_offsets((3, 13), code__name=4096), "code.name lies outside"),
         (debug_offsets((3, 13), frame__instr_ptr=72), "among its locals"),
         (debug_offsets((3, 13), interpreter__gil_runtime_state_holder=8), "before the GIL"),
+        # The kernel half would read less of a frame, or other words.
+        (debug_offsets((3, 13), frame__localsplus=120, frame__size=128), "whole words"),
+        (debug_offsets((3, 13), frame__previous=12), "whole words"),
     ],
 )
 def test_what_is_unknown_or_senseless_is_refused_by_name(data: bytes, message: str) -> None:
@@ -93,7 +96,10 @@ def test_random_offsets_are_refused_or_bounded() -> None:
         except UnsupportedPython:
             continue
         accepted += 1
-        assert layout.frame_bytes <= 256
+        # All that the kernel half reads of a frame, in words.
+        assert layout.frame_bytes <= 112
+        places = (layout.frame_code, layout.frame_previous, layout.frame_position)
+        assert all(place % 8 == 0 for place in places)
     assert accepted < 300
 
 

@@ -12,7 +12,7 @@ import struct
 
 import numpy as np
 import pytest
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording.raw_stacks import KERNEL_OWNER, RawStacks
 
 _KERNEL = 0xFFFF_FFFF_8100_0000

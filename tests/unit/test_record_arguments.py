@@ -110,11 +110,16 @@ def test_numbers_out_of_range(option: str, text: str, capsys: pytest.CaptureFixt
     )
 
 
+_ONE_OF = (
+    "give one of -p PID, -a, --cgroup PATH, --container ID|NAME, --unit NAME, --comm NAME or -- CMD"
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        ([], "record what?", "give one of -p PID, -a, --cgroup PATH or -- CMD"),
-        (["--"], "record what?", "give one of -p PID, -a, --cgroup PATH or -- CMD"),
+        ([], "record what?", _ONE_OF),
+        (["--"], "record what?", _ONE_OF),
         (["-p", "1", "-a"], "-p and -a exclude each other", "use only -p"),
         (["-a", "--cgroup", "/x"], "-a and --cgroup exclude each other", "use only -a"),
         (["-a", "--", "ls"], "-a and -- CMD exclude each other", "use only -a"),
@@ -126,6 +131,14 @@ def test_numbers_out_of_range(option: str, text: str, capsys: pytest.CaptureFixt
         (["-a", "--no-subprocesses"], "-s has no effect with -a",
          "it is about the children of a process"),
         (["--cgroup", "/x", "-s"], "-s has no effect with --cgroup",
+         "it is about the children of a process"),
+        (["--container", "x", "--unit", "y"], "--container and --unit exclude each other",
+         "use only --container"),
+        (["--unit", "x", "--comm", "y"], "--unit and --comm exclude each other", "use only --unit"),
+        (["--comm", "x", "--", "ls"], "--comm and -- CMD exclude each other", "use only --comm"),
+        (["--container", "x", "-s"], "-s has no effect with --container",
+         "it is about the children of a process"),
+        (["--unit", "x", "--no-subprocesses"], "-s has no effect with --unit",
          "it is about the children of a process"),
         (["-a", "-o", "-"], "a recording cannot go to standard output", "aiflame report can: -o -"),
         (["-a", "-o", "no/run.svg"], "no such folder: no", "mkdir -p no"),
@@ -246,6 +259,49 @@ def test_a_command_is_held_and_its_children_followed(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.kill(target.command.pid, 0)
+
+
+@pytest.mark.parametrize("option", ["--container", "--unit", "--comm"])
+def test_an_empty_name(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        _parsed(option, "")
+    assert exit_info.value.code == 2
+    assert f"argument {option}: a name is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["container", "unit", "comm"])
+def test_what_is_found_is_recorded(
+    recordings: _Recordings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+) -> None:
+    asked = []
+
+    def find(wanted: str) -> Target:
+        asked.append(wanted)
+        note = "note: found in some way"
+        return Target(abi.Filter.PIDS, "it", "web-7", (7,), follows_children=True, note=note)
+
+    monkeypatch.setattr(verb, f"target_of_{option}", find)
+    assert cli.main(["record", f"--{option}", "web"]) == 0
+    [(target, options, plan)] = recordings.asked
+    assert asked == ["web"]
+    assert target.pids == (7,)
+    assert options.follow_children
+    assert plan.kept_path.name.startswith("aiflame-web-7-")
+    assert capsys.readouterr() == ("", "note: found in some way\n")
+
+
+def test_children_of_processes_of_a_name_are_not_followed_on_request(
+    recordings: _Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Target(abi.Filter.PIDS, "it", "web-7", (7,), follows_children=True)
+    monkeypatch.setattr(verb, "target_of_comm", lambda _: found)
+    assert cli.main(["record", "--comm", "web", "--no-subprocesses"]) == 0
+    [(target, options, _)] = recordings.asked
+    assert not options.follow_children
+    assert target.existing_pids() == [7]
 
 
 def test_children_of_a_process_are_followed_on_request(recordings: _Recordings) -> None:

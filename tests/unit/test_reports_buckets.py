@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.gpu_profile import Device, Tier
-from aiflame.agent.model import NS_PER_S, SPAN_DTYPE, Profile, SampleClass, TimeRange
+from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.profile import NS_PER_S, SPAN_DTYPE, Profile, SampleClass, TimeRange
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.buckets import Grid, Pieces, choose_grid
 from aiflame.agent.reports.device_rows import device_rows, device_samples

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from aiflame.agent.gpu_profile import Operation
-from aiflame.agent.model import Binary, Profile
+from aiflame.agent.model.gpu import Operation
+from aiflame.agent.model.profile import Binary, Profile
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.gpu.apis import APIS
 from profiles import MS, Sample, deep_profile, empty_profile, hostile_profile, profile_of

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from aiflame.agent.commands import report as verb
 from aiflame.agent.errors import UsageError
-from aiflame.agent.gpu_profile import Device, Kernel, Tier
-from aiflame.agent.model import Loss, Profile, StackEnd
+from aiflame.agent.model.gpu import Device, Kernel, Tier
+from aiflame.agent.model.profile import Loss, Profile, StackEnd
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
 from aiflame.agent.reports.csv_tables import csv_files, safe

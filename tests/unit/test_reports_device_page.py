@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from aiflame.agent.model import Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy
 from aiflame.agent.reports.device_rows import device_rows, device_samples, from_the_leaf

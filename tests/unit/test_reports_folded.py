@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from aiflame.agent.model import SampleClass
+from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.base import TIME_VIEWS
 from goldens import assert_golden

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.model import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import TIME_VIEWS
 from aiflame.agent.reports.rows import rows_for, rows_of

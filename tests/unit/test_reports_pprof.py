@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.model import FRAME_DTYPE, Binary, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FRAME_DTYPE, Binary, Profile, SampleClass, StackEnd
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.protowire import packed, varint, varint_field
 from goldens import assert_golden

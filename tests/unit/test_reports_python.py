@@ -8,7 +8,7 @@ import pstats
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model import GilState, Profile, SampleClass
+from aiflame.agent.model.profile import GilState, Profile, SampleClass
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.stats import tables
 from aiflame.agent.reports.table import Table

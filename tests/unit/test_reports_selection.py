@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from aiflame.agent.model import FrameKind, Function, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Function, SampleClass, StackEnd
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions
 from aiflame.agent.reports.palette import Category, category_of, fill
 from aiflame.agent.reports.rows import label_of

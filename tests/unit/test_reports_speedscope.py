@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from goldens import assert_golden
 from profiles import (

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiflame.agent.commands import stats as verb
-from aiflame.agent.model import WAIT_DTYPE, Loss, Profile, SampleClass, StackEnd, Thread
+from aiflame.agent.model.profile import WAIT_DTYPE, Loss, Profile, SampleClass, StackEnd, Thread
 from aiflame.agent.reports.base import TIME_VIEWS, View
 from aiflame.agent.reports.facts import missing_line, warnings
 from aiflame.agent.reports.stats import tables

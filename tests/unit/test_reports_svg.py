@@ -8,7 +8,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from aiflame.agent.model import Profile, SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions, View, palette
 from aiflame.agent.reports.palette import Category
 from profiles import (

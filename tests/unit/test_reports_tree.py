@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from aiflame.agent.model import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.rows import MAX_NAME_CHARS, rows_of, showable
 from aiflame.agent.reports.tree import Tree, build, invert, kept_above, prune

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording import abi, procfs, snapshots, threads
 from aiflame.agent.recording.processes import ProcessTable
 from aiflame.agent.recording.sleepers import Sleepers, store_sleepers
@@ -255,3 +255,57 @@ def test_threads_beyond_the_kernels_table_are_counted(
     assert sleepers.missed() == [(os.getpid(), waiting_tid)]
     assert sleepers.problems["thread_table_full"] == 1
     assert sleepers.problems["threads_not_entered"] == 0
+
+
+_KALLSYMS = """\
+ffffffff81000010 T schedule
+ffffffffc0000020 t wait_for_it\t[first]
+ffffffffc0000300 t wait_for_it\t[second]
+0000000000000000 t hidden
+"""
+_STACK = """\
+[<0>] wait_for_it+0x14/0x40 [second]
+[<0>] hidden+0x8/0x10
+[<0>] gone_since+0x8/0x10 [third]
+[<0>] schedule+0x2/0x30
+"""
+
+
+@pytest.mark.parametrize(
+    ("stack", "wait_channel", "expected", "lost"),
+    [
+        (_STACK, "", [0xFFFF_FFFF_C000_0314, 0xFFFF_FFFF_8100_0012], 2),
+        ("", "wait_for_it", [0xFFFF_FFFF_C000_0021], 0),
+        ("", "hidden", [], 1),
+        ("", "0", [], 0),
+    ],
+)
+def test_kernel_frames_without_an_address_are_counted(
+    waiting_tid: int,
+    monkeypatch: pytest.MonkeyPatch,
+    stack: str,
+    wait_channel: str,
+    expected: list[int],
+    lost: int,
+) -> None:
+    texts = {"stack": stack, "wchan": wait_channel, "kallsyms": _KALLSYMS}
+    monkeypatch.setattr(
+        procfs, "read_text", lambda path, *_: texts.get(path.rpartition("/")[2], "")
+    )
+    monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
+    stat = procfs.ThreadStat("S", 1)
+    monkeypatch.setattr(procfs, "thread_stat", lambda pid, tid: stat)
+    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
+    tables: Any = SimpleNamespace()
+    table = ProcessTable(1, lambda pid: None)
+    sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, kernel_stacks=True)
+    for _ in sleepers.enter([os.getpid()]):
+        pass
+    made: list[Any] = []
+    stacks: Any = SimpleNamespace(
+        mentions=lambda stack: True, add_made=lambda *row: made.append(row)
+    )
+    store_sleepers(sleepers, stacks, table)
+    ((_, _, kernel, _, _),) = made
+    assert kernel == expected
+    assert sleepers.problems["sleepers_kernel_frames_lost"] == lost

@@ -7,7 +7,7 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-from aiflame.agent.model import StackEnd
+from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.recording.stack_memory import Place, StackMemory
 from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread

@@ -17,8 +17,8 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands import report, stats
 from aiflame.agent.commands.durations import duration_ns, moment_ns
 from aiflame.agent.errors import UsageError
-from aiflame.agent.gpu_profile import CALL_EVENT_DTYPE
-from aiflame.agent.model import (
+from aiflame.agent.model.gpu import CALL_EVENT_DTYPE
+from aiflame.agent.model.profile import (
     SAMPLE_DTYPE,
     SPAN_DTYPE,
     WAIT_DTYPE,

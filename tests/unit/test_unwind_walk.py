@@ -149,7 +149,7 @@ def test_a_leaf_without_a_frame_is_left_by_a_checked_guess(library: UnwindTable)
         ({0: code(WITH_RBP)}, (code(LOSES_RBP), 0, STACK + 64), WalkEnd.UNSUPPORTED, 2),
         ({}, (code(WITH_RBP), 0x100, STACK), WalkEnd.BAD_ADDRESS, 1),
         ({}, (code(WITH_RBP), 0, STACK + 3), WalkEnd.BAD_ADDRESS, 1),
-        ({}, (code(WITH_RBP), 0, (1 << 64) - 8), WalkEnd.UNREADABLE, 1),
+        ({}, (code(WITH_RBP), 0, (1 << 64) - 8), WalkEnd.BAD_ADDRESS, 1),
         ({0: STACK, 8: code(PLAIN)}, (code(NO_CFI), 0x100, STACK), WalkEnd.NO_TABLE, 1),
         ({0: 0, 8: 0xDEAD}, (JIT, 0, STACK), WalkEnd.NO_TABLE, 1),
         ({}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.gpu_profile import GpuProfile
+from aiflame.agent.model.gpu import GpuProfile
 
 
 class FrameKind(enum.IntEnum):

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds windows: what the collector learns goes in as it comes, and out as closed windows.
+
+A fact is said once and holds for the whole recording (a process, a mapping, a stack): a window gets
+those that it mentions, and those that are new or have changed. What is counted or timed belongs to
+the window that is open. Nothing here knows BPF.
+
+Memory is bounded: of the open window by `Bounds`, of stacks between windows by a cache. A stack
+that is mentioned, and is not in the cache or has never come, is there as lost: only its time is
+known.
+Facts of processes that are gone are dropped by `forget_processes`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.window import (
+    COLUMNS,
+    NO_CHAIN,
+    NO_COST,
+    NO_STACK,
+    NONE,
+    Cost,
+    Rows,
+    Window,
+    added_up,
+    join_runs,
+    lengths,
+    newest,
+)
+
+Array = npt.NDArray[Any]
+
+# Names of losses.
+STACKS_LOST, EVENTS_LOST, ROWS_LOST = "window_stacks", "window_events", "window_rows"
+STACK_LOST, CHAIN_LOST = "stack_lost", "python_chain_lost"
+
+_WITH_PARTS = tuple(name for name, column in COLUMNS.items() if column.parts)
+_PARTS = tuple(COLUMNS[name].parts for name in _WITH_PARTS)
+_MEASURES = tuple(name for name, column in COLUMNS.items() if column.adds)
+_EVENTS = tuple(name for name, c in COLUMNS.items() if not c.key and name not in _PARTS)
+# Facts that no row refers to: they come with their process.
+_OF_PROCESSES = ("mappings", "code_objects", "code_lines", "jit_symbols")
+# Facts in an order in which each comes before those that its rows refer to.
+_FACTS = (
+    *("codes", "kernels", "threads"),
+    *_OF_PROCESSES,
+    *("processes", "cgroups", "binaries", "functions", "devices", "reasons"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a window may hold. Past it time is kept, and what it was spent on is lost.
+
+    The defaults are what the kernel half keeps between two drains, and four times that for the
+    stacks of threads that sleep through many windows.
+
+    Attributes:
+        stacks: Distinct stacks, of those that most time was spent in.
+        stacks_of_process: Of these, of one process: nobody spends another's.
+        rows: Of each column of measures.
+        events: Of each column of events, the first ones.
+        kept_stacks: Stacks that are known between windows.
+    """
+
+    stacks: int = 1 << 14
+    stacks_of_process: int = 1 << 13
+    rows: int = 1 << 16
+    events: int = 1 << 16
+    kept_stacks: int = 1 << 16
+
+
+class WindowBuilder:
+    """The open window, and what is known for those to come.
+
+    Args:
+        bounds: Of each window.
+
+    Attributes:
+        start_ns: Where the open window begins, since the recording's start.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._number = 0
+        self.start_ns = 0
+        self._texts: dict[str, int] = {"": 0}
+        self._facts: dict[str, Rows] = {name: np.zeros(0, COLUMNS[name].dtype) for name in _FACTS}
+        self._new_facts: dict[str, list[Rows]] = {name: [] for name in _FACTS}
+        # By id, a row and its parts; those that were mentioned last are at the end.
+        self._kept: dict[str, OrderedDict[int, tuple[bytes, bytes]]] = {
+            name: OrderedDict() for name in _WITH_PARTS
+        }
+        self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
+        self._losses: Counter[str] = Counter()
+        self._lost_ns: Counter[str] = Counter()
+
+    @property
+    def known_rows(self) -> int:
+        """How many facts are kept, stacks and chains aside."""
+        new = (len(rows) for parts in self._new_facts.values() for rows in parts)
+        return sum(map(len, self._facts.values())) + sum(new)
+
+    def text(self, words: str) -> int:
+        """Returns what stands for a text in the rows that are added here."""
+        return self._texts.setdefault(words, len(self._texts))
+
+    def define(self, column: str, rows: Rows, parts: Rows | None = None) -> None:
+        """Adds facts, or what they have become.
+
+        Args:
+            column: Its name.
+            rows: Of it.
+            parts: For stacks and chains, the addresses or frames that `first` counts in.
+        """
+        if column not in self._kept:
+            self._new_facts[column].append(rows)
+            return
+        if parts is None:
+            raise ValueError(f"{column} have parts")
+        kept = self._kept[column]
+        key = COLUMNS[column].key[0]
+        firsts, counts = rows["first"].tolist(), lengths(column, rows).tolist()
+        for at, (number, first, count) in enumerate(
+            zip(rows[key].tolist(), firsts, counts, strict=True)
+        ):
+            kept[number] = (rows[at].tobytes(), parts[first : first + count].tobytes())
+            kept.move_to_end(number)
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        for kept in self._kept.values():
+            while len(kept) > self._bounds.kept_stacks:
+                kept.popitem(last=False)
+
+    def add(self, column: str, rows: Rows) -> None:
+        """Adds measures or events to the open window."""
+        parts = self._open[column]
+        parts.append(rows)
+        if column in _MEASURES:
+            if sum(map(len, parts)) > 2 * self._bounds.rows:
+                parts[:] = [self._bounded_measures(column)]
+            return
+        excess = sum(map(len, parts)) - self._bounds.events
+        if excess > 0:
+            parts[-1] = rows[:-excess]
+            self.lose(EVENTS_LOST, excess)
+
+    def lose(self, name: str, count: int, thread_ns: int = 0) -> None:
+        """Counts a loss, and the thread time that is missing for it."""
+        if count:
+            self._losses[name] += count
+            self._lost_ns[name] += thread_ns
+
+    def _bounded_measures(self, column: str) -> Rows:
+        """Returns a column of measures, added up, with no more rows than may be."""
+        layout = COLUMNS[column]
+        rows = added_up(_joined(self._open[column], layout.dtype), layout)
+        excess = len(rows) - self._bounds.rows
+        if excess <= 0 or column == "thread_times":  # as many as there are threads
+            return rows
+        weight = layout.adds[-1]
+        order = np.argsort(rows[weight], kind="stable")
+        least, most = rows[order[:excess]], rows[np.sort(order[excess:])]
+        if "stack" in layout.key:
+            return self._without_stacks(column, least, most)
+        self.lose(ROWS_LOST, int(least["count"].sum()))
+        return most
+
+    def _without_stacks(self, column: str, rows: Rows, others: Rows) -> Rows:
+        """Returns rows without their stacks, and others, added up; counts that."""
+        layout = COLUMNS[column]
+        self.lose(
+            STACKS_LOST,
+            int(rows["count"].sum()),
+            int(rows["weight_ns"].sum()) if column == "samples" else 0,
+        )
+        bare = rows.copy()
+        bare["stack"] = NO_STACK
+        return added_up(np.concatenate([others, bare]), layout)
+
+    def close(self, end_ns: int, *, is_last: bool = False, cost: Cost = NO_COST) -> Window:
+        """Closes the open window; another begins where it ends.
+
+        Args:
+            end_ns: Its boundary, since the recording's start.
+            is_last: The recording ends with it.
+            cost: The recorder's own, in this window.
+        """
+        changed = self._take_in_facts()
+        columns: dict[str, Rows] = {
+            name: self._bounded_measures(name) for name in _MEASURES if name != "losses"
+        }
+        columns |= {name: _joined(self._open[name], COLUMNS[name].dtype) for name in _EVENTS}
+        columns["launches"] = join_runs(columns["launches"], columns["queue_waits"])
+        self._bound_stacks(columns)
+        self._add_stacks(columns)
+        self._add_facts(columns, changed)
+        columns["losses"] = self._loss_rows()
+        window = Window.of(
+            self._number,
+            self.start_ns,
+            end_ns,
+            columns,
+            texts=self._localise(columns),
+            is_last=is_last,
+            cost=cost,
+        )
+        self._number += 1
+        self.start_ns = end_ns
+        for parts in self._open.values():
+            parts.clear()
+        self._losses.clear()
+        self._lost_ns.clear()
+        return window
+
+    def _take_in_facts(self) -> dict[str, Rows]:
+        """Adds what was defined since the last window; returns that."""
+        changed: dict[str, Rows] = {}
+        for name, parts in self._new_facts.items():
+            column = COLUMNS[name]
+            changed[name] = newest(_joined(parts, column.dtype), column)
+            if len(changed[name]):
+                self._facts[name] = newest(
+                    np.concatenate([self._facts[name], changed[name]]), column
+                )
+            parts.clear()
+        return changed
+
+    def _bound_stacks(self, columns: dict[str, Rows]) -> None:
+        """Takes the stacks of the least weight away, where there are more than may be."""
+        samples = columns["samples"]
+        stacks, which = np.unique(samples["stack"], return_inverse=True)
+        weights = np.zeros(len(stacks), np.uint64)
+        np.add.at(weights, which, samples["weight_ns"])
+        # Those of launches and calls are few, and what a window is looked at for.
+        for name in (*_EVENTS, "calls"):
+            if "stack" in (columns[name].dtype.names or ()):
+                weights[np.isin(stacks, columns[name]["stack"])] = np.iinfo(np.uint64).max
+        weights[stacks == NO_STACK] = np.iinfo(np.uint64).max
+        processes = np.zeros(len(stacks), np.int64)
+        processes[which] = self._processes_of(samples["thread"])
+        order = np.lexsort((weights, processes))[::-1]
+        rank = _rank_in_runs(processes[order])
+        keeps = np.zeros(len(stacks), bool)
+        keeps[order[rank < self._bounds.stacks_of_process]] = True
+        heaviest = np.argsort(weights, kind="stable")[::-1]
+        heaviest = heaviest[keeps[heaviest]]
+        keeps[heaviest[self._bounds.stacks :]] = False
+        if not keeps.all():
+            has_stack = keeps[which]
+            columns["samples"] = self._without_stacks(
+                "samples", samples[~has_stack], samples[has_stack]
+            )
+
+    def _processes_of(self, threads: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+        """Returns the process of each thread, NONE where it is not known."""
+        known = self._facts["threads"]
+        order = np.argsort(known["thread"])
+        numbers = known["thread"][order]
+        at = np.minimum(np.searchsorted(numbers, threads), max(len(numbers) - 1, 0))
+        if not len(numbers):
+            return np.full(len(threads), NONE, np.int64)
+        found = known["process"][order][at].astype(np.int64)
+        return np.where(numbers[at] == threads, found, NONE)
+
+    def _add_stacks(self, columns: dict[str, Rows]) -> None:
+        """Adds the stacks that rows mention, and the chains that these do."""
+        owners: dict[int, int] = {}
+        for name in (*_MEASURES, *_EVENTS):
+            rows = columns.get(name)
+            if rows is not None and "stack" in (rows.dtype.names or ()):
+                processes = self._processes_of(rows["thread"])
+                owners.update(zip(rows["stack"].tolist(), processes.tolist(), strict=True))
+        owners.pop(NO_STACK, None)
+        columns["stacks"], columns["addresses"] = self._from_kept("stacks", owners)
+        chains = columns["stacks"]["chain"]
+        processes = columns["stacks"]["process"].tolist()
+        owners = dict(zip(chains.tolist(), processes, strict=True))
+        owners.pop(NO_CHAIN, None)
+        columns["chains"], columns["chain_frames"] = self._from_kept("chains", owners)
+
+    def _from_kept(self, column: str, owners: dict[int, int]) -> tuple[Rows, Rows]:
+        """Returns kept rows by id, each with its process, should it not be there any more."""
+        layout, kept = COLUMNS[column], self._kept[column]
+        found, parts = [], []
+        for number, process in owners.items():
+            content = kept.get(number)
+            if content is None:
+                content = (_lost(column, number, process), b"")
+                self.lose(STACK_LOST if column == "stacks" else CHAIN_LOST, 1)
+            else:
+                kept.move_to_end(number)
+            found.append(content[0])
+            parts.append(content[1])
+        rows = np.frombuffer(b"".join(found), layout.dtype).copy()
+        count = lengths(column, rows)
+        rows["first"] = np.cumsum(count) - count
+        return rows, np.frombuffer(b"".join(parts), COLUMNS[layout.parts].dtype)
+
+    def _add_facts(self, columns: dict[str, Rows], changed: dict[str, Rows]) -> None:
+        """Adds the facts that rows refer to, and those that have changed."""
+        wanted: dict[str, list[npt.NDArray[np.uint32]]] = {name: [] for name in COLUMNS}
+        for name, rows in columns.items():
+            for reference, other in COLUMNS[name].refers.items():
+                wanted[other].append(rows[reference])
+        for name in _FACTS:
+            column, known = COLUMNS[name], self._facts[name]
+            number = column.key[0]
+            if name in _OF_PROCESSES:
+                chosen = np.isin(known["process"], np.concatenate(wanted["processes"]))
+            else:
+                chosen = np.isin(known[number], _joined(wanted[name], known[number].dtype))
+            if len(changed[name]):
+                fields = list(column.key)
+                chosen |= np.isin(known[fields], changed[name][fields])
+            columns[name] = known[chosen]
+            for reference, other in column.refers.items():
+                wanted[other].append(columns[name][reference])
+
+    def _loss_rows(self) -> Rows:
+        rows = np.zeros(len(self._losses), COLUMNS["losses"].dtype)
+        for row, (name, count) in zip(rows, self._losses.items(), strict=True):
+            row["name"], row["count"] = self.text(name), count
+            row["thread_ns"] = self._lost_ns[name]
+        return rows
+
+    def _localise(self, columns: dict[str, Rows]) -> tuple[str, ...]:
+        """Gives columns texts of the window's own; returns these."""
+        words = tuple(self._texts)
+        local: dict[int, int] = {0: 0}
+        for name, column in COLUMNS.items():
+            if not column.texts or not len(columns.get(name, ())):
+                continue
+            rows = columns[name] = columns[name].copy()
+            for text in column.texts:
+                rows[text] = [local.setdefault(t, len(local)) for t in rows[text].tolist()]
+        return tuple(words[text] for text in local)
+
+    def forget_processes(self, processes: Collection[int]) -> None:
+        """Drops the facts of processes that are gone, and the texts that nothing else has."""
+        self._take_in_facts()
+        gone = np.array(sorted(processes), np.uint32)
+        for name in _FACTS:
+            rows = self._facts[name]
+            if "process" in (rows.dtype.names or ()):
+                self._facts[name] = rows[~np.isin(rows["process"], gone)]
+        kernels = self._facts["kernels"]["kernel"]
+        codes = self._facts["codes"]
+        self._facts["codes"] = codes[np.isin(codes["kernel"], kernels)]
+        words = tuple(self._texts)
+        self._texts = {"": 0}
+        for name in _FACTS:
+            for text in COLUMNS[name].texts:
+                rows = self._facts[name]
+                rows[text] = [self.text(words[index]) for index in rows[text].tolist()]
+
+
+def _joined(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _rank_in_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns for each value how many of the same stand directly before it."""
+    at = np.arange(len(values))
+    begins = np.r_[True, values[1:] != values[:-1]] if len(values) else np.zeros(0, bool)
+    rank: npt.NDArray[np.int64] = at - np.maximum.accumulate(np.where(begins, at, 0))
+    return rank
+
+
+def _lost(column: str, number: int, process: int) -> bytes:
+    """Returns the row of a stack or chain whose content is not there."""
+    row = np.zeros(1, COLUMNS[column].dtype)
+    row[COLUMNS[column].key[0]], row["process"] = number, process
+    if column == "stacks":
+        row["stop_reason"], row["call"] = StackEnd.LOST, NONE
+    return row.tobytes()

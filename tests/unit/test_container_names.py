@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of containers as engines leave them on the disk, and what is not believed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiflame.agent.processes.container_names import names_of
+
+_WEB, _DB, _JOB = "a" * 64, "b" * 64, "c" * 64
+
+
+def _write(path: Path, content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def _docker(root: Path, container_id: str, content: Any, folder: str = "var/lib/docker") -> Path:
+    return _write(root / folder / "containers" / container_id / "config.v2.json", content)
+
+
+def test_names_of_docker(tmp_path: Path) -> None:
+    _docker(tmp_path, _WEB, {"ID": _WEB, "Name": "/web", "State": {"Running": True}})
+    _docker(tmp_path, _DB, {"ID": _DB, "Name": "/db"}, "srv/docker")
+    _docker(tmp_path, _JOB, {"Name": "/job"}, "var/snap/docker/common/var-lib-docker")
+    _write(tmp_path / "etc/docker/daemon.json", {"data-root": "/srv/docker"})
+    assert names_of([_WEB, _DB, _JOB], tmp_path) == {_WEB: "web", _DB: "db", _JOB: "job"}
+    assert names_of([_DB], tmp_path) == {_DB: "db"}
+
+
+def test_names_of_podman_and_of_cri_o(tmp_path: Path) -> None:
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    _write(storage / "containers.json", [{"id": _WEB, "names": ["web"]}, {"id": _DB}])
+    _write(storage / "volatile-containers.json", [{"id": _JOB, "names": ["job", "alias"]}])
+    assert names_of([_WEB, _DB, _JOB], tmp_path) == {_WEB: "web", _JOB: "job"}
+
+
+def test_where_no_engine_is(tmp_path: Path) -> None:
+    assert names_of([_WEB], tmp_path) == {}
+    assert names_of([], tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", "1", '{"Name": 5}', '{"Name": "/"}', '{"Name": null}', "[" * 100_000,
+     '{"Name": "/x"}' + " " * (1 << 20), "9" * 100_000, "\x00"],
+)  # fmt: skip
+def test_a_file_that_is_not_as_it_should_be_names_nothing(tmp_path: Path, content: str) -> None:
+    _docker(tmp_path, _WEB, content)
+    _docker(tmp_path, _DB, {"Name": "/db"})
+    _write(tmp_path / "etc/docker/daemon.json", content)
+    assert names_of([_WEB, _DB], tmp_path) == {_DB: "db"}
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[1, null, []]", '[{"id": 1, "names": ["x"]}]', '[{"id": "x", "names": [1]}]',
+                '[{"names": "x"}]', "[" * 100_000]
+)  # fmt: skip
+def test_a_list_that_is_not_as_it_should_be_names_nothing(tmp_path: Path, content: str) -> None:
+    _write(tmp_path / "var/lib/containers/storage/vfs-containers/containers.json", content)
+    assert names_of([_WEB], tmp_path) == {}
+
+
+def test_neither_a_link_nor_a_fifo_nor_a_folder_is_read(tmp_path: Path) -> None:
+    elsewhere = _write(tmp_path / "elsewhere", {"Name": "/linked"})
+    _docker(tmp_path, _WEB, "").unlink()
+    folder = tmp_path / "var/lib/docker/containers"
+    (folder / _WEB / "config.v2.json").symlink_to(elsewhere)
+    (folder / _DB).mkdir()
+    os.mkfifo(folder / _DB / "config.v2.json")
+    (folder / _JOB / "config.v2.json").mkdir(parents=True)
+    assert names_of([_WEB, _DB, _JOB], tmp_path) == {}
+
+
+def test_a_file_of_another_user_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _docker(tmp_path, _WEB, {"Name": "/web"})
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert names_of([_WEB], tmp_path) == {}

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has room in the kernel: one file's or process's excess costs nobody else.
+
+The kernel's maps are stood in for: an array is a file in memory, a map of maps a dictionary that
+keeps what its arrays held.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Collection
+from collections.abc import Mapping as AnyMapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from aiflame.agent.recording import abi, kernel_tables
+from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
+from aiflame.agent.recording.processes import Mapping, ProcessTable
+from aiflame.agent.recording.tables import UnwindTables
+from aiflame.agent.unwind.table import MAX_RULES, PAGE_SHIFT, UnwindTable
+from aiflame.agent.unwind.x86_64 import (
+    CFA_SHIFT,
+    NO_CFI_STATE,
+    RA_AT_CFA_8,
+    RA_SHIFT,
+    RSP,
+    RULE,
+    RbpKind,
+    Rule,
+    RuleKind,
+)
+
+_PAGE_BYTES = 4096
+_MANY, _FEW = 1000, 10  # mappings: 9 pages with the head of their array, and 2
+
+
+class _OuterMap:
+    """A map of maps."""
+
+    def __init__(self) -> None:
+        self.content: dict[int, bytes] = {}
+        self.refuses: set[int] = set()
+
+    def update_many(self, entries: AnyMapping[int, int]) -> list[int]:
+        refused = [key for key in entries if key in self.refuses]
+        for key, fd in entries.items():
+            if key not in refused:
+                self.content[key] = os.pread(fd, os.fstat(fd).st_size, 0)
+        return refused
+
+    def delete_many(self, keys: Collection[int]) -> None:
+        for key in keys:
+            del self.content[key]
+
+
+class _Kernel:
+    """The maps of the programs, and how the kernel is off for memory."""
+
+    def __init__(self) -> None:
+        self.unwind_tables, self.process_mappings = _OuterMap(), _OuterMap()
+        self.inner_flags = 0
+        self.has_memory = True
+
+    def create_array(self, value_bytes: int, entries: int, flags: int) -> int:
+        if not self.has_memory:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        fd = os.memfd_create("array")
+        os.ftruncate(fd, -(-value_bytes * entries // _PAGE_BYTES) * _PAGE_BYTES)
+        return fd
+
+    def rule_of(self, tables: KernelTables, binary: int, address: int) -> tuple[int, ...]:
+        """Searches a table as bpf/unwind.h does."""
+        place = tables.places[binary]
+        words = np.frombuffer(self.unwind_tables.content[place.slot], "<u8")
+        halves = words.view("<u4")
+        page = (address >> PAGE_SHIFT) - place.base_page
+        rows = halves[halves[page] : halves[page + 1]]
+        row = rows[(rows & 0xFFFF) <= address % (1 << PAGE_SHIFT)][-1]
+        rule = words[(place.pages + 2) // 2 + (int(row) >> 16)]
+        found: tuple[int, ...] = np.array([rule]).view(RULE)[0].item()
+        return found
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = _Kernel()
+    monkeypatch.setattr(kernel_tables, "create_array", made.create_array)
+    return made
+
+
+def _table(rules: int) -> UnwindTable:
+    """A table of 4-byte instructions with a rule each, whose CFA is ever farther away."""
+    numbers = np.arange(rules, dtype=np.uint64)
+    states = numbers << np.uint64(3) | np.uint64(RSP << CFA_SHIFT | RA_AT_CFA_8 << RA_SHIFT)
+    end = np.array([4 * rules], np.uint64), np.array([NO_CFI_STATE], np.uint64)
+    return UnwindTable.of_states(
+        np.append(numbers * np.uint64(4), end[0]), np.append(states, end[1]), {}
+    )
+
+
+def _slots(count: int) -> Any:
+    slots = np.zeros(count, abi.MAPPING_SLOT_DTYPE)
+    slots["start"] = np.arange(count)
+    return slots
+
+
+def test_a_file_with_too_many_rules_costs_only_itself(kernel: Any) -> None:
+    # GIVEN a file that needs more rules than a row has numbers for
+    hostile, honest = _table(MAX_RULES + 100), _table(1000)
+    tables = KernelTables(kernel, 64 << 20, Counter())
+    tables.enter({1: hostile})
+    # WHEN others come after it, THEN they have all of their rules
+    for binary in range(2, 6):
+        tables.enter({binary: honest})
+        for row in (0, 500, 999):
+            expected = Rule(RuleKind.RSP, RbpKind.SAME, 0, 8 * row)
+            assert kernel.rule_of(tables, binary, 4 * row) == expected
+    # AND it lost only what is over the limit
+    assert hostile.drops == {"rule over the limit": 102}
+    last = range(MAX_RULES - 10, MAX_RULES + 100)
+    found = [kernel.rule_of(tables, 1, 4 * row)[0] for row in last]
+    assert Counter(found) == {RuleKind.RSP: 8, RuleKind.UNSUPPORTED: 102}
+
+
+def test_a_table_that_goes_gives_back_all_that_it_took(kernel: Any) -> None:
+    tables = KernelTables(kernel, 4 << 20, Counter())
+    table = _table(MAX_RULES)
+    # GIVEN room for five such tables, WHEN many come one after another
+    for binary in range(40):
+        tables.enter({binary: table})
+        assert kernel.rule_of(tables, binary, 4 * 500) == Rule(
+            RuleKind.RSP, RbpKind.SAME, 0, 8 * 500
+        )
+        tables.remove([binary])
+    assert tables.free_bytes == 4 << 20
+    assert kernel.unwind_tables.content == {}
+
+
+def test_a_table_that_the_kernel_refuses_is_not_there(kernel: Any) -> None:
+    tables = KernelTables(kernel, 4 << 20, Counter())
+    kernel.unwind_tables.refuses = {0}
+    tables.enter({1: _table(10), 2: _table(10)})
+    assert list(tables.places) == [2]
+    assert tables.free_bytes == (4 << 20) - table_bytes(_table(10))
+    # WHEN there is room again
+    kernel.unwind_tables.refuses = set()
+    tables.enter({1: _table(10)})
+    assert len({place.slot for place in tables.places.values()}) == 2
+
+
+@pytest.mark.parametrize("why", ["no memory", "refused"])
+def test_mappings_that_find_no_room_leave_none_behind(kernel: Any, why: str) -> None:
+    problems: Counter[str] = Counter()
+    tables = KernelTables(kernel, 0, problems)
+    free_bytes = tables.free_mapping_bytes
+    tables.set_mappings({1: _slots(_FEW), 2: _slots(_FEW)})
+    # WHEN a process's new mappings cannot be entered
+    kernel.has_memory = why == "refused"
+    kernel.process_mappings.refuses = {1}
+    tables.set_mappings({1: _slots(_MANY)})
+    # THEN those from before, which lead to tables that may go now, are not there either
+    assert set(kernel.process_mappings.content) == {2}
+    assert problems == {"mappings_not_kept": 1}
+    tables.drop_mappings([1, 2])
+    assert kernel.process_mappings.content == {}
+    assert tables.free_mapping_bytes == free_bytes
+
+
+def test_mappings_have_a_bound_of_their_own(kernel: Any) -> None:
+    problems: Counter[str] = Counter()
+    tables = KernelTables(kernel, 0, problems, 20 * _PAGE_BYTES)
+    # GIVEN two processes with many mappings, and room for them and no more
+    tables.set_mappings({1: _slots(_MANY), 2: _slots(_MANY + 1)})
+    tables.set_mappings({3: _slots(_MANY + 2)})
+    assert set(kernel.process_mappings.content) == {1, 2}
+    assert problems == {"mappings_not_kept": 1}
+    # WHEN processes like most come, THEN those with many make room, one after the other
+    tables.set_mappings({pid: _slots(_FEW) for pid in range(10, 20)})
+    assert set(kernel.process_mappings.content) == set(range(10, 20))
+    assert problems == {"mappings_not_kept": 3}
+    # AND among their like, who came first stays
+    tables.set_mappings({20: _slots(_FEW)})
+    assert set(kernel.process_mappings.content) == set(range(10, 20))
+    assert tables.free_mapping_bytes == 0
+
+
+def test_new_mappings_of_a_process_take_the_room_of_its_old_ones(kernel: Any) -> None:
+    problems: Counter[str] = Counter()
+    tables = KernelTables(kernel, 0, problems, 9 * _PAGE_BYTES)
+    for count in (_MANY, _MANY + 1, _FEW, _MANY):
+        tables.set_mappings({1: _slots(count)})
+        (content,) = kernel.process_mappings.content.values()
+        assert content.startswith(_slots(count).tobytes())
+    assert problems.total() == 0
+
+
+class _Files:
+    """A process that maps one file after another, and the recorder's side of it."""
+
+    def __init__(self, kernel: Any, table: UnwindTable) -> None:
+        self._processes = ProcessTable(1, lambda pid: 1)
+        self.tables = UnwindTables(kernel, self._processes, None, 64 << 20, lambda fd: None)
+        self.entered = self.tables._kernel.places
+        self._table = table
+        self.tables._cached = self._cached  # type: ignore[method-assign]
+        self.tables.images = SimpleNamespace(bias=lambda mapping: 0)  # type: ignore[assignment]
+        self._processes.binaries.files = [SimpleNamespace(path=str(n)) for n in range(5)]  # type: ignore[misc]
+
+    def _cached(self, binary: int) -> UnwindTable:
+        self.tables._settled.add(binary)
+        return self._table
+
+    def map(self, *binaries: int) -> None:
+        image = self._processes.image(2, 1, name="program")
+        image.mappings = [Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries]
+        bounds = np.array([[m.start, m.end] for m in image.mappings], np.uint64)
+        image._starts, image._ends = bounds.T
+        self.tables.push(image)
+        self.tables.poll()
+
+
+def test_tables_that_samples_need_take_the_slots_of_others(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN as many small files as there are slots, of which samples need one
+    monkeypatch.setattr(abi, "TABLES_MAX", 3)
+    files = _Files(kernel, _table(10))
+    files.map(1, 2, 3)
+    for _ in range(4):
+        files.tables.note_used(Counter({1: 5}))
+    # WHEN another file is mapped, and samples need it
+    files.map(1, 2, 3, 4)
+    assert set(files.entered) == {1, 2, 3}
+    files.tables.note_used(Counter({1: 5, 4: 5}))
+    files.tables.poll()
+    # THEN it takes the place of one that nobody needs
+    assert {1, 4} < set(files.entered)
+    assert len(files.entered) == 3
+    files.tables.close()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a window promises, of random recordings that are cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.window import (
+    COLUMNS,
+    NO_STACK,
+    BadWindow,
+    Rows,
+    Window,
+    check,
+    concatenate,
+)
+from aiflame.agent.recording.window_builder import (
+    EVENTS_LOST,
+    STACK_LOST,
+    STACKS_LOST,
+    Bounds,
+    WindowBuilder,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from windows import RandomRecording, rows_of, same_windows
+
+_SEEDS = st.integers(0, 2**32)
+
+
+def _losses(window: Window) -> dict[str, int]:
+    return {window.texts[row["name"]]: int(row["count"]) for row in window.losses}
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=_SEEDS, count=st.integers(1, 8))
+def test_every_window_is_self_contained_and_its_time_adds_up(seed: int, count: int) -> None:
+    for window in RandomRecording(seed).windows(count):
+        check(window)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=_SEEDS, count=st.integers(1, 8))
+def test_windows_hold_together_what_one_would_have_held(seed: int, count: int) -> None:
+    windows = RandomRecording(seed).windows(count)
+    (whole,) = RandomRecording(seed).cut([])
+    check(whole)
+    together = concatenate(windows)
+    check(together)
+    same_windows(together, whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=_SEEDS,
+    count=st.integers(1, 4),
+    stacks=st.integers(1, 6),
+    of_process=st.integers(1, 6),
+    events=st.integers(0, 10),
+    rows=st.integers(1, 40),
+)
+def test_bounds_hold_and_no_time_is_lost(
+    seed: int, count: int, stacks: int, of_process: int, events: int, rows: int
+) -> None:
+    bounds = Bounds(stacks, of_process, rows, events)
+    bounded = RandomRecording(seed, bounds).windows(count)
+    for window, free in zip(bounded, RandomRecording(seed).windows(count), strict=True):
+        check(window)
+        used = set(window.samples["stack"].tolist()) - {NO_STACK}
+        kept = used - set(window.launches["stack"].tolist()) - set(window.waits["stack"].tolist())
+        assert len(kept) <= stacks
+        owners = window.stacks[np.isin(window.stacks["stack"], sorted(kept))]["process"]
+        assert max(np.unique(owners, return_counts=True)[1], default=0) <= of_process
+        assert len(window.waits) <= events
+        # Time stays: each thread has as much of each kind.
+        for kind in SampleClass:
+            for thread in free.threads["thread"]:
+                found_ns, all_ns = (
+                    int(w.samples["weight_ns"][_of(w.samples, thread, kind)].sum())
+                    for w in (window, free)
+                )
+                assert found_ns == all_ns
+        missing = len(free.waits) - len(window.waits)
+        missing += len(free.kernel_times) - len(window.kernel_times)
+        lost = _losses(window)
+        assert lost.get(EVENTS_LOST, 0) >= missing
+        has_lost_stacks = NO_STACK in window.samples["stack"]
+        assert has_lost_stacks == (lost.get(STACKS_LOST, 0) > 0)
+
+
+def _of(samples: Rows, thread: int, kind: SampleClass) -> np.ndarray:
+    return (samples["thread"] == thread) & (samples["kind"] == kind)
+
+
+def test_a_sleeper_has_its_stack_in_every_window() -> None:
+    # GIVEN a thread that sleeps through three windows in a stack that came before the first
+    builder = WindowBuilder(Bounds())
+    builder.define("processes", rows_of("processes", (0, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
+    builder.define("threads", rows_of("threads", (0, 0, 1, 0)))
+    addresses = np.array([11, 12], "<u8").view(COLUMNS["addresses"].dtype)
+    row = (5, 0, 0, 0, 1, 1, StackEnd.ROOTED, 0, False, _NONE, 0)
+    builder.define("stacks", rows_of("stacks", row), addresses)
+    for end_ns in (10, 20, 30):
+        builder.add("samples", rows_of("samples", (5, 0, SampleClass.BLOCKED, 0, 10)))
+        builder.add("thread_times", rows_of("thread_times", (0, 0, 10)))
+        window = builder.close(end_ns)
+        check(window)
+        assert window.addresses["address"].tolist() == [11, 12]
+
+
+_NONE = 0xFFFF_FFFF
+
+
+def test_a_stack_that_never_came_is_lost_and_its_time_is_not() -> None:
+    builder = WindowBuilder(Bounds())
+    builder.define("processes", rows_of("processes", (3, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
+    builder.define("threads", rows_of("threads", (0, 3, 1, 0)))
+    builder.add("samples", rows_of("samples", (99, 0, SampleClass.ON_CPU, 4, 40)))
+    window = builder.close(1000)
+    check(window)
+    assert window.stacks["stop_reason"].tolist() == [StackEnd.LOST]
+    assert window.stacks["process"].tolist() == [3]
+    assert _losses(window) == {STACK_LOST: 1}
+
+
+def test_processes_that_are_gone_leave_nothing() -> None:
+    # GIVEN 3,000 processes one after the other, each of which is forgotten
+    builder = WindowBuilder(Bounds(kept_stacks=100))
+    for number in range(3000):
+        name = builder.text(f"process {number}")
+        row = (number, 1, 0, 0, 0, 0, -1, _NONE, name, name, name)
+        builder.define("processes", rows_of("processes", row))
+        builder.define("threads", rows_of("threads", (number, number, 1, name)))
+        window = builder.close(number + 1)
+        assert window.texts == ("", f"process {number}")
+        builder.forget_processes([number])
+    assert builder.known_rows == 0
+    assert builder.text("another") == 1
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (lambda w: replace(w, stacks=w.stacks[:0]), "stack .* is not in stacks"),
+        (lambda w: replace(w, threads=w.threads[:0]), "thread .* is not in threads"),
+        (lambda w: replace(w, addresses=w.addresses[:-1]), "past the end of addresses"),
+        (lambda w: replace(w, texts=("",)), "is no text"),
+        (lambda w: replace(w, end_ns=w.start_ns - 1), "ends at"),
+        (lambda w: replace(w, waits=w.samples), "waits"),
+        (lambda w: replace(w, threads=np.repeat(w.threads, 2)), "several rows of one key"),
+        (lambda w: replace(w, thread_times=_longer(w.thread_times)), "on and off CPU"),
+        (lambda w: replace(w, thread_times=w.thread_times[:0]), "is not there"),
+    ],
+)
+def test_a_broken_promise_is_found(breaks: Callable[[Window], Window], says: str) -> None:
+    (window,) = RandomRecording(12).cut([])
+    with pytest.raises(BadWindow, match=says):
+        check(breaks(window))
+
+
+def _longer(times: Rows) -> Rows:
+    changed = times.copy()
+    changed["observed_ns"] += 1_000_000_000
+    return changed
+
+
+def test_windows_with_a_gap_are_not_joined() -> None:
+    windows = RandomRecording(1).windows(4)
+    with pytest.raises(BadWindow, match="nothing tells of"):
+        concatenate([windows[0], windows[2]])
