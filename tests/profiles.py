@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from aiflame.agent.model.profile import (
     FRAME_DTYPE,
+    NS_PER_S,
     SAMPLE_DTYPE,
+    SPAN_DTYPE,
     WAIT_DTYPE,
     Binary,
     FrameKind,
@@ -62,7 +64,8 @@ class Sample:
     `stack` is root first, joined by ";"; a frame beginning with "[k]" is the kernel's, one with
     "[p]" is Python's, one with "[i]" the interpreter's, one with "[m]" a marker, and one ending in
     ":12" executes line 12 of its file, which "name@file:12" gives. `frames` replaces
-    `stack` where names hold ";" themselves. `thread` counts through `THREADS`.
+    `stack` where names hold ";" themselves. `thread` counts through `THREADS`. `first_s` is the
+    second that the time was in, the first of `seconds` that share it.
     """
 
     stack: str
@@ -73,6 +76,8 @@ class Sample:
     count: int = 1
     frames: tuple[str, ...] | None = None
     gil: GilState = GilState.NONE
+    first_s: int | None = None
+    seconds: int = 1
 
 
 def process(pid: int = 100, name: str = "server") -> Process:
@@ -128,6 +133,11 @@ def profile_of(
     """Make a profile of literal samples; functions and stacks are numbered as they first occur."""
     builder = _Builder()
     rows = [(builder.stack(s), s.thread, s.klass, s.count, s.ns) for s in samples]
+    spans = [
+        (i, s.first_s, s.seconds, s.count if s.seconds == 1 else 0, s.ns // s.seconds)
+        for i, s in enumerate(samples)
+        if s.first_s is not None
+    ]
     paths = [path for path, _, _ in builder.stacks]
     return Profile(
         recording=recording,
@@ -151,6 +161,7 @@ def profile_of(
         samples=np.array(rows, dtype=SAMPLE_DTYPE),
         waits=np.zeros(0, dtype=WAIT_DTYPE),
         losses=losses,
+        spans=np.array(spans, dtype=SPAN_DTYPE),
     )
 
 
@@ -224,6 +235,18 @@ def python_profile() -> Profile:
     )
 
 
+def timed_profile() -> Profile:
+    """Five seconds and a half: busy in the first, asleep for three, busy again at the end."""
+    profile = profile_of(
+        Sample("main:10;load", 700 * MS, count=70, first_s=0),
+        Sample("main:11;poll;[k]ep_poll", 3_000 * MS, SampleClass.BLOCKED, first_s=1, seconds=3),
+        Sample("main:11;poll;[k]ep_poll", 20 * MS, SampleClass.WAITING_TO_RUN, first_s=4),
+        Sample("main:12;save", 300 * MS, count=30, first_s=4),
+        Sample("start_thread;[p]step:31", 400 * MS, thread=1, count=40, first_s=5),
+    )
+    return replace(profile, recording=replace(RECORDING, duration_ns=5_500 * MS))
+
+
 def empty_profile() -> Profile:
     """A recording in which nothing ran."""
     return profile_of()
@@ -271,6 +294,7 @@ def deep_profile(depth: int = 10_000) -> Profile:
 
 
 _LARGE_FUNCTIONS = 20_000  # besides those that spell out a stack's number
+_LARGE_SECONDS = 3_600
 _LARGE_DIGIT = 400  # the last frame is the number's last digit in this base, of at most 1,000 * 400
 
 
@@ -279,7 +303,8 @@ def large_profile(stacks: int = 100_000, depth: int = 40, samples: int = 1_000_0
 
     Stacks branch like those of a program do: little near the root, much near the leaf. The digits
     of a stack's number choose its last frames, so that no two stacks are alike. Each sample is a
-    row of its own as far as threads (64, in four processes) allow.
+    row of its own as far as threads (64, in four processes) allow, and in a second of its own of an
+    hour.
     """
     kinds = (FrameKind.NATIVE, FrameKind.PYTHON, FrameKind.NATIVE, FrameKind.KERNEL)
     names = ("lib::Worker<int, float>::call_{}", "train_step_{}", "compute_block_{}", "do_sys_{}")
@@ -288,8 +313,9 @@ def large_profile(stacks: int = 100_000, depth: int = 40, samples: int = 1_000_0
     frames["function"] = np.arange(n_functions)
     frames["line"] = np.arange(n_functions) % 900 + 1
     frames["address"] = np.arange(n_functions) * 64
+    rows = _large_samples(stacks, samples)
     return Profile(
-        recording=RECORDING,
+        recording=replace(RECORDING, duration_ns=_LARGE_SECONDS * NS_PER_S),
         processes=tuple(process(1_000 + i, f"job{i}") for i in range(4)),
         threads=tuple(
             Thread(i // 16, 1_000 + i, f"thread{i}", 10 * MS, 2_000 * MS) for i in range(64)
@@ -301,9 +327,19 @@ def large_profile(stacks: int = 100_000, depth: int = 40, samples: int = 1_000_0
         ),
         frames=frames,
         stacks=_large_stacks(stacks, depth),
-        samples=_large_samples(stacks, samples),
+        samples=rows,
         waits=np.zeros(0, dtype=WAIT_DTYPE),
+        spans=_large_spans(rows),
     )
+
+
+def _large_spans(rows: np.ndarray) -> np.ndarray:
+    spans = np.zeros(len(rows), dtype=SPAN_DTYPE)
+    spans["sample"] = np.arange(len(rows))
+    spans["first_s"] = spans["sample"] * np.int64(_LARGE_SECONDS) // max(1, len(rows))
+    spans["seconds"] = 1
+    spans["count"], spans["ns"] = rows["count"], rows["ns"]
+    return spans
 
 
 def _large_stacks(stacks: int, depth: int) -> Stacks:

@@ -23,11 +23,13 @@ from aiflame.agent.capture.schema import (
     READABLE_VERSIONS,
     SCHEMA_VERSION,
 )
+from aiflame.agent.capture.spans import spread_waits
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import (
     FRAME_DTYPE,
     SAMPLE_DTYPE,
+    SPAN_DTYPE,
     WAIT_DTYPE,
     Binary,
     FrameKind,
@@ -126,6 +128,8 @@ class _Reader:
         process_index = self._indexes("processes")
         binary_index = self._indexes("binaries")
         stacks, functions, frames = self._stacks(binary_index)
+        samples, spans = self._samples()
+        waits = self._waits()
         return Profile(
             recording=self._recording(),
             processes=tuple(
@@ -148,10 +152,11 @@ class _Reader:
             functions=functions,
             frames=frames,
             stacks=stacks,
-            samples=self._samples(),
-            waits=self._waits(),
+            samples=samples,
+            waits=waits,
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
             gpu=GpuReader(self._database).profile() if self._version > 2 else GpuProfile(),
+            spans=spread_waits(spans, samples, waits),
         )
 
     def _recording(self) -> Recording:
@@ -221,27 +226,40 @@ class _Reader:
             [row[0] for row in self._rows("SELECT gil FROM stacks ORDER BY id")], GilState
         )
 
-    def _samples(self) -> npt.NDArray[np.void]:
-        # Summed here: as a GROUP BY, SQLite's sorting takes longer than all the rest of a report.
-        stack, thread, klass, count, ns = self._integers(
-            "SELECT stack_id, thread_id, class, count, ns FROM samples", 5
+    def _samples(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+        # Added up here: as a GROUP BY, SQLite's sorting takes longer than all the rest of a report.
+        interval, stack, thread, klass, count, ns = self._integers(
+            "SELECT interval, stack_id, thread_id, class, count, ns FROM samples", 6
         )
         if int(klass.max(initial=0)) > max(SampleClass) or float(np.sum(ns, dtype=float)) >= 2**63:
             raise ValueError("an unknown class, or more time than there is")
+        if int(interval.max(initial=0)) >> 32:
+            raise ValueError("a sample later than there can be")
         stacks, threads = self._ids("stacks"), self._ids("threads")
         keys = _positions(stack, stacks).astype(np.int64)
         keys = (keys * len(threads) + _positions(thread, threads)) * len(SampleClass) + klass
         order = np.argsort(keys, kind="stable")
-        keys = keys[order]
-        first = np.flatnonzero(np.diff(keys, prepend=np.int64(-1)))
+        if bool((np.diff(interval) < 0).any()):  # not in the order of time, as recordings are
+            order = np.lexsort((interval, keys))
+        keys, interval, count, ns = keys[order], interval[order], count[order], ns[order]
+        is_first = np.diff(keys, prepend=np.int64(-1)) != 0
+        first = np.flatnonzero(is_first)
         rows = np.zeros(len(first), SAMPLE_DTYPE)
         rows["klass"] = keys[first] % len(SampleClass)
         rows["thread"] = keys[first] // len(SampleClass) % max(len(threads), 1)
         rows["stack"] = keys[first] // len(SampleClass) // max(len(threads), 1)
+        # A second may have been drained more than once.
+        part = np.flatnonzero(is_first | (np.diff(interval, prepend=np.int64(-1)) != 0))
+        spans = np.zeros(len(part), SPAN_DTYPE)
+        spans["sample"] = (np.cumsum(is_first) - 1)[part]
+        spans["first_s"] = interval[part]
+        spans["seconds"] = 1
         if len(first):
-            rows["count"] = np.add.reduceat(count[order], first)
-            rows["ns"] = np.add.reduceat(ns[order], first)
-        return rows
+            rows["count"] = np.add.reduceat(count, first)
+            rows["ns"] = np.add.reduceat(ns, first)
+            spans["count"] = np.add.reduceat(count, part)
+            spans["ns"] = np.add.reduceat(ns, part)
+        return rows, spans
 
     def _waits(self) -> npt.NDArray[np.void]:
         stack, thread, start_ns, blocked_ns, runnable_ns = self._integers(

@@ -84,7 +84,8 @@ CREATE TABLE stacks (
 );
 
 -- Time by interval (seconds since the start), class: 0 on-CPU (count samples, each weighing
--- period_ns), 1 blocked, 2 waiting to run, 3 preempted (count intervals, exact ns).
+-- period_ns), 1 blocked, 2 waiting to run, 3 preempted (count intervals, exact ns). Time off the CPU
+-- is all in the second in which it ended; waits says when the long ones began.
 CREATE TABLE samples (
     interval INTEGER NOT NULL,
     stack_id INTEGER NOT NULL REFERENCES stacks (id),

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from aiflame.agent.commands.durations import duration_ns
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_session import RecordOptions, record
@@ -55,20 +56,6 @@ _MAX_FREQUENCY_HZ = 100_000
 
 # What children enter by themselves.
 _WITH_ALL_CHILDREN = ("-a", "--cgroup", "--container", "--unit")
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)?")
-_UNIT_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, None: 10**9}
-
-# A century: monotonic clocks and SQLite's integers hold 292 years of nanoseconds.
-_MAX_DURATION_NS = 100 * 365 * 24 * 3600 * 10**9
-
-
-def _duration_ns(text: str) -> int:
-    match = _DURATION.fullmatch(text)
-    ns = 0.0 if match is None else float(match[1]) * _UNIT_NS[match[2]]
-    if not 1 <= ns <= _MAX_DURATION_NS:
-        raise argparse.ArgumentTypeError(f"not a duration: {text} (30, 30s, 5m)")
-    return round(ns)
 
 
 def _pids(text: str) -> list[int]:
@@ -173,7 +160,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         "-d",
         "--duration",
         metavar="TIME",
-        type=_duration_ns,
+        type=duration_ns,
         help="30, 30s, 5m (default: until Ctrl-C or the target ends)",
     )
     group.add_argument(
@@ -216,7 +203,7 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--min-wait",
         metavar="TIME",
-        type=_duration_ns,
+        type=duration_ns,
         default=100 * 10**6,
         help="list off-CPU waits from this length one by one (default: 100ms)",
     )

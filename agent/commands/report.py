@@ -12,6 +12,12 @@ from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.commands.recover import finish_if_killed
+from aiflame.agent.commands.time_range import (
+    add_range_arguments,
+    range_note,
+    range_suffix,
+    restricted,
+)
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import make_folder, refuse_existing, write_output
@@ -35,6 +41,7 @@ EXAMPLES
   aiflame report run.aiflame -f pstats             # for python3 -m pstats
   aiflame report run.aiflame -f csv -o tables      # kernels.csv and stalls.csv
   aiflame report run.aiflame -f svg --view gpu     # what devices waited for
+  aiflame report run.aiflame --from 1s --to 2s     # only this part of the time
 """
 
 _DEFAULT_FORMAT = "html"
@@ -99,10 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="file to write, - for standard output (default: CAPTURE with the format's ending)",
+        help="file to write, - for standard output (default: CAPTURE with the time range and the"
+        " format's ending)",
     )
     output.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
     _add_content(parser.add_argument_group("Content"))
+    add_range_arguments(parser)
     _add_devices(parser.add_argument_group("GPU"))
 
 
@@ -168,20 +177,20 @@ def run(args: argparse.Namespace) -> int:
     if output == _STDOUT:
         if report.is_binary and sys.stdout.isatty():
             raise UsageError(f"{report.name} is binary: not written to a terminal", "use -o FILE")
-        profile = read_capture(args.capture)
+        profile = restricted(read_capture(args.capture), args)
         _note_if_empty(profile, _options(args))
         sys.stdout.buffer.write(report.render(profile, _options(args)))
         sys.stdout.buffer.flush()
         return 0
-    path = Path(output) if output is not None else _default_path(args.capture, report)
+    path = Path(output) if output is not None else _default_path(args, report.extension)
     if path.exists() and args.capture.exists() and path.samefile(args.capture):
         raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
     refuse_existing(path, args.force, is_named=output is not None)
-    profile = read_capture(args.capture)
+    profile = restricted(read_capture(args.capture), args)
     _note_if_empty(profile, _options(args))
     data = report.render(profile, _options(args))
     write_output(path, data, args.force, is_named=output is not None)
-    sys.stderr.write(f"Wrote {showable(str(path))} ({_size(len(data))})\n")
+    sys.stderr.write(_wrote(path, data, profile))
     return 0
 
 
@@ -192,12 +201,11 @@ def _write_tables(args: argparse.Namespace) -> int:
         if getattr(args, option) not in (None, False):
             flag = "--" + option.replace("_", "-")
             raise UsageError(f"{flag} has no effect with -f csv", f"leave out {flag}")
-    stem = args.capture.name.removesuffix(_CAPTURE_ENDING)
-    folder = Path(args.output) if args.output else args.capture.with_name(stem + _TABLES_ENDING)
+    folder = Path(args.output) if args.output else _default_path(args, _TABLES_ENDING)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"not a folder: {folder}", "csv is several files: use -o FOLDER")
-    profile = read_capture(args.capture)
-    if why := absence(profile.gpu):
+    profile = restricted(read_capture(args.capture), args)
+    if why := absence(profile):
         sys.stderr.write(f"aiflame: note: {why}\n")
     contents = csv_files(profile, _options(args))
     make_folder(folder)
@@ -205,7 +213,7 @@ def _write_tables(args: argparse.Namespace) -> int:
         refuse_existing(folder / name, args.force, is_named=False)
     for name, data in contents.items():
         write_output(folder / name, data, args.force, is_named=False)
-        sys.stderr.write(f"Wrote {showable(str(folder / name))} ({_size(len(data))})\n")
+        sys.stderr.write(_wrote(folder / name, data, profile))
     return 0
 
 
@@ -266,16 +274,24 @@ def _options(args: argparse.Namespace) -> ReportOptions:
     )
 
 
-def _default_path(capture: Path, report: Report) -> Path:
-    return capture.with_name(capture.name.removesuffix(_CAPTURE_ENDING) + report.extension)
+def _default_path(args: argparse.Namespace, ending: str) -> Path:
+    stem = args.capture.name.removesuffix(_CAPTURE_ENDING)
+    path: Path = args.capture.with_name(stem + range_suffix(args) + ending)
+    return path
 
 
 def _note_if_empty(profile: Profile, options: ReportOptions) -> None:
     if options.view is View.GPU:
-        if why := absence(profile.gpu):
+        if why := absence(profile):
             sys.stderr.write(f"aiflame: note: {why}\n")
     elif not options.view.selects(profile.samples["klass"]).any():
-        sys.stderr.write(f"aiflame: note: the capture holds no {options.view.label}\n")
+        when = f" in {range_note(profile)}" if range_note(profile) else ""
+        sys.stderr.write(f"aiflame: note: the capture holds no {options.view.label}{when}\n")
+
+
+def _wrote(path: Path, data: bytes, profile: Profile) -> str:
+    facts = ", ".join(filter(None, [_size(len(data)), range_note(profile)]))
+    return f"Wrote {showable(str(path))} ({facts})\n"
 
 
 def _size(n_bytes: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.commands.recover import finish_if_killed
+from aiflame.agent.commands.time_range import add_range_arguments, restricted
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.facts import warnings
 from aiflame.agent.reports.stats import tables
@@ -28,6 +29,7 @@ EPILOG = """\
 EXAMPLES
   aiflame stats run.aiflame
   aiflame stats run.aiflame --view offcpu -n 30    # what it waited for
+  aiflame stats run.aiflame --last 2s              # only the last two seconds
   aiflame stats run.aiflame | less
 """
 
@@ -72,12 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out Python frames that import modules or start the program (default: keep)",
     )
+    add_range_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
     finish_if_killed(args.capture)
-    profile = read_capture(args.capture)
+    profile = restricted(read_capture(args.capture), args)
     for warning in warnings(profile):
         sys.stderr.write(f"aiflame: note: {warning}\n")
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -161,7 +161,11 @@ def _empty(dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
 
 @dataclass(frozen=True, slots=True)
 class GpuProfile:
-    """All that a capture holds of devices."""
+    """All that a capture holds of devices.
+
+    `attributed` is set in a time range of a recording: what attribution made of the whole one (see
+    gpu/attribution), since a launch may come before the range that its samples are in.
+    """
 
     devices: tuple[Device, ...] = ()
     functions: tuple[ApiFunction, ...] = ()
@@ -172,3 +176,4 @@ class GpuProfile:
     calls: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_DTYPE))
     events: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_EVENT_DTYPE))
     samples: npt.NDArray[np.void] = field(default_factory=lambda: _empty(DEVICE_SAMPLE_DTYPE))
+    attributed: npt.NDArray[np.void] | None = None

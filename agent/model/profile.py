@@ -100,8 +100,8 @@ class Thread:
     process: int
     tid: int
     name: str
-    on_cpu_ns: int  # exact, between its first and last switch inside the recording
-    observed_ns: int  # how long it existed inside the recording
+    on_cpu_ns: int  # exact, between its first and last switch inside the recording; 0: not known
+    observed_ns: int  # how long it existed inside the recording; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,28 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeRange:
+    """A part of a recording: whole seconds, the last one as far as the recording goes.
+
+    Times are nanoseconds since the start of the recording.
+    """
+
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it is."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """The facts about a recording that every report shows under its picture.
 
     `duration_ns`, `started_unix_ns` and the recorder's own cost are what they say; `facts` holds
-    further lines for the reader (kernel, host, command, limits), in order.
+    further lines for the reader (kernel, host, command, limits), in order. `time_range` is set
+    where a profile holds a part of the recording only; all others stay those of the whole one.
     """
 
     aiflame_version: str
@@ -148,6 +165,12 @@ class Recording:
     recorder_cpu_ns: int
     recorder_peak_rss_bytes: int
     facts: tuple[tuple[str, str], ...]
+    time_range: TimeRange | None = None
+
+    @property
+    def shown_range(self) -> TimeRange:
+        """What the profile is of: the chosen part, or the whole recording."""
+        return self.time_range or TimeRange(0, self.duration_ns)
 
 
 # One row per (frame): indexes into Profile.functions, the executing line (0 unknown), the
@@ -158,6 +181,15 @@ FRAME_DTYPE = np.dtype([("function", "<u4"), ("line", "<u4"), ("address", "<u8")
 SAMPLE_DTYPE = np.dtype(
     [("stack", "<u4"), ("thread", "<u4"), ("klass", "u1"), ("count", "<u8"), ("ns", "<u8")]
 )
+
+# When the time of samples was: `ns` and `count` in each of `seconds` seconds from `first_s` on,
+# counted from the start of the recording. `sample` is an index; the spans of a sample add up to it.
+# A wait that is known one by one lies in the seconds it was in, and is counted where it ended.
+SPAN_DTYPE = np.dtype(
+    [("sample", "<u4"), ("first_s", "<u4"), ("seconds", "<u4"), ("count", "<u8"), ("ns", "<u8")]
+)
+
+NS_PER_S = 1_000_000_000
 
 # One row per long off-CPU wait; times are nanoseconds since the start of the recording.
 WAIT_DTYPE = np.dtype(
@@ -173,6 +205,10 @@ WAIT_DTYPE = np.dtype(
 
 def _no_gil() -> npt.NDArray[np.uint8]:
     return np.zeros(0, np.uint8)
+
+
+def _no_spans() -> npt.NDArray[np.void]:
+    return np.zeros(0, SPAN_DTYPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +238,10 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A whole capture in memory."""
+    """A capture in memory, or a time range of one.
+
+    Without `spans`, it is not known when its time was.
+    """
 
     recording: Recording
     processes: tuple[Process, ...]
@@ -215,3 +254,4 @@ class Profile:
     waits: npt.NDArray[np.void]  # WAIT_DTYPE
     losses: tuple[Loss, ...] = field(default=())
     gpu: GpuProfile = field(default_factory=GpuProfile)
+    spans: npt.NDArray[np.void] = field(default_factory=_no_spans)  # SPAN_DTYPE

@@ -10,7 +10,7 @@ from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.device_rows import DeviceSamples
-from aiflame.agent.reports.facts import counted, duration, percent
+from aiflame.agent.reports.facts import counted, duration, lasted, percent, range_words
 from aiflame.agent.reports.rows import showable
 from aiflame.gpu.attribution import Certainty
 
@@ -27,8 +27,7 @@ def subtitle(profile: Profile, samples: DeviceSamples) -> str:
     """Return what the whole of a picture of device samples is."""
     whole = int(samples.count.sum())
     kernels = counted(len(set(samples.kernel.tolist())), "kernel")
-    lasted = duration(profile.recording.duration_ns)
-    return f"100 % = {counted(whole, 'device sample')} of {kernels}, recorded in {lasted}"
+    return f"100 % = {counted(whole, 'device sample')} of {kernels}, {lasted(profile.recording)}"
 
 
 def attribution(profile: Profile, samples: DeviceSamples) -> str:
@@ -38,7 +37,8 @@ def attribution(profile: Profile, samples: DeviceSamples) -> str:
         f"{percent(int(samples.count[samples.certainty == c].sum()), whole)} {c.label}"
         for c in Certainty
     )
-    return f"Attribution: {shares}, {lost(profile):,} lost."
+    when = "" if profile.recording.time_range is None else " in the whole recording"
+    return f"Attribution: {shares}, {lost(profile):,} lost{when}."
 
 
 def certainty_words(counts: Sequence[int]) -> str:
@@ -71,22 +71,24 @@ def has_device(gpu: GpuProfile) -> bool:
     return bool(len(gpu.calls) or len(gpu.events) or len(gpu.samples))
 
 
-def absence(gpu: GpuProfile) -> str:
+def absence(profile: Profile) -> str:
     """Return why there is no picture of device samples; "" where there is one."""
+    gpu, recording = profile.gpu, profile.recording
     if len(gpu.samples):
         return ""
+    when = "" if recording.time_range is None else f" in {range_words(recording)}"
     limits = [
         f"{showable(device.name or device.family)}: {showable(device.limit)}"
         for device in gpu.devices
         if device.limit
     ]
     if not has_device(gpu):
-        why = "No device API calls were seen in the recorded processes."
+        why = f"No device API calls were seen in the recorded processes{when}."
         return why if not limits else f"{why} {'; '.join(limits)}"
-    why = "Device API calls were seen, but no device samples were taken"
+    why = f"Device API calls were seen{when}, but no device samples were taken"
     return f"{why}: {'; '.join(limits)}" if limits else f"{why}."
 
 
 def notes(profile: Profile, samples: DeviceSamples) -> list[str]:
     """Return the lines under a picture of device samples."""
-    return [attribution(profile, samples)] if len(samples) else [absence(profile.gpu)]
+    return [attribution(profile, samples)] if len(samples) else [absence(profile)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, GpuProfile
-from aiflame.agent.model.profile import ROOTED_ENDS, Profile, StackEnd, Stacks
+from aiflame.agent.model.profile import ROOTED_ENDS, SPAN_DTYPE, Profile, StackEnd, Stacks
 from aiflame.agent.reports.base import Leaf, ReportOptions, View
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
 from aiflame.agent.reports.palette import Category
@@ -59,6 +59,7 @@ class DeviceSamples:
     certainty: U8
     count: U64
     category: U8  # StallCategory
+    spans: npt.NDArray[np.void]  # SPAN_DTYPE, `sample` being a row here, and `ns` the count
 
     def __len__(self) -> int:
         return len(self.count)
@@ -79,7 +80,11 @@ def device_samples(profile: Profile) -> DeviceSamples:
         is_first[1:] |= key[order][1:] != key[order][:-1]
     firsts = np.flatnonzero(is_first)
     counts = np.zeros(len(firsts), np.uint64)
-    np.add.at(counts, np.cumsum(is_first) - 1, found["count"][order])
+    row = np.cumsum(is_first) - 1
+    np.add.at(counts, row, found["count"][order])
+    spans = np.zeros(len(found), SPAN_DTYPE)
+    spans["sample"], spans["first_s"], spans["seconds"] = row, of["interval"][order], 1
+    spans["count"] = spans["ns"] = found["count"][order]
     offset, stack, code, device, reason, certainty = (key[order][firsts] for key in keys)
     kernel_of = np.array([c.kernel for c in gpu.codes], np.int64)
     process_of = np.array([k.process for k in gpu.kernels], np.int64)
@@ -98,6 +103,7 @@ def device_samples(profile: Profile) -> DeviceSamples:
         certainty=certainty.astype(np.uint8),
         count=counts,
         category=categories[reason],
+        spans=spans,
     )
 
 

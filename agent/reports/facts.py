@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import Profile, SampleClass
+from aiflame.agent.model.profile import Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
 
@@ -35,6 +35,25 @@ def duration(ns: int) -> str:
         if ns >= size:
             return f"{ns / size:,.3f} {unit}"
     return f"{ns} ns"
+
+
+def moment(ns: int) -> str:
+    """Return a time since the start of a recording, to the millisecond: "2.5 s"."""
+    return f"{ns / 1e9:.3f}".rstrip("0").rstrip(".") + " s"
+
+
+def range_words(recording: Recording) -> str:
+    """Return which part of a recording a profile is of: "10 s to 25 s of 30 s"."""
+    shown = recording.shown_range
+    whole = f" of {moment(recording.duration_ns)}" if recording.duration_ns else ""
+    return f"{moment(shown.start_ns)} to {moment(shown.end_ns)}{whole}"
+
+
+def lasted(recording: Recording) -> str:
+    """Return how long was recorded, or which part of that a profile is of."""
+    if recording.time_range is None:
+        return f"recorded in {duration(recording.duration_ns)}"
+    return f"{range_words(recording)} recorded"
 
 
 def percent(part: int, whole: int) -> str:
@@ -63,10 +82,9 @@ def title(profile: Profile, options: ReportOptions) -> str:
 def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
     """Return what the whole of the picture is."""
     threads = counted(len(np.unique(profile.samples["thread"])), "thread")
-    lasted = duration(profile.recording.duration_ns)
     return (
         f"100 % = {duration(whole_ns)} of {options.view.label}"
-        f" summed over {threads}, recorded in {lasted}"
+        f" summed over {threads}, {lasted(profile.recording)}"
     )
 
 
@@ -159,24 +177,37 @@ def warnings(profile: Profile) -> list[str]:
     """Return what a reader should know before trusting the picture, one sentence each."""
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
     samples = int(profile.samples["count"][on_cpu].sum())
+    recording = profile.recording
     lines = []
-    if not len(profile.samples):
+    if not len(profile.samples) and recording.time_range is not None:
+        lines.append(f"No thread of the target ran or waited in {range_words(recording)}.")
+    elif not len(profile.samples):
         lines.append(
             "Nothing was recorded: no thread of the target ran or waited. Was it the right"
             " process, and did the recording last long enough?"
         )
     elif samples < FEW_SAMPLES:
+        whole = recording.time_range is None
+        cure = "Record for longer, or with" if whole else "Choose a longer range, or record with"
         lines.append(
-            f"Few samples on the CPU ({samples}): shares of CPU time are rough."
-            " Record for longer, or with a higher -F."
+            f"Few samples on the CPU ({samples}): shares of CPU time are rough. {cure} a higher -F."
         )
     missing = missing_line(profile)
     if missing:
         lines.append(f"{missing}.")
+    when = "" if recording.time_range is None else " in the whole recording"
     lines += [
-        f"Lost {showable(loss.name)}: {loss.count:,}" for loss in profile.losses if loss.count
+        f"Lost {showable(loss.name)}: {loss.count:,}{when}" for loss in profile.losses if loss.count
     ]
     return lines
+
+
+def _range_fact(recording: Recording) -> str:
+    return (
+        f"{range_words(recording)}: whole seconds, all that the chosen range touches. Waits shorter"
+        " than the recording's --min-wait, and time preempted, are in the second in which they"
+        " ended; losses and the recorder's own cost are of the whole recording"
+    )
 
 
 def recording_facts(profile: Profile) -> list[tuple[str, str]]:
@@ -186,15 +217,17 @@ def recording_facts(profile: Profile) -> list[tuple[str, str]]:
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
     counts = profile.samples["count"]
     own = recording.recorder_cpu_ns
+    ended = "" if recording.time_range is None else " that ended in the time range"
     lines = [
         ("command", recording.command),
         ("target", recording.target),
         ("duration", duration(recording.duration_ns)),
+        *([("time range", _range_fact(recording))] if recording.time_range is not None else []),
         (
             "on-CPU samples",
             f"{int(counts[on_cpu].sum()):,}, each weighing {duration(recording.period_ns)}",
         ),
-        ("off-CPU intervals", f"{int(counts[~on_cpu].sum()):,}, exact"),
+        ("off-CPU intervals", f"{int(counts[~on_cpu].sum()):,}{ended}, exact"),
         ("complete stacks", f"{percent(complete, whole)} of the recorded time"),
         *([("cut short in", cut)] if (cut := cut_short(profile)) else []),
         *recording.facts,

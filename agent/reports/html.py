@@ -16,15 +16,19 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from aiflame.agent.model.profile import Profile
+import numpy as np
+from aiflame.agent.model.profile import NS_PER_S, Profile
 from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ColorBy, ReportOptions, View
+from aiflame.agent.reports.buckets import Grid, Part, choose_grid
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
-from aiflame.agent.reports.pack import MAX_NODES, Packed, pack
-from aiflame.agent.reports.pack_device import pack_device
+from aiflame.agent.reports.kernel_stats import launch_calls
+from aiflame.agent.reports.pack import MAX_NODES, Packed, draft
+from aiflame.agent.reports.pack_device import draft_device
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.selection import has_python
@@ -32,7 +36,7 @@ from aiflame.agent.reports.selection import has_python
 # In this order they are one program: data and trees, drawing, words, state, the page.
 _SCRIPTS = (
     *("model.js", "device.js", "draw.js", "tip.js", "address.js"),
-    *("legend.js", "table.js", "listing.js", "page.js"),
+    *("strip.js", "legend.js", "table.js", "listing.js", "page.js"),
 )
 
 
@@ -45,9 +49,8 @@ class HtmlReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the whole file."""
-        packed = pack(profile, options)
         samples = device_samples(profile) if len(profile.gpu.samples) else None
-        device = pack_device(profile, options, samples) if samples is not None else None
+        packed, device, grid = _packed(profile, options, samples)
         page = files("aiflame.agent.reports") / "page"
         script = "\n".join((page / name).read_text("utf-8") for name in _SCRIPTS)
         style = (page / "page.css").read_text("utf-8")
@@ -60,7 +63,9 @@ class HtmlReport:
             "facts": _definitions(
                 [*facts.recording_facts(profile), *device_facts.device_lines(profile.gpu)]
             ),
-            "settings": _json(_settings(profile, packed, device, options)),
+            "settings": _json(
+                {**_settings(profile, packed, device, options), "time": _time(profile, grid)}
+            ),
             "data": packed.blob,
             "device_note": html.escape(_device_note(profile, samples)),
             "device_data": _device_data(device),
@@ -73,13 +78,59 @@ class HtmlReport:
         return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template).encode()
 
 
+def _packed(
+    profile: Profile, options: ReportOptions, samples: DeviceSamples | None
+) -> tuple[Packed, Packed | None, Grid | None]:
+    drafts = [draft(profile, options)]
+    if samples is not None:
+        drafts.append(draft_device(profile, options, samples))
+    parts = [(one.spans, one.owner) for one in drafts]
+    # Of a profile that was not read from a capture it may be unknown when its time was.
+    is_known = all(len(spans) or not len(owner) for spans, owner in parts)
+    chosen = choose_grid(*_seconds(profile, parts), parts) if is_known else None
+    grid, pieces = chosen if chosen is not None else (None, [None] * len(drafts))
+    sets = [one.packed(own) for one, own in zip(drafts, pieces, strict=True)]
+    return sets[0], sets[1] if len(sets) > 1 else None, grid
+
+
+def _seconds(profile: Profile, parts: Sequence[Part]) -> tuple[int, int]:
+    """Return the first second shown and the one after the last, as far as there is anything."""
+    shown, calls = profile.recording.shown_range, profile.gpu.calls
+    ends = [calls["interval"].astype(np.int64) + 1]
+    ends += [spans["first_s"].astype(np.int64) + spans["seconds"] for spans, _ in parts]
+    known_s = max(int(end.max(initial=0)) for end in ends)
+    return shown.start_ns // NS_PER_S, max(known_s, -(-shown.end_ns // NS_PER_S))
+
+
+def _time(profile: Profile, grid: Grid | None) -> dict[str, Any] | None:
+    """Return what the page needs to know of its buckets, None where there are none."""
+    if grid is None:
+        return None
+    end_s = float(grid.start_s + grid.buckets * grid.width_s)
+    recorded_s = profile.recording.shown_range.end_ns / NS_PER_S
+    # The last bucket ends with the recording, if it is known when that was.
+    if end_s - grid.width_s < recorded_s < end_s:
+        end_s = recorded_s
+    calls = launch_calls(profile.gpu)
+    bucket = (calls["interval"].astype(np.int64) - grid.start_s) // grid.width_s
+    launches = np.bincount(bucket, calls["count"], grid.buckets).astype(np.int64)
+    return {
+        "start_s": grid.start_s,
+        "width_s": grid.width_s,
+        "buckets": grid.buckets,
+        "end_s": end_s,
+        "recorded_s": profile.recording.duration_ns / NS_PER_S or end_s,
+        "launches": launches.tolist() if launches.any() else [],
+    }
+
+
 def _subtitle(profile: Profile, packed: Packed) -> str:
     return facts.subtitle(profile, ReportOptions(view=View.WALL), packed.whole_ns)
 
 
 def _device_note(profile: Profile, samples: DeviceSamples | None) -> str:
     if samples is None:
-        return device_facts.absence(profile.gpu)
+        return device_facts.absence(profile)
     return device_facts.attribution(profile, samples)
 
 
@@ -108,7 +159,8 @@ def _settings(
         "has_python": has_python(profile),
         "frames": options.frames.value,
         "hide_imports": options.hide_importlib,
-        "lasted": facts.duration(profile.recording.duration_ns),
+        "lasted": facts.lasted(profile.recording),
+        "class_fills": palette.class_fills(),
         "on_fills": on_fills,
         "off_fills": off_fills,
         "whole_fills": [on_fills[Category.MARKER][lightest], off_fills[Category.MARKER][lightest]],

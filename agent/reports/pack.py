@@ -2,8 +2,9 @@
 """The page's data: one flame tree and its weights, packed small.
 
 All views come from one data set: the tree of everything that was recorded, and rows (node, thread,
-kind of time, ns) that say where its time is. The page sums the rows that the reader asks for, and
-leaves out frames by the kind of their label.
+kind of time, ns) that say where its time is. The page adds up the rows that the reader asks for,
+and leaves out frames by the kind of their label. Where it is known when the time was, a row has
+pieces in place of its ns: (first bucket, number of buckets, ns in each); see buckets.py.
 
 Layout: one zlib stream, base64, of sections without gaps. A section is an array of unsigned
 integers of `bytes` bytes, stored as byte planes: the lowest byte of every element, then the next
@@ -25,6 +26,7 @@ import numpy.typing as npt
 from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import palette
 from aiflame.agent.reports.base import Frames, ReportOptions, View
+from aiflame.agent.reports.buckets import Pieces
 from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for, showable
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, build, kept_above, prune
@@ -88,8 +90,49 @@ class Writer:
         return base64.b64encode(zlib.compress(b"".join(self.chunks), _ZLIB_LEVEL)).decode()
 
 
-def pack(profile: Profile, options: ReportOptions) -> Packed:
-    """Pack a whole profile, all classes of time.
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A data set without its weights: how fine their buckets are depends on all data sets.
+
+    Attributes:
+        writer: What is packed already.
+        index: What the page needs besides sections.
+        cut: What was left out.
+        name: Of the column of weights.
+        owner: The row of that column which each weight is part of, shape (weights,).
+        weight: The weights.
+        spans: When they were, SPAN_DTYPE; empty where that is not known.
+    """
+
+    writer: Writer
+    index: dict[str, Any]
+    cut: Cut
+    name: str
+    owner: I64
+    weight: npt.NDArray[np.uint64]
+    spans: npt.NDArray[np.void]
+
+    def packed(self, pieces: Pieces | None) -> Packed:
+        """Return the data set; `pieces` are the weights by bucket, None where there are no buckets.
+
+        The page adds the pieces of an owner up to its weight.
+        """
+        writer, owners = self.writer, int(self.owner.max(initial=-1)) + 1
+        if pieces is None:
+            weights = np.zeros(owners, np.uint64)
+            np.add.at(weights, self.owner, self.weight)
+            writer.integers(self.name, weights)
+        else:
+            writer.integers("piece_count", np.bincount(pieces.owner, minlength=owners))
+            writer.integers("piece_first", pieces.first)
+            writer.integers("piece_length", pieces.length)
+            writer.integers("piece_weight", pieces.weight)
+        index = {"sections": writer.sections, **self.index}
+        return Packed(index, writer.blob(), self.cut, int(self.weight.sum()))
+
+
+def draft(profile: Profile, options: ReportOptions) -> Draft:
+    """Prepare a whole profile, all classes of time.
 
     Args:
         profile: What was recorded.
@@ -109,9 +152,8 @@ def pack(profile: Profile, options: ReportOptions) -> Packed:
     _pack_lines(writer, profile, rows.labels, used)
     kinds = np.unique(rows.tail[rows.tail >= 0])
     kind = np.where(rows.tail < 0, 0, np.searchsorted(kinds, rows.tail) + 1)
-    pack_weights(writer, rows, node, kind)
+    row = pack_rows(writer, node, rows.thread, kind)
     index = {
-        "sections": writer.sections,
         "classes": len(SampleClass),
         "kinds": _kinds_of_time(rows),
         "threads": [
@@ -120,7 +162,7 @@ def pack(profile: Profile, options: ReportOptions) -> Packed:
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
     }
-    return Packed(index, writer.blob(), cut, int(tree.total_ns[0]))
+    return Draft(writer, index, cut, "row_ns", row, rows.ns, profile.spans)
 
 
 def _kinds_of_time(rows: Rows) -> list[dict[str, Any]]:
@@ -133,23 +175,25 @@ def _kinds_of_time(rows: Rows) -> list[dict[str, Any]]:
     return kinds
 
 
-def pack_weights(writer: Writer, rows: Rows, node: I64, kind: I64) -> None:
+def pack_rows(writer: Writer, node: I64, thread: npt.NDArray[np.uint32], kind: I64) -> I64:
     """Add one row per (node, thread, kind), by node: its column is then all small differences.
 
     Args:
         writer: Where to.
-        rows: The weights.
-        node: The node of each row.
-        kind: What the page counts through, not negative, of each row.
+        node: The node of each weight.
+        thread: The thread of each weight.
+        kind: What the page counts through, not negative, of each weight.
+
+    Returns:
+        The row that each weight belongs to.
     """
-    n_kinds, n_threads = int(kind.max(initial=0)) + 1, int(rows.thread.max(initial=0)) + 1
-    keys, index = np.unique((node * n_threads + rows.thread) * n_kinds + kind, return_inverse=True)
-    ns = np.zeros(len(keys), dtype=np.uint64)
-    np.add.at(ns, index, rows.ns)
+    n_kinds, n_threads = int(kind.max(initial=0)) + 1, int(thread.max(initial=0)) + 1
+    keys, row = np.unique((node * n_threads + thread) * n_kinds + kind, return_inverse=True)
     writer.integers("row_node", keys // (n_threads * n_kinds), is_delta=True)
     writer.integers("row_thread", keys // n_kinds % n_threads)
     writer.integers("row_kind", keys % n_kinds)
-    writer.integers("row_ns", ns)
+    found: I64 = row.astype(np.int64)
+    return found
 
 
 def pack_labels(writer: Writer, profile: Profile, labels: Labels, used: I64) -> None:

@@ -4,7 +4,8 @@
 Where time has classes (on the CPU, blocked, ...), samples have stall categories, and where it has
 kinds of waits, they have the vendor's stall reasons: so the page sums and draws both in one way.
 Threads stand for processes. Beside the tree are the figures of each kernel, and the instructions of
-each kernel's code, for its listing.
+each kernel's code, for its listing. What has weights are not the rows but the hits: samples of one
+instruction, reason and launching stack, each part of a row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from aiflame.agent.reports.device_rows import (
     source_label,
 )
 from aiflame.agent.reports.kernel_stats import identities, kernel_stats
-from aiflame.agent.reports.pack import MAX_NODES, Packed, Writer, pack_labels, pack_weights
+from aiflame.agent.reports.pack import MAX_NODES, Draft, Writer, pack_labels, pack_rows
 from aiflame.agent.reports.rows import I64, showable
 from aiflame.agent.reports.selection import hidden_kinds
 from aiflame.agent.reports.tree import build, kept_above, prune
@@ -34,8 +35,8 @@ from aiflame.gpu.stalls import StallCategory, category_of
 _MAX_LISTED = 50_000
 
 
-def pack_device(profile: Profile, options: ReportOptions, samples: DeviceSamples) -> Packed:
-    """Pack the device samples of a profile.
+def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSamples) -> Draft:
+    """Prepare the device samples of a profile.
 
     Args:
         profile: What was recorded.
@@ -58,11 +59,11 @@ def pack_device(profile: Profile, options: ReportOptions, samples: DeviceSamples
     writer.integers("role", made.roles[used])
     for name in ("line_label", "line", "line_ns"):
         writer.integers(name, np.zeros(0, np.int64))
-    pack_weights(writer, made.rows, node, samples.reason)
+    row = pack_rows(writer, node, made.rows.thread, samples.reason)
     _pack_kernels(writer, samples, made, used)
     _pack_instructions(writer, samples)
+    writer.integers("hit_row", row)
     index: dict[str, Any] = {
-        "sections": writer.sections,
         "classes": len(StallCategory),
         "kinds": [
             {"name": showable(r.name), "klass": int(category_of(r))} for r in samples.gpu.reasons
@@ -72,8 +73,10 @@ def pack_device(profile: Profile, options: ReportOptions, samples: DeviceSamples
         ],
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
+        "certainties": [certainty.label for certainty in Certainty],
     }
-    return Packed(index, writer.blob(), cut, int(tree.total_ns[0]))
+    hit = np.arange(len(samples), dtype=np.int64)
+    return Draft(writer, index, cut, "hit_count", hit, samples.count, samples.spans)
 
 
 def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used: I64) -> None:
@@ -90,10 +93,6 @@ def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used
         "process": np.searchsorted(used, processes[rows]),
         "calls": [entry.calls for entry in entries],
         "stacks": [entry.stacks for entry in entries],
-        **{
-            certainty.label: [entry.samples[certainty] for entry in entries]
-            for certainty in Certainty
-        },
     }
     for name, column in columns.items():
         writer.integers(f"kernel_{name}", np.array(column, np.uint64))
@@ -127,7 +126,7 @@ def _pack_instructions(writer: Writer, samples: DeviceSamples) -> None:
         "hit_code": samples.code,
         "hit_offset": samples.offset,
         "hit_reason": samples.reason,
-        "hit_count": samples.count,
+        "hit_certainty": samples.certainty,
     }
     for name, column in columns.items():
         writer.integers(name, np.array(column, np.uint64))

@@ -135,3 +135,10 @@ def tables() -> tuple[list[list[str]], list[list[str]]]:
     on_cpu = [[fill(c, shade, False) for shade in range(SHADES)] for c in Category]
     off_cpu = [[fill(c, shade, True) for shade in range(SHADES)] for c in Category]
     return on_cpu, off_cpu
+
+
+def class_fills() -> list[str]:
+    """Return the colour of each SampleClass where nothing but the class is shown."""
+    middle = SHADES // 2
+    waits = [fill(category, middle, True) for category in CLASS_CATEGORY.values()]
+    return [fill(Category.NATIVE, middle, False), *waits]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import Binary, FrameKind, Profile, StackEnd
 from aiflame.agent.reports.base import ReportOptions
+from aiflame.agent.reports.facts import range_words
 from aiflame.agent.reports.protowire import StringTable, message_field, packed, varint_field
 from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
 
@@ -262,14 +263,15 @@ def facts(
     profile: Profile, options: ReportOptions, strings: StringTable, period: Period
 ) -> Iterable[bytes]:
     """Yield the fields about the recording."""
-    recording = profile.recording
-    yield varint_field(ProfileField.TIME_NANOS, recording.started_unix_ns)
-    yield varint_field(ProfileField.DURATION_NANOS, recording.duration_ns)
+    recording, shown = profile.recording, profile.recording.shown_range
+    yield varint_field(ProfileField.TIME_NANOS, recording.started_unix_ns + shown.start_ns)
+    yield varint_field(ProfileField.DURATION_NANOS, shown.duration_ns)
     yield message_field(ProfileField.PERIOD_TYPE, value_type(strings, period.type, period.unit))
     yield varint_field(ProfileField.PERIOD, period.value)
     comments = [
         *([options.title] if options.title else []),
         f"aiflame {recording.aiflame_version}: {options.view.label} of {recording.target}",
+        *([f"time range: {range_words(recording)}"] if recording.time_range is not None else []),
         f"command: {recording.command}",
         *(f"{title}: {text}" for title, text in recording.facts),
         *(f"lost: {loss.name} {loss.count}: {loss.meaning}" for loss in profile.losses),

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import device_rows, device_samples
+from aiflame.agent.reports.facts import range_words
 from aiflame.agent.reports.rows import Labels, Rows, rows_for, showable
 from aiflame.agent.reports.summed import summed_paths
 from aiflame.gpu.stalls import StallCategory
@@ -51,10 +52,11 @@ class SpeedscopeReport:
             # speedscope refuses a file without profiles.
             profiles = [_sampled("no samples", {}, [], "nanoseconds")]
         recording = profile.recording
+        when = "" if recording.time_range is None else f", {range_words(recording)}"
         document = {
             "$schema": _SCHEMA,
             "exporter": f"aiflame@{showable(recording.aiflame_version)}",
-            "name": showable(options.title or f"{recording.target}: {options.view.label}"),
+            "name": showable(options.title or f"{recording.target}: {options.view.label}{when}"),
             "activeProfileIndex": 0,
             "shared": {"frames": used.frames},
             "profiles": profiles,

@@ -105,23 +105,28 @@ def _threads(profile: Profile, view: View, limit: int) -> Table:
     np.add.at(ns, (profile.samples["thread"], profile.samples["klass"]), profile.samples["ns"])
     counted = view.selects(np.arange(n_classes, dtype=np.uint8))
     ranks = ns[:, counted].sum(axis=1).tolist()
-    order = sorted(range(n_threads), key=lambda i: (-ranks[i], profile.threads[i].tid, i))
+    is_part = profile.recording.time_range is not None
+    # A thread without any time may not have been there in that part.
+    there = [i for i in range(n_threads) if not is_part or ns[i].any()]
+    order = sorted(there, key=lambda i: (-ranks[i], profile.threads[i].tid, i))
     rows = []
     for i in order[:limit]:
         thread = profile.threads[i]
         process = profile.processes[thread.process]
-        times = (thread.observed_ns, thread.on_cpu_ns, *ns[i].tolist())
+        exact = () if is_part else (thread.observed_ns, thread.on_cpu_ns)
         names = (
             f"{showable(thread.name)} ({thread.tid})",
             f"{showable(process.name)} ({process.pid})",
         )
-        rows.append((*(ms(time) for time in times), *names))
+        rows.append((*(ms(time) for time in (*exact, *ns[i].tolist())), *names))
     return Table(
         "Time by thread, ms",
-        "exact: counted at every context switch; sampled: on-CPU samples times their period",
+        "sampled: on-CPU samples times their period; exact times are known of the whole"
+        " recording only"
+        if is_part
+        else "exact: counted at every context switch; sampled: on-CPU samples times their period",
         (
-            ">observed",
-            ">exact CPU",
+            *(() if is_part else (">observed", ">exact CPU")),
             ">sampled CPU",
             ">blocked",
             ">wait to run",
@@ -130,7 +135,7 @@ def _threads(profile: Profile, view: View, limit: int) -> Table:
             "process",
         ),
         tuple(rows),
-        max(0, n_threads - limit),
+        max(0, len(order) - limit),
     )
 
 
@@ -141,7 +146,7 @@ def _classes(profile: Profile) -> Table:
     whole = sum(ns for ns, _ in sums)
     return Table(
         "Off-CPU time by class",
-        f"100 % = {duration(whole)} off the CPU, summed over threads",
+        f"100 % = {duration(whole)} off the CPU, summed over threads{_counted_where(profile)}",
         (">ms", ">share", ">intervals", "class"),
         tuple(
             (ms(ns), percent(ns, whole), f"{count:,}", klass.label)
@@ -150,15 +155,19 @@ def _classes(profile: Profile) -> Table:
     )
 
 
+def _counted_where(profile: Profile) -> str:
+    return "" if profile.recording.time_range is None else "; counted where they ended"
+
+
 def _causes(profile: Profile, causes: npt.NDArray[np.uint8]) -> Table:
     blocked = profile.samples[profile.samples["klass"] == SampleClass.BLOCKED]
     of_sample = causes[blocked["stack"]]
     sums = {cause: _ns_and_count(blocked[of_sample == cause]) for cause in Cause}
     whole = sum(ns for ns, _ in sums.values())
-    order = sorted((cause for cause in Cause if sums[cause][1]), key=lambda c: (-sums[c][0], c))
+    order = sorted((cause for cause in Cause if any(sums[cause])), key=lambda c: (-sums[c][0], c))
     return Table(
         "Blocked time by cause",
-        f"100 % = {duration(whole)} blocked, summed over threads;"
+        f"100 % = {duration(whole)} blocked, summed over threads{_counted_where(profile)};"
         " read from the names of the kernel's and libc's functions",
         (">ms", ">share", ">waits", "cause"),
         tuple(
@@ -179,9 +188,10 @@ def _waits(profile: Profile, causes: npt.NDArray[np.uint8], limit: int) -> Table
         times = [ms(int(wait[name])) for name in ("blocked_ns", "runnable_ns", "start_ns")]
         names = (f"{showable(thread.name)} ({thread.tid})", _user_leaf(profile, stack))
         rows.append((*times, CAUSES[int(causes[stack])], *names))
+    cut = "" if profile.recording.time_range is None else "; as far as they were in the time range"
     return Table(
         "Longest waits, ms",
-        "one by one, from the recording's threshold on; at: since the recording's start",
+        f"one by one, from the recording's threshold on; at: since the recording's start{cut}",
         (">blocked", ">then runnable", ">at", "cause", "thread", "called from"),
         tuple(rows),
         max(0, len(waits) - limit),
@@ -231,9 +241,10 @@ def _modules(profile: Profile, view: View, limit: int) -> Table:
 
 def _losses(profile: Profile) -> Table:
     lost = [loss for loss in profile.losses if loss.count]
+    when = "" if profile.recording.time_range is None else ", in the whole recording"
     return Table(
         "Losses",
-        "seen but not kept" if lost else "everything that was seen was kept",
+        (f"seen but not kept{when}" if lost else "everything that was seen was kept"),
         (">count", "name", "meaning"),
         tuple((f"{loss.count:,}", showable(loss.name), showable(loss.meaning)) for loss in lost),
         is_prose=True,

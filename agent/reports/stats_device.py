@@ -98,7 +98,7 @@ def _kernels(profile: Profile, samples: DeviceSamples, limit: int) -> Table:
                 f"{showable(process.name)} ({process.pid})",
             )
         )
-    note = absence(profile.gpu) or (
+    note = absence(profile) or (
         f"100 % = {counted(whole, 'device sample')}. {attribution(profile, samples)}"
         " Exact: one stack launched it; shared: estimated among several stacks"
     )
@@ -199,7 +199,7 @@ def _calls(profile: Profile, limit: int) -> Table:
 
 
 def _rate(count: int, profile: Profile) -> str:
-    lasted = profile.recording.duration_ns
+    lasted = profile.recording.shown_range.duration_ns
     return f"{count * _NS_PER_S / lasted if lasted else 0:,.1f}"
 
 

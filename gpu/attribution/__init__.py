@@ -80,8 +80,11 @@ def attribute(
 
     Returns:
         ATTRIBUTED_DTYPE; the counts of each sample's rows add up to its own exactly. The same
-        input gives the same output, and the order of a profile's rows makes no difference.
+        input gives the same output, and the order of a profile's rows makes no difference. Of a
+        time range, what it was in the whole recording.
     """
+    if gpu.attributed is not None:
+        return gpu.attributed
     samples = gpu.samples
     names = name_ids(gpu)
     launches = launches_of(gpu)

@@ -25,8 +25,8 @@ _ROUNDS = 3
 _REPORT_AIM_S = 3.0
 
 _INTRO = f"""\
-A capture of {_SAMPLES:,} samples in {_STACKS:,} distinct stacks of {_DEPTH} frames. Wall-clock
-seconds of the whole command, start of the interpreter included: median (least-most) of
+A capture of {_SAMPLES:,} samples in {_STACKS:,} distinct stacks of {_DEPTH} frames, over an hour.
+Wall-clock seconds of the whole command, start of the interpreter included: median (least-most) of
 {_ROUNDS}; memory is its peak RSS."""
 
 
@@ -63,7 +63,11 @@ def write_capture(profile: Profile, path: Path) -> None:
         for index in range(len(stacks))
     )
     writer.put("stacks", rows)
-    writer.put("samples", ((0, *row) for row in profile.samples.tolist()))
+    spans = profile.spans
+    rows = profile.samples[spans["sample"]]
+    rows["count"], rows["ns"] = spans["count"], spans["ns"]
+    columns = zip(spans["first_s"].tolist(), rows.tolist(), strict=True)
+    writer.put("samples", ((second, *row) for second, row in columns))
     writer.commit()
     writer.close()
 

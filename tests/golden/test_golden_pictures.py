@@ -19,11 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiflame.agent.model.profile import Profile
+from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
+from aiflame.agent.reports.time_range import in_range
 from device_profiles import small_device_profile
-from profiles import empty_profile, hostile_profile, python_profile, small_profile
+from profiles import (
+    empty_profile,
+    hostile_profile,
+    python_profile,
+    small_profile,
+    timed_profile,
+)
 
 FOLDER = Path(__file__).parent / "pictures"
 
@@ -36,6 +43,12 @@ class Case:
 
 
 _BY_FRAME = ReportOptions(View.GPU, color_by=ColorBy.FRAME, leaf=Leaf.INSTRUCTION)
+
+
+def _part() -> Profile:
+    """The last three seconds."""
+    return in_range(timed_profile(), TimeRange(3 * NS_PER_S, 5_500_000_000))
+
 
 CASES = [
     Case("small-wall.svg", small_profile, ReportOptions()),
@@ -50,6 +63,9 @@ CASES = [
     Case("small-wall.html", small_profile, ReportOptions()),
     Case("small-threads.html", small_profile, ReportOptions(View.CPU, True, True)),
     Case("empty.html", empty_profile, ReportOptions()),
+    Case("timed.html", timed_profile, ReportOptions()),
+    Case("range.html", _part, ReportOptions()),
+    Case("range.svg", _part, ReportOptions()),
     Case("device.svg", small_device_profile, ReportOptions(View.GPU)),
     Case("device-frames.svg", small_device_profile, _BY_FRAME),
     Case("device-inverted.svg", small_device_profile, ReportOptions(View.GPU, inverted=True)),

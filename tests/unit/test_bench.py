@@ -6,11 +6,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.profile import SPAN_DTYPE, SampleClass
 from bench import hot_stacks, large, loads, machine, pairs, run, tools
 from bench.kernel import Runs, Window
 from bench.table import Aim, Table, aims_table, spread
@@ -32,6 +34,10 @@ def test_bench_refuses_a_part_that_it_does_not_know() -> None:
 
 def test_written_capture_is_read_back_whole(tmp_path: Path) -> None:
     profile = small_profile()
+    spans = np.zeros(len(profile.samples), SPAN_DTYPE)
+    spans["sample"], spans["first_s"], spans["seconds"] = np.arange(len(spans)), 1, 1
+    spans["count"], spans["ns"] = profile.samples["count"], profile.samples["ns"]
+    profile = replace(profile, spans=spans)
     large.write_capture(profile, tmp_path / "small.aiflame")
     read = read_capture(tmp_path / "small.aiflame")
     assert (read.processes, read.threads, read.binaries) == (
@@ -44,6 +50,8 @@ def test_written_capture_is_read_back_whole(tmp_path: Path) -> None:
     assert read.stacks.frames.tolist() == profile.stacks.frames.tolist()
     assert read.stacks.offsets.tolist() == profile.stacks.offsets.tolist()
     assert sorted(read.samples.tolist()) == sorted(profile.samples.tolist())
+    assert read.spans["first_s"].tolist() == [1] * len(spans)
+    assert sorted(read.spans["ns"].tolist()) == sorted(spans["ns"].tolist())
 
 
 def test_perf_bench_output_is_understood() -> None:

@@ -183,15 +183,15 @@ def test_notes_say_how_sure_the_stacks_are() -> None:
 
 def test_absence_is_said_in_one_line() -> None:
     seen = "No device API calls were seen in the recorded processes."
-    assert absence(small_profile().gpu) == seen
+    assert absence(small_profile()) == seen
     text = FORMATS["svg"].render(small_profile(), _GPU).decode()
     assert seen in text
     limit = Device("nvidia", "H200", Tier.LAUNCHES, "no counters", 0)
     only_launches = device_profile_of([Launch("main", "k", 1)], devices=(limit,))
-    assert absence(only_launches.gpu) == (
+    assert absence(only_launches) == (
         "Device API calls were seen, but no device samples were taken: H200: no counters"
     )
-    assert absence(small_device_profile().gpu) == ""
+    assert absence(small_device_profile()) == ""
 
 
 @pytest.mark.parametrize("form", ["svg", "folded", "html", "pprof", "speedscope"])

@@ -90,6 +90,10 @@ def unpacked(page: Elements) -> dict[str, Any]:
         planes = np.frombuffer(chunk, dtype=np.uint8).reshape(section["bytes"], section["count"])
         column = sum(planes[i].astype(np.int64) << (8 * i) for i in range(section["bytes"]))
         data[section["name"]] = np.cumsum(column) if section["is_delta"] else column
+    if "piece_count" in data:
+        owner = np.repeat(np.arange(len(data["piece_count"])), data["piece_count"])
+        data["row_ns"] = np.zeros(len(data["row_node"]), np.int64)
+        np.add.at(data["row_ns"], owner, data["piece_weight"] * data["piece_length"])
     return data
 
 

@@ -7,7 +7,6 @@ import argparse
 import io
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -152,8 +151,9 @@ def test_an_encoding_that_lacks_a_name_prints_the_rest(monkeypatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     monkeypatch.setattr(verb, "read_capture", lambda path: hostile_profile())
-    chosen = {"view": "wall", "limit": 20, "frames": "both", "hide_importlib": False}
-    verb.run(argparse.Namespace(capture=Path("x"), **chosen))
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    verb.run(parser.parse_args(["x", "-n", "20"]))
     sys.stdout.flush()
     assert b"__proto__" in raw.getvalue()
 

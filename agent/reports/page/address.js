@@ -9,6 +9,15 @@ function firstMode(settings) {
   return settings.inverted ? "inverted" : "flame";
 }
 
+// The buckets that a range of seconds touches; null for none, or all of them.
+function bucketsOf(time, from, to) {
+  const known = (text) => (/^\d+$/.test(text) ? Number(text) : NaN);
+  if (!time || !(known(from) < known(to))) return null;
+  const first = Math.max(0, Math.floor((known(from) - time.start_s) / time.width_s));
+  const end = Math.min(time.buckets, Math.ceil((known(to) - time.start_s) / time.width_s));
+  return first < end && end - first < time.buckets ? [first, end] : null;
+}
+
 // An address may have been edited by hand: what makes no sense is taken for absent.
 // `setOf` gives the data set of a view, undefined where there is none.
 function readAddress(settings, setOf) {
@@ -25,6 +34,7 @@ function readAddress(settings, setOf) {
     frames: oneOf("frames", Object.keys(settings.index.hidden_kinds), settings.frames),
     hideImports: oneOf("imports", ["0", "1"], settings.hide_imports ? "0" : "1") === "0",
     fn,
+    range: bucketsOf(settings.time, given.get("from"), given.get("to")),
     threads: given.get("threads") || "",
     search: given.get("search") || "",
     matchCase: given.get("case") === "1",
@@ -40,6 +50,11 @@ function writeAddress(state, settings, isStep) {
   if (state.frames !== settings.frames) kept.set("frames", state.frames);
   if (state.hideImports !== settings.hide_imports) kept.set("imports", state.hideImports ? "0" : "1");
   if (state.fn !== null) kept.set("fn", state.fn);
+  if (state.range) {
+    const [from, to] = state.range.map((bucket) => settings.time.start_s + bucket * settings.time.width_s);
+    kept.set("from", from);
+    kept.set("to", to);
+  }
   if (state.threads) kept.set("threads", state.threads);
   if (state.search) kept.set("search", state.search);
   if (state.matchCase) kept.set("case", "1");

@@ -111,23 +111,34 @@ function summed(column, kernels) {
   return kernels.reduce((sum, k) => sum + column[k], 0);
 }
 
+// Samples of some kernels by a column of hits.
+function hitsBy(data, column, kernels) {
+  const sums = new Map();
+  const wanted = new Set(kernels);
+  for (let i = 0; i < data.hit_code.length; i++) {
+    if (!data.hit_count[i] || !wanted.has(data.code_kernel[data.hit_code[i]])) continue;
+    sums.set(column[i], (sums.get(column[i]) || 0) + data.hit_count[i]);
+  }
+  return sums;
+}
+
 // How sure the launching stacks of some kernels' samples are.
 function certainty(data, kernels) {
-  const parts = ["exact", "shared", "unattributed"].map((name) => [name, summed(data["kernel_" + name], kernels)]);
-  const whole = parts.reduce((sum, [, count]) => sum + count, 0);
-  return parts.filter(([, count]) => count > 0).map(([name, count]) => `${percent(count, whole)} ${name}`).join(", ");
+  const sums = [...hitsBy(data, data.hit_certainty, kernels)].sort((a, b) => a[0] - b[0]);
+  const whole = sums.reduce((sum, [, count]) => sum + count, 0);
+  return sums.map(([which, count]) => `${percent(count, whole)} ${data.certainties[which]}`).join(", ");
 }
 
 // Samples by the vendor's reason, most first: [name, category, count].
 function reasonsOf(data, kernels) {
-  const sums = new Map();
-  const wanted = new Set(kernels);
-  for (let i = 0; i < data.hit_code.length; i++) {
-    if (!wanted.has(data.code_kernel[data.hit_code[i]])) continue;
-    sums.set(data.hit_reason[i], (sums.get(data.hit_reason[i]) || 0) + data.hit_count[i]);
-  }
-  return [...sums].sort((a, b) => b[1] - a[1] || a[0] - b[0])
+  return [...hitsBy(data, data.hit_reason, kernels)].sort((a, b) => b[1] - a[1] || a[0] - b[0])
     .map(([kind, count]) => [data.kinds[kind].name, data.kinds[kind].klass, count]);
+}
+
+// How often some kernels were launched; that is not known by time range.
+function launchWords(data, kernels) {
+  return counted(summed(data.kernel_calls, kernels), "launch", "launches")
+    + ` from ${counted(summed(data.kernel_stacks, kernels), "stack")}` + (data.isPart ? " in the whole recording" : "");
 }
 
 // Pairs (heading, text) of a kernel's frame.
@@ -135,13 +146,12 @@ function kernelFacts(data, tree, node) {
   const kernels = kernelsAt(data, tree, node);
   if (!kernels.length) return [];
   const name = data.kernel_names[kernels[0]];
-  const whole = summed(data.kernel_exact, kernels) + summed(data.kernel_shared, kernels) + summed(data.kernel_unattributed, kernels);
-  const reasons = reasonsOf(data, kernels).slice(0, 5);
+  const reasons = reasonsOf(data, kernels);
+  const whole = reasons.reduce((sum, [, , count]) => sum + count, 0);
   const facts = [
-    ["launches", counted(summed(data.kernel_calls, kernels), "launch", "launches")
-      + ` from ${counted(summed(data.kernel_stacks, kernels), "stack")}`],
+    ["launches", launchWords(data, kernels)],
     ["launch stacks", certainty(data, kernels)],
-    ["reasons", reasons.map(([reason, , count]) => `${reason} ${percent(count, whole)}`).join(", ")],
+    ["reasons", reasons.slice(0, 5).map(([reason, , count]) => `${reason} ${percent(count, whole)}`).join(", ")],
   ];
   if (name !== data.names[tree.label[node]]) facts.push(["whole name", name]);
   return facts;
@@ -166,7 +176,7 @@ function listings(data, kernels) {
     made.source = data.sources[data.at_source[i]];
   }
   for (let i = 0; i < data.hit_code.length; i++) {
-    if (!isWanted(data.hit_code[i])) continue;
+    if (!data.hit_count[i] || !isWanted(data.hit_code[i])) continue;
     const hit = row(data.hit_code[i], data.hit_offset[i]);
     hit.count += data.hit_count[i];
     hit.reasons.set(data.hit_reason[i], (hit.reasons.get(data.hit_reason[i]) || 0) + data.hit_count[i]);

@@ -61,8 +61,7 @@ function showListing(data, kernels, faces) {
   byId("listing-title").textContent = data.kernel_names[kernels[0]];
   const found = listings(data, kernels);
   const total = found.reduce((sum, listing) => sum + listing.total, 0);
-  byId("listing-note").textContent = `${counted(total, "sample")}; ${counted(summed(data.kernel_calls, kernels), "launch", "launches")}`
-    + ` from ${counted(summed(data.kernel_stacks, kernels), "stack")}; ${certainty(data, kernels)}`;
+  byId("listing-note").textContent = `${counted(total, "sample")}; ${launchWords(data, kernels)}; ${certainty(data, kernels)}`;
   body.replaceChildren();
   found.forEach((listing, i) => {
     if (found.length > 1) body.append(element("h3", `Build ${i + 1} of ${found.length}: ${counted(listing.total, "sample")}`));

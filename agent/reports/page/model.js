@@ -24,7 +24,56 @@ function unpack(index, bytes) {
       ? integers(chunk, section)
       : JSON.parse(new TextDecoder().decode(chunk));
   }
-  return data;
+  if (data.piece_count) data.piece_owner = owners(data.piece_count);
+  return within(data, null);
+}
+
+// The owner of each piece: the first `counts[0]` are of owner 0, and so on.
+function owners(counts) {
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  const owner = new Int32Array(total);
+  for (let i = 0, at = 0; i < counts.length; i++) for (const end = at + counts[i]; at < end; at++) owner[at] = i;
+  return owner;
+}
+
+// The data with the weights of a range of buckets [from, to), null for all. A piece is a weight in
+// each of `length` buckets from `first` on; see pack.py.
+function within(data, range) {
+  const chosen = { ...data, isPart: range !== null };
+  const column = data.hit_row ? "hit_count" : "row_ns";
+  if (data.piece_count) {
+    const { piece_owner: owner, piece_first: first, piece_length: length, piece_weight: weight } = data;
+    const [from, to] = range || [0, Infinity];
+    const sums = new Float64Array(data.piece_count.length);
+    for (let i = 0; i < owner.length; i++) {
+      const buckets = Math.min(first[i] + length[i], to) - Math.max(first[i], from);
+      if (buckets > 0) sums[owner[i]] += weight[i] * buckets;
+    }
+    chosen[column] = sums;
+  }
+  // Device samples have their weights by hit, of which a row has several.
+  if (data.hit_row) {
+    chosen.row_ns = new Float64Array(data.row_node.length);
+    for (let i = 0; i < data.hit_row.length; i++) chosen.row_ns[data.hit_row[i]] += chosen.hit_count[i];
+  }
+  return chosen;
+}
+
+// Weights by class and bucket, of the threads that `wanted` (null for all) lets through.
+function activity(data, buckets, wanted) {
+  const series = zeroClasses(buckets + 1, data.classes);
+  const { piece_owner: owner, piece_first: first, piece_length: length, piece_weight: weight } = data;
+  const klassOf = data.kinds.map((entry) => entry.klass);
+  // First as steps up and down, since a long wait is one piece.
+  for (let i = 0; i < owner.length; i++) {
+    const row = data.hit_row ? data.hit_row[owner[i]] : owner[i];
+    if (wanted !== null && !wanted[data.row_thread[row]]) continue;
+    const steps = series[klassOf[data.row_kind[row]]];
+    steps[first[i]] += weight[i];
+    steps[first[i] + length[i]] -= weight[i];
+  }
+  for (const steps of series) for (let b = 1; b <= buckets; b++) steps[b] += steps[b - 1];
+  return series.map((steps) => steps.subarray(0, buckets));
 }
 
 function integers(chunk, section) {
@@ -310,7 +359,7 @@ function legendTotals(tree, data, wanted) {
   const byCategory = new Map([...new Set(tree.label.slice(1))].map((l) => [data.category[l], 0]));
   const byKind = new Map();
   for (let r = 0; r < data.row_node.length; r++) {
-    if (wanted !== null && !wanted[data.row_thread[r]]) continue;
+    if (!data.row_ns[r] || (wanted !== null && !wanted[data.row_thread[r]])) continue;
     const kind = data.row_kind[r];
     const label = tree.label[data.row_node[r]];
     if (kind === 0) {
@@ -326,7 +375,8 @@ function follow(tree, path) {
   let node = 0;
   for (const label of path) {
     let child = node + 1;
-    while (child < tree.end[node] && tree.label[child] !== label) child = tree.end[child];
+    // What has no time in what is shown is not there.
+    while (child < tree.end[node] && (tree.label[child] !== label || !tree.total[child])) child = tree.end[child];
     if (child >= tree.end[node]) break;
     node = child;
   }
@@ -337,6 +387,14 @@ function pathTo(tree, node) {
   const path = [];
   for (let i = node; i > 0; i = tree.parent[i]) path.push(tree.label[i]);
   return path.reverse();
+}
+
+// A time since the start: "2.5 s", of recordings that are longer than two minutes "1:02:03".
+function moment(seconds, whole) {
+  if (whole <= 120) return Number(seconds.toFixed(3)) + " s";
+  const two = (n) => String(n).padStart(2, "0");
+  const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Number((seconds % 60).toFixed(0))];
+  return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
 }
 
 const UNITS = [[1e9, "s"], [1e6, "ms"], [1e3, "us"]];
@@ -366,7 +424,7 @@ function percent(part, whole) {
 
 if (typeof module !== "undefined") {
   module.exports = {
-    unpack, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
+    unpack, within, activity, moment, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
     follow, pathTo, selfTimes, arranged, duration, percent, counted, amount,
   };
 }

@@ -11,6 +11,8 @@ const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time",
 const wholeWords = (view, whole) => (view === "gpu" ? counted(whole, "device sample") : `${duration(whole)} of ${VIEW_NAMES[view]}`);
 const setOf = (view) => (view === "gpu" ? "device" : "time");
 
+const sameRange = (a, b) => String(a) === String(b);
+
 class Page {
   // `sets`: the data of times, and of device samples where there are any.
   constructor(settings, sets) {
@@ -29,6 +31,8 @@ class Page {
     byId("frames").hidden = !settings.has_python;
     document.querySelector('[data-view="gpu"]').hidden = !sets.device;
     this.legendTable = new Legend(this);
+    this.strip = settings.time ? new Strip(this) : null;
+    this.deviceNote = byId("device-note").textContent;
     this.fillThreads();
     this.listen();
     this.recall();
@@ -96,17 +100,21 @@ class Page {
       this.use(setOf(this.state.view));
     }
     if (this.state.frames !== before.frames || this.state.hideImports !== before.hideImports) this.plain = null;
-    if (this.state.threads !== before.threads) this.weighed = null;
+    if (this.state.threads !== before.threads || !sameRange(this.state.range, before.range)) this.weighed = null;
     if (this.state.view !== before.view) this.laid = null;
     this.update();
     this.remember(isStep);
   }
 
   wanted() {
+    return this.state.view === "gpu" ? null : this.chosenThreads(); // a device's samples have no thread
+  }
+
+  chosenThreads() {
     const choice = this.state.threads;
-    if (!choice || this.state.view === "gpu") return null; // a device's samples have no thread
+    if (!choice) return null;
     const id = Number(choice.slice(1));
-    return this.data.threads.map((t, i) => (choice[0] === "p" ? t.process === id : i === id));
+    return this.sets.time.data.threads.map((t, i) => (choice[0] === "p" ? t.process === id : i === id));
   }
 
   // ---- from state to picture -----------------------------------------------------------------
@@ -114,10 +122,11 @@ class Page {
   update() {
     if (!this.plain) {
       const hidden = hiddenLabels(this.data, this.state.frames, this.state.hideImports);
-      ({ tree: this.plain, data: this.rows } = selected(this.whole, this.data, hidden));
+      ({ tree: this.plain, data: this.all } = selected(this.whole, this.data, hidden));
       this.weighed = null;
     }
     if (!this.weighed) {
+      this.rows = this.state.range ? within(this.all, this.state.range) : this.all;
       this.weighed = weigh(this.plain, this.rows, this.wanted());
       this.legend = legendTotals(this.plain, this.rows, this.wanted());
       this.laid = null;
@@ -133,6 +142,7 @@ class Page {
     this.showControls();
     this.legendTable.show();
     this.showPath();
+    if (this.strip) this.strip.show();
   }
 
   showGraphs() {
@@ -184,15 +194,28 @@ class Page {
     document.querySelector('[data-mode="sandwich"]').disabled = this.state.fn === null;
     byId("case").setAttribute("aria-pressed", String(this.state.matchCase));
     byId("reset").disabled = this.state.zoom.length === 0;
+    this.showDeviceNote();
     const whole = this.laid.total[0];
+    const when = this.state.range ? `${this.strip.rangeWords(this.state.range)} of ${moment(this.settings.time.recorded_s, this.strip.whole)} recorded` : this.settings.lasted;
     if (this.state.view === "gpu") {
-      byId("whole").textContent = `100 % = ${wholeWords("gpu", whole)} of ${counted(this.data.kernel_names.length, "kernel")}, recorded in ${this.settings.lasted}`;
+      const kernels = new Set(Array.from(this.rows.hit_code, (code, i) => (this.rows.hit_count[i] ? this.data.code_kernel[code] : -1)));
+      kernels.delete(-1);
+      byId("whole").textContent = `100 % = ${wholeWords("gpu", whole)} of ${counted(kernels.size, "kernel")}, ${when}`;
       return;
     }
     const wanted = this.wanted();
-    const threads = [...this.counted].filter((thread) => wanted === null || wanted[thread]).length;
+    const there = this.state.range ? this.rows.row_thread.filter((_, row) => this.rows.row_ns[row] > 0) : this.counted;
+    const threads = [...new Set(there)].filter((thread) => wanted === null || wanted[thread]).length;
     byId("whole").textContent = `100 % = ${wholeWords(this.state.view, whole)}`
-      + ` summed over ${counted(threads, "thread")}, recorded in ${this.settings.lasted}`;
+      + ` summed over ${counted(threads, "thread")}, ${when}`;
+  }
+
+  // How sure the stacks of device samples are, of the whole recording or of the chosen range.
+  showDeviceNote() {
+    const { sets, state: { range } } = this;
+    if (!sets.device) return;
+    const words = () => certainty(within(sets.device.data, range), [...sets.device.data.kernel_names.keys()]);
+    byId("device-note").textContent = range ? `Attribution in this time range: ${words() || "no device samples"}.` : this.deviceNote;
   }
 
   showPath() {
@@ -224,7 +247,7 @@ class Page {
   openListing() {
     const { zoomed, selected } = this.graph;
     const kernels = this.kernelsOf(selected >= 0 ? selected : zoomed);
-    if (kernels.length) showListing(this.data, kernels, this.faces);
+    if (kernels.length) showListing(this.rows, kernels, this.faces);
   }
 
   // ---- search and table ----------------------------------------------------------------------
@@ -280,7 +303,7 @@ class Page {
 
   facts(graph, node) {
     const whole = this.state.mode === "sandwich" ? "of the function" : "of all";
-    const known = this.state.view === "gpu" ? kernelFacts(this.data, graph.tree, node) : sourceFacts(this.data, graph.tree.label[node]);
+    const known = this.state.view === "gpu" ? kernelFacts(this.rows, graph.tree, node) : sourceFacts(this.rows, graph.tree.label[node]);
     return frameFacts(graph, node, whole).concat(known, known.length && this.state.view === "gpu" ? [["", "click, then l: its instructions"]] : []);
   }
 
@@ -347,6 +370,7 @@ class Page {
     if (search) this.search({ search: byId("search").value = "" });
     else if (zoom.length) this.graph.zoom(0);
     else if (mode === "sandwich") this.set({ mode: "flame" });
+    else if (this.state.range) this.set({ range: null });
   }
 
   sandwichSelected() {

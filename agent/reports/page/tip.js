@@ -43,7 +43,7 @@ function sourceFacts(data, label) {
   let sum = 0;
   for (let i = 0; i < labels.length; i++) if (labels[i] === label) { rows.push(i); sum += ns[i]; }
   if (!rows.length) return name ? [["file", name]] : [];
-  return rows.map((i, at) => [at ? "" : "hottest lines", `${name}:${line[i]} (${percent(ns[i], sum)} of these)`]);
+  return rows.map((i, at) => [at ? "" : data.isPart ? "hottest lines of the recording" : "hottest lines", `${name}:${line[i]} (${percent(ns[i], sum)} of these)`]);
 }
 
 function showTip(tip, graph, box, event, factsOf) {
@@ -51,18 +51,33 @@ function showTip(tip, graph, box, event, factsOf) {
   if (!box) return;
   if (tip.box !== box) {
     tip.box = box;
-    tip.replaceChildren(element("strong", box.more ? "narrow frames" : graph.nameOf(box.node)));
-    const table = element("table", null);
-    const lines = box.more
+    fillTip(tip, box.more ? "narrow frames" : graph.nameOf(box.node), box.more
       ? [["frames", `${box.more.toLocaleString("en-US")}, together ${amount(graph.tree.view, box.ns)}; click to zoom in`]]
-      : factsOf(box.node);
-    for (const [name, text] of lines) {
-      const row = table.insertRow();
-      row.insertCell().textContent = name;
-      row.insertCell().textContent = text;
-    }
-    tip.append(table);
+      : factsOf(box.node));
   }
+  placeTip(tip, event);
+}
+
+// A tip that is not about a frame.
+function showLines(tip, event, title, lines) {
+  tip.hidden = false;
+  tip.box = null;
+  fillTip(tip, title, lines);
+  placeTip(tip, event);
+}
+
+function fillTip(tip, title, lines) {
+  tip.replaceChildren(element("strong", title));
+  const table = element("table", null);
+  for (const [name, text] of lines) {
+    const row = table.insertRow();
+    row.insertCell().textContent = name;
+    row.insertCell().textContent = text;
+  }
+  tip.append(table);
+}
+
+function placeTip(tip, event) {
   const room = { x: innerWidth - tip.offsetWidth - 8, y: innerHeight - tip.offsetHeight - 8 };
   const above = event.clientY - tip.offsetHeight - 12;
   const below = event.clientY + 18;
