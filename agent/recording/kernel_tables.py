@@ -80,6 +80,7 @@ class KernelTables:
         self._bytes: dict[int, int] = {}
         self._free_slots = list(range(abi.TABLES_MAX - 1, -1, -1))
         self._mapping_bytes: dict[int, int] = {}  # by pid
+        self._lost_mappings: set[int] = set()  # pids that found no room
 
     @property
     def free_slots(self) -> int:
@@ -175,8 +176,7 @@ class KernelTables:
                 if is_cut:
                     break
             refused += self._programs.process_mappings.update_many(fds)
-            self._losses[LossKind.MAPPINGS_NOT_KEPT] += len(refused)
-            self.drop_mappings(refused)
+            self._lose_mappings(refused)
         return is_cut
 
     def _has_room_for_mappings(self, pid: int, size_bytes: int, entering: Collection[int]) -> bool:
@@ -185,6 +185,8 @@ class KernelTables:
         Who maps the most code is the first to be walked by frame pointer.
         """
         needed_bytes = size_bytes - self._mapping_bytes.get(pid, 0) - self.free_mapping_bytes
+        if needed_bytes <= 0:
+            return True
         leaving = []
         for other, held_bytes in sorted(self._mapping_bytes.items(), key=lambda item: -item[1]):
             if needed_bytes <= 0 or held_bytes <= size_bytes:
@@ -194,9 +196,14 @@ class KernelTables:
                 needed_bytes -= held_bytes
         if needed_bytes > 0:
             return False
-        self._losses[LossKind.MAPPINGS_NOT_KEPT] += len(leaving)
-        self.drop_mappings(leaving)
+        self._lose_mappings(leaving)
         return True
+
+    def _lose_mappings(self, pids: Collection[int]) -> None:
+        """Takes out what finds no room, and counts each process once."""
+        self._losses[LossKind.MAPPINGS_NOT_KEPT] += len(set(pids) - self._lost_mappings)
+        self._lost_mappings.update(pids)
+        self.drop_mappings(pids)
 
     def drop_mappings(self, pids: Collection[int]) -> None:
         """Takes the mappings of processes out, if they are there."""

@@ -206,9 +206,10 @@ class ReplayWalker:
         """The caller of code that returns now, or as soon as its callee has; None for other."""
         code = self._code(at.rip)
         found = None if code is None else epilogue(code, at_call=is_exact)
-        if found is None or (found.from_rbp and not _has_frame(at)):
+        base = _frame_pointer(at) if found is not None and found.from_rbp else at.rsp
+        if found is None or base is None:
             return None
-        slot = ((at.rbp or 0) if found.from_rbp else at.rsp) + found.offset & _ADDRESS_MASK
+        slot = base + found.offset & _ADDRESS_MASK
         rip = self._read_u64(slot)
         rbp = self._read_u64(slot - WORD_BYTES) if found.has_link else at.rbp
         if rip is None or (rbp is None and found.has_link):
@@ -218,15 +219,17 @@ class ReplayWalker:
 
     def _without_cfi(self, at: Registers, is_leaf: bool) -> tuple[Registers, WalkedFrame]:
         """By saved RBP and return address at RBP; a leaf's may be on top of the stack instead."""
-        rbp = rip = None
-        if at.rbp is not None and _has_frame(at):
-            rbp, rip = self._read_u64(at.rbp), self._read_u64(at.rbp + WORD_BYTES)
-        has_link = rbp is not None and rip is not None
-        if rip is not None and has_link and not (is_leaf and not self._follows_call(rip)):
-            if is_leaf:
-                self._require_return_address(rip)
+        base = _frame_pointer(at)
+        rbp = None if base is None else self._read_u64(base)
+        rip = None if base is None else self._read_u64(base + WORD_BYTES)
+        if base is not None and rbp is not None and rip is not None:
             frame = WalkedFrame(rip, False, FoundBy.FRAME_POINTER)
-            return Registers(rip, (at.rbp or 0) + 2 * WORD_BYTES, rbp), frame
+            caller = Registers(rip, base + 2 * WORD_BYTES, rbp), frame
+            if not is_leaf:
+                return caller
+            if self._follows_call(rip):
+                self._require_return_address(rip)
+                return caller
         rip = self._read_u64(at.rsp)
         if not is_leaf or rip is None:
             raise _Stop(WalkEnd.NO_TABLE)
@@ -263,6 +266,8 @@ class ReplayWalker:
         return word
 
 
-def _has_frame(at: Registers) -> bool:
-    """Whether RBP can point at a frame of the stack: it lies above RSP, and aligned."""
-    return at.rbp is not None and at.rbp >= at.rsp and at.rbp % WORD_BYTES == 0
+def _frame_pointer(at: Registers) -> int | None:
+    """RBP where it can point at a frame of the stack: it lies above RSP, and aligned."""
+    if at.rbp is None or at.rbp < at.rsp or at.rbp % WORD_BYTES:
+        return None
+    return at.rbp
