@@ -157,6 +157,17 @@ class LossKind(enum.Enum):
         " before the recording show kernel frames only"
     )
 
+    # What a window may hold.
+    WINDOW_STACKS_FULL = _Entry(
+        "samples and calls whose stack was one too many, of those in which least time was spent:"
+        " their time is kept, their frames are not"
+    )
+    WINDOW_EVENTS_FULL = _Entry("waits and launches that were one too many to be listed")
+    WINDOW_ROWS_FULL = _Entry(
+        "samples of devices at too many different instructions", is_of_device=True
+    )
+    PYTHON_CHAIN_LOST = _Entry("Python frames of stacks that never left the kernel")
+
     # Unwind tables.
     BAD_UNWIND_INFO = _Entry(
         "binaries whose unwind information is damaged; walked by frame pointer"

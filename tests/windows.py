@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Operation
 from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, Cost, Rows, Timing, Window
@@ -166,7 +167,7 @@ class RandomRecording:
                 builder.add("device_samples", rows_of("device_samples", row))
                 row = (0, process, 1, 0, at_ns, at_ns, 1, 5)
                 builder.add("kernel_times", rows_of("kernel_times", row))
-                builder.lose("ring_full", 1, 3)
+                builder.lose(LossKind.RING_FULL, 1, 3)
 
     def _spend(
         self, builder: WindowBuilder, interval: Interval, begin_ns: int, end_ns: int

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.model.window import (
     COLUMNS,
@@ -38,9 +39,7 @@ from aiflame.agent.model.window import (
 
 Array = npt.NDArray[Any]
 
-# Names of losses.
-STACKS_LOST, EVENTS_LOST, ROWS_LOST = "window_stacks", "window_events", "window_rows"
-STACK_LOST, CHAIN_LOST = "stack_lost", "python_chain_lost"
+_LOST = {"stacks": LossKind.STACK_LOST, "chains": LossKind.PYTHON_CHAIN_LOST}
 
 _WITH_PARTS = tuple(name for name, column in COLUMNS.items() if column.parts)
 _PARTS = tuple(COLUMNS[name].parts for name in _WITH_PARTS)
@@ -100,8 +99,8 @@ class WindowBuilder:
             name: OrderedDict() for name in _WITH_PARTS
         }
         self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
-        self._losses: Counter[str] = Counter()
-        self._lost_ns: Counter[str] = Counter()
+        self._losses: Counter[LossKind] = Counter()
+        self._lost_ns: Counter[LossKind] = Counter()
 
     @property
     def known_rows(self) -> int:
@@ -152,13 +151,13 @@ class WindowBuilder:
         excess = sum(map(len, parts)) - self._bounds.events
         if excess > 0:
             parts[-1] = rows[:-excess]
-            self.lose(EVENTS_LOST, excess)
+            self.lose(LossKind.WINDOW_EVENTS_FULL, excess)
 
-    def lose(self, name: str, count: int, thread_ns: int = 0) -> None:
+    def lose(self, kind: LossKind, count: int, thread_ns: int = 0) -> None:
         """Counts a loss, and the thread time that is missing for it."""
         if count:
-            self._losses[name] += count
-            self._lost_ns[name] += thread_ns
+            self._losses[kind] += count
+            self._lost_ns[kind] += thread_ns
 
     def _bounded_measures(self, column: str) -> Rows:
         """Returns a column of measures, added up, with no more rows than may be."""
@@ -172,14 +171,14 @@ class WindowBuilder:
         least, most = rows[order[:excess]], rows[np.sort(order[excess:])]
         if "stack" in layout.key:
             return self._without_stacks(column, least, most)
-        self.lose(ROWS_LOST, int(least["count"].sum()))
+        self.lose(LossKind.WINDOW_ROWS_FULL, int(least["count"].sum()))
         return most
 
     def _without_stacks(self, column: str, rows: Rows, others: Rows) -> Rows:
         """Returns rows without their stacks, and others, added up; counts that."""
         layout = COLUMNS[column]
         self.lose(
-            STACKS_LOST,
+            LossKind.WINDOW_STACKS_FULL,
             int(rows["count"].sum()),
             int(rows["weight_ns"].sum()) if column == "samples" else 0,
         )
@@ -296,7 +295,7 @@ class WindowBuilder:
             content = kept.get(number)
             if content is None:
                 content = (_lost(column, number, process), b"")
-                self.lose(STACK_LOST if column == "stacks" else CHAIN_LOST, 1)
+                self.lose(_LOST[column], 1)
             else:
                 kept.move_to_end(number)
             found.append(content[0])
@@ -328,9 +327,9 @@ class WindowBuilder:
 
     def _loss_rows(self) -> Rows:
         rows = np.zeros(len(self._losses), COLUMNS["losses"].dtype)
-        for row, (name, count) in zip(rows, self._losses.items(), strict=True):
-            row["name"], row["count"] = self.text(name), count
-            row["thread_ns"] = self._lost_ns[name]
+        for row, (kind, count) in zip(rows, self._losses.items(), strict=True):
+            row["name"], row["count"] = self.text(kind.stored_name), count
+            row["thread_ns"] = self._lost_ns[kind]
         return rows
 
     def _localise(self, columns: dict[str, Rows]) -> tuple[str, ...]:

@@ -19,9 +19,6 @@ from aiflame.agent.model.window import (
     concatenate,
 )
 from aiflame.agent.recording.window_builder import (
-    EVENTS_LOST,
-    STACK_LOST,
-    STACKS_LOST,
     Bounds,
     WindowBuilder,
 )
@@ -87,9 +84,9 @@ def test_bounds_hold_and_no_time_is_lost(
         missing = len(free.waits) - len(window.waits)
         missing += len(free.kernel_times) - len(window.kernel_times)
         lost = _losses(window)
-        assert lost.get(EVENTS_LOST, 0) >= missing
+        assert lost.get("window_events_full", 0) >= missing
         has_lost_stacks = NO_STACK in window.samples["stack"]
-        assert has_lost_stacks == (lost.get(STACKS_LOST, 0) > 0)
+        assert has_lost_stacks == (lost.get("window_stacks_full", 0) > 0)
 
 
 def _of(samples: Rows, thread: int, kind: SampleClass) -> np.ndarray:
@@ -124,7 +121,7 @@ def test_a_stack_that_never_came_is_lost_and_its_time_is_not() -> None:
     check(window)
     assert window.stacks["stop_reason"].tolist() == [StackEnd.LOST]
     assert window.stacks["process"].tolist() == [3]
-    assert _losses(window) == {STACK_LOST: 1}
+    assert _losses(window) == {"stack_lost": 1}
 
 
 def test_processes_that_are_gone_leave_nothing() -> None:
