@@ -35,12 +35,6 @@ class EnvironmentUnfit(AiflameError):
     exit_code = 3
 
 
-class NoSamples(AiflameError):
-    """The recording ran, but captured nothing."""
-
-    exit_code = 4
-
-
 class CaptureError(AiflameError):
     """A capture is cut, foreign, or of a schema that this version does not read."""
 

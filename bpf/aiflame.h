@@ -88,7 +88,10 @@ struct mapping_slot {
 	u32 pages; /* of that table; 0: no table */
 };
 
-/* One slot each in `counters`; Counter in agent/recording/abi.py says what each means to a user. */
+/*
+ * One slot each in `counters`; Counter in agent/recording/abi.py, and for what is lost, in the same
+ * order, the entries of agent/losses.py.
+ */
 enum counter {
 	COUNTER_SAMPLES = 0, /* on-CPU samples of targets */
 	COUNTER_SWITCHES, /* switch-outs of targets */

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device
 from aiflame.agent.target_files import TargetFile
 
@@ -162,6 +163,6 @@ class Family(Protocol):
         """Returns a kernel's instructions, None where they cannot be had."""
         ...
 
-    def losses(self) -> dict[str, int]:
-        """Returns what was lost by name, as record_losses.py explains it."""
+    def losses(self) -> dict[LossKind, int]:
+        """Returns what was lost."""
         ...

@@ -184,7 +184,7 @@ def small_device_profile() -> Profile:
             Sample(_TRAIN.format(12), 40 * MS, count=4),
             Sample("main:11;clFinish;[k]futex_wait", 300 * MS, SampleClass.BLOCKED, 2, count=9),
         ],
-        losses=(Loss("device_samples_lost", 7, "samples of devices that found no room"),),
+        losses=(Loss("kernel_not_opened", 7, "samples in kernels whose file could not be read"),),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import sys
 
 from aiflame.agent.dumps.render import Shown, as_json, text
 from aiflame.agent.dumps.session import DumpSession
+from aiflame.agent.losses import LossKind
 from aiflame.agent.recording.checks import require_all
 from aiflame.agent.recording.descriptors import raise_limit
 from aiflame.agent.recording.targets import target_of_pids
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         dump = session.take(args.pid)
         problems = list(service.problems)
         problems += [
-            Problem("binary_not_read", f"{p}: {why}") for p, why in session.bad_files.items()
+            Problem(LossKind.BINARY_NOT_READ, f"{p}: {why}") for p, why in session.bad_files.items()
         ]
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A function's name may hold what the terminal's encoding can't say.
@@ -82,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(as_json(dump) if args.json else text(dump, Shown(args.frames)))
     sys.stdout.flush()
     for problem in problems:
-        sys.stderr.write(f"aiflame: note: {problem.reason}: {clean_name(problem.detail)}\n")
+        sys.stderr.write(
+            f"aiflame: note: {problem.reason.stored_name}: {clean_name(problem.detail)}\n"
+        )
     if args.verbose:
         sys.stderr.write(f"aiflame: ready after {dump.start_ns / 1e6:.0f} ms\n")
     return 0

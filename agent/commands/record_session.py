@@ -26,6 +26,7 @@ from aiflame.agent.commands.record_output import OutputPlan, is_special
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.errors import Aborted, AiflameError
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
 from aiflame.agent.recording import abi, checks, descriptors
@@ -206,7 +207,6 @@ class _Session:
         priority.as_started()
         self._say_overrun(outcome)
         store_sleepers(recorder.sleepers, recorder.stacks, recorder.table)
-        outcome.counters[abi.Counter.USER_FRAMES] += recorder.sleepers.frames_cut
         resolver.write_mappings()
         self._write_losses(recorder, resolver, outcome)
         self._writer.put_meta({"duration_ns": outcome.duration_ns})
@@ -302,12 +302,10 @@ class _Session:
     def _write_losses(
         self, recorder: Recorder, resolver: CaptureResolver, outcome: Outcome
     ) -> None:
-        problems = {**resolver.problems, **recorder.problems()}
-        problems["stack_lost"] = recorder.stacks.lost()
-        problems["sampling_skipped"] = sum(c.recursion_misses for c in outcome.costs.values())
-        problems["python_misfit"] = resolver.splicer.misfits
-        files = recorder.problem_files()
-        self._writer.put("losses", loss_rows(outcome, problems, files))
+        losses = outcome.losses + recorder.losses() + resolver.losses
+        losses[LossKind.SAMPLING_SKIPPED] = sum(c.recursion_misses for c in outcome.costs.values())
+        losses[LossKind.PYTHON_MISFIT] = resolver.splicer.misfits
+        self._writer.put("losses", loss_rows(losses, recorder.loss_files()))
 
     def _resolve(
         self,
@@ -320,8 +318,8 @@ class _Session:
         recorder.devices.resolve(service, resolver.binary_id)
         recorder.calls.finish(recorder.devices.kernel_names(), self._writer)
         for problem in service.problems:
-            resolver.problems[problem.reason] += 1
-            self._printer.detail(f"{problem.reason}: {problem.detail}")
+            resolver.losses[problem.reason] += 1
+            self._printer.detail(f"{problem.reason.stored_name}: {problem.detail}")
         self._write_losses(recorder, resolver, outcome)
         service.close()
         running_share = percent(self._running_cpu_ns, self._running_ns)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 
 import numpy as np
+from aiflame.agent.losses import LossKind
 
 MAX_FRAMES = 127
 FRAME_SLOTS = 128
@@ -103,7 +104,7 @@ TABLES_MAX = 4096
 
 
 class Counter(enum.IntEnum):
-    """Slots of the per-CPU `counters` array."""
+    """Slots of the per-CPU `counters` array that tell of no loss."""
 
     SAMPLES = 0
     SWITCHES = 1
@@ -112,22 +113,14 @@ class Counter(enum.IntEnum):
     WITHOUT_TABLES = 4
     CALLS = 5
     CALLS_STORED = 6
-    STACKS_FULL = 7
-    SUMS_FULL = 8
-    RING_FULL = 9
-    THREADS_FULL = 10
-    PROCESSES_FULL = 11
-    KERNEL_STACK = 12
-    KERNEL_FRAMES = 13
-    USER_FRAMES = 14
-    WAIT_EVENTS = 15
-    PYTHON_FULL = 16
-    CALLS_FULL = 17
-    CALL_EVENTS = 18
-    CALLERS_FULL = 19
-    CALL_ARGUMENTS = 20
-    KERNEL_NAMES = 21
-    SCRATCH = 22
+
+
+# The slots after them: what the kernel half loses, in the order of the entries.
+LOSS_SLOTS = {
+    kind: slot
+    for slot, kind in enumerate((kind for kind in LossKind if kind.counter), len(Counter))
+}
+COUNTERS_MAX = len(Counter) + len(LOSS_SLOTS)
 
 
 # Device API functions that can be told apart.

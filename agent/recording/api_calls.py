@@ -7,6 +7,7 @@ first seen; what it is called is filled in at the end (see `kernel_names`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Direction, Operation
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_probes import ApiProbes, FileIdentity
@@ -219,10 +221,15 @@ class ApiCalls:
         """
         self._names.finish(run, writer)
 
-    def problems(self) -> dict[str, int]:
-        """Returns what was lost, by name."""
-        lost = {"kernel_names_unread": self._names.lost, "call_sizes_cut": self._sizes_cut}
-        return {**self.probes.problems, **lost}
+    @property
+    def losses(self) -> Counter[LossKind]:
+        """What was lost."""
+        return self.probes.losses + Counter(
+            {
+                LossKind.KERNEL_NAMES_UNREAD: self._names.lost,
+                LossKind.CALL_SIZES_CUT: self._sizes_cut,
+            }
+        )
 
     def close(self) -> None:
         """Takes the probes off."""

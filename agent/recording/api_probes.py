@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.losses import LossKind
 from aiflame.agent.recording import abi, sysbpf
 from aiflame.agent.recording.api_links import ApiLinks, Probe
 from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
@@ -58,8 +59,8 @@ class ApiProbes:
 
     Attributes:
         functions: What each slot of the kernel half's table stands for.
-        problems: What could not be probed, by name of the loss.
-        problem_files: The files of each.
+        losses: What could not be probed.
+        loss_files: The files of each.
         places: File offset and size of each probed function, by file and slot.
     """
 
@@ -78,8 +79,8 @@ class ApiProbes:
         self.functions: list[tuple[Api, Call | Naming]] = []
         self._links = ApiLinks(programs)
         self._described = 0
-        self.problems: Counter[str] = Counter()
-        self.problem_files: dict[str, set[str]] = {}
+        self.losses: Counter[LossKind] = Counter()
+        self.loss_files: dict[LossKind, set[str]] = {}
 
     def look_at_path(self, path: Path) -> None:
         """Probes a file that may be mapped later; one that is not there is none."""
@@ -156,8 +157,8 @@ class ApiProbes:
         return probes
 
     def _failed(self, path: str, reason: str, count: int = 1) -> None:
-        self.problems["calls_not_probed"] += count
-        culprits = self.problem_files.setdefault("calls_not_probed", set())
+        self.losses[LossKind.CALLS_NOT_PROBED] += count
+        culprits = self.loss_files.setdefault(LossKind.CALLS_NOT_PROBED, set())
         culprits.add(f"{path} ({reason})")
 
     def _slot(self, api: Api, function: Call | Naming) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
@@ -29,10 +30,6 @@ U64 = npt.NDArray[np.uint64]
 # Stacks with an address in no known mapping whose addresses are kept for a second look. A process
 # whose stacks are all like that is one of a JIT, and has new ones all the time.
 _MAX_UNKNOWN = 4096
-
-REPLACED = "device_code_replaced"
-NOT_LOOKED_AT = "device_stacks_not_kept"
-NOT_MAPPED = "device_code_not_mapped"
 
 
 @dataclass(slots=True)
@@ -70,7 +67,7 @@ class DevicePlaces:
         # Samples by stack and thread: of one interval, and of stacks that have not come.
         self._sums: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._waiting: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self.losses: Counter[str] = Counter()
+        self.losses: Counter[LossKind] = Counter()
 
     def refresh(self) -> None:
         """Reads mappings again, before new stacks are looked at, of processes with kernels."""
@@ -101,7 +98,7 @@ class DevicePlaces:
         elif is_unknown and len(self._unknown) < _MAX_UNKNOWN:
             self._unknown[stack] = image, user.copy()
         elif is_unknown:
-            self.losses[NOT_LOOKED_AT] += 1
+            self.losses[LossKind.DEVICE_STACKS_NOT_KEPT] += 1
         waiting = self._waiting.pop(stack, None)
         if waiting is not None and (stack in self._places or stack in self._unknown):
             self._sums[stack].update(waiting)
@@ -150,7 +147,7 @@ class DevicePlaces:
                 continue
             now = self._now_at(place)
             if now is None or now[0] != place.binary:
-                self.losses[REPLACED] += sum(by_thread.values())
+                self.losses[LossKind.DEVICE_CODE_REPLACED] += sum(by_thread.values())
             if now is None:
                 del self._places[stack]
                 continue
@@ -167,7 +164,7 @@ class DevicePlaces:
             found = image.find(user)
             self._place(stack, image, user, found)
             if stack not in self._places and int(found[0]) < 0 and self._runs_kernels(image):
-                self.losses[NOT_MAPPED] += sum(self._sums[stack].values())
+                self.losses[LossKind.DEVICE_CODE_NOT_MAPPED] += sum(self._sums[stack].values())
         self._unknown.clear()
 
     def _runs_kernels(self, image: ProcessImage) -> bool:

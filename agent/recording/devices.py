@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.recording.binaries import BinaryTable
 from aiflame.agent.recording.device_places import DevicePlaces
@@ -241,9 +242,9 @@ class Devices:
         return {process: frozenset(names) for process, names in found.items()}
 
     @property
-    def problems(self) -> dict[str, int]:
-        """What was lost or is not sure, by name."""
+    def losses(self) -> Counter[LossKind]:
+        """What was lost or is not sure."""
         found = Counter(self._places.losses)
         for running in self._running:
             found.update(running.family.losses())
-        return dict(found)
+        return found

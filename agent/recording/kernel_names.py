@@ -24,7 +24,7 @@ from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
-from aiflame.gpu.kernel_names import is_stub, name_from_host_symbol
+from aiflame.gpu.host_stubs import is_stub, name_from_host_symbol
 
 # A name lies near the beginning of what a handle points to: PoCL's is the sixth word (pocl_cl.h,
 # v3.1). Smaller pieces are for objects at the end of a mapping.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.descriptors import is_last_array
 from aiflame.agent.recording.loader import Programs
@@ -60,7 +61,7 @@ class KernelTables:
     Args:
         programs: Loaded programs.
         limit_bytes: Bound of all tables together.
-        problems: Counts what found no room, by name.
+        losses: Counts what found no room.
         mappings_limit_bytes: Bound of the mappings of all processes together.
     """
 
@@ -68,13 +69,13 @@ class KernelTables:
         self,
         programs: Programs,
         limit_bytes: int,
-        problems: Counter[str],
+        losses: Counter[LossKind],
         mappings_limit_bytes: int = _MAPPINGS_LIMIT_BYTES,
     ) -> None:
         self._programs = programs
         self.free_bytes = limit_bytes
         self.free_mapping_bytes = mappings_limit_bytes
-        self._problems = problems
+        self._losses = losses
         self.places: dict[int, TablePlace] = {}
         self._bytes: dict[int, int] = {}
         self._free_slots = list(range(abi.TABLES_MAX - 1, -1, -1))
@@ -174,7 +175,7 @@ class KernelTables:
                 if is_cut:
                     break
             refused += self._programs.process_mappings.update_many(fds)
-            self._problems["mappings_not_kept"] += len(refused)
+            self._losses[LossKind.MAPPINGS_NOT_KEPT] += len(refused)
             self.drop_mappings(refused)
         return is_cut
 
@@ -193,7 +194,7 @@ class KernelTables:
                 needed_bytes -= held_bytes
         if needed_bytes > 0:
             return False
-        self._problems["mappings_not_kept"] += len(leaving)
+        self._losses[LossKind.MAPPINGS_NOT_KEPT] += len(leaving)
         self.drop_mappings(leaving)
         return True
 

@@ -100,7 +100,7 @@ class Programs:
             return Map(map_fds[name], key, value, entries)
 
         self.settings = known("settings", number, abi.SETTINGS_DTYPE, len(abi.Setting))
-        self.counters = known("counters", number, abi.COUNTERS_DTYPE, len(abi.Counter))
+        self.counters = known("counters", number, abi.COUNTERS_DTYPE, abi.COUNTERS_MAX)
         self.running = known("running", number, abi.RUNNING_DTYPE, 1)
         self.processes = known("processes", pid, abi.PROCESS_STATE_DTYPE, processes)
         self.threads = known("threads", pid, abi.THREAD_STATE_DTYPE, options.threads_max)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by
@@ -63,11 +64,11 @@ _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
 _UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
 
 
-_END_PROBLEMS = {
-    abi.PythonEnd.TOO_DEEP: "python_too_deep",
-    abi.PythonEnd.UNREADABLE: "python_unreadable_stack",
-    abi.PythonEnd.BAD_POINTER: "python_bad_pointer",
-    abi.PythonEnd.LOOP: "python_loop",
+_END_LOSSES = {
+    abi.PythonEnd.TOO_DEEP: LossKind.PYTHON_TOO_DEEP,
+    abi.PythonEnd.UNREADABLE: LossKind.PYTHON_UNREADABLE_STACK,
+    abi.PythonEnd.BAD_POINTER: LossKind.PYTHON_BAD_POINTER,
+    abi.PythonEnd.LOOP: LossKind.PYTHON_LOOP,
 }
 
 
@@ -128,8 +129,8 @@ class PythonProcesses:
         self.chains: dict[int, PythonChain] = {}
         self._latest_ns = 0  # when an interpreter was last found
         self._frames: dict[PythonFrame, PythonFrame] = {}
-        self.problems: Counter[str] = Counter()
-        self.problem_files: dict[str, set[str]] = {}
+        self.losses: Counter[LossKind] = Counter()
+        self.loss_files: dict[LossKind, set[str]] = {}
 
     def look(self, image: ProcessImage) -> None:
         """Looks for an interpreter in a process whose mappings have just been read."""
@@ -177,7 +178,7 @@ class PythonProcesses:
                     continue
                 slot = tss_slot_offset(key, self._key_block(process.image))
             except (UnsupportedLibc, NoMemoryAccess):
-                self._blame(process.binary, "python_threads_not_found")
+                self._blame(process.binary, LossKind.PYTHON_THREADS_NOT_FOUND)
                 del self._waiting[pid]
                 continue
             del self._waiting[pid]
@@ -237,7 +238,7 @@ class PythonProcesses:
         process = self.by_image.get(image.index)
         end = abi.PythonEnd(int(record["end"]))
         if end is not abi.PythonEnd.COMPLETE:
-            self.problems[_END_PROBLEMS[end]] += 1
+            self.losses[_END_LOSSES[end]] += 1
         frames: list[PythonFrame] = []
         sources: list[SourceFrame | None] = []
         for code, position, ends_run in record["frames"][: int(record["depth"])].tolist():
@@ -261,7 +262,7 @@ class PythonProcesses:
             try:
                 checked[place] = process.reader.read(address)
             except NoMemoryAccess:
-                self.problems["python_exited"] += 1
+                self.losses[LossKind.PYTHON_EXITED] += 1
                 return _GONE
         code = checked[place]
         if code is None:
@@ -293,7 +294,7 @@ class PythonProcesses:
             try:
                 return find_interpreter(opened, elf, file.path.rpartition("/")[2])
             except UnsupportedPython as error:
-                self._blame(binary, "python_unsupported", str(error))
+                self._blame(binary, LossKind.PYTHON_UNSUPPORTED, str(error))
         return None
 
     def _key_block(self, image: ProcessImage) -> int:
@@ -319,10 +320,10 @@ class PythonProcesses:
                 return found
         return KEY_BLOCK
 
-    def _blame(self, binary: int, problem: str, what: str = "") -> None:
-        self.problems[problem] += 1
+    def _blame(self, binary: int, kind: LossKind, what: str = "") -> None:
+        self.losses[kind] += 1
         path = self._table.binaries.files[binary].path
-        self.problem_files.setdefault(problem, set()).add(f"{path} ({what})" if what else path)
+        self.loss_files.setdefault(kind, set()).add(f"{path} ({what})" if what else path)
 
 
 def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:

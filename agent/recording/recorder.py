@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from aiflame.agent import priority
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_calls import ApiCalls
@@ -26,7 +28,6 @@ from aiflame.agent.recording.devices import Devices
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.kernel_table import KernelTable
 from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
-from aiflame.agent.recording.losses import LOSS_MEANINGS
 from aiflame.agent.recording.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
 from aiflame.agent.recording.pythons import PythonProcesses
@@ -35,7 +36,7 @@ from aiflame.agent.recording.ringbuf import RingBuffer
 from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
 from aiflame.agent.recording.runtimes import places_of_runtimes
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters
+from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters, read_losses
 from aiflame.agent.recording.sleepers import Sleepers
 from aiflame.agent.recording.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.recording.tables import UnwindTables
@@ -69,13 +70,15 @@ class Outcome:
     Attributes:
         duration_ns: From start to end, as the programs have seen it.
         overrun_ns: How long after the end the recorder came to stop.
-        counters: What the kernel half counted.
+        counters: What the kernel half counted besides losses.
+        losses: What it lost.
         costs: The kernel's account of each program.
     """
 
     duration_ns: int
     overrun_ns: int
     counters: dict[abi.Counter, int]
+    losses: Counter[LossKind]
     costs: dict[str, ProgramCost]
 
 
@@ -267,12 +270,12 @@ class Recorder:
         return [pid for pid in self._target.pids if Path(f"/proc/{pid}").is_dir()]
 
     def _progress(self) -> Progress:
-        counters = read_counters(self._programs.counters, self._possible_cpus)
+        losses = read_losses(self._programs.counters, self._possible_cpus)
         return Progress(
             elapsed_ns=min(time.monotonic_ns(), self._end_ns) - self.start_ns,
             samples=self.samples.samples,
             off_cpu_ns=sum(self.samples.ns_by_class[1:]),
-            lost=sum(counters[counter] for counter in LOSS_MEANINGS),
+            lost=losses.total(),
         )
 
     def _drain_stacks(self) -> None:
@@ -320,11 +323,12 @@ class Recorder:
         self.drain()  # the other of the two sum maps
         self.devices.stop()
         self._close_open_intervals(end_ns)
-        counters = read_counters(self._programs.counters, self._possible_cpus)
+        counters = self._programs.counters
         outcome = Outcome(
             duration_ns=end_ns - self.start_ns,
             overrun_ns=stopped_ns - end_ns,
-            counters=counters,
+            counters=read_counters(counters, self._possible_cpus),
+            losses=read_losses(counters, self._possible_cpus),
             costs=self._programs.costs(),
         )
         self._write_tables(self.table.images, self.table.threads)
@@ -340,25 +344,29 @@ class Recorder:
                 found[row] = StackPython(process, self.pythons.chains.get(chain), gil)
         return found
 
-    def problems(self) -> dict[str, int]:
-        """Returns what the host half lost, by name."""
-        return {
-            **self.tables.problems,
-            **self.sleepers.problems,
-            **self.pythons.problems,
-            **self.calls.problems(),
-            **self.devices.problems,
-            "binary_not_opened": self.table.binaries.unopened,
-            "binary_not_read": len(self._guard.bad),
-            "switch_not_seen": self._switches_unseen,
-            "cpus_came_online": self._cpus_came,
-        }
+    def losses(self) -> Counter[LossKind]:
+        """Returns what the host half lost."""
+        found = Counter(
+            {
+                LossKind.BINARY_NOT_OPENED: self.table.binaries.unopened,
+                LossKind.BINARY_NOT_READ: len(self._guard.bad),
+                LossKind.SWITCH_NOT_SEEN: self._switches_unseen,
+                LossKind.CPUS_CAME_ONLINE: self._cpus_came,
+                LossKind.STACK_LOST: self.stacks.lost(),
+            }
+        )
+        parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
+        for part in parts:
+            found.update(part.losses)
+        return found
 
-    def problem_files(self) -> dict[str, set[str]]:
-        """Returns the files to blame, by the problem's name."""
+    def loss_files(self) -> dict[LossKind, set[str]]:
+        """Returns the files to blame."""
         parts = (self.tables, self.pythons, self.calls.probes)
-        files = {name: found for part in parts for name, found in part.problem_files.items()}
-        files["binary_not_read"] = {f"{path} ({why})" for path, why in self._guard.bad.items()}
+        files = {kind: found for part in parts for kind, found in part.loss_files.items()}
+        files[LossKind.BINARY_NOT_READ] = {
+            f"{path} ({why})" for path, why in self._guard.bad.items()
+        }
         return files
 
     def _close_open_intervals(self, end_ns: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
@@ -111,7 +112,7 @@ class CaptureResolver:
         self._entries: dict[int, int] = {}
         self._mappings_written: dict[int, list[BinaryMapping]] = {}
         self.splicer = Splicer(self._names)
-        self.problems: Counter[str] = Counter()
+        self.losses: Counter[LossKind] = Counter()
 
     def write_mappings(self) -> None:
         """Writes new mappings and their binaries, so that unresolved stacks can be read."""
@@ -217,7 +218,7 @@ class CaptureResolver:
         try:
             found = KernelSymbols.load().lookup(addresses)
         except KernelSymbolsHidden:
-            self.problems["kernel_symbols_hidden"] += 1
+            self.losses[LossKind.KERNEL_SYMBOLS_HIDDEN] += 1
         for address, symbol, place in zip(addresses.tolist(), found, places, strict=True):
             if (address + 1) % (1 << 64) == KERNEL_CUT:
                 marker = SourceFrame("[truncated: kernel frames]", "", 0, False)
@@ -273,10 +274,10 @@ class CaptureResolver:
         try:
             found = PerfMap.load(image.root, image.namespaced_pid, image.owner_uid)
         except BadPerfMap:
-            self.problems["perf_map_refused"] += 1
+            self.losses[LossKind.PERF_MAP_REFUSED] += 1
             return None
         if found is not None and (found.malformed_lines or found.skipped_bytes):
-            self.problems["perf_map_cut"] += 1
+            self.losses[LossKind.PERF_MAP_CUT] += 1
         return found
 
     def _binaries(

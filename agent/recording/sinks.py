@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.processes import ProcessImage, ProcessTable
@@ -176,9 +177,17 @@ class SampleSink:
 
 
 def read_counters(counters: Any, possible_cpus: int) -> dict[abi.Counter, int]:
-    """Returns each named counter summed over the CPUs."""
-    totals = {}
-    for counter in abi.Counter:
-        values = counters.lookup(counter.to_bytes(4, "little"), possible_cpus)
-        totals[counter] = 0 if values is None else int(values.sum())
-    return totals
+    """Returns the counters that tell of no loss, each added up over the CPUs."""
+    return {counter: _total(counters, counter, possible_cpus) for counter in abi.Counter}
+
+
+def read_losses(counters: Any, possible_cpus: int) -> Counter[LossKind]:
+    """Returns what the kernel half has lost so far."""
+    return Counter(
+        {kind: _total(counters, slot, possible_cpus) for kind, slot in abi.LOSS_SLOTS.items()}
+    )
+
+
+def _total(counters: Any, slot: int, possible_cpus: int) -> int:
+    values = counters.lookup(slot.to_bytes(4, "little"), possible_cpus)
+    return 0 if values is None else int(values.sum())

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.recording import abi, procfs
 from aiflame.agent.recording.loader import Programs
@@ -113,8 +114,7 @@ class Sleepers:
         kernel_stacks: Whether kernel frames are asked for.
 
     Attributes:
-        problems: What is missing, by name.
-        frames_cut: Stacks with more user frames than are kept.
+        losses: What is missing.
     """
 
     def __init__(
@@ -139,8 +139,7 @@ class Sleepers:
         self._kept_bytes = 0
         self._lacking: set[int] = set()
         self.by_stack: dict[int, Sleeper] = {}
-        self.problems: Counter[str] = Counter()
-        self.frames_cut = 0
+        self.losses: Counter[LossKind] = Counter()
 
     def enter(self, pids: Iterable[int]) -> Iterator[None]:
         """Enters the threads of processes, one at each step."""
@@ -287,10 +286,11 @@ class Sleepers:
         for sleeper in wanted:
             if sleeper.walked is None:
                 is_lost = self._snapshots is not None and not self._snapshots.are_possible
-                self.problems["sleepers_not_walked"] += is_lost and sleeper.is_asleep
+                self.losses[LossKind.SLEEPERS_NOT_WALKED] += is_lost and sleeper.is_asleep
             else:
-                self.frames_cut += sleeper.walked.end is StackEnd.TOO_DEEP
-        self.problems["stacks_stuck"] = 0 if self._snapshots is None else self._snapshots.stuck
+                is_cut = sleeper.walked.end is StackEnd.TOO_DEEP
+                self.losses[LossKind.USER_FRAMES_CUT] += is_cut
+        self.losses[LossKind.STACKS_STUCK] = 0 if self._snapshots is None else self._snapshots.stuck
 
     def missed(self) -> list[tuple[int, int]]:
         """Counts the threads that are not in the kernel half's table, although they were there.
@@ -301,8 +301,8 @@ class Sleepers:
         left = [*self._left, *(thread for batch in self._batches for thread in batch)]
         # Of one that has been switched since, or has ended, the kernel half has told the time.
         not_entered = [thread for thread in left if not self._is_observed(*thread)]
-        self.problems["threads_not_entered"] = len(not_entered)
-        self.problems["thread_table_full"] = len(self._refused)
+        self.losses[LossKind.THREADS_NOT_ENTERED] = len(not_entered)
+        self.losses[LossKind.THREAD_TABLE_FULL] = len(self._refused)
         return [
             (pid, tid)
             for pid, tid in (*not_entered, *self._refused)
@@ -428,7 +428,7 @@ def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -
             if (frame.name, frame.module) in addresses
         ]
         lost = len(sleeper.kernel_frames) - len(kernel)
-        sleepers.problems["sleepers_kernel_frames_lost"] += lost
+        sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] += lost
         user = [] if sleeper.walked is None else list(sleeper.walked.addresses)
         image = table.image(sleeper.pid, table.first_image)
         stacks.add_made(stack, image, kernel, user, sleepers.end_of(sleeper))

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
@@ -72,9 +73,9 @@ class UnwindTables:
             self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
             self._store = Store(Path(self._own_cache.name))
             cache = Path(self._own_cache.name)
-        self.problems: Counter[str] = Counter()
-        self.problem_files: dict[str, set[str]] = {}
-        self._kernel = KernelTables(programs, limit_bytes, self.problems)
+        self.losses: Counter[LossKind] = Counter()
+        self.loss_files: dict[LossKind, set[str]] = {}
+        self._kernel = KernelTables(programs, limit_bytes, self.losses)
         self._hits: Counter[int] = Counter()  # stacks that each binary was in, over all drains
         self._builder = TableBuilders(cache, watch, self._urgency, self._size_bytes)
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
@@ -130,7 +131,7 @@ class UnwindTables:
             self._enter_tables()
             for binary in self._wanted - self._kernel.places.keys() - self._short:
                 self._short.add(binary)
-                self._blame(binary, "unwind_memory_full", 1)
+                self._blame(binary, LossKind.UNWIND_MEMORY_FULL, 1)
             images, self._queued = self._queued, {}
             self._kernel.set_mappings({pid: self._slots(image) for pid, image in images.items()})
             self._pushed.update(images)
@@ -164,7 +165,7 @@ class UnwindTables:
         try:
             table = self._load(binary)
         except BadUnwindInfo:
-            self._blame(binary, "bad_unwind_info", 1)
+            self._blame(binary, LossKind.BAD_UNWIND_INFO, 1)
             elf = None
         if table is not None:
             self._note_drops(binary, table)
@@ -174,7 +175,8 @@ class UnwindTables:
             self._without.add(binary)
         elif binary in self._settled:  # it was to be built, and could not be
             is_given_up = binary in self._builder.given_up
-            self._blame(binary, "unwind_table_not_built" if is_given_up else "bad_unwind_info", 1)
+            kind = LossKind.UNWIND_TABLE_NOT_BUILT if is_given_up else LossKind.BAD_UNWIND_INFO
+            self._blame(binary, kind, 1)
             self._without.add(binary)
         else:
             self._building.add(binary)
@@ -188,9 +190,9 @@ class UnwindTables:
         self._noted.add(binary)
         damage = sum(table.drops.get(reason, 0) for reason in DAMAGE)
         if damage:
-            self._blame(binary, "bad_unwind_records", damage)
+            self._blame(binary, LossKind.BAD_UNWIND_RECORDS, damage)
         if table.drops.get(RULES_CUT):
-            self._blame(binary, "unwind_rules_cut", table.drops[RULES_CUT])
+            self._blame(binary, LossKind.UNWIND_RULES_CUT, table.drops[RULES_CUT])
 
     def _load(self, binary: int) -> UnwindTable | None:
         """Returns a binary's table, None where the cache has none.
@@ -213,10 +215,10 @@ class UnwindTables:
         elf = self.images.of(binary)
         return elf.size_bytes if elf is not None else 1
 
-    def _blame(self, binary: int, problem: str, count: int) -> None:
-        self.problems[problem] += count
+    def _blame(self, binary: int, kind: LossKind, count: int) -> None:
+        self.losses[kind] += count
         path = self._table.binaries.files[binary].path
-        self.problem_files.setdefault(problem, set()).add(path)
+        self.loss_files.setdefault(kind, set()).add(path)
 
     def _evict(self, size_bytes: int, tables: int) -> None:
         """Makes room for tables of that size together.
@@ -249,7 +251,7 @@ class UnwindTables:
     def _slots(self, image: ProcessImage) -> npt.NDArray[np.void]:
         """A process's mappings as the kernel half reads them."""
         count = min(len(image.mappings), _MAX_MAPPINGS)
-        self.problems["too_many_mappings"] += len(image.mappings) - count
+        self.losses[LossKind.TOO_MANY_MAPPINGS] += len(image.mappings) - count
         slots = np.zeros(count + 1, abi.MAPPING_SLOT_DTYPE)
         # Random, so that no target can make addresses that look like another one's (bpf/unwind.h).
         identity = secrets.randbits(64)

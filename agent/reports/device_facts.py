@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import View
@@ -13,9 +14,8 @@ from aiflame.agent.reports.facts import counted, duration, lasted, percent, rang
 from aiflame.agent.reports.rows import showable
 from aiflame.gpu.attribution import Certainty
 
-# Losses of these names count device samples, or the launches that they belong to. Others of devices
-# cost a sample its words only.
-_LOSS_PREFIXES = ("device_", "launch", "kernel_not_opened", "sample_outside_kernel")
+# Losses that count device samples. Others of devices cost a sample its words only.
+_LOSSES = frozenset(kind.stored_name for kind in LossKind if kind.is_of_device)
 
 
 def amount(view: View, weight: int) -> str:
@@ -63,7 +63,7 @@ def device_lines(gpu: GpuProfile) -> list[tuple[str, str]]:
 
 def lost(profile: Profile) -> int:
     """Return how many device samples and launches were lost."""
-    return sum(loss.count for loss in profile.losses if loss.name.startswith(_LOSS_PREFIXES))
+    return sum(loss.count for loss in profile.losses if loss.name in _LOSSES)
 
 
 def has_device(gpu: GpuProfile) -> bool:

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
@@ -23,15 +24,7 @@ _MODULES_NAMED = 3
 _LEAST_SHARE = 0.0005
 
 # Losses that cost time. Others cost frames, names or single events.
-_LOSSES_OF_TIME = (
-    "sums_full",
-    "threads_full",
-    "thread_table_full",
-    "threads_not_entered",
-    "processes_full",
-    "switch_not_seen",
-    "sampling_skipped",
-)
+_LOSSES_OF_TIME = frozenset(kind.stored_name for kind in LossKind if kind.is_of_time)
 
 _UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"))
 

@@ -3,42 +3,28 @@
 
 A capture has linkage names. The whole readable name is kept beside the short one, and two kernels
 that would get the same short name keep their whole ones, so that no picture takes them for one.
-
-libstdc++ demangles in a child process with limits (demangle_child.py), since a hostile name of 300
-bytes can ask for gigabytes. Names that are no C++ names start no process.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import as_file, files
 
+from aiflame.agent.demangle import Demangler
 from aiflame.agent.model.gpu import Kernel
 from aiflame.agent.reports.rows import MAX_NAME_CHARS
 
-# The longest of libtorch's kernels has near 4,000 characters.
-_MAX_MANGLED_CHARS = 10_000
-
-# C++ as the Itanium ABI mangles it (section 5.1). Other characters than these would be no symbol,
-# and a line break would be a second name.
-_MANGLED = re.compile(r"_Z[A-Za-z0-9_.$]+")
+# C++ and Rust.
+_MANGLED = ("_Z", "_R")
 
 # A kernel's name without its templates fits into half a picture.
 _SHORT_CHARS = 80
 
 # Each takes the deepest brackets away; real names have some dozens.
 _MAX_CUTS = 64
-
-# A child that dies at a name is followed by another one for the rest; not for ever.
-_MAX_CHILDREN = 3
-# Of all names of a capture; a hundred thousand take 0.5 s.
-_PATIENCE_S = 30
 
 _QUALIFIERS = re.compile(r"(?:\b[A-Za-z_]\w*::|\(anonymous namespace\)::)+(?=[A-Za-z_])")
 
@@ -48,7 +34,7 @@ class KernelName:
     """How a kernel is called."""
 
     short: str  # in pictures
-    whole: str  # demangled; the linkage name where it is no C++ name
+    whole: str  # demangled; the linkage name where that is all there is
 
 
 def kernel_names(kernels: Sequence[Kernel]) -> list[KernelName]:
@@ -64,45 +50,16 @@ def kernel_names(kernels: Sequence[Kernel]) -> list[KernelName]:
 
 
 def demangled(names: Iterable[str]) -> Mapping[str, str]:
-    """Return the readable form of each distinct name; what is no C++ name stays as it is."""
-    distinct = tuple(dict.fromkeys(names))
-    found = {name: name for name in distinct}
-    mangled = tuple(
-        name for name in distinct if len(name) <= _MAX_MANGLED_CHARS and _MANGLED.fullmatch(name)
-    )
-    if mangled:
-        found |= zip(mangled, _demangle(mangled), strict=True)
-    return found
+    """Return the readable form of each distinct name; what is not mangled stays as it is."""
+    found = {name: name for name in names}
+    mangled = tuple(name for name in found if name.startswith(_MANGLED) and name.isascii())
+    return found | dict(zip(mangled, _demangle(mangled), strict=True))
 
 
 @lru_cache(maxsize=8)
 def _demangle(names: tuple[str, ...]) -> tuple[str, ...]:
-    done: list[str] = []
-    for _ in range(_MAX_CHILDREN):
-        lines = _in_child(names[len(done) :])
-        done += lines
-        if len(done) >= len(names):
-            break
-        done.append(names[len(done)])  # the one that it died at
-    return (*done[: len(names)], *names[len(done) :])
-
-
-def _in_child(names: Sequence[str]) -> list[str]:
-    with as_file(files("aiflame.agent.reports") / "demangle_child.py") as script:
-        try:
-            # -I: nothing of the reader's folder and environment is imported.
-            child = subprocess.run(  # noqa: S603 - our own interpreter and script
-                [sys.executable, "-I", str(script)],
-                input="".join(f"{name}\n" for name in names),
-                capture_output=True,
-                text=True,
-                timeout=_PATIENCE_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return []
-    # A last line without its end may be half a name.
-    return child.stdout.split("\n")[:-1]
+    found = Demangler().names([name.encode("ascii") for name in names])
+    return tuple(name.decode("utf-8", "replace") for name in found)
 
 
 def shortened(name: str) -> str:

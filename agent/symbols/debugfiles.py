@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import Problem
 from aiflame.agent.symbols.rootfs import open_beneath, open_root
@@ -123,13 +124,13 @@ class DebugFileFinder:
         try:
             candidate = MappedElf(fd)
         except BadElf as error:
-            problems.append(Problem("bad_debug_file", f"{path}: {error}"))
+            problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{path}: {error}"))
             return None
         reason = self._mismatch(candidate, image, checked)
         if not reason:
             return candidate
         candidate.close()
-        problems.append(Problem("bad_debug_file", f"{path}: {reason}"))
+        problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{path}: {reason}"))
         return None
 
     def _mismatch(self, candidate: MappedElf, image: ElfImage, checked: bool) -> str:
@@ -189,7 +190,7 @@ def _mini(binary: MappedElf, problems: list[Problem]) -> MappedElf | None:
             file.write(unpacked)
         return MappedElf(fd)
     except (lzma.LZMAError, BadElf, MemoryError) as error:
-        problems.append(Problem("bad_debug_file", f".gnu_debugdata: {error}"))
+        problems.append(Problem(LossKind.BAD_DEBUG_FILE, f".gnu_debugdata: {error}"))
         return None
 
 

@@ -39,7 +39,6 @@ MAX_PATH_BYTES = 4096  # PATH_MAX
 _DIGEST_BYTES = 4096  # of either end, for files without a build id
 
 # elf.h
-SHF_ALLOC = 0x2
 SHF_EXECINSTR = 0x4
 SHT_NOBITS = "SHT_NOBITS"
 _PT_LOAD, _PT_INTERP, _PT_NOTE, _PF_X = "PT_LOAD", "PT_INTERP", "PT_NOTE", 0x1

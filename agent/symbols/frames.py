@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aiflame.agent.losses import LossKind
+
 # Names are shown to people and stored in every capture; the longest names of real C++ libraries
 # (torch) are under 8,000 characters and unreadable far before that.
 MAX_NAME_CHARS = 4096
@@ -56,26 +58,9 @@ class Problem:
     """Why a binary has fewer names than it could have.
 
     Attributes:
-        reason: Stable snake_case name, one of those in `REASONS`.
+        reason: How it is counted.
         detail: One line for a person, with the path.
     """
 
-    reason: str
+    reason: LossKind
     detail: str
-
-
-# Every reason, with the sentence that a report shows beside its count.
-REASONS = {
-    "unreadable_binary": "a binary could not be opened; its frames have no names",
-    "bad_elf": "a binary is not valid ELF; its frames have no names",
-    "bad_symbol_table": "a symbol table is damaged; some names are missing",
-    "too_many_symbols": "a symbol table is larger than any real one; it was not read",
-    "bad_debug_file": "a separate debug file does not belong to its binary; it was not used",
-    "bad_debug_info": "debug information could not be read; no lines or inlined functions",
-    "debug_info_too_large": "debug information is over the limit; no lines or inlined functions",
-    "no_demangler": "libstdc++ is missing; C++ names stay mangled",
-    "names_not_demangled": "names that expand without bound stay mangled",
-    "symbolizer_gave_up": "a binary crashed or stalled the symbol reader; it was read without "
-    "debug information and demangling",
-    "symbolizer_died": "a binary crashed or stalled the symbol reader; its frames have no names",
-}

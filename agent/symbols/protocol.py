@@ -12,6 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.frames import Problem, SourceFrame
 
 LENGTH = struct.Struct("<I")
@@ -75,16 +76,19 @@ def unpack_frames(message: dict[str, Any], count: int) -> Frames:
 
 def pack_problems(problems: Sequence[Problem]) -> list[list[str]]:
     """Problems as plain lists."""
-    return [[problem.reason, problem.detail] for problem in problems]
+    return [[problem.reason.stored_name, problem.detail] for problem in problems]
 
 
 def unpack_problems(message: dict[str, Any]) -> list[Problem]:
     """The reverse of `pack_problems`.
 
     Raises:
-        BadMessage: It is not a list of pairs.
+        BadMessage: It is not a list of pairs, or a reason is none.
     """
     try:
-        return [Problem(str(reason), str(detail)) for reason, detail in message["problems"]]
+        return [
+            Problem(LossKind[str(reason).upper()], str(detail))
+            for reason, detail in message["problems"]
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from error

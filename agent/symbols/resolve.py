@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.demangle import Demangler
+from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import DebugFileFinder, MappedElf, path_in_root
-from aiflame.agent.symbols.demangle import Demangler
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.symbols.frames import Problem, SourceFrame, clean_name
 from aiflame.agent.symbols.lines import (
@@ -56,7 +57,6 @@ class Resolver:
 
     Args:
         cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
-        guard: See `Demangler`; for a process that does nothing else.
         max_dwarf_bytes: Debug information larger than this is not read.
 
     Attributes:
@@ -67,11 +67,10 @@ class Resolver:
         self,
         cache: Path | None,
         *,
-        guard: bool = False,
         max_dwarf_bytes: int = DEFAULT_MAX_DWARF_BYTES,
     ) -> None:
         self._store = Store(cache)
-        self._guard = guard
+        self._demangler = Demangler()
         self._max_dwarf_bytes = max_dwarf_bytes
         self._finder = DebugFileFinder()
         self._tables: OrderedDict[tuple[str, bool], _Tables] = OrderedDict()
@@ -118,14 +117,16 @@ class Resolver:
     def _readable(
         self, chains: list[tuple[RawFrame, ...]], path: str, plain: bool
     ) -> list[tuple[SourceFrame, ...]]:
-        demangler = Demangler(guard=self._guard, enabled=not plain)
         raw = list(dict.fromkeys(frame.name for chain in chains for frame in chain))
-        encoded = [name.encode("utf-8", "surrogateescape") for name in raw]
-        readable = dict(zip(raw, demangler.names(encoded), strict=True))
-        if demangler.missing:
-            self._problem("no_demangler", path)
-        if demangler.failures:
-            self._problem("names_not_demangled", path)
+        names = [os.fsencode(name) for name in raw]
+        if not plain:
+            names = self._demangler.names(names)
+            if self._demangler.failures:
+                self._problem(LossKind.NAMES_NOT_DEMANGLED, path)
+        readable = {
+            name: clean_name(found.decode("utf-8", "replace"))
+            for name, found in zip(raw, names, strict=True)
+        }
         return [
             tuple(
                 SourceFrame(
@@ -139,17 +140,17 @@ class Resolver:
             for chain in chains
         ]
 
-    def _problem(self, reason: str, detail: object) -> None:
+    def _problem(self, reason: LossKind, detail: object) -> None:
         self.problems.append(Problem(reason, clean_name(str(detail))))
 
     def _load(self, path: str, root_path: str, plain: bool) -> _Tables | None:
         try:
             binary = MappedElf(open_regular(path))
         except OSError as error:
-            self._problem("unreadable_binary", f"{path}: {error.strerror}")
+            self._problem(LossKind.UNREADABLE_BINARY, f"{path}: {error.strerror}")
             return None
         except BadElf as error:
-            self._problem("bad_elf", f"{path_in_root(path) or path}: {error}")
+            self._problem(LossKind.BAD_ELF, f"{path_in_root(path) or path}: {error}")
             return None
         inside = path_in_root(path)
         debug = self._finder.find(binary, inside, root_path, self.problems)
@@ -165,7 +166,7 @@ class Resolver:
         tables = self._tables.get((key, plain))
         if tables is None:
             if files[0].image.damage:
-                self._problem("bad_symbol_table", f"{label}: {files[0].image.damage}")
+                self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {files[0].image.damage}")
             symbols = self._symbols(key, files, label)
             lines = None if plain else self._lines(key, files, label)
             tables = _Tables(key, symbols, lines)
@@ -187,10 +188,10 @@ class Resolver:
         try:
             table = SymbolTable.build([SymbolSource(f.image, f.map()) for f in files])
         except BadElf as error:
-            self._problem("too_many_symbols", f"{label}: {error}")
+            self._problem(LossKind.TOO_MANY_SYMBOLS, f"{label}: {error}")
             return SymbolTable.build([])
         except (ValueError, MemoryError) as error:
-            self._problem("bad_symbol_table", f"{label}: {type(error).__name__}: {error}")
+            self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {type(error).__name__}: {error}")
             return SymbolTable.build([])
         if self._store.write(key + _TABLE_SUFFIX, table.to_chunks()):
             # The mapped copy costs no memory of our own, and lets go of the target's file.
@@ -220,10 +221,10 @@ class Resolver:
         try:
             table = LineTable.build(source, self._max_dwarf_bytes)
         except DebugInfoTooLarge as error:
-            self._problem("debug_info_too_large", f"{label}: {error}")
+            self._problem(LossKind.DEBUG_INFO_TOO_LARGE, f"{label}: {error}")
             return None
         except BadDebugInfo as error:
-            self._problem("bad_debug_info", f"{label}: {error}")
+            self._problem(LossKind.BAD_DEBUG_INFO, f"{label}: {error}")
             return None
         chunks = table.to_chunks()
         if chunks:

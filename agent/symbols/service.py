@@ -30,6 +30,7 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, SourceFrame
 
@@ -216,7 +217,9 @@ class SymbolService:
             if errors is not None:
                 errors.close()
             self._starts = _MAX_STARTS
-            self.problems.append(Problem("symbolizer_died", f"cannot start: {error.strerror}"))
+            self.problems.append(
+                Problem(LossKind.SYMBOLIZER_DIED, f"cannot start: {error.strerror}")
+            )
             return
         for pipe in _pipes(process):
             os.set_blocking(pipe.fileno(), False)
@@ -316,7 +319,7 @@ class SymbolService:
     def _strike(self, pending: _Pending, how: str) -> None:
         strikes = self._strikes.get(pending.path, 0) + 1
         self._strikes[pending.path] = strikes
-        reason = "symbolizer_gave_up" if strikes == 1 else "symbolizer_died"
+        reason = LossKind.SYMBOLIZER_GAVE_UP if strikes == 1 else LossKind.SYMBOLIZER_DIED
         self.problems.append(Problem(reason, f"{pending.path}: {how}"))
 
     def _reap(self) -> str:

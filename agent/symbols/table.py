@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.symbols.demangle import Demangler
 from aiflame.agent.symbols.elf import BadElf, ElfImage, Section
 from aiflame.agent.symbols.intervals import Disjoint, find, flatten
 from aiflame.agent.symbols.plt import find_stubs
@@ -193,14 +192,6 @@ class SymbolTable:
             self._names.at(offset) if row >= 0 else None
             for row, offset in zip(found.tolist(), offsets, strict=True)
         ]
-
-    def lookup(self, addresses: U64, demangler: Demangler | None = None) -> list[str | None]:
-        """Readable names for virtual addresses, shape (n,); None outside every symbol.
-
-        Raises:
-            CorruptCache: As `raw_names`.
-        """
-        return (demangler or Demangler()).names(self.raw_names(addresses))
 
     def to_chunks(self) -> list[Buffer]:
         """The contents of a cache file, for `from_mapping`."""

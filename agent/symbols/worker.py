@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
     """Run with the arguments of the command line: cache, bytes of memory, seconds a request."""
     cache, memory_bytes, timeout_s = arguments
     _limit_self(int(memory_bytes))
-    resolver = Resolver(Path(cache) if cache else None, guard=True)
+    resolver = Resolver(Path(cache) if cache else None)
     with contextlib.suppress(BrokenPipeError):
         serve(resolver, sys.stdin.buffer, sys.stdout.buffer, float(timeout_s))
 

@@ -32,7 +32,7 @@ from aiflame.agent.unwind.records import (
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout: two versions of aiflame may share a cache.
-_SUFFIX = ".unwind03"
+_SUFFIX = ".unwind04"
 # The head of .eh_frame tells where functions lie; all of .eh_frame would take too long.
 _FINGERPRINT_BYTES = 1024 * 1024
 

@@ -33,13 +33,9 @@ from aiflame.gpu.attribution.sharing import Windows, pools_of, windows_of
 
 __all__ = [
     "ATTRIBUTED_DTYPE",
-    "LAUNCHED_DTYPE",
     "TIME_DTYPE",
     "Certainty",
-    "Totals",
     "attribute",
-    "launched",
-    "totals",
 ]
 
 I64 = npt.NDArray[np.int64]
@@ -70,55 +66,6 @@ ATTRIBUTED_DTYPE = np.dtype(
 TIME_DTYPE = np.dtype(
     [("stack", "<u4"), ("kernel", "<u4"), ("launches", "<u8"), ("time_ns", "<u8")]
 )
-
-# Of each row of GpuProfile.kernels, as of the kernel of that name: how many stacks launched it, how
-# often, and how certain the stack of a sample without a launch number is.
-LAUNCHED_DTYPE = np.dtype([("stacks", "<u4"), ("launches", "<u8"), ("certainty", "u1")])
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Samples by certainty."""
-
-    exact: int
-    shared: int
-    unattributed: int
-
-    @property
-    def all(self) -> int:
-        """All of them."""
-        return self.exact + self.shared + self.unattributed
-
-
-def totals(attributed: npt.NDArray[np.void]) -> Totals:
-    """Sums what `attribute` returned."""
-    counts = (attributed["count"][attributed["certainty"] == certainty] for certainty in Certainty)
-    return Totals(*(int(np.sum(count, dtype=np.uint64)) for count in counts))
-
-
-def launched(gpu: GpuProfile) -> npt.NDArray[np.void]:
-    """Returns how each kernel was launched, LAUNCHED_DTYPE, shape (kernels,).
-
-    Kernels without a name have no launches here: theirs cannot be told from each other's.
-    """
-    names = name_ids(gpu)
-    launches = launches_of(gpu)
-    count = int(names.max(initial=UNNAMED)) + 1
-    stacks, one = stacks_by_name(launches, count)
-    found = np.zeros(len(names), LAUNCHED_DTYPE)
-    found["certainty"] = Certainty.UNATTRIBUTED
-    is_named = names != UNNAMED
-    at = names[is_named]
-    found["stacks"][is_named] = stacks[at]
-    found["launches"][is_named] = np.bincount(launches.name, launches.count, count)[at]
-    found["certainty"][is_named] = _certainty(stacks, one)[at]
-    return found
-
-
-def _certainty(stacks: I64, one: I64) -> npt.NDArray[np.uint8]:
-    is_one = (stacks == 1) & (one != NONE)
-    found = np.where(is_one, Certainty.EXACT, Certainty.UNATTRIBUTED)
-    return np.where(stacks > 1, Certainty.SHARED, found).astype(np.uint8)
 
 
 def attribute(

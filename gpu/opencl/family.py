@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from aiflame.agent.losses import LossKind
 from aiflame.gpu.base import CodeKey, CpuSample, Files, Finding, Interval, KernelSample, Listing
 from aiflame.gpu.opencl import platforms
 from aiflame.gpu.opencl.disassembly import decode
@@ -23,10 +24,6 @@ from aiflame.gpu.opencl.kernel_file import (
 from aiflame.gpu.opencl.listing import make_listing
 
 REASON = "issuing"
-
-_NOT_OPENED = "kernel_not_opened"
-_NOT_IN_CODE = "sample_outside_kernel"
-_NOT_DISASSEMBLED = "kernel_not_disassembled"
 
 
 class OpenClFamily:
@@ -43,7 +40,7 @@ class OpenClFamily:
         self._vendors = vendors
         self._kernels: dict[int, KernelFile | None] = {}
         self._starts: dict[tuple[int, int], list[int]] = {}
-        self._losses: Counter[str] = Counter()
+        self._losses: Counter[LossKind] = Counter()
         self._files: Files | None = None
         self._was_sampled = False
 
@@ -81,11 +78,11 @@ class OpenClFamily:
         for sample in interval.cpu_samples:
             kernel = self._kernels.get(sample.file)
             if kernel is None:
-                self._losses[_NOT_OPENED] += sample.count
+                self._losses[LossKind.KERNEL_NOT_OPENED] += sample.count
                 continue
             offset = kernel.offset_of(self._first_byte(kernel, sample))
             if offset is None:
-                self._losses[_NOT_IN_CODE] += sample.count
+                self._losses[LossKind.SAMPLE_OUTSIDE_KERNEL] += sample.count
                 continue
             sums[CodeKey(sample.process, sample.file, kernel.name), offset] += sample.count
         self._was_sampled = self._was_sampled or bool(sums)
@@ -121,9 +118,9 @@ class OpenClFamily:
 
         listing = make_listing(kernel, offsets, lines_at)
         if listing is None:
-            self._losses[_NOT_DISASSEMBLED] += 1
+            self._losses[LossKind.KERNEL_NOT_DISASSEMBLED] += 1
         return listing
 
-    def losses(self) -> dict[str, int]:
-        """Returns what was lost by name."""
+    def losses(self) -> dict[LossKind, int]:
+        """Returns what was lost."""
         return dict(self._losses)

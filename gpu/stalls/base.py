@@ -35,15 +35,8 @@ class StallCategory(enum.IntEnum):
         """Fill colour, "#rrggbb"."""
         return _COLORS[self]
 
-    @property
-    def text_color(self) -> str:
-        """Colour of text on `color`, "#rrggbb"; their contrast is at least 4.5 (WCAG 2.1, AA)."""
-        return _WHITE if self is StallCategory.PIPE_BUSY else _BLACK
-
 
 _LABELS = {StallCategory.FETCH_CONTROL: "fetch/control"}
-_BLACK = "#000000"
-_WHITE = "#FFFFFF"
 _COLORS = {
     StallCategory.ISSUING: "#009E73",
     StallCategory.MEMORY: "#D55E00",

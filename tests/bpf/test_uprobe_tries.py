@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.losses import LossKind
 from aiflame.agent.recording import abi
 from aiflame.agent.recording.api_links import ApiLinks, Probe
 from aiflame.agent.recording.api_probes import ApiProbes
@@ -92,8 +93,8 @@ def test_every_call_is_counted_in_each_way(
     assert programs.calls_link_many is links_many
     assert counts == dict.fromkeys(_PROBED, _CALLS)
     # AND what cannot be probed is named, with the reason
-    assert probes.problems == {"calls_not_probed": 1}
-    (culprit,) = probes.problem_files["calls_not_probed"]
+    assert probes.losses == {LossKind.CALLS_NOT_PROBED: 1}
+    (culprit,) = probes.loss_files[LossKind.CALLS_NOT_PROBED]
     assert culprit == f"{program} (the kernel cannot probe its first instruction)"
 
 
@@ -106,7 +107,7 @@ def test_a_wrong_yes_loses_no_call(load: Load, program: Path) -> None:
     with Workload([program, 1]):
         counts, probes = _probe_and_run(programs, program)
     assert counts == dict.fromkeys(_PROBED, _CALLS)
-    assert probes.problems == {"calls_not_probed": 1}
+    assert probes.losses == {LossKind.CALLS_NOT_PROBED: 1}
 
 
 @pytest.mark.parametrize("links_many", [True, False])

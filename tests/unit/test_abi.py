@@ -15,7 +15,6 @@ import pytest
 from aiflame.agent.model import profile as model
 from aiflame.agent.python import layouts
 from aiflame.agent.recording import abi
-from aiflame.agent.recording.losses import LOSS_MEANINGS
 from aiflame.agent.unwind.table import PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RULE, RbpKind, RuleKind
 from aiflame.gpu.apis.base import Grid, HandleFrom
@@ -77,7 +76,7 @@ _CONSTANTS = {
     "CALL_KERNEL_IS_NAMED": abi.CALL_KERNEL_IS_NAMED,
     **{f"GRID_{member.name}": member.value for member in Grid},
     **{f"HANDLE_{member.name}": member.value for member in HandleFrom},
-    "COUNTER_MAX": len(abi.Counter),
+    "COUNTER_MAX": abi.COUNTERS_MAX,
     "SETTING_MAX": len(abi.Setting),
     "HOST_MAX": len(abi.HostConstant),
     **{f"HOST_{member.name}": member.value for member in abi.HostConstant},
@@ -87,10 +86,8 @@ _CONSTANTS = {
     **{f"EVENT_{member.name}": member.value for member in abi.EventType},
     **{f"PROCESS_{member.name}": member.value for member in abi.ProcessFlag},
     **{f"SETTING_{member.name}": member.value for member in abi.Setting},
-    **{
-        f"{'LOST' if member in LOSS_MEANINGS else 'COUNTER'}_{member.name}": member.value
-        for member in abi.Counter
-    },
+    **{f"COUNTER_{member.name}": member.value for member in abi.Counter},
+    **{kind.counter: slot for kind, slot in abi.LOSS_SLOTS.items()},
 }
 
 
@@ -156,23 +153,6 @@ def test_structs_have_the_same_layout(struct: str, compiled: dict[str, int]) -> 
 
 def test_constants_have_the_same_values(compiled: dict[str, int]) -> None:
     assert {name: compiled[name] for name in _CONSTANTS} == _CONSTANTS
-
-
-def test_every_counter_of_a_loss_has_a_name_and_a_meaning() -> None:
-    lost = {name.removeprefix("LOST_") for name in _enumerators() if name.startswith("LOST_")}
-    assert {counter.name for counter in LOSS_MEANINGS} == lost
-    names = [name for name, _ in LOSS_MEANINGS.values()]
-    assert len(set(names)) == len(names)
-    for name, meaning in LOSS_MEANINGS.values():
-        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", name)
-        assert len(meaning.split()) >= 4
-
-
-def test_the_cures_of_losses_are_options_of_record() -> None:
-    source = (_BPF.parent / "agent" / "commands" / "record.py").read_text()
-    options = {o for _, text in LOSS_MEANINGS.values() for o in re.findall(r"--[a-z-]+", text)}
-    assert options
-    assert {option for option in options if f'"{option}"' not in source} == set()
 
 
 def test_events_begin_with_their_type() -> None:

@@ -18,7 +18,6 @@ from aiflame.agent.errors import (
     AiflameError,
     CaptureError,
     EnvironmentUnfit,
-    NoSamples,
     UsageError,
 )
 from support import AIFLAME
@@ -102,7 +101,6 @@ def _raiser(error: BaseException) -> Callable[[], int]:
         (AiflameError("it failed", "do this"), 1),
         (UsageError("it failed", "do this"), 2),
         (EnvironmentUnfit("it failed", "do this"), 3),
-        (NoSamples("it failed", "do this"), 4),
         (CaptureError("it failed", "do this"), 1),
         (Aborted("it failed", "do this"), 130),
     ],

@@ -12,6 +12,7 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.recording import abi, device_choice
@@ -142,7 +143,7 @@ def test_kernel_that_went_unseen_is_counted_as_lost(
     on = SampleClass.ON_CPU
     places.add_sums(*_sums((1, 5, on, 3), (2, 6, on, 4)), _all_came)
     assert places.take() == []
-    assert places.losses == {"device_code_not_mapped": 3}
+    assert places.losses == {LossKind.DEVICE_CODE_NOT_MAPPED: 3}
 
 
 def test_code_at_the_place_of_other_code_is_told_from_it(
@@ -158,7 +159,7 @@ def test_code_at_the_place_of_other_code_is_told_from_it(
         found += [sample.file for sample in places.take()]
     assert found == [_KERNEL, _SUCCESSOR, _SUCCESSOR]
     # In the second of the change nobody knows.
-    assert places.losses == {"device_code_replaced": 3}
+    assert places.losses == {LossKind.DEVICE_CODE_REPLACED: 3}
 
 
 class _Family:
@@ -193,8 +194,8 @@ class _Family:
             return None
         return Listing(100, tuple(Line(o, f"nop {o}\n", "toy.c", 3) for o in sorted(offsets)))
 
-    def losses(self) -> dict[str, int]:
-        return {"toys": 1}
+    def losses(self) -> dict[LossKind, int]:
+        return {LossKind.KERNEL_NOT_OPENED: 1}
 
 
 _TOY = Device("toy", "Toy 1", Tier.STALLS, "", 7)
@@ -246,7 +247,7 @@ def test_rows_of_a_recording_are_a_readable_capture_at_any_moment(
     assert [(line.offset, line.text) for line in gpu.instructions] == [(8, "nop 8\ufffd")]
     assert [code.size_bytes for code in gpu.codes] == [100, 0]
     assert devices.samples == 7
-    assert devices.problems == {"toys": 2}
+    assert devices.losses == {LossKind.KERNEL_NOT_OPENED: 2}
 
 
 def test_auto_takes_what_there_is_and_a_name_insists(monkeypatch: pytest.MonkeyPatch) -> None:

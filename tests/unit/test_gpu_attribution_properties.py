@@ -19,7 +19,7 @@ from aiflame.agent.model.gpu import (
     KernelCode,
     Operation,
 )
-from aiflame.gpu.attribution import TIME_DTYPE, Certainty, attribute, launched, totals
+from aiflame.gpu.attribution import TIME_DTYPE, Certainty, attribute
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,7 +106,6 @@ def test_no_sample_is_lost_or_made(case: Case) -> None:
             found[sample] += count
         wanted = {i: int(n) for i, n in enumerate(case.gpu.samples["count"]) if n}
         assert dict(found) == wanted
-        assert totals(rows).all == sum(wanted.values())
 
 
 @SETTINGS
@@ -119,12 +118,10 @@ def test_the_same_gives_the_same(case: Case) -> None:
 @given(cases())
 def test_a_sample_goes_to_a_stack_that_launched_its_kernel(case: Case) -> None:
     gpu = case.gpu
-    n_stacks = launched(gpu)["stacks"]
     for sample, stack, certainty, _ in attribute(gpu).tolist():
         row = gpu.samples[sample]
         by_id = int(gpu.events["stack"][row["launch_id"] - 1]) if row["launch_id"] else NONE
         launchers = _launchers(gpu, int(row["code"]))
-        assert n_stacks[row["code"]] == len(launchers)
         if by_id != NONE:
             assert (stack, certainty) == (by_id, Certainty.EXACT)
         elif stack == NONE:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Tier
 from aiflame.agent.target_files import BadTargetFile, FileGuard, GuardedFile, TargetFile
 from aiflame.gpu.base import CodeKey, CpuSample, Interval
@@ -207,14 +208,14 @@ def test_samples_are_told_by_offset_and_callers_by_their_call(
         (7, code, 0, "issuing", 7),
         (7, code, call.offset, "issuing", 1),
     ]
-    assert family.losses() == {"sample_outside_kernel": 4}
+    assert family.losses() == {LossKind.SAMPLE_OUTSIDE_KERNEL: 4}
 
 
 def test_samples_of_a_file_that_could_not_be_opened_are_counted(built: Path) -> None:
     family = _family(str(built), None)
     assert family.owns(0)
     assert list(family.drain(Interval(0, [CpuSample(0, 1, 0, 64, False, 9)]))) == []
-    assert family.losses() == {"kernel_not_opened": 9}
+    assert family.losses() == {LossKind.KERNEL_NOT_OPENED: 9}
 
 
 def test_listing_has_the_functions_that_were_sampled(

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiflame.agent.losses import LossKind
 from aiflame.agent.recording import abi, kernel_tables
 from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
 from aiflame.agent.recording.processes import Mapping, ProcessTable
@@ -154,8 +155,8 @@ def test_a_table_that_the_kernel_refuses_is_not_there(kernel: Any) -> None:
 
 @pytest.mark.parametrize("why", ["no memory", "refused"])
 def test_mappings_that_find_no_room_leave_none_behind(kernel: Any, why: str) -> None:
-    problems: Counter[str] = Counter()
-    tables = KernelTables(kernel, 0, problems)
+    losses: Counter[LossKind] = Counter()
+    tables = KernelTables(kernel, 0, losses)
     free_bytes = tables.free_mapping_bytes
     tables.set_mappings({1: _slots(_FEW), 2: _slots(_FEW)})
     # WHEN a process's new mappings cannot be entered
@@ -164,24 +165,24 @@ def test_mappings_that_find_no_room_leave_none_behind(kernel: Any, why: str) -> 
     tables.set_mappings({1: _slots(_MANY)})
     # THEN those from before, which lead to tables that may go now, are not there either
     assert set(kernel.process_mappings.content) == {2}
-    assert problems == {"mappings_not_kept": 1}
+    assert losses == {LossKind.MAPPINGS_NOT_KEPT: 1}
     tables.drop_mappings([1, 2])
     assert kernel.process_mappings.content == {}
     assert tables.free_mapping_bytes == free_bytes
 
 
 def test_mappings_have_a_bound_of_their_own(kernel: Any) -> None:
-    problems: Counter[str] = Counter()
-    tables = KernelTables(kernel, 0, problems, 20 * _PAGE_BYTES)
+    losses: Counter[LossKind] = Counter()
+    tables = KernelTables(kernel, 0, losses, 20 * _PAGE_BYTES)
     # GIVEN two processes with many mappings, and room for them and no more
     tables.set_mappings({1: _slots(_MANY), 2: _slots(_MANY + 1)})
     tables.set_mappings({3: _slots(_MANY + 2)})
     assert set(kernel.process_mappings.content) == {1, 2}
-    assert problems == {"mappings_not_kept": 1}
+    assert losses == {LossKind.MAPPINGS_NOT_KEPT: 1}
     # WHEN processes like most come, THEN those with many make room, one after the other
     tables.set_mappings({pid: _slots(_FEW) for pid in range(10, 20)})
     assert set(kernel.process_mappings.content) == set(range(10, 20))
-    assert problems == {"mappings_not_kept": 3}
+    assert losses == {LossKind.MAPPINGS_NOT_KEPT: 3}
     # AND among their like, who came first stays
     tables.set_mappings({20: _slots(_FEW)})
     assert set(kernel.process_mappings.content) == set(range(10, 20))
@@ -189,13 +190,13 @@ def test_mappings_have_a_bound_of_their_own(kernel: Any) -> None:
 
 
 def test_new_mappings_of_a_process_take_the_room_of_its_old_ones(kernel: Any) -> None:
-    problems: Counter[str] = Counter()
-    tables = KernelTables(kernel, 0, problems, 9 * _PAGE_BYTES)
+    losses: Counter[LossKind] = Counter()
+    tables = KernelTables(kernel, 0, losses, 9 * _PAGE_BYTES)
     for count in (_MANY, _MANY + 1, _FEW, _MANY):
         tables.set_mappings({1: _slots(count)})
         (content,) = kernel.process_mappings.content.values()
         assert content.startswith(_slots(count).tobytes())
-    assert problems.total() == 0
+    assert losses.total() == 0
 
 
 class _Files:

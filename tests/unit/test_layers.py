@@ -28,20 +28,32 @@ def _modules(folder: str) -> dict[str, ast.Module]:
 _MODULES = _modules("agent")
 _GPU_MODULES = _modules("gpu")
 # What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
-_LEAVES = {"errors", "model", "outfile", "priority", "target_files", ""}
+_LEAVES = {
+    "demangle",
+    "errors",
+    "gpu_profile",
+    "losses",
+    "model",
+    "outfile",
+    "priority",
+    "target_files",
+    "",
+}
 _MAY_IMPORT = {
     "": set(),
+    "demangle": set(),
     "errors": set(),
+    "losses": set(),
     "model": set(),
     "outfile": {"errors"},
     "target_files": {"errors"},
     "priority": set(),
     "capture": {"errors", "model", "outfile"},
-    "symbols": {"errors", "model", "outfile", "target_files"},
+    "symbols": {"demangle", "errors", "losses", "model", "outfile", "target_files"},
     "unwind": {"errors", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
     "processes": set(),
-    "reports": {"errors", "model"},
+    "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {"python", "recording", "reports", "symbols", "unwind", *_LEAVES},
     "recording": {"capture", "processes", "python", "symbols", "unwind", *_LEAVES},
     "doctor": {"capture", "python", "recording", "reports", "symbols", *_LEAVES},
@@ -60,7 +72,9 @@ _MAY_IMPORT_GPU = {"commands", "doctor", "recording", "reports"}
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # What gpu/ may know of agent/.
-_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("model", "target_files"))
+_AGENT_OF_GPU = tuple(
+    f"{_PREFIX}.{name}" for name in ("gpu_profile", "losses", "model", "target_files")
+)
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")
@@ -150,7 +164,7 @@ def test_reports_know_no_device() -> None:
     assert found == set()
 
 
-def test_the_device_half_knows_the_model_and_nothing_else_of_the_agent() -> None:
+def test_the_device_half_knows_what_it_measures_and_nothing_else_of_the_agent() -> None:
     assert {
         (module, name)
         for module, tree in _GPU_MODULES.items()

@@ -322,7 +322,7 @@ def test_kernel_names_are_demangled_and_shortened_without_taking_two_for_one() -
         "vadd",
         "saxp(float, float*, float*)",
         "saxp(float, float*, float*, int)",
-        "at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<...>, array<...> >",
+        "at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<...>, array<...>>",
         "_Znonsense",
         "[unknown kernel: no such handle]",
     ]
@@ -417,7 +417,5 @@ def test_what_makes_no_sense_is_refused(folder: Path, arguments: list[str], mess
 
 
 def test_losses_of_other_things_are_not_lost_samples() -> None:
-    profile = replace(
-        _ONE, losses=(Loss("stacks_full", 3, "x"), Loss("device_samples_lost", 2, "y"))
-    )
+    profile = replace(_ONE, losses=(Loss("stacks_full", 3, "x"), Loss("kernel_not_opened", 2, "y")))
     assert "0.00 % unattributed, 2 lost." in FORMATS["svg"].render(profile, _GPU).decode()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.recording import abi, procfs, snapshots, threads
 from aiflame.agent.recording.processes import ProcessTable
@@ -202,7 +203,7 @@ def test_kernels_without_the_iterator_are_said_to_be(
     ((stack, image, _, user, how),) = made
     assert sleepers.by_stack[stack].tid == waiting_tid
     assert (image.pid, user, how) == (here, [], end)
-    assert sleepers.problems["sleepers_not_walked"] == missing
+    assert sleepers.losses[LossKind.SLEEPERS_NOT_WALKED] == missing
 
 
 def test_threads_that_a_short_recording_missed_are_counted(
@@ -218,7 +219,7 @@ def test_threads_that_a_short_recording_missed_are_counted(
     programs.threads.update(waiting_tid.to_bytes(4, "little"), b"", 0)
     missed = sleepers.missed()
     # THEN those of both processes that are not in the table are counted
-    assert sleepers.problems["threads_not_entered"] == 2
+    assert sleepers.losses[LossKind.THREADS_NOT_ENTERED] == 2
     # and those among them that are there still are known to have been there for all of it.
     assert missed == [(os.getpid(), os.getpid())]
 
@@ -235,7 +236,7 @@ def test_threads_whose_time_is_known_are_not_said_to_miss_it(
     # WHEN one that was not entered has ended, and the kernel half has told how long it was there
     table.thread(table.image(os.getpid(), 1), waiting_tid).observed_ns = 1_000
     assert sleepers.missed() == [(os.getpid(), os.getpid())]
-    assert sleepers.problems["threads_not_entered"] == 1
+    assert sleepers.losses[LossKind.THREADS_NOT_ENTERED] == 1
 
 
 def test_threads_beyond_the_kernels_table_are_counted(
@@ -253,8 +254,8 @@ def test_threads_beyond_the_kernels_table_are_counted(
     for _ in sleepers.enter([os.getpid()]):
         pass
     assert sleepers.missed() == [(os.getpid(), waiting_tid)]
-    assert sleepers.problems["thread_table_full"] == 1
-    assert sleepers.problems["threads_not_entered"] == 0
+    assert sleepers.losses[LossKind.THREAD_TABLE_FULL] == 1
+    assert sleepers.losses[LossKind.THREADS_NOT_ENTERED] == 0
 
 
 _KALLSYMS = """\
@@ -308,4 +309,4 @@ def test_kernel_frames_without_an_address_are_counted(
     store_sleepers(sleepers, stacks, table)
     ((_, _, kernel, _, _),) = made
     assert kernel == expected
-    assert sleepers.problems["sleepers_kernel_frames_lost"] == lost
+    assert sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] == lost

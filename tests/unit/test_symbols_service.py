@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.service import Request, SymbolService
 from elfbytes import Elf, Symbol
 
@@ -101,7 +102,7 @@ def test_problem_of_a_warmed_binary_is_told_once(tmp_path: Path) -> None:
     with SymbolService(None) as service:
         service.warm(request.path, request.root_path)
         assert names(service, request) == [[[]]]
-        assert [problem.reason for problem in service.problems] == ["bad_elf"]
+        assert [problem.reason for problem in service.problems] == [LossKind.BAD_ELF]
 
 
 def test_many_warm_requests_never_block(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_bad_binary_costs_only_itself(
         found = names(service, *requests)
         assert found == [[["one()"], []], [[], []], [["two()"], []]]
         reasons = [problem.reason for problem in service.problems]
-        assert reasons == ["symbolizer_gave_up", "symbolizer_died"]
+        assert reasons == [LossKind.SYMBOLIZER_GAVE_UP, LossKind.SYMBOLIZER_DIED]
         assert all(how in problem.detail for problem in service.problems)
         # It is not asked a third time.
         assert names(service, requests[1], requests[0]) == [[[], []], [["one()"], []]]
@@ -151,7 +152,7 @@ def test_second_attempt_goes_without_dwarf_and_demangling(
     with SymbolService(None, command=bad_worker) as service:
         found = names(service, binary(tmp_path, "crash_first"), binary(tmp_path, "one"))
         assert found == [[["_Z11crash_firstv"], []], [["one()"], []]]
-        assert [problem.reason for problem in service.problems] == ["symbolizer_gave_up"]
+        assert [problem.reason for problem in service.problems] == [LossKind.SYMBOLIZER_GAVE_UP]
 
 
 def test_reason_of_a_worker_that_ends_is_kept(tmp_path: Path, bad_worker: tuple[str, ...]) -> None:
@@ -186,10 +187,10 @@ def test_worker_that_cannot_start_costs_names_not_the_recording(tmp_path: Path) 
     requests = [binary(tmp_path, f"b{i}") for i in range(3)]
     with SymbolService(None, command=("/bin/false",)) as service:
         assert names(service, *requests) == [[[], []]] * 3
-        assert {problem.reason for problem in service.problems} >= {"symbolizer_died"}
+        assert {problem.reason for problem in service.problems} >= {LossKind.SYMBOLIZER_DIED}
     with SymbolService(None, command=("/no/such/program",)) as service:
         assert names(service, *requests) == [[[], []]] * 3
-        assert [problem.reason for problem in service.problems] == ["symbolizer_died"]
+        assert [problem.reason for problem in service.problems] == [LossKind.SYMBOLIZER_DIED]
 
 
 def test_no_descriptor_or_process_is_left(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.table import CorruptCache, SymbolSource, SymbolTable
 from elfbytes import ALLOC_EXEC, FUNC, GLOBAL, IFUNC, LOCAL, NOTYPE, OBJECT, WEAK, Elf, Symbol
 from elfbytes import Section as RawSection
@@ -28,7 +29,8 @@ def source(data: bytes, tmp_path: Path) -> SymbolSource:
 
 
 def names(table: SymbolTable, *addresses: int) -> list[str | None]:
-    return table.lookup(np.array(addresses, dtype=np.uint64))
+    found = table.raw_names(np.array(addresses, dtype=np.uint64))
+    return [None if name is None else clean_name(name.decode("utf-8", "replace")) for name in found]
 
 
 def table_of(tmp_path: Path, *symbols: Symbol) -> SymbolTable:

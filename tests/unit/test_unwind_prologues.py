@@ -123,6 +123,24 @@ def test_registers_stored_below_the_stack_pointer_of_the_caller() -> None:
     ]
 
 
+def test_rbp_that_holds_an_address_is_no_frame_pointer() -> None:
+    # push %rbp; sub $0x18,%rsp; mov %fs:0x28,%rax; mov %rsp,%rbp; btr $0x3f,%rax; add; pop; ret
+    code = bytes.fromhex("55 4883ec18 64488b042528000000 4889e5 480fbaf03f 4883c418 5d c3")
+    assert _rules(code) == [
+        (0, _guess(8)),
+        (1, _guess(16, -16)),
+        (5, _guess(40, -16)),
+        (26, _guess(16, -16)),
+        (27, _guess(8)),
+    ]
+
+
+def test_code_that_runs_past_its_end_is_no_way_to_a_return() -> None:
+    # push %rbx; call; pop %rbx; mov $0xc3,%eax and no return
+    code = bytes.fromhex("53 e800000000 5b b8c3000000")
+    assert _rules(code) == [(0, _guess(8)), (1, _guess(16))]
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -130,7 +148,11 @@ def test_registers_stored_below_the_stack_pointer_of_the_caller() -> None:
         "4889c4 c3",  # mov %rax,%rsp
         "488b6008 c3",  # mov 0x8(%rax),%rsp
         "bd00000000 4889c5 50 c3",  # RBP used before it is saved
-        "7500 4881ec00010000 c3",  # room behind a jump
+        "488b2f 50 c3",  # RBP loaded from memory before it is saved
+        "55 4889e5 4889fd c3",  # the frame pointer overwritten
+        "4887e0 c3",  # xchg %rsp,%rax
+        "6683ec08 c3",  # sub $8,%sp
+        "7500 4881ec00010000 c3",  # room after a jump
         "4883e4c0 c3",  # aligned without a frame pointer
         "4883ec08 50 58 c3",  # pushes below the room
     ],

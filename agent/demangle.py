@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linker names to source names: C++ (Itanium ABI) and both Rust schemes, by LLVM's demangler.
+
+Both languages' back references expand without a bound: a name of 300 bytes can ask for gigabytes
+and minutes, and nothing can interrupt it. So names are demangled in a child process, which this
+module is as a program, with little memory and little CPU time a name. When it dies, the name that
+it was at stays mangled, and another child goes on.
+
+Names that no scheme explains come back as they are. Hashes and crate disambiguators of Rust are
+left out, as a flame graph merges by name; so are the suffixes that LLVM adds to Rust's names.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+# Longer than the longest of libtorch (7.8 KB). LLVM's demangler recurses: some 400 KB of nested
+# templates end its stack.
+_MAX_MANGLED_BYTES = 10_000
+# No reader shows more.
+_MAX_READABLE_BYTES = 16_384
+# What one name may take; real ones take 2 us and a few KB.
+_MEMORY_BYTES = 64 * 1024 * 1024
+_CPU_S = 0.25
+# Names that go over before the remaining names of a call are left mangled.
+_MAX_FAILURES = 3
+# Sent at a time. The child reads all of them before it answers: neither waits for the other.
+_BATCH = 256
+
+_PLT = b"@plt"
+# A name is sent as a line.
+_MANGLED = re.compile(rb"_[ZR][^\x00-\x20\x7f]+")
+# Rust's legacy scheme is an Itanium name with a hash for its last part.
+_LEGACY_HASH = re.compile(rb"17h[0-9a-f]{16}E(?=\.|$)")
+_READABLE_HASH = re.compile(rb"::h[0-9a-f]{16}$")
+# What compilers add to the name of a copy of a function.
+_CLONE = re.compile(rb"\.[^.]+(?:\.[0-9]+)*")
+
+
+class Demangler:
+    """Demangles in a child process: started when it is needed, ended with this object.
+
+    Attributes:
+        failures: Names of the latest call that went over a limit.
+    """
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] = lambda: None
+        self.failures = 0
+
+    def names(self, mangled: Sequence[bytes]) -> list[bytes]:
+        """Returns readable names, in order; each of what was mangled is cut at 16 KB."""
+        self.failures = 0
+        stems = [_stem(name) for name in mangled]
+        waiting = list(dict.fromkeys(stem for stem in stems if stem))
+        readable = dict(zip(waiting, self._demangled(waiting), strict=True))
+        return [
+            _whole(name, stem, readable[stem]) if readable.get(stem) else name
+            for name, stem in zip(mangled, stems, strict=True)
+        ]
+
+    def _demangled(self, stems: list[bytes]) -> list[bytes]:
+        """Returns what each is called, b"" for what stays mangled."""
+        done: list[bytes] = []
+        while len(done) < len(stems) and self.failures < _MAX_FAILURES:
+            is_fresh = self._child is None
+            answers = self._asked(stems[len(done) : len(done) + _BATCH])
+            done += answers
+            # One that has done others may have died of these: pydemumble 0.1 frees no answer.
+            if is_fresh and not answers:
+                done.append(b"")
+                self.failures += 1
+        return done + [b""] * (len(stems) - len(done))
+
+    def _asked(self, batch: list[bytes]) -> list[bytes]:
+        """Returns the child's answers; fewer than questions when it died at the next one."""
+        answers: list[bytes] = []
+        try:
+            child = self._child = self._child or self._started()
+            if child.stdin is None or child.stdout is None:
+                raise ValueError("started without pipes")
+            child.stdin.write(b"%d\n%s\n" % (len(batch), b"\n".join(batch)))
+            child.stdin.flush()
+            for _ in batch:
+                line = child.stdout.readline()
+                if not line.endswith(b"\n"):
+                    break
+                answers.append(line[:-1])
+        except OSError:
+            pass  # it could not be started, or is gone
+        if len(answers) < len(batch):
+            self._end()
+            self._child = None
+        return answers
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # -I: nothing of the working directory and the environment is imported.
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-m", "aiflame.agent.demangle"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._end = weakref.finalize(self, _end, child)
+        return child
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.communicate()
+
+
+def _stem(name: bytes) -> bytes:
+    """Returns the part of a name that a demangler takes, b"" where it is not mangled."""
+    head = name.removesuffix(_PLT)
+    if len(head) > _MAX_MANGLED_BYTES or _MANGLED.fullmatch(head) is None:
+        return b""
+    legacy = _LEGACY_HASH.search(head)
+    return head.partition(b".")[0] if legacy is None else head[: legacy.end()]
+
+
+def _whole(name: bytes, stem: bytes, readable: bytes) -> bytes:
+    """Returns a readable name with what was added to its stem."""
+    plt = _PLT if name.endswith(_PLT) else b""
+    if _LEGACY_HASH.search(stem):
+        readable = _READABLE_HASH.sub(b"", readable)
+    elif not stem.startswith(b"_R"):
+        clones = _CLONE.findall(name.removesuffix(_PLT), len(stem))
+        readable += b"".join(b" [clone %s]" % clone for clone in clones)
+    return readable + plt
+
+
+def main() -> None:
+    """Answers questions until there are none: a number, so many names, one on each line."""
+    # Here, so that only this process has it.
+    import pydemumble
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    while count := questions.readline():
+        for name in [questions.readline()[:-1] for _ in range(int(count))]:
+            signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S)  # its signal ends the process
+            try:
+                readable = pydemumble.demangle(name.decode()).encode()
+            except UnicodeError:
+                readable = b""
+            answers.write(readable[:_MAX_READABLE_BYTES].replace(b"\n", b" ") + b"\n")
+            answers.flush()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one list of everything that a recording can lose: name, meaning and cure.
+
+Both halves count by these entries. After a recording they are printed and stored in the capture,
+and every report shows those that are not zero. A new loss is one entry here and the line that
+counts it; one of the kernel half is also an enumerator of `enum counter` in bpf/aiflame.h.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Attributes as in `LossKind`."""
+
+    meaning: str
+    cure: str = ""
+    counter: str = ""
+    is_of_time: bool = False
+    is_of_device: bool = False
+
+
+@enum.unique
+class LossKind(enum.Enum):
+    """Something that can be lost.
+
+    Attributes:
+        stored_name: How captures and messages call it, and what scripts look for: the member's
+            name in lower case. It never changes.
+        meaning: What is missing, and what is there all the same, in a line for a reader.
+        cure: What the user can do about it; "" where nothing helps.
+        counter: The enumerator by which the kernel half counts it; "" where the host half does.
+        is_of_time: Time of threads is missing, and not only what it was spent on.
+        is_of_device: Samples of devices are missing.
+    """
+
+    # Counted by the kernel half, in the order of its enumerators.
+    STACK_STORE_FULL = _Entry(
+        "samples whose stack found no room: their time is kept, their frames are not",
+        cure="raise --stack-storage-size",
+        counter="LOST_STACKS_FULL",
+    )
+    SUMS_FULL = _Entry(
+        "samples and waits that found no room at all: their time is missing",
+        cure="raise --hash-storage-size",
+        counter="LOST_SUMS_FULL",
+        is_of_time=True,
+    )
+    RING_FULL = _Entry(
+        "events (process starts, exits, long waits) that came faster than they were read: all time"
+        " is counted, names of short-lived threads may be missing",
+        counter="LOST_RING_FULL",
+    )
+    THREADS_FULL = _Entry(
+        "context switches of threads beyond the thread table: their off-CPU time is missing",
+        cure="raise --thread-storage-size",
+        counter="LOST_THREADS_FULL",
+        is_of_time=True,
+    )
+    PROCESSES_FULL = _Entry(
+        "samples of processes beyond the process table",
+        cure="record fewer processes at once",
+        counter="LOST_PROCESSES_FULL",
+        is_of_time=True,
+    )
+    NO_KERNEL_STACK = _Entry(
+        "samples in kernel code without kernel frames: the kernel could not walk its own stack",
+        counter="LOST_KERNEL_STACK",
+    )
+    KERNEL_FRAMES_CUT = _Entry(
+        "samples with more kernel frames than are kept; those nearest to the leaf are there",
+        counter="LOST_KERNEL_FRAMES",
+    )
+    USER_FRAMES_CUT = _Entry(
+        "samples with more than 127 user frames; those nearest to the leaf are there",
+        counter="LOST_USER_FRAMES",
+    )
+    WAITS_NOT_LISTED = _Entry(
+        "long waits beyond 1,000 a second and CPU: their time is counted, but they are not listed"
+        " one by one",
+        cure="raise --min-wait",
+        counter="LOST_WAIT_EVENTS",
+    )
+    PYTHON_STORE_FULL = _Entry(
+        "samples whose Python frames found no room: their native frames are there",
+        cure="raise --stack-storage-size",
+        counter="LOST_PYTHON_FULL",
+    )
+    CALLS_FULL = _Entry(
+        "calls of device APIs that found no room: they are missing",
+        cure="raise --hash-storage-size",
+        counter="LOST_CALLS_FULL",
+    )
+    CALLS_NOT_LISTED = _Entry(
+        "calls of device APIs beyond 100,000 a second: they are counted, but not listed one by one",
+        counter="LOST_CALL_EVENTS",
+    )
+    CALLERS_FULL = _Entry(
+        "calls of device APIs by more than 1,024 threads: those of further ones are missing",
+        counter="LOST_CALLERS_FULL",
+    )
+    CALL_ARGUMENTS_UNREADABLE = _Entry(
+        "arguments of device API calls that could not be read: the calls count, without their size",
+        counter="LOST_CALL_ARGUMENTS",
+    )
+    KERNEL_NAMES_LOST = _Entry(
+        "names of GPU kernels that came faster than they were taken, or were told by calls inside"
+        " of four others",
+        counter="LOST_KERNEL_NAMES",
+    )
+    NO_SCRATCH = _Entry(
+        "samples without room to walk a stack",
+        cure="please report this",
+        counter="LOST_SCRATCH",
+    )
+
+    # Time and stacks that the recorder misses.
+    STACK_LOST = _Entry("stacks that never left the kernel; their time is under [truncated: lost]")
+    SAMPLING_SKIPPED = _Entry(
+        "clock ticks that hit another BPF program and were skipped by the kernel",
+        is_of_time=True,
+    )
+    SWITCH_NOT_SEEN = _Entry(
+        "threads that left a CPU in a way that the kernel shows to no tracepoint, and had not come"
+        " back at the end: their time since then is missing",
+        is_of_time=True,
+    )
+    THREADS_NOT_ENTERED = _Entry(
+        "threads that slept or ran before the recording, which was too short to enter them all:"
+        " their time is missing",
+        cure="record longer",
+        is_of_time=True,
+    )
+    THREAD_TABLE_FULL = _Entry(
+        "threads that slept or ran before the recording, beyond the thread table: their off-CPU"
+        " time is missing",
+        cure="raise --thread-storage-size",
+        is_of_time=True,
+    )
+    SLEEPERS_NOT_WALKED = _Entry(
+        "threads asleep since before the recording that show kernel frames only: this kernel does"
+        " not tell their registers (BPF task iterators came with v5.8)"
+    )
+    SLEEPERS_KERNEL_FRAMES_LOST = _Entry(
+        "kernel frames of threads asleep since before the recording, whose addresses the kernel"
+        " does not tell; the rest of their stacks is there"
+    )
+    CPUS_CAME_ONLINE = _Entry(
+        "CPUs that came online during the recording: samples of up to a second on each are missing;"
+        " waits and times are complete"
+    )
+    STACKS_STUCK = _Entry(
+        "processes whose memory could not be read within a second; their threads asleep since"
+        " before the recording show kernel frames only"
+    )
+
+    # Unwind tables.
+    BAD_UNWIND_INFO = _Entry(
+        "binaries whose unwind information is damaged; walked by frame pointer"
+    )
+    BAD_UNWIND_RECORDS = _Entry(
+        "damaged records in unwind information; stacks through their functions may be cut"
+    )
+    UNWIND_TABLE_NOT_BUILT = _Entry(
+        "binaries whose unwind table was not made, as the process that makes them died or could not"
+        " be started; walked by frame pointer"
+    )
+    UNWIND_MEMORY_FULL = _Entry(
+        "binaries whose unwind table found no room and that were walked by frame pointer for a"
+        " while",
+        cure="raise --unwind-memory",
+    )
+    UNWIND_RULES_CUT = _Entry(
+        "unwind rules beyond 65,536 of one binary; stacks end in code of its own that needs them"
+    )
+    TOO_MANY_MAPPINGS = _Entry(
+        "executable mappings beyond 65,535 of a process; walked by frame pointer"
+    )
+    MAPPINGS_NOT_KEPT = _Entry(
+        "processes beyond the process table, or with so many executable mappings that those of all"
+        " processes found no room; walked by frame pointer"
+    )
+
+    # Files of targets, and the names in them.
+    BINARY_NOT_OPENED = _Entry(
+        "mapped files that could not be opened, or not be kept open; their frames have no names",
+        cure="raise ulimit -n",
+    )
+    BINARY_NOT_READ = _Entry(
+        "mapped files that are damaged, or that would take longer to read than any real one: names,"
+        " Python frames or calls of theirs are missing"
+    )
+    UNREADABLE_BINARY = _Entry("a binary could not be opened; its frames have no names")
+    BAD_ELF = _Entry("a binary is not valid ELF; its frames have no names")
+    BAD_SYMBOL_TABLE = _Entry("a symbol table is damaged; some names are missing")
+    TOO_MANY_SYMBOLS = _Entry("a symbol table is larger than any real one; it was not read")
+    BAD_DEBUG_FILE = _Entry(
+        "a separate debug file does not belong to its binary; it was not used",
+        cure="install that of the same build",
+    )
+    BAD_DEBUG_INFO = _Entry("debug information could not be read; no lines or inlined functions")
+    DEBUG_INFO_TOO_LARGE = _Entry(
+        "debug information is over the limit; no lines or inlined functions"
+    )
+    NAMES_NOT_DEMANGLED = _Entry(
+        "binaries with names that expand without bound; those names stay mangled"
+    )
+    SYMBOLIZER_GAVE_UP = _Entry(
+        "a binary crashed or stalled the symbol reader; it was read without debug information and"
+        " demangling"
+    )
+    SYMBOLIZER_DIED = _Entry(
+        "a binary crashed or stalled the symbol reader; its frames have no names"
+    )
+    KERNEL_SYMBOLS_HIDDEN = _Entry(
+        "kernel addresses without names",
+        cure="run as root, or with CAP_SYSLOG",
+    )
+    PERF_MAP_REFUSED = _Entry(
+        "a perf-PID.map was a link, or not a regular file of the target; not used"
+    )
+    PERF_MAP_CUT = _Entry("a perf-PID.map was too large or malformed; a part of it was not used")
+
+    # Python frames.
+    PYTHON_UNSUPPORTED = _Entry("interpreters of unknown layout; their Python frames are missing")
+    PYTHON_THREADS_NOT_FOUND = _Entry(
+        "interpreters whose Python frames are missing, as their threads' state is not where glibc"
+        " keeps it"
+    )
+    PYTHON_EXITED = _Entry("Python frames of processes that ended before their names could be read")
+    PYTHON_TOO_DEEP = _Entry(
+        "Python stacks with over 127 frames; those nearest to the leaf are there"
+    )
+    PYTHON_UNREADABLE_STACK = _Entry("Python stacks that could not be read to their root")
+    PYTHON_BAD_POINTER = _Entry(
+        "Python stacks with a pointer that cannot be one; the rest is missing"
+    )
+    PYTHON_LOOP = _Entry("Python stacks that go round in circles; the rest is missing")
+    PYTHON_MISFIT = _Entry(
+        "stacks whose Python frames did not fit the eval loops of the native stack"
+    )
+
+    # Calls of device APIs, and samples of devices.
+    CALL_SIZES_CUT = _Entry(
+        "amounts of work or bytes of device API calls that are larger than any device; the calls"
+        " are counted"
+    )
+    CALLS_NOT_PROBED = _Entry(
+        "functions of device APIs that could not be probed; their calls are missing"
+    )
+    KERNEL_NAMES_UNREAD = _Entry(
+        "names of GPU kernels whose process ended before they could be read"
+    )
+    KERNEL_NOT_OPENED = _Entry(
+        "samples in GPU kernels whose file could not be read", is_of_device=True
+    )
+    SAMPLE_OUTSIDE_KERNEL = _Entry(
+        "samples in a GPU kernel's file beyond its code", is_of_device=True
+    )
+    KERNEL_NOT_DISASSEMBLED = _Entry("GPU kernels whose instructions are not known")
+    DEVICE_CODE_REPLACED = _Entry(
+        "samples of a second in which a GPU kernel's code gave way to other code at the same"
+        " address; some may be of the other",
+        is_of_device=True,
+    )
+    DEVICE_CODE_NOT_MAPPED = _Entry(
+        "samples at unknown addresses of processes that run GPU kernels on CPUs: most are in"
+        " kernels that were built shortly before their process ended",
+        is_of_device=True,
+    )
+    DEVICE_STACKS_NOT_KEPT = _Entry(
+        "stacks with unknown addresses, too many at once to look for GPU kernels in them",
+        is_of_device=True,
+    )
+
+    def __init__(self, entry: _Entry) -> None:
+        self.stored_name = self.name.lower()
+        self.meaning = entry.meaning
+        self.cure = entry.cure
+        self.counter = entry.counter
+        self.is_of_time = entry.is_of_time
+        self.is_of_device = entry.is_of_device
