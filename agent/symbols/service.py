@@ -44,6 +44,8 @@ DEFAULT_MEMORY_BYTES = 4 * 1024 * 1024 * 1024
 # that is stopped, or blocked in a read; it leaves room for a machine that is busy with others.
 _WALL_FACTOR = 3
 _GRACE_S = 5.0
+# An idle worker ends in some 20 ms.
+_ENDING_S = 1.0
 # Tables are built while the target runs, which must not wait for us; once the recorder itself
 # waits, the worker runs as anyone else.
 _NICENESS_WARMING, _NICENESS_WAITED_FOR = 10, 0
@@ -171,7 +173,15 @@ class SymbolService:
         self._prioritize(_NICENESS_WARMING)
 
     def close(self) -> None:
-        """End the worker at once and add up its CPU time. May be called twice."""
+        """End the worker and add up its CPU time. May be called twice."""
+        if self._process is not None and not self._queue:
+            # Idle: it ends by itself, and waits for the child that demangles, whose CPU time is
+            # then part of its own.
+            stdin, stdout = _pipes(self._process)
+            stdin.close()
+            with selectors.PollSelector() as selector:
+                selector.register(stdout, selectors.EVENT_READ)
+                selector.select(_ENDING_S)
         self._queue.clear()
         self._reap()
 

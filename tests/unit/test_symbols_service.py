@@ -203,6 +203,14 @@ def test_no_descriptor_or_process_is_left(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_the_child_that_demangles_is_waited_for(tmp_path: Path) -> None:
+    with SymbolService(None) as service:
+        assert names(service, binary(tmp_path, "one")) == [[["one()"], []]]
+        children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
+        assert len(children) == 1
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+
+
 def test_worker_has_its_limits(tmp_path: Path) -> None:
     with SymbolService(None, memory_bytes=3 << 30) as service:
         service.warm(str(tmp_path / "none"), "")
