@@ -146,7 +146,7 @@ test:  ## all checks and tests, as CI runs them; BOOT="5.10 6.1" boots these ker
 	wait $$beside || status=1
 	cat build/beside.log
 	run_bpf $(ALONE) || status=1
-	$(if $(BOOT),$(BOOT_KERNELS) $(BOOT) || status=1)
+	$(if $(BOOT),$(BOOT_KERNELS) --tries 2 $(BOOT) || status=1)
 	exit $$status
 
 # Which of tests/kernels/catalogue.py; none is all.

@@ -118,6 +118,13 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="record in one kernel, but on machines on which something is missing",
     )
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=1,
+        metavar="N",
+        help="boot a kernel again that is not as it should be: other work on the host spoils a run",
+    )
     args = parser.parse_args()
     unknown = set(args.kernels) - set(KERNELS)
     if unknown:
@@ -146,7 +153,10 @@ def main() -> int:
             if args.environments:
                 return _run_environments([base, checkout])
             chosen = args.kernels or KERNELS
-            rows = [_run(kernel, [base, checkout], programs, args.with_bcc) for kernel in chosen]
+            rows = [
+                _tried(args.tries, kernel, [base, checkout], programs, args.with_bcc)
+                for kernel in chosen
+            ]
     except GuestDied as error:
         sys.exit(f"kernels: the guest died: {error}")
     except ArchiveError as error:
@@ -180,6 +190,20 @@ def _run_environments(disks: list[Path]) -> int:
         )
         status = status or ended.status
     return status
+
+
+def _tried(
+    tries: int, name: str, disks: list[Path], programs: dict[str, Path], with_bcc: bool
+) -> Row:
+    """Runs a kernel until it is as it should be, or for so many times."""
+    for left in reversed(range(tries)):
+        row = _run(name, disks, programs, with_bcc)
+        for failure in row.verdict.failures:
+            print(f"  {failure}", flush=True)
+        if not row.verdict.failures or not left:
+            break
+        print("  again:", flush=True)
+    return row
 
 
 def _run(name: str, disks: list[Path], programs: dict[str, Path], with_bcc: bool) -> Row:
