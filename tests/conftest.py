@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import support
+from hypothesis import settings
 from support import WORKLOADS
 
 # Beside the caches of all other tools; by default a folder where the tests are run.
@@ -170,5 +171,9 @@ class _SkipRule:
 
 def pytest_configure(config: pytest.Config) -> None:
     _heed_signals()
+    # Random examples are for those who can look into what they find.
+    settings.register_profile("ci", derandomize=True)
+    if os.environ.get("CI"):
+        settings.load_profile("ci")
     if os.environ.get("CI"):
         config.pluginmanager.register(_SkipRule(), "aiflame-skip-rule")

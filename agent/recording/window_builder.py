@@ -179,7 +179,8 @@ class WindowBuilder:
         layout = COLUMNS[column]
         self.lose(
             LossKind.WINDOW_STACKS_FULL,
-            int(rows["count"].sum()),
+            # Of a wait that goes on past the window, none has ended in it.
+            int(np.maximum(rows["count"], 1).sum()),
             int(rows["weight_ns"].sum()) if column == "samples" else 0,
         )
         bare = rows.copy()
