@@ -42,10 +42,10 @@ endef
 
 # Where they changed. Not root: the first recording compiles them, and keeps them in its cache.
 define compile_programs
-	if ! $(VENV)/bin/python -m aiflame.agent.recording.compile --check; then
+	if ! $(VENV)/bin/python -m aiflame.agent.kernel.compile --check; then
 		echo "compiling the kernel programs"
 		mkdir -p build
-		$(VENV)/bin/python -m aiflame.agent.recording.compile > build/programs.new
+		$(VENV)/bin/python -m aiflame.agent.kernel.compile > build/programs.new
 		mv build/programs.new bpf/programs.bin
 	fi
 endef

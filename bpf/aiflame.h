@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
- * The contract between the kernel half (bpf/) and the host half (agent/recording/abi.py): every
+ * The contract between the kernel half (bpf/) and the host half (agent/kernel/abi.py): every
  * struct, enum and limit that both sides see. A test compares the layouts; change both together.
  *
  * Times are CLOCK_MONOTONIC nanoseconds (bpf_ktime_get_ns) unless a name says otherwise.
@@ -89,7 +89,7 @@ struct mapping_slot {
 };
 
 /*
- * One slot each in `counters`; Counter in agent/recording/abi.py, and for what is lost, in the same
+ * One slot each in `counters`; Counter in agent/kernel/abi.py, and for what is lost, in the same
  * order, the entries of agent/losses.py.
  */
 enum counter {
@@ -140,12 +140,12 @@ enum event_type {
 /* Bits of thread_state.flags. */
 #define THREAD_SEEDED 1u /* entered by the host half when the recording started */
 
-/* Which processes are recorded: HOST_FILTER's values; Filter in agent/recording/abi.py. */
+/* Which processes are recorded: HOST_FILTER's values; Filter in agent/kernel/abi.py. */
 #define FILTER_PIDS 0
 #define FILTER_CGROUP 1
 #define FILTER_ALL 2
 
-/* Constants that the loader puts into the programs (host.h); HostConstant in agent/recording/abi.py. */
+/* Constants that the loader puts into the programs (host.h); HostConstant in agent/kernel/abi.py. */
 enum host_constant {
 	HOST_FILTER = 0, /* FILTER_* */
 	HOST_WITH_OFF_CPU, /* 0: on_switch and on_waking are not attached, no thread state is kept */

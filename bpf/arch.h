@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
  * All that the kernel half knows about the processor: the saved registers and the shape of a
- * frame-pointer frame. Porting means adding a branch here and in agent/recording/arch.py.
+ * frame-pointer frame. Porting means adding a branch here and in agent/kernel/arch.py.
  *
  * x86-64 layouts: arch/x86/include/uapi/asm/ptrace.h (stable ABI), System V psABI 3.2.2.
  */

@@ -4,7 +4,7 @@
  * structures, which helpers it has, which parts of the programs are wanted.
  *
  * The programs are compiled once for all hosts. A constant is compiled to a 64-bit load of a marked
- * number, and the loader puts the host's value in its place (agent/recording/bytecode.py), as it
+ * number, and the loader puts the host's value in its place (agent/kernel/bytecode.py), as it
  * does with the descriptors of maps. To verifiers it is as constant as a macro's value: they follow
  * only the branches that this host takes, so that a helper which a kernel lacks may stand in others.
  *

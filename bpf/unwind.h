@@ -11,7 +11,7 @@
  * half word of the table at which its rows begin, and one past the last, in halves of 32 bits. The
  * rules, a word each. The rows, in halves: the low 16 bits an offset in the page, the high 16 bits the
  * number of a rule. Each page that has code begins with a row at offset 0.
- * agent/recording/kernel_tables.py writes it.
+ * agent/kernel/unwind_tables.py writes it.
  */
 #ifndef AIFLAME_UNWIND_H
 #define AIFLAME_UNWIND_H

@@ -14,9 +14,9 @@ import sys
 
 from aiflame.agent.dumps.render import Shown, as_json, text
 from aiflame.agent.dumps.session import DumpSession
+from aiflame.agent.kernel.descriptors import raise_limit
 from aiflame.agent.losses import LossKind
 from aiflame.agent.recording.checks import require_all
-from aiflame.agent.recording.descriptors import raise_limit
 from aiflame.agent.recording.targets import target_of_pids
 from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService

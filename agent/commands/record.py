@@ -17,8 +17,8 @@ from aiflame.agent.commands.durations import duration_ns
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_session import RecordOptions, record
+from aiflame.agent.devices.choice import AUTO, CHOICES
 from aiflame.agent.errors import UsageError
-from aiflame.agent.recording.device_choice import AUTO, CHOICES
 from aiflame.agent.recording.targets import (
     Target,
     target_of_all,

@@ -25,14 +25,15 @@ from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_output import OutputPlan, is_special
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.recover import mention_unfinished
+from aiflame.agent.devices.choice import AUTO, NONE, choose_families
 from aiflame.agent.errors import Aborted, AiflameError
+from aiflame.agent.kernel import abi, descriptors
+from aiflame.agent.kernel.loader import ProgramOptions
+from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
-from aiflame.agent.recording import abi, checks, descriptors
-from aiflame.agent.recording.device_choice import AUTO, NONE, choose_families
-from aiflame.agent.recording.loader import ProgramOptions
-from aiflame.agent.recording.probes import online_cpus
+from aiflame.agent.recording import checks
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.resolve import CaptureResolver
 from aiflame.agent.recording.signals import StopSignals

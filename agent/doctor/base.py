@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.probes import Probes
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.kernel.probes import Probes
 
 
 class Status(enum.Enum):

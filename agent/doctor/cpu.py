@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from aiflame.agent.doctor.base import Context, Finding, ok, warn
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi, checks, procfs
-from aiflame.agent.recording.probes import CLOCK_CURE
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.probes import CLOCK_CURE
+from aiflame.agent.processes import procfs
+from aiflame.agent.recording import checks
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 

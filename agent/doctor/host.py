@@ -7,8 +7,8 @@ import platform
 from pathlib import Path
 
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
+from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.recording import checks
-from aiflame.agent.recording.arch import this_architecture
 from aiflame.agent.recording.targets import cgroup2_mounts, require_host_pid_namespace
 
 _SECURITYFS = Path("/sys/kernel/security")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
-from aiflame.agent.recording import procfs
+from aiflame.agent.processes import procfs
 from aiflame.agent.recording.targets import target_of_pids
 
 

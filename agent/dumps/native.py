@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import numpy as np
 from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService

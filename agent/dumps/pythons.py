@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by
@@ -29,8 +31,6 @@ from aiflame.agent.python.layouts import UnsupportedPython
 from aiflame.agent.python.memory import Memory, NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import ThreadState, list_threads
 from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 
 _PAGE_BYTES = mmap.PAGESIZE
 _UNREAD = Walk((), WalkEnd.UNREADABLE)

@@ -23,13 +23,13 @@ from aiflame.agent.dumps.reading import RawThread, ThreadReader
 from aiflame.agent.dumps.tables import WaitingTables
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit
+from aiflame.agent.kernel.loader import load_thread_iterator
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.processes.threads import thread_registers
 from aiflame.agent.python.gil import GilState
-from aiflame.agent.recording import procfs
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.loader import load_thread_iterator
-from aiflame.agent.recording.processes import ProcessImage, ProcessTable
 from aiflame.agent.recording.thread_walk import StackWalker
-from aiflame.agent.recording.threads import thread_registers
 from aiflame.agent.reports.causes import CAUSES, Cause
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import SymbolService

@@ -11,8 +11,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from aiflame.agent.recording.binaries import BinaryTable
-from aiflame.agent.recording.elf_images import ElfImages
+from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.recording.table_builder import TableBuilders
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached

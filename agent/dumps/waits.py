@@ -17,7 +17,7 @@ from aiflame.agent.model.profile import (
     Recording,
     Stacks,
 )
-from aiflame.agent.recording.threads import ThreadRegisters
+from aiflame.agent.processes.threads import ThreadRegisters
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 
 # Bits of task_struct.__state (include/linux/sched.h, v5.10 to v6.18), the first that is set counts.

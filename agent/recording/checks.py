@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi, descriptors, procfs, sysbpf
-from aiflame.agent.recording.arch import this_architecture
-from aiflame.agent.recording.btf import VMLINUX
-from aiflame.agent.recording.loader import BCC_HINT, explain_failure
-from aiflame.agent.recording.probes import CLOCK_CURE, online_cpus
+from aiflame.agent.kernel import abi, descriptors, sysbpf
+from aiflame.agent.kernel.arch import this_architecture
+from aiflame.agent.kernel.btf import VMLINUX
+from aiflame.agent.kernel.loader import BCC_HINT, explain_failure
+from aiflame.agent.kernel.probes import CLOCK_CURE, online_cpus
+from aiflame.agent.processes import procfs
 from aiflame.agent.recording.targets import require_host_pid_namespace
 
 # Capability numbers (include/uapi/linux/capability.h).
@@ -43,7 +44,7 @@ _NO_FD = 0xFFFF_FFFF
 # bcc is imported in a child, as a recording does. It takes 0.2 s; a loaded host may crawl.
 _IMPORT_TIMEOUT_S = 60
 _IMPORT_BCC = """\
-from aiflame.agent.recording.compile import import_bcc
+from aiflame.agent.kernel.compile import import_bcc
 bcc = import_bcc()
 print(getattr(bcc, "__version__", "of unknown version"), "in", bcc.__path__[0])
 """

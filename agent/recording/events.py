@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.api_calls import ApiCalls
-from aiflame.agent.recording.processes import ProcessTable
-from aiflame.agent.recording.ringbuf import RingBuffer
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.ringbuf import RingBuffer
+from aiflame.agent.launches.calls import ApiCalls
+from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.sinks import SampleSink
 
 

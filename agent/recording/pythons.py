@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.losses import LossKind
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by
@@ -37,10 +41,6 @@ from aiflame.agent.python.threads import (
     tss_slot_offset,
 )
 from aiflame.agent.python.walk import PythonFrame, WalkEnd, walk
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 
 # The C library that keeps pthread keys: before glibc 2.34 it was a library of its own.

@@ -19,26 +19,26 @@ from pathlib import Path
 import numpy as np
 from aiflame.agent import priority
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.devices.devices import Devices
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.descriptors import keep
+from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
+from aiflame.agent.kernel.ringbuf import RingBuffer
+from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
+from aiflame.agent.launches.calls import ApiCalls
+from aiflame.agent.launches.gpu_kernels import KernelTable
+from aiflame.agent.launches.runtimes import places_of_runtimes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.api_calls import ApiCalls
-from aiflame.agent.recording.descriptors import keep
-from aiflame.agent.recording.devices import Devices
+from aiflame.agent.processes.table import ProcessImage, ProcessTable, ThreadInfo
 from aiflame.agent.recording.events import Events
-from aiflame.agent.recording.kernel_table import KernelTable
-from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
-from aiflame.agent.recording.probes import Probes, online_cpus, possible_cpus
-from aiflame.agent.recording.processes import ProcessImage, ProcessTable, ThreadInfo
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.resolve import StackPython
-from aiflame.agent.recording.ringbuf import RingBuffer
 from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
-from aiflame.agent.recording.runtimes import places_of_runtimes
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters, read_losses
 from aiflame.agent.recording.sleepers import Sleepers
-from aiflame.agent.recording.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.thread_walk import StackWalker

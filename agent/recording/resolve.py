@@ -18,12 +18,12 @@ import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import Mapping as BinaryMapping
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
-from aiflame.agent.recording.elf_images import ElfImages
 from aiflame.agent.recording.names import MAX_INTEGER, Names
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.recording.processes import Mapping as BinaryMapping
 from aiflame.agent.recording.pythons import PythonChain, PythonProcess
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.sinks import KERNEL_CUT

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.processes.identity import identity_of
-from aiflame.agent.recording.processes import ProcessImage, ThreadInfo
+from aiflame.agent.processes.table import ProcessImage, ThreadInfo
 
 
 def row_of_image(image: ProcessImage, start_ns: int, end_ns: int) -> tuple[Any, ...]:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StackEnd
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.processes import ProcessImage, ProcessTable
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
 
 # Stands where kernel frames are missing between the kernel's and the user's part of a stack.
 KERNEL_CUT = 0

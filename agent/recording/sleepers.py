@@ -22,16 +22,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.kernel.sysbpf import BPF_NOEXIST
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StackEnd
-from aiflame.agent.recording import abi, procfs
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.processes import ProcessTable
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.snapshots import PIECE_BYTES, Snapshot, Snapshots
+from aiflame.agent.processes.stack_memory import StackMemory
+from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.pythons import PythonProcesses, ThreadPython
 from aiflame.agent.recording.sinks import StackSink
-from aiflame.agent.recording.snapshots import PIECE_BYTES, Snapshot, Snapshots
-from aiflame.agent.recording.stack_memory import StackMemory
-from aiflame.agent.recording.sysbpf import BPF_NOEXIST
 from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
 

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import FrameKind, GilState
 from aiflame.agent.python import gil as python_gil
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
-from aiflame.agent.recording import abi
 from aiflame.agent.recording.names import Names
 from aiflame.agent.recording.pythons import PythonChain, PythonProcess
 from aiflame.agent.symbols.frames import SourceFrame

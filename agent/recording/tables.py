@@ -7,7 +7,7 @@ frame pointer. When the kernel's share of memory is used up, tables that no samp
 the longest time make room. After an exec the kernel half uses no mappings until the new image's
 are there.
 
-Changes are collected, and made by `poll`: `kernel_tables` tells why.
+Changes are collected, and made by `poll`: `kernel/unwind_tables` tells why.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.losses import LossKind
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.recording.table_builder import TableBuilders
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached

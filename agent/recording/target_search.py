@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.processes import procfs
 from aiflame.agent.processes.container_names import names_of
 from aiflame.agent.processes.identity import CgroupPaths, Container, Identity, Unit, identity_of
-from aiflame.agent.recording import procfs
 
 # docker and podman show so much of an id.
 _SHORT_ID_CHARACTERS = 12

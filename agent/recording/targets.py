@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
-from aiflame.agent.recording import abi, procfs
+from aiflame.agent.kernel import abi
+from aiflame.agent.processes import procfs
 from aiflame.agent.recording.launch import HeldCommand
 from aiflame.agent.recording.target_search import Found, find_comm, find_container, find_unit
 

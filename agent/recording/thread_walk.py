@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aiflame.agent.model.profile import StackEnd
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage
-from aiflame.agent.recording.stack_memory import PAGE_BYTES, StackMemory
-from aiflame.agent.recording.threads import ThreadRegisters
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.stack_memory import PAGE_BYTES, StackMemory
+from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
+from aiflame.agent.processes.threads import ThreadRegisters
 from aiflame.agent.unwind import walk
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.x86_64 import NO_CFI_RULE, Rule

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.binaries import BinaryTable
+from aiflame.agent.kernel import abi
+from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.symbols.service import SymbolService
 
 # A few large libraries take seconds; the files of a whole host would take longer than they save.

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiflame.agent.recording.arch import this_architecture
+from aiflame.agent.kernel.arch import this_architecture
 
 _STATS = Path("/proc/sys/kernel/bpf_stats_enabled")
 

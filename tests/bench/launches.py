@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.recording.api_symbols import find_functions
-from aiflame.agent.recording.probe_places import probe_place
-from aiflame.agent.recording.runtimes import places_of_runtimes
-from aiflame.agent.recording.uprobe_tries import UprobeTries
+from aiflame.agent.kernel.uprobe_tries import UprobeTries
+from aiflame.agent.launches.probe_sites import probe_place
+from aiflame.agent.launches.runtimes import places_of_runtimes
+from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard, TargetFile
 from bench import loads, tools

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import support
-from aiflame.agent.recording import compile
+from aiflame.agent.kernel import compile
 
 pytestmark = pytest.mark.bpf
 

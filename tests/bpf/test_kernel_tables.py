@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.kernel_tables import KernelTables, table_bytes
-from aiflame.agent.recording.sysbpf import Map
-from aiflame.agent.recording.syscalls import MapShape, bpf, create_map, map_facts
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.sysbpf import Map
+from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, map_facts
+from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.unwind.table import ROW, UnwindTable
 from aiflame.agent.unwind.x86_64 import RULE
 

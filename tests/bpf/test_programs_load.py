@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi, compile, loader
-from aiflame.agent.recording.bytecode import BadBytecode, Bytecode
-from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
-from aiflame.agent.recording.program_list import MAPS, PROGRAMS
+from aiflame.agent.kernel import abi, compile, loader
+from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode
+from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.kernel.program_list import MAPS, PROGRAMS
 from bytecode_bounds import unbounded_accesses
 from recordings import Recording
 

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.kernel.uprobe_tries import (
+    NopTreatment,
+    Treatment,
+    UprobeAnswers,
+    UprobeTries,
+    try_uprobes,
+)
+from aiflame.agent.launches.links import ApiLinks, Probe
+from aiflame.agent.launches.probe_sites import ProbePlace
+from aiflame.agent.launches.probes import ApiProbes
+from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.losses import LossKind
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.api_links import ApiLinks, Probe
-from aiflame.agent.recording.api_probes import ApiProbes
-from aiflame.agent.recording.api_symbols import find_functions
-from aiflame.agent.recording.loader import ProgramOptions, Programs, load_programs
-from aiflame.agent.recording.probe_places import NopTreatment, ProbePlace, Treatment
-from aiflame.agent.recording.uprobe_tries import UprobeAnswers, UprobeTries, try_uprobes
 from aiflame.agent.target_files import FileGuard, TargetFile
 from recordings import Workload
 

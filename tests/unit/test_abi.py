@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.kernel import abi
 from aiflame.agent.model import profile as model
 from aiflame.agent.python import layouts
-from aiflame.agent.recording import abi
 from aiflame.agent.unwind.table import PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RULE, RbpKind, RuleKind
 from aiflame.gpu.apis.base import Grid, HandleFrom

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from aiflame.agent.recording.api_calls import ApiCalls
-from aiflame.agent.recording.processes import Mapping, ProcessImage, ProcessTable
+from aiflame.agent.launches.calls import ApiCalls
+from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
 
 _LIBRARY, _OTHER, _SLOT = 3, 4, 0
 _FUNCTION_OFFSET, _FUNCTION_BYTES = 0x500, 64

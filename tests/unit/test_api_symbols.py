@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
+from aiflame.agent.launches.symbols import FunctionPlace, find_functions
 from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.target_files import TargetFile
 from elfbytes import GLOBAL, IFUNC, LOCAL, OBJECT, WEAK, Elf, Section, Symbol

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording.btf import VMLINUX, Btf
+from aiflame.agent.kernel.btf import VMLINUX, Btf
 
 _INT, _PTR, _ARRAY, _STRUCT, _UNION, _ENUM, _TYPEDEF = 1, 2, 3, 4, 5, 6, 8
 _FUNC, _FUNC_PROTO, _VAR, _DATASEC, _DECL_TAG, _ENUM64 = 12, 13, 14, 15, 17, 19

@@ -8,17 +8,17 @@ import struct
 from pathlib import Path
 
 import pytest
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.bytecode import (
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.bytecode import (
     BadBytecode,
     Bytecode,
     MapDefinition,
     ProgramDefinition,
     define_program,
 )
-from aiflame.agent.recording.loader import ProgramOptions, map_entries
-from aiflame.agent.recording.program_list import MAPS, TEMPLATES
-from aiflame.agent.recording.syscalls import MapShape
+from aiflame.agent.kernel.loader import ProgramOptions, map_entries
+from aiflame.agent.kernel.program_list import MAPS, TEMPLATES
+from aiflame.agent.kernel.syscalls import MapShape
 from bytecode_bounds import unbounded_accesses
 
 _BPF = Path(__file__).parents[2] / "bpf"

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
-from aiflame.agent.recording.probe_places import NopTreatment, probe_place
+from aiflame.agent.kernel.uprobe_tries import NopTreatment
+from aiflame.agent.launches.probe_sites import probe_place
+from aiflame.agent.launches.symbols import FunctionPlace, find_functions
 from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis.cuda import API
 

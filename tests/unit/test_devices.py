@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.devices import choice as device_choice
+from aiflame.agent.devices.devices import Devices
+from aiflame.agent.devices.locations import DevicePlaces
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.kernel import abi
+from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.recording import abi, device_choice
-from aiflame.agent.recording.device_places import DevicePlaces
-from aiflame.agent.recording.devices import Devices
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.kernel_table import KernelTable
-from aiflame.agent.recording.processes import Mapping, ProcessImage, ProcessTable
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.gpu.base import (
     CodeKey,

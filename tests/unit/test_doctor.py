@@ -19,7 +19,8 @@ from aiflame.agent.doctor.base import Check, Context, Finding, Result, Status, o
 from aiflame.agent.doctor.checks import CHECKS, TARGET_CHECKS
 from aiflame.agent.doctor.text import as_json, exit_code, lines, summary
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import checks, procfs
+from aiflame.agent.processes import procfs
+from aiflame.agent.recording import checks
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 ALL_IDS = [check.id for check in (*CHECKS, *TARGET_CHECKS)]

@@ -10,8 +10,8 @@ from aiflame.agent.dumps.model import Doubt, Dump, DumpFrame, ProcessDump, Threa
 from aiflame.agent.dumps.render import Shown, as_json, duration_text, shown_frames, text
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
 from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.processes.threads import ThreadRegisters
 from aiflame.agent.python.gil import GilState
-from aiflame.agent.recording.threads import ThreadRegisters
 
 _KERNEL = DumpFrame(FrameKind.KERNEL, "futex_wait_queue", "", 0, "[kernel]")
 _LIBC = DumpFrame(FrameKind.NATIVE, "sem_wait", "", 0, "/lib/libc.so.6")

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.model.gpu import Direction, Operation
-from aiflame.agent.recording.api_symbols import find_functions
 from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming

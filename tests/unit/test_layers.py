@@ -31,7 +31,6 @@ _GPU_MODULES = _modules("gpu")
 _LEAVES = {
     "demangle",
     "errors",
-    "gpu_profile",
     "losses",
     "model",
     "outfile",
@@ -52,13 +51,26 @@ _MAY_IMPORT = {
     "symbols": {"demangle", "errors", "losses", "model", "outfile", "target_files"},
     "unwind": {"errors", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
-    "processes": set(),
+    "kernel": {"symbols", "unwind", *_LEAVES},
+    "processes": {"kernel", "symbols", *_LEAVES},
+    "launches": {"capture", "kernel", "processes", "python", "symbols", *_LEAVES},
+    "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
-    "dumps": {"python", "recording", "reports", "symbols", "unwind", *_LEAVES},
-    "recording": {"capture", "processes", "python", "symbols", "unwind", *_LEAVES},
-    "doctor": {"capture", "python", "recording", "reports", "symbols", *_LEAVES},
+    "dumps": {
+        *("kernel", "processes", "python", "recording", "reports", "symbols", "unwind"),
+        *_LEAVES,
+    },
+    "recording": {
+        *("capture", "devices", "kernel", "launches", "processes", "python", "symbols", "unwind"),
+        *_LEAVES,
+    },
+    "doctor": {
+        *("capture", "kernel", "processes", "python", "recording", "reports", "symbols"),
+        *_LEAVES,
+    },
     "commands": {
-        *("capture", "doctor", "dumps", "python", "recording", "reports", "symbols"),
+        *("capture", "devices", "doctor", "dumps", "kernel", "processes", "python", "recording"),
+        *("reports", "symbols"),
         *_LEAVES,
     },
     "cli": {"commands", *_LEAVES},
@@ -68,13 +80,11 @@ _PREFIX = "aiflame.agent"
 
 # Which parts of agent/ know the device half. Reports know what is made of a capture, not devices.
 _GPU = "aiflame.gpu"
-_MAY_IMPORT_GPU = {"commands", "doctor", "recording", "reports"}
+_MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "reports"}
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # What gpu/ may know of agent/.
-_AGENT_OF_GPU = tuple(
-    f"{_PREFIX}.{name}" for name in ("gpu_profile", "losses", "model", "target_files")
-)
+_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("losses", "model", "target_files"))
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")
@@ -127,11 +137,13 @@ def test_imports_follow_the_arrows(part: str) -> None:
 
 
 def test_bcc_is_imported_in_one_module() -> None:
-    assert _who_imports("bcc") == ["recording.compile"]
+    assert _who_imports("bcc") == ["kernel.compile"]
 
 
 def test_captures_are_written_by_recordings_only() -> None:
     assert {_part(m) for m in _who_imports(f"{_PREFIX}.capture.writer")} <= {
+        "devices",
+        "launches",
         "recording",
         "commands",
     }

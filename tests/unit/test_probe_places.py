@@ -10,13 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from aiflame.agent.recording.api_symbols import find_functions
-from aiflame.agent.recording.probe_places import (
-    NopTreatment,
-    ProbePlace,
-    Treatment,
-    probe_place,
-)
+from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment
+from aiflame.agent.launches.probe_sites import ProbePlace, probe_place
+from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.target_files import TargetFile
 from hypothesis import given
 from hypothesis import strategies as st

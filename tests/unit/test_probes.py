@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiflame.agent.recording import probes
+from aiflame.agent.kernel import probes
 
 
 @pytest.mark.parametrize(

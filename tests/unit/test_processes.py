@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from aiflame.agent.recording import procfs
-from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage, ProcessTable
-from aiflame.agent.recording.procfs import MapsLine
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.procfs import MapsLine
+from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 
 _LIB, _OTHER = 1, 2
 

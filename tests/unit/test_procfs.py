@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.recording import procfs
-from aiflame.agent.recording.procfs import MapsLine
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.procfs import MapsLine
 
 # Where str.splitlines() would end a line, and the kernel does not.
 _NOT_LINE_ENDS = ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\r"]

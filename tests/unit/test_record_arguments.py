@@ -13,7 +13,7 @@ from aiflame.agent import cli
 from aiflame.agent.commands import record as verb
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_session import RecordOptions
-from aiflame.agent.recording import abi
+from aiflame.agent.kernel import abi
 from aiflame.agent.recording.targets import Target
 
 _S = 10**9

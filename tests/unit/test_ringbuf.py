@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from aiflame.agent.recording.ringbuf import RingBuffer
+from aiflame.agent.kernel.ringbuf import RingBuffer
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _DATA_BYTES = _PAGE

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StackEnd
-from aiflame.agent.recording import abi, procfs, snapshots, threads
-from aiflame.agent.recording.processes import ProcessTable
+from aiflame.agent.processes import procfs, snapshots, threads
+from aiflame.agent.processes.snapshots import Snapshots
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
 from aiflame.agent.recording.sleepers import Sleepers, store_sleepers
-from aiflame.agent.recording.snapshots import Snapshots
 from aiflame.agent.recording.thread_walk import StackWalker
-from aiflame.agent.recording.threads import ThreadRegisters, thread_registers
 
 _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
 _IDLE_WORKER = 0x402

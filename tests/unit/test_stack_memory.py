@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from aiflame.agent.recording import stack_memory
-from aiflame.agent.recording.stack_memory import Place, StackMemory, StackReader
+from aiflame.agent.processes import stack_memory
+from aiflame.agent.processes.stack_memory import Place, StackMemory, StackReader
 
 _PAGE = mmap.PAGESIZE
 _HERE = (os.getpid(), os.getpid())

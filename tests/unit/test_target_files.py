@@ -16,14 +16,15 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import Aborted
+from aiflame.agent.kernel.uprobe_tries import NopTreatment
+from aiflame.agent.launches.probe_sites import probe_place
+from aiflame.agent.launches.runtimes import needed_libraries
+from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.python.elfbytes import FunctionNames
 from aiflame.agent.python.interpreter import find_interpreter
 from aiflame.agent.python.layouts import UnsupportedPython
 from aiflame.agent.python.threads import UnsupportedLibc, find_key_block
 from aiflame.agent.recording import roots
-from aiflame.agent.recording.api_symbols import find_functions
-from aiflame.agent.recording.probe_places import NopTreatment, probe_place
-from aiflame.agent.recording.runtimes import needed_libraries
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import (

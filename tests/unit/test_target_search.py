@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import UsageError
-from aiflame.agent.processes import container_names
-from aiflame.agent.recording import abi, procfs, target_search, targets
+from aiflame.agent.kernel import abi
+from aiflame.agent.processes import container_names, procfs
+from aiflame.agent.recording import target_search, targets
 
 _WEB = "4f2a9c" + "0" * 58
 _DB = "4f2b" + "1" * 60

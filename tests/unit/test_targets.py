@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
-from aiflame.agent.recording import abi, procfs, targets
+from aiflame.agent.kernel import abi
+from aiflame.agent.processes import procfs
+from aiflame.agent.recording import targets
 
 _COMM = Path("/proc/self/comm").read_text()[:-1]
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import errno
 
 import pytest
-from aiflame.agent.recording.bytecode import Refused
-from aiflame.agent.recording.probe_places import NopTreatment, Treatment
-from aiflame.agent.recording.sysbpf import TRACE_UPROBE_MULTI
-from aiflame.agent.recording.uprobe_tries import classify, load_for_links
+from aiflame.agent.kernel.bytecode import Refused
+from aiflame.agent.kernel.sysbpf import TRACE_UPROBE_MULTI
+from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment, classify, load_for_links
 
 EMULATED, STEPPED, REFUSED = Treatment.EMULATED, Treatment.STEPPED, Treatment.REFUSED
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.python import walk as python_walk
 from aiflame.agent.python.debugoffsets import read_layout
 from aiflame.agent.python.layouts import ABSENT, SHIM_OWNER, Layout, table_layout
-from aiflame.agent.recording import abi
 from aiflame.agent.recording.pythons import describe_layout
 from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.table import UnwindTable

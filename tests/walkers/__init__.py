@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel import unwind_tables as kernel_tables
+from aiflame.agent.kernel.unwind_tables import table_bytes
 from aiflame.agent.model.profile import StackEnd
-from aiflame.agent.recording import abi, kernel_tables
-from aiflame.agent.recording.kernel_tables import table_bytes
 from aiflame.agent.unwind.table import PAGE_SHIFT, UnwindTable
 
 _HERE = Path(__file__).parent

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi, sysbpf
-from aiflame.agent.recording.api_symbols import FunctionPlace
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.probe_places import ProbePlace
+from aiflame.agent.kernel import abi, sysbpf
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.launches.probe_sites import ProbePlace
+from aiflame.agent.launches.symbols import FunctionPlace
 
 # As if nothing were known of the function's code.
 _ENTRY = ProbePlace(0, 0, False)

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.gpu.base import CpuSample
 
 U64 = npt.NDArray[np.uint64]

@@ -10,7 +10,7 @@ import resource
 import struct
 from typing import Any, NamedTuple, TypeAlias
 
-from aiflame.agent.recording.arch import this_architecture
+from aiflame.agent.kernel.arch import this_architecture
 
 _MAP_CREATE, _PROG_LOAD, _OBJ_GET_INFO_BY_FD = 0, 5, 15
 _PROGRAM_TYPES = {"uprobe": 2, "perf_event": 7, "raw_tracepoint": 17}

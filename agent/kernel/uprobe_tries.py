@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import json
 import mmap
 import os
@@ -30,9 +31,8 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from aiflame.agent.recording import sysbpf, syscalls
-from aiflame.agent.recording.bytecode import Refused
-from aiflame.agent.recording.probe_places import NopTreatment, Treatment
+from aiflame.agent.kernel import sysbpf, syscalls
+from aiflame.agent.kernel.bytecode import Refused
 from aiflame.agent.symbols.store import Store
 
 # What is probed, by what it is tried for. The first two are the measures: `nop` has been emulated
@@ -56,6 +56,27 @@ _RETURN_0 = bytes.fromhex("b7000000000000009500000000000000")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEPT_AS = "uprobes.json"
+
+
+class Treatment(enum.Enum):
+    """What a kernel does with a probe on an instruction."""
+
+    REFUSED = "refused"
+    STEPPED = "stepped"
+    EMULATED = "emulated"
+
+
+@dataclass(frozen=True, slots=True)
+class NopTreatment:
+    """What this kernel does with no-operations; the defaults are right, if slow, on any kernel.
+
+    Attributes:
+        long: Those that begin with `0f 1f` or `66 0f 1f`.
+        prefixed: `66 90`.
+    """
+
+    long: Treatment = Treatment.STEPPED
+    prefixed: Treatment = Treatment.REFUSED
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from aiflame.agent import priority
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import abi, compile
-from aiflame.agent.recording.abi import HostConstant
-from aiflame.agent.recording.bytecode import BadBytecode, Bytecode, Host, Loader, Refused, close_all
-from aiflame.agent.recording.kernel_facts import kernel_facts
-from aiflame.agent.recording.program_list import CALL_PROGRAMS, PROGRAMS, THREAD_ITERATOR
-from aiflame.agent.recording.sysbpf import Map, ProgramCost, program_cost
-from aiflame.agent.recording.syscalls import MapShape, create_map, lift_memlock_limit, map_facts
-from aiflame.agent.recording.uprobe_tries import UprobeTries, load_for_links
+from aiflame.agent.kernel import abi, compile
+from aiflame.agent.kernel.abi import HostConstant
+from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode, Host, Loader, Refused, close_all
+from aiflame.agent.kernel.facts import kernel_facts
+from aiflame.agent.kernel.program_list import CALL_PROGRAMS, PROGRAMS, THREAD_ITERATOR
+from aiflame.agent.kernel.sysbpf import Map, ProgramCost, program_cost
+from aiflame.agent.kernel.syscalls import MapShape, create_map, lift_memlock_limit, map_facts
+from aiflame.agent.kernel.uprobe_tries import UprobeTries, load_for_links
 from aiflame.agent.symbols.store import Store
 
 # Longer than the slowest compile seen (1 s) by an order of magnitude; a loaded host may crawl.
@@ -371,7 +371,7 @@ def compile_in_child() -> bytes:
     Raises:
         EnvironmentUnfit: It did not come about.
     """
-    command = [sys.executable, "-m", "aiflame.agent.recording.compile"]
+    command = [sys.executable, "-m", "aiflame.agent.kernel.compile"]
     try:
         done = subprocess.run(  # noqa: S603 - a module of our own
             command,

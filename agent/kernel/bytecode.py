@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from aiflame.agent import priority
-from aiflame.agent.recording import syscalls
-from aiflame.agent.recording.program_list import ITERATOR
+from aiflame.agent.kernel import syscalls
+from aiflame.agent.kernel.program_list import ITERATOR
 
 _MAGIC = b"aifbpf02"
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.recording import procfs
-from aiflame.agent.recording.binaries import BinaryTable
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.target_files import FileGuard
 from intervaltree import Interval, IntervalTree
 

@@ -21,12 +21,12 @@ is found out by trying (see uprobe_tries.py).
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Any
 
 import capstone
 import numpy as np
+from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment
 from capstone import x86_const as x86
 
 # How far into a function the probe may be; prologues that save all registers take 20 bytes.
@@ -76,27 +76,6 @@ _HARMLESS = frozenset(
     )
     for name in names.split()
 )
-
-
-class Treatment(enum.Enum):
-    """What a kernel does with a probe on an instruction."""
-
-    REFUSED = "refused"
-    STEPPED = "stepped"
-    EMULATED = "emulated"
-
-
-@dataclass(frozen=True, slots=True)
-class NopTreatment:
-    """What this kernel does with no-operations; the defaults are right, if slow, on any kernel.
-
-    Attributes:
-        long: Those that begin with `0f 1f` or `66 0f 1f`.
-        prefixed: `66 90`.
-    """
-
-    long: Treatment = Treatment.STEPPED
-    prefixed: Treatment = Treatment.REFUSED
 
 
 @dataclass(frozen=True, slots=True)

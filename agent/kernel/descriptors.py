@@ -17,7 +17,7 @@ import os
 import resource
 
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording.probes import online_cpus
+from aiflame.agent.kernel.probes import online_cpus
 
 # Kept free of files of targets: three children with 8 descriptors each while they start, reads of
 # /proc, and arrays on their way into the kernel, some at a time.

@@ -14,8 +14,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiflame.agent.recording.descriptors import keep
-from aiflame.agent.recording.procfs import MapsLine
+from aiflame.agent.kernel.descriptors import keep
+from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.symbols.rootfs import open_beneath
 from aiflame.agent.target_files import FileGuard
 

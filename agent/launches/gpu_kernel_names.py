@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.kernel import abi
+from aiflame.agent.launches.gpu_kernels import KernelTable
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.elfbytes import FunctionNames
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, sound_address
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.kernel_table import KernelTable
-from aiflame.agent.recording.processes import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.gpu.host_stubs import is_stub, name_from_host_symbol
 

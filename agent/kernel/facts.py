@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import syscalls
-from aiflame.agent.recording.abi import MAX_FRAMES, HostConstant
-from aiflame.agent.recording.arch import this_architecture
-from aiflame.agent.recording.btf import Btf
+from aiflame.agent.kernel import syscalls
+from aiflame.agent.kernel.abi import MAX_FRAMES, HostConstant
+from aiflame.agent.kernel.arch import this_architecture
+from aiflame.agent.kernel.btf import Btf
 from aiflame.agent.symbols.store import Store
 
 # The kernel's build id: another kernel, other offsets in its structures.

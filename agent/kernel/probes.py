@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.recording import sysbpf
-from aiflame.agent.recording.loader import Programs
+from aiflame.agent.kernel import sysbpf
+from aiflame.agent.kernel.loader import Programs
 
 _ONLINE_CPUS = Path("/sys/devices/system/cpu/online")
 _POSSIBLE_CPUS = Path("/sys/devices/system/cpu/possible")

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.devices.locations import DevicePlaces
+from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
-from aiflame.agent.recording.binaries import BinaryTable
-from aiflame.agent.recording.device_places import DevicePlaces
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.kernel_table import KernelTable
-from aiflame.agent.recording.processes import ProcessImage, ProcessTable
+from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
 from aiflame.agent.target_files import GuardedFile

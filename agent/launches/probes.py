@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.kernel import abi, sysbpf
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.launches.links import ApiLinks, Probe
+from aiflame.agent.launches.probe_sites import probe_place
+from aiflame.agent.launches.symbols import FunctionPlace, find_functions
 from aiflame.agent.losses import LossKind
-from aiflame.agent.recording import abi, sysbpf
-from aiflame.agent.recording.api_links import ApiLinks, Probe
-from aiflame.agent.recording.api_symbols import FunctionPlace, find_functions
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.probe_places import probe_place
 from aiflame.agent.symbols.elf import ElfImage, NotElf
 from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.target_files import FileGuard

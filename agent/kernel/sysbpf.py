@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.recording.arch import this_architecture
-from aiflame.agent.recording.syscalls import MapShape, bpf, create_map, ioctl, syscall
+from aiflame.agent.kernel.arch import this_architecture
+from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, ioctl, syscall
 
 _MAP_TYPE_ARRAY = 2
 _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.sysbpf import open_task_iterator
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.sysbpf import open_task_iterator
 
 # Up to so many processes are asked for one by one; else all tasks of the host are read at once,
 # at a microsecond each.

@@ -11,21 +11,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.launches.gpu_kernel_names import KernelNames
+from aiflame.agent.launches.gpu_kernels import KernelTable
+from aiflame.agent.launches.probes import ApiProbes, FileIdentity
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Direction, Operation
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.api_probes import ApiProbes, FileIdentity
-from aiflame.agent.recording.elf_images import ElfImages
-from aiflame.agent.recording.kernel_names import KernelNames
-from aiflame.agent.recording.kernel_table import KernelTable
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.processes import NO_BINARY, Mapping, ProcessImage, ProcessTable
-from aiflame.agent.recording.sinks import StackSink
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.gpu.apis.base import Api, Call
 
 _LARGEST = (1 << 63) - 1  # of an integer in the capture
@@ -45,6 +44,14 @@ class _FoundFunction(NamedTuple):
     places: int
     address: int
     size_bytes: int
+
+
+class StackRows(Protocol):
+    """Where stacks go."""
+
+    def row(self, stack: int, fallback: ProcessImage) -> int:
+        """Returns the row of a stack by its id; the process is that of one not seen yet."""
+        ...
 
 
 class ApiCalls:
@@ -135,7 +142,7 @@ class ApiCalls:
         else:
             self._events.append(payload)
 
-    def drain(self, interval: int, idle: int, stacks: StackSink, writer: CaptureWriter) -> None:
+    def drain(self, interval: int, idle: int, stacks: StackRows, writer: CaptureWriter) -> None:
         """Writes one interval's calls.
 
         Args:
@@ -156,7 +163,7 @@ class ApiCalls:
         writer.put("api_calls", calls)
         writer.put("api_events", events)
 
-    def _listed(self, stacks: StackSink) -> Iterator[Row]:
+    def _listed(self, stacks: StackRows) -> Iterator[Row]:
         """Yields the rows of calls that came one by one, as many as a ring brings in a second."""
         events = np.frombuffer(b"".join(self._events), abi.CALL_EVENT_DTYPE)
         self._events = []
@@ -180,7 +187,7 @@ class ApiCalls:
         self._sizes_cut += taken < size
         return taken
 
-    def _row(self, call: np.void, stacks: StackSink) -> Row | None:
+    def _row(self, call: np.void, stacks: StackRows) -> Row | None:
         """Returns stack, thread, function, kernel and direction of a call."""
         slot, stack, kind = int(call["call"]), int(call["stack"]), int(call["kind"])
         found = self._call(slot)

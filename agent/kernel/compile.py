@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kernel programs: the only module that imports bcc.
 
-`python -m aiflame.agent.recording.compile` writes the bytecode to standard output: the build does
+`python -m aiflame.agent.kernel.compile` writes the bytecode to standard output: the build does
 so once for the package, and the recorder where a package came without. A process of its own, since
 LLVM leaves some 120 MB behind; the compiler's own text goes to standard error. Nothing is loaded,
 but BCC makes maps while it compiles, so it takes root or CAP_BPF.
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import aiflame.bpf
-from aiflame.agent.recording.bytecode import BadBytecode, Bytecode, MapDefinition, define_program
-from aiflame.agent.recording.program_list import MAPS, PROGRAMS, TEMPLATES
-from aiflame.agent.recording.syscalls import MapShape, lift_memlock_limit, map_facts
+from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode, MapDefinition, define_program
+from aiflame.agent.kernel.program_list import MAPS, PROGRAMS, TEMPLATES
+from aiflame.agent.kernel.syscalls import MapShape, lift_memlock_limit, map_facts
 
 _UNIT = "record.bpf.c"
 _INCLUDE = re.compile(r'#include "([\w.]+)"')

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.descriptors import is_last_array
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.kernel.sysbpf import Map, create_array
 from aiflame.agent.losses import LossKind
-from aiflame.agent.recording import abi
-from aiflame.agent.recording.descriptors import is_last_array
-from aiflame.agent.recording.loader import Programs
-from aiflame.agent.recording.sysbpf import Map, create_array
 from aiflame.agent.unwind.table import UnwindTable
 
 # Two pages, which most processes need, for each of a full process table.

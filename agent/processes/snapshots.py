@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from aiflame.agent.recording.stack_memory import Place, StackMemory, StackReader
-from aiflame.agent.recording.threads import ThreadRegisters, thread_registers
+from aiflame.agent.processes.stack_memory import Place, StackMemory, StackReader
+from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
 
 # An idle thread's stack, from its stack pointer to its end, is mostly shorter than this.
 PIECE_BYTES = 16384

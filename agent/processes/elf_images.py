@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 
-from aiflame.agent.recording.binaries import BinaryTable
-from aiflame.agent.recording.processes import Mapping
+from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.table import Mapping
 from aiflame.agent.symbols.elf import ElfImage, NotElf
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
