@@ -17,6 +17,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.sysbpf import Map
 from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, map_facts
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
+from aiflame.agent.losses import LossKind
 from aiflame.agent.unwind.table import ROW, UnwindTable
 from aiflame.agent.unwind.x86_64 import RULE
 
@@ -127,7 +128,7 @@ def test_what_a_full_map_refuses_is_told(maps: Maps) -> None:
         for pid in range(1, 8)
         if programs.process_mappings.lookup(pid.to_bytes(4, "little")) is not None
     ]
-    assert problems == {"mappings_not_kept": 7 - len(entered)}
+    assert problems == {LossKind.MAPPINGS_NOT_KEPT: 7 - len(entered)}
     # THEN those that were refused take nothing
     tables.drop_mappings(entered)
     assert tables.free_mapping_bytes == free_bytes
