@@ -102,8 +102,8 @@ def test_tables_are_written_whole(flags: int, maps: Maps) -> None:
 @pytest.mark.parametrize("flags", [_INNER_MAP, _INNER_MAP | _MMAPABLE])
 def test_mappings_are_written_whole_and_replaced(flags: int, maps: Maps) -> None:
     programs = maps(flags)
-    problems: Counter[str] = Counter()
-    tables = KernelTables(programs, 64 << 20, problems)
+    losses: Counter[LossKind] = Counter()
+    tables = KernelTables(programs, 64 << 20, losses)
     free_bytes = tables.free_mapping_bytes
     for count in (5, 3000):
         slots = np.zeros(count, abi.MAPPING_SLOT_DTYPE)
@@ -111,7 +111,7 @@ def test_mappings_are_written_whole_and_replaced(flags: int, maps: Maps) -> None
         tables.set_mappings({_PID: slots})
         found = _content(programs.process_mappings, _PID, abi.MAPPING_SLOT_DTYPE)
         assert found == slots.tobytes()
-    assert problems.total() == 0
+    assert losses.total() == 0
     tables.drop_mappings([_PID])
     assert programs.process_mappings.lookup(_PID.to_bytes(4, "little")) is None
     assert tables.free_mapping_bytes == free_bytes
@@ -119,8 +119,8 @@ def test_mappings_are_written_whole_and_replaced(flags: int, maps: Maps) -> None
 
 def test_what_a_full_map_refuses_is_told(maps: Maps) -> None:
     programs = maps(_INNER_MAP)  # its map of processes has room for 4
-    problems: Counter[str] = Counter()
-    tables = KernelTables(programs, 64 << 20, problems)
+    losses: Counter[LossKind] = Counter()
+    tables = KernelTables(programs, 64 << 20, losses)
     free_bytes = tables.free_mapping_bytes
     tables.set_mappings({pid: np.zeros(3, abi.MAPPING_SLOT_DTYPE) for pid in range(1, 8)})
     entered = [
@@ -128,7 +128,7 @@ def test_what_a_full_map_refuses_is_told(maps: Maps) -> None:
         for pid in range(1, 8)
         if programs.process_mappings.lookup(pid.to_bytes(4, "little")) is not None
     ]
-    assert problems == {LossKind.MAPPINGS_NOT_KEPT: 7 - len(entered)}
+    assert losses == {LossKind.MAPPINGS_NOT_KEPT: 7 - len(entered)}
     # THEN those that were refused take nothing
     tables.drop_mappings(entered)
     assert tables.free_mapping_bytes == free_bytes
