@@ -140,7 +140,7 @@ def test_a_recording_needs_no_compiler(tmp_path: Path) -> None:
     (tmp_path / "bcc.py").write_text("raise ImportError('not installed')\n")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from aiflame.agent.recording import abi, loader;"
+        "from aiflame.agent.kernel import abi, loader;"
         "loader.load_programs(loader.ProgramOptions(abi.Filter.ALL, 10_101_010)).close();"
         "print('bcc' in sys.modules)"
     )
