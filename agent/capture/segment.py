@@ -29,13 +29,13 @@ import numpy.typing as npt
 from aiflame.agent.model.window import (
     COLUMNS,
     BadWindow,
-    Column,
     Cost,
     Rows,
     Window,
     check,
     lengths,
     packed,
+    with_texts,
 )
 
 _MAGIC = b"AFLMSEG1"
@@ -115,7 +115,7 @@ class SegmentWriter:
         for name, column in COLUMNS.items():
             if name in _PARTS:
                 continue
-            rows = _translated(window.rows(name), column, translation)
+            rows = with_texts(window.rows(name), column, translation)
             numbers: npt.NDArray[np.uint32] = np.zeros(0, _NUMBERS)
             if name in self._seen:
                 is_new, numbers = self._shared(name, rows)
@@ -159,15 +159,6 @@ class SegmentWriter:
         )
         numbers = np.fromiter(found, _NUMBERS, len(rows))
         return numbers >= before, numbers
-
-
-def _translated(rows: Rows, column: Column, translation: npt.NDArray[np.uint32]) -> Rows:
-    if not column.texts or not len(rows):
-        return rows
-    copy = rows.copy()
-    for name in column.texts:
-        copy[name] = translation[rows[name]]
-    return copy
 
 
 class SegmentReader:

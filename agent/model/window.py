@@ -584,7 +584,7 @@ def concatenate(windows: Sequence[Window]) -> Window:
         if name in _PARTS:
             continue
         parts = [
-            _with_texts(w.rows(name), column, t) for w, t in zip(windows, translated, strict=True)
+            with_texts(w.rows(name), column, t) for w, t in zip(windows, translated, strict=True)
         ]
         if column.parts:
             columns[name], columns[column.parts] = _newest_with_parts(name, parts, windows)
@@ -625,8 +625,9 @@ class _Texts:
         return np.fromiter(found, np.uint32, len(texts))
 
 
-def _with_texts(rows: Rows, column: Column, translation: npt.NDArray[np.uint32]) -> Rows:
-    if not column.texts:
+def with_texts(rows: Rows, column: Column, translation: npt.NDArray[np.uint32]) -> Rows:
+    """Returns rows with other indexes of texts: `translation[old]` is the new one."""
+    if not column.texts or not len(rows):
         return rows
     copy = rows.copy()
     for name in column.texts:

@@ -250,7 +250,7 @@ def test_the_wait_is_counted_from_when_it_began(start: Start) -> None:
     # WHEN it is dumped
     with SymbolService(cache_dir()) as service, DumpSession(cache_dir(), service) as session:
         dump = session.take([target.pid])
-    end_ns = time.monotonic_ns()
+        end_ns = time.monotonic_ns()
     waited_ns = dump.processes[0].threads[0].waited_ns
     # THEN the wait is from after what it computed, where the kernel keeps the time
     if not Path("/proc/self/schedstat").exists():
