@@ -87,11 +87,14 @@ def kernel_stats(samples: DeviceSamples) -> dict[int, KernelStats]:
     periods = np.array([d.period_ns for d in gpu.devices], np.uint64)
     sampled_ns = samples.count * periods[samples.device]
     found = {}
-    for kernel in np.unique(np.concatenate((call_kernel, sample_kernel))).tolist():
-        own_calls, ran = calls[call_kernel == kernel], sample_kernel == kernel
+    kernels = np.unique(np.concatenate((call_kernel, sample_kernel)))
+    of_calls, of_samples = _rows_by(call_kernel, kernels), _rows_by(sample_kernel, kernels)
+    for kernel, called, ran in zip(kernels.tolist(), of_calls, of_samples, strict=True):
+        own_calls = calls[called]
         walked = own_calls[own_calls["stack"] != NONE]
-        counts = [int(samples.count[ran & (samples.certainty == c)].sum()) for c in Certainty]
-        known = ran & (samples.stack >= 0)
+        count, certainty = samples.count[ran], samples.certainty[ran]
+        counts = [int(count[certainty == c].sum()) for c in Certainty]
+        known = ran[samples.stack[ran] >= 0]
         found[kernel] = KernelStats(
             name=samples.names[kernel],
             linkage=gpu.kernels[kernel].name,
@@ -102,11 +105,18 @@ def kernel_stats(samples: DeviceSamples) -> dict[int, KernelStats]:
             samples=tuple(counts),
             sampled_ns=int(sampled_ns[ran].sum()),
             top_stack=_heaviest(samples.stack[known], samples.count[known])
-            if known.any()
+            if len(known)
             else _heaviest(walked["stack"].astype(np.int64), walked["count"]),
         )
     order = sorted(found, key=lambda k: (-found[k].total, -found[k].calls, found[k].name.whole, k))
     return {kernel: found[kernel] for kernel in order}
+
+
+def _rows_by(values: I64, groups: I64) -> list[I64]:
+    """Returns the indexes of the rows that have each of some sorted values, in their order."""
+    order = np.argsort(values, kind="stable")
+    begins, ends = (np.searchsorted(values[order], groups, side) for side in ("left", "right"))
+    return [order[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 def _heaviest(stack: I64, weight: npt.NDArray[np.uint64]) -> int | None:
