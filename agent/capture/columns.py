@@ -16,6 +16,11 @@ from aiflame.agent.capture.schema import SINCE_VERSION_2, SINCE_VERSION_3, schem
 _READ_AS_INTEGERS = frozenset({"samples", "waits", "api_calls", "api_events", "device_samples"})
 
 
+# Characters of a text, bytes of a blob. 381 frames with all that compilers inline into them take
+# 100 KB; the recorder cuts command lines and names far below.
+_MAX_LENGTH = 1 << 20
+
+
 def check_columns(database: sqlite3.Connection, version: int) -> None:
     """Looks at the type of every value.
 
@@ -24,7 +29,7 @@ def check_columns(database: sqlite3.Connection, version: int) -> None:
         version: Its schema's.
 
     Raises:
-        ValueError: A table is missing or is a view, or a value is of another type.
+        ValueError: A table is missing or is a view, or a value is of another type or too large.
         sqlite3.Error: A column is missing, or the file is damaged.
     """
     # A view could compute forever.
@@ -36,7 +41,7 @@ def check_columns(database: sqlite3.Connection, version: int) -> None:
             continue
         query = f"SELECT 1 FROM {table} WHERE {condition} LIMIT 1"  # noqa: S608 - our own names
         if database.execute(query).fetchone():
-            raise ValueError(f"a value in {table} is of the wrong type")
+            raise ValueError(f"a value in {table} is of the wrong type, or larger than any")
 
 
 def _conditions(version: int) -> dict[str, str]:
@@ -57,4 +62,7 @@ def _conditions(version: int) -> dict[str, str]:
 
 def _is_wrong(column: str, kind: str, is_required: bool) -> str:
     allowed = f"'{kind.lower()}'" if is_required else f"'{kind.lower()}', 'null'"
-    return f'typeof("{column}") NOT IN ({allowed})'
+    wrong = f'typeof("{column}") NOT IN ({allowed})'
+    if kind in ("TEXT", "BLOB"):
+        wrong += f' OR length("{column}") > {_MAX_LENGTH}'
+    return wrong

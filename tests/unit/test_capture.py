@@ -209,6 +209,20 @@ def test_a_device_half_that_cannot_be(
     assert _refusal(capsys, capture).startswith("damaged capture: PATH: ")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE stacks SET frames = zeroblob(2000000)",
+        "UPDATE functions SET name = replace(hex(zeroblob(2000000)), '00', 'x')",
+    ],
+)
+def test_a_value_larger_than_any_is_refused(
+    capture: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    _change(capture, change)
+    assert "larger than any" in _refusal(capsys, capture)
+
+
 def test_ids_become_indexes(capture: Path) -> None:
     profile = read_capture(capture)
     assert profile.frames.tolist() == [
