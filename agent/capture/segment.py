@@ -54,6 +54,19 @@ _SHARED = tuple(name for name, c in COLUMNS.items() if c.key and not c.adds)
 _PARTS = frozenset(column.parts for column in COLUMNS.values() if column.parts)
 
 
+# What decoding lets through on a window that was forged to fit its checksum.
+_DAMAGE = (
+    BadWindow,
+    struct.error,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
+
+
 class BadSegment(ValueError):
     """No segment, or one of another version. The message says which."""
 
@@ -200,7 +213,7 @@ class SegmentReader:
             try:
                 window = self._decoded(payload)
                 check(window)
-            except (BadWindow, ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+            except _DAMAGE as error:
                 self.damage = f"a window in it is damaged ({error})"
                 return
             yield window
