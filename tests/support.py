@@ -20,7 +20,6 @@ ABSENT_HERE = (
     "PyTorch is not installed",
     "no pyenv CPython",
     "Node.js is older than",
-    "Chromium is not installed",
     "no OpenCL loader",
     "no nvcc",
     "no CUDA runtime",

@@ -74,7 +74,7 @@ class CaptureWriter:
             raise _explained(error, path) from error
 
     def _statement(self, table: str) -> str:
-        # What comes behind these columns is filled in later, and has a default.
+        # Columns after these are filled in later, and have a default.
         found = self._database.execute(f"PRAGMA table_info({table})").fetchall()
         names = ", ".join(row[1] for row in found[: _COLUMNS[table]])
         marks = ", ".join("?" * _COLUMNS[table])

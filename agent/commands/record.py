@@ -46,7 +46,7 @@ EXAMPLES
   sudo aiflame record --unit nginx -d 10        # a service of systemd's
   sudo aiflame record --comm nginx -d 10        # all processes of that name
   sudo aiflame record -d 10 -- python3 -c 'while True: pass'
-  sudo aiflame record -p 1234 -d 5 -o run.svg   # only the picture
+  sudo aiflame record -p 1234 -d 5 -o run.svg   # only the flame graph
 """
 
 # 99 and not 100: it does not beat in step with work that is done every 10 ms.

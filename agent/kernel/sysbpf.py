@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """bpf(2) and perf_event_open(2), as far as a recorder needs them once programs are loaded.
 
-With these the recorder holds plain file descriptors and no compiler: BCC runs in a child that
-hands its descriptors over and exits (see loader.py), which gives some 120 MB back.
+The recorder holds plain file descriptors and no compiler, which would take some 120 MB: programs
+come compiled, or a child compiles them (see loader.py).
 
 Layouts: include/uapi/linux/bpf.h and perf_event.h (v6.1); both are stable ABI.
 """

@@ -53,7 +53,7 @@ class _Unnamed:
     image: ProcessImage
     api: str
     handle: int
-    candidates: Mapping[int, str]  # by how many words behind the handle a pointer to it is
+    candidates: Mapping[int, str]  # by the offset of a pointer to it from the handle, in words
     stacks: set[int]
 
 
@@ -174,7 +174,7 @@ class KernelNames:
         kernel = kernel or self._name_of_stub(unnamed, writer)
         if kernel:
             return kernel
-        # The nearest of those that hold most names: what lies behind a small object is another's.
+        # The nearest of those that hold most names: past a small object another one begins.
         word = max(seen, key=lambda word: (seen[word], -word), default=-1)
         return unnamed.candidates.get(word, "")
 

@@ -66,7 +66,7 @@ class StackEnd(enum.IntEnum):
     ROOTED_BY_TABLE = 8  # as ROOTED, by the unwind table; a capture says ROOTED
     NO_TABLE = 9  # code without unwind information, and without frame pointers
     UNSUPPORTED_RULE = 10  # unwind information that no rule expresses
-    ROOTED_BY_GUESS = 11  # as ROOTED, with a caller found by a checked guess
+    ROOTED_BY_GUESS = 11  # as ROOTED, with a caller found by a checked heuristic
 
     @property
     def label(self) -> str:

@@ -20,7 +20,7 @@ from aiflame.agent.processes.identity import CgroupPaths, cgroup_paths
 _MAX_MAPS_BYTES = 32 << 20
 # The kernel fills at most a page of most files in one read, but more of maps.
 _READ_BYTES = 1 << 17
-# What is kept of a command line; a picture's subtitle and a table cell need no more.
+# What is kept of a command line: a subtitle and a table cell need no more.
 _MAX_COMMAND_LINE_BYTES = 4096
 
 

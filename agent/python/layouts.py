@@ -47,7 +47,7 @@ class RunEnd(enum.Enum):
 
     EVERY_FRAME = 0  # each Python call is one call of the eval loop
     ENTRY_BYTE = 1  # the frame's byte at `frame_mark` is not 0
-    SHIM = 2  # the frame behind it, no Python frame itself, has a byte >= SHIM_OWNER there
+    SHIM = 2  # its caller's frame, which is no Python frame, has a byte >= SHIM_OWNER there
 
 
 class LineTable(enum.Enum):

@@ -89,7 +89,7 @@ def walk(memory: Memory, layout: Layout, thread_state: int) -> Walk:
             return Walk(tuple(found), WalkEnd.LOOP)
         if step == _MAX_STEPS:
             break
-        # Brent: a marker left behind at powers of two is met again inside any loop.
+        # Brent: a marker that is set at powers of two is met again inside any loop.
         if step & (step - 1) == 0:
             marker = address
         if not sound_address(address) or address % _OBJECT_ALIGNMENT:

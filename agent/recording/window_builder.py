@@ -63,7 +63,8 @@ class Bounds:
     stacks of threads that sleep through many windows.
 
     Attributes:
-        stacks: Distinct stacks, of those that most time was spent in.
+        stacks: Distinct stacks of samples, those that most time was spent in. Launches, waits and
+            calls keep theirs: `events` and `rows` bound these.
         stacks_of_process: Of these, of one process: nobody spends another's.
         rows: Of each column of measures.
         events: Of each column of events, the first ones.
@@ -150,7 +151,9 @@ class WindowBuilder:
             return
         excess = sum(map(len, parts)) - self._bounds.events
         if excess > 0:
-            parts[-1] = rows[:-excess]
+            parts.pop()
+            if excess < len(rows):
+                parts.append(rows[:-excess])
             self.lose(LossKind.WINDOW_EVENTS_FULL, excess)
 
     def lose(self, kind: LossKind, count: int, thread_ns: int = 0) -> None:
