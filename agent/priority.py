@@ -84,6 +84,9 @@ def urgent_pool(tasks: int) -> ThreadPoolExecutor:
 
     Args:
         tasks: How many will be submitted: more threads than tasks or processors are of no use.
+
+    Raises:
+        RuntimeError: The kernel starts no more threads.
     """
     threads = max(min(tasks, len(os.sched_getaffinity(0))), 1)
     pool = ThreadPoolExecutor(threads, initializer=_begin_urgent)
@@ -95,6 +98,9 @@ def urgent_pool(tasks: int) -> ThreadPoolExecutor:
         for _ in range(threads):
             pool.submit(started.wait)
         started.wait()
+    except RuntimeError:  # no more threads may be started: those that wait must not wait for them
+        started.abort()
+        raise
     finally:
         if hands_on:
             _set_inherited(False)
