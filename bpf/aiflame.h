@@ -36,7 +36,7 @@ enum stack_end {
 	END_NO_TABLE =
 		9, /* a caller in code that is in no mapping or has neither CFI nor frame pointer */
 	END_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
-	END_ROOTED_BY_GUESS = 11, /* as ROOTED_BY_TABLE, with a caller found by a checked guess */
+	END_ROOTED_BY_GUESS = 11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */

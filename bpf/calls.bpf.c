@@ -2,7 +2,7 @@
 /*
  * Calls of device APIs: launches, synchronisation, copies, memory; and what names kernels.
  *
- * Attach: uprobes at the entry of the functions, or a few instructions behind it where that is
+ * Attach: uprobes at the entry of the functions, or a few instructions past it where that is
  * cheaper and all arguments are still in place; a return probe for functions that make a kernel's
  * handle. The attach cookie is the place's number in `api_probes`.
  * Needs: bpf_get_attach_cookie (v5.15) and what walk.h needs.

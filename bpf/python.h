@@ -43,7 +43,7 @@ BPF_TABLE("hash", u64, struct python_chain, python_chains, SIZED_BY_HOST);
 /* Where a walk of Python frames stands; in per-CPU memory, beside the native one. */
 struct python_walk {
 	u64 frame; /* address of the next one */
-	u64 marker; /* left behind at powers of two: met again inside any loop (Brent) */
+	u64 marker; /* set at powers of two: met again inside any loop (Brent) */
 	u64 caller_cframe; /* what the walk may begin again at; 0: nothing */
 	u64 hash;
 	u32 step;
@@ -196,7 +196,7 @@ static __always_inline void begin_with_empty_run(struct python_walk *walk,
  * 3.11 and 3.12 link the _PyCFrame of a call of the eval loop before they fill it (v3.12.1
  * Python/ceval.c): for a few instructions it holds what an earlier call left, or anything. A walk
  * that fails soon, or is over before there is a run for each call but the newest, begins again at
- * the caller's, behind a run without frames.
+ * the caller's, after a run without frames.
  */
 static __always_inline bool begin_again(struct python_process *python, struct python_walk *walk,
 					struct python_chain *chain)

@@ -83,7 +83,7 @@ struct walk {
 	u32 tid;
 	u32 is_exact; /* 0: the instruction pointer is a return address */
 	u32 has_frame_pointer; /* 0: a rule said that it is lost */
-	u32 is_guessed; /* 1: some caller was found by a checked guess */
+	u32 is_guessed; /* 1: some caller was found by a checked heuristic */
 	u32 end; /* enum stack_end, once it has ended */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
 	u32 is_eval; /* the frame that is stepped from is one */

@@ -85,7 +85,7 @@ static __always_inline bool follows_call(u64 address)
 
 /*
  * Where the return address is, in code that is about to take its frame down and to return: its next
- * instructions say so. Stubs of JITs do that right behind their one call, as CPython's of -X perf
+ * instructions say so. Stubs of JITs do that right after their one call, as CPython's of -X perf
  * (v3.12.1, v3.13.0 Python/asm_trampoline.S). 0: other code. `has_link`: the caller's frame pointer
  * is right below.
  * Intel SDM volume 2: ADD r/m64, imm8; POP; LEAVE; RET; CALL r64, at which a leaf may stand.
