@@ -12,19 +12,21 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
+from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
-from aiflame.agent.recording.pythons import PythonChain, PythonProcess
+from aiflame.agent.recording.pythons import PythonChain
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
-from aiflame.agent.recording.splicing import NativeFrame, Splicer
+from aiflame.agent.recording.splicing import NativeFrame, SplicedInterpreter, Splicer
 from aiflame.agent.sinks.capture import KERNEL_CUT
 from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbols.elf import ElfImage
@@ -60,7 +62,7 @@ class Place:
 class StackPython:
     """What is known of the Python half of a stack; `gil` is abi.PythonGil."""
 
-    process: PythonProcess
+    process: SplicedInterpreter
     chain: PythonChain | None
     gil: int
 
@@ -89,6 +91,18 @@ def _natives(
     return found
 
 
+class NamedProcesses(Protocol):
+    """The processes whose addresses are named."""
+
+    @property
+    def images(self) -> list[ProcessImage]:
+        """By index."""
+
+    @property
+    def binaries(self) -> BinaryTable:
+        """What they map."""
+
+
 class CaptureResolver:
     """Resolves everything that a recording stored.
 
@@ -100,7 +114,7 @@ class CaptureResolver:
     """
 
     def __init__(
-        self, writer: CaptureWriter, table: ProcessTable, images: ElfImages, names: Names
+        self, writer: CaptureWriter, table: NamedProcesses, images: ElfImages, names: Names
     ) -> None:
         self._writer = writer
         self._table = table
