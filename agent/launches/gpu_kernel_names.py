@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.python.elfbytes import FunctionNames
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, sound_address
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.gpu.host_stubs import is_stub, name_from_host_symbol
@@ -196,21 +196,21 @@ class KernelNames:
         if found < 0 or image.mappings[found].binary == NO_BINARY:
             return ""
         mapping = image.mappings[found]
-        symbols = self._symbols_of(mapping.binary)
-        if symbols is None:
-            return ""
-        place = (address - self._images.bias(mapping)) % (1 << 64)
-        return clean_name(symbols.at(place).decode(errors="replace"))
+        virtual_address = (address - self._images.bias(mapping)) % (1 << 64)
+        return clean_name(self._name_in(mapping.binary, virtual_address).decode(errors="replace"))
 
-    def _symbols_of(self, binary: int) -> FunctionNames | None:
-        if binary not in self._symbols:
-            names = None
-            known, elf = self._table.binaries.files[binary], self._images.of(binary)
-            if known.fd is not None and elf is not None:
-                with self._table.binaries.guard.each_file(known.path, known.fd) as file:
-                    names = FunctionNames(file, elf)
-            self._symbols[binary] = names
-        return self._symbols[binary]
+    def _name_in(self, binary: int, address: int) -> bytes:
+        """Returns the symbol at a virtual address of a file, b"" where it has none."""
+        known, elf = self._table.binaries.files[binary], self._images.of(binary)
+        if known.fd is None or elf is None:
+            return b""
+        with self._table.binaries.guard.each_file(known.path, known.fd) as file:
+            if binary not in self._symbols:
+                self._symbols[binary] = None  # where reading it fails
+                self._symbols[binary] = FunctionNames(file, elf)
+            names = self._symbols[binary]
+            return b"" if names is None else names.at(file, address)
+        return b""
 
 
 def _text_at(memory: ProcessMemory, address: int) -> bytes:

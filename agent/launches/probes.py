@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
@@ -25,7 +26,6 @@ from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.probe_sites import probe_place
 from aiflame.agent.launches.symbols import FunctionPlace, find_functions
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.elf import ElfImage, NotElf
 from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS

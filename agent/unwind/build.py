@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Store, store_key
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch

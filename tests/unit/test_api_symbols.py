@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.elf.image import BadElf
 from aiflame.agent.launches.symbols import FunctionPlace, find_functions
-from aiflame.agent.symbols.elf import BadElf
 from aiflame.agent.target_files import TargetFile
 from elfbytes import GLOBAL, IFUNC, LOCAL, OBJECT, WEAK, Elf, Section, Symbol
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_or_build
