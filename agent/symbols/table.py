@@ -32,6 +32,7 @@ Buffer = bytes | memoryview | mmap.mmap
 
 _MAGIC = b"AFSYM\0\0\x02"  # the last byte is the version of layout and content
 _HEADER = struct.Struct("<8sQQII")  # magic, ranges, bytes of names, crc of the rest, reserved
+_PIECE_BYTES = 128 << 10  # of names that are searched at once: it fits the second-level cache
 _BLOCK_BYTES = 4096  # names are checked by blocks, when one of theirs is first used
 
 
@@ -66,6 +67,24 @@ class _Names:
                 begin = offset - base
                 return bytes(part[begin : begin + MAX_NAME_BYTES]).split(b"\0", 1)[0]
         return b""
+
+    def lengths(self, offsets: U64) -> npt.NDArray[np.int64]:
+        """How long names are, at most `MAX_NAME_BYTES`."""
+        found = np.zeros(len(offsets), np.int64)
+        order = np.argsort(offsets)
+        ascending = offsets[order].astype(np.int64)
+        for base, part in self._parts:
+            letters = np.frombuffer(part, np.uint8)
+            first, last = np.searchsorted(ascending, (base, base + len(part))).tolist()
+            while first < last:
+                begin = int(ascending[first])
+                after = min(int(np.searchsorted(ascending, begin + _PIECE_BYTES)), last)
+                piece = letters[begin - base : begin - base + _PIECE_BYTES + MAX_NAME_BYTES]
+                zeros = np.append(np.flatnonzero(piece == 0), len(piece))
+                starts = ascending[first:after] - begin
+                found[order[first:after]] = zeros[np.searchsorted(zeros, starts)] - starts
+                first = after
+        return np.minimum(found, MAX_NAME_BYTES)
 
     def blocks(self) -> list[Buffer]:
         """All blobs, each padded to whole blocks."""
@@ -206,17 +225,21 @@ def _block_checksums(blocks: list[Buffer]) -> list[int]:
 def _best_names(symbols: Functions, names: _Names) -> npt.NDArray[np.int64]:
     """One row for each distinct range: global before local, then the shortest, then the first."""
     order = np.lexsort((symbols.names, -symbols.bindings, ~symbols.ends, symbols.starts))
-    starts, ends = symbols.starts[order], symbols.ends[order]
+    starts, ends, bindings = (
+        column[order] for column in (symbols.starts, symbols.ends, symbols.bindings)
+    )
     opens = np.ones(len(order), dtype=bool)
     opens[1:] = (starts[1:] != starts[:-1]) | (ends[1:] != ends[:-1])
-    first = np.flatnonzero(opens)
-    counts = np.diff(np.append(first, len(order)))
-    chosen: npt.NDArray[np.int64] = order[first]
-    for group in np.flatnonzero(counts > 1).tolist():
-        rows = order[first[group] : first[group] + counts[group]]
-        top = rows[symbols.bindings[rows] == symbols.bindings[rows[0]]]
-        if len(top) > 1:
-            chosen[group] = min(
-                top.tolist(), key=lambda row: len(names.at(int(symbols.names[row])))
-            )
+    chosen: npt.NDArray[np.int64] = order[opens]
+    ranges = np.cumsum(opens) - 1
+    # Of ranges with several names of the best binding, these.
+    tied = np.flatnonzero(bindings == bindings[opens][ranges])
+    tied = tied[np.bincount(ranges[tied])[ranges[tied]] > 1]
+    if len(tied):
+        lengths = names.lengths(symbols.names[order[tied]])
+        tied = tied[np.lexsort((tied, lengths, ranges[tied]))]
+        is_first = np.ones(len(tied), dtype=bool)
+        is_first[1:] = ranges[tied[1:]] != ranges[tied[:-1]]
+        best = tied[is_first]
+        chosen[ranges[best]] = order[best]
     return chosen
