@@ -158,6 +158,5 @@ def _symbol_names(file: TargetFile, image: ElfImage, indexes: U64) -> list[bytes
     columns = [piece["name"] for piece in read_symbols(file, image, sections.symbols)]
     offsets = np.concatenate(columns).astype(np.uint64)
     is_known = (indexes != 0) & (indexes < len(offsets))
-    wanted = np.where(is_known, indexes, np.uint64(0)).astype(np.int64)
-    names = read_names(file, sections.strings, offsets[wanted])
-    return [name if known else b"" for name, known in zip(names, is_known.tolist(), strict=True)]
+    known = iter(read_names(file, sections.strings, offsets[indexes[is_known].astype(np.int64)]))
+    return [next(known) if is_named else b"" for is_named in is_known.tolist()]

@@ -210,6 +210,23 @@ def test_plt_stubs_are_named(tmp_path: Path) -> None:
     assert names(table, address, address + 7) == ["puts@plt", "puts@plt"]
 
 
+def test_stubs_of_functions_that_no_symbol_has(tmp_path: Path) -> None:
+    """GIVEN relocations of symbols that the table does not hold, THEN the stubs are nameless."""
+    path, program = tmp_path / "a.c", tmp_path / "a"
+    path.write_text("#include <stdio.h>\nint main(int n, char **v) { return puts(v[0]); }")
+    subprocess.run(["gcc", "-O1", "-o", program, path], check=True)
+    data = bytearray(program.read_bytes())
+    headers = int.from_bytes(data[40:48], "little")
+    (dynsym,) = (
+        header
+        for header in range(headers, headers + 64 * int.from_bytes(data[60:62], "little"), 64)
+        if data[header + 4] == 11
+    )
+    data[dynsym + 32 : dynsym + 40] = (7).to_bytes(8, "little")
+    table = build(bytes(data))
+    assert names(table, int.from_bytes(data[24:32], "little")) == ["_start"]
+
+
 def test_real_program_agrees_with_nm(tmp_path: Path) -> None:
     path = tmp_path / "a.c"
     path.write_text("int f(int x) { return x * 3; }\nint main(int n, char **v) { return f(n); }")
