@@ -26,7 +26,7 @@ from aiflame.agent.elf.dynamic import read_dependencies
 from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.kernel.uprobe_tries import NopTreatment
-from aiflame.agent.launches.probe_sites import probe_place
+from aiflame.agent.launches.probe_sites import choose_site
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.python.interpreter import find_interpreter
 from aiflame.agent.python.layouts import UnsupportedPython
@@ -188,7 +188,7 @@ def _symbol_table(file: TargetFile, image: ElfImage) -> None:
 
 def _api_functions(file: TargetFile, image: ElfImage) -> None:
     for found in find_functions(file, _API_NAMES, image).values():
-        probe_place(found.code, found.file_offset, NopTreatment())
+        choose_site(found.code, found.file_offset, NopTreatment())
         assert 0 <= found.before_bytes < 1 << 64 and 0 <= found.after_bytes < 1 << 64
 
 

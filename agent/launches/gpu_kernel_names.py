@@ -2,9 +2,9 @@
 """What kernels are called that a launch knows by a handle or by a host address.
 
 Told by the API itself where the kernel was made while it was watched: the name is an argument of
-the function that makes it, and the kernel half puts the name's id in the place of the handle. Else,
-in this order: a host address is a function whose symbol is the kernel's name; a handle's memory
-holds a pointer to a name, in the same place for all kernels of a runtime. Which place that is, the
+the function that makes it, and the kernel half puts the name's id where the handle was. Else, in
+this order: a host address is a function whose symbol is the kernel's name; a handle's memory holds
+a pointer to a name, at the same offset for all kernels of a runtime. Which offset that is, the
 kernels tell that the process was seen to run. What is left has no name, and says why.
 """
 
@@ -129,7 +129,7 @@ class KernelNames:
         return known.row
 
     def _candidates(self, image: ProcessImage, handle: int) -> Mapping[int, str]:
-        """Returns what the memory behind a handle points to that may be a name, by word."""
+        """Returns what may be a name among what the memory at a handle points to, by word."""
         if not self._table.is_current(image):
             return {}
         memory = ProcessMemory(image.pid)
@@ -191,7 +191,7 @@ class KernelNames:
         return (names.pop() or "") if len(names) == 1 else ""
 
     def _symbol(self, image: ProcessImage, address: int) -> str:
-        """Returns the symbol of a place in a process, "" where it has none."""
+        """Returns the symbol at an address of a process, "" where it has none."""
         found = int(image.find(np.array([address], np.uint64))[0])
         if found < 0 or image.mappings[found].binary == NO_BINARY:
             return ""

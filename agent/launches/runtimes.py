@@ -2,7 +2,7 @@
 """Where device runtimes lie that a program may load: probed before it does, it loses no launch.
 
 What the system's linker knows (ldconfig), and for a command its executable and the libraries that
-this names, by the rules of ld.so(8). Runtimes in other places are found when they are mapped.
+this names, by the rules of ld.so(8). Runtimes elsewhere are found when they are mapped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STANDARD_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _MOST_LIBRARIES = 512
 
 
-def places_of_runtimes(command: Sequence[str], guard: FileGuard) -> list[Path]:
+def runtime_files(command: Sequence[str], guard: FileGuard) -> list[Path]:
     """Returns files that may hold device runtimes.
 
     Args:
@@ -91,10 +91,10 @@ def _needed(path: Path, known: dict[str, str], guard: FileGuard) -> Iterator[Pat
     ]
     folders += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     for name in needed.libraries:
-        places = [Path(f) / name for f in folders if f]
-        places += [Path(known[name])] if name in known else []
-        places += [Path(folder) / name for folder in _STANDARD_FOLDERS]
-        yield from [place for place in places if _is_file(place)][:1]
+        paths = [Path(f) / name for f in folders if f]
+        paths += [Path(known[name])] if name in known else []
+        paths += [Path(folder) / name for folder in _STANDARD_FOLDERS]
+        yield from [path for path in paths if _is_file(path)][:1]
 
 
 def _is_file(path: Path) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a mapped file defines functions of a device API, as places to put a uprobe.
+"""Where a mapped file defines functions of a device API, as sites for uprobes.
 
 Every file that any target maps is asked, and most define none of the names.
 
@@ -25,7 +25,7 @@ _BINDING_ORDER = {records.STB_GLOBAL: 0, records.STB_WEAK: 1, records.STB_LOCAL:
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionPlace:
+class ApiFunction:
     """A function in a file.
 
     Attributes:
@@ -48,7 +48,7 @@ class FunctionPlace:
 
 def find_functions(
     file: TargetFile, names: frozenset[str], image: ElfImage | None = None
-) -> dict[str, FunctionPlace]:
+) -> dict[str, ApiFunction]:
     """Returns which of the functions a file defines, by name.
 
     Args:
@@ -72,18 +72,18 @@ def find_functions(
             known = chosen.get(name)
             if known is None or _preference(symbol) < _preference(known[0]):
                 chosen[name] = symbol, load
-    return {name: _place(file, name, *found) for name, found in chosen.items()}
+    return {name: _located(file, name, *found) for name, found in chosen.items()}
 
 
 def _preference(symbol: Symbol) -> tuple[int, bool]:
     return _BINDING_ORDER.get(symbol.binding, len(_BINDING_ORDER)), not symbol.is_dynamic
 
 
-def _place(file: TargetFile, name: str, symbol: Symbol, load: Segment) -> FunctionPlace:
+def _located(file: TargetFile, name: str, symbol: Symbol, load: Segment) -> ApiFunction:
     offset = load.file_offset_of(symbol.address)
     length = min(symbol.size or _SIZELESS_CODE_BYTES, _MAX_CODE_BYTES)
     code = file.read(length, offset)
     if not symbol.is_dynamic:
-        return FunctionPlace(name, offset, symbol.size, code, 0, symbol.size)
+        return ApiFunction(name, offset, symbol.size, code, 0, symbol.size)
     before = symbol.address - load.virtual_address
-    return FunctionPlace(name, offset, symbol.size, code, before, load.file_size - before)
+    return ApiFunction(name, offset, symbol.size, code, before, load.file_size - before)
