@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine code of an interpreter tells: the eval loop's parts, and a thread key's place.
+"""What the machine code of an interpreter tells: the eval loop's parts, and a thread key's address.
 
-GCC moves the rare half of `_PyEval_EvalFrameDefault` to a place of its own, with an FDE of its own.
+GCC moves the rare half of `_PyEval_EvalFrameDefault` elsewhere, with an FDE of its own.
 Where .symtab is stripped it is told by its jumps: many from the function into the middle of that
 FDE's code, and back. Instructions are not decoded; bytes that only look like a jump scatter over
 the whole library, so a part counts only if the jumps into it and back are many. x86-64 only.
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.elf.symbols import Symbol, find_symbols_beginning
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.places import frame_sections
 from aiflame.agent.unwind.records import BadUnwindInfo, parse_section
+from aiflame.agent.unwind.sections import frame_sections
 
 _COLD = b"_PyEval_EvalFrameDefault."
 # 3.8 has 31,000 bytes, Debian's 3.11 55,644; a symbol that says more is damaged.
@@ -35,7 +35,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class AddressRange(NamedTuple):
-    """Virtual addresses, the end behind the last byte."""
+    """Virtual addresses, the end after the last byte."""
 
     begin: int
     end: int

@@ -50,7 +50,7 @@ class Interpreter:
         version: Major and minor.
         layout: Its offsets.
         runtime_address: _PyRuntime.
-        tss_key_address: The pthread key of the thread state (the int itself, behind
+        tss_key_address: The pthread key of the thread state (the int itself, after
             `_is_initialized`).
         eval_ranges: Begin and end of the eval loop's code, the function's own first.
         is_cold_sure: The ranges come from symbols; else the moved parts were told by their jumps.
@@ -64,7 +64,7 @@ class Interpreter:
     is_cold_sure: bool
 
     def loaded_at(self, bias: int) -> LoadedInterpreter:
-        """The interpreter in a process that maps the file `bias` bytes behind its addresses.
+        """The interpreter in a process that maps the file `bias` bytes above its addresses.
 
         Raises:
             BadTargetFile: The file says that it lies where no process has memory.
@@ -102,7 +102,7 @@ def may_hold_interpreter(path: str, executable: str) -> bool:
     """Whether a mapped file is worth a look: one that is called so, or the program itself.
 
     Reading the symbols of every library would take longer than all else at the start; extension
-    modules, which have "cpython" behind their names, are many.
+    modules, which have "cpython" after their names, are many.
     """
     return path == executable or _FILE_NAME.match(path.rpartition("/")[2]) is not None
 
@@ -120,10 +120,10 @@ def find_interpreter(file: TargetFile, image: ElfImage, name: str) -> Interprete
         BadTargetFile: As `TargetFile.read`.
     """
     symbols = first_symbols(file, image, (_RUNTIME, _VERSION, _EVAL, _GET_STATE))
-    place = _runtime(image, symbols.get(_RUNTIME))
-    if place is None:
+    located = _runtime(image, symbols.get(_RUNTIME))
+    if located is None:
         return None
-    runtime, runtime_bytes = place
+    runtime, runtime_bytes = located
     if image.machine != "X86_64" or image.bits != 64:
         raise UnsupportedPython(f"CPython on {image.machine} is not supported yet")
     head = image.read_at(file, runtime, debugoffsets.MAX_BYTES)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds what strip took away: separate debug files and compressed mini symbol tables.
 
-Places in order (GDB manual, "Separate Debug Files" and "MiniDebugInfo"):
+Searched in order (GDB manual, "Separate Debug Files" and "MiniDebugInfo"):
 1. /usr/lib/debug/.build-id/xx/yyy.debug, accepted when its build id is the binary's;
 2. the .gnu_debuglink name beside the binary, in .debug/ beside it, and under /usr/lib/debug,
    accepted when its CRC-32 is the one in the link;
 3. .gnu_debugdata inside the binary: an xz-compressed ELF with a .symtab only.
 
-Each place is tried beneath the target's root, then beneath the host's. Nothing is fetched from
+Each is tried beneath the target's root, then beneath the host's. Nothing is fetched from
 the network.
 """
 
@@ -103,7 +103,7 @@ class DebugFileFinder:
                     roots.append(open_root(path))
                     stack.callback(os.close, roots[-1])
             for root in roots:
-                for path, checked in _places(binary.image, binary_path):
+                for path, checked in _candidates(binary.image, binary_path):
                     found = self._accept(root, path, binary.image, checked, problems)
                     if found is not None:
                         return found
@@ -115,7 +115,7 @@ class DebugFileFinder:
         try:
             fd = open_beneath(root, path)
         except OSError:
-            return None  # Nearly every place is empty: that is no problem to report.
+            return None  # Most of them do not exist: that is no problem to report.
         try:
             candidate = OpenElf(fd)
         except BadElf as error:
@@ -156,7 +156,7 @@ def _chunks(fd: int, size: int) -> Iterator[bytes]:
         yield os.pread(fd, min(_CHUNK_BYTES, size - offset), offset)
 
 
-def _places(image: ElfImage, binary_path: str) -> Iterator[tuple[str, bool]]:
+def _candidates(image: ElfImage, binary_path: str) -> Iterator[tuple[str, bool]]:
     """Paths to try, and whether the checksum of the link must match."""
     if len(image.build_id) > 2:
         head, tail = image.build_id[:2], image.build_id[2:]
@@ -190,7 +190,7 @@ def _mini(binary: OpenElf, problems: list[Problem]) -> OpenElf | None:
 
 
 def path_in_root(path: str) -> str:
-    """The path behind /proc/PID/fd/N as its own root sees it, or the path itself."""
+    """The path of /proc/PID/fd/N as its own root sees it, or the path itself."""
     if not path.startswith("/proc/"):
         return path
     try:

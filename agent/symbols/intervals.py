@@ -31,7 +31,7 @@ def flatten(starts: U64, ends: U64, ranks: I64) -> Disjoint:
 
     Args:
         starts: First addresses, shape (n,).
-        ends: Addresses behind the last, shape (n,). Empty ranges are dropped.
+        ends: Addresses after the last, shape (n,). Empty ranges are dropped.
         ranks: The highest rank wins, shape (n,); ranks of overlapping ranges differ.
 
     Returns:

@@ -125,14 +125,14 @@ def _jumps(file: TargetFile, section: Section) -> tuple[U64, U64, U64]:
     """Start, end and slot address of each stub: the `jmp *disp32(%rip)` (ff 25) inside it."""
     width = np.uint64(section.entry_size if section.entry_size in (8, 16, 32) else 16)
     code = np.frombuffer(file.read(section.size, section.file_offset), np.uint8)
-    places = np.flatnonzero((code[:-5] == 0xFF) & (code[1:-4] == 0x25))
-    places = places[places + 6 <= len(code)]
-    raw = np.zeros((len(places), 4), dtype=np.uint8)
+    found = np.flatnonzero((code[:-5] == 0xFF) & (code[1:-4] == 0x25))
+    found = found[found + 6 <= len(code)]
+    raw = np.zeros((len(found), 4), dtype=np.uint8)
     for byte in range(4):
-        raw[:, byte] = code[places + 2 + byte]
+        raw[:, byte] = code[found + 2 + byte]
     displacement = raw.view("<i4").reshape(-1).astype(np.int64)
     base = np.uint64(section.virtual_address)
-    offsets = places.astype(np.uint64)
+    offsets = found.astype(np.uint64)
     starts = base + offsets // width * width
     target = base + offsets + np.uint64(6) + displacement.view(np.uint64)
     return starts, starts + width, target

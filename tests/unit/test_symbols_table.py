@@ -70,7 +70,7 @@ def test_sizeless_label_inside_a_function_does_not_hide_it() -> None:
 
 
 def test_sizeless_symbol_of_a_stripped_file_names_nothing() -> None:
-    """GIVEN only .dynsym, THEN what lies between its entries is unknown: no guess."""
+    """GIVEN only .dynsym, THEN what lies between its entries is unknown and stays so."""
     data = Elf(dynamic_symbols=[Symbol("exported", 0x1000, 0), Symbol("f", 0x1100, 8)]).build()
     assert names(build(data), 0x1000, 0x1100) == [None, "f"]
 

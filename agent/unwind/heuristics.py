@@ -2,7 +2,7 @@
 """Rows for code of which CFI says nothing: linkage stubs, and functions by their prologues.
 
 Linkers leave CFI out where no input has any, but their stubs are of a few known forms. Functions
-are those that symbols delimit; their rows are guesses, see `prologue_x86_64`. All must lie wholly
+are those that symbols delimit; their rows are heuristic, see `prologue_x86_64`. All must lie wholly
 in a gap between the rows of the CFI: what the compiler said is never overruled.
 """
 
@@ -25,7 +25,7 @@ _MAX_FUNCTIONS = 50_000
 _MAX_FUNCTION_BYTES = 1 << 20
 
 
-def with_guesses(
+def with_functions_without_cfi(
     file: TargetFile, image: ElfImage, addresses: U64, states: U64, drops: Counter[str]
 ) -> tuple[U64, U64]:
     """Adds rows of functions without CFI.

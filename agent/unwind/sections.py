@@ -43,8 +43,8 @@ def frame_sections(file: TargetFile, image: ElfImage) -> list[FrameSection]:
         section = image.section(name)
         if section is not None and section.size:
             compressed = bool(section.flags & records.SHF_COMPRESSED)
-            place = (section.virtual_address, section.file_offset, section.size)
-            found.append(FrameSection(is_eh, *place, compressed))
+            location = (section.virtual_address, section.file_offset, section.size)
+            found.append(FrameSection(is_eh, *location, compressed))
     return found
 
 
