@@ -113,22 +113,23 @@ def function_ranges(file: TargetFile, image: ElfImage) -> tuple[U64, U64]:
 
 def resolve_sizes(functions: Functions) -> Functions:
     """Let those without a size reach to the next one, unless another already covers them."""
-    if not functions.sizeless.any():
+    sizeless = np.flatnonzero(functions.sizeless)
+    if not len(sizeless):
         return functions
+    starts, limits = functions.starts[sizeless], functions.limits[sizeless]
     every = np.unique(functions.starts)
-    following = np.searchsorted(every, functions.starts, side="right")
-    last = following == len(every)
-    reach = np.where(last, functions.limits, every[np.minimum(following, len(every) - 1)])
-    ends = np.where(functions.sizeless, np.minimum(reach, functions.limits), functions.ends)
+    following = np.searchsorted(every, starts, side="right")
+    reach = np.append(every, np.uint64(0))[following]
+    ends = functions.ends.copy()
+    ends[sizeless] = np.minimum(np.where(following < len(every), reach, limits), limits)
 
     sized = np.flatnonzero(~functions.sizeless)
     order = sized[np.argsort(functions.starts[sized], kind="stable")]
-    kept = np.full(len(ends), True)
+    kept = np.ones(len(ends), bool)
     if len(order):
         covered_to = np.maximum.accumulate(functions.ends[order])
-        before = np.searchsorted(functions.starts[order], functions.starts, side="right") - 1
-        covered = (before >= 0) & (covered_to[np.maximum(before, 0)] > functions.starts)
-        kept = ~(functions.sizeless & covered)
+        before = np.searchsorted(functions.starts[order], starts, side="right") - 1
+        kept[sizeless] = (before < 0) | (covered_to[np.maximum(before, 0)] <= starts)
     return functions._replace(ends=ends).chosen(kept)
 
 

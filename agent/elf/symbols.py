@@ -255,7 +255,10 @@ class _ExactNames:
 
     def _ends(self, data: bytes) -> npt.NDArray[np.int64]:
         """Where zero bytes are that follow the last bytes of one of the names."""
-        zeros = np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
+        letters = np.frombuffer(data, np.uint8)
+        if not letters.any():  # a hole of a sparse file would take longer than any names
+            return np.zeros(0, np.int64)
+        zeros = np.flatnonzero(letters == 0)
         # At each byte the word that ends before it, the last of its bytes highest.
         words: U64 = np.ndarray(len(data) + 1, "<u8", bytes(_TAIL_BYTES) + data, strides=(1,))
         tails = words[zeros] & self._mask

@@ -21,14 +21,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.elf.functions import Functions, concatenate, read_functions, resolve_sizes
-from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.elf.symbols import MAX_NAME_BYTES, read_strings
-from aiflame.agent.symbols.intervals import Disjoint, find, flatten
+from aiflame.agent.symbols.intervals import Disjoint, TooManyOverlaps, find, flatten
 from aiflame.agent.symbols.plt import find_stubs
 from aiflame.agent.target_files import TargetFile
 
 U64 = npt.NDArray[np.uint64]
 Buffer = bytes | memoryview | mmap.mmap
+
+# Functions inside others, which only assembly has: none in libtorch, node and glibc.
+_MAX_OVERLAPPING = 100_000
 
 _MAGIC = b"AFSYM\0\0\x02"  # the last byte is the version of layout and content
 _HEADER = struct.Struct("<8sQQII")  # magic, ranges, bytes of names, crc of the rest, reserved
@@ -157,7 +160,10 @@ class SymbolTable:
         ranks = np.empty(len(starts), dtype=np.int64)
         # Innermost wins: the later start, and of equal starts the earlier end.
         ranks[np.lexsort((~ends, starts))] = np.arange(len(starts))
-        ranges = flatten(starts, ends, ranks)
+        try:
+            ranges = flatten(starts, ends, ranks, _MAX_OVERLAPPING)
+        except TooManyOverlaps as error:
+            raise BadElf(str(error)) from error
         return cls(ranges, name_offsets[ranges.rows], names)
 
     def raw_names(self, addresses: U64) -> list[bytes | None]:

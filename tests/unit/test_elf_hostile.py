@@ -77,14 +77,14 @@ def _table(name: str, data: bytes, kind: str = "symtab", size: int | None = None
     return Section(name, data, kind, link=".strtab", entry_size=24, size=size)
 
 
-def _symbols(count: int, step: int = 1) -> bytes:
+def _symbols(count: int, step: int = 1, size: int = 1 << 40) -> bytes:
     """Records of `count` functions, `step` bytes apart, whose names overlap."""
     records = np.zeros(count + 1, _SYMBOL)
     records["name"][1:] = np.arange(1, count + 1)
     records["info"][1:] = GLOBAL << 4 | FUNC
     records["section"][1:] = 1
     records["value"][1:] = 0x1000 + np.arange(count) * step
-    records["size"][1:] = 1 << 40
+    records["size"][1:] = size
     return records.tobytes()
 
 
@@ -109,7 +109,23 @@ def _shared_strings() -> Elf:
 def _overlapping_names() -> Elf:
     """300,000 functions; each name is the rest of one that never ends."""
     text = Section(".strtab", b"n" * 8_000_000, "strtab")
-    return Elf(text=bytes(400_000), sections=[text, _table(".symtab", _symbols(300_000))])
+    return Elf(text=bytes(400_000), sections=[text, _table(".symtab", _symbols(300_000, size=1))])
+
+
+def _nested_functions() -> bytes:
+    """2,000,000 functions, each of which holds all that follow."""
+    strings = Section(".strtab", b"n" * 8_000_000, "strtab")
+    table = _table(".symtab", _symbols(2_000_000))
+    return _with_code_of(1 << 28, Elf(sections=[strings, table]))
+
+
+def _with_code_of(size: int, elf: Elf) -> bytes:
+    """A file whose text is that long, the end of it a hole."""
+    data = bytearray(elf.build())
+    sections = int.from_bytes(data[40:48], "little")
+    for size_at in (HEADER_BYTES + 32, sections + 64 + 32):  # of the segment, of .text
+        data[size_at : size_at + 8] = size.to_bytes(8, "little")
+    return bytes(data)
 
 
 def _one_address() -> Elf:
@@ -172,14 +188,9 @@ def _stubs_with_long_names() -> Elf:
 
 def _empty_functions() -> bytes:
     """Code of 1 GB, all of it one function after the other without unwind information."""
-    records = np.frombuffer(_symbols(1024, step=1 << 20), _SYMBOL).copy()
-    records["size"][1:] = 1 << 20
+    table = _table(".symtab", _symbols(1024, step=1 << 20, size=1 << 20))
     strings = Section(".strtab", b"f" * 2000, "strtab")
-    data = bytearray(Elf(sections=[_table(".symtab", records.tobytes()), strings]).build())
-    begin = int.from_bytes(data[40:48], "little")
-    for size_at in (HEADER_BYTES + 32, begin + 64 + 32):  # of the segment, of .text
-        data[size_at : size_at + 8] = (1 << 30).to_bytes(8, "little")
-    return bytes(data)
+    return _with_code_of(1 << 30, Elf(sections=[table, strings]))
 
 
 _FILES: list[Callable[[], Elf | bytes]] = [
@@ -187,6 +198,7 @@ _FILES: list[Callable[[], Elf | bytes]] = [
     _sparse_symbols,
     _shared_strings,
     _overlapping_names,
+    _nested_functions,
     _one_address,
     _huge_entry_size,
     _link_to_itself,
