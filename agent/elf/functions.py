@@ -86,14 +86,13 @@ def read_functions(file: TargetFile, image: ElfImage) -> FunctionTable:
         return FunctionTable(concatenate([]), None)
     symbols, strings = tables[0]
     homes = _Homes(image.sections)
-    parts = []
-    for records in read_symbols(file, image, symbols):
-        functions = _functions(records, homes, strings)
-        is_mark = functions.sizeless & (functions.bindings == 0)
-        is_mark[is_mark] = _is_mark(file, strings, functions.names[is_mark])
-        is_taken = ~functions.sizeless if tables[0].is_dynamic else ~is_mark
-        parts.append(functions.chosen(is_taken))
-    return FunctionTable(concatenate(parts), strings)
+    pieces = read_symbols(file, image, symbols)
+    functions = concatenate([_functions(records, homes, strings) for records in pieces])
+    if tables[0].is_dynamic:
+        return FunctionTable(functions.chosen(~functions.sizeless), strings)
+    is_mark = functions.sizeless & (functions.bindings == 0)
+    is_mark[is_mark] = _is_mark(file, strings, functions.names[is_mark])
+    return FunctionTable(functions.chosen(~is_mark), strings)
 
 
 def function_ranges(file: TargetFile, image: ElfImage) -> tuple[U64, U64]:
