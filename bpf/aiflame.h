@@ -36,7 +36,8 @@ enum stack_end {
 	END_NO_TABLE =
 		9, /* a caller in code that is in no mapping or has neither CFI nor frame pointer */
 	END_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
-	END_ROOTED_BY_GUESS = 11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
+	END_ROOTED_BY_HEURISTIC =
+		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
@@ -50,8 +51,8 @@ enum rule_kind {
 	RULE_UNDEFINED_RA = 6,
 	RULE_UNSUPPORTED = 7,
 	/* From prologues, where there is no CFI. The return address must prove to be one. */
-	RULE_RSP_GUESS = 8, /* as RULE_RSP */
-	RULE_RBP_GUESS = 9, /* as RULE_RBP */
+	RULE_RSP_HEURISTIC = 8, /* as RULE_RSP */
+	RULE_RBP_HEURISTIC = 9, /* as RULE_RBP */
 };
 
 /* Where a row finds the caller's RBP; RbpKind in agent/unwind/x86_64.py. */

@@ -30,7 +30,7 @@ from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.gpu_kernel_names import StackAddresses
 from aiflame.agent.launches.gpu_kernels import KernelTable
-from aiflame.agent.launches.runtimes import places_of_runtimes
+from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
@@ -120,7 +120,7 @@ class Recorder:
         self._programs: Programs = load_programs(options, cache_dir())
         command = () if target.command is None else target.command.words
         self._guard = FileGuard()
-        self._runtimes = places_of_runtimes(command, self._guard) if options.calls else []
+        self._runtimes = runtime_files(command, self._guard) if options.calls else []
         if self._runtimes:
             self._programs.expect_calls()
         self._probes = Probes(self._programs, options.off_cpu)

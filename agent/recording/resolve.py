@@ -29,12 +29,10 @@ from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.splicing import NativeFrame, SplicedInterpreter, Splicer
 from aiflame.agent.sinks.capture import KERNEL_CUT
 from aiflame.agent.sinks.names import Names
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
-from aiflame.agent.target_files import TargetFile
 
 _KERNEL_PATH = "[kernel]"
 
@@ -120,7 +118,6 @@ class CaptureResolver:
         self._table = table
         self._names = names
         self._images = images
-        self._entries: dict[int, int] = {}
         self.splicer = Splicer(self._names)
         self.losses: Counter[LossKind] = Counter()
 
@@ -320,30 +317,8 @@ class CaptureResolver:
         if file.fd is None or elf is None:
             return "", False
         with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-            return self._name_by_bytes(opened, elf, binary, address)
+            return roots.name_by_code(opened, elf, address)
         return "", False
-
-    def _name_by_bytes(
-        self, file: TargetFile, elf: ElfImage, binary: int, address: int
-    ) -> tuple[str, bool]:
-        if binary not in self._entries:
-            self._entries[binary] = roots.entry_address(file)
-        if roots.is_at_entry(self._entries[binary], address):
-            return "_start", True
-        offset = next(
-            (
-                address + 1 - load.virtual_address + load.file_offset
-                for load in elf.loads
-                if load.virtual_address <= address < load.virtual_address + load.file_size
-            ),
-            None,
-        )
-        if offset is None:
-            return "", False
-        if roots.is_signal_return(file, offset):
-            return "__restore_rt", False
-        start = roots.start_name_in_libc(file, offset)
-        return start or "", start is not None
 
     def _name(self, place: Place, name: str, binary: int | None, address: int) -> None:
         place.label = name

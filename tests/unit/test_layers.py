@@ -48,13 +48,14 @@ _MAY_IMPORT = {
     "target_files": {"errors"},
     "priority": set(),
     "capture": {"errors", "model", "outfile"},
-    "symbols": {"demangle", "errors", "losses", "model", "outfile", "target_files"},
-    "unwind": {"errors", "model", "symbols", "target_files"},
-    "python": {"errors", "symbols", "target_files", "unwind"},
+    "elf": {"target_files"},
+    "symbols": {"demangle", "elf", "errors", "losses", "model", "outfile", "target_files"},
+    "unwind": {"elf", "errors", "model", "symbols", "target_files"},
+    "python": {"elf", "errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
-    "processes": {"kernel", "symbols", *_LEAVES},
+    "processes": {"elf", "kernel", "symbols", *_LEAVES},
     "sinks": {"capture", "symbols", *_LEAVES},
-    "launches": {"kernel", "processes", "python", "symbols", *_LEAVES},
+    "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
@@ -62,8 +63,8 @@ _MAY_IMPORT = {
         *_LEAVES,
     },
     "recording": {
-        *("capture", "devices", "kernel", "launches", "processes", "python", "sinks", "symbols"),
-        *("unwind", *_LEAVES),
+        *("capture", "devices", "elf", "kernel", "launches", "processes", "python", "sinks"),
+        *("symbols", "unwind", *_LEAVES),
     },
     "doctor": {
         *("capture", "kernel", "processes", "python", "recording", "reports", "symbols"),
@@ -85,7 +86,7 @@ _MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "re
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # What gpu/ may know of agent/.
-_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("losses", "model", "target_files"))
+_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("elf", "losses", "model", "target_files"))
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")
