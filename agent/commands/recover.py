@@ -135,7 +135,7 @@ def _finish(workspace: Workspace, output: Path | None, force: bool) -> None:
 def _rebuild(workspace: Workspace) -> None:
     """Makes the capture of a recording that was killed from its segments."""
     # All else that this verb does needs neither symbols nor what a recording knows.
-    from aiflame.agent.recording.recorded import RecordedNamer  # noqa: PLC0415
+    from aiflame.agent.recording.recorded import RecordedNamer
 
     workspace.database.unlink(missing_ok=True)
     try:

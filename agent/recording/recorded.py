@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import COLUMNS, NONE, Rows, Window, newest
@@ -33,7 +34,6 @@ from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.recording.pythons import UNREADABLE_SOURCE, PythonChain
 from aiflame.agent.recording.resolve import CaptureResolver, StackPython
 from aiflame.agent.sinks.capture import CaptureSink, laid_over
-from aiflame.agent.symbols.elf import ElfImage, NotElf
 from aiflame.agent.symbols.frames import SourceFrame
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
