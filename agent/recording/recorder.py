@@ -56,8 +56,9 @@ from aiflame.gpu.base import Family
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
 
-# How far ahead a boundary is set: every program has to know of it before it is over.
-_AHEAD_NS = 500_000
+# How far ahead a boundary is set: every program has to know of it before it is over. Twice as far
+# each time that it was too late, up to the longest.
+_AHEAD_NS, _MOST_AHEAD_NS = 500_000, 64_000_000
 # And how long after it a program may still run that read the clock before.
 _SETTLE_S = 0.0002
 # What a program takes on a CPU of a machine that shares it with others: 4 ms.
@@ -129,6 +130,7 @@ class Recorder:
         self._possible_cpus = possible_cpus()
         self._boundary_ns = 0
         self._late_boundaries = 0
+        self._ahead_ns = _AHEAD_NS
         self._window = WindowBuilder(_bounds(target, options))
         self._told_losses: Counter[LossKind] = Counter()
         self._told_cpu_ns = time.process_time_ns()
@@ -331,10 +333,12 @@ class Recorder:
         set_ns(abi.Setting.BOUNDARY_BEFORE_NS, self._boundary_ns)
         # Its lowest bit says which of the two maps of sums is written from then on.
         parity = 1 - (self._boundary_ns & 1)
-        boundary_ns = (time.monotonic_ns() + _AHEAD_NS) & ~1 | parity
+        boundary_ns = (time.monotonic_ns() + self._ahead_ns) & ~1 | parity
         set_ns(abi.Setting.BOUNDARY_NS, boundary_ns)
         now_ns = time.monotonic_ns()
-        self._late_boundaries += now_ns >= boundary_ns
+        if now_ns >= boundary_ns:
+            self._late_boundaries += 1
+            self._ahead_ns = min(2 * self._ahead_ns, _MOST_AHEAD_NS)
         time.sleep(max(boundary_ns - now_ns, 0) / 1e9 + _SETTLE_S)
         return boundary_ns
 
