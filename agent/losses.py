@@ -198,7 +198,8 @@ class LossKind(enum.Enum):
     # Files of targets, and the names in them.
     BINARY_NOT_OPENED = _Entry(
         "mapped files that could not be opened, or not be kept open; their frames have no names",
-        cure="raise ulimit -n",
+        cure="raise ulimit -n; other users' files take CAP_DAC_READ_SEARCH, deleted ones"
+        " CAP_CHECKPOINT_RESTORE",
     )
     BINARY_NOT_READ = _Entry(
         "mapped files that are damaged, or that would take longer to read than any real one: names,"

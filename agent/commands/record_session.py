@@ -28,6 +28,7 @@ from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.devices.choice import AUTO, NONE, choose_families
 from aiflame.agent.errors import Aborted, AiflameError
 from aiflame.agent.kernel import abi, descriptors
+from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.losses import LossKind
@@ -113,6 +114,7 @@ def record(
     """
     descriptors.raise_limit()
     checks.require_all()
+    give_up_rights(cache_dir(), with_calls=options.gpu != NONE)
     printer.say(f"preparing to record {target.words}: kernel programs, unwind tables, devices ...")
     if not priority.hurry():
         printer.say(

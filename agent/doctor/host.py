@@ -60,9 +60,3 @@ def seccomp(_: Context) -> Finding:
     if checks.has_seccomp_filter():
         return ok("a seccomp filter is active, and lets bpf() and perf_event_open() through")
     return ok("no seccomp filter")
-
-
-def capabilities(_: Context) -> Finding:
-    """Does this process hold what loading, sampling and reading targets need?"""
-    checks.require_capabilities()
-    return ok("CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE are held")

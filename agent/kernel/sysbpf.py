@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,19 @@ def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
 def create_array(value_bytes: int, entries: int, flags: int) -> int:
     """Makes an array map; returns its descriptor. Flags are BPF_F_*."""
     return create_map(MapShape(_MAP_TYPE_ARRAY, 4, value_bytes, entries, flags))
+
+
+def is_map_memory_limited() -> bool:
+    """Whether the kernel counts maps as locked memory; tried by a map under a limit of nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, limits[1]))
+    try:
+        os.close(create_array(4, 1, 0))
+    except PermissionError:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+    return False
 
 
 class Map:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from aiflame.agent import rights
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, descriptors, sysbpf
 from aiflame.agent.kernel.arch import this_architecture
@@ -19,15 +20,6 @@ from aiflame.agent.kernel.loader import BCC_HINT, explain_failure
 from aiflame.agent.kernel.probes import CLOCK_CURE, online_cpus
 from aiflame.agent.processes import procfs
 from aiflame.agent.recording.targets import require_host_pid_namespace
-
-# Capability numbers (include/uapi/linux/capability.h).
-_CAPABILITIES = {"CAP_BPF": 39, "CAP_PERFMON": 38, "CAP_SYS_PTRACE": 19}
-_CAP_SYS_ADMIN = 21
-_PURPOSES = {
-    "CAP_BPF": "to load programs into the kernel",
-    "CAP_PERFMON": "to sample CPUs and context switches",
-    "CAP_SYS_PTRACE": "to read what targets have mapped",
-}
 
 # From this value on addresses are hidden from root, too (Documentation/admin-guide/sysctl/kernel).
 _HIDDEN_FROM_ALL = 2
@@ -64,31 +56,6 @@ def require_linux() -> None:
     """
     if platform.system() != "Linux":
         raise EnvironmentUnfit(f"recording needs Linux, and this is {platform.system()}")
-
-
-def missing_capabilities() -> list[str]:
-    """Returns those that are needed and not held; CAP_SYS_ADMIN stands for the first two."""
-    effective = int(_own_status("CapEff") or "0", 16)
-    is_admin = bool(effective >> _CAP_SYS_ADMIN & 1)
-    return [
-        name
-        for name, bit in _CAPABILITIES.items()
-        if not effective >> bit & 1 and not (is_admin and name != "CAP_SYS_PTRACE")
-    ]
-
-
-def require_capabilities() -> None:
-    """Refuses to go on without the privilege to load programs and read targets.
-
-    Raises:
-        EnvironmentUnfit: Names what is missing.
-    """
-    missing = missing_capabilities()
-    if missing:
-        raise EnvironmentUnfit(
-            "not permitted: needs " + ", ".join(f"{name} {_PURPOSES[name]}" for name in missing),
-            'sudo env "PATH=$PATH" aiflame ...',
-        )
 
 
 def kernel_names_cure() -> str:
@@ -232,7 +199,7 @@ def require_all() -> None:
     """
     require_linux()
     this_architecture()
-    require_capabilities()
+    rights.require()
     require_host_pid_namespace()
     require_no_lockdown()
     require_system_calls()

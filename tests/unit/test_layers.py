@@ -35,6 +35,7 @@ _LEAVES = {
     "model",
     "outfile",
     "priority",
+    "rights",
     "target_files",
     "",
 }
@@ -47,6 +48,7 @@ _MAY_IMPORT = {
     "outfile": {"errors"},
     "target_files": {"errors"},
     "priority": set(),
+    "rights": {"errors", "priority"},
     "capture": {"errors", "model", "outfile"},
     "symbols": {"demangle", "errors", "losses", "model", "outfile", "target_files"},
     "unwind": {"errors", "model", "symbols", "target_files"},

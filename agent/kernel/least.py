@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What CAP_SYS_ADMIN is good for on this kernel, found out by trying; and doing without the rest.
+
+Linux lets holders of CAP_PERFMON sample and probe. But a distribution may ask for more
+(kernel.perf_event_paranoid=4 of Ubuntu), and v6.18 asks for it to open a uprobe as an event, which
+is how probes are put on where one link does not take many.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from aiflame.agent import rights
+from aiflame.agent.kernel import sysbpf
+from aiflame.agent.kernel.probes import online_cpus
+from aiflame.agent.kernel.syscalls import lift_memlock_limit
+from aiflame.agent.kernel.uprobe_tries import UprobeTries
+from aiflame.agent.rights import Capability
+
+_SAMPLING, _CALLS = "CPUs are not sampled", "calls of device APIs are not recorded"
+
+
+def costs_without_admin(cache: Path | None, with_calls: bool = True) -> list[str]:
+    """Returns what is missing from a recording without CAP_SYS_ADMIN, in words.
+
+    Args:
+        cache: Directory that keeps what is known of probes; None for none.
+        with_calls: Whether calls of device APIs are recorded.
+    """
+    costs = []
+    if not rights.works_without(Capability.SYS_ADMIN, _open_clock):
+        costs.append(_SAMPLING)
+    if with_calls and not rights.works_without(Capability.SYS_ADMIN, _open_uprobe):
+        tries = UprobeTries(cache)
+        if not tries.answers.links_many:
+            costs.append(_CALLS)
+        tries.close()
+    return costs
+
+
+def give_up_rights(cache: Path | None, with_calls: bool) -> None:
+    """Raises the limits that take more rights, then keeps those that a recording goes on to use.
+
+    Args:
+        cache: As for costs_without_admin.
+        with_calls: Likewise.
+    """
+    lift_memlock_limit()
+    needs_admin = bool(costs_without_admin(cache, with_calls))
+    rights.keep_only(rights.USED | ({Capability.SYS_ADMIN} if needs_admin else frozenset()))
+
+
+def _open_clock() -> None:
+    os.close(sysbpf.open_cpu_clock(online_cpus()[0], 1_000_000_000))
+
+
+def _open_uprobe() -> None:
+    # A directory has no code: the kernel says so (EINVAL) only to those who may open events.
+    os.close(sysbpf.open_uprobe("/", 0, sysbpf.uprobe_event_type()))
