@@ -14,11 +14,11 @@ import sys
 
 from aiflame.agent.dumps.render import Shown, as_json, text
 from aiflame.agent.dumps.session import DumpSession
+from aiflame.agent.kernel.checks import require_all
 from aiflame.agent.kernel.descriptors import raise_limit
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.losses import LossKind
-from aiflame.agent.recording.checks import require_all
-from aiflame.agent.recording.targets import target_of_pids
+from aiflame.agent.processes.targets import target_of_pids
 from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir

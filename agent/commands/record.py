@@ -19,7 +19,7 @@ from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_session import RecordOptions, record
 from aiflame.agent.devices.choice import AUTO, CHOICES
 from aiflame.agent.errors import UsageError
-from aiflame.agent.recording.targets import (
+from aiflame.agent.processes.targets import (
     Target,
     target_of_all,
     target_of_cgroup,

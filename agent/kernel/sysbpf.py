@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent import kernelfs
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, ioctl, syscall
 
@@ -310,7 +311,7 @@ def uprobe_event_type() -> int:
     Raises:
         OSError: It has none.
     """
-    return int(_UPROBE_TYPE.read_text())
+    return int(kernelfs.read_bytes(_UPROBE_TYPE))
 
 
 def open_uprobe(path: str, offset: int, event_type: int, is_return: bool = False) -> int:

@@ -32,6 +32,9 @@ from aiflame.agent.launches.runtimes import places_of_runtimes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.processes.table import ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.processes.targets import Target
+from aiflame.agent.processes.thread_walk import StackWalker
+from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.resolve import StackPython
@@ -39,9 +42,6 @@ from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters, read_losses
 from aiflame.agent.recording.sleepers import Sleepers
-from aiflame.agent.recording.tables import UnwindTables
-from aiflame.agent.recording.targets import Target
-from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.base import Family

@@ -22,12 +22,12 @@ from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.processes.table import Mapping as BinaryMapping
 from aiflame.agent.python.trampolines import trampoline_source
-from aiflame.agent.recording import roots
 from aiflame.agent.recording.names import MAX_INTEGER, Names
 from aiflame.agent.recording.pythons import PythonChain, PythonProcess
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.sinks import KERNEL_CUT
 from aiflame.agent.recording.splicing import NativeFrame, Splicer
+from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden

@@ -31,6 +31,7 @@ _GPU_MODULES = _modules("gpu")
 _LEAVES = {
     "demangle",
     "errors",
+    "kernelfs",
     "losses",
     "model",
     "outfile",
@@ -41,8 +42,9 @@ _LEAVES = {
 }
 _MAY_IMPORT = {
     "": set(),
-    "demangle": set(),
+    "demangle": {"kernelfs"},
     "errors": set(),
+    "kernelfs": set(),
     "losses": set(),
     "model": set(),
     "outfile": {"errors"},
@@ -50,16 +52,16 @@ _MAY_IMPORT = {
     "priority": set(),
     "rights": {"errors", "priority"},
     "capture": {"errors", "model", "outfile"},
-    "symbols": {"demangle", "errors", "losses", "model", "outfile", "target_files"},
+    "symbols": {"demangle", "errors", "kernelfs", "losses", "model", "outfile", "target_files"},
     "unwind": {"errors", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
-    "processes": {"kernel", "symbols", *_LEAVES},
+    "processes": {"kernel", "symbols", "unwind", *_LEAVES},
     "launches": {"capture", "kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
-        *("kernel", "processes", "python", "recording", "reports", "symbols", "unwind"),
+        *("kernel", "processes", "python", "reports", "symbols", "unwind"),
         *_LEAVES,
     },
     "recording": {
@@ -67,7 +69,7 @@ _MAY_IMPORT = {
         *_LEAVES,
     },
     "doctor": {
-        *("capture", "kernel", "processes", "python", "recording", "reports", "symbols"),
+        *("capture", "kernel", "processes", "python", "reports", "symbols"),
         *_LEAVES,
     },
     "commands": {

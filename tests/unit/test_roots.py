@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.recording import roots
+from aiflame.agent.symbols import roots
 from aiflame.agent.target_files import TargetFile
 
 

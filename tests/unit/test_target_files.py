@@ -24,7 +24,7 @@ from aiflame.agent.python.elfbytes import FunctionNames
 from aiflame.agent.python.interpreter import find_interpreter
 from aiflame.agent.python.layouts import UnsupportedPython
 from aiflame.agent.python.threads import UnsupportedLibc, find_key_block
-from aiflame.agent.recording import roots
+from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import (

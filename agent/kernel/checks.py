@@ -11,15 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from aiflame.agent import rights
+from aiflame.agent import kernelfs, rights
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, descriptors, sysbpf
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.kernel.btf import VMLINUX
 from aiflame.agent.kernel.loader import BCC_HINT, explain_failure
 from aiflame.agent.kernel.probes import CLOCK_CURE, online_cpus
-from aiflame.agent.processes import procfs
-from aiflame.agent.recording.targets import require_host_pid_namespace
+
+# PROC_PID_INIT_INO (include/linux/proc_ns.h): the initial pid namespace has this inode.
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 
 # From this value on addresses are hidden from root, too (Documentation/admin-guide/sysctl/kernel).
 _HIDDEN_FROM_ALL = 2
@@ -43,7 +44,7 @@ print(getattr(bcc, "__version__", "of unknown version"), "in", bcc.__path__[0])
 
 
 def _own_status(field: str) -> str:
-    text = procfs.read_text("/proc/self/status")
+    text = kernelfs.read_text("/proc/self/status")
     found = re.search(rf"^{field}:\s*(\S+)", text, re.M)
     return found[1] if found else ""
 
@@ -58,12 +59,30 @@ def require_linux() -> None:
         raise EnvironmentUnfit(f"recording needs Linux, and this is {platform.system()}")
 
 
+def is_host_pid_namespace() -> bool:
+    """Whether pids here are those that the kernel half speaks of."""
+    return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
+
+
+def require_host_pid_namespace() -> None:
+    """Refuses to record from inside a pid namespace: the kernel half speaks of the host's pids.
+
+    Raises:
+        EnvironmentUnfit: This process runs in a pid namespace of its own.
+    """
+    if not is_host_pid_namespace():
+        raise EnvironmentUnfit(
+            "this is a pid namespace of its own: pids here are not those the kernel reports",
+            "run with --pid=host / hostPID: true",
+        )
+
+
 def kernel_names_cure() -> str:
     """Returns what makes the kernel show its addresses, where it hides them from this process.
 
     kallsyms_show_value of kernel/kallsyms.c (v6.1): up to 1 it asks for CAP_SYSLOG.
     """
-    level = procfs.read_text("/proc/sys/kernel/kptr_restrict").strip()
+    level = kernelfs.read_text("/proc/sys/kernel/kptr_restrict").strip()
     if level.isdecimal() and int(level) >= _HIDDEN_FROM_ALL:
         return "sudo sysctl kernel.kptr_restrict=1"
     return "run as root, or with CAP_SYSLOG"
@@ -74,7 +93,7 @@ def lockdown_mode(path: Path = _LOCKDOWN) -> str | None:
 
     The file lists all modes with the present one in brackets (security/lockdown/lockdown.c, v5.4).
     """
-    found = re.search(r"\[(\w+)\]", procfs.read_text(path))
+    found = re.search(r"\[(\w+)\]", kernelfs.read_text(path))
     return found[1] if found else None
 
 
