@@ -49,7 +49,7 @@ _HELPERS = {
 
 def bcc(_: Context) -> Finding:
     """Are the programs compiled, or is the distribution's BPF compiler there?"""
-    if compile.is_shipped():
+    if compile.shipped() is not None:
         return ok("not needed: the package has its programs compiled")
     return ok(f"bcc {checks.require_compiler()}")
 
