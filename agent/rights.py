@@ -38,6 +38,7 @@ class Capability(enum.IntEnum):
     KILL = 5
     SETGID = 6
     SETUID = 7
+    SETPCAP = 8
     SYS_PTRACE = 19
     SYS_ADMIN = 21
     SYS_NICE = 23
@@ -71,6 +72,7 @@ USED = frozenset(
         Capability.SYS_NICE,  # each second of a recording has its own budget of real time
         Capability.KILL,  # children that run as another user
         *(Capability.SETUID, Capability.SETGID),  # starting those
+        Capability.SETPCAP,  # children that give up even what programs of root's would get
         # Outputs, which are given to the user who typed sudo, in folders of that user.
         *(Capability.CHOWN, Capability.DAC_OVERRIDE, Capability.FOWNER),
     }

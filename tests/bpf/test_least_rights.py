@@ -150,7 +150,8 @@ def test_root_gives_up_what_a_recording_does_not_use(
         for pid in (recording.pid, *children_of(recording.pid)):
             # THEN each thread is without it: they could do for each other
             for task in Path(f"/proc/{pid}/task").iterdir():
-                assert _capabilities_of(task) == {"CapEff:": kept, "CapPrm:": kept}
+                for bits in _capabilities_of(task).values():
+                    assert bits & ~kept == 0
         profile = recording.stop().profile
     kinds = {function.kind for function in profile.functions}
     assert {FrameKind.KERNEL, FrameKind.NATIVE} <= kinds
