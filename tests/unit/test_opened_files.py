@@ -42,6 +42,8 @@ _MAY_OPEN = {
     "agent/capture/workspace.py": "a recording before it has its name",
     "agent/capture/writer.py": "the same",
     "agent/capture/columns.py": "a database in memory",
+    "agent/sinks/segments.py": "the segments of a recording",
+    "agent/commands/captures.py": "a private directory, for what segments are made into",
     "agent/symbols/store.py": "the cache",
     "agent/dumps/tables.py": "a private directory, where there is no cache",
     "agent/processes/unwind_tables.py": "the same",

@@ -24,7 +24,7 @@ from aiflame.agent.processes.snapshots import Snapshots
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
-from aiflame.agent.recording.sleepers import Sleepers, store_sleepers
+from aiflame.agent.recording.sleepers import Sleepers, give_sleepers
 
 _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
 _IDLE_WORKER = 0x402
@@ -198,13 +198,11 @@ def test_kernels_without_the_iterator_are_said_to_be(
     for _ in sleepers.enter([here]):
         pass
     made = []
-    stacks: Any = SimpleNamespace(
-        mentions=lambda stack: True, add_made=lambda *row: made.append(row)
-    )
-    store_sleepers(sleepers, stacks, table)
-    ((stack, image, _, user, how),) = made
+    stacks: Any = SimpleNamespace(add_made=lambda *row: made.append(row))
+    give_sleepers(sleepers, sleepers.by_stack, stacks, table)
+    ((stack, found),) = made
     assert sleepers.by_stack[stack].tid == waiting_tid
-    assert (image.pid, user, how) == (here, [], end)
+    assert (found.image.pid, found.user, found.end) == (here, [], end)
     assert sleepers.losses[LossKind.SLEEPERS_NOT_WALKED] == missing
 
 
@@ -305,10 +303,8 @@ def test_kernel_frames_without_an_address_are_counted(
     for _ in sleepers.enter([os.getpid()]):
         pass
     made: list[Any] = []
-    stacks: Any = SimpleNamespace(
-        mentions=lambda stack: True, add_made=lambda *row: made.append(row)
-    )
-    store_sleepers(sleepers, stacks, table)
-    ((_, _, kernel, _, _),) = made
-    assert kernel == expected
+    stacks: Any = SimpleNamespace(add_made=lambda *row: made.append(row))
+    give_sleepers(sleepers, sleepers.by_stack, stacks, table)
+    ((_, found),) = made
+    assert found.kernel == expected
     assert sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] == lost
