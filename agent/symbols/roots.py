@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import struct
 
+from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import TargetFile
 
 _START_NAMES = re.compile(
@@ -52,6 +53,28 @@ def is_start_name(name: str) -> bool:
     return _START_NAMES.fullmatch(name) is not None
 
 
+def name_by_code(file: TargetFile, image: ElfImage, address: int) -> str:
+    """Names what stripped files have at the root of every stack, "" for other code.
+
+    Args:
+        file: The file.
+        image: Its headers.
+        address: A virtual address of it, one byte before that of a return.
+
+    Raises:
+        BadTargetFile: As `TargetFile.read`; so do the others here.
+    """
+    if is_at_entry(entry_address(file), address):
+        return "_start"
+    for load in image.loads:
+        if load.virtual_address <= address < load.virtual_address + load.file_size:
+            offset = address + 1 - load.virtual_address + load.file_offset
+            if is_signal_return(file, offset):
+                return "__restore_rt"
+            return start_name_in_libc(file, offset) or ""
+    return ""
+
+
 def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:
     """Names a start function of a stripped C library by the code after its call.
 
@@ -60,7 +83,7 @@ def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:
         return_offset: File offset of the return address.
 
     Raises:
-        BadTargetFile: As `TargetFile.read`; so do the others here.
+        BadTargetFile: As `TargetFile.read`.
     """
     code = file.read(_CODE_BYTES, return_offset)
     if len(code) >= _JUMP.size and code[0] == _JUMP_OPCODE:

@@ -56,7 +56,7 @@ _MAY_IMPORT = {
     "unwind": {"errors", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
-    "processes": {"kernel", "symbols", "unwind", *_LEAVES},
+    "processes": {"kernel", "python", "symbols", "unwind", *_LEAVES},
     "sinks": {"capture", "symbols", *_LEAVES},
     "launches": {"kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},

@@ -7,9 +7,12 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from aiflame.agent.symbols import roots
+from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import TargetFile
 
 
@@ -66,6 +69,26 @@ def library() -> Iterator[Callable[..., TargetFile]]:
     yield make
     for fd in opened:
         os.close(fd)
+
+
+_SIGRETURN = bytes.fromhex("48 c7 c0 0f 00 00 00 0f 05")
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        (0x7F1040, "_start"),  # where the header says that the program begins
+        (0x7F10FF, "__libc_start_call_main"),  # looked up one byte before the return
+        (0x7F11FF, "__restore_rt"),
+        (0x7F1300, ""),
+        (0x6F10FF, ""),  # in no segment
+    ],
+)
+def test_name_by_code(library: Callable[..., TargetFile], address: int, name: str) -> None:
+    code = {0: _elf_header(0x7F1030), 0x500: _TO_EXIT, 0x600: _SIGRETURN}
+    segment = SimpleNamespace(virtual_address=0x7F1000, file_size=0x800, file_offset=0x400)
+    image = cast("ElfImage", SimpleNamespace(loads=[segment]))
+    assert roots.name_by_code(library(code), image, address) == name
 
 
 def _jump(at: int, to: int) -> bytes:
