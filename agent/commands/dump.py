@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     require_all()
     target_of_pids(args.pid)  # each is there, and no thread
     cache = cache_dir()
-    give_up_rights(cache, with_calls=False)
+    give_up_rights()
     with SymbolService(cache) as service, DumpSession(cache, service) as session:
         dump = session.take(args.pid)
         problems = list(service.problems)

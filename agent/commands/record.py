@@ -39,8 +39,8 @@ Needs root, or CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE. What is missing without 
   CAP_SYSLOG               names of kernel functions
   CAP_CHECKPOINT_RESTORE   names of mapped files that were deleted or replaced
   CAP_SYS_NICE             being in time on a busy machine
-  CAP_SYS_ADMIN            calls of device APIs on some kernels; sampling on Ubuntu's where
-                           kernel.perf_event_paranoid is 4
+  CAP_SYS_ADMIN            kernel frames of threads asleep since before; on some kernels calls
+                           of device APIs, and sampling (Ubuntu, at kernel.perf_event_paranoid 4)
 `aiflame doctor` says which of them matter here. Root gives up all others before it begins.
 
 EXAMPLES

@@ -123,7 +123,7 @@ def record(
     """
     descriptors.raise_limit()
     checks.require_all()
-    give_up_rights(cache_dir(), with_calls=options.gpu != NONE)
+    give_up_rights()
     printer.say(f"preparing to record {target.words}: kernel programs, unwind tables, devices ...")
     if not priority.hurry():
         printer.say(

@@ -3,7 +3,8 @@
 
 Linux lets holders of CAP_PERFMON sample and probe. But a distribution may ask for more
 (kernel.perf_event_paranoid=4 of Ubuntu), and v6.18 asks for it to open a uprobe as an event, which
-is how probes are put on where one link does not take many.
+is how probes are put on where one link does not take many. And /proc/PID/task/TID/stack is for
+its holders alone (proc_pid_stack of fs/proc/base.c, since v4.20): that is read at the start.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from aiflame.agent import rights
+from aiflame.agent import kernelfs, rights
 from aiflame.agent.kernel import sysbpf
 from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.kernel.syscalls import lift_memlock_limit
@@ -19,15 +20,39 @@ from aiflame.agent.kernel.uprobe_tries import UprobeTries
 from aiflame.agent.rights import Capability
 
 _SAMPLING, _CALLS = "CPUs are not sampled", "calls of device APIs are not recorded"
+_SLEEPERS = "threads that sleep since before have no more than one kernel frame"
 
 
-def costs_without_admin(cache: Path | None, with_calls: bool = True) -> list[str]:
+def costs_without_admin(cache: Path | None) -> list[str]:
     """Returns what is missing from a recording without CAP_SYS_ADMIN, in words.
 
     Args:
         cache: Directory that keeps what is known of probes; None for none.
+    """
+    costs = _lasting_costs(cache, with_calls=True)
+    if not rights.works_without(Capability.SYS_ADMIN, _read_kernel_stack):
+        costs.append(_SLEEPERS)
+    return costs
+
+
+def give_up_rights() -> None:
+    """Raises the limits that take more rights, then keeps those that a recording or a dump uses."""
+    lift_memlock_limit()
+    rights.keep_only(rights.USED | {Capability.SYS_ADMIN})
+
+
+def give_up_admin(cache: Path | None, with_calls: bool) -> None:
+    """Does without CAP_SYS_ADMIN, unless more takes it on this kernel than is over by now.
+
+    Args:
+        cache: As for costs_without_admin.
         with_calls: Whether calls of device APIs are recorded.
     """
+    if not _lasting_costs(cache, with_calls):
+        rights.keep_only(rights.USED)
+
+
+def _lasting_costs(cache: Path | None, with_calls: bool) -> list[str]:
     costs = []
     if not rights.works_without(Capability.SYS_ADMIN, _open_clock):
         costs.append(_SAMPLING)
@@ -39,18 +64,6 @@ def costs_without_admin(cache: Path | None, with_calls: bool = True) -> list[str
     return costs
 
 
-def give_up_rights(cache: Path | None, with_calls: bool) -> None:
-    """Raises the limits that take more rights, then keeps those that a recording goes on to use.
-
-    Args:
-        cache: As for costs_without_admin.
-        with_calls: Likewise.
-    """
-    lift_memlock_limit()
-    needs_admin = bool(costs_without_admin(cache, with_calls))
-    rights.keep_only(rights.USED | ({Capability.SYS_ADMIN} if needs_admin else frozenset()))
-
-
 def _open_clock() -> None:
     os.close(sysbpf.open_cpu_clock(online_cpus()[0], 1_000_000_000))
 
@@ -58,3 +71,7 @@ def _open_clock() -> None:
 def _open_uprobe() -> None:
     # A directory has no code: the kernel says so (EINVAL) only to those who may open events.
     os.close(sysbpf.open_uprobe("/", 0, sysbpf.uprobe_event_type()))
+
+
+def _read_kernel_stack() -> None:
+    kernelfs.read_bytes("/proc/thread-self/stack")

@@ -378,6 +378,8 @@ def give_sleepers(
             if (frame.name, frame.module) in addresses
         ]
         lost = len(sleeper.kernel_frames) - len(kernel)
+        # One without an offset is the only one that the kernel told, of some.
+        lost += any(not frame.offset for frame in sleeper.kernel_frames)
         sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] += lost
         user = [] if sleeper.walked is None else list(sleeper.walked.addresses)
         image = table.image(sleeper.pid, table.first_image)

@@ -17,7 +17,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.doctor.checks import CHECKS
 from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
 from aiflame.agent.rights import Capability
-from recordings import Recording, children_of, frames_of, public_folder, stacks_with
+from recordings import Recording, Workload, children_of, frames_of, public_folder, stacks_with
 from support import AIFLAME, wait_until
 
 pytestmark = pytest.mark.bpf
@@ -28,6 +28,7 @@ _WITHOUT_ROOT = (
     Capability.SYSLOG,
     Capability.CHECKPOINT_RESTORE,
     Capability.SYS_NICE,
+    Capability.SYS_ADMIN,
 )
 _NOBODY = 65534
 
@@ -104,31 +105,46 @@ def test_the_least_rights_record_complete_stacks_with_names(
 
 _OTHER_CHECKS = {check.id for check in CHECKS} - {"os.linux", "os.capabilities"}
 _OPTIONAL = {
-    Capability.DAC_READ_SEARCH: "lost: binary_not_opened",
-    Capability.CHECKPOINT_RESTORE: "lost: binary_not_opened",
-    Capability.SYSLOG: "lost: kernel_symbols_hidden",
-    Capability.SYS_NICE: "note: no CAP_SYS_NICE",
+    Capability.DAC_READ_SEARCH: {"lost: binary_not_opened"},
+    Capability.CHECKPOINT_RESTORE: {"lost: binary_not_opened"},
+    Capability.SYSLOG: {"lost: kernel_symbols_hidden", "lost: sleepers_kernel_frames_lost"},
+    Capability.SYS_NICE: {"note: no CAP_SYS_NICE"},
+    Capability.SYS_ADMIN: {"lost: sleepers_kernel_frames_lost"},
 }
 
 
-@pytest.mark.parametrize("lacking", [None, *_OPTIONAL])
+_ADMIN = Capability.SYS_ADMIN  # which contains the right to open mapped files
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        (),
+        (Capability.DAC_READ_SEARCH, _ADMIN),
+        (Capability.CHECKPOINT_RESTORE, _ADMIN),
+        (Capability.SYSLOG,),
+        (Capability.SYS_NICE,),
+        (_ADMIN,),
+    ],
+    ids=lambda lacking: "+".join(capability.name for capability in lacking) or "nothing",
+)
 def test_each_other_right_costs_what_is_said(
-    lacking: Capability | None, hidden: subprocess.Popen[bytes], folder: Path
+    lacking: Sequence[Capability], hidden: subprocess.Popen[bytes], folder: Path
 ) -> None:
     # GIVEN a kernel that shows its addresses to those with CAP_SYSLOG
     assert Path("/proc/sys/kernel/kptr_restrict").read_text().strip() in "01"
-    prefix = _as_nobody(*(one for one in _WITHOUT_ROOT if one is not lacking))
+    prefix = _as_nobody(*(one for one in _WITHOUT_ROOT if one not in lacking))
     _, said = _run(folder, prefix, "record", "-p", hidden.pid, "-d", "1", "-o", "run.aiflame")
     found, _ = _run(folder, prefix, "doctor", "--json", "--skip-checks", ",".join(_OTHER_CHECKS))
     (check,) = (one for one in json.loads(found)["checks"] if one["id"] == "os.capabilities")
     # THEN both name what is missing, and nothing else is
-    for text in set(_OPTIONAL.values()):
-        assert (text in said) is (lacking is not None and text == _OPTIONAL[lacking]), said
-    assert check["status"] == ("ok" if lacking is None else "warn")
+    costs = set().union(*(_OPTIONAL[capability] for capability in lacking))
+    assert {text for text in set().union(*_OPTIONAL.values()) if text in said} == costs, said
+    assert check["status"] == ("warn" if lacking else "ok")
     for capability in _OPTIONAL:
-        assert (f"without {capability} " in check["finding"]) is (capability is lacking)
+        assert (f"without {capability} " in check["finding"]) is (capability in lacking)
     names = {function.name for function in read_capture(folder / "run.aiflame").functions}
-    assert ("forward_pass" in names) is (lacking is None or "binary" not in _OPTIONAL[lacking])
+    assert ("forward_pass" in names) is ("lost: binary_not_opened" not in costs)
 
 
 def test_the_least_rights_dump(busy: subprocess.Popen[bytes], folder: Path) -> None:
@@ -144,17 +160,39 @@ def _capabilities_of(task: Path) -> dict[str, int]:
 def test_root_gives_up_what_a_recording_does_not_use(
     busy: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    kept = sum(1 << capability for capability in rights.USED)
+    used = sum(1 << capability for capability in rights.USED)
+    # GIVEN a kernel that asks for this one at the start only
+    at_start = used | 1 << Capability.SYS_ADMIN
     with Recording(tmp_path, "-p", busy.pid) as recording:
+        own = Path(f"/proc/{recording.pid}")
+        wait_until(lambda: _capabilities_of(own) == {"CapEff:": used, "CapPrm:": used})
         wait_until(lambda: children_of(recording.pid))
         for pid in (recording.pid, *children_of(recording.pid)):
-            # THEN each thread is without it: they could do for each other
+            # THEN no thread has others: they could do for each other
             for task in Path(f"/proc/{pid}/task").iterdir():
-                for bits in _capabilities_of(task).values():
-                    assert bits & ~kept == 0
+                assert all(bits & ~at_start == 0 for bits in _capabilities_of(task).values())
         profile = recording.stop().profile
     kinds = {function.kind for function in profile.functions}
     assert {FrameKind.KERNEL, FrameKind.NATIVE} <= kinds
+
+
+def test_threads_asleep_since_before_are_entered_before_rights_are_given_up(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    with (
+        Workload([workload("waits")]) as asleep,
+        Recording(tmp_path, "-p", asleep.pid) as recording,
+    ):
+        own = Path(f"/proc/{recording.pid}")
+        used = sum(1 << capability for capability in rights.USED)
+        wait_until(lambda: _capabilities_of(own)["CapEff:"] == used)
+        profile = recording.stop().profile
+    assert len(profile.samples) > 0
+    for stack in profile.samples["stack"]:
+        begin, end = profile.stacks.offsets[stack : stack + 2]
+        functions = profile.frames["function"][profile.stacks.frames[begin:end]]
+        kinds = [profile.functions[function].kind for function in functions]
+        assert kinds.count(FrameKind.KERNEL) > 2
 
 
 def test_the_command_has_what_it_would_have_had(tmp_path: Path) -> None:
