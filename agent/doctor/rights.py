@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from aiflame.agent import rights
 from aiflame.agent.doctor.base import Context, Finding, ok, warn
 from aiflame.agent.kernel.least import costs_without_admin
 from aiflame.agent.kernel.sysbpf import is_map_memory_limited
+from aiflame.agent.kernel.uprobe_tries import UprobeTries
 from aiflame.agent.outfile import sudo_ids
 from aiflame.agent.rights import Capability
 from aiflame.agent.symbols.store import cache_dir
@@ -49,5 +51,6 @@ def _costs() -> Iterator[tuple[Capability, str]]:
         for capability in rights.missing([Capability.SYS_RESOURCE]):
             yield capability, f"the kernel gives maps {locked_bytes_max:,} bytes at most"
     for capability in rights.missing([Capability.SYS_ADMIN]):
-        if costs := costs_without_admin(cache_dir()):
-            yield capability, " and ".join(costs)
+        with contextlib.closing(UprobeTries(cache_dir())) as uprobes:
+            if costs := costs_without_admin(uprobes):
+                yield capability, " and ".join(costs)

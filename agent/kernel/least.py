@@ -10,7 +10,6 @@ its holders alone (proc_pid_stack of fs/proc/base.c, since v4.20): that is read 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from aiflame.agent import kernelfs, rights
 from aiflame.agent.kernel import sysbpf
@@ -23,13 +22,13 @@ _SAMPLING, _CALLS = "CPUs are not sampled", "calls of device APIs are not record
 _SLEEPERS = "threads that sleep since before have no more than one kernel frame"
 
 
-def costs_without_admin(cache: Path | None) -> list[str]:
+def costs_without_admin(uprobes: UprobeTries) -> list[str]:
     """Returns what is missing from a recording without CAP_SYS_ADMIN, in words.
 
     Args:
-        cache: Directory that keeps what is known of probes; None for none.
+        uprobes: What the kernel does with probes; asked only where it may matter.
     """
-    costs = _lasting_costs(cache, with_calls=True)
+    costs = _lasting_costs(uprobes, with_calls=True)
     if not rights.works_without(Capability.SYS_ADMIN, _read_kernel_stack):
         costs.append(_SLEEPERS)
     return costs
@@ -41,26 +40,24 @@ def give_up_rights() -> None:
     rights.keep_only(rights.USED | {Capability.SYS_ADMIN})
 
 
-def give_up_admin(cache: Path | None, with_calls: bool) -> None:
+def give_up_admin(uprobes: UprobeTries, with_calls: bool) -> None:
     """Does without CAP_SYS_ADMIN, unless more takes it on this kernel than is over by now.
 
     Args:
-        cache: As for costs_without_admin.
+        uprobes: As for costs_without_admin.
         with_calls: Whether calls of device APIs are recorded.
     """
-    if not _lasting_costs(cache, with_calls):
+    if not _lasting_costs(uprobes, with_calls):
         rights.keep_only(rights.USED)
 
 
-def _lasting_costs(cache: Path | None, with_calls: bool) -> list[str]:
+def _lasting_costs(uprobes: UprobeTries, with_calls: bool) -> list[str]:
     costs = []
     if not rights.works_without(Capability.SYS_ADMIN, _open_clock):
         costs.append(_SAMPLING)
-    if with_calls and not rights.works_without(Capability.SYS_ADMIN, _open_uprobe):
-        tries = UprobeTries(cache)
-        if not tries.answers.links_many:
-            costs.append(_CALLS)
-        tries.close()
+    is_asked = with_calls and not rights.works_without(Capability.SYS_ADMIN, _open_uprobe)
+    if is_asked and not uprobes.answers.links_many:
+        costs.append(_CALLS)
     return costs
 
 

@@ -222,7 +222,7 @@ class Recorder:
 
     def _entered(self) -> Iterator[None]:
         """Gives up what is needed no more once existing threads are entered."""
-        give_up_admin(cache_dir(), self._options.calls)
+        give_up_admin(self._programs.uprobes, self._options.calls)
         yield
 
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:

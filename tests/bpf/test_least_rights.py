@@ -34,10 +34,16 @@ _NOBODY = 65534
 
 
 def _as_nobody(*capabilities: Capability) -> Sequence[str]:
-    """What starts a command as a user who has nothing but these."""
+    """What starts a command as a user who has nothing but these, at a priority nobody chose."""
     words = "".join(f",+{capability.name.lower()}" for capability in capabilities)
     user = ("--reuid", str(_NOBODY), "--regid", str(_NOBODY), "--clear-groups")
-    return ("setpriv", *user, *(f"--{kind}-caps=-all{words}" for kind in ("inh", "ambient")))
+    ordinary = ("nice", "-n", str(-os.getpriority(os.PRIO_PROCESS, 0)))
+    return (
+        *ordinary,
+        "setpriv",
+        *user,
+        *(f"--{kind}-caps=-all{words}" for kind in ("inh", "ambient")),
+    )
 
 
 def _run(folder: Path, prefix: Sequence[str], *arguments: object) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import pytest
 from aiflame.agent import rights
@@ -48,6 +49,28 @@ def test_admin_stands_for_the_rights_that_were_split_off_from_it(
         rights.USED
     )
     assert Capability.SYSLOG in rights.missing(rights.USED)
+
+
+@pytest.mark.parametrize(
+    ("held", "left"),
+    [
+        ({Capability.SYS_ADMIN, *rights.USED}, rights.USED),
+        # It is all that there is of those.
+        (
+            {Capability.SYS_ADMIN, Capability.SYS_PTRACE},
+            {Capability.SYS_ADMIN, Capability.SYS_PTRACE},
+        ),
+    ],
+)
+def test_admin_stays_where_it_stands_for_what_is_kept(
+    held: set[Capability], left: set[Capability], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _hold(monkeypatch, held)
+    kept: list[int] = []
+    monkeypatch.setattr(rights, "_libc", SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(rights, "_set_all", kept.append)
+    rights.keep_only(rights.USED)
+    assert {capability for capability in held if kept[0] >> capability & 1} == left
 
 
 def _tried(before: str = "") -> list[str]:
@@ -121,11 +144,10 @@ def test_admin_is_kept_for_what_this_kernel_asks_it_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[Collection[Capability]] = []
-    answers = UprobeTries(None, lambda _: UprobeAnswers(links_many))
-    monkeypatch.setattr(least, "UprobeTries", lambda _: answers)
+    uprobes = UprobeTries(None, lambda _: UprobeAnswers(links_many))
     monkeypatch.setattr(rights, "works_without", lambda _, attempt: attempt.__name__ not in refused)
     monkeypatch.setattr(rights, "keep_only", kept.append)
-    found = least.costs_without_admin(None)
+    found = least.costs_without_admin(uprobes)
     assert all(cost.startswith(start) for cost, start in zip(found, costs, strict=True))
-    least.give_up_admin(None, with_calls)
+    least.give_up_admin(uprobes, with_calls)
     assert kept == ([] if is_kept else [rights.USED])
