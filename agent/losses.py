@@ -153,6 +153,10 @@ class LossKind(enum.Enum):
         "CPUs that came online during the recording: samples of up to a second on each are missing;"
         " waits and times are complete"
     )
+    BOUNDARY_LATE = _Entry(
+        "boundaries between two seconds of the recording that were set late, as this machine is"
+        " busy: some time near them is counted in the other second"
+    )
     STACKS_STUCK = _Entry(
         "processes whose memory could not be read within a second; their threads asleep since"
         " before the recording show kernel frames only"

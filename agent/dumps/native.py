@@ -109,5 +109,5 @@ class NativeNames:
         if file.fd is None or elf is None:
             return ""
         with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-            return roots.name_by_code(opened, elf, address)
+            return roots.name_by_code(opened, elf, address)[0]
         return ""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds what strip took away: separate debug files and compressed mini symbol tables.
 
-Places in order (GDB manual, "Separate Debug Files" and "MiniDebugInfo"):
+Searched in order (GDB manual, "Separate Debug Files" and "MiniDebugInfo"):
 1. /usr/lib/debug/.build-id/xx/yyy.debug, accepted when its build id is the binary's;
 2. the .gnu_debuglink name beside the binary, in .debug/ beside it, and under /usr/lib/debug,
    accepted when its CRC-32 is the one in the link;
 3. .gnu_debugdata inside the binary: an xz-compressed ELF with a .symtab only.
 
-Each place is tried beneath the target's root, then beneath the host's. Nothing is fetched from
+Each is tried beneath the target's root, then beneath the host's. Nothing is fetched from
 the network.
 """
 
@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import lzma
-import mmap
 import os
 import posixpath
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import Problem
 from aiflame.agent.symbols.rootfs import open_beneath, open_root
+from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 _DEBUG_ROOT = "/usr/lib/debug"
 # Mini symbol tables unpack to a few MB; the largest (browsers) to some 20.
@@ -37,11 +37,16 @@ MAX_LINKED_BYTES = 4 * 1024 * 1024 * 1024
 _CHUNK_BYTES = 1024 * 1024
 
 
-class MappedElf:
-    """An open ELF file: its descriptor, headers and bytes. The owner closes it.
+class OpenElf:
+    """An open ELF file: its descriptor, bytes and headers. The owner closes it.
 
     Args:
         fd: Descriptor to take over.
+
+    Attributes:
+        fd: The descriptor.
+        file: Its bytes, within the budget of this file.
+        image: Its headers.
 
     Raises:
         BadElf: It is not a sound ELF file; the descriptor is closed.
@@ -49,25 +54,15 @@ class MappedElf:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.file = TargetFile(fd)
         try:
-            self.image = ElfImage.from_fd(fd)
+            self.image = ElfImage.read(self.file)
         except BadElf:
             os.close(fd)
             raise
 
-    def map(self) -> memoryview:
-        """All bytes, mapped until the last view on them is gone.
-
-        Raises:
-            BadElf: The file does not fit the address space, or shrank to nothing.
-        """
-        try:
-            return memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError) as error:
-            raise BadElf(f"cannot map: {error}") from error
-
     def close(self) -> None:
-        """Close the descriptor; views from `map` stay valid."""
+        """Close the descriptor."""
         os.close(self.fd)
 
     @property
@@ -89,8 +84,8 @@ class DebugFileFinder:
         self._checksums: dict[tuple[int, int, int, int], int] = {}
 
     def find(
-        self, binary: MappedElf, binary_path: str, root_path: str, problems: list[Problem]
-    ) -> MappedElf | None:
+        self, binary: OpenElf, binary_path: str, root_path: str, problems: list[Problem]
+    ) -> OpenElf | None:
         """The debug file of a stripped binary; the caller closes it.
 
         Args:
@@ -108,7 +103,7 @@ class DebugFileFinder:
                     roots.append(open_root(path))
                     stack.callback(os.close, roots[-1])
             for root in roots:
-                for path, checked in _places(binary.image, binary_path):
+                for path, checked in _candidates(binary.image, binary_path):
                     found = self._accept(root, path, binary.image, checked, problems)
                     if found is not None:
                         return found
@@ -116,13 +111,13 @@ class DebugFileFinder:
 
     def _accept(
         self, root: int, path: str, image: ElfImage, checked: bool, problems: list[Problem]
-    ) -> MappedElf | None:
+    ) -> OpenElf | None:
         try:
             fd = open_beneath(root, path)
         except OSError:
-            return None  # Nearly every place is empty: that is no problem to report.
+            return None  # Most of them do not exist: that is no problem to report.
         try:
-            candidate = MappedElf(fd)
+            candidate = OpenElf(fd)
         except BadElf as error:
             problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{path}: {error}"))
             return None
@@ -133,7 +128,7 @@ class DebugFileFinder:
         problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{path}: {reason}"))
         return None
 
-    def _mismatch(self, candidate: MappedElf, image: ElfImage, checked: bool) -> str:
+    def _mismatch(self, candidate: OpenElf, image: ElfImage, checked: bool) -> str:
         """Why a debug file does not belong to the binary, "" when it does."""
         if candidate.image.machine != image.machine or candidate.image.bits != image.bits:
             return "it is for another machine"
@@ -161,7 +156,7 @@ def _chunks(fd: int, size: int) -> Iterator[bytes]:
         yield os.pread(fd, min(_CHUNK_BYTES, size - offset), offset)
 
 
-def _places(image: ElfImage, binary_path: str) -> Iterator[tuple[str, bool]]:
+def _candidates(image: ElfImage, binary_path: str) -> Iterator[tuple[str, bool]]:
     """Paths to try, and whether the checksum of the link must match."""
     if len(image.build_id) > 2:
         head, tail = image.build_id[:2], image.build_id[2:]
@@ -175,12 +170,12 @@ def _places(image: ElfImage, binary_path: str) -> Iterator[tuple[str, bool]]:
         yield f"{_DEBUG_ROOT}{directory}/{name}", True
 
 
-def _mini(binary: MappedElf, problems: list[Problem]) -> MappedElf | None:
+def _mini(binary: OpenElf, problems: list[Problem]) -> OpenElf | None:
     section = binary.image.section(".gnu_debugdata")
     if section is None or section.size == 0:
         return None
-    packed = os.pread(binary.fd, min(section.size, MAX_DEBUGDATA_BYTES), section.file_offset)
     try:
+        packed = binary.file.read(min(section.size, MAX_DEBUGDATA_BYTES), section.file_offset)
         unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_LZMA_MEMORY_BYTES)
         unpacked = unpacker.decompress(packed, MAX_DEBUGDATA_BYTES)
         if not unpacker.eof:
@@ -188,14 +183,14 @@ def _mini(binary: MappedElf, problems: list[Problem]) -> MappedElf | None:
         fd = os.memfd_create("gnu_debugdata", os.MFD_CLOEXEC)
         with os.fdopen(fd, "wb", closefd=False) as file:
             file.write(unpacked)
-        return MappedElf(fd)
-    except (lzma.LZMAError, BadElf, MemoryError) as error:
+        return OpenElf(fd)
+    except (lzma.LZMAError, BadTargetFile, MemoryError) as error:
         problems.append(Problem(LossKind.BAD_DEBUG_FILE, f".gnu_debugdata: {error}"))
         return None
 
 
 def path_in_root(path: str) -> str:
-    """The path behind /proc/PID/fd/N as its own root sees it, or the path itself."""
+    """The path of /proc/PID/fd/N as its own root sees it, or the path itself."""
     if not path.startswith("/proc/"):
         return path
     try:

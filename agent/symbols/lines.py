@@ -15,9 +15,10 @@ import struct
 import zlib
 from typing import Any, NamedTuple
 
+from aiflame.agent.elf import records
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.symbols.debugfiles import MappedElf
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.symbols.debugfiles import OpenElf
 from symbolic.debuginfo import Archive
 from symbolic.exceptions import SymbolicError
 from symbolic.symcache import SYMCACHE_LATEST_VERSION, SymCache
@@ -58,7 +59,7 @@ class LineTable:
         self._load_address = load_address
 
     @classmethod
-    def build(cls, elf: MappedElf, max_dwarf_bytes: int) -> LineTable:
+    def build(cls, elf: OpenElf, max_dwarf_bytes: int) -> LineTable:
         """Convert the DWARF of a file.
 
         Raises:
@@ -129,5 +130,5 @@ def dwarf_bytes(image: ElfImage) -> int:
     return sum(
         section.size
         for section in image.sections
-        if section.name.startswith((".debug_", ".zdebug_")) and section.type != "SHT_NOBITS"
+        if section.name.startswith((".debug_", ".zdebug_")) and section.type != records.SHT_NOBITS
     )

@@ -52,13 +52,16 @@ _MAY_IMPORT = {
     "priority": set(),
     "rights": {"errors", "priority"},
     "capture": {"errors", "model", "outfile"},
-    "symbols": {"demangle", "errors", "kernelfs", "losses", "model", "outfile", "target_files"},
-    "unwind": {"errors", "model", "symbols", "target_files"},
-    "python": {"errors", "symbols", "target_files", "unwind"},
+    "elf": {"target_files"},
+    "symbols": {
+        *("demangle", "elf", "errors", "kernelfs", "losses", "model", "outfile", "target_files"),
+    },
+    "unwind": {"elf", "errors", "model", "symbols", "target_files"},
+    "python": {"elf", "errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
-    "processes": {"kernel", "python", "symbols", "unwind", *_LEAVES},
+    "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "sinks": {"capture", "symbols", *_LEAVES},
-    "launches": {"kernel", "processes", "python", "symbols", *_LEAVES},
+    "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
@@ -66,8 +69,8 @@ _MAY_IMPORT = {
         *_LEAVES,
     },
     "recording": {
-        *("capture", "devices", "kernel", "launches", "processes", "python", "sinks", "symbols"),
-        *("unwind", *_LEAVES),
+        *("capture", "devices", "elf", "kernel", "launches", "processes", "python", "sinks"),
+        *("symbols", "unwind", *_LEAVES),
     },
     "doctor": {
         *("capture", "kernel", "processes", "python", "reports", "symbols"),
@@ -89,7 +92,7 @@ _MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "re
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # What gpu/ may know of agent/.
-_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("losses", "model", "target_files"))
+_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("elf", "losses", "model", "target_files"))
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")
