@@ -73,7 +73,7 @@ def _record_failing(
 @pytest.mark.parametrize(
     ("where", "call", "has_names"),
     [
-        (f"{_RECORDING}.recorder:Recorder.drain", 2, False),
+        (f"{_RECORDING}.recorder:Recorder._next_window", 2, False),
         (f"{_RECORDING}.warm:Warmer.warm_new", 1, False),
         (f"{_RECORDING}.recorder:Recorder.stop", 1, False),
         (f"{_RECORDING}.recorder:give_all_sleepers", 1, False),
