@@ -36,8 +36,27 @@ EXAMPLES
   aiflame doctor                             # can this machine record?
 """
 
+# Of OpenBLAS, which numpy's wheels bring along.
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
 # Exit code of a program that a closed pipe or a Ctrl-C ends (128 + signal number).
 _EXIT_SIGINT, _EXIT_SIGPIPE = 130, 141
+
+
+def _import_numpy() -> None:
+    """Imports numpy without threads.
+
+    Its linear algebra, which nothing here uses, has one for each processor: they would keep the
+    rights that a recording gives up later. The variable is read while it is imported; a command
+    that is recorded finds it as it was.
+    """
+    before = os.environ.get(_BLAS_THREADS)
+    os.environ[_BLAS_THREADS] = "1"
+    importlib.import_module("numpy")
+    if before is None:
+        del os.environ[_BLAS_THREADS]
+    else:
+        os.environ[_BLAS_THREADS] = before
 
 
 def _module(verb: str) -> ModuleType:
@@ -106,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["record"]:
         priority.hurry()  # on a busy machine the imports alone would take seconds
     try:
+        _import_numpy()
         parser = _parser(words[0] if words else None)
         options = parser.parse_args(words)
         if options.verb is None:

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+from aiflame.agent import kernelfs
 
 # Longer than the longest of libtorch (7.8 KB). LLVM's demangler recurses: some 400 KB of nested
 # templates end its stack.
@@ -144,7 +145,7 @@ def main() -> None:
     import pydemumble
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    pages = int(kernelfs.read_text("/proc/self/statm").split()[0])
     limit = pages * resource.getpagesize() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

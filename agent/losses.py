@@ -145,8 +145,9 @@ class LossKind(enum.Enum):
         " not tell their registers (BPF task iterators came with v5.8)"
     )
     SLEEPERS_KERNEL_FRAMES_LOST = _Entry(
-        "kernel frames of threads asleep since before the recording, whose addresses the kernel"
-        " does not tell; the rest of their stacks is there"
+        "kernel frames of threads asleep since before the recording that the kernel does not tell,"
+        " at least so many; the rest of their stacks is there",
+        cure="run as root, or with CAP_SYS_ADMIN and CAP_SYSLOG",
     )
     CPUS_CAME_ONLINE = _Entry(
         "CPUs that came online during the recording: samples of up to a second on each are missing;"
@@ -202,7 +203,8 @@ class LossKind(enum.Enum):
     # Files of targets, and the names in them.
     BINARY_NOT_OPENED = _Entry(
         "mapped files that could not be opened, or not be kept open; their frames have no names",
-        cure="raise ulimit -n",
+        cure="raise ulimit -n; other users' files take CAP_DAC_READ_SEARCH, deleted ones"
+        " CAP_CHECKPOINT_RESTORE",
     )
     BINARY_NOT_READ = _Entry(
         "mapped files that are damaged, or that would take longer to read than any real one: names,"

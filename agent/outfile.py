@@ -114,6 +114,21 @@ def refuse_existing(path: Path, force: bool, is_named: bool = True) -> None:
         raise _cannot_write(path, error) from error
 
 
+def try_folder(path: Path) -> None:
+    """Make a file in a folder, and take it away again.
+
+    Raises:
+        UsageError: A link of another user's leads there.
+        OSError: No file can be made there.
+    """
+    folder = _open_folder(path)
+    try:
+        with _temporary(folder, "aiflame", _PRIVATE_MODE):
+            pass
+    finally:
+        os.close(folder)
+
+
 def write_output(
     path: Path,
     content: bytes | BinaryIO,

@@ -31,7 +31,7 @@ from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.python.interpreter import find_interpreter
 from aiflame.agent.python.layouts import UnsupportedPython
 from aiflame.agent.python.threads import UnsupportedLibc, find_key_block
-from aiflame.agent.recording import roots
+from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.symbols.table import SymbolSource, SymbolTable
 from aiflame.agent.target_files import FileGuard, TargetFile

@@ -14,10 +14,11 @@ import sys
 
 from aiflame.agent.dumps.render import Shown, as_json, text
 from aiflame.agent.dumps.session import DumpSession
+from aiflame.agent.kernel.checks import require_all
 from aiflame.agent.kernel.descriptors import raise_limit
+from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.losses import LossKind
-from aiflame.agent.recording.checks import require_all
-from aiflame.agent.recording.targets import target_of_pids
+from aiflame.agent.processes.targets import target_of_pids
 from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     require_all()
     target_of_pids(args.pid)  # each is there, and no thread
     cache = cache_dir()
+    give_up_rights()
     with SymbolService(cache) as service, DumpSession(cache, service) as session:
         dump = session.take(args.pid)
         problems = list(service.problems)

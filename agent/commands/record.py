@@ -19,7 +19,7 @@ from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_session import RecordOptions, record
 from aiflame.agent.devices.choice import AUTO, CHOICES
 from aiflame.agent.errors import UsageError
-from aiflame.agent.recording.targets import (
+from aiflame.agent.processes.targets import (
     Target,
     target_of_all,
     target_of_cgroup,
@@ -34,9 +34,14 @@ from aiflame.agent.reports import FORMATS
 NAME = "record"
 
 EPILOG = """\
-Needs root, or CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE. Without CAP_SYSLOG kernel functions have no
-names; without CAP_SYS_ADMIN calls of device APIs may be missing; without CAP_DAC_READ_SEARCH so are
-the symbols of files that only others may read. Each is said as a loss.
+Needs root, or CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE. What is missing without another one:
+  CAP_DAC_READ_SEARCH      names and frames of other users' processes
+  CAP_SYSLOG               names of kernel functions
+  CAP_CHECKPOINT_RESTORE   names of mapped files that were deleted or replaced
+  CAP_SYS_NICE             being in time on a busy machine
+  CAP_SYS_ADMIN            kernel frames of threads asleep since before; on some kernels calls
+                           of device APIs, and sampling (Ubuntu, at kernel.perf_event_paranoid 4)
+`aiflame doctor` says which of them matter here. Root gives up all others before it begins.
 
 EXAMPLES
   sudo aiflame record -p 1234                   # until Ctrl-C or until 1234 ends

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aiflame.agent.kernel.checks import kernel_names_cure
 from aiflame.agent.losses import LossKind
-from aiflame.agent.recording.checks import kernel_names_cure
 from aiflame.agent.symbols.frames import clean_name
 
 # Files named in a loss: a line is to be read.

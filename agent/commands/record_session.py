@@ -30,17 +30,17 @@ from aiflame.agent.commands.record_sinks import RecordSinks
 from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.devices.choice import AUTO, NONE, choose_families
 from aiflame.agent.errors import Aborted, AiflameError
-from aiflame.agent.kernel import abi, descriptors
+from aiflame.agent.kernel import abi, checks, descriptors
+from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
-from aiflame.agent.recording import checks
+from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.resolve import CaptureResolver
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.warm import Warmer
 from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.facts import complete_share, cut_short, duration, missing_line, percent
@@ -123,6 +123,7 @@ def record(
     """
     descriptors.raise_limit()
     checks.require_all()
+    give_up_rights()
     printer.say(f"preparing to record {target.words}: kernel programs, unwind tables, devices ...")
     if not priority.hurry():
         printer.say(

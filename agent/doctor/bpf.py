@@ -15,14 +15,13 @@ from contextlib import contextmanager
 import numpy as np
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.kernel import abi, compile
+from aiflame.agent.kernel import abi, checks, compile
 from aiflame.agent.kernel.btf import Btf
 from aiflame.agent.kernel.facts import facts_of_btf, is_helper_taken
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.kernel.probes import Probes
 from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.recording import checks
 
 # A sample each millisecond: the answer comes at once, even when other programs want the CPU.
 _PERIOD_NS = 1_000_000
@@ -50,7 +49,7 @@ _HELPERS = {
 
 def bcc(_: Context) -> Finding:
     """Are the programs compiled, or is the distribution's BPF compiler there?"""
-    if compile.is_shipped():
+    if compile.shipped() is not None:
         return ok("not needed: the package has its programs compiled")
     return ok(f"bcc {checks.require_compiler()}")
 

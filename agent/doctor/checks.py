@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from aiflame.agent.doctor import bpf, cpu, gpu, host, out, stacks, target
+from aiflame.agent.doctor import bpf, cpu, gpu, host, out, rights, stacks, target
 from aiflame.agent.doctor.base import Check
 from aiflame.gpu.families import FAMILIES
 
@@ -26,7 +26,7 @@ CHECKS = (
     Check("os.pid_namespace", host.pid_namespace),
     Check("os.cgroup2", host.cgroup2, limit="--cgroup cannot be used"),
     Check("os.lockdown", host.lockdown),
-    Check("os.capabilities", host.capabilities),
+    Check("os.capabilities", rights.capabilities, limit="some parts are missing"),
     Check("os.seccomp", host.seccomp, needs=_PRIVILEGED),
     Check("cpu.clock", cpu.clock, needs=("os.arch", "os.seccomp")),
     Check("cpu.perf_event_paranoid", cpu.perf_event_paranoid, needs=("os.arch", "os.seccomp")),

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+from aiflame.agent import kernelfs
 from aiflame.agent.doctor.base import Context, Finding, ok, warn
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.kernel import abi
+from aiflame.agent.kernel import abi, checks
 from aiflame.agent.kernel.probes import CLOCK_CURE
-from aiflame.agent.processes import procfs
-from aiflame.agent.recording import checks
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 
@@ -58,4 +57,4 @@ def perf_event_max_stack(_: Context) -> Finding:
 
 
 def _setting(name: str) -> str:
-    return procfs.read_text(f"/proc/sys/kernel/{name}").strip() or "unknown"
+    return kernelfs.read_text(f"/proc/sys/kernel/{name}").strip() or "unknown"

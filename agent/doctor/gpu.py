@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from aiflame.agent import kernelfs
 from aiflame.agent.doctor.base import Context, Finding, ok, skip
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.families import FAMILIES
@@ -62,7 +63,4 @@ def vendor(name: str) -> Callable[[Context], Finding]:
 
 def _drm_vendors() -> Iterator[str]:
     for path in _DRM.glob("card*/device/vendor"):
-        try:
-            yield path.read_text().strip()
-        except OSError:  # noqa: PERF203 - it may be unplugged meanwhile
-            continue
+        yield kernelfs.read_text(path).strip()  # "" where it was unplugged meanwhile

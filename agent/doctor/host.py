@@ -7,9 +7,9 @@ import platform
 from pathlib import Path
 
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
+from aiflame.agent.kernel import checks
 from aiflame.agent.kernel.arch import this_architecture
-from aiflame.agent.recording import checks
-from aiflame.agent.recording.targets import cgroup2_mounts, require_host_pid_namespace
+from aiflame.agent.processes.targets import cgroup2_mounts
 
 _SECURITYFS = Path("/sys/kernel/security")
 
@@ -28,7 +28,7 @@ def architecture(_: Context) -> Finding:
 
 def pid_namespace(_: Context) -> Finding:
     """Are pids here those that the kernel half reports?"""
-    require_host_pid_namespace()
+    checks.require_host_pid_namespace()
     return ok("pids are the host's")
 
 
@@ -60,9 +60,3 @@ def seccomp(_: Context) -> Finding:
     if checks.has_seccomp_filter():
         return ok("a seccomp filter is active, and lets bpf() and perf_event_open() through")
     return ok("no seccomp filter")
-
-
-def capabilities(_: Context) -> Finding:
-    """Does this process hold what loading, sampling and reading targets need?"""
-    checks.require_capabilities()
-    return ok("CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE are held")

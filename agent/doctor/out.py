@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from aiflame.agent.capture.workspace import ENOUGH_BYTES, recordings_directory
 from aiflame.agent.doctor.base import Context, Finding, ok, warn
+from aiflame.agent.outfile import try_folder
 from aiflame.agent.symbols.store import Store, cache_dir
 
 
 def folder(_: Context) -> Finding:
     """Can files be made here, where record writes without -o?"""
     try:
-        with tempfile.TemporaryFile(dir="."):
-            pass
+        try_folder(Path())
     except OSError as error:
         return warn(
             f"no file can be made in {_here()}: {error.strerror}",

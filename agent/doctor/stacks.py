@@ -14,7 +14,7 @@ from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.doctor.bpf import PATIENCE_NS, recording_itself, spin
 from aiflame.agent.model.profile import ROOTED_ENDS, StackEnd
 from aiflame.agent.processes.table import NO_BINARY, ProcessTable
-from aiflame.agent.recording.tables import UnwindTables
+from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.symbols.store import cache_dir
 
 # The interpreter and its libraries take a second to build, on a busy machine ten.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.processes import procfs
-from aiflame.agent.recording.targets import target_of_pids
+from aiflame.agent.processes.targets import target_of_pids
 
 
 def visible(context: Context) -> Finding:

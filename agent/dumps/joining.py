@@ -17,7 +17,7 @@ from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
 from aiflame.agent.python.trampolines import trampoline_name
 from aiflame.agent.python.walk import Walk, WalkEnd
-from aiflame.agent.recording import roots
+from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import clean_name
 
 _ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC)

@@ -15,7 +15,7 @@ from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.trampolines import trampoline_source
-from aiflame.agent.recording import roots
+from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService

@@ -17,17 +17,11 @@ from typing import NamedTuple
 from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.interpreters import InterpreterFinder
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.python.codes import CodeReader
-from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by
-from aiflame.agent.python.interpreter import (
-    Interpreter,
-    LoadedInterpreter,
-    find_interpreter,
-    may_hold_interpreter,
-)
-from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.memory import Memory, NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import ThreadState, list_threads
 from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
@@ -99,8 +93,7 @@ class PythonProcess:
 
     def is_eval(self, address: int) -> bool:
         """Whether an address is in the eval loop's code."""
-        ranges: tuple[AddressRange, ...] = self._interpreter.eval_ranges
-        return any(found.begin <= address < found.end for found in ranges)
+        return self._interpreter.is_eval(address)
 
     def refresh(self) -> None:
         """Reads which threads there are."""
@@ -165,8 +158,6 @@ def find_python(
 ) -> PythonProcess | None:
     """Finds the interpreter of a process.
 
-    Files that are called so are looked into, and the program itself, which may have one inside.
-
     Args:
         image: The process, with its mappings.
         table: Of which it is.
@@ -174,29 +165,6 @@ def find_python(
         tid: A thread that is alive: a process whose first thread has ended is not read by its id.
         note: Told why there are no Python frames, where that is known.
     """
-    for mapping in image.mappings:
-        if mapping.binary == NO_BINARY:
-            continue
-        path = table.binaries.files[mapping.binary].path
-        if not may_hold_interpreter(path, image.executable):
-            continue
-        found = _in_file(mapping.binary, table, images, note)
-        if found is not None:
-            with table.binaries.guard.each_file(path):
-                loaded = found.loaded_at(images.bias(mapping))
-                return PythonProcess(loaded, mapping.binary, ProcessMemory(tid))
-    return None
-
-
-def _in_file(
-    binary: int, table: ProcessTable, images: ElfImages, note: Callable[[str], None]
-) -> Interpreter | None:
-    file, elf = table.binaries.files[binary], images.of(binary)
-    if file.fd is None or elf is None:
-        return None
-    with table.binaries.guard.each_file(file.path, file.fd) as opened:
-        try:
-            return find_interpreter(opened, elf, file.path.rpartition("/")[2])
-        except UnsupportedPython as error:
-            note(f"no Python frames: {error}")
-    return None
+    finder = InterpreterFinder(table, images, lambda _, why: note(f"no Python frames: {why}"))
+    found = finder.find(image)
+    return None if found is None else PythonProcess(found.loaded, found.binary, ProcessMemory(tid))

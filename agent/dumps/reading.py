@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from aiflame.agent.dumps.model import Doubt
 from aiflame.agent.dumps.pythons import PythonProcess, PythonStack
+from aiflame.agent.processes.kernel_frames import kernel_frames
 from aiflame.agent.processes.stack_memory import Place, StackMemory, StackReader
 from aiflame.agent.processes.table import ProcessImage
+from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
-from aiflame.agent.recording.sleepers import kernel_frames
-from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
 
 # Threads read between two readings of all registers: few enough for those that wake up often.
 _BATCH_THREADS = 64

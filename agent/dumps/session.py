@@ -27,9 +27,9 @@ from aiflame.agent.kernel.loader import load_thread_iterator
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import thread_registers
 from aiflame.agent.python.gil import GilState
-from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.reports.causes import CAUSES, Cause
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import SymbolService

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.recording.table_builder import TableBuilders
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import UnwindTable
+from aiflame.agent.unwind.table_builder import TableBuilders
 
 # How often it is asked whether it has given up.
 _WAIT_S = 1.0

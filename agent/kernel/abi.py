@@ -7,8 +7,9 @@ import enum
 
 import numpy as np
 from aiflame.agent.losses import LossKind
+from aiflame.agent.unwind import walk
 
-MAX_FRAMES = 127
+MAX_FRAMES = walk.MAX_FRAMES
 FRAME_SLOTS = 128
 
 

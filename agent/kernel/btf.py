@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from aiflame.agent import kernelfs
 from aiflame.agent.errors import EnvironmentUnfit
 
 VMLINUX = Path("/sys/kernel/btf/vmlinux")
@@ -75,7 +76,7 @@ class Btf:
             EnvironmentUnfit: The kernel was built without it.
         """
         try:
-            return cls(path.read_bytes())
+            return cls(kernelfs.read_bytes(path))
         except OSError as error:
             raise EnvironmentUnfit(
                 f"this kernel has no type information: {path}: {error.strerror}",

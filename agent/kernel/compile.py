@@ -77,12 +77,16 @@ def compiler_words() -> str | None:
     return f"BCC {found[1]}" if found else None
 
 
-def is_shipped() -> bool:
-    """Whether the package has the bytecode of its C files."""
+def shipped() -> Bytecode | None:
+    """Returns the bytecode of the package; None where there is none, or of other C files.
+
+    Whoever changes the C need not build anew to see what it does.
+    """
     try:
-        return Bytecode.from_bytes(shipped_file().read_bytes()).source_digest == source_digest()
+        found = Bytecode.from_bytes(shipped_file().read_bytes())
     except (OSError, BadBytecode):
-        return False
+        return None
+    return found if found.source_digest == source_digest() else None
 
 
 def import_bcc() -> Any:
@@ -115,7 +119,7 @@ def compile_programs() -> Bytecode:
 def main() -> None:
     """Compiles, and writes the bytecode to standard output; --check only says if there is need."""
     if sys.argv[1:] == ["--check"]:
-        sys.exit(not is_shipped())
+        sys.exit(shipped() is None)
     lift_memlock_limit()
     # BCC prints to standard output, too.
     with os.fdopen(os.dup(1), "wb") as out:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiflame.agent import kernelfs
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import syscalls
 from aiflame.agent.kernel.abi import MAX_FRAMES, HostConstant
@@ -135,7 +136,7 @@ def kernel_facts(store: Store) -> KernelFacts:
 
 def _store_name() -> str | None:
     try:
-        notes = _KERNEL_NOTES.read_bytes()
+        notes = kernelfs.read_bytes(_KERNEL_NOTES)
     except OSError:
         return None
     return f"kernel-{hashlib.sha256(notes).hexdigest()[:32]}.json"
@@ -181,6 +182,6 @@ def is_helper_taken(helper: HostConstant) -> bool:
 
 def _perf_event_max_stack() -> int:
     try:
-        return int(_PERF_EVENT_MAX_STACK.read_text())
+        return int(kernelfs.read_bytes(_PERF_EVENT_MAX_STACK))
     except (OSError, ValueError):
         return MAX_FRAMES

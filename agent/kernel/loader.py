@@ -344,12 +344,7 @@ def _ring_bytes(options: ProgramOptions) -> int:
 
 def _bytecode(store: Store) -> Bytecode:
     """Returns the package's own bytecode, else what was compiled here."""
-    with contextlib.suppress(OSError, BadBytecode):
-        shipped = Bytecode.from_bytes(compile.shipped_file().read_bytes())
-        # Whoever changes the C need not build anew to see what it does.
-        if shipped.source_digest == compile.source_digest():
-            return shipped
-    return _compiled_here(store)
+    return compile.shipped() or _compiled_here(store)
 
 
 def _compiled_here(store: Store) -> Bytecode:

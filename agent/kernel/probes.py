@@ -8,6 +8,7 @@ import errno
 import os
 from pathlib import Path
 
+from aiflame.agent import kernelfs
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import sysbpf
 from aiflame.agent.kernel.loader import Programs
@@ -40,7 +41,7 @@ def possible_cpus() -> int:
 def _cpus_of(listing: Path) -> list[int]:
     """Reads a list such as `0-3,8`."""
     cpus: list[int] = []
-    for part in listing.read_text().strip().split(","):
+    for part in kernelfs.read_bytes(listing).decode().strip().split(","):
         first, _, last = part.partition("-")
         cpus.extend(range(int(first), int(last or first) + 1))
     return cpus
@@ -144,8 +145,7 @@ CLOCK_CURE = "run as root or with CAP_SYS_ADMIN, or: sudo sysctl kernel.perf_eve
 
 
 def _perf_denied(error: OSError) -> EnvironmentUnfit:
-    level = Path("/proc/sys/kernel/perf_event_paranoid")
-    current = level.read_text().strip() if level.exists() else "unknown"
+    current = kernelfs.read_text("/proc/sys/kernel/perf_event_paranoid").strip() or "unknown"
     return EnvironmentUnfit(
         f"perf_event_open: {error.strerror} (kernel.perf_event_paranoid is {current})",
         CLOCK_CURE,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent import kernelfs
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, ioctl, syscall
 
@@ -60,6 +62,19 @@ def _buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
 def create_array(value_bytes: int, entries: int, flags: int) -> int:
     """Makes an array map; returns its descriptor. Flags are BPF_F_*."""
     return create_map(MapShape(_MAP_TYPE_ARRAY, 4, value_bytes, entries, flags))
+
+
+def is_map_memory_limited() -> bool:
+    """Whether the kernel counts maps as locked memory; tried by a map under a limit of nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, limits[1]))
+    try:
+        os.close(create_array(4, 1, 0))
+    except PermissionError:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+    return False
 
 
 class Map:
@@ -296,7 +311,7 @@ def uprobe_event_type() -> int:
     Raises:
         OSError: It has none.
     """
-    return int(_UPROBE_TYPE.read_text())
+    return int(kernelfs.read_bytes(_UPROBE_TYPE))
 
 
 def open_uprobe(path: str, offset: int, event_type: int, is_return: bool = False) -> int:

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from aiflame.agent import kernelfs
 from aiflame.agent.kernel import sysbpf, syscalls
 from aiflame.agent.kernel.bytecode import Refused
 from aiflame.agent.symbols.store import Store
@@ -122,7 +123,7 @@ class UprobeTries:
 
     def _kept_or_tried(self) -> UprobeAnswers:
         store = Store(self._cache)
-        boot_id = _boot_id()
+        boot_id = kernelfs.read_text(_BOOT_ID).strip()
         kept = _read(store, boot_id)
         if kept is not None:
             return kept
@@ -134,13 +135,6 @@ class UprobeTries:
     def close(self) -> None:
         """Takes the probes of the trial off: the kernel waits 14 to 75 ms for all processors."""
         self._open.close()
-
-
-def _boot_id() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _packed(answers: UprobeAnswers, boot_id: str) -> bytes:

@@ -13,13 +13,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiflame.agent import kernelfs
 from aiflame.agent.processes.identity import CgroupPaths, cgroup_paths
 
 # The kernel caps a process at vm.max_map_count mappings, 65,530 by default; each line holds a path
 # of at most 4,096 bytes, but 32 MiB covers 65,530 lines of 500.
 _MAX_MAPS_BYTES = 32 << 20
-# The kernel fills at most a page of most files in one read, but more of maps.
-_READ_BYTES = 1 << 17
 # What is kept of a command line: a subtitle and a table cell need no more.
 _MAX_COMMAND_LINE_BYTES = 4096
 
@@ -44,32 +43,13 @@ class ThreadStat:
     switches: int
 
 
-def read_text(path: str | Path, limit: int = 65536) -> str:
-    """Returns up to `limit` bytes of a small file, "" when it cannot be read."""
-    parts = []
-    # Bare system calls: with 10,000 threads to read, file objects are most of the cost.
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        while limit > 0 and (part := os.read(fd, min(limit, _READ_BYTES))):
-            parts.append(part)
-            limit -= len(part)
-    except OSError:
-        pass  # it ended meanwhile: what was read before stands
-    finally:
-        os.close(fd)
-    return b"".join(parts).decode(errors="replace")
-
-
 def read_lines(path: str | Path, limit: int = 65536) -> list[str]:
     """Returns the lines of up to `limit` bytes of a small file, none when it cannot be read.
 
     Only a newline ends a line, which the kernel escapes in names. str.splitlines() knows others,
     with which a process could write lines of its own into its name or its files'.
     """
-    lines = read_text(path, limit).split("\n")
+    lines = kernelfs.read_text(path, limit).split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
@@ -102,12 +82,12 @@ def _mapping(fields: list[str]) -> MapsLine | None:
 def comm(pid: int, tid: int | None = None) -> str:
     """Returns the name of a process or thread, "" when it is gone."""
     path = f"/proc/{pid}/comm" if tid is None else f"/proc/{pid}/task/{tid}/comm"
-    return read_text(path).rstrip("\n")
+    return kernelfs.read_text(path).rstrip("\n")
 
 
 def command_line(pid: int) -> str:
     """Returns the arguments joined by spaces, "" for a kernel thread."""
-    raw = read_text(f"/proc/{pid}/cmdline", _MAX_COMMAND_LINE_BYTES)
+    raw = kernelfs.read_text(f"/proc/{pid}/cmdline", _MAX_COMMAND_LINE_BYTES)
     return raw.rstrip("\0").replace("\0", " ")
 
 

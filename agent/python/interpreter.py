@@ -97,6 +97,10 @@ class LoadedInterpreter:
     tss_key_address: int
     eval_ranges: tuple[AddressRange, ...]
 
+    def is_eval(self, address: int) -> bool:
+        """Whether an address is in the eval loop's code."""
+        return any(code.begin <= address < code.end for code in self.eval_ranges)
+
 
 def may_hold_interpreter(path: str, executable: str) -> bool:
     """Whether a mapped file is worth a look: one that is called so, or the program itself.

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from aiflame.agent.python.layouts import ABSENT, SHIM_OWNER, Layout, Position, RunEnd
 from aiflame.agent.python.memory import Memory, read_u64, sound_address
+from aiflame.agent.unwind.walk import MAX_FRAMES
 
-# As deep as perf and the native walk go; deeper Python stacks lose their root, and say so.
-MAX_FRAMES = 127
 # Shims stand between frames, at most one for each.
 _MAX_STEPS = 2 * MAX_FRAMES
 # A position that lies nowhere in its code object: unreadable, torn, or thread-local bytecode.

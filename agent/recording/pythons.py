@@ -23,17 +23,13 @@ from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import COLUMNS, OpenWindow, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.interpreters import InterpreterFinder
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by
-from aiflame.agent.python.interpreter import (
-    Interpreter,
-    LoadedInterpreter,
-    find_interpreter,
-    may_hold_interpreter,
-)
-from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout, UnsupportedPython
+from aiflame.agent.python.interpreter import LoadedInterpreter
+from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
 from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, read_u64
 from aiflame.agent.python.threads import (
     KEY_BLOCK,
@@ -129,7 +125,7 @@ class PythonProcesses:
         self._programs = programs
         self._table = table
         self._images = images
-        self._interpreters: dict[int, Interpreter | None] = {}  # by binary
+        self._finder = InterpreterFinder(table, images, self._refuse)
         self._key_blocks: dict[int, int | None] = {}  # by binary
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self.by_image: dict[int, PythonProcess] = {}
@@ -143,23 +139,15 @@ class PythonProcesses:
         """Looks for an interpreter in a process whose mappings have just been read."""
         if image.index in self.by_image:
             return
-        for mapping in image.mappings:
-            interpreter = self._interpreter(mapping.binary, image)
-            if interpreter is None:
-                continue
-            loaded = None
-            path = self._table.binaries.files[mapping.binary].path
-            with self._table.binaries.guard.each_file(path):
-                loaded = interpreter.loaded_at(self._images.bias(mapping))
-            if loaded is None:
-                continue
-            memory = ProcessMemory(image.pid)
-            reader = CodeReader(memory, loaded.layout)
-            found = PythonProcess(image, mapping.binary, loaded, reader, memory)
-            found.found_ns = self._latest_ns = time.monotonic_ns()
-            self.by_image[image.index] = found
-            self._waiting[image.pid] = found
-            break
+        interpreter = self._finder.find(image)
+        if interpreter is None:
+            return
+        memory = ProcessMemory(image.pid)
+        reader = CodeReader(memory, interpreter.loaded.layout)
+        found = PythonProcess(image, interpreter.binary, interpreter.loaded, reader, memory)
+        found.found_ns = self._latest_ns = time.monotonic_ns()
+        self.by_image[image.index] = found
+        self._waiting[image.pid] = found
 
     @property
     def interval_ns(self) -> int:
@@ -315,25 +303,8 @@ class PythonProcesses:
             self._told["code_lines"].append((*key, position, max(line, 0)))
         return known[1]
 
-    def _interpreter(self, binary: int, image: ProcessImage) -> Interpreter | None:
-        if binary == NO_BINARY:
-            return None
-        if binary not in self._interpreters:
-            self._interpreters[binary] = self._find(binary, image)
-        return self._interpreters[binary]
-
-    def _find(self, binary: int, image: ProcessImage) -> Interpreter | None:
-        file = self._table.binaries.files[binary]
-        is_likely = may_hold_interpreter(file.path, image.executable)
-        elf = self._images.of(binary) if is_likely else None
-        if elf is None or file.fd is None:
-            return None
-        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-            try:
-                return find_interpreter(opened, elf, file.path.rpartition("/")[2])
-            except UnsupportedPython as error:
-                self._blame(binary, LossKind.PYTHON_UNSUPPORTED, str(error))
-        return None
+    def _refuse(self, binary: int, why: str) -> None:
+        self._blame(binary, LossKind.PYTHON_UNSUPPORTED, why)
 
     def _key_block(self, image: ProcessImage) -> int:
         """Where the C library of a process keeps key data.

@@ -9,7 +9,6 @@ keeps its module and offset.
 from __future__ import annotations
 
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +34,7 @@ from aiflame.agent.recording.pythons import UNREADABLE_SOURCE, PythonChain
 from aiflame.agent.recording.resolve import CaptureResolver, StackPython
 from aiflame.agent.sinks.capture import CaptureSink, laid_over
 from aiflame.agent.symbols.frames import SourceFrame
+from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import BadTargetFile, TargetFile
@@ -203,12 +203,11 @@ def _open_same(path: str, build_id: str) -> int | None:
     if not path.startswith("/") or not build_id:
         return None
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        fd = open_regular(path)
     except (OSError, ValueError):
         return None
     with suppress(BadTargetFile, NotElf, OSError):
-        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-        if is_file and ElfImage.read(TargetFile(fd)).build_id == build_id:
+        if ElfImage.read(TargetFile(fd)).build_id == build_id:
             return fd
     os.close(fd)
     return None

@@ -8,6 +8,7 @@ and holds no compiler.
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import select
@@ -23,6 +24,7 @@ from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
+from aiflame.agent.kernel.least import give_up_admin
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.kernel.ringbuf import RingBuffer
@@ -35,6 +37,9 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.processes.targets import Target
+from aiflame.agent.processes.thread_walk import StackWalker
+from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.pythons import PythonProcesses
@@ -43,10 +48,7 @@ from aiflame.agent.recording.samples import Samples, open_parts, read_counters, 
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
 from aiflame.agent.recording.stacks import Stacks
-from aiflame.agent.recording.tables import UnwindTables
-from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.thread_times import ThreadTimes
-from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.sinks.capture import PythonHalf
 from aiflame.agent.symbols.store import cache_dir
@@ -176,9 +178,9 @@ class Recorder:
         self.sleepers = Sleepers(
             programs, self.table, self.tables, walker, self.pythons, kernel_stacks
         )
-        if self._options.off_cpu:
-            self._entering = self.sleepers.enter(pids)
-            self._enter_sleepers()
+        existing = self.sleepers.enter(pids) if self._options.off_cpu else ()
+        self._entering = itertools.chain(existing, self._entered())
+        self._enter_sleepers()
 
     def _prepare_tables(self, pids: list[int]) -> None:
         """Brings what the cache has of named targets' unwind tables, before the first sample."""
@@ -238,6 +240,11 @@ class Recorder:
         """Goes on entering existing threads for a moment; returns whether all are entered."""
         until_ns = time.monotonic_ns() + _ENTERING_SLICE_NS
         return all(time.monotonic_ns() <= until_ns for _ in self._entering)
+
+    def _entered(self) -> Iterator[None]:
+        """Gives up what is needed no more once existing threads are entered."""
+        give_up_admin(self._programs.uprobes, self._options.calls)
+        yield
 
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
         state = np.zeros(1, abi.PROCESS_STATE_DTYPE)

@@ -23,12 +23,12 @@ from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage
 from aiflame.agent.python.trampolines import trampoline_source
-from aiflame.agent.recording import roots
 from aiflame.agent.recording.pythons import PythonChain
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.recording.splicing import NativeFrame, SplicedInterpreter, Splicer
 from aiflame.agent.sinks.capture import KERNEL_CUT
 from aiflame.agent.sinks.names import Names
+from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap

@@ -14,12 +14,10 @@ once, since tables are still being built or the process has not been read, is wa
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.kernel import abi
@@ -28,27 +26,18 @@ from aiflame.agent.kernel.sysbpf import BPF_NOEXIST
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.processes import procfs
+from aiflame.agent.processes.kernel_frames import KernelFrame, kernel_addresses, kernel_frames
 from aiflame.agent.processes.snapshots import PIECE_BYTES, Snapshot, Snapshots
 from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
+from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.pythons import PythonProcesses, ThreadPython
 from aiflame.agent.recording.stacks import MADE_STACKS, MadeStack, Stacks
-from aiflame.agent.recording.tables import UnwindTables
-from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
 
 _MADE_STACK_BASE = MADE_STACKS << 32
 
-# `[<0>] hrtimer_nanosleep+0x74/0xf0 [module]` (fs/proc/base.c, proc_pid_stack, v6.1).
-_STACK_LINE = re.compile(
-    r"^\[<[0-9a-f]+>\] ([^\s+]+)\+0x([0-9a-f]+)/0x[0-9a-f]+(?: \[([^\s\]]+)\])?"
-)
-# Names tell no module where a thread's wait channel is all that the kernel shows.
-_ANY_MODULE = "*"
-
 _ASLEEP, _RUNNING = "SDIT", "R"
-
-# A kernel with many modules lists 250,000 symbols of some 60 bytes.
-_MAX_KALLSYMS_BYTES = 64 << 20
 
 # Threads whose stacks are copied together: first a few, so that a short recording has them, then
 # twice as many each time, since each pass over 10,000 threads takes 10 ms. Their copies take 30 MB
@@ -66,20 +55,6 @@ _MOST_WALKED_AGAIN = 200
 
 # The tables of all of PyTorch's libraries take five seconds; only those on stacks are waited for.
 _TABLES_PATIENCE_NS = 15_000_000_000
-
-
-class KernelFrame(NamedTuple):
-    """A place in the kernel, as /proc shows it.
-
-    Attributes:
-        name: Of the function.
-        offset: Of the return address in it, in bytes; 0 where unknown.
-        module: That has the function, "" for the kernel itself.
-    """
-
-    name: str
-    offset: int
-    module: str
 
 
 @dataclass(slots=True)
@@ -411,40 +386,6 @@ def _take_out(programs: Programs, tid: int) -> None:
         programs.threads.delete(key)
 
 
-def kernel_frames(pid: int, tid: int) -> tuple[KernelFrame, ...]:
-    """Returns the kernel frames of a sleeping thread, leaf first."""
-    found = []
-    for line in procfs.read_text(f"/proc/{pid}/task/{tid}/stack").splitlines():
-        match = _STACK_LINE.match(line)
-        if match is not None:
-            found.append(KernelFrame(match[1], int(match[2], 16), match[3] or ""))
-    if found:
-        return tuple(found)
-    wait_channel = procfs.read_text(f"/proc/{pid}/task/{tid}/wchan").strip()
-    is_known = wait_channel not in ("", "0")
-    return (KernelFrame(wait_channel, 0, _ANY_MODULE),) if is_known else ()
-
-
-def kernel_addresses(functions: set[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Returns the addresses of kernel functions by name and module.
-
-    Several functions of one module may have one name: the first counts. Those that the kernel
-    hides from this process have none.
-    """
-    names = {name for name, _ in functions}
-    found: dict[tuple[str, str], int] = {}
-    for line in procfs.read_text("/proc/kallsyms", _MAX_KALLSYMS_BYTES).splitlines():
-        fields = line.split(None, 3)
-        if len(fields) < 3 or fields[2] not in names or fields[1] not in "tTwW":
-            continue
-        address, name = int(fields[0], 16), fields[2]
-        module = fields[3].strip("[] ") if len(fields) > 3 else ""
-        if address:
-            found.setdefault((name, module), address)
-            found.setdefault((name, _ANY_MODULE), address)
-    return found
-
-
 def give_sleepers(
     sleepers: Sleepers, made: Collection[int], stacks: Stacks, table: ProcessTable
 ) -> None:
@@ -471,6 +412,8 @@ def give_sleepers(
             if (frame.name, frame.module) in addresses
         ]
         lost = len(sleeper.kernel_frames) - len(kernel)
+        # One without an offset is the only one that the kernel told, of some.
+        lost += any(not frame.offset for frame in sleeper.kernel_frames)
         sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] += lost
         user = [] if sleeper.walked is None else list(sleeper.walked.addresses)
         image = table.image(sleeper.pid, table.first_image)

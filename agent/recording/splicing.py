@@ -121,9 +121,7 @@ class Splicer:
     def _role(self, process: SplicedInterpreter, native: NativeFrame) -> Role:
         if native.is_trampoline:
             return Role.TRAMPOLINE
-        is_eval = not native.is_kernel and any(
-            code.begin <= native.address < code.end for code in process.loaded.eval_ranges
-        )
+        is_eval = not native.is_kernel and process.loaded.is_eval(native.address)
         in_interpreter = native.binary == process.binary
         return role_of(native.symbol, is_eval, in_interpreter, native.is_kernel)
 

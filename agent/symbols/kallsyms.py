@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent import kernelfs
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.intervals import Disjoint, find
@@ -69,9 +70,8 @@ class KernelSymbols:
         """
         found = _List()
         try:
-            with Path(path).open("rb") as file:
-                for line in file:
-                    found.add(line)
+            for line in kernelfs.lines(path):
+                found.add(line)
         except OSError as error:
             raise EnvironmentUnfit(f"cannot read {path}: {error.strerror}") from error
         if not found.addresses:

@@ -23,6 +23,7 @@ from aiflame.agent.unwind.x86_64 import (
     follows_call,
 )
 
+# As deep as perf goes; deeper stacks, of Python frames as well, lose their root, and say so.
 MAX_FRAMES = 127
 WORD_BYTES = 8
 _ADDRESS_MASK = (1 << 64) - 1

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import support
 from aiflame.agent.cli import EXAMPLES, VERBS
-from aiflame.agent.recording.targets import cgroup2_mounts
+from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import made_groups
 from recordings import Recording
 

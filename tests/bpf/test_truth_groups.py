@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.model.profile import Profile, SampleClass
-from aiflame.agent.recording.targets import cgroup2_mounts
+from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import in_cgroup, made_groups
 from recordings import Recording, Workload, ns_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
 from aiflame.agent.processes.procfs import comm, process_ids
-from aiflame.agent.recording.targets import cgroup2_mounts
+from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import in_cgroup, made_groups
 from recordings import Recording, Workload, children_of, ns_of, rows_of
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.kernel import abi
+from aiflame.agent.kernel import abi, bytecode
 from aiflame.agent.model import profile as model
-from aiflame.agent.python import layouts
-from aiflame.agent.unwind.table import PAGE_SHIFT
+from aiflame.agent.processes import unwind_tables
+from aiflame.agent.python import debugoffsets, layouts, memory
+from aiflame.agent.python import walk as python_walk
+from aiflame.agent.unwind.table import PAGE_BYTES, PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RULE, RbpKind, RuleKind
 from aiflame.gpu.apis.base import Grid, HandleFrom
 
@@ -91,6 +93,19 @@ _CONSTANTS = {
     **{kind.counter: slot for kind, slot in abi.LOSS_SLOTS.items()},
 }
 
+# Constants of other headers that stand in the host half as well: the value there, by name.
+_TWICE = {
+    "host.h": {"HOST_MARK": bytecode._HOST_MARK << 32},
+    "python.h": {
+        "PYTHON_STEPS_MAX": python_walk._MAX_STEPS,
+        "LOWEST_ADDRESS": memory._LOWEST_ADDRESS,
+        "MAX_ADDRESS": memory.MAX_ADDRESS,
+        "NO_POSITION": python_walk.NO_POSITION,
+        "MAX_CODE_BYTES": python_walk._MAX_CODE_BYTES,
+        "LARGE_FRAME_BYTES": debugoffsets._MAX_FRAME_BYTES,
+    },
+}
+
 
 def _without_comments(text: str) -> str:
     return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
@@ -109,10 +124,18 @@ def _structs() -> set[str]:
     return set(re.findall(r"^struct (\w+) \{", _HEADER, re.MULTILINE))
 
 
+def _definition(file: str, name: str) -> str:
+    """Returns what a header defines a name as, without its maps and functions."""
+    found = re.search(rf"^#define {name} (.*)$", (_BPF / file).read_text(), re.MULTILINE)
+    assert found is not None, f"{file} has no {name} any more"
+    return found[1]
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Every size, offset and value, as the compiler has them."""
     questions = [(name, name) for name in _CONSTANTS]
+    questions += [(name, _definition(file, name)) for file in _TWICE for name in _TWICE[file]]
     for struct, dtype in _DTYPES.items():
         questions.append((struct, f"sizeof(struct {struct})"))
         for field in dtype.names or ():
@@ -154,6 +177,18 @@ def test_structs_have_the_same_layout(struct: str, compiled: dict[str, int]) -> 
 
 def test_constants_have_the_same_values(compiled: dict[str, int]) -> None:
     assert {name: compiled[name] for name in _CONSTANTS} == _CONSTANTS
+
+
+def test_constants_of_other_headers_have_the_same_values(compiled: dict[str, int]) -> None:
+    expected = {name: value % 2**64 for names in _TWICE.values() for name, value in names.items()}
+    assert {name: compiled[name] for name in expected} == expected
+
+
+def test_searches_of_the_kernel_half_take_steps_enough() -> None:
+    steps = {name: int(_definition("unwind.h", name)) for name in ("MAPPING_STEPS", "ROW_STEPS")}
+    # As many halvings as leave none of so many, and one that finds that there is none.
+    assert 1 << (steps["MAPPING_STEPS"] - 1) > unwind_tables._MAX_MAPPINGS
+    assert 1 << (steps["ROW_STEPS"] - 1) >= PAGE_BYTES
 
 
 def test_events_begin_with_their_type() -> None:

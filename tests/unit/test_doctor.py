@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import support
+from aiflame.agent import kernelfs
 from aiflame.agent.doctor import cpu, out
 from aiflame.agent.doctor.base import Check, Context, Finding, Result, Status, ok, run_checks, warn
 from aiflame.agent.doctor.checks import CHECKS, TARGET_CHECKS
 from aiflame.agent.doctor.text import as_json, exit_code, lines, summary
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.processes import procfs
-from aiflame.agent.recording import checks
+from aiflame.agent.kernel import checks
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 ALL_IDS = [check.id for check in (*CHECKS, *TARGET_CHECKS)]
@@ -236,7 +236,7 @@ def test_wrong_bcc_is_named_with_the_package_to_install(
 def test_kernel_that_cuts_stacks_shorter_than_aiflame_is_named(
     monkeypatch: pytest.MonkeyPatch, level: str, status: Status
 ) -> None:
-    monkeypatch.setattr(procfs, "read_text", lambda *_: level)
+    monkeypatch.setattr(kernelfs, "read_text", lambda *_: level)
     assert cpu.perf_event_max_stack(Context()).status is status
 
 
@@ -248,7 +248,7 @@ def test_hidden_kernel_names_are_a_warning_with_the_cure_that_helps(
         raise KernelSymbolsHidden("hidden", "sudo sysctl kernel.kptr_restrict=1")
 
     monkeypatch.setattr(KernelSymbols, "load", load)
-    monkeypatch.setattr(procfs, "read_text", lambda *_: level)
+    monkeypatch.setattr(kernelfs, "read_text", lambda *_: level)
     finding = cpu.kptr_restrict(Context())
     assert finding.status is Status.WARN
     assert cure in (finding.cure or "")

@@ -22,7 +22,7 @@ from aiflame.agent.kernel import unwind_tables as kernel_tables
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.table import Mapping, ProcessTable
-from aiflame.agent.recording.tables import UnwindTables
+from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.unwind.table import MAX_RULES, PAGE_SHIFT, UnwindTable
 from aiflame.agent.unwind.x86_64 import (
     CFA_SHIFT,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import AiflameError, UsageError
-from aiflame.agent.recording.launch import HeldCommand
+from aiflame.agent.processes.command import HeldCommand
 
 
 def test_a_command_waits_until_it_is_released(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from aiflame.agent import kernelfs
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
@@ -169,7 +170,7 @@ class _Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
     fake = _Machine()
     monkeypatch.setattr(procfs, "executable_mappings", fake.executable_mappings)
-    monkeypatch.setattr(procfs, "read_text", lambda path, limit=0: "")
+    monkeypatch.setattr(kernelfs, "read_text", lambda path, limit=0: "")
     return fake
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from aiflame.agent import kernelfs
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.procfs import MapsLine
 
@@ -26,11 +27,11 @@ _NOT_LINE_ENDS = ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2
 def proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """`proc(text)`: every file of /proc now holds this."""
     file = tmp_path / "text"
-    read = procfs.read_text
+    read = kernelfs.read_text
 
     def holds(text: str) -> None:
         file.write_bytes(text.encode())
-        monkeypatch.setattr(procfs, "read_text", lambda path, limit=65536: read(file, limit))
+        monkeypatch.setattr(kernelfs, "read_text", lambda path, limit=65536: read(file, limit))
 
     return holds
 
@@ -83,8 +84,8 @@ def test_a_path_is_the_whole_rest_of_its_line(
 def test_a_path_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "maps"
     file.write_bytes(b"1000-2000 r-xp 00000000 fe:01 7  /opt/\xff\xfe.so\n")
-    read = procfs.read_text
-    monkeypatch.setattr(procfs, "read_text", lambda path, limit: read(file, limit))
+    read = kernelfs.read_text
+    monkeypatch.setattr(kernelfs, "read_text", lambda path, limit: read(file, limit))
     assert [line.path for line in procfs.executable_mappings(1)] == ["/opt/\ufffd\ufffd.so"]
 
 
@@ -237,18 +238,18 @@ def test_an_executable_whose_name_is_not_utf8_can_be_stored(
 
 def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "comm").write_bytes(b"ab\xff\n")
-    assert procfs.read_text(tmp_path / "comm") == "ab\ufffd\n"
+    assert kernelfs.read_text(tmp_path / "comm") == "ab\ufffd\n"
 
 
 def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * 300_000)
-    assert len(procfs.read_text(tmp_path / "file", 200_001)) == 200_001
-    assert len(procfs.read_text("/dev/zero", 5)) == 5
+    assert len(kernelfs.read_text(tmp_path / "file", 200_001)) == 200_001
+    assert len(kernelfs.read_text("/dev/zero", 5)) == 5
 
 
 @pytest.mark.parametrize("path", ["/nonexistent/file", "/proc/self", "/proc/self/mem"])
 def test_what_cannot_be_read_is_empty(path: str) -> None:
-    assert procfs.read_text(path) == ""
+    assert kernelfs.read_text(path) == ""
 
 
 def test_descendants_are_those_of_others_only(monkeypatch: pytest.MonkeyPatch) -> None:

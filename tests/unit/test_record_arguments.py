@@ -14,7 +14,7 @@ from aiflame.agent.commands import record as verb
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_session import RecordOptions
 from aiflame.agent.kernel import abi
-from aiflame.agent.recording.targets import Target
+from aiflame.agent.processes.targets import Target
 
 _S = 10**9
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.recording import roots
+from aiflame.agent.symbols import roots
 from aiflame.agent.target_files import TargetFile
 
 

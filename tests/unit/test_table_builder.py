@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.recording.table_builder import TableBuilder
+from aiflame.agent.unwind.table_builder import TableBuilder
 from recordings import children_of
 from support import wait_until
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiflame.agent import kernelfs
 from aiflame.agent.errors import UsageError
-from aiflame.agent.kernel import abi
-from aiflame.agent.processes import container_names, procfs
-from aiflame.agent.recording import target_search, targets
+from aiflame.agent.kernel import abi, checks
+from aiflame.agent.processes import container_names, procfs, target_search, targets
 
 _WEB = "4f2a9c" + "0" * 58
 _DB = "4f2b" + "1" * 60
@@ -60,7 +60,7 @@ class _Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Machine:
     made = _Machine(tmp_path)
-    read = procfs.read_text
+    read = kernelfs.read_text
 
     def read_text(path: str | Path, limit: int = 65536) -> str:
         return read(tmp_path / str(path).lstrip("/"), limit)
@@ -68,13 +68,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Machine:
     def process_ids() -> list[int]:
         return sorted(int(p.name) for p in (tmp_path / "proc").iterdir() if p.name.isdigit())
 
-    monkeypatch.setattr(procfs, "read_text", read_text)
+    monkeypatch.setattr(kernelfs, "read_text", read_text)
     monkeypatch.setattr(procfs, "process_ids", process_ids)
     monkeypatch.setattr(procfs, "executable", lambda pid: made.executables[pid])
     monkeypatch.setattr(
         target_search, "names_of", lambda ids: container_names.names_of(ids, tmp_path)
     )
-    monkeypatch.setattr(targets, "_INITIAL_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
+    monkeypatch.setattr(checks, "_INITIAL_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
     return made
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiflame.agent import kernelfs
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
-from aiflame.agent.kernel import abi
-from aiflame.agent.processes import procfs
-from aiflame.agent.recording import targets
+from aiflame.agent.kernel import abi, checks
+from aiflame.agent.processes import procfs, targets
 
 _COMM = Path("/proc/self/comm").read_text()[:-1]
 
@@ -39,7 +39,7 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`namespace(inode)`: the initial pid namespace is now this one."""
 
     def is_initial(inode: int) -> None:
-        monkeypatch.setattr(targets, "_INITIAL_PID_NAMESPACE", inode)
+        monkeypatch.setattr(checks, "_INITIAL_PID_NAMESPACE", inode)
 
     return is_initial
 
@@ -131,8 +131,8 @@ def test_mounts_with_odd_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         " \n"
         "none /mnt/cgroup2 tmpfs cgroup2 0 0\n"
     )
-    read = procfs.read_text
-    monkeypatch.setattr(procfs, "read_text", lambda path, limit=65536: read(mounts, limit))
+    read = kernelfs.read_text
+    monkeypatch.setattr(kernelfs, "read_text", lambda path, limit=65536: read(mounts, limit))
     assert targets.cgroup2_mounts() == [Path("/sys/fs/cgroup/unified")]
 
 

@@ -10,8 +10,8 @@ import pytest
 from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.processes.stack_memory import Place, StackMemory
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
+from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.processes.threads import ThreadRegisters
-from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.unwind.table import UnwindTable
 from cfibytes import (
     RBP,

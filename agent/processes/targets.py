@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
+from aiflame.agent import kernelfs
+from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.checks import is_host_pid_namespace, require_host_pid_namespace
 from aiflame.agent.processes import procfs
-from aiflame.agent.recording.launch import HeldCommand
-from aiflame.agent.recording.target_search import Found, find_comm, find_container, find_unit
+from aiflame.agent.processes.command import HeldCommand
+from aiflame.agent.processes.target_search import Found, find_comm, find_container, find_unit
 
 _CGROUP2_MAGIC_FILE = "cgroup.procs"
 
@@ -38,7 +40,7 @@ class Target:
         if self.cgroup is not None:
             found = []
             for file in sorted(self.cgroup.rglob(_CGROUP2_MAGIC_FILE)):
-                found += [int(pid) for pid in procfs.read_text(file, 1 << 20).split()]
+                found += [int(pid) for pid in kernelfs.read_text(file, 1 << 20).split()]
             return found
         return procfs.process_ids()
 
@@ -62,26 +64,9 @@ def target_of_pids(pids: list[int]) -> Target:
 
 def _no_such_process(pid: int) -> AiflameError:
     # Processes of the host are not visible in a container's own pid namespace.
-    inside = Path("/proc/self/ns/pid").stat().st_ino != _INITIAL_PID_NAMESPACE
+    inside = not is_host_pid_namespace()
     hint = "run with --pid=host / hostPID: true" if inside else "pgrep -a NAME lists running ones"
     return AiflameError(f"no such process: {pid}" + (" is visible here" if inside else ""), hint)
-
-
-# PROC_PID_INIT_INO (include/linux/proc_ns.h): the initial pid namespace has this inode.
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-
-
-def require_host_pid_namespace() -> None:
-    """Refuses to record from inside a pid namespace: the kernel half speaks of the host's pids.
-
-    Raises:
-        EnvironmentUnfit: This process runs in a pid namespace of its own.
-    """
-    if Path("/proc/self/ns/pid").stat().st_ino != _INITIAL_PID_NAMESPACE:
-        raise EnvironmentUnfit(
-            "this is a pid namespace of its own: pids here are not those the kernel reports",
-            "run with --pid=host / hostPID: true",
-        )
 
 
 def target_of_command(command: list[str]) -> Target:

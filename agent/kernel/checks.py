@@ -11,23 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from aiflame.agent import kernelfs, rights
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, descriptors, sysbpf
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.kernel.btf import VMLINUX
 from aiflame.agent.kernel.loader import BCC_HINT, explain_failure
 from aiflame.agent.kernel.probes import CLOCK_CURE, online_cpus
-from aiflame.agent.processes import procfs
-from aiflame.agent.recording.targets import require_host_pid_namespace
 
-# Capability numbers (include/uapi/linux/capability.h).
-_CAPABILITIES = {"CAP_BPF": 39, "CAP_PERFMON": 38, "CAP_SYS_PTRACE": 19}
-_CAP_SYS_ADMIN = 21
-_PURPOSES = {
-    "CAP_BPF": "to load programs into the kernel",
-    "CAP_PERFMON": "to sample CPUs and context switches",
-    "CAP_SYS_PTRACE": "to read what targets have mapped",
-}
+# PROC_PID_INIT_INO (include/linux/proc_ns.h): the initial pid namespace has this inode.
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 
 # From this value on addresses are hidden from root, too (Documentation/admin-guide/sysctl/kernel).
 _HIDDEN_FROM_ALL = 2
@@ -51,7 +44,7 @@ print(getattr(bcc, "__version__", "of unknown version"), "in", bcc.__path__[0])
 
 
 def _own_status(field: str) -> str:
-    text = procfs.read_text("/proc/self/status")
+    text = kernelfs.read_text("/proc/self/status")
     found = re.search(rf"^{field}:\s*(\S+)", text, re.M)
     return found[1] if found else ""
 
@@ -66,28 +59,21 @@ def require_linux() -> None:
         raise EnvironmentUnfit(f"recording needs Linux, and this is {platform.system()}")
 
 
-def missing_capabilities() -> list[str]:
-    """Returns those that are needed and not held; CAP_SYS_ADMIN stands for the first two."""
-    effective = int(_own_status("CapEff") or "0", 16)
-    is_admin = bool(effective >> _CAP_SYS_ADMIN & 1)
-    return [
-        name
-        for name, bit in _CAPABILITIES.items()
-        if not effective >> bit & 1 and not (is_admin and name != "CAP_SYS_PTRACE")
-    ]
+def is_host_pid_namespace() -> bool:
+    """Whether pids here are those that the kernel half speaks of."""
+    return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
 
 
-def require_capabilities() -> None:
-    """Refuses to go on without the privilege to load programs and read targets.
+def require_host_pid_namespace() -> None:
+    """Refuses to record from inside a pid namespace: the kernel half speaks of the host's pids.
 
     Raises:
-        EnvironmentUnfit: Names what is missing.
+        EnvironmentUnfit: This process runs in a pid namespace of its own.
     """
-    missing = missing_capabilities()
-    if missing:
+    if not is_host_pid_namespace():
         raise EnvironmentUnfit(
-            "not permitted: needs " + ", ".join(f"{name} {_PURPOSES[name]}" for name in missing),
-            'sudo env "PATH=$PATH" aiflame ...',
+            "this is a pid namespace of its own: pids here are not those the kernel reports",
+            "run with --pid=host / hostPID: true",
         )
 
 
@@ -96,7 +82,7 @@ def kernel_names_cure() -> str:
 
     kallsyms_show_value of kernel/kallsyms.c (v6.1): up to 1 it asks for CAP_SYSLOG.
     """
-    level = procfs.read_text("/proc/sys/kernel/kptr_restrict").strip()
+    level = kernelfs.read_text("/proc/sys/kernel/kptr_restrict").strip()
     if level.isdecimal() and int(level) >= _HIDDEN_FROM_ALL:
         return "sudo sysctl kernel.kptr_restrict=1"
     return "run as root, or with CAP_SYSLOG"
@@ -107,7 +93,7 @@ def lockdown_mode(path: Path = _LOCKDOWN) -> str | None:
 
     The file lists all modes with the present one in brackets (security/lockdown/lockdown.c, v5.4).
     """
-    found = re.search(r"\[(\w+)\]", procfs.read_text(path))
+    found = re.search(r"\[(\w+)\]", kernelfs.read_text(path))
     return found[1] if found else None
 
 
@@ -232,7 +218,7 @@ def require_all() -> None:
     """
     require_linux()
     this_architecture()
-    require_capabilities()
+    rights.require()
     require_host_pid_namespace()
     require_no_lockdown()
     require_system_calls()

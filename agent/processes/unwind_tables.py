@@ -29,11 +29,11 @@ from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.recording.table_builder import TableBuilders
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, RULES_CUT, UnwindTable
+from aiflame.agent.unwind.table_builder import TableBuilders
 
 # A process may have 65,530 mappings (vm.max_map_count); the kernel half halves 17 times.
 _MAX_MAPPINGS = (1 << 16) - 1

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel frames of threads that sleep, as /proc shows them: names and offsets, no addresses."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from aiflame.agent import kernelfs
+
+# `[<0>] hrtimer_nanosleep+0x74/0xf0 [module]` (fs/proc/base.c, proc_pid_stack, v6.1).
+_STACK_LINE = re.compile(
+    r"^\[<[0-9a-f]+>\] ([^\s+]+)\+0x([0-9a-f]+)/0x[0-9a-f]+(?: \[([^\s\]]+)\])?"
+)
+# Names tell no module where a thread's wait channel is all that the kernel shows.
+_ANY_MODULE = "*"
+
+# A kernel with many modules lists 250,000 symbols of some 60 bytes.
+_MAX_KALLSYMS_BYTES = 64 << 20
+
+
+class KernelFrame(NamedTuple):
+    """A place in the kernel, as /proc shows it.
+
+    Attributes:
+        name: Of the function.
+        offset: Of the return address in it, in bytes; 0 where unknown.
+        module: That has the function, "" for the kernel itself.
+    """
+
+    name: str
+    offset: int
+    module: str
+
+
+def kernel_frames(pid: int, tid: int) -> tuple[KernelFrame, ...]:
+    """Returns the kernel frames of a sleeping thread, leaf first."""
+    found = []
+    for line in kernelfs.read_text(f"/proc/{pid}/task/{tid}/stack").splitlines():
+        match = _STACK_LINE.match(line)
+        if match is not None:
+            found.append(KernelFrame(match[1], int(match[2], 16), match[3] or ""))
+    if found:
+        return tuple(found)
+    wait_channel = kernelfs.read_text(f"/proc/{pid}/task/{tid}/wchan").strip()
+    is_known = wait_channel not in ("", "0")
+    return (KernelFrame(wait_channel, 0, _ANY_MODULE),) if is_known else ()
+
+
+def kernel_addresses(functions: set[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Returns the addresses of kernel functions by name and module.
+
+    Several functions of one module may have one name: the first counts. Those that the kernel
+    hides from this process have none.
+    """
+    names = {name for name, _ in functions}
+    found: dict[tuple[str, str], int] = {}
+    for line in kernelfs.read_text("/proc/kallsyms", _MAX_KALLSYMS_BYTES).splitlines():
+        fields = line.split(None, 3)
+        if len(fields) < 3 or fields[2] not in names or fields[1] not in "tTwW":
+            continue
+        address, name = int(fields[0], 16), fields[2]
+        module = fields[3].strip("[] ") if len(fields) > 3 else ""
+        if address:
+            found.setdefault((name, module), address)
+            found.setdefault((name, _ANY_MODULE), address)
+    return found
