@@ -153,8 +153,13 @@ class LossKind(enum.Enum):
         " waits and times are complete"
     )
     STACKS_STUCK = _Entry(
-        "processes whose memory could not be read within a second; their threads asleep since"
-        " before the recording show kernel frames only"
+        "processes with memory that could not be read within half a second, as of a file system"
+        " that does not answer: they are not read any more, so that Python frames show no names and"
+        " threads asleep since before the recording kernel frames only"
+    )
+    MEMORY_READER_DIED = _Entry(
+        "ends of the process that reads memory of targets: names of Python code and stacks of"
+        " threads asleep since before the recording may be missing"
     )
 
     # What a window may hold.

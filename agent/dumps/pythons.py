@@ -10,15 +10,16 @@ Reads of a thread that runs meanwhile may be torn; the caller knows which thread
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.python.codes import CodeReader
+from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by
 from aiflame.agent.python.interpreter import (
@@ -28,37 +29,11 @@ from aiflame.agent.python.interpreter import (
     may_hold_interpreter,
 )
 from aiflame.agent.python.layouts import UnsupportedPython
-from aiflame.agent.python.memory import Memory, NoMemoryAccess, ProcessMemory
+from aiflame.agent.python.memory import BatchMemory, NoMemoryAccess, Pages
 from aiflame.agent.python.threads import ThreadState, list_threads
 from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
 
-_PAGE_BYTES = mmap.PAGESIZE
 _UNREAD = Walk((), WalkEnd.UNREADABLE)
-
-
-class _Pages:
-    """Memory a page at a time: from 3.11 on a thread's frames lie side by side.
-
-    It is for one thread at one moment: pages are kept until they are `forgotten`.
-    """
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._pages: dict[int, bytes | None] = {}
-
-    def forget(self) -> None:
-        """Has all be read anew."""
-        self._pages.clear()
-
-    def read(self, address: int, size: int) -> bytes | None:
-        """Exactly `size` bytes from `address`, or None."""
-        start = address & -_PAGE_BYTES
-        if address + size > start + _PAGE_BYTES:
-            return self._memory.read(address, size)
-        if start not in self._pages:
-            self._pages[start] = self._memory.read(start, _PAGE_BYTES)
-        page = self._pages[start]
-        return None if page is None else page[address - start : address - start + size]
 
 
 class PythonStack(NamedTuple):
@@ -77,12 +52,13 @@ class PythonProcess:
         memory: Of the process.
     """
 
-    def __init__(self, interpreter: LoadedInterpreter, binary: int, memory: Memory) -> None:
+    def __init__(self, interpreter: LoadedInterpreter, binary: int, memory: BatchMemory) -> None:
         self.binary = binary
         self._interpreter = interpreter
         self._memory = memory
-        self._pages = _Pages(memory)
+        self._pages = Pages(memory)
         self._codes = CodeReader(memory, interpreter.layout)
+        self._named: dict[int, Code | None] = {}
         self._states: dict[int, ThreadState] = {}
         self._holders: dict[int, int | None] = {}
         self.is_complete = True
@@ -144,12 +120,18 @@ class PythonProcess:
             walked = _UNREAD
         return PythonStack(walked, holds)
 
+    def learn(self, stacks: Iterable[PythonStack]) -> None:
+        """Reads what the frames of stacks are called; to be called before `frame`."""
+        frames = (frame for stack in stacks for frame in stack.walk.frames)
+        addresses = list({frame.code_address for frame in frames if frame.code_address})
+        self._named = {}
+        with contextlib.suppress(NoMemoryAccess):
+            codes = self._codes.read_many(addresses)
+            self._named = dict(zip(addresses, codes, strict=True))
+
     def frame(self, frame: PythonFrame) -> DumpFrame:
         """Names a frame."""
-        try:
-            code = self._codes.read(frame.code_address)
-        except NoMemoryAccess:
-            code = None
+        code = self._named.get(frame.code_address)
         if code is None:
             return DumpFrame(FrameKind.PYTHON, "[unreadable Python function]", "", 0, "")
         line = self._codes.line(code, frame.position)
@@ -184,7 +166,7 @@ def find_python(
         if found is not None:
             with table.binaries.guard.each_file(path):
                 loaded = found.loaded_at(images.bias(mapping))
-                return PythonProcess(loaded, mapping.binary, ProcessMemory(tid))
+                return PythonProcess(loaded, mapping.binary, ProcessMemory(table.memory, tid))
     return None
 
 

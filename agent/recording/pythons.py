@@ -12,7 +12,7 @@ native stacks (`splicing`).
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
@@ -32,7 +33,7 @@ from aiflame.agent.python.interpreter import (
     may_hold_interpreter,
 )
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout, UnsupportedPython
-from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, read_u64
+from aiflame.agent.python.memory import NoMemoryAccess, Pages, read_u64
 from aiflame.agent.python.threads import (
     KEY_BLOCK,
     UnsupportedLibc,
@@ -104,6 +105,7 @@ class PythonProcess:
     loaded: LoadedInterpreter
     reader: CodeReader
     memory: ProcessMemory
+    has_exited: bool = False  # or may not be read any more
     found_ns: int = 0  # monotonic
     state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
     lines: dict[tuple[int, int], tuple[Code, SourceFrame]] = field(default_factory=dict)
@@ -146,7 +148,7 @@ class PythonProcesses:
                 loaded = interpreter.loaded_at(self._images.bias(mapping))
             if loaded is None:
                 continue
-            memory = ProcessMemory(image.pid)
+            memory = ProcessMemory(self._table.memory, image.pid)
             reader = CodeReader(memory, loaded.layout)
             found = PythonProcess(image, mapping.binary, loaded, reader, memory)
             found.found_ns = self._latest_ns = time.monotonic_ns()
@@ -206,7 +208,7 @@ class PythonProcesses:
             state = read_u64(memory, thread_pointer + process.state_slot)
             if not state:
                 return None
-            walked = walk(memory, loaded.layout, state)
+            walked = walk(Pages(memory), loaded.layout, state)
             interpreter = read_u64(memory, state + loaded.layout.thread_interpreter) or 0
             holder = gil_holder(memory, loaded.layout, loaded.runtime_address, interpreter)
             holds = is_held_by(memory, loaded.layout, holder, state)
@@ -229,13 +231,37 @@ class PythonProcesses:
         """Empties the kernel's store of Python frames, and reads what they are called."""
         checked: dict[tuple[int, int], Code | None] = {}
         for keys, records in self._programs.python_chains.chunks(take=True):
-            for key, record in zip(keys.tolist(), records, strict=True):
-                if key not in self.chains:
-                    self.chains[key] = self._chain(record, checked)
+            fresh = np.array([key not in self.chains for key in keys.tolist()], bool)
+            self._read_codes(records[fresh], checked)
+            for key, record in zip(keys[fresh].tolist(), records[fresh], strict=True):
+                self.chains[key] = self._chain(record, checked)
+
+    def _read_codes(
+        self, records: npt.NDArray[np.void], checked: dict[tuple[int, int], Code | None]
+    ) -> None:
+        """Reads the code objects of chains, those of each process together."""
+        wanted: defaultdict[int, set[int]] = defaultdict(set)
+        for record in records:
+            process = self._process(record)
+            if process is not None:
+                codes = record["frames"]["code"][: int(record["depth"])].tolist()
+                wanted[process.image.index].update(codes)
+        for index, found in wanted.items():
+            process = self.by_image[index]
+            addresses = [code for code in found if code and (index, code) not in checked]
+            try:
+                codes = process.reader.read_many(addresses)
+            except NoMemoryAccess:
+                process.has_exited = True
+                continue
+            checked.update(zip(((index, code) for code in addresses), codes, strict=True))
+
+    def _process(self, record: np.void) -> PythonProcess | None:
+        image = self._table.image(int(record["tgid"]), int(record["image"]))
+        return self.by_image.get(image.index)
 
     def _chain(self, record: np.void, checked: dict[tuple[int, int], Code | None]) -> PythonChain:
-        image = self._table.image(int(record["tgid"]), int(record["image"]))
-        process = self.by_image.get(image.index)
+        process = self._process(record)
         end = abi.PythonEnd(int(record["end"]))
         if end is not abi.PythonEnd.COMPLETE:
             self.losses[_END_LOSSES[end]] += 1
@@ -258,12 +284,14 @@ class PythonProcesses:
         if process is None:
             return _UNREADABLE
         place = (process.image.index, address)
-        if place not in checked:
+        if place not in checked and not process.has_exited:
             try:
                 checked[place] = process.reader.read(address)
             except NoMemoryAccess:
-                self.losses[LossKind.PYTHON_EXITED] += 1
-                return _GONE
+                process.has_exited = True
+        if place not in checked:
+            self.losses[LossKind.PYTHON_EXITED] += 1
+            return _GONE
         code = checked[place]
         if code is None:
             return _UNREADABLE

@@ -20,6 +20,7 @@ import numpy as np
 from aiflame.agent import priority
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.devices import Devices
+from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
@@ -109,6 +110,7 @@ class Recorder:
         self._programs: Programs = load_programs(options, cache_dir())
         command = () if target.command is None else target.command.words
         self._guard = FileGuard()
+        self._memory = RemoteMemory()
         self._runtimes = places_of_runtimes(command, self._guard) if options.calls else []
         if self._runtimes:
             self._programs.expect_calls()
@@ -130,12 +132,15 @@ class Recorder:
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
         self._enter_process(os.getpid(), 0, abi.ProcessFlag.EXCLUDED)
+        self._memory.start()  # a child: excluded as well
         # Half of a map, shared among the CPUs.
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
-        self.table = ProcessTable(time.monotonic_ns(), self._current_image, self._guard)
+        self.table = ProcessTable(
+            time.monotonic_ns(), self._current_image, self._guard, self._memory
+        )
         self.stacks = StackSink(self._writer, self.table)
         self.samples = SampleSink(self._writer, self.table, self.stacks)
         pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
@@ -356,13 +361,13 @@ class Recorder:
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
-        for part in parts:
+        for part in (*parts, self._memory):
             found.update(part.losses)
         return found
 
     def loss_files(self) -> dict[LossKind, set[str]]:
         """Returns the files to blame."""
-        parts = (self.tables, self.pythons, self.calls.probes)
+        parts = (self.tables, self.pythons, self.calls.probes, self._memory)
         files = {kind: found for part in parts for kind, found in part.loss_files.items()}
         files[LossKind.BINARY_NOT_READ] = {
             f"{path} ({why})" for path, why in self._guard.bad.items()
@@ -433,10 +438,9 @@ class Recorder:
         self._probes.close()
         if hasattr(self, "calls"):
             self.calls.close()
-        if hasattr(self, "sleepers"):
-            self.sleepers.close()
         if hasattr(self, "tables"):
             self.tables.close()
+        self._memory.close()
         self._ring.close()
         self._programs.close()
 

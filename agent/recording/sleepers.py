@@ -133,7 +133,9 @@ class Sleepers:
         self._walker = walker
         self._pythons = pythons
         self._kernel_stacks = kernel_stacks
-        self._snapshots = Snapshots(programs.thread_iterator_fd) if walker is not None else None
+        self._snapshots = (
+            Snapshots(programs.thread_iterator_fd, table.memory) if walker is not None else None
+        )
         self._batches: Iterator[list[tuple[int, int]]] = iter(())
         self._left: list[tuple[int, int]] = []
         self._refused: list[tuple[int, int]] = []
@@ -291,7 +293,6 @@ class Sleepers:
             else:
                 is_cut = sleeper.walked.end is StackEnd.TOO_DEEP
                 self.losses[LossKind.USER_FRAMES_CUT] += is_cut
-        self.losses[LossKind.STACKS_STUCK] = 0 if self._snapshots is None else self._snapshots.stuck
 
     def missed(self) -> list[tuple[int, int]]:
         """Counts the threads that are not in the kernel half's table, although they were there.
@@ -335,11 +336,6 @@ class Sleepers:
     def keep_python(self, stack: int, python: ThreadPython) -> None:
         """Keeps the Python half of a made-up stack under its id."""
         self._pythons.chains[stack] = python.chain
-
-    def close(self) -> None:
-        """Lets go of everything."""
-        if self._snapshots is not None:
-            self._snapshots.close()
 
 
 def _batches(pids: Iterable[int]) -> Iterator[list[tuple[int, int]]]:
