@@ -175,12 +175,16 @@ class RemoteMemory:
         return {
             LossKind.STACKS_STUCK: len(self.stuck),
             LossKind.MEMORY_READER_DIED: self._deaths,
+            LossKind.SANDBOX_INCOMPLETE: int(bool(self.failures)),
         }
 
     @property
     def loss_files(self) -> dict[LossKind, set[str]]:
         """Processes to blame."""
-        return {LossKind.STACKS_STUCK: {f"process {pid}" for pid in self.stuck}}
+        return {
+            LossKind.STACKS_STUCK: {f"process {pid}" for pid in self.stuck},
+            LossKind.SANDBOX_INCOMPLETE: {self.failures} - {""},
+        }
 
     def start(self) -> bool:
         """Starts the child, for who will need it soon; returns whether there is one."""

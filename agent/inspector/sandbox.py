@@ -46,6 +46,7 @@ _SYS_SECCOMP, _SYS_CAPSET = 317, 126
 
 _PROT_EXEC = 4
 _AT_EMPTY_PATH = 0x1000
+_F_DUPFD_CLOEXEC = 1030
 
 # asm/unistd_64.h. All that allocating, computing and answering take.
 BASE_CALLS = {
@@ -77,6 +78,7 @@ FILE_CALLS = {
     "getpid": 39,
     "sendmsg": 46,
     "recvmsg": 47,
+    "fcntl": 72,
     "ftruncate": 77,
     "getrusage": 98,
     "newfstatat": 262,
@@ -85,12 +87,14 @@ FILE_CALLS = {
 }
 MEMORY_CALLS = {"process_vm_readv": 310}
 
-# Of these calls, by number: which argument is looked at, its bits, and whether one of them must be
-# set (else none may be). Nothing that was read is ever run; fstat(3) is newfstatat(2) in glibc.
+# Of these calls, by number: which argument is looked at, how it is compared, with what, and whether
+# the call is allowed if so, or if not. Nothing that was read is ever run; fstat(3) is newfstatat(2)
+# in glibc, and mmap.mmap() makes a second descriptor.
 _CONDITIONS = {
-    BASE_CALLS["mmap"]: (2, _PROT_EXEC, False),
-    BASE_CALLS["mprotect"]: (2, _PROT_EXEC, False),
-    FILE_CALLS["newfstatat"]: (3, _AT_EMPTY_PATH, True),
+    BASE_CALLS["mmap"]: (2, _JUMP_IF_ANY, _PROT_EXEC, False),
+    BASE_CALLS["mprotect"]: (2, _JUMP_IF_ANY, _PROT_EXEC, False),
+    FILE_CALLS["newfstatat"]: (3, _JUMP_IF_ANY, _AT_EMPTY_PATH, True),
+    FILE_CALLS["fcntl"]: (1, _JUMP_IF_EQUAL, _F_DUPFD_CLOEXEC, True),
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -121,8 +125,7 @@ def enter(calls: Collection[int], parent_pid: int, capability: int | None = None
         except OSError as error:
             failures.append(f"{what}: {error.strerror}")
 
-    if len(os.listdir("/proc/self/task")) != 1:  # noqa: PTH208 - pathlib takes 10 ms to import
-        failures.append("threads that were started before keep their rights")
+    attempt("other threads", _expect_one_thread)
     if os.geteuid() == 0:
         attempt("bounding capabilities", _drop_bounding_set)
         attempt("user", lambda: _become_nobody(capability is not None))
@@ -138,6 +141,11 @@ def enter(calls: Collection[int], parent_pid: int, capability: int | None = None
     else:
         failures.append(f"seccomp: no filter for {os.uname().machine}")
     return failures
+
+
+def _expect_one_thread() -> None:
+    if len(os.listdir("/proc/self/task")) != 1:  # noqa: PTH208 - pathlib takes 10 ms to import
+        raise OSError(_EPERM, "they keep their capabilities")
 
 
 def _check(result: int) -> None:
@@ -193,14 +201,14 @@ def filter_of(calls: Collection[int]) -> bytes:
         if number not in _CONDITIONS:
             program += [(_JUMP_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _RET_ALLOW)]
             continue
-        argument, bits, must_be_set = _CONDITIONS[number]
-        if_any, if_none = (_RET_ALLOW, refuse) if must_be_set else (refuse, _RET_ALLOW)
+        argument, comparison, value, is_allowed = _CONDITIONS[number]
+        if_so, if_not = (_RET_ALLOW, refuse) if is_allowed else (refuse, _RET_ALLOW)
         program += [
             (_JUMP_IF_EQUAL, 0, 4, number),
             (_LOAD, 0, 0, _AT_ARGUMENTS + 8 * argument),
-            (_JUMP_IF_ANY, 0, 1, bits),
-            (_RETURN, 0, 0, if_any),
-            (_RETURN, 0, 0, if_none),
+            (comparison, 0, 1, value),
+            (_RETURN, 0, 0, if_so),
+            (_RETURN, 0, 0, if_not),
         ]
     program.append((_RETURN, 0, 0, refuse))
     return b"".join(_INSTRUCTION.pack(*instruction) for instruction in program)

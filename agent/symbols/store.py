@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from aiflame.agent.outfile import private_directory
 
@@ -46,6 +47,16 @@ def store_key(*cache_keys: str) -> str:
     """One file name for what was made from these ELF images: build id first, for the reader."""
     digest = hashlib.sha256("\n".join(cache_keys).encode()).hexdigest()[:24]
     return f"{cache_keys[0].split('-', 1)[0][:40]}-{digest}"
+
+
+class Cache(Protocol):
+    """What is kept between runs, by name; `Store` says what each does."""
+
+    def open(self, name: str) -> mmap.mmap | None: ...
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview | mmap.mmap]) -> bool: ...
+
+    def remove(self, name: str) -> None: ...
 
 
 class Store:

@@ -170,8 +170,8 @@ def test_memory_that_never_comes_costs_its_own_process_only(
     assert _data(remote.read([own, other, own])) == [b"", contents[8:16], b""]
     assert remote.stuck == {os.getpid()}
     assert _data(remote.read([own, other])) == [b"", contents[8:16]]
-    assert remote.losses == {LossKind.STACKS_STUCK: 1, LossKind.MEMORY_READER_DIED: 0}
-    assert remote.loss_files == {LossKind.STACKS_STUCK: {f"process {os.getpid()}"}}
+    assert {kind: n for kind, n in remote.losses.items() if n} == {LossKind.STACKS_STUCK: 1}
+    assert remote.loss_files[LossKind.STACKS_STUCK] == {f"process {os.getpid()}"}
 
 
 def test_a_reader_that_was_killed_is_replaced_a_few_times(

@@ -50,8 +50,10 @@ _MAY_IMPORT = {
     "priority": set(),
     "inspector": {"losses", "priority"},
     "capture": {"errors", "model", "outfile"},
-    "symbols": {"demangle", "errors", "losses", "model", "outfile", "target_files"},
-    "unwind": {"errors", "model", "symbols", "target_files"},
+    "symbols": {
+        *("demangle", "errors", "inspector", "losses", "model", "outfile", "target_files"),
+    },
+    "unwind": {"errors", "inspector", "model", "symbols", "target_files"},
     "python": {"errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
     "processes": {"kernel", "python", "symbols", *_LEAVES},
