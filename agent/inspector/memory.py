@@ -186,6 +186,11 @@ class RemoteMemory:
             LossKind.SANDBOX_INCOMPLETE: {self.failures} - {""},
         }
 
+    @property
+    def pid(self) -> int | None:
+        """Of the child, None where there is none."""
+        return None if self._child is None else self._child.process.pid
+
     def start(self) -> bool:
         """Starts the child, for who will need it soon; returns whether there is one."""
         self._ended = [child for child in self._ended if child.process.poll() is None]

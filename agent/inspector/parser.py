@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process for each file that is parsed, without rights: what the file does, it does to itself.
+"""Processes without rights that parse files: one for all files that one user can change anyway.
 
 Whoever calls has imported all that parsing takes, and has one thread: a fork of it is ready within
-milliseconds. The fork keeps the descriptors that it is handed, and enters the `sandbox`. What else
-it needs it asks for by messages with descriptors, and what it makes it writes to files in memory
-that it was handed: the caller opens, checks and stores.
+ten milliseconds. The fork enters the `sandbox`, and has nothing but a channel. Files come over it
+as descriptors, and so do answers that are large, in memory: the caller opens, checks and stores.
 """
 
 from __future__ import annotations
@@ -15,9 +14,12 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from aiflame.agent.inspector import sandbox
 
@@ -26,6 +28,8 @@ _CALLS = frozenset({**sandbox.BASE_CALLS, **sandbox.FILE_CALLS}.values())
 _MAX_MESSAGE_BYTES = 65536
 _MAX_DESCRIPTORS = 64
 _CHUNK_BYTES = 1 << 20
+# The system's files, the user's, and those of two containers.
+_MAX_PARSERS = 4
 # Of each file in memory that a parser makes: a line table of 600 MB of DWARF has 500 MB.
 _MAX_FILE_BYTES = 1 << 30
 
@@ -86,13 +90,12 @@ class Parser:
 
     Args:
         work: What it does, with its end of the channel. It ends when this returns.
-        fds: Descriptors that it keeps; standard error it has as well.
 
     Raises:
         OSError: It cannot be started.
     """
 
-    def __init__(self, work: Callable[[Channel], None], fds: Sequence[int]) -> None:
+    def __init__(self, work: Callable[[Channel], None]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
         try:
@@ -102,17 +105,21 @@ class Parser:
             theirs.close()
             raise
         if self.pid == 0:
-            _run(work, theirs, fds, parent)
+            _run(work, theirs, parent)
         theirs.close()
         self.channel = Channel(ours)
-        self.peak_rss_bytes = 0
+        self._has_ended = False
 
     def __enter__(self) -> Parser:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once."""
         self.channel.close()
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        if not self._has_ended:
             os.kill(self.pid, signal.SIGKILL)
             self._wait()
 
@@ -122,26 +129,81 @@ class Parser:
         return os.waitstatus_to_exitcode(self._wait())
 
     def _wait(self) -> int:
-        _, status, usage = os.wait4(self.pid, 0)
-        self.peak_rss_bytes = usage.ru_maxrss * 1024
+        _, status = os.waitpid(self.pid, 0)
+        self._has_ended = True
         return status
 
 
-def _run(
-    work: Callable[[Channel], None], connection: socket.socket, fds: Sequence[int], parent: int
-) -> None:
+class Parsers:
+    """The parsers that are there, by whose files they parse.
+
+    Args:
+        work: What each does.
+    """
+
+    def __init__(self, work: Callable[[Channel], None]) -> None:
+        self._work = work
+        self._by_group: OrderedDict[_Group, Parser] = OrderedDict()
+
+    @contextlib.contextmanager
+    def of(self, fd: int) -> Iterator[Parser]:
+        """Gives the parser for a file; one that ends after this file where others can write to it.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        group = _group(fd)
+        if group is None:
+            with Parser(self._work) as parser:
+                yield parser
+            return
+        if group not in self._by_group:
+            if len(self._by_group) == _MAX_PARSERS:
+                self._by_group.popitem(last=False)[1].kill()
+            self._by_group[group] = Parser(self._work)
+        self._by_group.move_to_end(group)
+        yield self._by_group[group]
+
+    def close(self) -> None:
+        """Ends all; they have nothing to do."""
+        for parser in self._by_group.values():
+            parser.end()
+        self._by_group.clear()
+
+
+class _Group(NamedTuple):
+    """Files that a user can change: of one mount, so of one container, and of one owner."""
+
+    mount_id: int
+    owner_uid: int
+
+
+def _group(fd: int) -> _Group | None:
+    """Returns whose file it is; None where several users can write to it."""
+    facts = os.fstat(fd)
+    if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return None
+    # Of a process's descriptor that was opened again through /proc it is the file's own mount.
+    for line in Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines():
+        if line.startswith("mnt_id:"):
+            return _Group(int(line.split()[1]), facts.st_uid)
+    return None
+
+
+def _run(work: Callable[[Channel], None], connection: socket.socket, parent: int) -> None:
     """What the child does; never returns."""
     code = 1
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1):
             os.dup2(nothing, standard)
-        _close_all_but({0, 1, 2, connection.fileno(), *fds})
+        _close_all_but({0, 1, 2, connection.fileno()})
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS, _MAX_DESCRIPTORS))
         # What could not be given up is told of by the reader of memory, once for all.
         sandbox.enter(_CALLS, parent)
-        work(Channel(connection))
+        with contextlib.suppress(EOFError):  # nobody asks any more
+            work(Channel(connection))
         code = 0
     except SystemExit as end:
         code = _said(str(end))

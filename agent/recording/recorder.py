@@ -107,10 +107,11 @@ class Recorder:
         self._options = options
         self._writer = writer
         self._signals = signals
+        self._memory = RemoteMemory()
+        self._memory.start()  # it is ready by the time that the programs are
         self._programs: Programs = load_programs(options, cache_dir())
         command = () if target.command is None else target.command.words
         self._guard = FileGuard()
-        self._memory = RemoteMemory()
         self._runtimes = places_of_runtimes(command, self._guard) if options.calls else []
         if self._runtimes:
             self._programs.expect_calls()
@@ -131,8 +132,9 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        self._enter_process(os.getpid(), 0, abi.ProcessFlag.EXCLUDED)
-        self._memory.start()  # a child: excluded as well
+        for pid in (os.getpid(), self._memory.pid):  # what they start is excluded as well
+            if pid is not None:
+                self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))

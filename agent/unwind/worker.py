@@ -3,7 +3,7 @@
 
 It reads a line for each file, the name that its table is to have in the cache and a path, and
 answers each with a line once the table is there, or cannot be. This process opens files and writes
-the cache, and parses nothing: for each file it forks a parser without rights. One that dies takes
+the cache, and parses nothing: parsers without rights do (`inspector.parser`). One that dies takes
 this process with it, and is started again; a file costs only itself.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import capstone  # noqa: F401 - parsers use it, and cannot open its files
-from aiflame.agent.inspector.parser import BadMessage, Channel, Parser, contents, end_as
+from aiflame.agent.inspector.parser import BadMessage, Channel, Parsers, contents, end_as
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
@@ -32,6 +32,7 @@ from aiflame.agent.unwind.records import BadUnwindInfo
 _MAX_MEMORY_BYTES = 4 << 30
 # The table of libtorch_cpu has 15 MB.
 _MAX_TABLE_BYTES = 1 << 30
+_MAX_WORDS = 200
 # Low: the target comes first.
 _NICENESS = 10
 
@@ -58,32 +59,36 @@ class _Answer:
         """Does nothing."""
 
 
-def _parse(channel: Channel, fd: int, answer: int) -> None:
-    """What the parser does."""
-    try:
-        file = TargetFile(fd)
-        load_or_build(file, ElfImage.read(file), _Answer(answer))
-    except (BadTargetFile, BadUnwindInfo, OSError) as error:
-        channel.send({"failed": str(error)})
-    else:
-        channel.send({"failed": ""})
+def _parse(channel: Channel) -> None:
+    """What a parser does: builds the table of each file that it is sent."""
+    while True:
+        _, (fd, answer) = channel.receive()
+        why = ""
+        try:
+            file = TargetFile(fd)
+            load_or_build(file, ElfImage.read(file), _Answer(answer))
+        except (BadTargetFile, BadUnwindInfo, OSError) as error:
+            why = str(error) or "damaged"
+        finally:
+            os.close(fd)
+            os.close(answer)
+        channel.send({"failed": why[:_MAX_WORDS]})
 
 
-def _build(store: Store, name: str, path: str) -> str:
+def _build(parsers: Parsers, store: Store, name: str, path: str) -> str:
     """Returns why a table could not be built, "" if it is in the cache."""
     with contextlib.ExitStack() as stack:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, fd)
         answer = os.memfd_create("table", os.MFD_CLOEXEC)
         stack.callback(os.close, answer)
-        parser = stack.enter_context(Parser(lambda end: _parse(end, fd, answer), (fd, answer)))
+        parser = stack.enter_context(parsers.of(fd))
         try:
-            message, fds = parser.channel.receive()
-        except (EOFError, BadMessage):
+            parser.channel.send({}, (fd, answer))
+            message, _ = parser.channel.receive()
+        except (EOFError, BadMessage, ConnectionError):
             end_as(parser.end() or 1)
-        if fds or message.keys() != {"failed"}:
-            end_as(1)
-        why = str(message["failed"])
+        why = str(message.get("failed", "no answer"))
         # What it holds is checked by whoever uses it (`UnwindTable.from_mapping`).
         if not why and not store.write(name, contents(answer, _MAX_TABLE_BYTES)):
             return "the cache cannot be written"
@@ -96,12 +101,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICENESS)
-    store = Store(Path(sys.argv[1]))
+    store, parsers = Store(Path(sys.argv[1])), Parsers(_parse)
     gc.freeze()  # forks share what is there, as long as it is not written to
     for line in sys.stdin:
         name, _, path = line.rstrip("\n").partition(" ")
         try:
-            why = _build(store, name, path)
+            why = _build(parsers, store, name, path)
         except (OSError, BadMessage) as error:
             why = str(error)
         answer = f"failed: {why}".partition("\n")[0] if why else "built"

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 from aiflame.agent.inspector import sandbox
-from aiflame.agent.inspector.parser import BadMessage, Channel, Parser, contents
+from aiflame.agent.inspector.parser import BadMessage, Channel, Parser, Parsers, contents
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_PTRACE, _SYS_PROCESS_VM_READV, _SYS_BPF, _SYS_OPENAT2 = 101, 310, 321, 437
 _SYS_IO_URING_SETUP, _SYS_CLONE3 = 425, 435
 
 
-def _asked(work: Callable[[Channel], None], *fds: int) -> dict[str, Any]:
-    with Parser(work, fds) as parser:
+def _asked(work: Callable[[Channel], None]) -> dict[str, Any]:
+    with Parser(work) as parser:
         message, found = parser.channel.receive()
         assert not found
         assert parser.end() == 0
@@ -77,7 +77,7 @@ def test_a_parser_has_no_rights() -> None:
     def tell(channel: Channel) -> None:
         channel.receive()
 
-    with Parser(tell, ()) as parser:
+    with Parser(tell) as parser:
         # Its first system call after the filter is on: it waits for a message.
         path = Path(f"/proc/{parser.pid}/status")
         while "Seccomp:\t2" not in path.read_text():
@@ -96,15 +96,15 @@ def test_a_parser_has_no_rights() -> None:
 def test_a_parser_reads_what_it_is_handed_and_writes_what_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 3_000_000)
-    given, result = os.open(path, os.O_RDONLY), os.memfd_create("result")
 
     def double(channel: Channel) -> None:
-        message, (more,) = channel.receive()
-        os.write(result, os.pread(given, 1 << 22, 0) + os.pread(more, 10, 0))
+        message, (given, result) = channel.receive()
+        os.write(result, os.pread(given, 1 << 22, 0) + os.pread(given, 10, 0))
         channel.send({"again": message})
 
-    with Parser(double, (given, result)) as parser:
-        parser.channel.send({"n": 1}, [given])
+    given, result = os.open(path, os.O_RDONLY), os.memfd_create("result")
+    with Parser(double) as parser:
+        parser.channel.send({"n": 1}, [given, result])
         assert parser.channel.receive() == ({"again": {"n": 1}}, [])
         assert parser.end() == 0
     assert b"".join(contents(result, 1 << 22)) == b"x" * 3_000_010
@@ -112,6 +112,30 @@ def test_a_parser_reads_what_it_is_handed_and_writes_what_is_taken(tmp_path: Pat
         list(contents(result, 3_000_009))
     os.close(given)
     os.close(result)
+
+
+def test_users_share_no_parser(tmp_path: Path) -> None:
+    def wait(channel: Channel) -> None:
+        channel.receive()
+
+    parsers = Parsers(wait)
+    one, other, shared = (tmp_path / name for name in ("one", "other", "shared"))
+    for path in (one, other, shared):
+        path.write_bytes(b"")
+    shared.chmod(0o666)
+    pids: dict[str, set[int]] = {}
+    # GIVEN files of one owner, one that all can write to, and one of another mount
+    for path in (one, other, shared, shared, Path("/proc/version"), one):
+        fd = os.open(path, os.O_RDONLY)
+        with parsers.of(fd) as parser:
+            pids.setdefault(path.name, set()).add(parser.pid)
+        os.close(fd)
+    # THEN the first share a parser that stays, and the others have their own
+    assert pids["one"] == pids["other"] and len(pids["one"]) == 1
+    assert len(pids["shared"]) == 2
+    assert len(set.union(*pids.values())) == 4
+    parsers.close()
+    assert [pid for pid in set.union(*pids.values()) if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_a_crash_is_the_parser_s_own(capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +146,7 @@ def test_a_crash_is_the_parser_s_own(capfd: pytest.CaptureFixture[str]) -> None:
         raise RuntimeError("bad bytes")
 
     for work, code in ((crash, -signal.SIGSEGV), (fail, 1)):
-        with Parser(work, ()) as parser:
+        with Parser(work) as parser:
             with pytest.raises(EOFError):
                 parser.channel.receive()
             assert parser.end() == code

@@ -41,7 +41,7 @@ _LEAVES = {
 }
 _MAY_IMPORT = {
     "": set(),
-    "demangle": set(),
+    "demangle": {"inspector"},
     "errors": set(),
     "losses": set(),
     "model": set(),
