@@ -128,6 +128,7 @@ def enter(calls: Collection[int], parent_pid: int, capability: int | None = None
     attempt("other threads", _expect_one_thread)
     if os.geteuid() == 0:
         attempt("bounding capabilities", _drop_bounding_set)
+        attempt("groups", lambda: os.setgroups([]))
         attempt("user", lambda: _become_nobody(capability is not None))
     attempt("capabilities", lambda: _keep_capability(capability))
     attempt("dumpable", lambda: _prctl(_PR_SET_DUMPABLE, 0))
@@ -169,7 +170,6 @@ def _drop_bounding_set() -> None:
 
 def _become_nobody(keeps_capabilities: bool) -> None:
     _prctl(_PR_SET_KEEPCAPS, int(keeps_capabilities))
-    os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
