@@ -15,7 +15,15 @@ import numpy as np
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Operation
 from aiflame.agent.model.profile import SampleClass, StackEnd
-from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, Cost, Rows, Timing, Window
+from aiflame.agent.model.window import (
+    COLUMNS,
+    NO_TIME,
+    NONE,
+    Cost,
+    Timing,
+    Window,
+    rows_of,
+)
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 
 _END_NS = 10_000_000_000
@@ -31,11 +39,6 @@ class Interval:
     stack: int
     begin_ns: int
     end_ns: int
-
-
-def rows_of(column: str, *rows: tuple[Any, ...]) -> Rows:
-    """Makes rows of a column."""
-    return np.array(list(rows), COLUMNS[column].dtype)
 
 
 class RandomRecording:
@@ -155,6 +158,8 @@ class RandomRecording:
                 row = (process, thread, queue, stack, 0, process, number + 1, *times, 1, 64)
                 builder.add("launches", rows_of("launches", row))
                 builder.add("calls", rows_of("calls", (1, thread, stack, 0, 1, 8)))
+                row = (at_ns, stack, thread, 0, process, 0, queue, *(1, 2, 3), *(4, 5, 6), 0)
+                builder.add("call_events", rows_of("call_events", row))
         for number, at_ns in enumerate(self._queue_waits):
             if begin_ns <= at_ns < end_ns:
                 row = (process, thread, number % 3, 1, at_ns - 1, at_ns)

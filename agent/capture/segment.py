@@ -6,6 +6,7 @@ closed are there. It is read as it is, also while it is written, and by windows:
 is cut or damaged costs nothing before it.
 
     header   magic, digest of the columns that windows have
+    frame    length and CRC-32 of what follows, and that: facts of the recording, as JSON
     frame    length and CRC-32 of what follows, and that: one window, compressed by zlib
     frame    ...
 
@@ -21,7 +22,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,7 +39,7 @@ from aiflame.agent.model.window import (
     with_texts,
 )
 
-_MAGIC = b"AFLMSEG1"
+MAGIC = b"AFLMSEG1"
 _FRAME = struct.Struct("<II")
 _HEAD = struct.Struct("<I")
 # The fastest: a second of a busy host, some 400 KB, takes 5 ms and becomes a fifth.
@@ -74,7 +75,7 @@ class BadSegment(ValueError):
 def _header() -> bytes:
     """Returns what a segment begins with: another version of the columns has another digest."""
     columns = [(name, column.dtype.descr, column.key) for name, column in COLUMNS.items()]
-    return _MAGIC + hashlib.sha256(repr(columns).encode()).digest()[:8]
+    return MAGIC + hashlib.sha256(repr(columns).encode()).digest()[:8]
 
 
 class SegmentWriter:
@@ -82,17 +83,19 @@ class SegmentWriter:
 
     Args:
         descriptor: Open for writing, and empty. It stays the caller's.
+        facts: Of the whole recording, to be shown with it.
 
     Raises:
         OSError: It cannot be written.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, facts: Mapping[str, str | int] | None = None) -> None:
         self._fd = descriptor
         self._texts: dict[str, int] = {}
         self._seen: dict[str, dict[bytes, int]] = {name: {} for name in _SHARED}
         self.size_bytes = 0
-        self._append(_header())
+        words = json.dumps(dict(facts or {})).encode()
+        self._append(_header() + _FRAME.pack(len(words), zlib.crc32(words)) + words)
 
     def write(self, window: Window) -> None:
         """Appends a window: it is in the file whole, or not at all.
@@ -181,6 +184,7 @@ class SegmentReader:
         file: At its beginning.
 
     Attributes:
+        facts: Of the whole recording.
         damage: After the last window, why there is no other; empty where the file simply ended.
 
     Raises:
@@ -195,12 +199,27 @@ class SegmentReader:
         }
         self.damage = ""
         header = file.read(len(_header()))
-        if header[: len(_MAGIC)] != _MAGIC[: len(header)]:
+        if header[: len(MAGIC)] != MAGIC[: len(header)]:
             raise BadSegment("it is no segment of a recording")
         if header != _header()[: len(header)]:
             raise BadSegment("it was written by another version")
         if len(header) < len(_header()):
             self.damage = "it is cut in its header"
+        self.facts: dict[str, str | int] = {} if self.damage else self._read_facts()
+
+    def _read_facts(self) -> dict[str, str | int]:
+        payload = self._payload(self._file.read(_FRAME.size))
+        if payload is None:
+            self.damage = "it is cut in its header"
+            return {}
+        try:
+            facts = json.loads(payload)
+            return {
+                str(key): value if isinstance(value, int) else str(value)
+                for key, value in facts.items()
+            }
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise BadSegment("its header is damaged") from error
 
     def __iter__(self) -> Iterator[Window]:
         while not self.damage:

@@ -223,6 +223,21 @@ def unfinished() -> Iterator[list[Workspace]]:
         yield sorted(found, key=lambda workspace: workspace.name)
 
 
+def running(path: Path) -> Path | None:
+    """Returns the directory of a recording that is to go to a path, None where there is none.
+
+    It runs, since whoever asks has looked for killed ones before.
+    """
+    for candidate in _candidates():
+        parent = _own(candidate) if candidate.is_dir() else None
+        for directory in parent.iterdir() if parent is not None else ():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                destination = Destination.of_json((directory / _DESTINATION).read_text())
+                if destination.path == path:
+                    return directory
+    return None
+
+
 def _left_in(parent: Path) -> Iterator[Workspace]:
     for directory in parent.iterdir():
         try:

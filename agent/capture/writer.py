@@ -2,7 +2,7 @@
 """Writes a capture: rows in bulk, one transaction an interval.
 
 The file lies where only the recorder can reach it (see `workspace`); what was committed is a
-readable capture at any moment. Writing knows nothing of how rows came about.
+readable capture as long as its writer lives. Writing knows nothing of how rows came about.
 """
 
 from __future__ import annotations
@@ -59,12 +59,10 @@ class CaptureWriter:
         self.path = path
         try:
             self._database = sqlite3.connect(path, isolation_level=None)
-            # A crash of this process loses nothing even so; a crash of the machine may lose a
-            # recording that was not finished.
+            # A crash leaves the segments that it is made of (sinks.segments); what is needed is
+            # that rows which are not committed can be taken back.
             self._database.execute("PRAGMA synchronous = OFF")
-            # A journal in memory would be gone with a process that is killed in a commit, and the
-            # database damaged (6 of 60 kills of a process that does nothing but commit).
-            self._database.execute("PRAGMA journal_mode = DELETE")
+            self._database.execute("PRAGMA journal_mode = MEMORY")
             self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             self._database.executescript(schema_sql())
@@ -87,6 +85,22 @@ class CaptureWriter:
             DiskFull: Nothing of the open transaction is kept.
         """
         self._many(self._insert[table], rows)
+
+    def put_threads(self, rows: Iterable[tuple[int, int, int, str]]) -> None:
+        """Enters (id, process_id, tid, name), or gives those that are there this name."""
+        self._many(
+            "INSERT INTO threads VALUES (?, ?, ?, ?, 0, 0) ON CONFLICT (id)"
+            " DO UPDATE SET name = excluded.name WHERE name <> excluded.name",
+            rows,
+        )
+
+    def add_thread_times(self, rows: Iterable[tuple[int, int, int]]) -> None:
+        """Adds (on_cpu_ns, observed_ns, id) to threads."""
+        self._many(
+            "UPDATE threads SET on_cpu_ns = on_cpu_ns + ?, observed_ns = observed_ns + ?"
+            " WHERE id = ?",
+            rows,
+        )
 
     def put_meta(self, facts: dict[str, str | int]) -> None:
         """Writes key/value facts; words of a command line need not be UTF-8."""
@@ -129,10 +143,6 @@ class CaptureWriter:
         rows = self._database.execute("SELECT DISTINCT stack_id FROM samples WHERE class > 0")
         return [row[0] for row in rows]
 
-    def has_samples(self) -> bool:
-        """Whether any sample is stored."""
-        return bool(self._database.execute("SELECT EXISTS (SELECT 1 FROM samples)").fetchone()[0])
-
     def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
         try:
             self._database.executemany(statement, rows)
@@ -166,30 +176,3 @@ def _explained(error: sqlite3.Error, path: Path) -> AiflameError:
     if "full" in str(error) or "disk I/O" in str(error):
         return DiskFull(f"cannot write {path}: {error}", "free some space on that disk")
     return AiflameError(f"cannot write {path}: {error}")
-
-
-def close_abandoned(path: Path) -> bool:
-    """Brings a capture whose writer was killed back to its last commit.
-
-    Args:
-        path: As it was given to the writer.
-
-    Returns:
-        Whether a recording had begun in it.
-
-    Raises:
-        AiflameError: It is no sound database, or cannot be written.
-    """
-    if not path.exists():
-        return False
-    try:
-        database = sqlite3.connect(path)
-        try:
-            # The first read plays a journal back that is still there.
-            tables = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-            query = "SELECT COUNT(*) FROM meta WHERE key = 'started_unix_ns'"
-            return bool(tables and database.execute(query).fetchone()[0])
-        finally:
-            database.close()
-    except sqlite3.Error as error:
-        raise _explained(error, path) from error

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One `record` from start to summary: record, publish, resolve, publish again, render the page.
 
-A capture has its name as soon as the recording is over: with addresses, and again with names once
-its symbols are resolved. Whatever goes wrong, what was stored by then is published, and what cannot
-be published is kept for `aiflame recover`. Only a second Ctrl-C throws it away, and only before it
-has its name.
+What is recorded is on disk a second later, and stays readable whatever ends it (`record_sinks`). A
+capture has its name as soon as the recording is over: with addresses, and again with names once its
+symbols are resolved. Whatever goes wrong, what was stored by then is published, and what cannot be
+published is kept for `aiflame recover`. Only a second Ctrl-C throws it away, and only before it has
+its name.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import platform
 import resource
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,11 +21,11 @@ from aiflame.agent import __version__, priority
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.workspace import Destination, Workspace
-from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_output import OutputPlan, is_special
 from aiflame.agent.commands.record_progress import ProgressPrinter
+from aiflame.agent.commands.record_sinks import RecordSinks
 from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.devices.choice import AUTO, NONE, choose_families
 from aiflame.agent.errors import Aborted, AiflameError
@@ -37,7 +39,6 @@ from aiflame.agent.recording import checks
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.resolve import CaptureResolver
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.agent.recording.sleepers import store_sleepers
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.warm import Warmer
 from aiflame.agent.reports import FORMATS, ReportOptions
@@ -52,6 +53,15 @@ _NO_SAMPLES_EXIT = 4
 _OVERRUN_SHARE, _OVERRUN_NS = 0.03, 200_000_000
 # There until symbols are resolved.
 _SYMBOLS = f"{FACT_PREFIX}symbols"
+
+# Of what windows leave out, which only they count.
+_OF_WINDOWS = (
+    LossKind.WINDOW_STACKS_FULL,
+    LossKind.WINDOW_ROWS_FULL,
+    LossKind.WINDOW_EVENTS_FULL,
+    LossKind.PYTHON_CHAIN_LOST,
+    LossKind.CALL_SIZES_CUT,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +165,19 @@ class _Session:
         self._workspace = workspace
         self._printer = printer
         self._signals = signals
-        self._writer = CaptureWriter(workspace.database)
+        self._sinks: RecordSinks | None = None
 
     def take(self, service: SymbolService, families: Sequence[Family]) -> None:
         """Records, publishes the capture, resolves its symbols, and publishes it again."""
         programs = self._options.for_programs(self._target)
-        recorder = Recorder(self._target, programs, self._writer, self._signals, families)
+        recorder = Recorder(self._target, programs, self._signals, families)
         try:
-            resolver, outcome = self._recorded(recorder, service)
+            sinks, outcome = self._recorded(recorder, service)
             self._publish_early()
             try:
-                self._resolve(recorder, resolver, outcome, service)
+                self._resolve(recorder, sinks, outcome, service)
             except BaseException as error:
-                self._writer.rollback()
+                sinks.writer.rollback()
                 self._save(error)
                 path = self._plan.capture
                 if path is not None and not self._workspace.is_kept:
@@ -178,41 +188,45 @@ class _Session:
                 self._publish()
         finally:
             recorder.close()
-            self._writer.close()
+            if self._sinks is not None:
+                self._sinks.close()
             if hasattr(recorder, "table"):
                 recorder.table.binaries.close()
 
-    def _recorded(
-        self, recorder: Recorder, service: SymbolService
-    ) -> tuple[CaptureResolver, Outcome]:
+    def _recorded(self, recorder: Recorder, service: SymbolService) -> tuple[RecordSinks, Outcome]:
         """Records; whatever ends that early, what was stored by then is published."""
         try:
             return self._record(recorder, service)
         except Aborted:
             raise Aborted("aborted: nothing was written") from None
         except BaseException as error:
-            self._writer.rollback()
-            self._workspace.is_kept |= self._writer.has_samples()
+            if self._sinks is not None:
+                self._sinks.writer.rollback()
             self._save(error)
             raise
 
-    def _record(
-        self, recorder: Recorder, service: SymbolService
-    ) -> tuple[CaptureResolver, Outcome]:
+    def _record(self, recorder: Recorder, service: SymbolService) -> tuple[RecordSinks, Outcome]:
         """Records until the end: all that the capture holds but names."""
-        resolver = self._start(recorder)
-        self._run(recorder, resolver, service)
+        sinks = self._start(recorder)
+        self._run(recorder, sinks, service)
         self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
-        outcome = recorder.stop()
+        outcome = recorder.stop(sinks.give)
         self._workspace.is_kept = True
         priority.as_started()
         self._say_overrun(outcome)
-        store_sleepers(recorder.sleepers, recorder.stacks, recorder.table)
-        resolver.write_mappings()
-        self._write_losses(recorder, resolver, outcome)
-        self._writer.put_meta({"duration_ns": outcome.duration_ns})
-        self._writer.commit()
-        return resolver, outcome
+        self._complete(sinks)
+        recorder.finish(sinks.give, sinks.capture)
+        self._complete(sinks)
+        self._write_losses(recorder, sinks, outcome, Counter())
+        sinks.writer.put_meta({"duration_ns": outcome.duration_ns})
+        sinks.writer.commit()
+        return sinks, outcome
+
+    def _complete(self, sinks: RecordSinks) -> None:
+        """Writes the capture anew if it could not be written as windows came."""
+        if sinks.failure is not None:
+            self._printer.say(f"warning: {sinks.failure!r}: the capture is written once more")
+            sinks.complete()
 
     def _publish(self) -> None:
         """Gives the capture its name, or what has that name its newer content.
@@ -241,15 +255,19 @@ class _Session:
         """Publishes what is nowhere else yet when something failed; says so if it cannot."""
         if self._workspace.is_kept and not isinstance(error, Aborted):
             try:
+                if self._sinks is not None:
+                    self._complete(self._sinks)
                 self._publish()
             except AiflameError as another:
                 self._printer.say(f"{another}: {another.hint}")
+            except Exception as another:
+                path = self._workspace.destination.path
+                self._printer.say(f"{another}; the recording is kept: aiflame recover {path}")
 
-    def _start(self, recorder: Recorder) -> CaptureResolver:
+    def _start(self, recorder: Recorder) -> RecordSinks:
         options = self._options
         recorder.start(options.duration_ns)
-        self._writer.put_meta(self._first_facts(recorder))
-        self._writer.commit()
+        sinks = self._sinks = RecordSinks(self._workspace, self._first_facts(recorder))
         what = "on and off CPU" if options.off_cpu else "on CPU only"
         until = "Ctrl-C to stop" if options.duration_ns is None else "Ctrl-C to stop early"
         self._printer.say(
@@ -258,20 +276,17 @@ class _Session:
         )
         if self._target.command is not None:
             self._target.command.release()
-        return CaptureResolver(self._writer, recorder.table, recorder.images)
+        return sinks
 
-    def _run(self, recorder: Recorder, resolver: CaptureResolver, service: SymbolService) -> None:
+    def _run(self, recorder: Recorder, sinks: RecordSinks, service: SymbolService) -> None:
         warmer = Warmer(service, recorder.table.binaries, self._target.filter)
         self._begun_cpu_ns, self._begun_ns = _own_cpu_ns(), time.monotonic_ns()
 
         def every_interval(progress: Progress) -> None:
-            # So that the addresses of a recording that is killed mean something.
-            resolver.write_mappings()
-            self._writer.commit()
             warmer.warm_new()
             self._printer.progress(progress)
 
-        recorder.run(every_interval)
+        recorder.run(sinks.give, every_interval)
         self._running_cpu_ns = _own_cpu_ns() - self._begun_cpu_ns
         self._running_ns = time.monotonic_ns() - self._begun_ns
         self._running_rss_bytes = _peak_rss_bytes()
@@ -301,30 +316,34 @@ class _Session:
         }
 
     def _write_losses(
-        self, recorder: Recorder, resolver: CaptureResolver, outcome: Outcome
-    ) -> None:
-        losses = outcome.losses + recorder.losses() + resolver.losses
-        losses[LossKind.SAMPLING_SKIPPED] = sum(c.recursion_misses for c in outcome.costs.values())
-        losses[LossKind.PYTHON_MISFIT] = resolver.splicer.misfits
-        self._writer.put("losses", loss_rows(losses, recorder.loss_files()))
-
-    def _resolve(
         self,
         recorder: Recorder,
-        resolver: CaptureResolver,
+        sinks: RecordSinks,
         outcome: Outcome,
-        service: SymbolService,
+        unnamed: Counter[LossKind],
     ) -> None:
-        resolver.resolve(service, recorder.python_of_stacks())
-        recorder.devices.resolve(service, resolver.binary_id)
-        recorder.calls.finish(recorder.devices.kernel_names(), self._writer)
+        losses = outcome.losses + recorder.losses() + unnamed
+        losses[LossKind.SAMPLING_SKIPPED] = sum(c.recursion_misses for c in outcome.costs.values())
+        losses[LossKind.STACK_LOST] = sinks.capture.lost_stacks
+        for kind in _OF_WINDOWS:
+            losses[kind] = sinks.capture.losses[kind.stored_name]
+        sinks.writer.put("losses", loss_rows(losses, recorder.loss_files()))
+
+    def _resolve(
+        self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, service: SymbolService
+    ) -> None:
+        capture, writer = sinks.capture, sinks.writer
+        resolver = CaptureResolver(writer, recorder.table, recorder.images, capture.names)
+        resolver.resolve(service, recorder.python_of(capture.pythons))
+        recorder.devices.resolve(service, writer, resolver.binary_id)
         for problem in service.problems:
             resolver.losses[problem.reason] += 1
             self._printer.detail(f"{problem.reason.stored_name}: {problem.detail}")
-        self._write_losses(recorder, resolver, outcome)
+        resolver.losses[LossKind.PYTHON_MISFIT] = resolver.splicer.misfits
+        self._write_losses(recorder, sinks, outcome, resolver.losses)
         service.close()
         running_share = percent(self._running_cpu_ns, self._running_ns)
-        self._writer.put_meta(
+        writer.put_meta(
             {
                 "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
                 "recorder_peak_rss_bytes": self._running_rss_bytes,
@@ -336,8 +355,8 @@ class _Session:
                 "complete": 1,
             }
         )
-        self._writer.drop_meta(_SYMBOLS)
-        self._writer.commit()
+        writer.drop_meta(_SYMBOLS)
+        writer.commit()
 
     def report(self) -> Profile:
         """Renders the page; where that fails, there is a capture that it can be made from."""

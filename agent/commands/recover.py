@@ -8,18 +8,22 @@ two. Its stacks show modules and addresses: names are resolved at the end of a r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.capture.workspace import Workspace, unfinished
-from aiflame.agent.capture.writer import close_abandoned
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.outfile import sudo_ids
 from aiflame.agent.reports.rows import showable
+from aiflame.agent.sinks.rebuilt import capture_of_windows
+from aiflame.agent.sinks.segments import RecordedWindows
 
 NAME = "recover"
 
@@ -112,9 +116,8 @@ def _chosen(found: list[Workspace], wanted: str) -> Workspace:
 
 
 def _finish(workspace: Workspace, output: Path | None, force: bool) -> None:
-    if not close_abandoned(workspace.database):
-        workspace.is_kept = False
-        raise AiflameError(f"it was killed before anything was recorded: {workspace.name}; removed")
+    if not _is_whole(workspace):
+        _rebuild(workspace)
     to = workspace.destination
     to = replace(to, force=to.force or force)
     if output is not None:
@@ -127,3 +130,27 @@ def _finish(workspace: Workspace, output: Path | None, force: bool) -> None:
         f"Wrote {path} ({size_bytes / 1e6:.1f} MB), of a recording that was killed\n"
         f"Next: aiflame report {path}\n",
     )
+
+
+def _rebuild(workspace: Workspace) -> None:
+    """Makes the capture of a recording that was killed from its segments."""
+    workspace.database.unlink(missing_ok=True)
+    try:
+        windows = RecordedWindows(workspace.directory)
+        capture_of_windows(workspace.database, windows)
+    except BadSegment as error:
+        workspace.is_kept = False
+        raise AiflameError(
+            f"it was killed before anything was recorded: {workspace.name}; removed"
+        ) from error
+    for damage in windows.damage:
+        tell(sys.stderr, f"aiflame: note: {damage}\n")
+
+
+def _is_whole(workspace: Workspace) -> bool:
+    """Whether the capture was written to its end, and only its publication failed."""
+    if not workspace.database.exists():
+        return False
+    with contextlib.suppress(AiflameError, OSError):
+        return "incomplete" not in dict(read_capture(workspace.database).recording.facts)
+    return False

@@ -10,8 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.commands.recover import finish_if_killed
+from aiflame.agent.commands.captures import read_recording
 from aiflame.agent.commands.time_range import (
     add_range_arguments,
     range_note,
@@ -27,6 +26,7 @@ from aiflame.agent.reports.csv_tables import csv_files
 from aiflame.agent.reports.device_facts import absence
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.rows import showable
+from aiflame.agent.sinks.segments import are_segments
 
 NAME = "report"
 
@@ -169,7 +169,6 @@ def _add_devices(devices: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report; returns the exit code."""
     output: str | None = args.output
-    finish_if_killed(args.capture)
     if args.format == _TABLES:
         return _write_tables(args)
     report = FORMATS[_format(args.format, output)]
@@ -177,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     if output == _STDOUT:
         if report.is_binary and sys.stdout.isatty():
             raise UsageError(f"{report.name} is binary: not written to a terminal", "use -o FILE")
-        profile = restricted(read_capture(args.capture), args)
+        profile = restricted(read_recording(args.capture), args)
         _note_if_empty(profile, _options(args))
         sys.stdout.buffer.write(report.render(profile, _options(args)))
         sys.stdout.buffer.flush()
@@ -186,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     if path.exists() and args.capture.exists() and path.samefile(args.capture):
         raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
     refuse_existing(path, args.force, is_named=output is not None)
-    profile = restricted(read_capture(args.capture), args)
+    profile = restricted(read_recording(args.capture), args)
     _note_if_empty(profile, _options(args))
     data = report.render(profile, _options(args))
     write_output(path, data, args.force, is_named=output is not None)
@@ -204,7 +203,7 @@ def _write_tables(args: argparse.Namespace) -> int:
     folder = Path(args.output) if args.output else _default_path(args, _TABLES_ENDING)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"not a folder: {folder}", "csv is several files: use -o FOLDER")
-    profile = restricted(read_capture(args.capture), args)
+    profile = restricted(read_recording(args.capture), args)
     if why := absence(profile):
         sys.stderr.write(f"aiflame: note: {why}\n")
     contents = csv_files(profile, _options(args))
@@ -276,7 +275,9 @@ def _options(args: argparse.Namespace) -> ReportOptions:
 
 def _default_path(args: argparse.Namespace, ending: str) -> Path:
     stem = args.capture.name.removesuffix(_CAPTURE_ENDING)
-    path: Path = args.capture.with_name(stem + range_suffix(args) + ending)
+    name = stem + range_suffix(args) + ending
+    # Segments lie in a folder of the recorder's.
+    path: Path = Path(name) if are_segments(args.capture) else args.capture.with_name(name)
     return path
 
 

@@ -19,6 +19,7 @@ from aiflame.agent.devices.locations import DevicePlaces
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.window import COLUMNS, NONE, OpenWindow, Timing, rows_of
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
@@ -26,6 +27,9 @@ from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
 from aiflame.agent.target_files import GuardedFile
 from aiflame.gpu.base import CodeKey, Family, Interval, KernelSample, Listing
+
+# Of what families count in (gpu.base.Interval).
+_INTERVAL_NS = 1_000_000_000
 
 
 class _MappedFiles:
@@ -68,9 +72,10 @@ class Devices:
         families: Those that were asked for.
         table: Process table of the recording.
         images: ELF headers of its binaries.
-        writer: Open capture.
+        window: Where samples go.
         kernels: Where kernels get their ids.
         cpu_period_ns: What one CPU sample stands for.
+        tell_binary: Tells windows of a binary, by its index.
 
     Attributes:
         samples: Device samples so far.
@@ -81,13 +86,15 @@ class Devices:
         families: Sequence[Family],
         table: ProcessTable,
         images: ElfImages,
-        writer: CaptureWriter,
+        window: OpenWindow,
         kernels: KernelTable,
         cpu_period_ns: int,
+        tell_binary: Callable[[int], None],
     ) -> None:
+        self._tell_binary = tell_binary
         self._families = families
         self._table = table
-        self._writer = writer
+        self._window = window
         self._kernels = kernels
         self._cpu_period_ns = cpu_period_ns
         self._files = _MappedFiles(table.binaries)
@@ -111,15 +118,19 @@ class Devices:
             self._running.append(_Running(family, first, devices))
             first += len(devices)
             family.start(self._files)
-        self._write_devices()
+        self._tell_devices()
 
-    def _write_devices(self) -> None:
+    def _tell_devices(self) -> None:
+        text = self._window.text
         rows = [
-            (running.first + at, d.family, clean_name(d.name), int(d.tier), d.limit, d.period_ns)
+            (
+                *(running.first + at, text(d.family), text(clean_name(d.name))),
+                *(int(d.tier), text(d.limit), d.period_ns),
+            )
             for running in self._running
             for at, d in enumerate(running.devices)
         ]
-        self._writer.put("devices", rows)
+        self._window.define("devices", np.array(rows, COLUMNS["devices"].dtype))
 
     def _owner(self, file: int) -> Family | None:
         """Returns the family whose kernels a file holds, None for most files."""
@@ -154,61 +165,76 @@ class Devices:
         if self._families:
             self._places.add_sums(keys, values, has_come)
 
-    def drain(self, interval: int) -> None:
-        """Stores what families sampled; `interval` is seconds since the start."""
+    def drain(self, interval: int, end_ns: int) -> None:
+        """Takes in what families sampled.
+
+        Args:
+            interval: Seconds since the start.
+            end_ns: Of the window, since the start.
+        """
         by_family = defaultdict(list)
         for sample in self._places.take():
             by_family[self._owner(sample.file)].append(sample)
         for running in self._running:
             found = running.family.drain(Interval(interval, by_family[running.family]))
-            self._store(running, found)
+            self._take(running, found, end_ns)
 
-    def stop(self) -> None:
-        """Ends sampling."""
+    def stop(self, end_ns: int) -> None:
+        """Ends sampling; end_ns as for `drain`."""
         for running in self._running:
-            self._store(running, running.family.stop())
+            self._take(running, running.family.stop(), end_ns)
 
-    def _store(self, running: _Running, samples: Iterable[KernelSample]) -> None:
+    def _take(self, running: _Running, samples: Iterable[KernelSample], end_ns: int) -> None:
         rows = []
         for sample in samples:
             code = self._code(running.family, sample.code)
             self._offsets[running.family.name, sample.code].add(sample.offset)
             reason = self._reason(running.family.name, sample.reason)
             device = running.first + sample.device
-            place = (sample.interval, device, code, sample.offset, reason)
-            rows.append((*place, sample.launch_id, sample.count))
+            begin_ns = sample.interval * _INTERVAL_NS
+            times = (Timing.INTERVAL, min(begin_ns, end_ns), min(begin_ns + _INTERVAL_NS, end_ns))
+            what = (device, code, sample.offset, reason, sample.launch_id)
+            rows.append((*what, *times, sample.count))
             self.samples += sample.count
         if rows and not running.devices[0].name:
             self._found_late(running)
-        self._writer.put("device_samples", rows)
+        self._window.add("device_samples", np.array(rows, COLUMNS["device_samples"].dtype))
 
     def _found_late(self, running: _Running) -> None:
         """A driver that is not installed here, but where the target runs."""
         found = running.family.detect(self._cpu_period_ns).devices
         # One row was written for it; more would shift the ids of other families.
         running.devices = found[:1] or running.devices
-        self._write_devices()
+        self._tell_devices()
 
     def _code(self, family: Family, key: CodeKey) -> int:
         known = self._codes.get((family.name, key))
         if known is None:
             known = self._codes[family.name, key] = len(self._codes)
             kernel = self._kernels.id_of(key.process, family.api, key.name)
-            self._writer.put("kernel_codes", [(known, kernel, None, 0)])
+            file = NONE if key.file is None else key.file
+            if key.file is not None:
+                self._tell_binary(key.file)
+            self._window.define("codes", rows_of("codes", (known, kernel, file)))
         return known
 
     def _reason(self, family: str, name: str) -> int:
         known = self._reasons.get((family, name))
         if known is None:
             known = self._reasons[family, name] = len(self._reasons)
-            self._writer.put("stall_reasons", [(known, family, name)])
+            text = self._window.text
+            row = (known, text(family), text(clean_name(name)))
+            self._window.define("reasons", rows_of("reasons", row))
         return known
 
-    def resolve(self, service: SymbolService, binary_id: Callable[[int], int]) -> None:
+    def resolve(
+        self, service: SymbolService, writer: CaptureWriter, binary_id: Callable[[int], int]
+    ) -> None:
         """Stores instructions and source lines of all that was sampled.
 
         Args:
             service: Answers DWARF questions.
+            writer: Open capture.
             binary_id: Gives the id in the capture of a binary, by its index.
         """
         self._files.service = service
@@ -219,13 +245,13 @@ class Devices:
             size_bytes = 0 if listing is None else listing.size_bytes
             kernel = self._kernels.id_of(key.process, families[name].api, key.name)
             binary = None if key.file is None else binary_id(key.file)
-            self._writer.put("kernel_codes", [(code, kernel, binary, size_bytes)])
+            writer.put("kernel_codes", [(code, kernel, binary, size_bytes)])
             lines = () if listing is None else listing.lines
             rows = [
                 (code, line.offset, clean_name(line.text), clean_name(line.file), line.line)
                 for line in lines
             ]
-            self._writer.put("instructions", rows)
+            writer.put("instructions", rows)
         self._files.service = None
 
     def _listing(self, family: Family, key: CodeKey, offsets: frozenset[int]) -> Listing | None:

@@ -11,30 +11,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
-from aiflame.agent.launches.gpu_kernel_names import KernelNames
+from aiflame.agent.launches.gpu_kernel_names import KernelNames, StackAddresses
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.launches.probes import ApiProbes, FileIdentity
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Direction, Operation
+from aiflame.agent.model.window import CALL_EVENT_DTYPE, COLUMNS, NONE, OpenWindow, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.gpu.apis.base import Api, Call
 
-_LARGEST = (1 << 63) - 1  # of an integer in the capture
-# Of all calls' work and bytes, as readers sum them: what programs ask for need not exist.
-_LARGEST_SUM = 1 << 62
-
 # What the row of a call depends on.
 _ROW_OF = ("call", "stack", "kind", "tgid", "image", "tid", "kernel")
-
-Row = tuple[Any, ...]
 
 
 class _FoundFunction(NamedTuple):
@@ -46,12 +40,15 @@ class _FoundFunction(NamedTuple):
     size_bytes: int
 
 
-class StackRows(Protocol):
-    """Where stacks go."""
+class _Described(NamedTuple):
+    """A call as windows know it; kernel is NONE for what is no launch."""
 
-    def row(self, stack: int, fallback: ProcessImage) -> int:
-        """Returns the row of a stack by its id; the process is that of one not seen yet."""
-        ...
+    process: int
+    thread: int
+    stack: int
+    function: int
+    kernel: int
+    direction: int
 
 
 class ApiCalls:
@@ -62,11 +59,18 @@ class ApiCalls:
         table: Process table.
         images: ELF headers of the targets' files.
         kernels: Gives out rows of kernels.
+        window: Where calls go.
     """
 
     def __init__(
-        self, programs: Programs, table: ProcessTable, images: ElfImages, kernels: KernelTable
+        self,
+        programs: Programs,
+        table: ProcessTable,
+        images: ElfImages,
+        kernels: KernelTable,
+        window: OpenWindow,
     ) -> None:
+        self._window = window
         self._programs = programs
         self._table = table
         self._images = images
@@ -75,9 +79,7 @@ class ApiCalls:
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
         self._addresses: dict[tuple[int, int], _FoundFunction] = {}  # by image and slot
-        self._functions_written: set[int] = set()
-        self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
-        self._sizes_cut = 0
+        self._functions_told: set[int] = set()
 
     def prepare(self, runtimes: Iterable[Path]) -> None:
         """Probes files that may hold runtimes, before a process maps them."""
@@ -142,66 +144,65 @@ class ApiCalls:
         else:
             self._events.append(payload)
 
-    def drain(self, interval: int, idle: int, stacks: StackRows, writer: CaptureWriter) -> None:
-        """Writes one interval's calls.
+    def drain(self, begin_ns: int, end_ns: int, idle: int) -> None:
+        """Takes in the calls of a window.
 
         Args:
-            interval: Seconds since the start.
+            begin_ns: Where it begins, since the recording's start.
+            end_ns: Where it ends.
             idle: Which of the two maps of sums the kernel half does not write.
-            stacks: Where the stacks of calls go.
-            writer: Open capture.
         """
-        calls = []
         keys, values = self._programs.calls[idle].take_all()
+        calls, launches = [], []
         for key, value in zip(keys, values, strict=True):
-            row = self._row(key, stacks)
-            if row is not None:
-                sizes = (self._bounded(name, int(value[name])) for name in ("work", "bytes"))
-                calls.append((interval, *row, int(value["count"]), *sizes))
-        events = list(self._listed(stacks))
-        self._write_functions(writer, {row[3] for row in calls} | {row[3] for row in events})
-        writer.put("api_calls", calls)
-        writer.put("api_events", events)
+            call = self._described(key)
+            if call is None:
+                continue
+            count = int(value["count"])
+            if call.kernel == NONE:
+                what = (call.function, call.thread, call.stack, call.direction)
+                calls.append((*what, count, int(value["bytes"])))
+            else:
+                who = (call.process, call.thread, 0, call.stack, call.function, call.kernel)
+                launches.append((*who, 0, begin_ns, end_ns, count, int(value["work"])))
+        self._window.add("calls", np.array(calls, COLUMNS["calls"].dtype))
+        self._window.add("launches", np.array(launches, COLUMNS["launches"].dtype))
+        self._window.add("call_events", np.array(list(self._listed()), CALL_EVENT_DTYPE))
 
-    def _listed(self, stacks: StackRows) -> Iterator[Row]:
-        """Yields the rows of calls that came one by one, as many as a ring brings in a second."""
+    def _listed(self) -> Iterator[tuple[int, ...]]:
+        """Yields calls that came one by one, as many as a ring brings in a second."""
         events = np.frombuffer(b"".join(self._events), abi.CALL_EVENT_DTYPE)
         self._events = []
-        rows: dict[Row, Row | None] = {}
+        known: dict[tuple[Any, ...], _Described | None] = {}
         columns = (events[name].tolist() for name in (*_ROW_OF, "ns", "queue", "bytes"))
         axes = np.concatenate([events["grid"], events["block"]], axis=1).tolist()
         for number, (*words, ns, queue, size) in enumerate(zip(*columns, strict=True)):
             key = tuple(words)
-            if key not in rows:
-                rows[key] = self._row(events[number], stacks)
-            row = rows[key]
-            if row is not None:
+            if key not in known:
+                known[key] = self._described(events[number])
+            call = known[key]
+            if call is not None:
                 start_ns = max(ns - self._table.start_ns, 0)
-                largest = (min(queue, _LARGEST), *axes[number], min(size, _LARGEST))
-                yield (start_ns, *row, *largest)
+                what = (call.stack, call.thread, call.function, call.kernel, call.direction)
+                yield (start_ns, *what, queue, *axes[number], size)
 
-    def _bounded(self, name: str, size: int) -> int:
-        """Returns a sum of sizes, less where all together would be more than can be summed."""
-        taken = min(size, self._left[name])
-        self._left[name] -= taken
-        self._sizes_cut += taken < size
-        return taken
-
-    def _row(self, call: np.void, stacks: StackRows) -> Row | None:
-        """Returns stack, thread, function, kernel and direction of a call."""
+    def _described(self, call: np.void) -> _Described | None:
+        """Returns what a call is, None for one of a function that is not known."""
         slot, stack, kind = int(call["call"]), int(call["stack"]), int(call["kind"])
         found = self._call(slot)
         if found is None:
             return None
         api, function = found
         image = self._table.image(int(call["tgid"]), int(call["image"]))
-        row = stacks.row(stack or -1 - image.index, image)
-        thread = self._table.thread(image, int(call["tid"]))
+        thread = self._table.thread(image, int(call["tid"])).index
         if function.operation is not Operation.LAUNCH:
-            return row, thread.index, slot, None, int(_direction(api, function, kind))
+            direction = _direction(api, function, kind)
+            return _Described(image.index, thread, stack, self._told(slot), NONE, int(direction))
         is_named = bool(kind & abi.CALL_KERNEL_IS_NAMED)
-        kernel = self._names.kernel(image, api.name, int(call["kernel"]), is_named, row)
-        return row, thread.index, slot, kernel, int(Direction.UNKNOWN)
+        kernel = self._names.kernel(image, api.name, int(call["kernel"]), is_named, stack)
+        return _Described(
+            image.index, thread, stack, self._told(slot), kernel, int(Direction.UNKNOWN)
+        )
 
     def _call(self, slot: int) -> tuple[Api, Call] | None:
         """What a slot stands for; None for nothing that was given out."""
@@ -210,23 +211,28 @@ class ApiCalls:
         api, function = self.probes.functions[slot]
         return (api, function) if isinstance(function, Call) else None
 
-    def _write_functions(self, writer: CaptureWriter, called: set[int]) -> None:
-        rows = []
-        for slot in sorted(called - self._functions_written):
-            api, function = self.probes.functions[slot]
-            if isinstance(function, Call):
-                rows.append((slot, api.name, function.symbol, int(function.operation)))
-        writer.put("api_functions", rows)
-        self._functions_written |= called
+    def function_of(self, slot: int) -> int:
+        """Returns the function of a slot, NONE where it is no function of a window."""
+        return NONE if self._call(slot) is None else self._told(slot)
 
-    def finish(self, run: AnyMapping[int, frozenset[str]], writer: CaptureWriter) -> None:
+    def _told(self, slot: int) -> int:
+        """Tells windows of a function, once; returns its number."""
+        found = self._call(slot)
+        if found is not None and slot not in self._functions_told:
+            self._functions_told.add(slot)
+            (api, function), text = found, self._window.text
+            row = (slot, text(api.name), text(function.symbol), int(function.operation))
+            self._window.define("functions", rows_of("functions", row))
+        return slot
+
+    def finish(self, run: AnyMapping[int, frozenset[str]], stacks: StackAddresses) -> None:
         """Names kernels that no name was told of.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
-            writer: Has the stacks of launches.
+            stacks: Of launches.
         """
-        self._names.finish(run, writer)
+        self._names.finish(run, stacks)
 
     @property
     def losses(self) -> Counter[LossKind]:
@@ -234,7 +240,6 @@ class ApiCalls:
         return self.probes.losses + Counter(
             {
                 LossKind.KERNEL_NAMES_UNREAD: self._names.lost,
-                LossKind.CALL_SIZES_CUT: self._sizes_cut,
             }
         )
 

@@ -14,9 +14,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.processes.elf_images import ElfImages
@@ -44,6 +44,13 @@ _MAX_STACKS = 4
 _UNTOLD = "made before the recording began"
 _LOST = "its name was lost"
 _UNSAID = "the call does not say which kernels it launches"
+
+
+class StackAddresses(Protocol):
+    """Where the stacks of a recording are."""
+
+    def user_addresses(self, stack: int) -> bytes:
+        """Returns the user half of a stack, leaf first, as u64; empty for one that is not there."""
 
 
 @dataclass(slots=True)
@@ -112,7 +119,7 @@ class KernelNames:
             api: Of the call.
             identity: The id of a name that was told, or a handle or host address.
             is_named: Which of them.
-            stack: Row of the launch's stack.
+            stack: Id of the launch's stack.
         """
         if is_named:
             name = self._told.get((image.index, identity), "")
@@ -150,12 +157,12 @@ class KernelNames:
             pass  # it has ended: what was found before is what there is
         return found
 
-    def finish(self, run: Mapping[int, frozenset[str]], writer: CaptureWriter) -> None:
+    def finish(self, run: Mapping[int, frozenset[str]], stacks: StackAddresses) -> None:
         """Names what can be named by now.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
-            writer: Has the stacks of launches.
+            stacks: Of launches.
         """
         seen: defaultdict[tuple[int, str], Counter[int]] = defaultdict(Counter)
         for unnamed in self._unnamed.values():
@@ -163,11 +170,11 @@ class KernelNames:
             words = (word for word, name in unnamed.candidates.items() if name in names)
             seen[unnamed.image.index, unnamed.api].update(words)
         for unnamed in self._unnamed.values():
-            name = self._name(unnamed, seen[unnamed.image.index, unnamed.api], writer)
+            name = self._name(unnamed, seen[unnamed.image.index, unnamed.api], stacks)
             if name:
                 self._kernels.name(unnamed.row, unnamed.image.index, unnamed.api, name)
 
-    def _name(self, unnamed: _Unnamed, seen: Counter[int], writer: CaptureWriter) -> str:
+    def _name(self, unnamed: _Unnamed, seen: Counter[int], stacks: StackAddresses) -> str:
         index, handle = unnamed.image.index, unnamed.handle
         address = self._aliases.get((index, handle), handle)
         told = self._told.get((index, address))
@@ -175,18 +182,18 @@ class KernelNames:
             return told
         symbol = self._symbol(unnamed.image, address)
         kernel = name_from_host_symbol(symbol, unnamed.api) if symbol else None
-        kernel = kernel or self._name_of_stub(unnamed, writer)
+        kernel = kernel or self._name_of_stub(unnamed, stacks)
         if kernel:
             return kernel
         # The nearest of those that hold most names: past a small object another one begins.
         word = max(seen, key=lambda word: (seen[word], -word), default=-1)
         return unnamed.candidates.get(word, "")
 
-    def _name_of_stub(self, unnamed: _Unnamed, writer: CaptureWriter) -> str:
+    def _name_of_stub(self, unnamed: _Unnamed, stacks: StackAddresses) -> str:
         """Returns the kernel by whose stub all its launches were called, "" where there is none."""
         names = set()
         for stack in unnamed.stacks:
-            user = np.frombuffer(writer.user_addresses(stack), "<u8")
+            user = np.frombuffer(stacks.user_addresses(stack), "<u8")
             # A caller is looked up one byte before where it goes on.
             callers = [address - 1 for address in user[1 : 1 + _STUB_DEPTH].tolist()]
             symbols = (self._symbol(unnamed.image, address) for address in callers)

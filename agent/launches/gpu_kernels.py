@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.model.window import OpenWindow, rows_of
 from aiflame.agent.symbols.frames import clean_name
 
 
@@ -11,11 +11,11 @@ class KernelTable:
     """Gives out ids, and writes a row for each.
 
     Args:
-        writer: Open capture.
+        window: Where rows go.
     """
 
-    def __init__(self, writer: CaptureWriter) -> None:
-        self._writer = writer
+    def __init__(self, window: OpenWindow) -> None:
+        self._window = window
         self._ids: dict[tuple[int, str, str, str], int] = {}
 
     def id_of(self, image: int, api: str, name: str, unnamed: str = "") -> int:
@@ -31,7 +31,7 @@ class KernelTable:
         known = self._ids.get(key)
         if known is None:
             known = self._ids[key] = len(self._ids)
-            self._writer.put("kernels", [(known, *key)])
+            self._tell(known, *key)
         return known
 
     def unnamed(self, image: int, api: str, why: str) -> int:
@@ -40,9 +40,14 @@ class KernelTable:
         at = len(self._ids)
         # Kernels without names are not each other: nothing else gets this key.
         self._ids[(image, api, f"\0{at}", why)] = at
-        self._writer.put("kernels", [(at, *key)])
+        self._tell(at, *key)
         return at
 
     def name(self, kernel: int, image: int, api: str, name: str) -> None:
         """Names a kernel that was entered without."""
-        self._writer.put("kernels", [(kernel, image, api, clean_name(name), "")])
+        self._tell(kernel, image, api, clean_name(name), "")
+
+    def _tell(self, kernel: int, image: int, api: str, name: str, unnamed: str) -> None:
+        text = self._window.text
+        row = (kernel, image, text(api), text(name), text(unnamed))
+        self._window.define("kernels", rows_of("kernels", row))

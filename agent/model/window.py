@@ -11,7 +11,8 @@ A window is plain data: columns of numpy rows, and texts that columns refer to b
 Numbers (process, thread, binary, function, kernel, code, device, reason, cgroup) are given out by
 the collector, mean the same in all windows of a recording, and are never used again. So are the ids
 of stacks and chains, 64-bit hashes of the kernel half. Times are nanoseconds since the recording's
-start. `check` tells whether all of this holds, `concatenate` what several windows say together.
+start. `check` and `check_wall` tell whether all of this holds, `concatenate` what several windows
+say together.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Direction, Operation, Tier
-from aiflame.agent.model.profile import GilState, SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StackEnd
 
 Rows = npt.NDArray[np.void]
 
@@ -35,6 +38,9 @@ NONE = 0xFFFF_FFFF
 NO_STACK = NO_CHAIN = 0
 # Stands in a column of times for "not yet" or "not known".
 NO_TIME = -1
+
+# Of enum python_gil.
+_GIL_VALUES = 4
 
 # On and off CPU come from one clock, but a thread's switch and the boundary of a window from
 # different processors: what they may differ by.
@@ -99,9 +105,9 @@ MAPPING_DTYPE = np.dtype(
     ]
 )
 # `kernel_depth` and then `user_depth` addresses from `addresses[first]` on, each half leaf first.
-# stop_reason: a StackEnd; is_kernel_cut: kernel frames are missing between the halves; gil: a
-# GilState; call, call_return: the device API function that the stack is inside of, and where it
-# returns to, NONE and 0 where it is in none.
+# stop_reason: a StackEnd; is_kernel_cut: kernel frames are missing between the halves; gil: enum
+# python_gil of bpf/aiflame.h; call, call_return: the device API function that the stack is inside
+# of, whose address is among the others, and where it returns to; NONE and 0 where it is in none.
 STACK_DTYPE = np.dtype(
     [
         ("stack", "<u8"),
@@ -194,8 +200,9 @@ CALL_DTYPE = np.dtype(
 )
 # Launches on one queue: `count` that follow each other and are equal but for their time, with no
 # other launch and no return of a wait between them; the first enqueued at enqueued_ns, the last at
-# last_enqueued_ns. queue: the handle of the stream or queue, unique in a process; launch_id: number
-# of the first, 0 where they are not numbered; work: work items of all.
+# last_enqueued_ns. queue: the handle of the stream or queue, unique in a process; 0 where it is not
+# known: then they are all equal ones between the two times. launch_id: number of the first, 0 where
+# they are not numbered; work: work items of all.
 LAUNCH_DTYPE = np.dtype(
     [
         ("process", "<u4"),
@@ -209,6 +216,25 @@ LAUNCH_DTYPE = np.dtype(
         ("last_enqueued_ns", "<i8"),
         ("count", "<u8"),
         ("work", "<u8"),
+    ]
+)
+# Calls of a device API one by one, where these are asked for (record --trace).
+CALL_EVENT_DTYPE = np.dtype(
+    [
+        ("start_ns", "<i8"),
+        ("stack", "<u8"),
+        ("thread", "<u4"),
+        ("function", "<u4"),
+        ("kernel", "<u4"),
+        ("direction", "u1"),
+        ("queue", "<u8"),
+        ("grid_x", "<u4"),
+        ("grid_y", "<u4"),
+        ("grid_z", "<u4"),
+        ("block_x", "<u4"),
+        ("block_y", "<u4"),
+        ("block_z", "<u4"),
+        ("bytes", "<u8"),
     ]
 )
 # Calls that returned at end_ns, after all had ended that was on the queue at begin_ns: the end of a
@@ -385,6 +411,15 @@ COLUMNS: Mapping[str, Column] = {
             "kernel": "kernels",
         },
     ),
+    "call_events": Column(
+        CALL_EVENT_DTYPE,
+        refers={
+            "stack": "stacks",
+            "thread": "threads",
+            "function": "functions",
+            "kernel": "kernels",
+        },
+    ),
     "queue_waits": Column(
         QUEUE_WAIT_DTYPE,
         refers={"process": "processes", "thread": "threads", "function": "functions"},
@@ -398,6 +433,12 @@ COLUMNS: Mapping[str, Column] = {
     "kernel_times": Column(KERNEL_TIME_DTYPE, refers={"device": "devices", "kernel": "kernels"}),
     "losses": Column(LOSS_DTYPE, key=("name",), adds=("count", "thread_ns"), texts=("name",)),
 }
+
+
+def rows_of(column: str, *rows: tuple[Any, ...]) -> Rows:
+    """Makes rows of a column, each with its fields in their order."""
+    return np.array(list(rows), COLUMNS[column].dtype)
+
 
 # What a reference holds where there is nothing to refer to: ids are never 0, numbers never NONE.
 _NOTHING = {"stacks": NO_STACK, "chains": NO_CHAIN}
@@ -444,6 +485,7 @@ class Window:
     reasons: Rows
     calls: Rows
     launches: Rows
+    call_events: Rows
     queue_waits: Rows
     device_samples: Rows
     kernel_times: Rows
@@ -472,6 +514,31 @@ class Window:
         """Returns a column by its name in `COLUMNS`."""
         found: Rows = getattr(self, column)
         return found
+
+
+class OpenWindow(Protocol):
+    """Where those who learn something of a recording put it, for the window that is open."""
+
+    def text(self, words: str) -> int:
+        """Returns what stands for a text in the rows that are added here."""
+
+    def define(
+        self, column: str, rows: Rows, parts: Rows | None = None, *, is_late: bool = False
+    ) -> None:
+        """Adds facts, or what they have become.
+
+        Args:
+            column: Its name.
+            rows: Of it.
+            parts: For stacks and chains, the addresses or frames that `first` counts in.
+            is_late: Earlier windows mentioned them as lost: they are given although no row does.
+        """
+
+    def add(self, column: str, rows: Rows) -> None:
+        """Adds measures or events."""
+
+    def lose(self, kind: LossKind, count: int, thread_ns: int = 0) -> None:
+        """Counts a loss, and the thread time that is missing for it."""
 
 
 def lengths(column: str, rows: Rows) -> npt.NDArray[np.int64]:
@@ -504,7 +571,6 @@ def check(window: Window) -> None:
             if len(rows) and int(ends.max()) > len(window.rows(column.parts)):
                 raise BadWindow(f"{name}: a row goes past the end of {column.parts}")
     _check_values(window)
-    _check_wall(window)
 
 
 def _check_references(window: Window, name: str) -> None:
@@ -524,11 +590,12 @@ def _check_references(window: Window, name: str) -> None:
 def _check_values(window: Window) -> None:
     known: dict[tuple[str, str], Iterable[int]] = {
         ("stacks", "stop_reason"): StackEnd,
-        ("stacks", "gil"): GilState,
+        ("stacks", "gil"): range(_GIL_VALUES),
         ("samples", "kind"): SampleClass,
         ("functions", "operation"): Operation,
         ("devices", "tier"): Tier,
         ("calls", "direction"): Direction,
+        ("call_events", "direction"): Direction,
         ("device_samples", "timing"): Timing,
     }
     for (name, value), values in known.items():
@@ -544,8 +611,15 @@ def _check_values(window: Window) -> None:
             raise BadWindow(f"{name}: {last} is after the window's end")
 
 
-def _check_wall(window: Window) -> None:
-    """On and off CPU are all the time that a thread existed."""
+def check_wall(window: Window) -> None:
+    """Checks that for each thread time on and off CPU is all the time that it existed.
+
+    Apart from `check`, since a kernel that hides switches breaks it, and what it tells otherwise is
+    as good as ever.
+
+    Raises:
+        BadWindow: It is not.
+    """
     off = window.samples[window.samples["kind"] != SampleClass.ON_CPU]
     order = np.argsort(window.thread_times["thread"])
     threads = window.thread_times["thread"][order]

@@ -114,13 +114,12 @@ def _remainder(interval: Interval) -> Mapping:
 
 @dataclass(slots=True)
 class ThreadInfo:
-    """One thread of one image; times in ns, filled in when it ends or the recording does."""
+    """One thread of one image; how long it was observed is known when it or the recording ends."""
 
     index: int
     image: ProcessImage
     tid: int
     name: str
-    on_cpu_ns: int = 0
     observed_ns: int = 0
 
 
@@ -152,10 +151,25 @@ class ProcessTable:
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
+        self._changed: dict[int, ProcessImage] = {}
+        self._changed_threads: dict[int, ThreadInfo] = {}
 
     def is_current(self, image: ProcessImage) -> bool:
         """Whether the kernel half knows an image as what its pid runs now."""
         return self._current_image(image.pid) == image.image
+
+    def take_changed(self) -> tuple[list[ProcessImage], list[ThreadInfo]]:
+        """Returns the images and threads that are new, or of which more is known, since last."""
+        images, threads = [*self._changed.values()], [*self._changed_threads.values()]
+        self._changed.clear()
+        self._changed_threads.clear()
+        return images, threads
+
+    def rename(self, thread: ThreadInfo, name: str) -> None:
+        """Gives a thread the name that it has now, unless that is empty."""
+        if name and name != thread.name:
+            thread.name = name
+            self._changed_threads[thread.index] = thread
 
     def image(self, pid: int, image: int, parent_pid: int = 0, name: str = "") -> ProcessImage:
         """Returns a process image, entered now, under that parent and name, if it was not known."""
@@ -171,6 +185,7 @@ class ProcessTable:
         known = self._by_key.get((pid, image)) or self._enter(pid, image, ns, parent_pid, name)
         known.parent_pid = parent_pid or known.parent_pid
         known.name = name or known.name
+        self._changed[known.index] = known
         self.read_mappings(known)
         return known
 
@@ -180,6 +195,7 @@ class ProcessTable:
         entered = ProcessImage(len(self.images), pid, image, max(ns, self.start_ns), parent_pid)
         entered.name = name or procfs.comm(pid) or f"pid {pid}"
         self.images.append(entered)
+        self._changed[entered.index] = entered
         self._by_key[(pid, image)] = entered
         self._read_identity(entered)
         self._latest[pid] = entered
@@ -223,6 +239,7 @@ class ProcessTable:
         image.was_read = image.was_read or bool(found)
         is_new = image.replace_mappings(found)
         if is_new:
+            self._changed[image.index] = image
             self.on_mappings(image)
         return is_new
 
@@ -248,6 +265,7 @@ class ProcessTable:
         known = self._by_key.get((pid, image))
         if known is not None:
             known.exited_ns = ns
+            self._changed[known.index] = known
 
     def known_thread(self, image: ProcessImage, tid: int) -> ThreadInfo | None:
         """Returns a thread if it was entered."""
@@ -261,5 +279,6 @@ class ProcessTable:
             name = procfs.comm(image.pid, tid) or image.name
             known = ThreadInfo(len(self.threads), image, tid, name)
             self.threads.append(known)
+            self._changed_threads[known.index] = known
             self._thread_by_key[key] = known
         return known

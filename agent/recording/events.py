@@ -11,7 +11,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.processes.table import ProcessTable
-from aiflame.agent.recording.sinks import SampleSink
+from aiflame.agent.recording.samples import Samples
 
 
 class KeepsProcesses(Protocol):
@@ -36,7 +36,7 @@ class Events:
         self,
         ring: RingBuffer,
         table: ProcessTable,
-        samples: SampleSink,
+        samples: Samples,
         keepers: Sequence[KeepsProcesses],
         calls: ApiCalls,
     ) -> None:
@@ -78,8 +78,6 @@ class Events:
             tgid, int(event["image"]), int(event["parent_tgid"]), name if tid == tgid else ""
         )
         thread = self._table.thread(image, tid)
-        thread.name = name or thread.name
-        # Added, since a thread id may have had an earlier life in the same process.
-        thread.on_cpu_ns += int(event["on_cpu_ns"])
+        self._table.rename(thread, name)
         first_ns = max(int(event["first_seen_ns"]), self._table.start_ns)
-        thread.observed_ns += int(event["ns"]) - first_ns
+        self._samples.add_thread_time(thread, int(event["on_cpu_ns"]), int(event["ns"]) - first_ns)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.losses import LossKind
+from aiflame.agent.model.window import COLUMNS, OpenWindow, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
@@ -118,9 +120,14 @@ class PythonProcesses:
         programs: Loaded programs.
         table: Process table.
         images: ELF headers of the binaries.
+        window: Where Python frames go.
     """
 
-    def __init__(self, programs: Programs, table: ProcessTable, images: ElfImages) -> None:
+    def __init__(
+        self, programs: Programs, table: ProcessTable, images: ElfImages, window: OpenWindow
+    ) -> None:
+        self._window = window
+        self._told: dict[str, list[tuple[int, ...]]] = {"code_objects": [], "code_lines": []}
         self._programs = programs
         self._table = table
         self._images = images
@@ -235,6 +242,9 @@ class PythonProcesses:
             self._read_codes(records[fresh], checked)
             for key, record in zip(keys[fresh].tolist(), records[fresh], strict=True):
                 self.chains[key] = self._chain(record, checked)
+                image = self._table.image(int(record["tgid"]), int(record["image"]))
+                self._tell_chain(key, image, self.chains[key].frames, int(record["end"]))
+        self._tell_codes()
 
     def _read_codes(
         self, records: npt.NDArray[np.void], checked: dict[tuple[int, int], Code | None]
@@ -259,6 +269,29 @@ class PythonProcesses:
     def _process(self, record: np.void) -> PythonProcess | None:
         image = self._table.image(int(record["tgid"]), int(record["image"]))
         return self.by_image.get(image.index)
+
+    def keep(self, chain: int, image: ProcessImage, python: ThreadPython) -> None:
+        """Keeps the Python frames of a stack that the host half walked, under an id of its own."""
+        self.chains[chain] = python.chain
+        end = abi.PythonEnd.COMPLETE if python.chain.is_whole else abi.PythonEnd.UNREADABLE
+        self._tell_chain(chain, image, python.chain.frames, end)
+        self._tell_codes()
+
+    def _tell_chain(
+        self, chain: int, image: ProcessImage, frames: Sequence[PythonFrame], end: int
+    ) -> None:
+        row = (chain, image.index, 0, len(frames), end)
+        parts = [(frame.code_address, frame.position, frame.ends_run) for frame in frames]
+        self._window.define(
+            "chains", rows_of("chains", row), np.array(parts, COLUMNS["chain_frames"].dtype)
+        )
+
+    def _tell_codes(self) -> None:
+        """Tells windows what was read of code objects since the last time."""
+        for column, rows in self._told.items():
+            if rows:
+                self._window.define(column, np.array(rows, COLUMNS[column].dtype))
+                rows.clear()
 
     def _chain(self, record: np.void, checked: dict[tuple[int, int], Code | None]) -> PythonChain:
         process = self._process(record)
@@ -303,6 +336,10 @@ class PythonProcesses:
             line = process.reader.line(code, position)
             source = SourceFrame(code.qualname, clean_name(code.filename), line, False)
             known = process.lines[(id(code), position)] = (code, source)
+            text, key = self._window.text, (process.image.index, address)
+            names = (text(source.name), text(source.file), max(code.first_line, 0))
+            self._told["code_objects"].append((*key, *names))
+            self._told["code_lines"].append((*key, position, max(line, 0)))
         return known[1]
 
     def _interpreter(self, binary: int, image: ProcessImage) -> Interpreter | None:

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recording itself: attach, drain once an interval, stop in order.
+"""The recording itself: attach, close a window once an interval, stop in order.
 
 The recorder pays per distinct stack, not per sample: the kernel half sums, this half empties its
-maps once a second and hands rows to the capture. It never walks, never resolves symbols while it
-records, and holds no compiler.
+maps once a second into a window. It knows nothing of what becomes of windows, resolves no symbols,
+and holds no compiler.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from aiflame.agent import priority
-from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.kernel import abi
@@ -28,21 +28,26 @@ from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
+from aiflame.agent.launches.gpu_kernel_names import StackAddresses
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.launches.runtimes import places_of_runtimes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.processes.table import ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.model.window import Cost, Window
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.recording.events import Events
+from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.resolve import StackPython
-from aiflame.agent.recording.rows import open_parts, row_of_image, row_of_thread
+from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.agent.recording.sinks import SampleSink, StackSink, read_counters, read_losses
-from aiflame.agent.recording.sleepers import Sleepers
+from aiflame.agent.recording.sleepers import Sleepers, give_sleepers
+from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
 from aiflame.agent.recording.thread_walk import StackWalker
+from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.sinks.capture import PythonHalf
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.base import Family
@@ -66,7 +71,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished recording knows besides the rows it wrote. Times in ns.
+    """What a finished recording knows besides its windows. Times in ns.
 
     Attributes:
         duration_ns: From start to end, as the programs have seen it.
@@ -89,7 +94,6 @@ class Recorder:
     Args:
         target: Whom to record.
         options: What is compiled into the kernel half.
-        writer: Open capture.
         signals: Ends the recording.
         families: Devices to record.
     """
@@ -98,14 +102,12 @@ class Recorder:
         self,
         target: Target,
         options: ProgramOptions,
-        writer: CaptureWriter,
         signals: StopSignals,
         families: Sequence[Family] = (),
     ) -> None:
         self._target = target
         self._families = families
         self._options = options
-        self._writer = writer
         self._signals = signals
         self._memory = RemoteMemory()
         self._memory.start()  # it is ready by the time that the programs are
@@ -120,7 +122,9 @@ class Recorder:
         self.cpu_count = len(online_cpus())
         self._possible_cpus = possible_cpus()
         self._epoch = 0
-        self._images_written = self._threads_written = 0
+        self._window = WindowBuilder(_bounds(target, options))
+        self._told_losses: Counter[LossKind] = Counter()
+        self._told_cpu_ns = time.process_time_ns()
         self._switches_unseen = 0
         self._cpus_came = 0
         self._entering: Iterator[None] = iter(())
@@ -143,8 +147,7 @@ class Recorder:
         self.table = ProcessTable(
             time.monotonic_ns(), self._current_image, self._guard, self._memory
         )
-        self.stacks = StackSink(self._writer, self.table)
-        self.samples = SampleSink(self._writer, self.table, self.stacks)
+        self.samples = Samples(self._window, self.table)
         pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
@@ -175,10 +178,10 @@ class Recorder:
             self._programs, self.table, cache_dir(), limit_bytes, self._ring.watch
         )
         self.images = self.tables.images
-        self.pythons = PythonProcesses(self._programs, self.table, self.images)
-        self.kernels = KernelTable(self._writer)
-        self.calls = ApiCalls(self._programs, self.table, self.images, self.kernels)
-        self.stacks.with_call = self.calls.with_call
+        self.facts = ProcessFacts(self._window, self.table, self.images)
+        self.pythons = PythonProcesses(self._programs, self.table, self.images, self._window)
+        self.kernels = KernelTable(self._window)
+        self.calls = ApiCalls(self._programs, self.table, self.images, self.kernels, self._window)
         self.events = Events(
             self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
         )
@@ -199,9 +202,15 @@ class Recorder:
     def _start_devices(self) -> None:
         period_ns = self._options.period_ns
         self.devices = Devices(
-            self._families, self.table, self.images, self._writer, self.kernels, period_ns
+            self._families,
+            self.table,
+            self.images,
+            self._window,
+            self.kernels,
+            period_ns,
+            self.facts.tell_binary,
         )
-        self.stacks.on_stack = self.devices.add_stack
+        self.stacks = Stacks(self._window, self.table, self.calls, [self.devices])
         self.devices.start()
 
     def _mappings_read(self, image: ProcessImage) -> None:
@@ -234,12 +243,17 @@ class Recorder:
         state = self._programs.processes.lookup(pid.to_bytes(4, "little"))
         return None if state is None else int(state[0]["image"])
 
-    def run(self, report: Callable[[Progress], None]) -> None:
-        """Drains until told to stop, the time is over, or the target has ended."""
-        with self._real_time:
-            self._run(report)
+    def run(self, give: Callable[[Window], None], report: Callable[[Progress], None]) -> None:
+        """Records until told to stop, the time is over, or the target has ended.
 
-    def _run(self, report: Callable[[Progress], None]) -> None:
+        Args:
+            give: Takes each window.
+            report: Is told how it goes on after each.
+        """
+        with self._real_time:
+            self._run(give, report)
+
+    def _run(self, give: Callable[[Window], None], report: Callable[[Progress], None]) -> None:
         self._ring.watch(self._signals.fd)
         waiting = {pid: _process_fd(pid) for pid in self._living_pids()}
         for fd in waiting.values():
@@ -263,7 +277,7 @@ class Recorder:
                 self.tables.poll()
                 self.pythons.poll()
                 if time.monotonic_ns() >= next_ns:
-                    self.drain()
+                    give(self._close_window(self.drain()))
                     self._cpus_came += self._probes.follow_cpus()
                     report(self._progress())
                     next_ns = max(next_ns + INTERVAL_NS, time.monotonic_ns())
@@ -280,7 +294,7 @@ class Recorder:
         losses = read_losses(self._programs.counters, self._possible_cpus)
         return Progress(
             elapsed_ns=min(time.monotonic_ns(), self._end_ns) - self.start_ns,
-            samples=self.samples.samples,
+            samples=self.samples.count,
             off_cpu_ns=sum(self.samples.ns_by_class[1:]),
             lost=losses.total(),
         )
@@ -291,8 +305,12 @@ class Recorder:
             self._real_time.check()
         self.pythons.take_chains()
 
-    def drain(self) -> None:
-        """Empties the kernel's stores into the capture, and commits."""
+    def drain(self) -> int:
+        """Empties the kernel's stores into the open window.
+
+        Returns:
+            Until when they held what was there, monotonic.
+        """
         idle = self._programs.sums[self._epoch]
         self._epoch ^= 1
         switched_ns = time.monotonic_ns()
@@ -303,22 +321,36 @@ class Recorder:
         keys, values = idle.take_all()
         # What is drained after the end is of the last interval.
         interval = (min(self._epoch_since_ns, self._end_ns - 1) - self.start_ns) // INTERVAL_NS
-        self.samples.add(interval, keys, values)
+        end_ns = self._since_start(switched_ns)
+        self.samples.add(keys, values)
         if self._options.calls:
-            self.calls.drain(interval, self._epoch ^ 1, self.stacks, self._writer)
+            self.calls.drain(self._window.start_ns, end_ns, self._epoch ^ 1)
         self.devices.add_sums(keys, values, self.stacks.has_come)
-        self.devices.drain(interval)
+        self.devices.drain(interval, end_ns)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         self._epoch_since_ns = switched_ns
-        self._write_tables(
-            self.table.images[self._images_written :], self.table.threads[self._threads_written :]
-        )
-        self._writer.commit()
-        self._images_written = len(self.table.images)
-        self._threads_written = len(self.table.threads)
+        return switched_ns
 
-    def stop(self) -> Outcome:
-        """Ends sampling, closes open intervals, and drains what is left."""
+    def _since_start(self, monotonic_ns: int) -> int:
+        """Returns a time of the recording; what comes after its end is at its end."""
+        return max(min(monotonic_ns, self._end_ns) - self.start_ns, self._window.start_ns)
+
+    def _close_window(self, boundary_ns: int, *, is_last: bool = False) -> Window:
+        """Closes the open window at a monotonic time."""
+        self.facts.tell(self._end_ns)
+        losses = read_losses(self._programs.counters, self._possible_cpus) + self.losses()
+        for kind, count in (losses - self._told_losses).items():
+            self._window.lose(kind, count)
+        self._told_losses = losses
+        cpu_ns, before_ns = time.process_time_ns(), self._told_cpu_ns
+        self._told_cpu_ns = cpu_ns
+        rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        cost = Cost(cpu_ns - before_ns, 0, rss_bytes)
+        end_ns = self._since_start(boundary_ns)
+        return self._window.close(end_ns, is_last=is_last, cost=cost)
+
+    def stop(self, give: Callable[[Window], None]) -> Outcome:
+        """Ends sampling, closes open intervals, and takes in what is left."""
         self._probes.stop_clocks()
         # In this order: what is not seen after the stop goes on as it was, so that on and off add
         # up; the other way round, both would go on past the end.
@@ -328,7 +360,7 @@ class Recorder:
         self.events.take()
         self.drain()
         self.drain()  # the other of the two sum maps
-        self.devices.stop()
+        self.devices.stop(end_ns - self.start_ns)
         self._close_open_intervals(end_ns)
         counters = self._programs.counters
         outcome = Outcome(
@@ -338,17 +370,27 @@ class Recorder:
             losses=read_losses(counters, self._possible_cpus),
             costs=self._programs.costs(),
         )
-        self._write_tables(self.table.images, self.table.threads)
-        self._writer.commit()
+        give(self._close_window(end_ns))
         return outcome
 
-    def python_of_stacks(self) -> dict[int, StackPython]:
-        """Returns the Python half of stacks, by row id of the stack."""
+    def finish(self, give: Callable[[Window], None], stacks: StackAddresses) -> None:
+        """Gives the last window: what takes longer to find out, of what windows before mention.
+
+        Args:
+            give: Takes it.
+            stacks: Of all windows before.
+        """
+        give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
+        self.calls.finish(self.devices.kernel_names(), stacks)
+        give(self._close_window(self._end_ns, is_last=True))
+
+    def python_of(self, halves: Mapping[int, PythonHalf]) -> dict[int, StackPython]:
+        """Returns what is known of the Python halves of stacks, by the row of the stack."""
         found = {}
-        for row, image, chain, gil in self.stacks.with_python:
-            process = self.pythons.by_image.get(image.index)
+        for row, half in halves.items():
+            process = self.pythons.by_image.get(half.process)
             if process is not None:
-                found[row] = StackPython(process, self.pythons.chains.get(chain), gil)
+                found[row] = StackPython(process, self.pythons.chains.get(half.chain), half.gil)
         return found
 
     def losses(self) -> Counter[LossKind]:
@@ -359,7 +401,6 @@ class Recorder:
                 LossKind.BINARY_NOT_READ: len(self._guard.bad),
                 LossKind.SWITCH_NOT_SEEN: self._switches_unseen,
                 LossKind.CPUS_CAME_ONLINE: self._cpus_came,
-                LossKind.STACK_LOST: self.stacks.lost(),
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
@@ -386,17 +427,19 @@ class Recorder:
             tgid, stack = int(state["tgid"]), int(state["stack"])
             image = self.table.image(tgid, int(state["image"]))
             thread = self.table.thread(image, tid)
-            thread.observed_ns += end_ns - max(int(state["first_seen_ns"]), self.start_ns)
-            thread.on_cpu_ns += int(state["on_cpu_ns"])
+            observed_ns = end_ns - max(int(state["first_seen_ns"]), self.start_ns)
             switched_ns = int(state["switched_ns"])
+            on_cpu_ns = int(state["on_cpu_ns"])
+            if int(state["off_class"]) == SampleClass.ON_CPU and 0 < switched_ns <= end_ns:
+                # Others went off it in a way that the kernel hides: until when is not known.
+                if tid in running or int(state["flags"]) & abi.THREAD_SEEDED:
+                    on_cpu_ns += end_ns - switched_ns
+                else:
+                    self._switches_unseen += 1
+            self.samples.add_thread_time(thread, on_cpu_ns, observed_ns)
             if not switched_ns or switched_ns > end_ns:
                 continue
             if int(state["off_class"]) == SampleClass.ON_CPU:
-                # Others went off it in a way that the kernel hides: until when is not known.
-                if tid in running or int(state["flags"]) & abi.THREAD_SEEDED:
-                    thread.on_cpu_ns += end_ns - switched_ns
-                else:
-                    self._switches_unseen += 1
                 continue
             for sample_class, ns in open_parts(state, end_ns):
                 sum_keys.append((stack, int(state["image"]), tgid, tid, int(sample_class), 0))
@@ -406,11 +449,9 @@ class Recorder:
                 self._open_wait(tid, state, end_ns)
         for pid, tid in self.sleepers.missed():
             thread = self.table.thread(self.table.image(pid, self.table.first_image), tid)
-            thread.observed_ns = end_ns - self.start_ns
+            self.samples.add_thread_time(thread, 0, end_ns - self.start_ns - thread.observed_ns)
         self.samples.add(
-            (end_ns - self.start_ns - 1) // INTERVAL_NS,
-            np.array(sum_keys, abi.SUM_KEY_DTYPE),
-            np.array(sum_values, abi.SUM_VALUE_DTYPE),
+            np.array(sum_keys, abi.SUM_KEY_DTYPE), np.array(sum_values, abi.SUM_VALUE_DTYPE)
         )
 
     def _running(self) -> set[int]:
@@ -427,13 +468,7 @@ class Recorder:
         event["start_ns"] = state["switched_ns"]
         event["blocked_ns"] = parts.get(SampleClass.BLOCKED, 0)
         event["runnable_ns"] = parts.get(SampleClass.WAITING_TO_RUN, 0)
-        self.samples.add_wait(event)
-
-    def _write_tables(self, images: list[ProcessImage], threads: list[ThreadInfo]) -> None:
-        start_ns, end_ns = self.start_ns, self._end_ns
-        self.stacks.write_unfilled()
-        self._writer.put("processes", (row_of_image(image, start_ns, end_ns) for image in images))
-        self._writer.put("threads", (row_of_thread(thread) for thread in threads))
+        self.samples.add_wait(event, is_open=True)
 
     def close(self) -> None:
         """Detaches and takes the programs out of the kernel."""
@@ -445,6 +480,14 @@ class Recorder:
         self._memory.close()
         self._ring.close()
         self._programs.close()
+
+
+def _bounds(target: Target, options: ProgramOptions) -> Bounds:
+    """Returns what a window may hold: what the kernel half brings in a busy second, and no more."""
+    stacks = max(options.stacks_max, Bounds().stacks)
+    # Whoever is named alone may have all.
+    of_process = stacks if target.filter is abi.Filter.PIDS else stacks // 2
+    return Bounds(stacks=stacks, stacks_of_process=of_process, rows=options.sums_max)
 
 
 def _process_fd(pid: int) -> int | None:

@@ -20,14 +20,13 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.processes.table import Mapping as BinaryMapping
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
-from aiflame.agent.recording.names import MAX_INTEGER, Names
 from aiflame.agent.recording.pythons import PythonChain, PythonProcess
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
-from aiflame.agent.recording.sinks import KERNEL_CUT
 from aiflame.agent.recording.splicing import NativeFrame, Splicer
+from aiflame.agent.sinks.capture import KERNEL_CUT
+from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
@@ -97,47 +96,19 @@ class CaptureResolver:
         writer: Open capture; all stacks are in it.
         table: Process table of the recording.
         images: ELF headers of its binaries.
+        names: Of the capture.
     """
 
     def __init__(
-        self,
-        writer: CaptureWriter,
-        table: ProcessTable,
-        images: ElfImages,
+        self, writer: CaptureWriter, table: ProcessTable, images: ElfImages, names: Names
     ) -> None:
         self._writer = writer
         self._table = table
-        self._names = Names()
+        self._names = names
         self._images = images
         self._entries: dict[int, int] = {}
-        self._mappings_written: dict[int, list[BinaryMapping]] = {}
         self.splicer = Splicer(self._names)
         self.losses: Counter[LossKind] = Counter()
-
-    def write_mappings(self) -> None:
-        """Writes new mappings and their binaries, so that unresolved stacks can be read."""
-        rows = []
-        changed = []
-        for image in self._table.images:
-            written = self._mappings_written.get(image.index)
-            # A list of mappings is replaced, never changed.
-            if written is image.mappings or not image.mappings:
-                continue
-            self._mappings_written[image.index] = image.mappings
-            if written is not None:
-                changed.append(image.index)
-            for mapping in image.mappings:
-                if mapping.binary == NO_BINARY:
-                    continue
-                bias = self._images.bias(mapping)
-                if not 0 <= bias <= MAX_INTEGER:
-                    bias = 0
-                binary = self.binary_id(mapping.binary)
-                place = (mapping.start, mapping.end, mapping.file_offset)
-                rows.append((image.index, *place, bias, binary))
-        self._writer.drop_mappings(changed)
-        self._writer.put("mappings", rows)
-        self._names.write(self._writer)
 
     def binary_id(self, binary: int) -> int:
         """Returns the id in the capture of a binary, by its index."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,14 +30,13 @@ from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.snapshots import PIECE_BYTES, Snapshot, Snapshots
 from aiflame.agent.processes.stack_memory import StackMemory
-from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.recording.pythons import PythonProcesses, ThreadPython
-from aiflame.agent.recording.sinks import StackSink
+from aiflame.agent.recording.stacks import MADE_STACKS, MadeStack, Stacks
 from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.thread_walk import StackWalker, WalkedThread
 
-# Ids of stacks that the host half makes, outside the kernel's hash in all likelihood: bits 63..32.
-_MADE_STACK_BASE = 0x51EE_9E55 << 32
+_MADE_STACK_BASE = MADE_STACKS << 32
 
 # `[<0>] hrtimer_nanosleep+0x74/0xf0 [module]` (fs/proc/base.c, proc_pid_stack, v6.1).
 _STACK_LINE = re.compile(
@@ -333,9 +332,9 @@ class Sleepers:
             return StackEnd.EXCLUDED
         return StackEnd.NOT_WALKED if sleeper.walked is None else sleeper.walked.end
 
-    def keep_python(self, stack: int, python: ThreadPython) -> None:
+    def keep_python(self, stack: int, image: ProcessImage, python: ThreadPython) -> None:
         """Keeps the Python half of a made-up stack under its id."""
-        self._pythons.chains[stack] = python.chain
+        self._pythons.keep(stack, image, python)
 
 
 def _batches(pids: Iterable[int]) -> Iterator[list[tuple[int, int]]]:
@@ -409,9 +408,18 @@ def kernel_addresses(functions: set[tuple[str, str]]) -> dict[tuple[str, str], i
     return found
 
 
-def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -> None:
-    """Stores the stacks of those sleepers that any sample or wait refers to."""
-    wanted = {stack: s for stack, s in sleepers.by_stack.items() if stacks.mentions(stack)}
+def give_sleepers(
+    sleepers: Sleepers, made: Collection[int], stacks: Stacks, table: ProcessTable
+) -> None:
+    """Gives windows the stacks of sleepers.
+
+    Args:
+        sleepers: All.
+        made: Ids of their stacks that any sample or wait refers to.
+        stacks: Where they go.
+        table: Process table.
+    """
+    wanted = {stack: s for stack, s in sleepers.by_stack.items() if stack in made}
     sleepers.finish(list(wanted.values()))
     functions = {
         (frame.name, frame.module) for sleeper in wanted.values() for frame in sleeper.kernel_frames
@@ -428,8 +436,9 @@ def store_sleepers(sleepers: Sleepers, stacks: StackSink, table: ProcessTable) -
         sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] += lost
         user = [] if sleeper.walked is None else list(sleeper.walked.addresses)
         image = table.image(sleeper.pid, table.first_image)
-        stacks.add_made(stack, image, kernel, user, sleepers.end_of(sleeper))
-        if sleeper.python is not None:
-            sleepers.keep_python(stack, sleeper.python)
-            row = stacks.row(stack, image)
-            stacks.with_python.append((row, image, stack, int(sleeper.python.gil)))
+        end, python = sleepers.end_of(sleeper), sleeper.python
+        if python is None:
+            stacks.add_made(stack, MadeStack(image, kernel, user, end))
+        else:
+            sleepers.keep_python(stack, image, python)
+            stacks.add_made(stack, MadeStack(image, kernel, user, end, stack, int(python.gil)))

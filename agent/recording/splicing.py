@@ -15,8 +15,8 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import FrameKind, GilState
 from aiflame.agent.python import gil as python_gil
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
-from aiflame.agent.recording.names import Names
 from aiflame.agent.recording.pythons import PythonChain, PythonProcess
+from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbols.frames import SourceFrame
 
 # Ways to fit that leave no doubt, or only about the leaf of the moment.

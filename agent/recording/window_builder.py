@@ -99,6 +99,7 @@ class WindowBuilder:
         self._kept: dict[str, OrderedDict[int, tuple[bytes, bytes]]] = {
             name: OrderedDict() for name in _WITH_PARTS
         }
+        self._late: dict[str, set[int]] = {name: set() for name in _WITH_PARTS}
         self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
         self._losses: Counter[LossKind] = Counter()
         self._lost_ns: Counter[LossKind] = Counter()
@@ -113,14 +114,10 @@ class WindowBuilder:
         """Returns what stands for a text in the rows that are added here."""
         return self._texts.setdefault(words, len(self._texts))
 
-    def define(self, column: str, rows: Rows, parts: Rows | None = None) -> None:
-        """Adds facts, or what they have become.
-
-        Args:
-            column: Its name.
-            rows: Of it.
-            parts: For stacks and chains, the addresses or frames that `first` counts in.
-        """
+    def define(
+        self, column: str, rows: Rows, parts: Rows | None = None, *, is_late: bool = False
+    ) -> None:
+        """Adds facts, or what they have become; as OpenWindow.define says."""
         if column not in self._kept:
             self._new_facts[column].append(rows)
             return
@@ -134,6 +131,8 @@ class WindowBuilder:
         ):
             kept[number] = (rows[at].tobytes(), parts[first : first + count].tobytes())
             kept.move_to_end(number)
+            if is_late:
+                self._late[column].add(number)
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -284,12 +283,20 @@ class WindowBuilder:
                 processes = self._processes_of(rows["thread"])
                 owners.update(zip(rows["stack"].tolist(), processes.tolist(), strict=True))
         owners.pop(NO_STACK, None)
+        owners.update(self._take_late("stacks"))
         columns["stacks"], columns["addresses"] = self._from_kept("stacks", owners)
         chains = columns["stacks"]["chain"]
         processes = columns["stacks"]["process"].tolist()
         owners = dict(zip(chains.tolist(), processes, strict=True))
         owners.pop(NO_CHAIN, None)
+        owners.update(self._take_late("chains"))
         columns["chains"], columns["chain_frames"] = self._from_kept("chains", owners)
+
+    def _take_late(self, column: str) -> dict[int, int]:
+        """Returns those that are given late; they are kept, so nobody asks for their process."""
+        late = {number: NONE for number in self._late[column] if number in self._kept[column]}
+        self._late[column].clear()
+        return late
 
     def _from_kept(self, column: str, owners: dict[int, int]) -> tuple[Rows, Rows]:
         """Returns kept rows by id, each with its process, should it not be there any more."""

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.sinks.segments import RecordedWindows, are_segments
 from recordings import Recording, frames_of
 from support import AIFLAME, wait_until
 
@@ -60,7 +62,7 @@ def _left(run_aiflame: RunAiflame, folder: Path) -> list[str]:
 
 
 def _record_failing(
-    folder: Path, pid: int, where: str, call: int, *options: str
+    folder: Path, pid: int, where: str, call: int | str, *options: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, _FAILING, where, str(call), "record", "-p", str(pid), *options]
     return subprocess.run(
@@ -74,7 +76,7 @@ def _record_failing(
         (f"{_RECORDING}.recorder:Recorder.drain", 2, False),
         (f"{_RECORDING}.warm:Warmer.warm_new", 1, False),
         (f"{_RECORDING}.recorder:Recorder.stop", 1, False),
-        (f"{_SESSION}:store_sleepers", 1, False),
+        (f"{_RECORDING}.recorder:give_sleepers", 1, False),
         (f"{_SESSION}:loss_rows", 1, False),
         (f"{_RECORDING}.resolve:CaptureResolver.resolve", 1, False),
         ("aiflame.agent.symbols.service:SymbolService.resolve_many", 1, False),
@@ -131,6 +133,33 @@ def test_where_no_capture_was_asked_for_an_error_leaves_one(
     assert len(read_capture(tmp_path / "run.partial.aiflame").samples)
 
 
+def test_a_capture_that_could_not_be_written_meanwhile_is_written_at_the_end(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    where = "aiflame.agent.sinks.capture:CaptureSink.put"
+    ended = _record_failing(tmp_path, busy.pid, where, "=2", "-d", "3", "-o", "run.aiflame")
+    assert ended.returncode == 0, ended.stderr
+    assert "injected into CaptureSink.put" in ended.stderr
+    profile = read_capture(tmp_path / "run.aiflame")
+    assert _OWN in _names(profile)
+    assert len(np.unique(profile.spans["first_s"])) >= 3
+    assert "incomplete" not in dict(profile.recording.facts)
+
+
+def test_a_capture_that_cannot_be_written_at_all_is_made_of_segments_later(
+    busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    where = "aiflame.agent.sinks.capture:CaptureSink.put"
+    ended = _record_failing(tmp_path, busy.pid, where, 1, "-d", "2", "-o", "run.aiflame")
+    assert ended.returncode == 1, ended.stderr
+    assert "aiflame recover" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    recovered = run_aiflame("recover", "run.aiflame")
+    assert recovered.returncode == 0, recovered.stderr
+    assert _has_addresses_only(read_capture(tmp_path / "run.aiflame"))
+    assert _left(run_aiflame, tmp_path) == []
+
+
 def test_an_error_before_anything_was_recorded_leaves_nothing(
     busy: subprocess.Popen[bytes], tmp_path: Path, run_aiflame: RunAiflame
 ) -> None:
@@ -177,16 +206,13 @@ def killed(busy: subprocess.Popen[bytes], tmp_path: Path) -> Iterator[Path]:
 def _recording(folder: Path, pid: int) -> Iterator[Recording]:
     """A recording that has written its first second."""
     with Recording(folder, "-p", pid) as recording:
-        (database,) = _RECORDINGS.glob(f"*-{recording.pid}/capture.aiflame")
-        wait_until(lambda: _samples(database), 60)
+        (workspace,) = _RECORDINGS.glob(f"*-{recording.pid}")
+        wait_until(lambda: _windows(workspace), 60)
         yield recording
 
 
-def _samples(database: Path) -> int:
-    try:
-        return len(read_capture(database).samples)
-    except Exception:
-        return 0  # between two writes of the recorder
+def _windows(workspace: Path) -> int:
+    return len(list(RecordedWindows(workspace))) if are_segments(workspace) else 0
 
 
 def test_a_killed_recording_is_found_and_finished(
@@ -196,8 +222,14 @@ def test_a_killed_recording_is_found_and_finished(
     assert list(tmp_path.iterdir()) == []
     for directory in (_RECORDINGS, _RECORDINGS.parent):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    # WHEN what is there is read as it is, that works
+    (line,) = _left(run_aiflame, tmp_path)
+    folder = _RECORDINGS / line.split()[0]
+    for segments in (folder, *folder.glob("segment-*")):
+        shown = run_aiflame("stats", segments)
+        assert shown.returncode == 0, shown.stderr
+        assert "[serving+0x" in shown.stdout
     # WHEN it is asked for
-    assert len(_left(run_aiflame, tmp_path)) == 1
     recovered = run_aiflame("recover", "run.aiflame")
     # THEN it is there.
     assert recovered.returncode == 0, recovered.stderr
@@ -254,6 +286,10 @@ def test_a_running_recording_is_left_alone(
     with _recording(tmp_path, busy.pid) as recording:
         assert _left(run_aiflame, tmp_path) == []
         assert run_aiflame("recover", "run.aiflame").returncode == 1
+        # It can be looked at, as far as it has come.
+        so_far = run_aiflame("report", "run.aiflame", "-f", "folded", "-o", "-")
+        assert "still being recorded" in so_far.stderr
+        assert ";[serving+0x" in so_far.stdout
         ended = recording.stop()
     assert len(ended.profile.samples)
 

@@ -34,7 +34,7 @@ def _mappings(library_at: int) -> _Mappings:
 def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
     table = ProcessTable(1, lambda pid: 1)
     anything: Any = SimpleNamespace()
-    calls = ApiCalls(anything, table, anything, anything)
+    calls = ApiCalls(anything, table, anything, anything, anything)
     calls._identities[_LIBRARY] = identity = (8, 1)
     calls.probes.places[identity, _SLOT] = (_FUNCTION_OFFSET, _FUNCTION_BYTES)
     image = ProcessImage(0, 1, 1, 1)
@@ -52,7 +52,7 @@ def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
 
 def test_a_function_that_is_probed_later_is_found() -> None:
     anything: Any = SimpleNamespace()
-    calls = ApiCalls(anything, ProcessTable(1, lambda pid: 1), anything, anything)
+    calls = ApiCalls(anything, ProcessTable(1, lambda pid: 1), anything, anything, anything)
     image = ProcessImage(0, 1, 1, 1)
     image.mappings = _mappings(1 << 40)
     user = np.array([5, 77], np.uint64)

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _reads_as(monkeypatch: pytest.MonkeyPatch, profile: Profile) -> None:
-    monkeypatch.setattr(verb, "read_capture", lambda path: profile)
+    monkeypatch.setattr(verb, "read_recording", lambda path: profile)
 
 
 def _files(folder: Path) -> list[str]:
@@ -132,7 +132,7 @@ def test_a_capture_that_cannot_be_read_leaves_no_file(folder: Path, monkeypatch)
     def fail(path: Path) -> Profile:
         raise CaptureError(f"not an aiflame capture: {path}")
 
-    monkeypatch.setattr(verb, "read_capture", fail)
+    monkeypatch.setattr(verb, "read_recording", fail)
     with pytest.raises(CaptureError):
         _run("run.aiflame", "-f", "folded")
     assert _files(folder) == []

@@ -20,8 +20,11 @@ from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.window import NONE, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
+from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.gpu.base import (
     CodeKey,
@@ -210,7 +213,7 @@ def writer(tmp_path: Path) -> Iterator[CaptureWriter]:
     writer.close()
 
 
-def test_rows_of_a_recording_are_a_readable_capture_at_any_moment(
+def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
     writer: CaptureWriter, table: ProcessTable
 ) -> None:
     # GIVEN a family that finds nothing, and one with two kernels
@@ -220,14 +223,19 @@ def test_rows_of_a_recording_are_a_readable_capture_at_any_moment(
         KernelSample(4, 0, dark, 0, "issuing", 2),
     ]
     absent = _Family((), [])
-    kernels = KernelTable(writer)
-    devices = Devices([absent, _Family((_TOY,), samples)], table, _Biases(), writer, kernels, 1000)
+    window, sink = WindowBuilder(Bounds()), CaptureSink(writer)
+    window.define("processes", rows_of("processes", (0, 77, 1, 77, 0, 0, -1, NONE, 0, 0, 0)))
+    kernels = KernelTable(window)
+    devices = Devices(
+        [absent, _Family((_TOY,), samples)], table, _Biases(), window, kernels, 1000, lambda _: None
+    )
     # WHEN it is drained
     devices.start()
-    devices.drain(4)
+    devices.drain(4, 4_500_000_000)
+    sink.put(window.close(4_500_000_000))
     numbers = dict.fromkeys(("started_unix_ns", "recorder_cpu_ns", "recorder_peak_rss_bytes"), 0)
     writer.put_meta({"aiflame_version": "0", "command": "", "target": "", **numbers})
-    writer.put_meta({"period_ns": 1000, "duration_ns": 10**9})
+    writer.put_meta({"period_ns": 1000, "duration_ns": 5 * 10**9})
     writer.commit()
     # THEN all is there but the instructions
     gpu = read_capture(writer.path).gpu
@@ -240,9 +248,10 @@ def test_rows_of_a_recording_are_a_readable_capture_at_any_moment(
     assert kernels.id_of(0, "toys", "bounce") == gpu.codes[0].kernel
     assert kernels.id_of(0, "toys", "bounce") != kernels.id_of(0, "other", "bounce")
     # WHEN the recording has ended, THEN they are as well, cleaned
-    devices.stop()
+    devices.stop(5_000_000_000)
+    sink.put(window.close(5_000_000_000, is_last=True))
     with SymbolService(None) as service:
-        devices.resolve(service, lambda binary: binary)
+        devices.resolve(service, writer, lambda binary: binary)
     writer.commit()
     gpu = read_capture(writer.path).gpu
     assert [(line.offset, line.text) for line in gpu.instructions] == [(8, "nop 8\ufffd")]

@@ -44,7 +44,7 @@ _MAY_IMPORT = {
     "demangle": {"inspector"},
     "errors": set(),
     "losses": set(),
-    "model": set(),
+    "model": {"losses"},
     "outfile": {"errors"},
     "target_files": {"errors"},
     "priority": set(),
@@ -57,7 +57,8 @@ _MAY_IMPORT = {
     "python": {"errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
     "processes": {"kernel", "python", "symbols", *_LEAVES},
-    "launches": {"capture", "kernel", "processes", "python", "symbols", *_LEAVES},
+    "sinks": {"capture", "symbols", *_LEAVES},
+    "launches": {"kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
@@ -65,8 +66,8 @@ _MAY_IMPORT = {
         *_LEAVES,
     },
     "recording": {
-        *("capture", "devices", "kernel", "launches", "processes", "python", "symbols", "unwind"),
-        *_LEAVES,
+        *("capture", "devices", "kernel", "launches", "processes", "python", "sinks", "symbols"),
+        *("unwind", *_LEAVES),
     },
     "doctor": {
         *("capture", "kernel", "processes", "python", "recording", "reports", "symbols"),
@@ -74,7 +75,7 @@ _MAY_IMPORT = {
     },
     "commands": {
         *("capture", "devices", "doctor", "dumps", "kernel", "processes", "python", "recording"),
-        *("reports", "symbols"),
+        *("reports", "sinks", "symbols"),
         *_LEAVES,
     },
     "cli": {"commands", *_LEAVES},
@@ -147,7 +148,7 @@ def test_bcc_is_imported_in_one_module() -> None:
 def test_captures_are_written_by_recordings_only() -> None:
     assert {_part(m) for m in _who_imports(f"{_PREFIX}.capture.writer")} <= {
         "devices",
-        "launches",
+        "sinks",
         "recording",
         "commands",
     }

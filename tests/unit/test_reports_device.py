@@ -382,7 +382,7 @@ def _run(*arguments: str) -> int:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.aiflame").write_bytes(b"a capture")
-    monkeypatch.setattr(verb, "read_capture", lambda path: small_device_profile())
+    monkeypatch.setattr(verb, "read_recording", lambda path: small_device_profile())
     return tmp_path
 
 

@@ -44,7 +44,7 @@ def _printed(
     capsys: pytest.CaptureFixture[str],
     *arguments: str,
 ) -> str:
-    monkeypatch.setattr(verb, "read_capture", lambda path: profile)
+    monkeypatch.setattr(verb, "read_recording", lambda path: profile)
     parser = argparse.ArgumentParser()
     verb.add_arguments(parser)
     assert verb.run(parser.parse_args(["run.aiflame", *arguments])) == 0
@@ -150,7 +150,7 @@ def test_sentences_wrap_instead_of_being_cut(monkeypatch, capsys) -> None:
 def test_an_encoding_that_lacks_a_name_prints_the_rest(monkeypatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    monkeypatch.setattr(verb, "read_capture", lambda path: hostile_profile())
+    monkeypatch.setattr(verb, "read_recording", lambda path: hostile_profile())
     parser = argparse.ArgumentParser()
     verb.add_arguments(parser)
     verb.run(parser.parse_args(["x", "-n", "20"]))

@@ -110,7 +110,7 @@ def test_a_forged_window_is_refused_or_sound(
 def test_a_forged_window_takes_no_more_memory_than_a_large_one() -> None:
     # GIVEN 100 MB of zeros as a window's content, and a frame that claims 4 GB
     bomb = zlib.compress(bytes(100_000_000), 9)
-    header = segment._header()
+    header = segment._header() + segment._FRAME.pack(2, zlib.crc32(b"{}")) + b"{}"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began_s = time.process_time()
     for data in (
@@ -122,6 +122,16 @@ def test_a_forged_window_takes_no_more_memory_than_a_large_one() -> None:
         assert damage
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
     assert time.process_time() - began_s < 2
+
+
+def test_a_segment_says_what_it_is_of(tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    with path.open("wb", buffering=0) as file:
+        SegmentWriter(file.fileno(), {"command": "aiflame record \udcff", "period_ns": 7})
+    reader = SegmentReader(io.BytesIO(path.read_bytes()))
+    assert reader.facts == {"command": "aiflame record \udcff", "period_ns": 7}
+    assert list(reader) == []
+    assert not reader.damage
 
 
 def test_what_is_no_segment_is_refused() -> None:

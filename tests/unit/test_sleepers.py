@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StackEnd
@@ -22,7 +23,7 @@ from aiflame.agent.processes import procfs, snapshots, threads
 from aiflame.agent.processes.snapshots import Snapshots
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
-from aiflame.agent.recording.sleepers import Sleepers, store_sleepers
+from aiflame.agent.recording.sleepers import Sleepers, give_sleepers
 from aiflame.agent.recording.thread_walk import StackWalker
 
 _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
@@ -121,11 +122,9 @@ def test_only_threads_that_slept_on_are_believed(monkeypatch: pytest.MonkeyPatch
         return next(answers)
 
     monkeypatch.setattr(snapshots, "thread_registers", registers)
-    taken = Snapshots(5)
-    try:
-        assert set(taken.take([(1, tid) for tid in range(10)])) == {0}
-    finally:
-        taken.close()
+    memory = RemoteMemory()
+    assert set(Snapshots(5, memory).take([(1, tid) for tid in range(10)])) == {0}
+    memory.close()
 
 
 def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(snapshots, "thread_registers", registers)
-    taken = Snapshots(5)
+    taken = Snapshots(5, RemoteMemory())
     assert taken.are_possible
     assert taken.take([(1, 1)]) == {}
     assert not taken.are_possible
@@ -197,13 +196,11 @@ def test_kernels_without_the_iterator_are_said_to_be(
     for _ in sleepers.enter([here]):
         pass
     made = []
-    stacks: Any = SimpleNamespace(
-        mentions=lambda stack: True, add_made=lambda *row: made.append(row)
-    )
-    store_sleepers(sleepers, stacks, table)
-    ((stack, image, _, user, how),) = made
+    stacks: Any = SimpleNamespace(add_made=lambda *row: made.append(row))
+    give_sleepers(sleepers, sleepers.by_stack, stacks, table)
+    ((stack, found),) = made
     assert sleepers.by_stack[stack].tid == waiting_tid
-    assert (image.pid, user, how) == (here, [], end)
+    assert (found.image.pid, found.user, found.end) == (here, [], end)
     assert sleepers.losses[LossKind.SLEEPERS_NOT_WALKED] == missing
 
 
@@ -304,10 +301,8 @@ def test_kernel_frames_without_an_address_are_counted(
     for _ in sleepers.enter([os.getpid()]):
         pass
     made: list[Any] = []
-    stacks: Any = SimpleNamespace(
-        mentions=lambda stack: True, add_made=lambda *row: made.append(row)
-    )
-    store_sleepers(sleepers, stacks, table)
-    ((_, _, kernel, _, _),) = made
-    assert kernel == expected
+    stacks: Any = SimpleNamespace(add_made=lambda *row: made.append(row))
+    give_sleepers(sleepers, sleepers.by_stack, stacks, table)
+    ((_, found),) = made
+    assert found.kernel == expected
     assert sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] == lost

@@ -198,7 +198,7 @@ def _capture(
     }
     writer.put_meta(facts | ({"duration_ns": duration_ns} if duration_ns else {}))
     writer.put("processes", [(1, 100, 1, "server", "", "", "", "", 0, None)])
-    writer.put("threads", [(1, 1, 100, "server", 0, 0), (2, 1, 101, "worker", 0, 0)])
+    writer.put_threads([(1, 1, 100, "server"), (2, 1, 101, "worker")])
     writer.put("stacks", [(i, 1, 0, 0, b"", b"") for i in (1, 2)])
     writer.put("samples", samples)
     writer.put("waits", waits)
@@ -295,7 +295,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.aiflame").write_bytes(b"a capture")
     for verb in (report, stats):
-        monkeypatch.setattr(verb, "read_capture", lambda path: _profile())
+        monkeypatch.setattr(verb, "read_recording", lambda path: _profile())
     return tmp_path
 
 
@@ -389,7 +389,7 @@ def test_every_format_is_of_the_range_and_says_so(folder: Path) -> None:
 
 
 def test_tables_of_devices_are_of_the_range(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "read_capture", lambda path: _device_profile())
+    monkeypatch.setattr(report, "read_recording", lambda path: _device_profile())
     assert _run(report, "-f", "csv", "-o", "tables", "--from", "3", "--to", "4") == 0
     kernels = [line.split(",") for line in (folder / "tables/kernels.csv").read_text().splitlines()]
     found = [dict(zip(kernels[0], row, strict=True)) for row in kernels[1:]]
@@ -398,7 +398,7 @@ def test_tables_of_devices_are_of_the_range(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_range_without_devices_says_which(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "read_capture", lambda path: _profile())
+    monkeypatch.setattr(report, "read_recording", lambda path: _profile())
     assert _run(report, "-o", "run.svg", "--view", "gpu", "--from", "3", "--to", "4") == 0
     words = "No device API calls were seen in the recorded processes in 3 s to 4 s of 9.98 s."
     assert words in (folder / "run.svg").read_text()

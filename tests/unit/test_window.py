@@ -16,7 +16,9 @@ from aiflame.agent.model.window import (
     Rows,
     Window,
     check,
+    check_wall,
     concatenate,
+    rows_of,
 )
 from aiflame.agent.recording.window_builder import (
     Bounds,
@@ -24,7 +26,7 @@ from aiflame.agent.recording.window_builder import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windows import RandomRecording, rows_of, same_windows
+from windows import RandomRecording, same_windows
 
 _SEEDS = st.integers(0, 2**32)
 
@@ -38,6 +40,7 @@ def _losses(window: Window) -> dict[str, int]:
 def test_every_window_is_self_contained_and_its_time_adds_up(seed: int, count: int) -> None:
     for window in RandomRecording(seed).windows(count):
         check(window)
+        check_wall(window)
 
 
 @settings(max_examples=100, deadline=None)
@@ -48,6 +51,7 @@ def test_windows_hold_together_what_one_would_have_held(seed: int, count: int) -
     check(whole)
     together = concatenate(windows)
     check(together)
+    check_wall(together)
     same_windows(together, whole)
 
 
@@ -67,6 +71,7 @@ def test_bounds_hold_and_no_time_is_lost(
     bounded = RandomRecording(seed, bounds).windows(count)
     for window, free in zip(bounded, RandomRecording(seed).windows(count), strict=True):
         check(window)
+        check_wall(window)
         used = set(window.samples["stack"].tolist()) - {NO_STACK}
         kept = used - set(window.launches["stack"].tolist()) - set(window.waits["stack"].tolist())
         assert len(kept) <= stacks
@@ -156,7 +161,9 @@ def test_processes_that_are_gone_leave_nothing() -> None:
 def test_a_broken_promise_is_found(breaks: Callable[[Window], Window], says: str) -> None:
     (window,) = RandomRecording(12).cut([])
     with pytest.raises(BadWindow, match=says):
-        check(breaks(window))
+        broken = breaks(window)
+        check(broken)
+        check_wall(broken)
 
 
 def _longer(times: Rows) -> Rows:

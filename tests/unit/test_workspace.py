@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from aiflame.agent.capture import workspace
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
-from aiflame.agent.capture.writer import CaptureWriter, close_abandoned
 from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit, UsageError
 from aiflame.agent.outfile import Owner
 
@@ -169,35 +168,3 @@ def test_where_users_without_root_record(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert str(workspace._candidates()[0]) == "/state/aiflame"
-
-
-def test_an_abandoned_capture_goes_back_to_its_last_commit(tmp_path: Path) -> None:
-    path = tmp_path / "run.aiflame"
-    assert not close_abandoned(path)
-    # GIVEN a process that is killed with pages of a transaction in the file, and a journal
-    child = os.fork()
-    if child == 0:
-        writer = CaptureWriter(path)
-        writer.put_meta({"started_unix_ns": 1, "kept": "x" * 10_000})
-        writer.commit()
-        writer.put_meta({"kept": "y" * 10_000_000})
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert path.with_name("run.aiflame-journal").exists()
-    # THEN what was committed is there, and nothing beside it.
-    assert close_abandoned(path)
-    assert [file.name for file in tmp_path.iterdir()] == ["run.aiflame"]
-    content = path.read_bytes()
-    assert b"x" * 1000 in content
-    assert b"y" * 1000 not in content[: path.stat().st_size // 2]
-
-
-def test_an_abandoned_capture_in_which_nothing_had_begun(tmp_path: Path) -> None:
-    path = tmp_path / "run.aiflame"
-    path.touch()
-    assert not close_abandoned(path)
-    CaptureWriter(path).close()
-    assert not close_abandoned(path)
-    path.write_bytes(b"no database, and longer than a header of one" * 100)
-    with pytest.raises(AiflameError):
-        close_abandoned(path)

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.profile import FrameKind
-from aiflame.agent.symbols.frames import SourceFrame
+
+if TYPE_CHECKING:
+    from aiflame.agent.symbols.frames import SourceFrame
 
 # SQLite's integers are signed: a lying file's addresses above are stored as unknown.
 MAX_INTEGER = (1 << 63) - 1

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens what a recording has left: a capture, or segments of one that was killed or still runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.capture.workspace import running
+from aiflame.agent.commands.messages import tell
+from aiflame.agent.commands.recover import finish_if_killed
+from aiflame.agent.errors import CaptureError
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.rows import showable
+from aiflame.agent.sinks.rebuilt import capture_of_windows
+from aiflame.agent.sinks.segments import RecordedWindows, are_segments
+
+
+def read_recording(path: Path) -> Profile:
+    """Reads a recording.
+
+    Args:
+        path: Of a capture, of a segment, or of a folder of segments. Where nothing is, a recording
+            that was to go there: one that was killed is finished, one that runs is read as far as
+            it has come.
+
+    Raises:
+        CaptureError: There is none, or it cannot be read.
+        AiflameError: What was killed cannot be finished.
+    """
+    if not os.path.lexists(path):
+        finish_if_killed(path)
+        folder = running(path.absolute())
+        if folder is not None:
+            tell(sys.stderr, f"aiflame: note: {showable(str(path))} is still being recorded\n")
+            return _read_segments(folder)
+    return _read_segments(path) if are_segments(path) else read_capture(path)
+
+
+def _read_segments(path: Path) -> Profile:
+    with tempfile.TemporaryDirectory() as name:  # for this user only
+        capture = Path(name) / "capture.aiflame"
+        try:
+            windows = RecordedWindows(path)
+            capture_of_windows(capture, windows)
+        except BadSegment as error:
+            raise CaptureError(f"nothing can be read of {path}: {error}") from error
+        for damage in windows.damage:
+            tell(sys.stderr, f"aiflame: note: {showable(damage)}\n")
+        return read_capture(capture)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the windows of `record`: segments as they come, and the capture.
+
+Segments come first, and are all that a recording which is killed leaves. The capture is written
+beside them, so that it is there when the recording ends; where that fails, and where only the
+newest part is kept, it is written anew from segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from aiflame.agent.capture.workspace import Workspace
+from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.capture import CaptureSink
+from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink
+
+Facts = Mapping[str, str | int]
+
+
+class RecordSinks:
+    """The sinks of one recording.
+
+    Args:
+        workspace: Where they write.
+        facts: Of the recording, as `meta` of the capture has them.
+
+    Attributes:
+        failure: Why the capture is not written as windows come, None while it is.
+    """
+
+    def __init__(self, workspace: Workspace, facts: Facts) -> None:
+        self._workspace = workspace
+        self._facts = dict(facts)
+        self._segments = SegmentSink(workspace.directory, facts)
+        self.failure: Exception | None = None
+        self._writer, self._capture = self._new_capture(0)
+
+    def _new_capture(self, start_ns: int) -> tuple[CaptureWriter, CaptureSink]:
+        writer = CaptureWriter(self._workspace.database)
+        writer.put_meta(self._facts)
+        writer.commit()
+        return writer, CaptureSink(writer, start_ns)
+
+    def give(self, window: Window) -> None:
+        """Gives a window to each.
+
+        Raises:
+            DiskFull: It is lost; all before are there.
+        """
+        self._segments.put(window)
+        # What is nowhere else is not thrown away.
+        self._workspace.is_kept |= bool(len(window.samples))
+        if self.failure is not None:
+            return
+        try:
+            self._capture.put(window)
+            self._writer.commit()
+        except DiskFull:
+            self._writer.rollback()
+            raise
+        except Exception as error:
+            self.failure = error
+
+    @property
+    def capture(self) -> CaptureSink:
+        """The capture's; after `complete` it has all windows."""
+        return self._capture
+
+    @property
+    def writer(self) -> CaptureWriter:
+        """The open capture."""
+        return self._writer
+
+    def complete(self) -> None:
+        """Writes the capture from segments where it was not written as windows came."""
+        if self.failure is None:
+            return
+        self._writer.close()
+        self._workspace.database.unlink(missing_ok=True)
+        windows = RecordedWindows(self._workspace.directory)
+        self._writer, self._capture = self._new_capture(0)
+        for window in windows:
+            self._capture.put(window)
+        self._writer.commit()
+        self.failure = None
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._segments.close()
+        self._writer.close()

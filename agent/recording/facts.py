@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells windows who the processes and threads are, and what they have mapped."""
+
+from __future__ import annotations
+
+import numpy as np
+from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, OpenWindow, rows_of
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.identity import identity_of
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.symbols.frames import clean_name
+
+_UINT64 = 1 << 64
+
+
+class ProcessFacts:
+    """Facts of a process table that windows have to know.
+
+    Args:
+        window: Where they go.
+        table: Process table.
+        images: ELF headers of its binaries.
+    """
+
+    def __init__(self, window: OpenWindow, table: ProcessTable, images: ElfImages) -> None:
+        self._window = window
+        self._table = table
+        self._images = images
+        self._binaries: set[int] = set()
+        self._cgroups: dict[str, int] = {}
+
+    def tell(self, end_ns: int) -> None:
+        """Tells what is new.
+
+        Args:
+            end_ns: When the recording ends, monotonic: who ends later lives.
+        """
+        images, threads = self._table.take_changed()
+        text = self._window.text
+        rows = [(t.index, t.image.index, t.tid, text(t.name)) for t in threads]
+        if rows:
+            self._window.define("threads", np.array(rows, COLUMNS["threads"].dtype))
+        for image in images:
+            self._tell_process(image, end_ns)
+            if image.mappings:
+                self._tell_mappings(image)
+
+    def _tell_process(self, image: ProcessImage, end_ns: int) -> None:
+        text = self._window.text
+        exited_ns = NO_TIME
+        if image.exited_ns is not None and image.exited_ns < end_ns:
+            exited_ns = max(image.exited_ns - self._table.start_ns, 0)
+        row = (
+            *(image.index, image.pid, image.parent_pid, image.namespaced_pid, image.image),
+            *(max(image.started_ns - self._table.start_ns, 0), exited_ns),
+            *(self._cgroup(image.cgroup), text(image.name)),
+            *(text(image.executable), text(image.command_line)),
+        )
+        self._window.define("processes", rows_of("processes", row))
+
+    def _cgroup(self, path: str) -> int:
+        """Returns the number of a cgroup, told now if it is new."""
+        if not path:
+            return NONE
+        known = self._cgroups.get(path)
+        if known is None:
+            known = self._cgroups[path] = len(self._cgroups)
+            text, identity = self._window.text, identity_of(path)
+            engines = [container.engine for container in identity.containers]
+            engine = engines[-1].value if engines and engines[-1] else ""
+            unit = identity.units[0].name if identity.units else ""
+            words = (text(path), text(identity.container_id), text(engine), text(unit))
+            row = (known, 0, *words)
+            self._window.define("cgroups", rows_of("cgroups", row))
+        return known
+
+    def _tell_mappings(self, image: ProcessImage) -> None:
+        rows = []
+        for mapping in image.mappings:
+            place = (mapping.start, mapping.end, mapping.file_offset)
+            if mapping.binary == NO_BINARY:
+                rows.append((image.index, NONE, *place, 0))
+                continue
+            self.tell_binary(mapping.binary)
+            rows.append((image.index, mapping.binary, *place, self._images.bias(mapping) % _UINT64))
+        self._window.define("mappings", np.array(rows, COLUMNS["mappings"].dtype))
+
+    def tell_binary(self, binary: int) -> None:
+        """Tells of a binary by its index, once."""
+        if binary in self._binaries:
+            return
+        self._binaries.add(binary)
+        elf, text = self._images.of(binary), self._window.text
+        path = clean_name(self._table.binaries.files[binary].path)
+        row = (binary, text(path), text("" if elf is None else elf.build_id))
+        self._window.define("binaries", rows_of("binaries", row))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the kernel's sums of thread time, and its long waits, into rows of windows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.kernel import abi
+from aiflame.agent.losses import LossKind
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.window import COLUMNS, OpenWindow, rows_of
+from aiflame.agent.processes.table import ProcessTable, ThreadInfo
+from aiflame.agent.recording.stacks import MADE_STACKS
+
+
+class Samples:
+    """Takes in sums and waits, and keeps the totals for the progress line.
+
+    Args:
+        window: Where they go.
+        table: Process table.
+
+    Attributes:
+        count: On-CPU samples so far.
+        ns_by_class: Thread time so far, by SampleClass.
+        made: Ids of stacks that the host half made, and that a sample or wait refers to.
+    """
+
+    def __init__(self, window: OpenWindow, table: ProcessTable) -> None:
+        self._window = window
+        self._table = table
+        self.count = 0
+        self.ns_by_class = [0, 0, 0, 0]
+        self.made: set[int] = set()
+
+    def add(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Takes in sums of the open window."""
+        rows = []
+        for key, value in zip(keys.tolist(), values.tolist(), strict=True):
+            stack, image_id, tgid, tid, sample_class, _ = key
+            count, ns = value
+            thread = self._table.thread(self._table.image(tgid, image_id), tid)
+            rows.append((stack, thread.index, sample_class, count, ns))
+            self.ns_by_class[sample_class] += ns
+            if sample_class == SampleClass.ON_CPU:
+                self.count += count
+        self._window.add("samples", np.array(rows, COLUMNS["samples"].dtype))
+        self._note_made(keys["stack"])
+
+    def _note_made(self, stacks: npt.NDArray[np.uint64]) -> None:
+        self.made.update(stacks[(stacks >> np.uint64(32)) == MADE_STACKS].tolist())
+
+    def add_thread_time(self, thread: ThreadInfo, on_cpu_ns: int, observed_ns: int) -> None:
+        """Takes in how long a thread was on a CPU, and how long it was observed."""
+        thread.observed_ns += observed_ns
+        times = (thread.index, on_cpu_ns, observed_ns)
+        self._window.add("thread_times", rows_of("thread_times", times))
+
+    def add_wait(self, event: Any, *, is_open: bool = False) -> None:
+        """Takes in a long wait from its ring-buffer event."""
+        image = self._table.image(int(event["tgid"]), int(event["image"]))
+        thread = self._table.thread(image, int(event["tid"]))
+        start_ns = max(int(event["start_ns"]) - self._table.start_ns, 0)
+        times = (start_ns, int(event["blocked_ns"]), int(event["runnable_ns"]))
+        row = (int(event["stack"]), thread.index, *times, is_open)
+        self._window.add("waits", rows_of("waits", row))
+        self._note_made(np.array([event["stack"]], np.uint64))
+
+
+def open_parts(state: Any, end_ns: int) -> list[tuple[SampleClass, int]]:
+    """Splits an interval that has not ended by class, as the kernel half would at its end.
+
+    Args:
+        state: A thread_state that is off the CPU.
+        end_ns: When the recording ended, monotonic.
+    """
+    switched_ns, waking_ns = int(state["switched_ns"]), int(state["waking_ns"])
+    if int(state["off_class"]) == SampleClass.PREEMPTED:
+        return [(SampleClass.PREEMPTED, end_ns - switched_ns)]
+    if not switched_ns <= waking_ns <= end_ns:
+        waking_ns = end_ns
+    parts = [
+        (SampleClass.BLOCKED, waking_ns - switched_ns),
+        (SampleClass.WAITING_TO_RUN, end_ns - waking_ns),
+    ]
+    return [(sample_class, ns) for sample_class, ns in parts if ns]
+
+
+def read_counters(counters: Any, possible_cpus: int) -> dict[abi.Counter, int]:
+    """Returns the counters that tell of no loss, each added up over the CPUs."""
+    return {counter: _total(counters, counter, possible_cpus) for counter in abi.Counter}
+
+
+def read_losses(counters: Any, possible_cpus: int) -> Counter[LossKind]:
+    """Returns what the kernel half has lost so far."""
+    return Counter(
+        {kind: _total(counters, slot, possible_cpus) for kind, slot in abi.LOSS_SLOTS.items()}
+    )
+
+
+def _total(counters: Any, slot: int, possible_cpus: int) -> int:
+    values = counters.lookup(slot.to_bytes(4, "little"), possible_cpus)
+    return 0 if values is None else int(values.sum())

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the kernel's stack store into rows of windows.
+
+Stacks are told apart by their 64-bit hash. A sample may come before its stack does (another CPU was
+between the two writes): a window that mentions a stack which has not come has it as lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.window import COLUMNS, NO_CHAIN, NONE, OpenWindow
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
+
+# Bits 63..32 of the ids of stacks that the host half makes: outside the kernel's hash in all
+# likelihood.
+MADE_STACKS = 0x51EE_9E55
+
+# Of which is known that they have come: what the kernel half keeps between two drains, four times.
+_KNOWN_STACKS = 1 << 16
+
+_STACK_DTYPE = COLUMNS["stacks"].dtype
+_ADDRESS_DTYPE = COLUMNS["addresses"].dtype
+
+
+class SeesStacks(Protocol):
+    """Whoever has to know of every new stack."""
+
+    def add_stack(
+        self,
+        stack: int,
+        image: ProcessImage,
+        user: npt.NDArray[np.uint64],
+        found: npt.NDArray[np.int64],
+        binaries: Sequence[int],
+    ) -> None:
+        """Sees a stack: its id, image, user addresses, their mappings, and its binaries."""
+
+
+class CompletesCalls(Protocol):
+    """Whoever knows the calls of device APIs that left no frame of their own."""
+
+    def with_call(
+        self, image: ProcessImage, user: npt.NDArray[np.uint64], slot: int, return_address: int
+    ) -> npt.NDArray[np.uint64]:
+        """Returns user addresses with that of the call among them."""
+
+    def function_of(self, slot: int) -> int:
+        """Returns the function of a slot, NONE where it is no function of a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStack:
+    """A stack that the host half walked: of a thread that slept when the recording began.
+
+    Attributes:
+        kernel, user: Addresses, leaf first.
+        chain: Id of its Python frames, `NO_CHAIN` for none.
+        gil: An abi.PythonGil.
+    """
+
+    image: ProcessImage
+    kernel: Sequence[int]
+    user: Sequence[int]
+    end: StackEnd
+    chain: int = NO_CHAIN
+    gil: int = 0
+
+
+class Stacks:
+    """Takes in each distinct stack.
+
+    Args:
+        window: Where they go.
+        table: Process table, told of addresses in no known mapping.
+        calls: Completes stacks inside calls.
+        observers: Are shown every stack.
+    """
+
+    def __init__(
+        self,
+        window: OpenWindow,
+        table: ProcessTable,
+        calls: CompletesCalls,
+        observers: Sequence[SeesStacks],
+    ) -> None:
+        self._window = window
+        self._table = table
+        self._calls = calls
+        self._observers = observers
+        # Those that have come, and the binaries that each has addresses in; the oldest first.
+        self._known: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._binaries: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def add(self, keys: npt.NDArray[Any], records: npt.NDArray[Any]) -> None:
+        """Takes in the new ones among a chunk of the kernel's stack store."""
+        rows: list[tuple[Any, ...]] = []
+        parts: list[npt.NDArray[np.uint64]] = []
+        at = 0
+        unknown: dict[int, bool] = {}
+        for stack, record in zip(keys.tolist(), records, strict=True):
+            if stack in self._known:
+                continue
+            image = self._table.image(int(record["tgid"]), int(record["image"]))
+            user = record["user"][: int(record["user_depth"])]
+            call, call_return = int(record["call"]), int(record["call_return"])
+            if call_return:
+                user = self._calls.with_call(image, user, call, call_return)
+            found = image.find(user)
+            binaries = tuple(sorted(set(image.binaries_at(found))))
+            unmapped = found < 0
+            if unmapped.any():
+                # The leaf is where the processor was; callers found by frame pointer may be junk.
+                unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
+            self._note(stack, binaries)
+            for observer in self._observers:
+                observer.add_stack(stack, image, user, found, binaries)
+            kernel = record["kernel"][: int(record["kernel_depth"])]
+            parts += [kernel, user]
+            rows.append(
+                (
+                    *(stack, int(record["python"]), image.index, at, len(kernel), len(user)),
+                    *(int(record["end"]), int(record["gil"]), bool(record["kernel_cut"])),
+                    self._calls.function_of(call) if call_return else NONE,
+                    call_return,
+                )
+            )
+            at += len(kernel) + len(user)
+        if rows:
+            addresses = np.concatenate(parts).astype("<u8").view(_ADDRESS_DTYPE)
+            self._window.define("stacks", np.array(rows, _STACK_DTYPE), addresses)
+        for index, is_certain in unknown.items():
+            self._table.unknown_address(self._table.images[index], is_certain)
+
+    def _note(self, stack: int, binaries: tuple[int, ...]) -> None:
+        # Stacks are many, sets of binaries few: each is kept once.
+        self._known[stack] = self._binaries.setdefault(binaries, binaries)
+        if len(self._known) > _KNOWN_STACKS:
+            self._known.popitem(last=False)
+
+    def add_made(self, stack: int, made: MadeStack) -> None:
+        """Takes in a stack that the host half walked, maybe after windows that mention it."""
+        self._note(stack, ())
+        row = (
+            *(stack, made.chain, made.image.index, 0, len(made.kernel), len(made.user)),
+            *(int(made.end), made.gil, False, NONE, 0),
+        )
+        addresses = np.array([*made.kernel, *made.user], np.uint64).view(_ADDRESS_DTYPE)
+        self._window.define("stacks", np.array([row], _STACK_DTYPE), addresses, is_late=True)
+
+    def binaries_of(self, stacks: npt.NDArray[np.uint64]) -> Counter[int]:
+        """Returns in how many of some stacks each binary is."""
+        found: Counter[int] = Counter()
+        for stack in np.unique(stacks).tolist():
+            found.update(self._known.get(stack, ()))
+        return found
+
+    def has_come(self, stack: int) -> bool:
+        """Whether the content of a stack is known."""
+        return stack in self._known

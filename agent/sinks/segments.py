@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows on disk while a recording goes on: its crash log, and the flight recorder.
+
+A folder of segments (`capture.segment`), a new one each minute, so that old ones can be removed as
+a whole. The folder is one that nobody else may write to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from aiflame.agent.capture.segment import MAGIC, BadSegment, SegmentReader, SegmentWriter
+from aiflame.agent.capture.writer import DiskFull
+from aiflame.agent.model.window import Window
+
+_NAME = "segment-{:06}.windows"
+_ALL = "segment-*.windows"
+_SEGMENT_NS = 60_000_000_000
+
+
+class SegmentSink:
+    """Appends windows to segments.
+
+    Args:
+        folder: Where they go.
+        facts: Of the whole recording.
+        keep_ns: How much of the newest is kept, None for all: a segment is removed once all that it
+            holds is older.
+    """
+
+    def __init__(
+        self, folder: Path, facts: Mapping[str, str | int], keep_ns: int | None = None
+    ) -> None:
+        self._folder = folder
+        self._facts = dict(facts)
+        self._keep_ns = keep_ns
+        self._count = 0
+        self._descriptor: int | None = None
+        self._writer: SegmentWriter | None = None
+        self._begun_ns = 0
+        self._kept: deque[tuple[Path, int]] = deque()  # with where the last window in each ends
+
+    def put(self, window: Window) -> None:
+        """Appends a window: it is on disk whole, or not at all.
+
+        Raises:
+            DiskFull: It cannot be written. What was written before is there.
+        """
+        try:
+            if self._writer is None or window.start_ns - self._begun_ns >= _SEGMENT_NS:
+                self._begin(window)
+            assert self._writer is not None  # noqa: S101 - begun
+            self._writer.write(window)
+        except OSError as error:
+            self.close()
+            raise DiskFull(
+                f"cannot write {self._folder}: {error.strerror}", "free some space on that disk"
+            ) from error
+        self._kept[-1] = (self._kept[-1][0], window.end_ns)
+        self._forget(window.end_ns)
+
+    def _begin(self, window: Window) -> None:
+        self.close()
+        path = self._folder / _NAME.format(self._count)
+        self._count += 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o600)
+        self._kept.append((path, window.end_ns))
+        self._begun_ns = window.start_ns
+        self._writer = SegmentWriter(self._descriptor, self._facts)
+
+    def _forget(self, end_ns: int) -> None:
+        """Removes segments of which all is older than what is kept."""
+        while self._keep_ns is not None and self._kept[0][1] < end_ns - self._keep_ns:
+            path, _ = self._kept.popleft()
+            with suppress(OSError):
+                path.unlink()
+
+    def close(self) -> None:
+        """Closes the segment that is being written."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = self._writer = None
+
+
+class RecordedWindows:
+    """The windows of a folder of segments, or of one segment, oldest first.
+
+    Args:
+        path: Of the folder or file. It may be written meanwhile.
+
+    Attributes:
+        facts: Of the recording.
+        damage: What could not be read of files that are read, each with its name.
+
+    Raises:
+        BadSegment: There is no segment that can be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._paths = sorted(path.glob(_ALL)) if path.is_dir() else [path]
+        self.facts: dict[str, str | int] = {}
+        self.damage: list[str] = []
+        if not self._paths:
+            raise BadSegment("no segment of a recording is there")
+        with self._paths[0].open("rb") as file:
+            self.facts = SegmentReader(file).facts
+
+    def __iter__(self) -> Iterator[Window]:
+        for path in self._paths:
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                reader = SegmentReader(file)
+                yield from reader
+                if reader.damage:
+                    self.damage.append(f"{path.name}: {reader.damage}")
+
+
+def newest(windows: Iterator[Window], keep_ns: int, end_ns: int) -> Iterator[Window]:
+    """Yields those windows that end within `keep_ns` before `end_ns`."""
+    return (window for window in windows if window.end_ns > end_ns - keep_ns)
+
+
+def are_segments(path: Path) -> bool:
+    """Whether a path is a segment, or a folder of some."""
+    try:
+        if path.is_dir():
+            return next(path.glob(_ALL), None) is not None
+        if not path.is_file():  # reading a FIFO would wait for somebody to write
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False

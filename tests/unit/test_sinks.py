@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sinks, given recordings of which everything is known."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
+from aiflame.agent.model.window import COLUMNS, NONE, Window, concatenate, rows_of
+from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.sinks.capture import CaptureSink
+from aiflame.agent.sinks.rebuilt import capture_of_windows
+from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink, are_segments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from windows import RandomRecording, same_windows
+
+_FACTS: dict[str, str | int] = {
+    "aiflame_version": "0",
+    "started_unix_ns": 5,
+    "period_ns": 10_000_000,
+    "command": "aiflame record",
+    "target": "all",
+}
+
+
+def _captured(windows: list[Window]) -> Profile:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "run.aiflame"
+        writer = CaptureWriter(path)
+        sink = CaptureSink(writer)
+        for window in windows:
+            sink.put(window)
+        facts = {"duration_ns": sink.end_ns, "recorder_cpu_ns": 0, "recorder_peak_rss_bytes": 0}
+        writer.put_meta({**_FACTS, **facts})
+        writer.commit()
+        writer.close()
+        return read_capture(path)
+
+
+def _times(profile: Profile) -> dict[tuple[Any, ...], tuple[int, int]]:
+    """Count and time by stack, thread and class, as a reader sees it."""
+    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for row in profile.samples:
+        frames = profile.stacks.frames[slice(*profile.stacks.offsets[row["stack"] :][:2])].tolist()
+        names = tuple(profile.functions[profile.frames["function"][frame]].name for frame in frames)
+        key = (names, profile.threads[row["thread"]].tid, int(row["klass"]))
+        count, ns = found.get(key, (0, 0))
+        found[key] = (count + int(row["count"]), ns + int(row["ns"]))
+    return found
+
+
+def _threads(profile: Profile) -> list[tuple[int, int, int]]:
+    return sorted((t.tid, t.on_cpu_ns, t.observed_ns) for t in profile.threads)
+
+
+def _waits(profile: Profile) -> list[tuple[int, ...]]:
+    waits = profile.waits[["thread", "start_ns", "blocked_ns", "runnable_ns"]].tolist()
+    return sorted((profile.threads[thread].tid, *times) for thread, *times in waits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 6))
+def test_a_capture_says_the_same_however_the_recording_was_cut(seed: int, count: int) -> None:
+    cut, whole = (
+        _captured(RandomRecording(seed).windows(count)),
+        _captured(RandomRecording(seed).cut([])),
+    )
+    assert _times(cut) == _times(whole)
+    assert _threads(cut) == _threads(whole)
+    assert _waits(cut) == _waits(whole)
+    assert [process.name for process in cut.processes] == [p.name for p in whole.processes]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 6))
+def test_a_capture_has_the_time_that_windows_have(seed: int, count: int) -> None:
+    windows = RandomRecording(seed).windows(count)
+    profile, whole = _captured(windows), concatenate(windows)
+    for kind in SampleClass:
+        chosen = profile.samples["klass"] == kind
+        of_kind = whole.samples["kind"] == kind
+        assert profile.samples["ns"][chosen].sum() == whole.samples["weight_ns"][of_kind].sum()
+    assert int(profile.gpu.samples["count"].sum()) == int(whole.device_samples["count"].sum())
+    launches = whole.launches["count"].sum() + whole.calls["count"].sum()
+    assert int(profile.gpu.calls["count"].sum()) == int(launches)
+
+
+def _builder() -> WindowBuilder:
+    builder = WindowBuilder(Bounds())
+    builder.define("processes", rows_of("processes", (0, 7, 1, 7, 0, 0, -1, NONE, 0, 0, 0)))
+    builder.define("threads", rows_of("threads", (0, 0, 8, 0)))
+    return builder
+
+
+def _define_stack(builder: WindowBuilder, stack: int, *, is_late: bool = False) -> None:
+    row = (stack, 0, 0, 0, 0, 1, StackEnd.ROOTED, 0, False, NONE, 0)
+    addresses = np.array([0x1234], "<u8").view(COLUMNS["addresses"].dtype)
+    builder.define("stacks", rows_of("stacks", row), addresses, is_late=is_late)
+
+
+def test_a_stack_that_comes_late_is_not_lost() -> None:
+    # GIVEN a sample whose stack comes after its window was closed, and nothing mentions it again
+    builder = _builder()
+    builder.add("samples", rows_of("samples", (99, 0, SampleClass.ON_CPU, 4, 40)))
+    first = builder.close(1000)
+    assert first.stacks["stop_reason"].tolist() == [StackEnd.LOST]
+    _define_stack(builder, 99, is_late=True)
+    profile = _captured([first, builder.close(2000, is_last=True)])
+    ((key, value),) = _times(profile).items()
+    assert key == (("[native 0x1234]",), 8, 0)
+    assert value == (4, 40)
+
+
+def test_a_wait_is_one_row_in_the_second_in_which_it_ended() -> None:
+    builder = _builder()
+    _define_stack(builder, 5)
+    windows = []
+    for second in range(4):
+        ends = second == 2
+        if second < 3:
+            row = (5, 0, SampleClass.BLOCKED, int(ends), 300 if ends else 1_000_000_000)
+            builder.add("samples", rows_of("samples", row))
+        windows.append(builder.close((second + 1) * 1_000_000_000, is_last=second == 3))
+    profile = _captured(windows)
+    assert profile.samples[["count", "ns"]].tolist() == [(1, 2_000_000_300)]
+
+
+def test_a_wait_that_never_ended_is_one_row_at_the_end() -> None:
+    builder = _builder()
+    _define_stack(builder, 5)
+    builder.add("samples", rows_of("samples", (5, 0, SampleClass.BLOCKED, 0, 77)))
+    profile = _captured([builder.close(100), builder.close(200, is_last=True)])
+    assert profile.samples[["count", "ns"]].tolist() == [(1, 77)]
+
+
+def test_newer_mappings_lie_over_older_ones() -> None:
+    builder = _builder()
+    for number, path in enumerate(("/old", "/new")):
+        builder.define("binaries", rows_of("binaries", (number, builder.text(path), 0)))
+    builder.define("mappings", rows_of("mappings", (0, 0, 0x1000, 0x9000, 0, 0x1000)))
+    builder.define("mappings", rows_of("mappings", (0, 1, 0x3000, 0x4000, 0, 0x3000)))
+    for at, stack in ((0x1100, 1), (0x3100, 2), (0x5100, 3)):
+        row = (stack, 0, 0, 0, 0, 1, StackEnd.ROOTED, 0, False, NONE, 0)
+        builder.define(
+            "stacks", rows_of("stacks", row), np.array([at], "<u8").view(COLUMNS["addresses"].dtype)
+        )
+        builder.add("samples", rows_of("samples", (stack, 0, SampleClass.ON_CPU, 1, 10)))
+    profile = _captured([builder.close(1000, is_last=True)])
+    assert {names for names, *_ in _times(profile)} == {
+        ("[old+0x100]",),
+        ("[new+0x100]",),
+        ("[old+0x4100]",),
+    }
+
+
+def _segments(folder: Path, windows: list[Window], keep_ns: int | None = None) -> None:
+    sink = SegmentSink(folder, _FACTS, keep_ns)
+    for window in windows:
+        sink.put(window)
+    sink.close()
+
+
+def _long(seconds: int) -> list[Window]:
+    builder = _builder()
+    _define_stack(builder, 5)
+    windows = []
+    for second in range(seconds):
+        builder.add("samples", rows_of("samples", (5, 0, SampleClass.ON_CPU, 1, second)))
+        windows.append(builder.close((second + 1) * 1_000_000_000))
+    return windows
+
+
+def test_segments_give_back_a_recording(tmp_path: Path) -> None:
+    windows = _long(200)
+    _segments(tmp_path, windows)
+    assert len(list(tmp_path.iterdir())) == 4
+    read = RecordedWindows(tmp_path)
+    for window, found in zip(windows, read, strict=True):
+        same_windows(window, found)
+    assert (read.facts, read.damage) == (_FACTS, [])
+    assert are_segments(tmp_path)
+    assert all(are_segments(path) for path in tmp_path.iterdir())
+
+
+def test_a_flight_recorder_keeps_what_it_was_told_to(tmp_path: Path) -> None:
+    _segments(tmp_path, _long(1000), keep_ns=120_000_000_000)
+    ends = [window.end_ns // 1_000_000_000 for window in RecordedWindows(tmp_path)]
+    assert ends == list(range(ends[0], 1001))
+    assert 1000 - 180 <= ends[0] <= 1000 - 119
+    # Each segment stands for itself.
+    path = tmp_path / "run.aiflame"
+    capture_of_windows(path, RecordedWindows(tmp_path))
+    profile = read_capture(path)
+    assert profile.recording.started_unix_ns == 5 + (ends[0] - 1) * 1_000_000_000
+    assert profile.recording.duration_ns == len(ends) * 1_000_000_000
+    assert int(profile.samples["count"].sum()) == len(ends)
+
+
+def test_what_is_cut_or_missing_costs_only_itself(tmp_path: Path) -> None:
+    _segments(tmp_path, _long(200))
+    first, second, third, _ = sorted(tmp_path.iterdir())
+    second.write_bytes(second.read_bytes()[:-1])
+    third.unlink()
+    read = RecordedWindows(tmp_path)
+    ends = [window.end_ns // 1_000_000_000 for window in read]
+    assert ends == [*range(1, 120), *range(181, 201)]
+    assert len(read.damage) == 1
+    assert read.damage[0].startswith(second.name)
+    assert not are_segments(tmp_path / "nothing")
+    first.write_bytes(b"SQLite")
+    assert not are_segments(first)
+
+
+def test_where_there_is_nothing_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BadSegment, match="no segment"):
+        RecordedWindows(tmp_path)
+    _segments(tmp_path, _long(1))
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        header = len(file.read()) // 4
+    path.write_bytes(path.read_bytes()[:header])
+    with pytest.raises(BadSegment, match="no window"):
+        capture_of_windows(tmp_path / "run.aiflame", RecordedWindows(tmp_path))
+
+
+def test_a_full_disk_is_said_and_leaves_whole_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a disk that is full after the third window
+    from aiflame.agent.capture import segment
+
+    written: Counter[str] = Counter()
+    write = segment.os.write
+
+    def full(descriptor: int, data: Any) -> int:
+        written["calls"] += 1
+        if written["calls"] > 4:  # the header is one
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data)
+
+    sink = SegmentSink(tmp_path, _FACTS)
+    windows = _long(5)
+    monkeypatch.setattr(segment.os, "write", full)
+    with pytest.raises(DiskFull, match="No space left"):
+        for window in windows:
+            sink.put(window)
+    monkeypatch.undo()
+    assert [window.number for window in RecordedWindows(tmp_path)] == [0, 1, 2]
