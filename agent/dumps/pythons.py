@@ -28,8 +28,8 @@ from aiflame.agent.python.interpreter import (
     find_interpreter,
     may_hold_interpreter,
 )
-from aiflame.agent.python.layouts import UnsupportedPython
-from aiflame.agent.python.memory import BatchMemory, NoMemoryAccess, Pages
+from aiflame.agent.python.layouts import ABSENT, UnsupportedPython
+from aiflame.agent.python.memory import BatchMemory, NoMemoryAccess, Pages, read_u64
 from aiflame.agent.python.threads import ThreadState, list_threads
 from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
 
@@ -105,6 +105,19 @@ class PythonProcess:
         except NoMemoryAccess:
             self._holders = {}
 
+    def prepare(self, thread_pointers: Iterable[int]) -> None:
+        """Reads where the walks of threads begin; what they read is of this moment or later."""
+        layout, pages = self._interpreter.layout, self._pages
+        states = (self._states.get(pointer) for pointer in thread_pointers)
+        places = [state.address + layout.thread_frame for state in states if state is not None]
+        steps = [0] if layout.cframe_frame == ABSENT else [layout.cframe_frame, 0]
+        pages.forget()
+        with contextlib.suppress(NoMemoryAccess):
+            for offset in steps:
+                pages.fetch(places)
+                places = [(read_u64(pages, place) or 0) + offset for place in places]
+            pages.fetch(places)
+
     def read(self, thread_pointer: int) -> PythonStack | None:
         """Walks a thread by its FS base; None for a thread without a thread state."""
         state = self._states.get(thread_pointer)
@@ -112,7 +125,6 @@ class PythonProcess:
             return None
         layout, holder = self._interpreter.layout, self._holders.get(state.interpreter)
         holds: bool | None = None
-        self._pages.forget()
         try:
             walked = walk(self._pages, layout, state.address)
             holds = is_held_by(self._memory, layout, holder, state.address)

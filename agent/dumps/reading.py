@@ -97,6 +97,7 @@ class ThreadReader:
         before = self._registers(image.pid, tids)
         if python is not None:
             python.refresh_holders()
+            python.prepare(thread.thread_pointer for thread in before)
         spans = [_span(thread) for thread in before]
         pieces = [answer.data for answer in self._memory.read(spans)]
         found = [

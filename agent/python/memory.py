@@ -50,13 +50,20 @@ class Pages:
     It is for one moment: pages are kept until they are `forgotten`.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: BatchMemory) -> None:
         self._memory = memory
         self._pages: dict[int, bytes | None] = {}
 
     def forget(self) -> None:
         """Has all be read anew."""
         self._pages.clear()
+
+    def fetch(self, addresses: Iterable[int]) -> None:
+        """Reads the pages of addresses that will be asked for, all at once."""
+        pages = {address & -_PAGE_BYTES for address in addresses if sound_address(address)}
+        missing = list(pages - self._pages.keys())
+        found = self._memory.read_many([(page, _PAGE_BYTES) for page in missing])
+        self._pages.update(zip(missing, found, strict=True))
 
     def read(self, address: int, size: int) -> bytes | None:
         """Exactly `size` bytes from `address`, or None."""

@@ -11,9 +11,10 @@ native stacks (`splicing`).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,6 +137,9 @@ class PythonProcesses:
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self.by_image: dict[int, PythonProcess] = {}
         self.chains: dict[int, PythonChain] = {}
+        # Of threads that sleep: what was read since `prepare`.
+        self._pages: dict[int, Pages] = {}  # by index of the process image
+        self._checked: dict[tuple[int, int], Code | None] = {}
         self._latest_ns = 0  # when an interpreter was last found
         self._frames: dict[PythonFrame, PythonFrame] = {}
         self.losses: Counter[LossKind] = Counter()
@@ -200,8 +204,39 @@ class PythonProcesses:
         self._waiting.pop(pid, None)
         self._programs.pythons.delete(pid.to_bytes(4, "little"))
 
+    def prepare(self, threads: Iterable[tuple[ProcessImage, int]]) -> None:
+        """Reads where the walks of sleeping threads begin, those of all at once.
+
+        What `of_thread` reads after this is of this moment or later: threads that sleep on until
+        they have been walked are shown as they are.
+
+        Args:
+            threads: Process and FS base of each.
+        """
+        pointers: defaultdict[int, list[int]] = defaultdict(list)
+        for image, thread_pointer in threads:
+            pointers[image.index].append(thread_pointer)
+        self._pages, self._checked = {}, {}
+        for index, found in pointers.items():
+            process = self.by_image.get(index)
+            if process is None or process.state_slot is None:
+                continue
+            layout, pages = process.loaded.layout, Pages(process.memory)
+            self._pages[index] = pages
+            offsets = [process.state_slot, layout.thread_frame]
+            if layout.cframe_frame != ABSENT:
+                offsets.append(layout.cframe_frame)
+            with contextlib.suppress(NoMemoryAccess):
+                for offset in offsets:
+                    places = [pointer + offset for pointer in found]
+                    pages.fetch(places)
+                    found = [read_u64(pages, place) or 0 for place in places]
+                pages.fetch(found)
+
     def of_thread(self, image: ProcessImage, thread_pointer: int) -> ThreadPython | None:
         """Walks the Python frames of a thread that is asleep, None if it has none.
+
+        To be called after `prepare`.
 
         Args:
             image: Its process.
@@ -210,20 +245,21 @@ class PythonProcesses:
         process = self.by_image.get(image.index)
         if process is None or process.state_slot is None:
             return None
-        memory, loaded = process.memory, process.loaded
+        memory, loaded = self._pages.get(image.index), process.loaded
+        if memory is None:
+            return None
         try:
             state = read_u64(memory, thread_pointer + process.state_slot)
             if not state:
                 return None
-            walked = walk(Pages(memory), loaded.layout, state)
+            walked = walk(memory, loaded.layout, state)
             interpreter = read_u64(memory, state + loaded.layout.thread_interpreter) or 0
             holder = gil_holder(memory, loaded.layout, loaded.runtime_address, interpreter)
             holds = is_held_by(memory, loaded.layout, holder, state)
         except NoMemoryAccess:
             return None
-        checked: dict[tuple[int, int], Code | None] = {}
         sources = tuple(
-            self._source(process, frame.code_address, frame.position, checked)
+            self._source(process, frame.code_address, frame.position, self._checked)
             if frame.code_address
             else None
             for frame in walked.frames

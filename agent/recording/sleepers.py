@@ -230,15 +230,20 @@ class Sleepers:
     def _walk_python(self, sleepers: list[Sleeper]) -> Iterator[None]:
         """Walks the Python frames of those that have some, a thread at each step."""
         found = []
-        for sleeper in sleepers:
-            yield
-            image = self._table.known(sleeper.pid, self._table.first_image)
-            if image is None or sleeper.snapshot is None:
-                continue
-            pointer = sleeper.snapshot.registers.thread_pointer
-            python = self._pythons.of_thread(image, pointer)
-            if python is not None:
-                found.append((sleeper, sleeper.snapshot, python))
+        for first in range(0, len(sleepers), _FIRST_BATCH_THREADS):
+            batch = []
+            for sleeper in sleepers[first : first + _FIRST_BATCH_THREADS]:
+                image = self._table.known(sleeper.pid, self._table.first_image)
+                if image is not None and sleeper.snapshot is not None:
+                    batch.append((sleeper, sleeper.snapshot, image))
+            self._pythons.prepare(
+                (image, snapshot.registers.thread_pointer) for _, snapshot, image in batch
+            )
+            for sleeper, snapshot, image in batch:
+                yield
+                python = self._pythons.of_thread(image, snapshot.registers.thread_pointer)
+                if python is not None:
+                    found.append((sleeper, snapshot, python))
         if self._snapshots is None or not found:
             return
         # Frames are read as they are now: they are of that sleep if the thread still is in it.

@@ -30,7 +30,10 @@ _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
 _IDLE_WORKER = 0x402
 
 _NO_PYTHON: Any = SimpleNamespace(
-    of_thread=lambda image, pointer: None, look=lambda image: None, poll=lambda: None
+    prepare=list,
+    of_thread=lambda image, pointer: None,
+    look=lambda image: None,
+    poll=lambda: None,
 )
 
 
