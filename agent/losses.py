@@ -152,6 +152,10 @@ class LossKind(enum.Enum):
         "CPUs that came online during the recording: samples of up to a second on each are missing;"
         " waits and times are complete"
     )
+    BOUNDARY_LATE = _Entry(
+        "boundaries between two seconds of the recording that were set late, as this machine is"
+        " busy: some time near them is counted in the other second"
+    )
     STACKS_STUCK = _Entry(
         "processes with memory that could not be read within half a second, as of a file system"
         " that does not answer: they are not read any more, so that Python frames show no names and"

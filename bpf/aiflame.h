@@ -36,7 +36,8 @@ enum stack_end {
 	END_NO_TABLE =
 		9, /* a caller in code that is in no mapping or has neither CFI nor frame pointer */
 	END_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
-	END_ROOTED_BY_GUESS = 11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
+	END_ROOTED_BY_HEURISTIC =
+		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
@@ -50,8 +51,8 @@ enum rule_kind {
 	RULE_UNDEFINED_RA = 6,
 	RULE_UNSUPPORTED = 7,
 	/* From prologues, where there is no CFI. The return address must prove to be one. */
-	RULE_RSP_GUESS = 8, /* as RULE_RSP */
-	RULE_RBP_GUESS = 9, /* as RULE_RBP */
+	RULE_RSP_HEURISTIC = 8, /* as RULE_RSP */
+	RULE_RBP_HEURISTIC = 9, /* as RULE_RBP */
 };
 
 /* Where a row finds the caller's RBP; RbpKind in agent/unwind/x86_64.py. */
@@ -183,7 +184,11 @@ enum host_constant {
 
 /* Slots of `settings`, written by the host half while programs run. */
 enum setting {
-	SETTING_EPOCH = 0, /* which of the two sum maps programs write: 0 or 1 */
+	/*
+	 * Where the open window begins, monotonic; set a moment ahead. From then on programs write the
+	 * one of the two sum maps that its lowest bit names, before it the one of the boundary before.
+	 */
+	SETTING_BOUNDARY_NS = 0,
 	SETTING_END_NS =
 		1, /* programs ignore what happens from then on; 0: nothing is recorded yet */
 	SETTING_STACKS_DRAIN = 2, /* EVENT_DRAIN is due after this many new stacks of one CPU */
@@ -193,6 +198,7 @@ enum setting {
 	SETTING_FOLLOW_CHILDREN = 6, /* 1: children of targets are targets */
 	SETTING_WAIT_EVENT_NS = 7, /* waits from this length on are sent one by one */
 	SETTING_CALL_EVENTS = 8, /* API calls sent one by one each second and CPU; 0 for none */
+	SETTING_BOUNDARY_BEFORE_NS = 9, /* set before SETTING_BOUNDARY_NS is, to what that was */
 	SETTING_MAX,
 };
 
@@ -209,6 +215,20 @@ struct process_state {
 	u64 asked_ns; /* when it was last asked */
 };
 
+/*
+ * The interval in which a thread was at the last boundary of windows, once it is over: the host half
+ * charges the part of an interval before a boundary, programs the part after it.
+ */
+struct crossing {
+	u64 boundary_ns; /* 0: none yet */
+	u64 on_cpu_ns; /* thread_state.on_cpu_ns at the boundary */
+	u64 stack; /* from here on as in thread_state */
+	u64 switched_ns;
+	u64 waking_ns;
+	u32 off_class;
+	u32 unused;
+};
+
 struct thread_state {
 	u64 started_ns; /* task_struct.start_time: tells a reused thread id apart */
 	u64 first_seen_ns;
@@ -222,6 +242,7 @@ struct thread_state {
 	u32 off_class; /* CLASS_ON_CPU while it runs, else how it was switched out */
 	u32 flags;
 	u32 unused;
+	struct crossing crossing;
 };
 
 struct stack_record {
@@ -343,6 +364,7 @@ struct thread_event {
 	u64 ns;
 	u64 first_seen_ns;
 	u64 on_cpu_ns;
+	struct crossing crossing;
 	char comm[16];
 };
 

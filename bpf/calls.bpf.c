@@ -84,6 +84,7 @@ static __always_inline void add_call(struct caller *caller)
 	struct call_key key = {};
 	struct call_value first = { .count = 1 };
 	struct call_value *value;
+	bool is_second = writes_second(boundary_at(bpf_ktime_get_ns()));
 
 	key.stack = call->stack;
 	key.image = call->image;
@@ -94,7 +95,7 @@ static __always_inline void add_call(struct caller *caller)
 	key.kind = call->kind;
 	first.work = caller->work;
 	first.bytes = call->bytes;
-	if (setting(SETTING_EPOCH))
+	if (is_second)
 		value = calls1.lookup(&key);
 	else
 		value = calls0.lookup(&key);
@@ -104,7 +105,7 @@ static __always_inline void add_call(struct caller *caller)
 		__sync_fetch_and_add(&value->bytes, first.bytes);
 		return;
 	}
-	if (setting(SETTING_EPOCH) ? calls1.insert(&key, &first) : calls0.insert(&key, &first))
+	if (is_second ? calls1.insert(&key, &first) : calls0.insert(&key, &first))
 		count(LOST_CALLS_FULL);
 	else
 		count_stored(COUNTER_CALLS_STORED, SETTING_CALLS_DRAIN);

@@ -73,7 +73,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->frame_pointer = regs->frame_pointer;
 	walk->mapping.start = walk->mapping.end = 0;
 	walk->window_words = 0;
-	walk->is_guessed = walk->eval_frames = walk->is_unmapped = 0;
+	walk->is_heuristic = walk->eval_frames = walk->is_unmapped = 0;
 	walk->eval_cfas[0] = walk->eval_cfas[1] = 0;
 	record->python = 0;
 	record->gil = PYTHON_GIL_NONE;
@@ -196,8 +196,8 @@ static __always_inline u64 finish_capture(struct capture *capture)
 	u64 hash = capture->walk.hash;
 
 	record->end = capture->walk.end;
-	if (record->end == END_ROOTED_BY_TABLE && capture->walk.is_guessed)
-		record->end = END_ROOTED_BY_GUESS;
+	if (record->end == END_ROOTED_BY_TABLE && capture->walk.is_heuristic)
+		record->end = END_ROOTED_BY_HEURISTIC;
 	record->user_depth = capture->walk.depth;
 	if (record->end == END_TOO_DEEP)
 		count(LOST_USER_FRAMES);

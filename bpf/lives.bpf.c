@@ -51,9 +51,11 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 				       bool is_exit, u64 now_ns)
 {
 	struct thread_event event = {};
+	u64 boundary_ns = boundary_at(now_ns);
 
 	if (thread->off_class != CLASS_ON_CPU)
-		switch_in_unseen(thread, task, tid, now_ns);
+		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
+	note_crossing(thread, boundary_ns);
 	if (thread->switched_ns)
 		thread->on_cpu_ns += now_ns - thread->switched_ns;
 	event.type = EVENT_THREAD_EXIT;
@@ -64,6 +66,7 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	event.ns = now_ns;
 	event.first_seen_ns = thread->first_seen_ns;
 	event.on_cpu_ns = thread->on_cpu_ns;
+	event.crossing = thread->crossing;
 	if (is_exit) /* an exec has renamed it already */
 		bpf_get_current_comm(event.comm, sizeof(event.comm));
 	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);

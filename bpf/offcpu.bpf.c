@@ -83,8 +83,35 @@ static __always_inline bool may_send_wait(u64 now_ns)
 	return budget->sent <= WAIT_EVENTS_PER_S;
 }
 
-/* Adds the interval that ends now to the sums, split at the wake-up. */
-static __always_inline void close_interval(struct thread_state *thread, u32 tid, u64 now_ns)
+/* Keeps the interval that ends now for the host half, if it is the first to end past a boundary. */
+static __always_inline void note_crossing(struct thread_state *thread, u64 boundary_ns)
+{
+	struct crossing *crossing = &thread->crossing;
+
+	if (!thread->switched_ns || thread->switched_ns >= boundary_ns ||
+	    crossing->boundary_ns == boundary_ns)
+		return;
+	crossing->on_cpu_ns = thread->on_cpu_ns;
+	if (thread->off_class == CLASS_ON_CPU)
+		crossing->on_cpu_ns += boundary_ns - thread->switched_ns;
+	crossing->stack = thread->stack;
+	crossing->switched_ns = thread->switched_ns;
+	crossing->waking_ns = thread->waking_ns;
+	crossing->off_class = thread->off_class;
+	crossing->boundary_ns = boundary_ns;
+}
+
+/* How much of what lasted from begin_ns to end_ns is past a boundary. */
+static __always_inline u64 past(u64 boundary_ns, u64 begin_ns, u64 end_ns)
+{
+	if (begin_ns < boundary_ns)
+		begin_ns = boundary_ns;
+	return begin_ns < end_ns ? end_ns - begin_ns : 0;
+}
+
+/* Adds the interval that ends now to the sums, as far as it is past a boundary. */
+static __always_inline void close_interval(struct thread_state *thread, u32 tid, u64 now_ns,
+					   u64 boundary_ns)
 {
 	struct sum_key key = {
 		.stack = thread->stack, .image = thread->image, .tgid = thread->tgid, .tid = tid
@@ -94,7 +121,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 
 	if (thread->off_class == CLASS_PREEMPTED) {
 		key.sample_class = CLASS_PREEMPTED;
-		add_sum(&key, now_ns - thread->switched_ns);
+		add_sum(&key, past(boundary_ns, thread->switched_ns, now_ns), boundary_ns);
 		return;
 	}
 	if (waking_ns < thread->switched_ns || waking_ns > now_ns)
@@ -103,10 +130,10 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	event.runnable_ns = now_ns - waking_ns;
 	key.sample_class = CLASS_BLOCKED;
 	if (event.blocked_ns)
-		add_sum(&key, event.blocked_ns);
+		add_sum(&key, past(boundary_ns, thread->switched_ns, waking_ns), boundary_ns);
 	key.sample_class = CLASS_WAITING_TO_RUN;
 	if (event.runnable_ns)
-		add_sum(&key, event.runnable_ns);
+		add_sum(&key, past(boundary_ns, waking_ns, now_ns), boundary_ns);
 	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
 	if (!may_send_wait(now_ns)) {
@@ -122,15 +149,17 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
 }
 
-static __always_inline void switch_in(struct thread_state *thread, void *task, u32 tid, u64 now_ns)
+static __always_inline void switch_in(struct thread_state *thread, void *task, u32 tid, u64 now_ns,
+				      u64 boundary_ns)
 {
 	if (!same_thread(thread, task))
 		return; /* the id of one that is gone */
 	/* Entered as runnable at the start: since it comes in only now, it was waiting for a CPU. */
 	if (thread->flags & THREAD_SEEDED && thread->off_class == CLASS_ON_CPU)
 		thread->off_class = CLASS_PREEMPTED;
+	note_crossing(thread, boundary_ns);
 	if (thread->off_class != CLASS_ON_CPU)
-		close_interval(thread, tid, now_ns);
+		close_interval(thread, tid, now_ns, boundary_ns);
 	thread->off_class = CLASS_ON_CPU;
 	thread->switched_ns = now_ns;
 	thread->flags = 0;
@@ -143,12 +172,13 @@ static __always_inline void switch_in(struct thread_state *thread, void *task, u
  * half that is not known.
  */
 static __always_inline void switch_in_unseen(struct thread_state *thread, void *task, u32 tid,
-					     u64 now_ns)
+					     u64 now_ns, u64 boundary_ns)
 {
 	u64 off_cpu_ns = now_ns - thread->switched_ns;
 	u64 ran_ns = thread->flags & THREAD_SEEDED ? 0 : task_ran_ns(task) - thread->ran_ns;
 
-	switch_in(thread, task, tid, now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns));
+	switch_in(thread, task, tid, now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns),
+		  boundary_ns);
 }
 
 /* Slot 0: walk_switch, which goes on with a walk; slot 1: walk_switch_python. */
@@ -196,7 +226,7 @@ int walk_switch_python(struct raw_tracepoint *ctx)
 
 /* Does not return while the stack is walked: nothing may follow it. */
 static __always_inline void switch_out(void *ctx, void *task, struct process_state *process, u64 id,
-				       bool is_asleep, u64 now_ns)
+				       bool is_asleep, u64 now_ns, u64 boundary_ns)
 {
 	u32 tgid = id >> 32, tid = (u32)id;
 	struct user_regs regs = {};
@@ -209,7 +239,8 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	if (!thread)
 		return;
 	if (thread->off_class != CLASS_ON_CPU)
-		switch_in_unseen(thread, task, tid, now_ns);
+		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
+	note_crossing(thread, boundary_ns);
 	if (thread->switched_ns)
 		thread->on_cpu_ns += now_ns - thread->switched_ns;
 	thread->image = process->image;
@@ -241,7 +272,7 @@ int on_switch(struct raw_tracepoint *ctx)
 	struct process_state *process = NULL;
 	struct thread_state *thread = NULL;
 	bool is_asleep = false;
-	u64 now_ns;
+	u64 now_ns, boundary_ns;
 
 	/* Two look-ups decide about a switch between foreign threads; the clock is read after them. */
 	if ((u32)id)
@@ -256,16 +287,17 @@ int on_switch(struct raw_tracepoint *ctx)
 	now_ns = bpf_ktime_get_ns();
 	if (!is_recorded(now_ns))
 		return 0;
+	boundary_ns = boundary_at(now_ns);
 	/* One that was preempted on its way to sleep stays runnable. */
 	if (!(bool)ctx->args[0])
 		/* task->state may have changed since the one that decided. */
 		is_asleep = host(SWITCH_HAS_STATE) ? (u32)ctx->args[3]
 						   : task_u32(prev, host(TASK_STATE));
 	if (thread)
-		switch_in(thread, next, next_tid, now_ns);
+		switch_in(thread, next, next_tid, now_ns, boundary_ns);
 	set_running(thread ? next_tid : 0);
 	if (process)
-		switch_out(ctx, prev, process, id, is_asleep, now_ns);
+		switch_out(ctx, prev, process, id, is_asleep, now_ns, boundary_ns);
 	return 0;
 }
 

@@ -28,7 +28,7 @@ static __always_inline void finish_sample(struct capture *capture)
 	key.image = capture->walk.image;
 	key.stack = finish_capture(capture);
 	key.sample_class = CLASS_ON_CPU;
-	add_sum(&key, setting(SETTING_PERIOD_NS));
+	add_sum(&key, setting(SETTING_PERIOD_NS), boundary_at(bpf_ktime_get_ns()));
 }
 
 /* Tail-called with a capture in per-CPU memory. */

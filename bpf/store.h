@@ -160,12 +160,26 @@ static __always_inline void store_stack(struct stack_record *record, u64 hash)
 		count_stored(COUNTER_STACKS_STORED, SETTING_STACKS_DRAIN);
 }
 
-static __always_inline void add_sum(struct sum_key *key, u64 ns)
+/* The last boundary of windows at a time, which is now or a moment ago. */
+static __always_inline u64 boundary_at(u64 now_ns)
+{
+	u64 boundary_ns = setting(SETTING_BOUNDARY_NS);
+
+	return now_ns >= boundary_ns ? boundary_ns : setting(SETTING_BOUNDARY_BEFORE_NS);
+}
+
+static __always_inline bool writes_second(u64 boundary_ns)
+{
+	return boundary_ns & 1;
+}
+
+/* To the window that begins at a boundary. */
+static __always_inline void add_sum(struct sum_key *key, u64 ns, u64 boundary_ns)
 {
 	struct sum_value first = { .count = 1, .ns = ns };
 	struct sum_value *value;
 
-	if (setting(SETTING_EPOCH))
+	if (writes_second(boundary_ns))
 		value = sums1.lookup(key);
 	else
 		value = sums0.lookup(key);
@@ -174,7 +188,7 @@ static __always_inline void add_sum(struct sum_key *key, u64 ns)
 		__sync_fetch_and_add(&value->ns, ns);
 		return;
 	}
-	if (setting(SETTING_EPOCH) ? sums1.insert(key, &first) : sums0.insert(key, &first))
+	if (writes_second(boundary_ns) ? sums1.insert(key, &first) : sums0.insert(key, &first))
 		count(LOST_SUMS_FULL);
 	else
 		count_stored(COUNTER_SUMS_STORED, SETTING_SUMS_DRAIN);

@@ -83,7 +83,7 @@ struct walk {
 	u32 tid;
 	u32 is_exact; /* 0: the instruction pointer is a return address */
 	u32 has_frame_pointer; /* 0: a rule said that it is lost */
-	u32 is_guessed; /* 1: some caller was found by a checked heuristic */
+	u32 is_heuristic; /* 1: some caller was found by a checked heuristic */
 	u32 end; /* enum stack_end, once it has ended */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
 	u32 is_eval; /* the frame that is stepped from is one */
@@ -286,7 +286,7 @@ static __always_inline bool step_by_epilogue(struct walk *walk)
 	walk->stack_pointer = slot + 8;
 	walk->frame_pointer = saved;
 	walk->has_frame_pointer |= has_link;
-	walk->is_guessed = 1;
+	walk->is_heuristic = 1;
 	return true;
 }
 
@@ -318,7 +318,7 @@ static __always_inline u32 step_without_cfi(struct walk *walk)
 		return end_walk(walk, END_NO_TABLE);
 	walk->instruction_pointer = caller;
 	walk->stack_pointer += 8;
-	walk->is_guessed = 1;
+	walk->is_heuristic = 1;
 	return STEP_CHECK;
 }
 
@@ -346,8 +346,8 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 		walk->is_exact = 0;
 	} else {
 		result = step_by_rule(walk, rule);
-		if (result == STEP_ON && rule->kind >= RULE_RSP_GUESS) {
-			walk->is_guessed = 1;
+		if (result == STEP_ON && rule->kind >= RULE_RSP_HEURISTIC) {
+			walk->is_heuristic = 1;
 			result = STEP_CHECK;
 		}
 	}

@@ -34,7 +34,7 @@ static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *r
 		cfa = walk->stack_pointer + 8;
 		if ((walk->instruction_pointer & 15) >= (u64)rule->cfa_offset)
 			cfa += 8;
-	} else if (rule->kind != RULE_RSP && rule->kind != RULE_RSP_GUESS) {
+	} else if (rule->kind != RULE_RSP && rule->kind != RULE_RSP_HEURISTIC) {
 		if (!walk->has_frame_pointer)
 			return end_walk(walk, END_UNSUPPORTED_RULE);
 		cfa = walk->frame_pointer + (s64)rule->cfa_offset;

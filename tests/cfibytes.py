@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_or_build

@@ -28,6 +28,8 @@ SINCE_VERSION_3 = frozenset(
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"
+# There until symbols are resolved.
+SYMBOLS_FACT = f"{FACT_PREFIX}symbols"
 
 
 def schema_sql() -> str:

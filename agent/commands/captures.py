@@ -12,7 +12,6 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.capture.workspace import running
 from aiflame.agent.commands.messages import tell
-from aiflame.agent.commands.recover import finish_if_killed
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.rows import showable
@@ -33,6 +32,8 @@ def read_recording(path: Path) -> Profile:
         AiflameError: What was killed cannot be finished.
     """
     if not os.path.lexists(path):
+        from aiflame.agent.commands.recover import finish_if_killed
+
         finish_if_killed(path)
         folder = running(path.absolute())
         if folder is not None:
@@ -42,11 +43,14 @@ def read_recording(path: Path) -> Profile:
 
 
 def _read_segments(path: Path) -> Profile:
+    # Captures need neither symbols nor what a recording knows.
+    from aiflame.agent.recording.recorded import RecordedNamer
+
     with tempfile.TemporaryDirectory() as name:  # for this user only
         capture = Path(name) / "capture.aiflame"
         try:
             windows = RecordedWindows(path)
-            capture_of_windows(capture, windows)
+            capture_of_windows(capture, windows, windows.facts, RecordedNamer())
         except BadSegment as error:
             raise CaptureError(f"nothing can be read of {path}: {error}") from error
         for damage in windows.damage:

@@ -47,6 +47,7 @@ EXAMPLES
   sudo aiflame record --comm nginx -d 10        # all processes of that name
   sudo aiflame record -d 10 -- python3 -c 'while True: pass'
   sudo aiflame record -p 1234 -d 5 -o run.svg   # only the flame graph
+  sudo aiflame record -a --keep 10m             # record first, ask later: the last ten minutes
 """
 
 # 99 and not 100: it does not beat in step with work that is done every 10 ms.
@@ -164,6 +165,13 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         help="30, 30s, 5m (default: until Ctrl-C or the target ends)",
     )
     group.add_argument(
+        "--keep",
+        metavar="TIME",
+        type=duration_ns,
+        help="flight recorder: of a recording that runs on and on, keep only the newest; SIGUSR1"
+        " writes a copy (default: keep all)",
+    )
+    group.add_argument(
         "--off-cpu",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -234,6 +242,7 @@ def run(args: argparse.Namespace) -> int:
             command_words=args.command_words,
             trace_calls=args.trace,
             gpu=args.gpu,
+            keep_ns=args.keep,
         )
         printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
         if target.note:

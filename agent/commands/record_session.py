@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from aiflame.agent import __version__, priority
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.capture.schema import FACT_PREFIX
+from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.capture.workspace import Destination, Workspace
+from aiflame.agent.commands.record_copy import Copies
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_output import OutputPlan, is_special
@@ -51,8 +52,6 @@ _NO_SAMPLES_EXIT = 4
 
 # Being late by less is not worth a line: of what -d says, and in all.
 _OVERRUN_SHARE, _OVERRUN_NS = 0.03, 200_000_000
-# There until symbols are resolved.
-_SYMBOLS = f"{FACT_PREFIX}symbols"
 
 # Of what windows leave out, which only they count.
 _OF_WINDOWS = (
@@ -81,6 +80,7 @@ class RecordOptions:
     unwind_bytes_max: int
     command_words: str
     gpu: str = AUTO
+    keep_ns: int | None = None
     trace_calls: bool = False
 
     @property
@@ -218,7 +218,7 @@ class _Session:
         recorder.finish(sinks.give, sinks.capture)
         self._complete(sinks)
         self._write_losses(recorder, sinks, outcome, Counter())
-        sinks.writer.put_meta({"duration_ns": outcome.duration_ns})
+        sinks.writer.put_meta({"duration_ns": sinks.capture.end_ns})
         sinks.writer.commit()
         return sinks, outcome
 
@@ -226,7 +226,7 @@ class _Session:
         """Writes the capture anew if it could not be written as windows came."""
         if sinks.failure is not None:
             self._printer.say(f"warning: {sinks.failure!r}: the capture is written once more")
-            sinks.complete()
+        sinks.complete()
 
     def _publish(self) -> None:
         """Gives the capture its name, or what has that name its newer content.
@@ -267,7 +267,9 @@ class _Session:
     def _start(self, recorder: Recorder) -> RecordSinks:
         options = self._options
         recorder.start(options.duration_ns)
-        sinks = self._sinks = RecordSinks(self._workspace, self._first_facts(recorder))
+        sinks = self._sinks = RecordSinks(
+            self._workspace, self._first_facts(recorder), options.keep_ns
+        )
         what = "on and off CPU" if options.off_cpu else "on CPU only"
         until = "Ctrl-C to stop" if options.duration_ns is None else "Ctrl-C to stop early"
         self._printer.say(
@@ -280,13 +282,18 @@ class _Session:
 
     def _run(self, recorder: Recorder, sinks: RecordSinks, service: SymbolService) -> None:
         warmer = Warmer(service, recorder.table.binaries, self._target.filter)
+        where = self._workspace
+        copies = Copies(where.directory, where.destination.path, self._options.keep_ns)
         self._begun_cpu_ns, self._begun_ns = _own_cpu_ns(), time.monotonic_ns()
 
         def every_interval(progress: Progress) -> None:
             warmer.warm_new()
             self._printer.progress(progress)
+            if self._signals.take_copy_request():
+                self._printer.say(copies.start())
 
         recorder.run(sinks.give, every_interval)
+        copies.wait()
         self._running_cpu_ns = _own_cpu_ns() - self._begun_cpu_ns
         self._running_ns = time.monotonic_ns() - self._begun_ns
         self._running_rss_bytes = _peak_rss_bytes()
@@ -312,7 +319,7 @@ class _Session:
             f"{FACT_PREFIX}CPUs": recorder.cpu_count,
             f"{FACT_PREFIX}sampling": f"cpu-clock at {options.frequency_hz} Hz on every CPU",
             f"{FACT_PREFIX}off-CPU": "every context switch" if options.off_cpu else "not recorded",
-            _SYMBOLS: "not resolved",
+            SYMBOLS_FACT: "not resolved",
         }
 
     def _write_losses(
@@ -355,7 +362,7 @@ class _Session:
                 "complete": 1,
             }
         )
-        writer.drop_meta(_SYMBOLS)
+        writer.drop_meta(SYMBOLS_FACT)
         writer.commit()
 
     def report(self) -> Profile:

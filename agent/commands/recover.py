@@ -2,7 +2,7 @@
 """Finish recordings that were killed: what they had stored becomes a capture.
 
 Needs the user that recorded, which mostly is root. The capture holds all but the last second or
-two. Its stacks show modules and addresses: names are resolved at the end of a recording.
+two. Names are there for programs and libraries that are still where they were.
 """
 
 from __future__ import annotations
@@ -134,10 +134,13 @@ def _finish(workspace: Workspace, output: Path | None, force: bool) -> None:
 
 def _rebuild(workspace: Workspace) -> None:
     """Makes the capture of a recording that was killed from its segments."""
+    # All else that this verb does needs neither symbols nor what a recording knows.
+    from aiflame.agent.recording.recorded import RecordedNamer
+
     workspace.database.unlink(missing_ok=True)
     try:
         windows = RecordedWindows(workspace.directory)
-        capture_of_windows(workspace.database, windows)
+        capture_of_windows(workspace.database, windows, windows.facts, RecordedNamer())
     except BadSegment as error:
         workspace.is_kept = False
         raise AiflameError(

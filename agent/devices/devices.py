@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.devices.locations import DevicePlaces
+from aiflame.agent.devices.locations import DeviceLocations
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
@@ -103,7 +103,7 @@ class Devices:
         self._codes: dict[tuple[str, CodeKey], int] = {}
         self._reasons: dict[tuple[str, str], int] = {}
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
-        self._places = DevicePlaces(
+        self._locations = DeviceLocations(
             table, images, lambda file: self._owner(file) is not None, self._runs_by
         )
         self.samples = 0
@@ -144,7 +144,7 @@ class Devices:
 
     def before_stacks(self) -> None:
         """To be called at a drain before new stacks are added."""
-        self._places.refresh()
+        self._locations.refresh()
 
     def add_stack(
         self,
@@ -154,16 +154,16 @@ class Devices:
         found: npt.NDArray[np.int64],
         binaries: Iterable[int],
     ) -> None:
-        """Sees every new stack, as DevicePlaces.add_stack does."""
+        """Sees every new stack, as DeviceLocations.add_stack does."""
         if self._families:
-            self._places.add_stack(stack, image, user, found, binaries)
+            self._locations.add_stack(stack, image, user, found, binaries)
 
     def add_sums(
         self, keys: npt.NDArray[Any], values: npt.NDArray[Any], has_come: Callable[[int], bool]
     ) -> None:
-        """Sees the sums of an interval, as DevicePlaces.add_sums does."""
+        """Sees the sums of an interval, as DeviceLocations.add_sums does."""
         if self._families:
-            self._places.add_sums(keys, values, has_come)
+            self._locations.add_sums(keys, values, has_come)
 
     def drain(self, interval: int, end_ns: int) -> None:
         """Takes in what families sampled.
@@ -173,7 +173,7 @@ class Devices:
             end_ns: Of the window, since the start.
         """
         by_family = defaultdict(list)
-        for sample in self._places.take():
+        for sample in self._locations.take():
             by_family[self._owner(sample.file)].append(sample)
         for running in self._running:
             found = running.family.drain(Interval(interval, by_family[running.family]))
@@ -270,7 +270,7 @@ class Devices:
     @property
     def losses(self) -> Counter[LossKind]:
         """What was lost or is not sure."""
-        found = Counter(self._places.losses)
+        found = Counter(self._locations.losses)
         for running in self._running:
             found.update(running.family.losses())
         return found

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU samples that are samples of a device, for devices that are made of CPUs.
 
-The kernel half sums samples by stack. Each stack is looked at when its record comes: if a frame is
-in a file of a device family, the innermost such frame is the stack's place. Sums of stacks whose
-record has not come yet wait for it.
+The kernel half counts samples by stack. Each stack is looked at when its record comes: if a frame
+is in a file of a device family, the innermost such frame is the stack's location. Counts of stacks
+whose record has not come yet wait for it.
 
-A place is kept as an address and looked up at each drain, since a file may be mapped where another
-one was: PoCL unmaps the oldest of more than 128 kernels. Sums are kept by the second, so samples
-of the second in which that happens may be counted to the new file; they are counted here too.
+A location is kept as an address and looked up at each drain, since a file may be mapped where
+another one was: PoCL unmaps the oldest of more than 128 kernels. Counts are kept by the second, so
+samples of the second in which that happens may be counted to the new file; they are counted here
+too.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _MAX_UNKNOWN = 4096
 
 
 @dataclass(slots=True)
-class _Place:
+class _Location:
     image: ProcessImage
     address: int  # of the innermost frame, for callers of their last byte
     is_caller: bool
     binary: int
 
 
-class DevicePlaces:
+class DeviceLocations:
     """Finds them.
 
     Args:
@@ -61,7 +62,7 @@ class DevicePlaces:
         self._images = images
         self._owns = owns
         self._runs_by = runs_by
-        self._places: dict[int, _Place] = {}
+        self._locations: dict[int, _Location] = {}
         self._unknown: dict[int, tuple[ProcessImage, U64]] = {}
         self._with_kernels: dict[int, ProcessImage] = {}
         # Samples by stack and thread: of one interval, and of stacks that have not come.
@@ -94,23 +95,23 @@ class DevicePlaces:
         """
         is_unknown = bool((found < 0).any())
         if any(map(self._owns, binaries)):
-            self._place(stack, image, user, found)
+            self._locate(stack, image, user, found)
         elif is_unknown and len(self._unknown) < _MAX_UNKNOWN:
             self._unknown[stack] = image, user.copy()
         elif is_unknown:
             self.losses[LossKind.DEVICE_STACKS_NOT_KEPT] += 1
         waiting = self._waiting.pop(stack, None)
-        if waiting is not None and (stack in self._places or stack in self._unknown):
+        if waiting is not None and (stack in self._locations or stack in self._unknown):
             self._sums[stack].update(waiting)
 
-    def _place(
+    def _locate(
         self, stack: int, image: ProcessImage, user: U64, found: npt.NDArray[np.int64]
     ) -> None:
         for depth, at in enumerate(found.tolist()):
             binary = image.mappings[at].binary if at >= 0 else NO_BINARY
             if binary != NO_BINARY and self._owns(binary):
                 address = int(user[depth]) - (depth > 0)
-                self._places[stack] = _Place(image, address, depth > 0, binary)
+                self._locations[stack] = _Location(image, address, depth > 0, binary)
                 self._with_kernels[image.index] = image
                 return
 
@@ -132,7 +133,7 @@ class DevicePlaces:
             strict=True,
         )
         for stack, tid, count in rows:
-            if stack in self._places or stack in self._unknown:
+            if stack in self._locations or stack in self._unknown:
                 self._sums[stack][tid] += count
             elif stack and not has_come(stack):
                 self._waiting[stack][tid] += count
@@ -142,18 +143,18 @@ class DevicePlaces:
         self._look_again()
         found: Counter[tuple[int, int, int, int, bool]] = Counter()
         for stack, by_thread in self._sums.items():
-            place = self._places.get(stack)
-            if place is None:
+            location = self._locations.get(stack)
+            if location is None:
                 continue
-            now = self._now_at(place)
-            if now is None or now[0] != place.binary:
+            now = self._now_at(location)
+            if now is None or now[0] != location.binary:
                 self.losses[LossKind.DEVICE_CODE_REPLACED] += sum(by_thread.values())
             if now is None:
-                del self._places[stack]
+                del self._locations[stack]
                 continue
-            place.binary = now[0]
+            location.binary = now[0]
             for tid, count in by_thread.items():
-                key = (place.image.index, tid, *now, place.is_caller)
+                key = (location.image.index, tid, *now, location.is_caller)
                 found[key] += count
         self._sums.clear()
         return [CpuSample(*key, count) for key, count in found.items()]
@@ -162,8 +163,8 @@ class DevicePlaces:
         """Looks at stacks whose mappings were not known, once: they have been read since."""
         for stack, (image, user) in self._unknown.items():
             found = image.find(user)
-            self._place(stack, image, user, found)
-            if stack not in self._places and int(found[0]) < 0 and self._runs_kernels(image):
+            self._locate(stack, image, user, found)
+            if stack not in self._locations and int(found[0]) < 0 and self._runs_kernels(image):
                 self.losses[LossKind.DEVICE_CODE_NOT_MAPPED] += sum(self._sums[stack].values())
         self._unknown.clear()
 
@@ -171,12 +172,12 @@ class DevicePlaces:
         binaries = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
         return any(map(self._runs_by, binaries))
 
-    def _now_at(self, place: _Place) -> tuple[int, int] | None:
-        """Returns the binary that is at a place, and the address as it counts; None for none."""
-        at = int(place.image.find(np.array([place.address], np.uint64))[0])
+    def _now_at(self, location: _Location) -> tuple[int, int] | None:
+        """Returns the binary that is at a location, and the address as it counts; None for none."""
+        at = int(location.image.find(np.array([location.address], np.uint64))[0])
         if at < 0:
             return None
-        mapping = place.image.mappings[at]
+        mapping = location.image.mappings[at]
         if mapping.binary == NO_BINARY or not self._owns(mapping.binary):
             return None
-        return mapping.binary, place.address - self._images.bias(mapping)
+        return mapping.binary, location.address - self._images.bias(mapping)

@@ -20,7 +20,7 @@ from aiflame.agent.python.walk import Walk, WalkEnd
 from aiflame.agent.recording import roots
 from aiflame.agent.symbols.frames import clean_name
 
-_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
+_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC)
 _KERNEL = "[kernel]"
 
 

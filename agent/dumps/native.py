@@ -109,12 +109,5 @@ class NativeNames:
         if file.fd is None or elf is None:
             return ""
         with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-            if roots.is_at_entry(roots.entry_address(opened), address):
-                return "_start"
-            for load in elf.loads:
-                if load.virtual_address <= address < load.virtual_address + load.file_size:
-                    offset = address + 1 - load.virtual_address + load.file_offset
-                    if roots.is_signal_return(opened, offset):
-                        return "__restore_rt"
-                    return roots.start_name_in_libc(opened, offset) or ""
+            return roots.name_by_code(opened, elf, address)[0]
         return ""

@@ -40,7 +40,7 @@ THREAD_SEEDED = 1  # bit of thread_state.flags
 class Setting(enum.IntEnum):
     """Slots of the `settings` array."""
 
-    EPOCH = 0
+    BOUNDARY_NS = 0
     END_NS = 1
     STACKS_DRAIN = 2
     SUMS_DRAIN = 3
@@ -49,6 +49,7 @@ class Setting(enum.IntEnum):
     FOLLOW_CHILDREN = 6
     WAIT_EVENT_NS = 7
     CALL_EVENTS = 8
+    BOUNDARY_BEFORE_NS = 9
 
 
 class HostConstant(enum.IntEnum):
@@ -142,6 +143,17 @@ STACK_ID_DTYPE = np.dtype("<u8")
 PROCESS_STATE_DTYPE = np.dtype(
     [("image", "<u8"), ("flags", "<u4"), ("asked", "<u4"), ("asked_ns", "<u8")]
 )
+CROSSING_DTYPE = np.dtype(
+    [
+        ("boundary_ns", "<u8"),
+        ("on_cpu_ns", "<u8"),
+        ("stack", "<u8"),
+        ("switched_ns", "<u8"),
+        ("waking_ns", "<u8"),
+        ("off_class", "<u4"),
+        ("unused", "<u4"),
+    ]
+)
 THREAD_STATE_DTYPE = np.dtype(
     [
         ("started_ns", "<u8"),
@@ -156,6 +168,7 @@ THREAD_STATE_DTYPE = np.dtype(
         ("off_class", "<u4"),
         ("flags", "<u4"),
         ("unused", "<u4"),
+        ("crossing", CROSSING_DTYPE),
     ]
 )
 STACK_DTYPE = np.dtype(
@@ -262,6 +275,7 @@ THREAD_EVENT_DTYPE = np.dtype(
         ("ns", "<u8"),
         ("first_seen_ns", "<u8"),
         ("on_cpu_ns", "<u8"),
+        ("crossing", CROSSING_DTYPE),
         ("comm", "S16"),
     ]
 )

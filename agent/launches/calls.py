@@ -35,7 +35,7 @@ class _FoundFunction(NamedTuple):
     """Where a process has a function, as long as these are its mappings and so many are probed."""
 
     mappings: list[Mapping]
-    places: int
+    probed: int
     address: int
     size_bytes: int
 
@@ -120,21 +120,21 @@ class ApiCalls:
     def _address(self, image: ProcessImage, slot: int) -> tuple[int, int]:
         """Returns where a process has a function, and its size; 0 where it has none."""
         found = self._addresses.get((image.index, slot))
-        places = len(self.probes.places)
+        probed = len(self.probes.ranges)
         # A process's list of mappings is never changed, only replaced by another.
-        if found is None or found.mappings is not image.mappings or found.places != places:
-            found = _FoundFunction(image.mappings, places, *self._look_for(image, slot))
+        if found is None or found.mappings is not image.mappings or found.probed != probed:
+            found = _FoundFunction(image.mappings, probed, *self._look_for(image, slot))
             self._addresses[image.index, slot] = found
         return found.address, found.size_bytes
 
     def _look_for(self, image: ProcessImage, slot: int) -> tuple[int, int]:
         for mapping in image.mappings:
             identity = self._identities.get(mapping.binary)
-            place = None if identity is None else self.probes.places.get((identity, slot))
-            if place is not None:
-                address = mapping.start + place[0] - mapping.file_offset
+            probed = None if identity is None else self.probes.ranges.get((identity, slot))
+            if probed is not None:
+                address = mapping.start + probed[0] - mapping.file_offset
                 if mapping.start <= address < mapping.end:
-                    return address, place[1]
+                    return address, probed[1]
         return 0, 0
 
     def take_event(self, kind: int, payload: bytes) -> None:

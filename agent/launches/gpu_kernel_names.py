@@ -2,9 +2,9 @@
 """What kernels are called that a launch knows by a handle or by a host address.
 
 Told by the API itself where the kernel was made while it was watched: the name is an argument of
-the function that makes it, and the kernel half puts the name's id in the place of the handle. Else,
-in this order: a host address is a function whose symbol is the kernel's name; a handle's memory
-holds a pointer to a name, in the same place for all kernels of a runtime. Which place that is, the
+the function that makes it, and the kernel half puts the name's id where the handle was. Else, in
+this order: a host address is a function whose symbol is the kernel's name; a handle's memory holds
+a pointer to a name, at the same offset for all kernels of a runtime. Which offset that is, the
 kernels tell that the process was seen to run. What is left has no name, and says why.
 """
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.python.elfbytes import FunctionNames
 from aiflame.agent.python.memory import NoMemoryAccess
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.gpu.host_stubs import is_stub, name_from_host_symbol
@@ -140,7 +140,7 @@ class KernelNames:
         return ProcessMemory(self._table.memory, image.pid)
 
     def _candidates(self, image: ProcessImage, handle: int) -> Mapping[int, str]:
-        """Returns what the memory behind a handle points to that may be a name, by word."""
+        """Returns what may be a name among what the memory at a handle points to, by word."""
         if not self._table.is_current(image):
             return {}
         memory = self._memory_of(image)
@@ -202,26 +202,26 @@ class KernelNames:
         return (names.pop() or "") if len(names) == 1 else ""
 
     def _symbol(self, image: ProcessImage, address: int) -> str:
-        """Returns the symbol of a place in a process, "" where it has none."""
+        """Returns the symbol at an address of a process, "" where it has none."""
         found = int(image.find(np.array([address], np.uint64))[0])
         if found < 0 or image.mappings[found].binary == NO_BINARY:
             return ""
         mapping = image.mappings[found]
-        symbols = self._symbols_of(mapping.binary)
-        if symbols is None:
-            return ""
-        place = (address - self._images.bias(mapping)) % (1 << 64)
-        return clean_name(symbols.at(place).decode(errors="replace"))
+        virtual_address = (address - self._images.bias(mapping)) % (1 << 64)
+        return clean_name(self._name_in(mapping.binary, virtual_address).decode(errors="replace"))
 
-    def _symbols_of(self, binary: int) -> FunctionNames | None:
-        if binary not in self._symbols:
-            names = None
-            known, elf = self._table.binaries.files[binary], self._images.of(binary)
-            if known.fd is not None and elf is not None:
-                with self._table.binaries.guard.each_file(known.path, known.fd) as file:
-                    names = FunctionNames(file, elf)
-            self._symbols[binary] = names
-        return self._symbols[binary]
+    def _name_in(self, binary: int, address: int) -> bytes:
+        """Returns the symbol at a virtual address of a file, b"" where it has none."""
+        known, elf = self._table.binaries.files[binary], self._images.of(binary)
+        if known.fd is None or elf is None:
+            return b""
+        with self._table.binaries.guard.each_file(known.path, known.fd) as file:
+            if binary not in self._symbols:
+                self._symbols[binary] = None  # where reading it fails
+                self._symbols[binary] = FunctionNames(file, elf)
+            names = self._symbols[binary]
+            return b"" if names is None else names.at(file, address)
+        return b""
 
 
 def _texts_at(memory: ProcessMemory, addresses: Sequence[int]) -> list[bytes]:

@@ -16,11 +16,11 @@ import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
-from aiflame.agent.launches.probe_sites import ProbePlace
-from aiflame.agent.launches.symbols import FunctionPlace
+from aiflame.agent.launches.probe_sites import ProbeSite
+from aiflame.agent.launches.symbols import ApiFunction
 
 # As if nothing were known of the function's code.
-_ENTRY = ProbePlace(0, 0, False)
+_ENTRY = ProbeSite(0, 0, False)
 
 _PROGRAMS = ("on_call", "on_naming", "on_named")
 
@@ -29,15 +29,15 @@ class Probe(NamedTuple):
     """A probe to be put on: program, function, where in it, and the kernel half's two numbers."""
 
     program: str
-    function: FunctionPlace
-    place: ProbePlace
+    function: ApiFunction
+    site: ProbeSite
     slot: int
     number: int
 
     @property
     def offset(self) -> int:
         """In the file, in bytes."""
-        return self.function.file_offset + self.place.offset_bytes
+        return self.function.file_offset + self.site.offset_bytes
 
     @property
     def is_return(self) -> bool:
@@ -69,9 +69,9 @@ class ApiLinks:
         if probe.is_return:
             return
         row = np.zeros(1, abi.API_PROBE_DTYPE)
-        row["call"], row["stack_bytes"] = probe.slot, probe.place.stack_bytes
-        row["before_bytes"] = probe.function.before_bytes + probe.place.offset_bytes
-        row["after_bytes"] = max(probe.function.after_bytes - probe.place.offset_bytes, 0)
+        row["call"], row["stack_bytes"] = probe.slot, probe.site.stack_bytes
+        row["before_bytes"] = probe.function.before_bytes + probe.site.offset_bytes
+        row["after_bytes"] = max(probe.function.after_bytes - probe.site.offset_bytes, 0)
         self._programs.api_probes.update(probe.number.to_bytes(4, "little"), row.tobytes())
 
     def attach(self, path: str, probes: Sequence[Probe]) -> list[Refused]:
@@ -103,11 +103,11 @@ class ApiLinks:
             own = [probe for probe in probes if probe.program == program]
             if not own:
                 continue
-            places = [(probe.offset, probe.number) for probe in own]
+            sites = [(probe.offset, probe.number) for probe in own]
             fd = self._programs.fds[program]
             try:
                 self._descriptors.append(
-                    sysbpf.link_uprobes(path, places, fd, is_return=own[0].is_return)
+                    sysbpf.link_uprobes(path, sites, fd, is_return=own[0].is_return)
                 )
             except OSError:  # one of them is enough
                 left += own
@@ -127,9 +127,9 @@ class ApiLinks:
                 try:
                     attach_one(path, probe, program)
                 except OSError:
-                    if not probe.place.offset_bytes:
+                    if not probe.site.offset_bytes:
                         raise
-                    at_entry = probe._replace(place=_ENTRY)
+                    at_entry = probe._replace(site=_ENTRY)
                     self.describe(at_entry)
                     attach_one(path, at_entry, program)
             except OSError as error:
@@ -137,8 +137,8 @@ class ApiLinks:
         return refused
 
     def _link_one(self, path: str, probe: Probe, program: int) -> None:
-        places = [(probe.offset, probe.number)]
-        self._descriptors.append(sysbpf.link_uprobes(path, places, program, probe.is_return))
+        sites = [(probe.offset, probe.number)]
+        self._descriptors.append(sysbpf.link_uprobes(path, sites, program, probe.is_return))
 
     def _open_event(self, path: str, probe: Probe, program: int) -> None:
         if self._event_type is None:

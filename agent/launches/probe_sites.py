@@ -79,7 +79,7 @@ _HARMLESS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class ProbePlace:
+class ProbeSite:
     """Where to put a probe.
 
     Attributes:
@@ -94,14 +94,14 @@ class ProbePlace:
     is_emulated: bool
 
 
-def probe_place(
+def choose_site(
     code: bytes, address: int, nops: NopTreatment, *, for_return: bool = False
-) -> ProbePlace:
-    """Chooses the place of a probe that is to see a function's arguments.
+) -> ProbeSite:
+    """Chooses where to put a probe that is to see a function's arguments.
 
     Args:
         code: The function's bytes from its entry, as many as are known.
-        address: Of the entry. Any will do: places are relative.
+        address: Of the entry. Any will do: sites are relative.
         nops: What this kernel does with no-operations.
         for_return: The probe is to fire at the function's return as well. The kernel takes the
             word at the stack pointer for the return address, so nothing may be above it yet.
@@ -111,7 +111,7 @@ def probe_place(
         does not refuse; the entry where the code cannot be read.
     """
     near = _instructions(code, address)
-    accepted: ProbePlace | None = None
+    accepted: ProbeSite | None = None
     stack_bytes = 0
     for instruction in near:
         offset = instruction.address - address
@@ -122,14 +122,14 @@ def probe_place(
                 break
             if offset and _is_jumped_to(code, near, offset):
                 break
-            accepted = ProbePlace(offset, stack_bytes, is_emulated)
+            accepted = ProbeSite(offset, stack_bytes, is_emulated)
             if is_emulated:
                 return accepted
         growth = _growth(instruction, stack_bytes)
         if growth is None or stack_bytes + growth > _MAX_STACK_BYTES:
             break
         stack_bytes += growth
-    return accepted or ProbePlace(0, 0, False)
+    return accepted or ProbeSite(0, 0, False)
 
 
 def _instructions(code: bytes, address: int) -> list[Any]:
@@ -188,16 +188,16 @@ def _is_stack_pointer(instruction: Any, operand: Any) -> bool:
 
 def _is_own_frame(instruction: Any, operand: Any, stack_bytes: int) -> bool:
     """Whether a write is below the return address: to the function's own part of the stack."""
-    place = operand.mem
-    if place.index or place.segment or not place.base:
+    memory = operand.mem
+    if memory.index or memory.segment or not memory.base:
         return False
-    if instruction.reg_name(place.base) != "rsp":
+    if instruction.reg_name(memory.base) != "rsp":
         return False
-    return bool(place.disp + operand.size <= stack_bytes)
+    return bool(memory.disp + operand.size <= stack_bytes)
 
 
 def _is_jumped_to(code: bytes, near: list[Any], offset: int) -> bool:
-    """Whether anything jumps behind the entry, up to and including a place of the prologue."""
+    """Whether anything jumps past the entry, up to and including an offset in the prologue."""
     entry = near[0].address
     decoded = near[-1].address + near[-1].size - entry
     if decoded < min(len(code), _NEAR_BYTES):

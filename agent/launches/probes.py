@@ -18,14 +18,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.links import ApiLinks, Probe
-from aiflame.agent.launches.probe_sites import probe_place
-from aiflame.agent.launches.symbols import FunctionPlace, find_functions
+from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.elf import ElfImage, NotElf
 from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
@@ -61,7 +61,7 @@ class ApiProbes:
         functions: What each slot of the kernel half's table stands for.
         losses: What could not be probed.
         loss_files: The files of each.
-        places: File offset and size of each probed function, by file and slot.
+        ranges: File offset and size of each probed function, by file and slot.
     """
 
     def __init__(self, programs: Programs, guard: FileGuard) -> None:
@@ -74,7 +74,7 @@ class ApiProbes:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
         self._names = frozenset(self._wanted)
         self._seen: set[FileIdentity] = set()
-        self.places: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
+        self.ranges: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
         self.functions: list[tuple[Api, Call | Naming]] = []
         self._links = ApiLinks(programs)
@@ -109,18 +109,18 @@ class ApiProbes:
         probes: list[Probe] = []
         guarded = self._guard.each_file(path, descriptor)
         with guarded as file, contextlib.suppress(NotElf):  # a script, or code that a runtime made
-            places = find_functions(file, self._names, image)
+            found = find_functions(file, self._names, image)
             wanted = [
-                (place, api, function)
-                for place in places.values()
-                for api, function in self._wanted[place.name]
+                (located, api, function)
+                for located in found.values()
+                for api, function in self._wanted[located.name]
                 if not (api.skip_files and re.search(api.skip_files, name))
             ]
             if wanted:
                 self._programs.expect_calls()  # which takes longer than what follows
             try:
-                for place, api, function in wanted:
-                    probes += self._probes(identity, place, api, function)
+                for located, api, function in wanted:
+                    probes += self._probes(identity, located, api, function)
             except TooManyFunctions:
                 self._failed(path, "more functions than there is room for")
         if probes:
@@ -137,7 +137,7 @@ class ApiProbes:
             self._failed(path, _reason(one.error))
 
     def _probes(
-        self, file: FileIdentity, place: FunctionPlace, api: Api, function: Call | Naming
+        self, file: FileIdentity, located: ApiFunction, api: Api, function: Call | Naming
     ) -> list[Probe]:
         """Describes the probes of a function to the kernel half."""
         slot = self._slot(api, function)
@@ -146,14 +146,14 @@ class ApiProbes:
         number = self._described
         self._described += 1
         nops = self._programs.uprobes.answers.nops
-        chosen = probe_place(place.code, place.file_offset, nops)
-        self.places[file, slot] = (place.file_offset, place.size_bytes)
+        chosen = choose_site(located.code, located.file_offset, nops)
+        self.ranges[file, slot] = (located.file_offset, located.size_bytes)
         program = "on_naming" if isinstance(function, Naming) else "on_call"
-        probes = [Probe(program, place, chosen, slot, number)]
+        probes = [Probe(program, located, chosen, slot, number)]
         self._links.describe(probes[0])
         if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
-            back = probe_place(place.code, place.file_offset, nops, for_return=True)
-            probes.append(Probe("on_named", place, back, slot, number))
+            back = choose_site(located.code, located.file_offset, nops, for_return=True)
+            probes.append(Probe("on_named", located, back, slot, number))
         return probes
 
     def _failed(self, path: str, reason: str, count: int = 1) -> None:

@@ -2,22 +2,23 @@
 """Where device runtimes lie that a program may load: probed before it does, it loses no launch.
 
 What the system's linker knows (ldconfig), and for a command its executable and the libraries that
-this names, by the rules of ld.so(8). Runtimes in other places are found when they are mapped.
+this names, by the rules of ld.so(8). Runtimes elsewhere are found when they are mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from aiflame.agent.elf.dynamic import Dependencies, read_dependencies
+from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.symbols.rootfs import open_regular
-from aiflame.agent.target_files import ELF_DAMAGE, BadTargetFile, FileGuard, TargetFile
+from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
-from elftools.elf.dynamic import DynamicSection
-from elftools.elf.elffile import ELFFile
 
 _LDCONFIG = "/sbin/ldconfig"
 # It reads one small file.
@@ -27,7 +28,7 @@ _STANDARD_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _MOST_LIBRARIES = 512
 
 
-def places_of_runtimes(command: Sequence[str], guard: FileGuard) -> list[Path]:
+def runtime_files(command: Sequence[str], guard: FileGuard) -> list[Path]:
     """Returns files that may hold device runtimes.
 
     Args:
@@ -73,50 +74,27 @@ def _libraries_of(program: Path, known: dict[str, str], guard: FileGuard) -> lis
 
 
 def _needed(path: Path, known: dict[str, str], guard: FileGuard) -> Iterator[Path]:
-    names: list[str] = []
-    folders: list[str] = []
+    needed = Dependencies((), ())
     try:
         descriptor = open_regular(path)
     except OSError:
         return
     try:
-        with guard.each_file(str(path), descriptor) as file:
-            names, folders = needed_libraries(file)
+        # What a script will run cannot be known before.
+        with guard.each_file(str(path), descriptor) as file, contextlib.suppress(NotElf):
+            needed = read_dependencies(file, ElfImage.read(file))
     finally:
         os.close(descriptor)
     origin = str(path.resolve().parent)
-    folders = [f.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for f in folders]
+    folders = [
+        folder.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for folder in needed.folders
+    ]
     folders += os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    for name in names:
-        places = [Path(f) / name for f in folders if f]
-        places += [Path(known[name])] if name in known else []
-        places += [Path(folder) / name for folder in _STANDARD_FOLDERS]
-        yield from [place for place in places if _is_file(place)][:1]
-
-
-def needed_libraries(file: TargetFile) -> tuple[list[str], list[str]]:
-    """Returns the libraries that a file names, and the folders in which it has them looked for.
-
-    Raises:
-        BadTargetFile: It is damaged, or costs more to read than any real one.
-    """
-    names: list[str] = []
-    folders: list[str] = []
-    if file.read(4, 0) != b"\x7fELF":
-        return names, folders  # a script: what it will run cannot be known before
-    try:
-        section = ELFFile(file.stream()).get_section_by_name(".dynamic")
-        for tag in section.iter_tags() if isinstance(section, DynamicSection) else ():
-            if tag.entry.d_tag == "DT_NEEDED":
-                names.append(str(getattr(tag, "needed", "")))
-            elif tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
-                field = tag.entry.d_tag.removeprefix("DT_").lower()
-                folders += str(getattr(tag, field, "")).split(":")
-            if len(names) + len(folders) > _MOST_LIBRARIES:
-                raise BadTargetFile("more libraries than any real file names")
-    except ELF_DAMAGE as error:
-        raise BadTargetFile(f"damaged: {type(error).__name__}") from error
-    return names, folders
+    for name in needed.libraries:
+        paths = [Path(f) / name for f in folders if f]
+        paths += [Path(known[name])] if name in known else []
+        paths += [Path(folder) / name for folder in _STANDARD_FOLDERS]
+        yield from [path for path in paths if _is_file(path)][:1]
 
 
 def _is_file(path: Path) -> bool:

@@ -66,7 +66,7 @@ class StackEnd(enum.IntEnum):
     ROOTED_BY_TABLE = 8  # as ROOTED, by the unwind table; a capture says ROOTED
     NO_TABLE = 9  # code without unwind information, and without frame pointers
     UNSUPPORTED_RULE = 10  # unwind information that no rule expresses
-    ROOTED_BY_GUESS = 11  # as ROOTED, with a caller found by a checked heuristic
+    ROOTED_BY_HEURISTIC = 11  # as ROOTED, with a caller found by a checked heuristic
 
     @property
     def label(self) -> str:
@@ -75,7 +75,7 @@ class StackEnd(enum.IntEnum):
 
 
 # Ends at which a stack is whole.
-ROOTED_ENDS = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS)
+ROOTED_ENDS = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,12 @@ class BinaryTable:
         self._by_identity[identity] = file
         return file
 
+    def add(self, file: BinaryFile) -> None:
+        """Adds a file that somebody else has opened, and whose index is the next."""
+        self.files.append(file)
+        if file.fd is not None:
+            self._fds.append(file.fd)
+
     def _open(self, pid: int, line: MapsLine) -> int | None:
         try:
             root_fd = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

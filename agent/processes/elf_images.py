@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import os
-
+from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.table import Mapping
-from aiflame.agent.symbols.elf import ElfImage, NotElf
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ElfImages:
@@ -46,11 +42,6 @@ class ElfImages:
     def bias(self, mapping: Mapping) -> int:
         """Returns what to subtract from an address in a mapping to get the binary's own."""
         elf = self.of(mapping.binary)
-        offset = mapping.file_offset
-        for load in () if elf is None else elf.loads:
-            # The loader maps whole pages, also what stands before the segment in its first one.
-            first = load.file_offset & -_PAGE_BYTES
-            is_inside = first <= offset < load.file_offset + load.file_size
-            if load.executable and is_inside:
-                return mapping.start - (offset - load.file_offset + load.virtual_address)
-        return mapping.start - offset
+        if elf is None:
+            return mapping.start - mapping.file_offset
+        return elf.bias(mapping.start, mapping.file_offset)

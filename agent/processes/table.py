@@ -114,13 +114,13 @@ def _remainder(interval: Interval) -> Mapping:
 
 @dataclass(slots=True)
 class ThreadInfo:
-    """One thread of one image; how long it was observed is known when it or the recording ends."""
+    """One thread of one image."""
 
     index: int
     image: ProcessImage
     tid: int
     name: str
-    observed_ns: int = 0
+    has_ended: bool = False
 
 
 class ProcessTable:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine code of an interpreter tells: the eval loop's parts, and a thread key's place.
+"""What the machine code of an interpreter tells: the eval loop's parts, and a thread key's address.
 
-GCC moves the rare half of `_PyEval_EvalFrameDefault` to a place of its own, with an FDE of its own.
+GCC moves the rare half of `_PyEval_EvalFrameDefault` elsewhere, with an FDE of its own.
 Where .symtab is stripped it is told by its jumps: many from the function into the middle of that
 FDE's code, and back. Instructions are not decoded; bytes that only look like a jump scatter over
 the whole library, so a part counts only if the jumps into it and back are many. x86-64 only.
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.python.elfbytes import Symbol, at_address, symbols_beginning
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.symbols import Symbol, find_symbols_beginning
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.places import frame_sections
 from aiflame.agent.unwind.records import BadUnwindInfo, parse_section
+from aiflame.agent.unwind.sections import frame_sections
 
 _COLD = b"_PyEval_EvalFrameDefault."
 # 3.8 has 31,000 bytes, Debian's 3.11 55,644; a symbol that says more is damaged.
@@ -35,7 +35,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class AddressRange(NamedTuple):
-    """Virtual addresses, the end behind the last byte."""
+    """Virtual addresses, the end after the last byte."""
 
     begin: int
     end: int
@@ -52,16 +52,16 @@ def eval_ranges(
     size = min(symbol.size, _MAX_FUNCTION_BYTES)
     main = AddressRange(symbol.address, symbol.address + size)
     if image.section(".symtab") is not None:
-        named = sorted(symbols_beginning(file, image, _COLD).values(), key=lambda s: s.address)
-        parts = [AddressRange(s.address, s.address + s.size) for s in named if s.size]
+        named = find_symbols_beginning(file, image, _COLD)
+        parts = sorted({AddressRange(s.address, s.address + s.size) for s in named if s.size})
         return (main, *parts[:_MAX_PARTS]), True
     return (main, *_jumped_to(file, image, main)), False
 
 
 def _jumped_to(file: TargetFile, image: ElfImage, main: AddressRange) -> list[AddressRange]:
     starts, ends = _functions(file, image)
-    body = at_address(file, image, main.begin, main.end - main.begin)
-    if not len(starts) or body is None:
+    body = image.read_at(file, main.begin, main.end - main.begin)
+    if not len(starts):
         return []
     targets = jump_targets(body, main.begin)
     targets = targets[(targets < main.begin) | (targets >= main.end)]
@@ -79,9 +79,7 @@ def _jumped_to(file: TargetFile, image: ElfImage, main: AddressRange) -> list[Ad
 
 
 def _jumps_into(file: TargetFile, image: ElfImage, part: AddressRange, main: AddressRange) -> int:
-    body = at_address(file, image, part.begin, min(part.end - part.begin, _MAX_FUNCTION_BYTES))
-    if body is None:
-        return 0
+    body = image.read_at(file, part.begin, min(part.end - part.begin, _MAX_FUNCTION_BYTES))
     targets = jump_targets(body, part.begin)
     return int(((targets > main.begin) & (targets < main.end)).sum())
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.symbols import Symbol, first_symbols
 from aiflame.agent.python import debugoffsets
-from aiflame.agent.python.elfbytes import Symbol, at_address, find_symbols
 from aiflame.agent.python.evalcode import AddressRange, eval_ranges, key_operand
 from aiflame.agent.python.layouts import (
     ABSENT,
@@ -26,7 +27,6 @@ from aiflame.agent.python.layouts import (
     table_layout,
 )
 from aiflame.agent.python.memory import sound_address
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 _RUNTIME = b"_PyRuntime"
@@ -50,7 +50,7 @@ class Interpreter:
         version: Major and minor.
         layout: Its offsets.
         runtime_address: _PyRuntime.
-        tss_key_address: The pthread key of the thread state (the int itself, behind
+        tss_key_address: The pthread key of the thread state (the int itself, after
             `_is_initialized`).
         eval_ranges: Begin and end of the eval loop's code, the function's own first.
         is_cold_sure: The ranges come from symbols; else the moved parts were told by their jumps.
@@ -64,7 +64,7 @@ class Interpreter:
     is_cold_sure: bool
 
     def loaded_at(self, bias: int) -> LoadedInterpreter:
-        """The interpreter in a process that maps the file `bias` bytes behind its addresses.
+        """The interpreter in a process that maps the file `bias` bytes above its addresses.
 
         Raises:
             BadTargetFile: The file says that it lies where no process has memory.
@@ -102,7 +102,7 @@ def may_hold_interpreter(path: str, executable: str) -> bool:
     """Whether a mapped file is worth a look: one that is called so, or the program itself.
 
     Reading the symbols of every library would take longer than all else at the start; extension
-    modules, which have "cpython" behind their names, are many.
+    modules, which have "cpython" after their names, are many.
     """
     return path == executable or _FILE_NAME.match(path.rpartition("/")[2]) is not None
 
@@ -119,16 +119,16 @@ def find_interpreter(file: TargetFile, image: ElfImage, name: str) -> Interprete
         UnsupportedPython: It is CPython, but of a version, build or machine that is not known here.
         BadTargetFile: As `TargetFile.read`.
     """
-    symbols = find_symbols(file, image, (_RUNTIME, _VERSION, _EVAL, _GET_STATE))
-    place = _runtime(image, symbols.get(_RUNTIME))
-    if place is None:
+    symbols = first_symbols(file, image, (_RUNTIME, _VERSION, _EVAL, _GET_STATE))
+    located = _runtime(image, symbols.get(_RUNTIME))
+    if located is None:
         return None
-    runtime, runtime_bytes = place
+    runtime, runtime_bytes = located
     if image.machine != "X86_64" or image.bits != 64:
         raise UnsupportedPython(f"CPython on {image.machine} is not supported yet")
-    head = at_address(file, image, runtime, debugoffsets.MAX_BYTES) or b""
+    head = image.read_at(file, runtime, debugoffsets.MAX_BYTES)
     stated = symbols.get(_VERSION)
-    value = at_address(file, image, stated.address, 8) if stated else None
+    value = image.read_at(file, stated.address, 8) if stated else b""
     version = _version(value, head, name)
     layout = _layout(version, head)
     if _EVAL not in symbols or not symbols[_EVAL].size:
@@ -137,7 +137,7 @@ def find_interpreter(file: TargetFile, image: ElfImage, name: str) -> Interprete
     key = runtime + layout.runtime_tss_key if layout.runtime_tss_key != ABSENT else None
     get_state = symbols.get(_GET_STATE)
     if get_state is not None:
-        code = at_address(file, image, get_state.address, _GET_STATE_BYTES) or b""
+        code = image.read_at(file, get_state.address, _GET_STATE_BYTES)
         limit = runtime + min(runtime_bytes, _MAX_RUNTIME_BYTES)
         # What the code reads beats the table: options of the build may move it.
         key = key_operand(code, get_state.address, AddressRange(runtime, limit)) or key
@@ -154,9 +154,9 @@ def _runtime(image: ElfImage, symbol: Symbol | None) -> tuple[int, int] | None:
     return None if section is None else (section.virtual_address, section.size)
 
 
-def _version(stated: bytes | None, head: bytes, name: str) -> Version:
+def _version(stated: bytes, head: bytes, name: str) -> Version:
     """What the interpreter says of itself, else what its file is called."""
-    if stated is not None:
+    if stated:
         value = int.from_bytes(stated, "little")
         if value >> 24 == 3:
             return (3, value >> 16 & 0xFF)

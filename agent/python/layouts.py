@@ -12,7 +12,7 @@ Include/internal/pycore_{frame,runtime,interp,gil}.h), default builds for x86-64
 running interpreters; a test does so again (tests/python/offsets.c). 3.14 and its free-threaded
 build come from the published headers and have not been seen running.
 
-An unknown version is refused: a guessed offset shows wrong frames.
+An unknown version is refused: a wrong offset shows wrong frames.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ import re
 import struct
 from dataclasses import dataclass
 
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.symbols import first_symbols
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.python.elfbytes import at_address, find_symbols
 from aiflame.agent.python.layouts import ABSENT, Layout
 from aiflame.agent.python.memory import Memory, read_i32, read_u64, sound_address
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import TargetFile
 
 # glibc 2.36 nptl/descr.h, x86-64: struct pthread begins at the fs base; `tid`, then
@@ -98,10 +98,10 @@ def find_key_block(file: TargetFile, image: ElfImage) -> int | None:
         UnsupportedLibc: It has the function, but not as glibc has it.
         BadTargetFile: As `TargetFile.read`.
     """
-    symbol = find_symbols(file, image, (_GETTER,)).get(_GETTER)
+    symbol = first_symbols(file, image, (_GETTER,)).get(_GETTER)
     if symbol is None:
         return None
-    code = at_address(file, image, symbol.address, min(symbol.size, _MAX_GETTER_BYTES) or 1) or b""
+    code = image.read_at(file, symbol.address, min(symbol.size, _MAX_GETTER_BYTES) or 1)
     found = {struct.unpack("<i", match[1])[0] for match in _FURTHER_BLOCKS.finditer(code)}
     block = found.pop() - _KEYS_PER_BLOCK * _KEY_PAIR_BYTES if len(found) == 1 else -1
     if not 0 < block < _MAX_PTHREAD_BYTES or block % 8:

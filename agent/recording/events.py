@@ -12,6 +12,7 @@ from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.samples import Samples
+from aiflame.agent.recording.thread_times import ThreadTimes
 
 
 class KeepsProcesses(Protocol):
@@ -28,6 +29,7 @@ class Events:
         ring: Where they come from.
         table: Is told of processes and threads.
         samples: Takes long waits.
+        thread_times: Is told when threads end.
         keepers: Are told when a process has ended.
         calls: Takes calls of device APIs.
     """
@@ -37,12 +39,14 @@ class Events:
         ring: RingBuffer,
         table: ProcessTable,
         samples: Samples,
+        thread_times: ThreadTimes,
         keepers: Sequence[KeepsProcesses],
         calls: ApiCalls,
     ) -> None:
         self._ring = ring
         self._table = table
         self._samples = samples
+        self._thread_times = thread_times
         self._keepers = keepers
         self._calls = calls
 
@@ -79,5 +83,5 @@ class Events:
         )
         thread = self._table.thread(image, tid)
         self._table.rename(thread, name)
-        first_ns = max(int(event["first_seen_ns"]), self._table.start_ns)
-        self._samples.add_thread_time(thread, int(event["on_cpu_ns"]), int(event["ns"]) - first_ns)
+        thread.has_ended = True
+        self._thread_times.end(event)

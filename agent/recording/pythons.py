@@ -65,7 +65,7 @@ _IDLE_INTERVAL_NS = 1_000_000_000
 _CLEANUP_NAME = "__init__"
 
 _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
-_UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
+UNREADABLE_SOURCE = SourceFrame("[unreadable Python frame]", "", 0, False)
 
 
 _END_LOSSES = {
@@ -351,7 +351,7 @@ class PythonProcesses:
         checked: dict[tuple[int, int], Code | None],
     ) -> SourceFrame | None:
         if process is None:
-            return _UNREADABLE
+            return UNREADABLE_SOURCE
         place = (process.image.index, address)
         if place not in checked and not process.has_exited:
             try:
@@ -363,8 +363,9 @@ class PythonProcesses:
             return _GONE
         code = checked[place]
         if code is None:
-            return _UNREADABLE
+            return UNREADABLE_SOURCE
         if code.name == code.filename == _CLEANUP_NAME:
+            self._told["code_objects"].append((process.image.index, address, 0, 0, 0))
             return None
         # The code object is kept with its line, so that no other can get its id.
         known = process.lines.get((id(code), position))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.inspector.memory import RemoteMemory
@@ -30,7 +31,7 @@ from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.gpu_kernel_names import StackAddresses
 from aiflame.agent.launches.gpu_kernels import KernelTable
-from aiflame.agent.launches.runtimes import places_of_runtimes
+from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
@@ -41,10 +42,11 @@ from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.resolve import StackPython
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.agent.recording.sleepers import Sleepers, give_sleepers
+from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.tables import UnwindTables
 from aiflame.agent.recording.targets import Target
+from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.thread_walk import StackWalker
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.sinks.capture import PythonHalf
@@ -54,6 +56,13 @@ from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
+
+# How far ahead a boundary is set: every program has to know of it before it is over.
+_AHEAD_NS = 500_000
+# And how long after it a program may still run that read the clock before.
+_SETTLE_S = 0.0002
+# What a program takes on a CPU of a machine that shares it with others: 4 ms.
+_TRIES_FOR_ENDS = 20
 
 # A process of 10,000 threads takes a second to enter: draining goes on in between.
 _ENTERING_SLICE_NS = 100_000_000
@@ -114,14 +123,15 @@ class Recorder:
         self._programs: Programs = load_programs(options, cache_dir())
         command = () if target.command is None else target.command.words
         self._guard = FileGuard()
-        self._runtimes = places_of_runtimes(command, self._guard) if options.calls else []
+        self._runtimes = runtime_files(command, self._guard) if options.calls else []
         if self._runtimes:
             self._programs.expect_calls()
         self._probes = Probes(self._programs, options.off_cpu)
         self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
         self.cpu_count = len(online_cpus())
         self._possible_cpus = possible_cpus()
-        self._epoch = 0
+        self._boundary_ns = 0
+        self._late_boundaries = 0
         self._window = WindowBuilder(_bounds(target, options))
         self._told_losses: Counter[LossKind] = Counter()
         self._told_cpu_ns = time.process_time_ns()
@@ -148,6 +158,7 @@ class Recorder:
             time.monotonic_ns(), self._current_image, self._guard, self._memory
         )
         self.samples = Samples(self._window, self.table)
+        self.thread_times = ThreadTimes(self._window, self.table)
         pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
@@ -157,7 +168,10 @@ class Recorder:
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
         self.started_unix_ns = time.time_ns()
-        self.start_ns = self._epoch_since_ns = self.table.start_ns = time.monotonic_ns()
+        self.start_ns = self._boundary_ns = self.table.start_ns = time.monotonic_ns()
+        programs.set(abi.Setting.BOUNDARY_BEFORE_NS, self.start_ns)
+        programs.set(abi.Setting.BOUNDARY_NS, self.start_ns)
+        self.thread_times.start(self.start_ns)
         if duration_ns is not None:
             self._end_ns = self.start_ns + duration_ns
         programs.set(abi.Setting.END_NS, self._end_ns)
@@ -183,7 +197,12 @@ class Recorder:
         self.kernels = KernelTable(self._window)
         self.calls = ApiCalls(self._programs, self.table, self.images, self.kernels, self._window)
         self.events = Events(
-            self._ring, self.table, self.samples, (self.tables, self.pythons), self.calls
+            self._ring,
+            self.table,
+            self.samples,
+            self.thread_times,
+            (self.tables, self.pythons),
+            self.calls,
         )
         # Tables are built by children, while the kernel verifies the programs for calls.
         if self._options.user_stacks:
@@ -273,11 +292,11 @@ class Recorder:
                 self._real_time.check()
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self.events.take():
-                    self.drain()
+                    give(self._next_window())
                 self.tables.poll()
                 self.pythons.poll()
                 if time.monotonic_ns() >= next_ns:
-                    give(self._close_window(self.drain()))
+                    give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
                     report(self._progress())
                     next_ns = max(next_ns + INTERVAL_NS, time.monotonic_ns())
@@ -305,31 +324,86 @@ class Recorder:
             self._real_time.check()
         self.pythons.take_chains()
 
-    def drain(self) -> int:
-        """Empties the kernel's stores into the open window.
-
-        Returns:
-            Until when they held what was there, monotonic.
-        """
-        idle = self._programs.sums[self._epoch]
-        self._epoch ^= 1
-        switched_ns = time.monotonic_ns()
-        self._programs.set(abi.Setting.EPOCH, self._epoch)
+    def _next_window(self) -> Window:
+        """Closes the open window at a boundary that is now, and begins the next."""
+        boundary_ns = self._set_boundary()
         self.events.take()  # a process is announced before its first sum
+        window = self._filled(boundary_ns, 1 - (boundary_ns & 1))
+        self._boundary_ns = boundary_ns
+        return window
+
+    def _set_boundary(self) -> int:
+        """Tells programs of a new boundary, and waits until it is over; returns it."""
+        set_ns = self._programs.set
+        set_ns(abi.Setting.BOUNDARY_BEFORE_NS, self._boundary_ns)
+        # Its lowest bit says which of the two maps of sums is written from then on.
+        parity = 1 - (self._boundary_ns & 1)
+        boundary_ns = (time.monotonic_ns() + _AHEAD_NS) & ~1 | parity
+        set_ns(abi.Setting.BOUNDARY_NS, boundary_ns)
+        now_ns = time.monotonic_ns()
+        self._late_boundaries += now_ns >= boundary_ns
+        time.sleep(max(boundary_ns - now_ns, 0) / 1e9 + _SETTLE_S)
+        return boundary_ns
+
+    def _filled(self, boundary_ns: int, written: int, *, is_last: bool = False) -> Window:
+        """Empties the kernel's stores into the open window, and closes it at a boundary.
+
+        Args:
+            boundary_ns: Monotonic.
+            written: Which of the two maps of sums programs wrote until then.
+            is_last: No program writes any more; waits that are open end here.
+        """
         self.devices.before_stacks()
         self._drain_stacks()
-        keys, values = idle.take_all()
-        # What is drained after the end is of the last interval.
-        interval = (min(self._epoch_since_ns, self._end_ns - 1) - self.start_ns) // INTERVAL_NS
-        end_ns = self._since_start(switched_ns)
+        keys, values = self._programs.sums[written].take_all()
         self.samples.add(keys, values)
+        end_ns = self._since_start(boundary_ns)
         if self._options.calls:
-            self.calls.drain(self._window.start_ns, end_ns, self._epoch ^ 1)
+            self.calls.drain(self._window.start_ns, end_ns, written)
         self.devices.add_sums(keys, values, self.stacks.has_come)
-        self.devices.drain(interval, end_ns)
+        self.devices.drain(self._window.start_ns // INTERVAL_NS, end_ns)
+        if is_last:
+            self.devices.stop(end_ns)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
-        self._epoch_since_ns = switched_ns
-        return switched_ns
+        if self._options.off_cpu:
+            self._charge(boundary_ns, keys, is_last)
+        if not is_last:
+            self.sleepers.walk_again()
+            give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
+        return self._close_window(boundary_ns)
+
+    def _charge(self, boundary_ns: int, keys: npt.NDArray[np.void], is_last: bool) -> None:
+        """Charges what threads did up to a boundary, and is not over."""
+        tids, states = self._programs.threads.read_all()
+        for tries_left in reversed(range(_TRIES_FOR_ENDS)):
+            # A program that reports a thread's end may have been kept from its CPU meanwhile.
+            missing = self.thread_times.unaccounted(keys, tids, states)
+            if not missing:
+                break
+            if not tries_left:
+                self._late_boundaries += missing
+                break
+            time.sleep(_SETTLE_S)
+            self.events.take()
+        boundary_ns = min(boundary_ns, self._end_ns)  # past the end nothing was recorded
+        charged = self.thread_times.close(boundary_ns, tids, states, self._running())
+        self._switches_unseen += charged.unseen if is_last else 0
+        if is_last:
+            # Nobody will see them end.
+            charged.values["count"] = 1
+            for tid, state in zip(tids.tolist(), states, strict=True):
+                self._end_wait(tid, state, boundary_ns)
+            for pid, tid in self.sleepers.missed():
+                thread = self.table.thread(self.table.image(pid, self.table.first_image), tid)
+                self.samples.add_thread_time(thread, 0, boundary_ns - self.start_ns)
+        self.samples.add(charged.keys, charged.values)
+
+    def _end_wait(self, tid: int, state: np.void, end_ns: int) -> None:
+        """Lists a long wait that goes on when the recording ends."""
+        switched_ns = int(state["switched_ns"])
+        is_wait = int(state["off_class"]) == SampleClass.BLOCKED
+        if is_wait and switched_ns and end_ns - switched_ns >= self._options.wait_event_ns:
+            self._open_wait(tid, state, end_ns)
 
     def _since_start(self, monotonic_ns: int) -> int:
         """Returns a time of the recording; what comes after its end is at its end."""
@@ -350,7 +424,7 @@ class Recorder:
         return self._window.close(end_ns, is_last=is_last, cost=cost)
 
     def stop(self, give: Callable[[Window], None]) -> Outcome:
-        """Ends sampling, closes open intervals, and takes in what is left."""
+        """Ends sampling, and gives what is left."""
         self._probes.stop_clocks()
         # In this order: what is not seen after the stop goes on as it was, so that on and off add
         # up; the other way round, both would go on past the end.
@@ -358,20 +432,15 @@ class Recorder:
         stopped_ns = time.monotonic_ns()
         end_ns = self._end_ns = min(stopped_ns, self._end_ns)
         self.events.take()
-        self.drain()
-        self.drain()  # the other of the two sum maps
-        self.devices.stop(end_ns - self.start_ns)
-        self._close_open_intervals(end_ns)
+        give(self._filled(max(end_ns, self._boundary_ns), self._boundary_ns & 1, is_last=True))
         counters = self._programs.counters
-        outcome = Outcome(
+        return Outcome(
             duration_ns=end_ns - self.start_ns,
             overrun_ns=stopped_ns - end_ns,
             counters=read_counters(counters, self._possible_cpus),
             losses=read_losses(counters, self._possible_cpus),
             costs=self._programs.costs(),
         )
-        give(self._close_window(end_ns))
-        return outcome
 
     def finish(self, give: Callable[[Window], None], stacks: StackAddresses) -> None:
         """Gives the last window: what takes longer to find out, of what windows before mention.
@@ -380,7 +449,7 @@ class Recorder:
             give: Takes it.
             stacks: Of all windows before.
         """
-        give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
+        give_all_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         self.calls.finish(self.devices.kernel_names(), stacks)
         give(self._close_window(self._end_ns, is_last=True))
 
@@ -401,6 +470,7 @@ class Recorder:
                 LossKind.BINARY_NOT_READ: len(self._guard.bad),
                 LossKind.SWITCH_NOT_SEEN: self._switches_unseen,
                 LossKind.CPUS_CAME_ONLINE: self._cpus_came,
+                LossKind.BOUNDARY_LATE: self._late_boundaries,
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
@@ -416,43 +486,6 @@ class Recorder:
             f"{path} ({why})" for path, why in self._guard.bad.items()
         }
         return files
-
-    def _close_open_intervals(self, end_ns: int) -> None:
-        if not self._options.off_cpu:
-            return
-        keys, states = self._programs.threads.read_all()
-        running = self._running()
-        sum_keys, sum_values = [], []
-        for tid, state in zip(keys.tolist(), states, strict=True):
-            tgid, stack = int(state["tgid"]), int(state["stack"])
-            image = self.table.image(tgid, int(state["image"]))
-            thread = self.table.thread(image, tid)
-            observed_ns = end_ns - max(int(state["first_seen_ns"]), self.start_ns)
-            switched_ns = int(state["switched_ns"])
-            on_cpu_ns = int(state["on_cpu_ns"])
-            if int(state["off_class"]) == SampleClass.ON_CPU and 0 < switched_ns <= end_ns:
-                # Others went off it in a way that the kernel hides: until when is not known.
-                if tid in running or int(state["flags"]) & abi.THREAD_SEEDED:
-                    on_cpu_ns += end_ns - switched_ns
-                else:
-                    self._switches_unseen += 1
-            self.samples.add_thread_time(thread, on_cpu_ns, observed_ns)
-            if not switched_ns or switched_ns > end_ns:
-                continue
-            if int(state["off_class"]) == SampleClass.ON_CPU:
-                continue
-            for sample_class, ns in open_parts(state, end_ns):
-                sum_keys.append((stack, int(state["image"]), tgid, tid, int(sample_class), 0))
-                sum_values.append((1, ns))
-            is_wait = int(state["off_class"]) == SampleClass.BLOCKED
-            if is_wait and end_ns - switched_ns >= self._options.wait_event_ns:
-                self._open_wait(tid, state, end_ns)
-        for pid, tid in self.sleepers.missed():
-            thread = self.table.thread(self.table.image(pid, self.table.first_image), tid)
-            self.samples.add_thread_time(thread, 0, end_ns - self.start_ns - thread.observed_ns)
-        self.samples.add(
-            np.array(sum_keys, abi.SUM_KEY_DTYPE), np.array(sum_values, abi.SUM_VALUE_DTYPE)
-        )
 
     def _running(self) -> set[int]:
         """Returns the targets' threads that the CPUs run, as far as their switches were seen."""

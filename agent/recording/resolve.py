@@ -12,27 +12,27 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
+from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.recording import roots
-from aiflame.agent.recording.pythons import PythonChain, PythonProcess
+from aiflame.agent.recording.pythons import PythonChain
 from aiflame.agent.recording.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
-from aiflame.agent.recording.splicing import NativeFrame, Splicer
+from aiflame.agent.recording.splicing import NativeFrame, SplicedInterpreter, Splicer
 from aiflame.agent.sinks.capture import KERNEL_CUT
 from aiflame.agent.sinks.names import Names
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
-from aiflame.agent.target_files import TargetFile
 
 _KERNEL_PATH = "[kernel]"
 
@@ -60,7 +60,7 @@ class Place:
 class StackPython:
     """What is known of the Python half of a stack; `gil` is abi.PythonGil."""
 
-    process: PythonProcess
+    process: SplicedInterpreter
     chain: PythonChain | None
     gil: int
 
@@ -89,6 +89,18 @@ def _natives(
     return found
 
 
+class NamedProcesses(Protocol):
+    """The processes whose addresses are named."""
+
+    @property
+    def images(self) -> list[ProcessImage]:
+        """By index."""
+
+    @property
+    def binaries(self) -> BinaryTable:
+        """What they map."""
+
+
 class CaptureResolver:
     """Resolves everything that a recording stored.
 
@@ -100,13 +112,12 @@ class CaptureResolver:
     """
 
     def __init__(
-        self, writer: CaptureWriter, table: ProcessTable, images: ElfImages, names: Names
+        self, writer: CaptureWriter, table: NamedProcesses, images: ElfImages, names: Names
     ) -> None:
         self._writer = writer
         self._table = table
         self._names = names
         self._images = images
-        self._entries: dict[int, int] = {}
         self.splicer = Splicer(self._names)
         self.losses: Counter[LossKind] = Counter()
 
@@ -306,30 +317,8 @@ class CaptureResolver:
         if file.fd is None or elf is None:
             return "", False
         with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-            return self._name_by_bytes(opened, elf, binary, address)
+            return roots.name_by_code(opened, elf, address)
         return "", False
-
-    def _name_by_bytes(
-        self, file: TargetFile, elf: ElfImage, binary: int, address: int
-    ) -> tuple[str, bool]:
-        if binary not in self._entries:
-            self._entries[binary] = roots.entry_address(file)
-        if roots.is_at_entry(self._entries[binary], address):
-            return "_start", True
-        offset = next(
-            (
-                address + 1 - load.virtual_address + load.file_offset
-                for load in elf.loads
-                if load.virtual_address <= address < load.virtual_address + load.file_size
-            ),
-            None,
-        )
-        if offset is None:
-            return "", False
-        if roots.is_signal_return(file, offset):
-            return "__restore_rt", False
-        start = roots.start_name_in_libc(file, offset)
-        return start or "", start is not None
 
     def _name(self, place: Place, name: str, binary: int | None, address: int) -> None:
         place.label = name

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import struct
 
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.target_files import TargetFile
 
 _START_NAMES = re.compile(
@@ -44,12 +45,35 @@ _JUMP_OPCODE = 0xE9
 # `_start` of glibc and musl is shorter than this (sysdeps/x86_64/start.S: 38 bytes).
 _MAX_START_BYTES = 64
 
-_E_ENTRY_AT = 24  # offset of e_entry in a 64-bit ELF header (elf.h)
-
 
 def is_start_name(name: str) -> bool:
     """Whether a function is where threads or processes start."""
     return _START_NAMES.fullmatch(name) is not None
+
+
+def name_by_code(file: TargetFile, image: ElfImage, address: int) -> tuple[str, bool]:
+    """Names code without a symbol that is known by its instructions.
+
+    Args:
+        file: The file.
+        image: Its headers.
+        address: Virtual address; of a caller, that of its call's last byte.
+
+    Returns:
+        The name, "" if it is not known, and whether threads or processes start there.
+
+    Raises:
+        BadTargetFile: As `TargetFile.read`; so do the others here.
+    """
+    if is_at_entry(image.entry, address):
+        return "_start", True
+    offset = image.file_offset_of(address)
+    if offset is None:
+        return "", False
+    if is_signal_return(file, offset + 1):
+        return "__restore_rt", False
+    start = start_name_in_libc(file, offset + 1)
+    return start or "", start is not None
 
 
 def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:
@@ -58,9 +82,6 @@ def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:
     Args:
         file: The library.
         return_offset: File offset of the return address.
-
-    Raises:
-        BadTargetFile: As `TargetFile.read`; so do the others here.
     """
     code = file.read(_CODE_BYTES, return_offset)
     if len(code) >= _JUMP.size and code[0] == _JUMP_OPCODE:
@@ -77,14 +98,6 @@ def is_signal_return(file: TargetFile, return_offset: int) -> bool:
     function, or none (mov $15,%rax; syscall: glibc 2.35 to 2.41, musl 1.2).
     """
     return file.read(len(_CALLS_SIGRETURN), return_offset) == _CALLS_SIGRETURN
-
-
-def entry_address(file: TargetFile) -> int:
-    """Returns the virtual address at which a program begins, 0 when it cannot be read."""
-    header = file.read(_E_ENTRY_AT + 8, 0)
-    if len(header) < _E_ENTRY_AT + 8 or header[:5] != b"\x7fELF\x02":
-        return 0
-    return int.from_bytes(header[_E_ENTRY_AT:], "little")
 
 
 def is_at_entry(entry: int, address: int) -> bool:

@@ -55,7 +55,6 @@ class Samples:
 
     def add_thread_time(self, thread: ThreadInfo, on_cpu_ns: int, observed_ns: int) -> None:
         """Takes in how long a thread was on a CPU, and how long it was observed."""
-        thread.observed_ns += observed_ns
         times = (thread.index, on_cpu_ns, observed_ns)
         self._window.add("thread_times", rows_of("thread_times", times))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that end a recording: the first in order, a second one from the user at once."""
+"""Signals to a recording: to end, the first in order, a second one at once; to write a copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _HUNG_UP = signal.SIGHUP
 class StopSignals:
     """While entered, catches what ends a recording; `fd` becomes readable when it arrives.
 
-    SIGHUP and SIGQUIT stay ignored where they are (nohup, jobs in the background of a script).
+    SIGUSR1 asks for a copy of what there is, which is seen when the open window is closed. SIGHUP
+    and SIGQUIT stay ignored where they are (nohup, jobs in the background of a script).
 
     Raises:
         Aborted: From wherever the program is, at the second SIGINT, SIGTERM or SIGQUIT.
@@ -28,6 +29,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested = False
+        self._is_copy_asked = False
         self._asked = False
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous: dict[signal.Signals, Any] = {}
@@ -40,7 +42,16 @@ class StopSignals:
             self.requested = True
             os.write(self._write_fd, b"!")
 
+    def _ask_copy(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_copy_asked = True
+
+    def take_copy_request(self) -> bool:
+        """Returns whether a copy was asked for since the last call."""
+        asked, self._is_copy_asked = self._is_copy_asked, False
+        return asked
+
     def __enter__(self) -> StopSignals:
+        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_copy)
         for number in (*_ASKED, _HUNG_UP):
             is_ignored = signal.getsignal(number) is signal.SIG_IGN
             if not (is_ignored and number in (_HUNG_UP, signal.SIGQUIT)):

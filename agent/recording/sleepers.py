@@ -61,6 +61,9 @@ _MAX_KEPT_BYTES = 64 << 20
 # While they are few, more is copied of those that may have woken up when they are walked.
 _FEW_THREADS, _LARGER_PIECE_BYTES = 256, 1 << 18
 
+# A walk takes 0.2 ms, and a window comes each second.
+_MOST_WALKED_AGAIN = 200
+
 # The tables of all of PyTorch's libraries take five seconds; only those on stacks are waited for.
 _TABLES_PATIENCE_NS = 15_000_000_000
 
@@ -90,6 +93,8 @@ class Sleeper:
         snapshot: Of the same sleep, while it is still to be walked.
         walked: Its user half.
         python: Its Python half.
+        is_settled: Nothing more will be known of it.
+        is_given: Windows have its stack.
     """
 
     pid: int
@@ -100,6 +105,8 @@ class Sleeper:
     snapshot: Snapshot | None = None
     walked: WalkedThread | None = None
     python: ThreadPython | None = None
+    is_settled: bool = False
+    is_given: bool = False
 
 
 class Sleepers:
@@ -140,6 +147,8 @@ class Sleepers:
         self._refused: list[tuple[int, int]] = []
         self._kept_bytes = 0
         self._lacking: set[int] = set()
+        self._kernel_addresses: dict[tuple[str, str], int] = {}
+        self._kernel_functions: set[tuple[str, str]] = set()
         self.by_stack: dict[int, Sleeper] = {}
         self.losses: Counter[LossKind] = Counter()
 
@@ -161,6 +170,7 @@ class Sleepers:
             _assign(missed, self._take([(sleeper.pid, sleeper.tid) for sleeper in missed]))
             yield from self._walk_python(asleep)
             yield from self._walk(asleep, is_last=False)
+            _settle(asleep)
             self._keep([sleeper for sleeper in asleep if sleeper.snapshot is not None])
         if self._walker is not None:
             self._walker.forget()
@@ -195,6 +205,7 @@ class Sleepers:
         if not is_new:
             return None
         sleeper = Sleeper(pid, tid, frames, before.switches, is_asleep)
+        sleeper.is_settled = not is_asleep
         self.by_stack[stack] = sleeper
         if procfs.thread_stat(pid, tid) != before:
             _take_out(programs, tid)
@@ -277,6 +288,23 @@ class Sleepers:
                     self._kept_bytes -= len(sleeper.snapshot.piece)
                     sleeper.snapshot = sleeper.snapshot.without_piece()
 
+    def walk_again(self) -> None:
+        """Walks some of those that could not be walked yet; to be called now and then."""
+        left = [s for s in self.by_stack.values() if s.snapshot is not None and not s.is_settled]
+        left = left[:_MOST_WALKED_AGAIN]
+        _run(self._walk(left, is_last=False))
+        _settle(left)
+
+    def kernel_addresses(self, sleepers: Iterable[Sleeper]) -> dict[tuple[str, str], int]:
+        """Returns where the kernel functions are that sleepers are in, by name and module."""
+        functions = {
+            (frame.name, frame.module) for sleeper in sleepers for frame in sleeper.kernel_frames
+        }
+        if functions - self._kernel_functions:
+            self._kernel_functions |= functions
+            self._kernel_addresses = kernel_addresses(self._kernel_functions)
+        return self._kernel_addresses
+
     def finish(self, wanted: list[Sleeper]) -> None:
         """Walks what is left of these, once the recording has ended; may wait for tables."""
         left = [sleeper for sleeper in wanted if sleeper.snapshot is not None]
@@ -320,7 +348,7 @@ class Sleepers:
             return True
         image = self._table.known(pid, self._table.first_image)
         thread = None if image is None else self._table.known_thread(image, tid)
-        return thread is not None and thread.observed_ns > 0
+        return thread is not None and thread.has_ended
 
     def _read_processes(self, pids: set[int]) -> None:
         """Reads the mappings of processes that nothing was seen of in the recording."""
@@ -365,6 +393,11 @@ def _assign(sleepers: list[Sleeper], snapshots: dict[int, Snapshot]) -> None:
             and snapshot.registers.switches == sleeper.switches
         ):
             sleeper.snapshot = snapshot
+
+
+def _settle(sleepers: list[Sleeper]) -> None:
+    for sleeper in sleepers:
+        sleeper.is_settled = sleeper.is_settled or sleeper.snapshot is None
 
 
 def _run(steps: Iterator[None]) -> None:
@@ -416,7 +449,7 @@ def kernel_addresses(functions: set[tuple[str, str]]) -> dict[tuple[str, str], i
 def give_sleepers(
     sleepers: Sleepers, made: Collection[int], stacks: Stacks, table: ProcessTable
 ) -> None:
-    """Gives windows the stacks of sleepers.
+    """Gives windows the stacks of sleepers of which all is known.
 
     Args:
         sleepers: All.
@@ -424,13 +457,14 @@ def give_sleepers(
         stacks: Where they go.
         table: Process table.
     """
-    wanted = {stack: s for stack, s in sleepers.by_stack.items() if stack in made}
-    sleepers.finish(list(wanted.values()))
-    functions = {
-        (frame.name, frame.module) for sleeper in wanted.values() for frame in sleeper.kernel_frames
+    found = {
+        stack: sleeper
+        for stack in made
+        if (sleeper := sleepers.by_stack[stack]).is_settled and not sleeper.is_given
     }
-    addresses = kernel_addresses(functions) if functions else {}
-    for stack, sleeper in wanted.items():
+    addresses = sleepers.kernel_addresses(found.values())
+    for stack, sleeper in found.items():
+        sleeper.is_given = True
         # The offset is that of a return address, or 0 where only a name was to be had.
         kernel = [
             addresses[frame.name, frame.module] + max(frame.offset, 1)
@@ -447,3 +481,17 @@ def give_sleepers(
         else:
             sleepers.keep_python(stack, image, python)
             stacks.add_made(stack, MadeStack(image, kernel, user, end, stack, int(python.gil)))
+
+
+def give_all_sleepers(
+    sleepers: Sleepers, made: Collection[int], stacks: Stacks, table: ProcessTable
+) -> None:
+    """Gives windows the stacks of all sleepers, once the recording has ended; may take a while.
+
+    Args: as for give_sleepers.
+    """
+    wanted = [sleepers.by_stack[stack] for stack in made]
+    sleepers.finish(wanted)
+    for sleeper in wanted:
+        sleeper.is_settled = True
+    give_sleepers(sleepers, made, stacks, table)

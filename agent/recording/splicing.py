@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import FrameKind, GilState
 from aiflame.agent.python import gil as python_gil
+from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
-from aiflame.agent.recording.pythons import PythonChain, PythonProcess
+from aiflame.agent.recording.pythons import PythonChain
 from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbols.frames import SourceFrame
 
@@ -64,6 +66,18 @@ class NativeFrame:
         return self.sources[-1].name if self.sources else ""
 
 
+class SplicedInterpreter(Protocol):
+    """The interpreter of a process, as far as its native frames are told apart by it."""
+
+    @property
+    def binary(self) -> int:
+        """Index of the file that it is in."""
+
+    @property
+    def loaded(self) -> LoadedInterpreter:
+        """Where it is."""
+
+
 class Splicer:
     """Combines stacks, and keeps count of how well they fitted.
 
@@ -82,7 +96,7 @@ class Splicer:
 
     def splice(
         self,
-        process: PythonProcess,
+        process: SplicedInterpreter,
         natives: Sequence[NativeFrame],
         chain: PythonChain,
         is_rooted: bool,
@@ -104,7 +118,7 @@ class Splicer:
                 frames += natives[piece.at].frames
         return frames
 
-    def _role(self, process: PythonProcess, native: NativeFrame) -> Role:
+    def _role(self, process: SplicedInterpreter, native: NativeFrame) -> Role:
         if native.is_trampoline:
             return Role.TRAMPOLINE
         is_eval = not native.is_kernel and any(
@@ -120,7 +134,11 @@ class Splicer:
         return [self._names.frame(kind, source, binary_id, native.place) for source in sources]
 
     def gil(
-        self, process: PythonProcess, natives: Sequence[NativeFrame], gil: int, has_python: bool
+        self,
+        process: SplicedInterpreter,
+        natives: Sequence[NativeFrame],
+        gil: int,
+        has_python: bool,
     ) -> GilState:
         """Returns what a thread had to do with the GIL."""
         leaf: list[python_gil.LeafFrame] = []

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
@@ -30,7 +31,6 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.recording.table_builder import TableBuilders
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind.build import cache_name, load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo

@@ -26,7 +26,7 @@ from aiflame.agent.unwind.x86_64 import NO_CFI_RULE, Rule
 # Answers kept of one binary: what a target with odd stacks may make us hold, some 30 MB.
 _MAX_KEPT_RULES = 1 << 16
 
-# Code that guesses look at, of one process: 1 MB.
+# Code that heuristics look at, of one process: 1 MB.
 _MAX_CODE_PAGES = 256
 
 # The end that the kernel half gives the same stack, once it is judged (raw_stacks.py).
@@ -108,7 +108,7 @@ class _ProcessWalker:
         return None if self._memory is None else self._memory.read_u64(address)
 
     def _read_code(self, address: int) -> int | None:
-        """Reads a word of code, which only guesses look at."""
+        """Reads a word of code, which only heuristics look at."""
         offset = address % PAGE_BYTES
         page = self._code.get(address - offset, b"")
         if not page and self._memory is not None:
@@ -154,9 +154,9 @@ class StackWalker:
         # An exact caller is put where the look-up one byte before finds it (bpf/store.h).
         addresses = (leaf.address, *(caller.address + caller.is_exact for caller in callers))
         end = _ENDS[found.end]
-        is_guessed = any(frame.found_by is walk.FoundBy.GUESS for frame in callers)
-        if end is StackEnd.ROOTED_BY_TABLE and is_guessed:
-            end = StackEnd.ROOTED_BY_GUESS
+        is_heuristic = any(frame.found_by is walk.FoundBy.HEURISTIC for frame in callers)
+        if end is StackEnd.ROOTED_BY_TABLE and is_heuristic:
+            end = StackEnd.ROOTED_BY_HEURISTIC
         return WalkedThread(addresses, end, frozenset(self._lacking))
 
     def _walker_of(self, image: ProcessImage) -> _ProcessWalker:

@@ -163,7 +163,7 @@ class CaptureSink:
                 "mappings",
                 [
                     (process, start, end, offset, bias if bias <= MAX_INTEGER else 0, known)
-                    for start, end, offset, bias, binary in _laid_over(rows)
+                    for start, end, offset, bias, binary in laid_over(rows)
                     if (known := binaries[binary]) is not None
                 ],
             )
@@ -313,7 +313,7 @@ def _sound(text: str) -> str:
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _laid_over(rows: Rows) -> list[tuple[int, int, int, int, int]]:
+def laid_over(rows: Rows) -> list[tuple[int, int, int, int, int]]:
     """Lays newer mappings over older ones.
 
     Args:

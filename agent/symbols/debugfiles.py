@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds what strip took away: separate debug files and compressed mini symbol tables.
 
-Places in order (GDB manual, "Separate Debug Files" and "MiniDebugInfo"):
+Searched in order (GDB manual, "Separate Debug Files" and "MiniDebugInfo"):
 1. /usr/lib/debug/.build-id/xx/yyy.debug, accepted when its build id is the binary's;
 2. the .gnu_debuglink name beside the binary, in .debug/ beside it, and under /usr/lib/debug,
    accepted when its CRC-32 is the one in the link;
 3. .gnu_debugdata inside the binary: an xz-compressed ELF with a .symtab only.
 
-Each place is tried beneath the target's root, then beneath the host's. Nothing is fetched from
+Each is tried beneath the target's root, then beneath the host's. Nothing is fetched from
 the network.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import lzma
-import mmap
 import os
 import posixpath
 import zlib
@@ -23,10 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import Problem
 from aiflame.agent.symbols.rootfs import open_beneath, open_root
+from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 _DEBUG_ROOT = "/usr/lib/debug"
 # Mini symbol tables unpack to a few MB; the largest (browsers) to some 20.
@@ -38,11 +38,16 @@ MAX_LINKED_BYTES = 4 * 1024 * 1024 * 1024
 _CHUNK_BYTES = 1024 * 1024
 
 
-class MappedElf:
-    """An open ELF file: its descriptor, headers and bytes. The owner closes it.
+class OpenElf:
+    """An open ELF file: its descriptor, bytes and headers. The owner closes it.
 
     Args:
         fd: Descriptor to take over.
+
+    Attributes:
+        fd: The descriptor.
+        file: Its bytes, within the budget of this file.
+        image: Its headers.
 
     Raises:
         BadElf: It is not a sound ELF file; the descriptor is closed.
@@ -50,25 +55,15 @@ class MappedElf:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.file = TargetFile(fd)
         try:
-            self.image = ElfImage.from_fd(fd)
+            self.image = ElfImage.read(self.file)
         except BadElf:
             os.close(fd)
             raise
 
-    def map(self) -> memoryview:
-        """All bytes, mapped until the last view on them is gone.
-
-        Raises:
-            BadElf: The file does not fit the address space, or shrank to nothing.
-        """
-        try:
-            return memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError) as error:
-            raise BadElf(f"cannot map: {error}") from error
-
     def close(self) -> None:
-        """Close the descriptor; views from `map` stay valid."""
+        """Close the descriptor."""
         os.close(self.fd)
 
     @property
@@ -121,11 +116,11 @@ def open_candidates(
 
 
 def find_debug_file(
-    binary: MappedElf,
+    binary: OpenElf,
     candidates: Iterator[Candidate],
     checksum: Callable[[Candidate], int],
     problems: list[Problem],
-) -> MappedElf | None:
+) -> OpenElf | None:
     """The debug file of a binary that is not complete; the caller closes it.
 
     Args:
@@ -138,7 +133,7 @@ def find_debug_file(
         return None
     for candidate in candidates:
         try:
-            found = MappedElf(candidate.fd)
+            found = OpenElf(candidate.fd)
         except BadElf as error:
             problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{candidate.path}: {error}"))
             continue
@@ -151,7 +146,7 @@ def find_debug_file(
 
 
 def _mismatch(
-    found: MappedElf, image: ElfImage, candidate: Candidate, checksum: Callable[[Candidate], int]
+    found: OpenElf, image: ElfImage, candidate: Candidate, checksum: Callable[[Candidate], int]
 ) -> str:
     """Why a debug file does not belong to the binary, "" when it does."""
     if found.image.machine != image.machine or found.image.bits != image.bits:
@@ -200,12 +195,12 @@ def _locations(build_id: str, link: str, binary_path: str) -> Iterator[tuple[str
         yield f"{_DEBUG_ROOT}{directory}/{link}", True
 
 
-def _mini(binary: MappedElf, problems: list[Problem]) -> MappedElf | None:
+def _mini(binary: OpenElf, problems: list[Problem]) -> OpenElf | None:
     section = binary.image.section(".gnu_debugdata")
     if section is None or section.size == 0:
         return None
-    packed = os.pread(binary.fd, min(section.size, MAX_DEBUGDATA_BYTES), section.file_offset)
     try:
+        packed = binary.file.read(min(section.size, MAX_DEBUGDATA_BYTES), section.file_offset)
         unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_LZMA_MEMORY_BYTES)
         unpacked = unpacker.decompress(packed, MAX_DEBUGDATA_BYTES)
         if not unpacker.eof:
@@ -213,14 +208,14 @@ def _mini(binary: MappedElf, problems: list[Problem]) -> MappedElf | None:
         fd = os.memfd_create("gnu_debugdata", os.MFD_CLOEXEC)
         with os.fdopen(fd, "wb", closefd=False) as file:
             file.write(unpacked)
-        return MappedElf(fd)
-    except (lzma.LZMAError, BadElf, MemoryError) as error:
+        return OpenElf(fd)
+    except (lzma.LZMAError, BadTargetFile, MemoryError) as error:
         problems.append(Problem(LossKind.BAD_DEBUG_FILE, f".gnu_debugdata: {error}"))
         return None
 
 
 def path_in_root(path: str) -> str:
-    """The path behind /proc/PID/fd/N as its own root sees it, or the path itself."""
+    """The path of /proc/PID/fd/N as its own root sees it, or the path itself."""
     if not path.startswith("/proc/"):
         return path
     try:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.errors import AiflameError
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -26,16 +27,25 @@ class Disjoint(NamedTuple):
     rows: I64
 
 
-def flatten(starts: U64, ends: U64, ranks: I64) -> Disjoint:
+class TooManyOverlaps(AiflameError):
+    """More ranges overlap than were allowed."""
+
+
+def flatten(starts: U64, ends: U64, ranks: I64, max_overlapping: int | None = None) -> Disjoint:
     """Cut overlapping half-open ranges into disjoint ones; where they overlap the rank decides.
 
     Args:
         starts: First addresses, shape (n,).
-        ends: Addresses behind the last, shape (n,). Empty ranges are dropped.
+        ends: Addresses after the last, shape (n,). Empty ranges are dropped.
         ranks: The highest rank wins, shape (n,); ranks of overlapping ranges differ.
+        max_overlapping: How many ranges may overlap another, None for any number: they are looked
+            at one by one, at 2 us and 500 bytes each.
 
     Returns:
         Disjoint ranges; one range can come back in several pieces.
+
+    Raises:
+        TooManyOverlaps: More do.
     """
     kept = np.flatnonzero(ends > starts)
     order = kept[np.argsort(starts[kept], kind="stable")]
@@ -50,6 +60,9 @@ def flatten(starts: U64, ends: U64, ranks: I64) -> Disjoint:
     alone = np.repeat(counts == 1, counts)
     if alone.all():
         return Disjoint(low, high, order)
+    overlapping = len(alone) - int(np.count_nonzero(alone))
+    if max_overlapping is not None and overlapping > max_overlapping:
+        raise TooManyOverlaps(f"{overlapping} overlapping ranges")
     pieces = _sweep_clusters(low, high, ranks[order], first[counts > 1], counts[counts > 1])
     starts_out = np.concatenate([low[alone], np.array([p[0] for p in pieces], dtype=np.uint64)])
     ends_out = np.concatenate([high[alone], np.array([p[1] for p in pieces], dtype=np.uint64)])

@@ -15,9 +15,10 @@ import struct
 import zlib
 from typing import Any
 
+from aiflame.agent.elf import records
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.symbols.debugfiles import MappedElf
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.symbols.debugfiles import OpenElf
 from aiflame.agent.symbols.frames import RawFrame
 from symbolic._lowlevel import ffi
 from symbolic.debuginfo import Archive
@@ -52,7 +53,7 @@ class LineTable:
         self._load_address = load_address
 
     @classmethod
-    def build(cls, elf: MappedElf, max_dwarf_bytes: int) -> LineTable:
+    def build(cls, elf: OpenElf, max_dwarf_bytes: int) -> LineTable:
         """Convert the DWARF of a file.
 
         Raises:
@@ -62,9 +63,12 @@ class LineTable:
         size = dwarf_bytes(elf.image)
         if size > max_dwarf_bytes:
             raise DebugInfoTooLarge(f"{size} bytes of DWARF, over the limit of {max_dwarf_bytes}")
-        # What symbolic makes of bytes points into them, and does not keep them. Not of a view: a
-        # garbage collector may take that away before what was made of it (memory_clear, CPython).
-        data = ffi.from_buffer("uint8_t[]", elf.map().obj)
+        try:
+            mapped = mmap.mmap(elf.fd, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise BadDebugInfo(f"cannot map: {error}") from error
+        # What symbolic makes of bytes points into them, and does not keep them.
+        data = ffi.from_buffer("uint8_t[]", mapped)
         made: list[Any] = []
         try:
             made.append(Archive.from_bytes(data))
@@ -132,5 +136,5 @@ def dwarf_bytes(image: ElfImage) -> int:
     return sum(
         section.size
         for section in image.sections
-        if section.name.startswith((".debug_", ".zdebug_")) and section.type != "SHT_NOBITS"
+        if section.name.startswith((".debug_", ".zdebug_")) and section.type != records.SHT_NOBITS
     )

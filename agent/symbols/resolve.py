@@ -21,16 +21,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.demangle import Demangler
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import (
     Candidate,
     Checksums,
-    MappedElf,
+    OpenElf,
     find_debug_file,
     open_candidates,
     path_in_root,
 )
-from aiflame.agent.symbols.elf import BadElf, ElfImage
 from aiflame.agent.symbols.frames import Problem, RawFrame, SourceFrame, clean_name
 from aiflame.agent.symbols.lines import (
     DEFAULT_MAX_DWARF_BYTES,
@@ -41,6 +41,7 @@ from aiflame.agent.symbols.lines import (
 from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.symbols.store import Cache, Store, store_key
 from aiflame.agent.symbols.table import CorruptCache, SymbolSource, SymbolTable
+from aiflame.agent.target_files import BadTargetFile
 
 U64 = npt.NDArray[np.uint64]
 
@@ -170,7 +171,7 @@ class Resolver:
 
     def _load(self, path: str, root_path: str, plain: bool) -> _Tables | None:
         try:
-            binary = MappedElf(self._access.open(path))
+            binary = OpenElf(self._access.open(path))
         except OSError as error:
             self._problem(LossKind.UNREADABLE_BINARY, f"{path}: {error.strerror}")
             return None
@@ -187,7 +188,7 @@ class Resolver:
             for file in files:
                 file.close()
 
-    def _tables_of(self, files: list[MappedElf], label: str, plain: bool) -> _Tables:
+    def _tables_of(self, files: list[OpenElf], label: str, plain: bool) -> _Tables:
         key = store_key(*(file.image.cache_key for file in files))
         tables = self._tables.get((key, plain))
         if tables is None:
@@ -207,16 +208,16 @@ class Resolver:
         for plain in (False, True):
             self._tables.pop((key, plain), None)
 
-    def _symbols(self, key: str, files: list[MappedElf], label: str) -> SymbolTable:
+    def _symbols(self, key: str, files: list[OpenElf], label: str) -> SymbolTable:
         stored = self._stored_symbols(key)
         if stored is not None:
             return stored
         try:
-            table = SymbolTable.build([SymbolSource(f.image, f.map()) for f in files])
+            table = SymbolTable.build([SymbolSource(file.image, file.file) for file in files])
         except BadElf as error:
             self._problem(LossKind.TOO_MANY_SYMBOLS, f"{label}: {error}")
             return SymbolTable.build([])
-        except (ValueError, MemoryError) as error:
+        except (BadTargetFile, ValueError, MemoryError) as error:
             self._problem(LossKind.BAD_SYMBOL_TABLE, f"{label}: {type(error).__name__}: {error}")
             return SymbolTable.build([])
         if self._store.write(key + _TABLE_SUFFIX, table.to_chunks()):
@@ -234,7 +235,7 @@ class Resolver:
             self._store.remove(key + _TABLE_SUFFIX)
             return None
 
-    def _lines(self, key: str, files: Iterable[MappedElf], label: str) -> LineTable | None:
+    def _lines(self, key: str, files: Iterable[OpenElf], label: str) -> LineTable | None:
         source = next((file for file in files if file.has_lines), None)
         if source is None:
             return None

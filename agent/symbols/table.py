@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbol tables in bulk: which function holds an address.
 
-A table of 530,000 symbols is never a Python list: the records are a numpy view of the mapped
-file, filtered, sorted and made disjoint (`intervals`), and only names that are looked up are ever
-read. What is stored on disk is the finished index with its names, mapped again by later runs.
+The functions of a file and of its debug file (`elf.functions`) are made disjoint (`intervals`), and
+only names that are looked up are ever looked at. What is stored on disk is the finished index with
+its names, mapped by later runs.
 
 Sizes are respected: an address outside every symbol has no name. Only symbols of size 0 in a full
 .symtab (hand-written assembly) reach to the next symbol of their section; in a .dynsym the
@@ -20,50 +20,22 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.symbols.elf import BadElf, ElfImage, Section
-from aiflame.agent.symbols.intervals import Disjoint, find, flatten
+from aiflame.agent.elf.functions import Functions, concatenate, read_functions, resolve_sizes
+from aiflame.agent.elf.image import BadElf, ElfImage
+from aiflame.agent.elf.symbols import MAX_NAME_BYTES, read_strings
+from aiflame.agent.symbols.intervals import Disjoint, TooManyOverlaps, find, flatten
 from aiflame.agent.symbols.plt import find_stubs
-
-# The largest tables of real programs (browsers, statically linked servers) have 2-3 million.
-MAX_SYMBOLS = 8_000_000
-# Bytes read for one name; longer ones are cut (the demangler takes no more either).
-MAX_NAME_BYTES = 10_001
+from aiflame.agent.target_files import TargetFile
 
 U64 = npt.NDArray[np.uint64]
 Buffer = bytes | memoryview | mmap.mmap
 
-# elf.h: Elf32_Sym, Elf64_Sym
-_SYMBOL_TYPES = {
-    32: np.dtype(
-        [
-            ("name", "<u4"),
-            ("value", "<u4"),
-            ("size", "<u4"),
-            ("info", "u1"),
-            ("other", "u1"),
-            ("section", "<u2"),
-        ]
-    ),
-    64: np.dtype(
-        [
-            ("name", "<u4"),
-            ("info", "u1"),
-            ("other", "u1"),
-            ("section", "<u2"),
-            ("value", "<u8"),
-            ("size", "<u8"),
-        ]
-    ),
-}
-_STT_NOTYPE, _STT_FUNC, _STT_GNU_IFUNC = 0, 2, 10
-_SHN_LORESERVE = 0xFF00
-# Which of two names for the same code wins: global, then weak, then local.
-_BINDING_SCORE = np.zeros(16, dtype=np.int64)
-_BINDING_SCORE[[1, 10]] = 2  # STB_GLOBAL, STB_GNU_UNIQUE
-_BINDING_SCORE[2] = 1  # STB_WEAK
+# Functions inside others, which only assembly has: none in libtorch, node and glibc.
+_MAX_OVERLAPPING = 100_000
 
 _MAGIC = b"AFSYM\0\0\x02"  # the last byte is the version of layout and content
 _HEADER = struct.Struct("<8sQQII")  # magic, ranges, bytes of names, crc of the rest, reserved
+_PIECE_BYTES = 128 << 10  # of names that are searched at once: it fits the second-level cache
 _BLOCK_BYTES = 4096  # names are checked by blocks, when one of theirs is first used
 
 
@@ -75,18 +47,7 @@ class SymbolSource(NamedTuple):
     """A file to take symbols from: the binary, its debug file, or its mini debug data."""
 
     image: ElfImage
-    data: memoryview
-
-
-class _Candidates(NamedTuple):
-    """Symbols from all sources, one row each."""
-
-    starts: U64
-    ends: U64
-    limits: U64  # end of the symbol's section
-    sizeless: npt.NDArray[np.bool_]
-    bindings: npt.NDArray[np.int64]
-    names: U64
+    file: TargetFile
 
 
 class _Names:
@@ -109,6 +70,24 @@ class _Names:
                 begin = offset - base
                 return bytes(part[begin : begin + MAX_NAME_BYTES]).split(b"\0", 1)[0]
         return b""
+
+    def lengths(self, offsets: U64) -> npt.NDArray[np.int64]:
+        """How long names are, at most `MAX_NAME_BYTES`."""
+        found = np.zeros(len(offsets), np.int64)
+        order = np.argsort(offsets)
+        ascending = offsets[order].astype(np.int64)
+        for base, part in self._parts:
+            letters = np.frombuffer(part, np.uint8)
+            first, last = np.searchsorted(ascending, (base, base + len(part))).tolist()
+            while first < last:
+                begin = int(ascending[first])
+                after = min(int(np.searchsorted(ascending, begin + _PIECE_BYTES)), last)
+                piece = letters[begin - base : begin - base + _PIECE_BYTES + MAX_NAME_BYTES]
+                zeros = np.append(np.flatnonzero(piece == 0), len(piece))
+                starts = ascending[first:after] - begin
+                found[order[first:after]] = zeros[np.searchsorted(zeros, starts)] - starts
+                first = after
+        return np.minimum(found, MAX_NAME_BYTES)
 
     def blocks(self) -> list[Buffer]:
         """All blobs, each padded to whole blocks."""
@@ -159,16 +138,20 @@ class SymbolTable:
             sources: The binary first. From each file the .symtab is taken, or else the .dynsym.
 
         Raises:
-            BadElf: A table has more than `MAX_SYMBOLS` entries.
+            BadElf: A table has more symbols, or longer names, than that of any real file.
+            BadTargetFile: As `TargetFile.read`.
         """
         names = _Names()
         parts = []
         stubs = []
-        for image, data in sources:
-            parts += _candidates(image, data, names)
-            found = find_stubs(image, data)
+        for image, file in sources:
+            functions, strings = read_functions(file, image)
+            if strings is not None and len(functions.starts):
+                base = np.uint64(names.add(read_strings(file, strings)))
+                parts.append(functions._replace(names=functions.names + base))
+            found = find_stubs(file, image)
             stubs.append((found, names.add(found.names)) if len(found.starts) else (found, 0))
-        merged = _resolve_sizes(_concatenate(parts))
+        merged = resolve_sizes(concatenate(parts))
         rows = _best_names(merged, names)
         starts = np.concatenate([merged.starts[rows], *(stub.starts for stub, _ in stubs)])
         ends = np.concatenate([merged.ends[rows], *(stub.ends for stub, _ in stubs)])
@@ -177,7 +160,10 @@ class SymbolTable:
         ranks = np.empty(len(starts), dtype=np.int64)
         # Innermost wins: the later start, and of equal starts the earlier end.
         ranks[np.lexsort((~ends, starts))] = np.arange(len(starts))
-        ranges = flatten(starts, ends, ranks)
+        try:
+            ranges = flatten(starts, ends, ranks, _MAX_OVERLAPPING)
+        except TooManyOverlaps as error:
+            raise BadElf(str(error)) from error
         return cls(ranges, name_offsets[ranges.rows], names)
 
     def raw_names(self, addresses: U64) -> list[bytes | None]:
@@ -230,24 +216,6 @@ class SymbolTable:
         return cls(ranges, columns[2], _StoredNames(data[names_at:], checksums))
 
 
-def function_ranges(image: ElfImage, data: memoryview) -> tuple[U64, U64]:
-    """Returns where the functions of one file begin and end, sorted and distinct, shape (n,) each.
-
-    Args:
-        image: Its headers.
-        data: All of it.
-
-    Raises:
-        BadElf: It has more than `MAX_SYMBOLS` symbols.
-    """
-    symbols = _resolve_sizes(_concatenate(_candidates(image, data, _Names())))
-    order = np.lexsort((symbols.ends, symbols.starts))
-    starts, ends = symbols.starts[order], symbols.ends[order]
-    is_last = np.ones(len(starts), bool)
-    is_last[:-1] = starts[1:] != starts[:-1]
-    return starts[is_last], ends[is_last]
-
-
 def _block_checksums(blocks: list[Buffer]) -> list[int]:
     """CRC of every block; each pair in the list is a blob and its padding."""
     checksums = []
@@ -260,105 +228,24 @@ def _block_checksums(blocks: list[Buffer]) -> list[int]:
     return checksums
 
 
-def _candidates(image: ElfImage, data: memoryview, names: _Names) -> list[_Candidates]:
-    """The function symbols of one file."""
-    full = image.section(".symtab")
-    section = full if full is not None and full.size else image.section(".dynsym")
-    if section is None or section.size == 0 or section.link >= len(image.sections):
-        return []
-    strings = image.sections[section.link]
-    if strings.type != "SHT_STRTAB" or strings.size == 0:
-        return []
-    layout = _SYMBOL_TYPES[image.bits]
-    count = section.size // layout.itemsize
-    if count > MAX_SYMBOLS:
-        raise BadElf(f"{count} symbols, over the limit of {MAX_SYMBOLS}")
-    records = np.frombuffer(data, layout, count, section.file_offset)
-    text = data[strings.file_offset : strings.file_offset + strings.size]
-    chosen, limits = _functions(records, image.sections, text)
-    rows = records[chosen]
-    starts = rows["value"].astype(np.uint64)
-    # The symbol starts before the limit, so this cannot wrap, whatever size it claims.
-    sizes = np.minimum(rows["size"].astype(np.uint64), limits - starts)
-    sizeless = sizes == 0
-    named = np.full(len(rows), True) if section is full else ~sizeless
-    base = np.uint64(names.add(text))
-    return [
-        _Candidates(
-            starts=starts[named],
-            ends=(starts + sizes)[named],
-            limits=limits[named],
-            sizeless=sizeless[named],
-            bindings=_BINDING_SCORE[rows["info"] >> 4][named],
-            names=(rows["name"].astype(np.uint64) + base)[named],
-        )
-    ]
-
-
-def _functions(
-    records: npt.NDArray[np.void], sections: tuple[Section, ...], text: memoryview
-) -> tuple[npt.NDArray[np.int64], U64]:
-    """Which records are named code inside their own section, and where that section ends."""
-    executable = np.array([s.executable for s in sections], dtype=bool)
-    lows = np.array([s.virtual_address for s in sections], dtype=np.uint64)
-    highs = np.array([s.end_address for s in sections], dtype=np.uint64)
-    kind = records["info"] & 15
-    likely = np.isin(kind, (_STT_FUNC, _STT_GNU_IFUNC, _STT_NOTYPE))
-    likely &= (records["name"] != 0) & (records["name"] < len(text))
-    likely &= (records["section"] != 0) & (records["section"] < min(len(sections), _SHN_LORESERVE))
-    rows = np.flatnonzero(likely)
-    home = records["section"][rows]
-    value = records["value"][rows].astype(np.uint64)
-    fits = executable[home] & (value >= lows[home]) & (value < highs[home])
-    # "$x", "$d": marks that the Arm and RISC-V ABIs put between code and data.
-    letters = np.frombuffer(text, np.uint8)
-    mark = (letters[records["name"][rows]] == ord("$")) & (kind[rows] == _STT_NOTYPE)
-    fits &= ~mark
-    return rows[fits], highs[home[fits]]
-
-
-def _concatenate(parts: list[_Candidates]) -> _Candidates:
-    if not parts:
-        none = np.zeros(0, dtype=np.uint64)
-        return _Candidates(none, none, none, none.astype(bool), none.astype(np.int64), none)
-    return _Candidates(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _resolve_sizes(symbols: _Candidates) -> _Candidates:
-    """Let size-0 symbols reach to the next one, unless a sized symbol already covers them."""
-    if not symbols.sizeless.any():
-        return symbols
-    every = np.unique(symbols.starts)
-    following = np.searchsorted(every, symbols.starts, side="right")
-    last = following == len(every)
-    reach = np.where(last, symbols.limits, every[np.minimum(following, len(every) - 1)])
-    ends = np.where(symbols.sizeless, np.minimum(reach, symbols.limits), symbols.ends)
-
-    sized = np.flatnonzero(~symbols.sizeless)
-    order = sized[np.argsort(symbols.starts[sized], kind="stable")]
-    kept = np.full(len(ends), True)
-    if len(order):
-        covered_to = np.maximum.accumulate(symbols.ends[order])
-        before = np.searchsorted(symbols.starts[order], symbols.starts, side="right") - 1
-        covered = (before >= 0) & (covered_to[np.maximum(before, 0)] > symbols.starts)
-        kept = ~(symbols.sizeless & covered)
-    return _Candidates(*(column[kept] for column in symbols._replace(ends=ends)))
-
-
-def _best_names(symbols: _Candidates, names: _Names) -> npt.NDArray[np.int64]:
+def _best_names(symbols: Functions, names: _Names) -> npt.NDArray[np.int64]:
     """One row for each distinct range: global before local, then the shortest, then the first."""
     order = np.lexsort((symbols.names, -symbols.bindings, ~symbols.ends, symbols.starts))
-    starts, ends = symbols.starts[order], symbols.ends[order]
+    starts, ends, bindings = (
+        column[order] for column in (symbols.starts, symbols.ends, symbols.bindings)
+    )
     opens = np.ones(len(order), dtype=bool)
     opens[1:] = (starts[1:] != starts[:-1]) | (ends[1:] != ends[:-1])
-    first = np.flatnonzero(opens)
-    counts = np.diff(np.append(first, len(order)))
-    chosen: npt.NDArray[np.int64] = order[first]
-    for group in np.flatnonzero(counts > 1).tolist():
-        rows = order[first[group] : first[group] + counts[group]]
-        top = rows[symbols.bindings[rows] == symbols.bindings[rows[0]]]
-        if len(top) > 1:
-            chosen[group] = min(
-                top.tolist(), key=lambda row: len(names.at(int(symbols.names[row])))
-            )
+    chosen: npt.NDArray[np.int64] = order[opens]
+    ranges = np.cumsum(opens) - 1
+    # Of ranges with several names of the best binding, these.
+    tied = np.flatnonzero(bindings == bindings[opens][ranges])
+    tied = tied[np.bincount(ranges[tied])[ranges[tied]] > 1]
+    if len(tied):
+        lengths = names.lengths(symbols.names[order[tied]])
+        tied = tied[np.lexsort((tied, lengths, ranges[tied]))]
+        is_first = np.ones(len(tied), dtype=bool)
+        is_first[1:] = ranges[tied[1:]] != ranges[tied[:-1]]
+        best = tied[is_first]
+        chosen[ranges[best]] = order[best]
     return chosen

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from aiflame.agent.demangle import Demangler
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.inspector.parser import (
     BadMessage,
     Channel,
@@ -41,7 +42,6 @@ from aiflame.agent.inspector.parser import (
 )
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import Candidate, open_candidates
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.protocol import (
     LENGTH,

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Cache, store_key
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
-from aiflame.agent.unwind.guesses import with_guesses
+from aiflame.agent.unwind.heuristics import with_functions_without_cfi
 from aiflame.agent.unwind.lockstep import Rows, run_programs
-from aiflame.agent.unwind.places import FrameSection, code_ranges, frame_sections
 from aiflame.agent.unwind.records import (
     I64,
     MAX_ROWS,
@@ -29,6 +28,7 @@ from aiflame.agent.unwind.records import (
     BadUnwindInfo,
     parse_section,
 )
+from aiflame.agent.unwind.sections import FrameSection, code_ranges, frame_sections
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout: two versions of aiflame may share a cache.
@@ -112,14 +112,14 @@ def build(file: TargetFile, image: ElfImage, sections: list[FrameSection]) -> Un
             raise BadUnwindInfo(f"{section.size} bytes of unwind information, over the limit")
         data = file.read(section.size, section.file_offset)
         fdes = parse_section(data, section.address, section.is_eh, drops)
-        # A thread inside sigreturn(2) is at the first byte behind its trampoline.
+        # A thread inside sigreturn(2) is at the first byte after its trampoline.
         is_signal = np.array([cie.is_signal_frame for cie in fdes.cies], np.uint64)
         sizes = fdes.sizes + (is_signal[fdes.cie_rows] if len(is_signal) else np.uint64(0))
         found.append(_Functions(fdes.starts, sizes, run_programs(fdes, drops)))
     every = _merged(found)
     chosen = _chosen(every, found, code, drops)
     addresses, states = _states(every, chosen)
-    addresses, states = with_guesses(file, image, addresses, states, drops)
+    addresses, states = with_functions_without_cfi(file, image, addresses, states, drops)
     return UnwindTable.of_states(addresses, states, drops)
 
 
@@ -222,29 +222,29 @@ def _unshadowed(
 
 
 def _states(every: _Functions, chosen: _Chosen) -> tuple[U64, U64]:
-    """Where each state begins: the rows of all chosen FDEs, and the gaps behind them."""
+    """Where each state begins: the rows of all chosen FDEs, and the gaps after them."""
     rows = every.rows
     counts = rows.counts[chosen.order]
     is_gap = np.ones(len(counts), bool)
     is_gap[:-1] = chosen.ends[:-1] != chosen.starts[1:]
-    behind = np.cumsum(counts + is_gap)
-    total = int(behind[-1]) if len(behind) else 0
+    after = np.cumsum(counts + is_gap)
+    total = int(after[-1]) if len(after) else 0
     if total > MAX_ROWS:
         raise BadUnwindInfo(f"{total} rows, over the limit of {MAX_ROWS}")
     # Where the first row of each FDE goes, by its number; those not chosen go nowhere.
     first = np.full(len(every.starts), -1, np.int64)
-    first[chosen.order] = behind - counts - is_gap
-    place = first[rows.fdes]
-    kept = place >= 0
+    first[chosen.order] = after - counts - is_gap
+    row = first[rows.fdes]
+    kept = row >= 0
     taken = slice(None) if kept.all() else kept
-    target = place[taken] + rows.ranks[taken]
+    target = row[taken] + rows.ranks[taken]
     addresses, states = np.zeros(total, np.uint64), np.zeros(total, np.uint64)
     addresses[target] = every.starts[rows.fdes[taken]] + rows.offsets[taken].view(np.uint64)
     states[target] = rows.states[taken]
-    gaps = behind[is_gap] - 1
+    gaps = after[is_gap] - 1
     addresses[gaps] = chosen.ends[is_gap]
     states[gaps] = np.uint64(arch.NO_CFI_STATE)
-    # Programs may run on behind their function, or behind where an overlap cut it.
+    # Programs may run on past their function, or past where an overlap cut it.
     limits = np.repeat(chosen.ends, counts + is_gap)
     limits[gaps] = np.uint64(arch.ALL_BITS)
     within = addresses < limits

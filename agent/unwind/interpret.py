@@ -43,7 +43,7 @@ class _Machine:
         self.rows: list[Row] = []
 
     def run(self, begin: int, end: int) -> int:
-        """Execute a program and return the state behind it.
+        """Execute a program and return the state after it.
 
         Raises:
             _Cut: It cannot be followed.
@@ -231,7 +231,7 @@ def initial_state(data: bytes, cie: Cie) -> int:
 
 
 def run_program(fdes: Fdes, row: int, initial: int) -> list[Row] | None:
-    """Rows (bytes behind the start, state) of one FDE; None when it cannot be followed."""
+    """Rows (bytes from the start, state) of one FDE; None when it cannot be followed."""
     cie = fdes.cies[int(fdes.cie_rows[row])]
     machine = _Machine(fdes.data, cie, initial, int(fdes.starts[row]))
     try:
@@ -243,7 +243,7 @@ def run_program(fdes: Fdes, row: int, initial: int) -> list[Row] | None:
     # A walker takes the word above such a frame for an interrupted instruction, not for a return
     # address, only where the rule says so.
     return [
-        (place, state if _is_signal(state) else _no_rule(state)) for place, state in machine.rows
+        (offset, state if _is_signal(state) else _no_rule(state)) for offset, state in machine.rows
     ]
 
 

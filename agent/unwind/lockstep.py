@@ -74,7 +74,7 @@ class Rows:
     Attributes:
         fdes: The FDE of each row.
         ranks: Which of its FDE's rows it is.
-        offsets: Bytes behind the FDE's start.
+        offsets: Bytes from the FDE's start.
         states: See `x86_64`.
         counts: Rows of each FDE, shape (FDEs,); 0 where a program cannot be followed.
     """
@@ -123,8 +123,8 @@ class _Columns:
 
     def ulebs(self, rows: I64) -> I64:
         """The next operand of these programs; those with a huge one are handed over."""
-        values, behind = read_ulebs(self.view, self.at[rows])
-        self.at[rows] = behind
+        values, after = read_ulebs(self.view, self.at[rows])
+        self.at[rows] = after
         huge = (values < 0) | (values > np.iinfo(np.int32).max)
         if huge.any():
             self.is_plain[rows[huge]] = True
@@ -167,7 +167,7 @@ def _is_usual(fdes: Fdes, row: int) -> bool:
 
 
 def _without_padding(view: npt.NDArray[np.uint8], fdes: Fdes) -> I64:
-    """Ends of the programs without the zero bytes behind, which are DW_CFA_nop or an operand.
+    """Ends of the programs without the zero bytes at the end, which are DW_CFA_nop or an operand.
 
     An operand that is cut off here is still read where it stands.
     """

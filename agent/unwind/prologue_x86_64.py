@@ -76,9 +76,9 @@ class _Frame:
 
     def state(self) -> int:
         if self.rbp_cfa_offset is not None:
-            form, offset = arch.CFA_RBP_GUESS, self.rbp_cfa_offset
+            form, offset = arch.CFA_RBP_HEURISTIC, self.rbp_cfa_offset
         else:
-            form, offset = arch.CFA_RSP_GUESS, self.cfa_offset
+            form, offset = arch.CFA_RSP_HEURISTIC, self.cfa_offset
         state = arch.with_ra(arch.with_cfa(0, form, offset), arch.RA_AT_CFA_8)
         if self.saved_rbp is None:
             return arch.with_rbp(state, RbpKind.SAME)
@@ -254,7 +254,7 @@ def _undo(frame: _Frame) -> list[bytes]:
 
 
 def _undone_states(frame: _Frame, undo: list[bytes]) -> list[int]:
-    """The state behind each of them."""
+    """The state after each of them."""
     left = _Frame()
     left.cfa_offset = frame.cfa_offset
     left.saved_rbp = frame.saved_rbp

@@ -77,7 +77,7 @@ class Fdes:
         starts: First virtual address that the FDE is about.
         sizes: How many bytes from there.
         begins: Offset of its program in `data`.
-        ends: Offset behind it.
+        ends: Offset after it.
         cie_rows: Its CIE, an index into `cies`.
         cies: The CIEs in use.
     """
@@ -99,10 +99,10 @@ _RECORD_WORDS = 5
 
 
 class _Chain(NamedTuple):
-    """Records by their start, their id field, the byte behind that field, and their end."""
+    """Records by their start, their id field, the byte after that field, and their end."""
 
     starts: I64
-    id_places: I64
+    id_offsets: I64
     bodies: I64
     ends: I64
     ids: U64
@@ -126,7 +126,7 @@ def parse_section(section: bytes, address: int, is_eh: bool, drops: Counter[str]
     chain = _follow(data, len(section), is_eh, drops)
     is_cie = chain.ids == np.uint64(0 if is_eh else arch.ALL_BITS)
     if is_eh:
-        parents = chain.id_places - chain.ids.astype(np.uint32).view(np.int32)
+        parents = chain.id_offsets - chain.ids.astype(np.uint32).view(np.int32)
     else:
         parents = np.minimum(chain.ids, np.uint64(len(data))).astype(np.int64)
     fdes = np.flatnonzero(~is_cie)
@@ -134,8 +134,8 @@ def parse_section(section: bytes, address: int, is_eh: bool, drops: Counter[str]
     used, which = np.unique(parents[fdes], return_inverse=True)
     cies: list[Cie] = []
     known = np.full(len(used), -1, np.int64)
-    for index, place in enumerate(used.tolist()[:MAX_CIES]):
-        row = cie_at.get(place)
+    for index, start in enumerate(used.tolist()[:MAX_CIES]):
+        row = cie_at.get(start)
         cie = None if row is None else _cie(data, int(chain.bodies[row]), int(chain.ends[row]))
         if cie is not None:
             known[index] = len(cies)
@@ -182,12 +182,12 @@ def _follow(data: bytes, size: int, is_eh: bool, drops: Counter[str]) -> _Chain:
     if position + 4 <= size:
         drops["records not reached"] += 1
     words = np.frombuffer(found, np.uint64).reshape(-1, _RECORD_WORDS)
-    places = words.astype(np.int64)
-    return _Chain(places[:, 0], places[:, 1], places[:, 2], places[:, 3], words[:, 4])
+    offsets = words.astype(np.int64)
+    return _Chain(offsets[:, 0], offsets[:, 1], offsets[:, 2], offsets[:, 3], words[:, 4])
 
 
 def read_uleb(data: bytes, position: int) -> tuple[int, int]:
-    """One unsigned LEB128 of up to ten bytes, and the offset behind it."""
+    """One unsigned LEB128 of up to ten bytes, and the offset after it."""
     value = shift = 0
     while True:
         byte = data[position]
@@ -199,7 +199,7 @@ def read_uleb(data: bytes, position: int) -> tuple[int, int]:
 
 
 def read_sleb(data: bytes, position: int) -> tuple[int, int]:
-    """One signed LEB128, and the offset behind it."""
+    """One signed LEB128, and the offset after it."""
     value, end = read_uleb(data, position)
     bits = 7 * (end - position)
     return (value - (1 << bits) if data[end - 1] & 0x40 else value), end
@@ -267,9 +267,9 @@ def _decode(
     """Address, size and program of the FDEs, for each encoding of addresses in turn."""
     rows, cie_rows, cies = chosen
     view = np.frombuffer(data, np.uint8)
-    places, limits = chain.bodies[rows], chain.ends[rows]
+    offsets, limits = chain.bodies[rows], chain.ends[rows]
     starts, sizes = np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.uint64)
-    begins = places.copy()
+    begins = offsets.copy()
     sound, unknown = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
     encodings = np.array([cie.encoding for cie in cies], np.int64)[cie_rows]
     for encoding in np.unique(encodings).tolist():
@@ -277,18 +277,18 @@ def _decode(
         if width is None or encoding & 0xF0 not in (_ABSOLUTE, _PC_RELATIVE):
             unknown |= encodings == encoding
             continue
-        at = np.flatnonzero((encodings == encoding) & (places + 2 * width <= limits))
-        value = _fixed(view, places[at], width, bool(encoding & _SIGNED))
+        at = np.flatnonzero((encodings == encoding) & (offsets + 2 * width <= limits))
+        value = _fixed(view, offsets[at], width, bool(encoding & _SIGNED))
         if encoding & 0xF0 == _PC_RELATIVE:
-            value += places[at].astype(np.uint64) + np.uint64(address)
+            value += offsets[at].astype(np.uint64) + np.uint64(address)
         starts[at] = value
-        sizes[at] = _fixed(view, places[at] + width, width, False)
+        sizes[at] = _fixed(view, offsets[at] + width, width, False)
         begins[at] += 2 * width
         sound[at] = True
     has_augmentation = np.array([cie.has_augmentation for cie in cies], bool)[cie_rows]
     at = np.flatnonzero(has_augmentation & sound)
-    length, behind = read_ulebs(view, begins[at])
-    begins[at] = np.where(length >= 0, length + behind, len(data))
+    length, after = read_ulebs(view, begins[at])
+    begins[at] = np.where(length >= 0, length + after, len(data))
     long = sound & (limits - begins > MAX_PROGRAM_BYTES)
     drops["long program"] += int(long.sum())
     kept = sound & (begins <= limits) & ~long
@@ -298,31 +298,31 @@ def _decode(
     return Fdes(data, address, *columns, cies)
 
 
-def _fixed(view: Bytes, places: I64, width: int, is_signed: bool) -> U64:
-    """Little-endian numbers of one width at any places, sign-extended to 64 bits if asked."""
-    raw = np.empty((len(places), width), np.uint8)
+def _fixed(view: Bytes, offsets: I64, width: int, is_signed: bool) -> U64:
+    """Little-endian numbers of one width at any offsets, sign-extended to 64 bits if asked."""
+    raw = np.empty((len(offsets), width), np.uint8)
     for byte in range(width):
-        raw[:, byte] = view[places + byte]
+        raw[:, byte] = view[offsets + byte]
     values = raw.view(f"<{'i' if is_signed else 'u'}{width}").reshape(-1)
     return values.astype(np.int64).view(np.uint64) if is_signed else values.astype(np.uint64)
 
 
-def read_ulebs(view: Bytes, places: I64) -> tuple[I64, I64]:
-    """Unsigned LEB128 numbers at any places, and the offsets behind them.
+def read_ulebs(view: Bytes, offsets: I64) -> tuple[I64, I64]:
+    """Unsigned LEB128 numbers at any offsets, and the offsets after them.
 
     Returns:
         Values (-1 where longer than five bytes) and offsets, both of shape (n,).
     """
-    byte = view[places]
+    byte = view[offsets]
     values = (byte & 0x7F).astype(np.int64)
-    behind = places + 1
+    after = offsets + 1
     more = np.flatnonzero(byte >= 0x80)
     for shift in (7, 14, 21, 28):
         if not len(more):
-            return values, behind
-        byte = view[behind[more]]
+            return values, after
+        byte = view[after[more]]
         values[more] |= (byte & 0x7F).astype(np.int64) << shift
-        behind[more] += 1
+        after[more] += 1
         more = more[byte >= 0x80]
     values[more] = -1
-    return values, behind
+    return values, after

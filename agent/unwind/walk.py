@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from aiflame.agent.unwind.x86_64 import (
-    GUESSES,
+    HEURISTICS,
     RbpKind,
     Rule,
     RuleKind,
@@ -26,7 +26,7 @@ from aiflame.agent.unwind.x86_64 import (
 MAX_FRAMES = 127
 WORD_BYTES = 8
 _ADDRESS_MASK = (1 << 64) - 1
-# A return address lies behind a call, which may be the last instruction of its function.
+# A return address lies after a call, which may be the last instruction of its function.
 _INTO_CALL = 1
 
 # Reads one word of the target's memory; None where it is not readable.
@@ -50,8 +50,8 @@ class FoundBy(enum.Enum):
     REGISTERS = "registers"
     TABLE = "table"
     FRAME_POINTER = "frame pointer"
-    # A prologue's row, what the next instructions undo, a leaf's top of the stack: behind a call.
-    GUESS = "guess"
+    # A prologue's row, what the next instructions undo, a leaf's top of the stack: after a call.
+    HEURISTIC = "heuristic"
 
 
 class RuleSource(Protocol):
@@ -170,13 +170,13 @@ class ReplayWalker:
             raise _Stop(WalkEnd.BAD_ADDRESS)
         rip, rbp = self._read(cfa - WORD_BYTES), self._rbp(at, rule, cfa)
         found_by = FoundBy.TABLE
-        if rule.kind in GUESSES:
-            found_by = FoundBy.GUESS
+        if rule.kind in HEURISTICS:
+            found_by = FoundBy.HEURISTIC
             self._require_return_address(rip)
         return Registers(rip, cfa, rbp), WalkedFrame(rip, False, found_by)
 
     def _cfa(self, at: Registers, rule: Rule) -> int:
-        if rule.kind in (RuleKind.RSP, RuleKind.RSP_GUESS):
+        if rule.kind in (RuleKind.RSP, RuleKind.RSP_HEURISTIC):
             return at.rsp + rule.cfa_offset & _ADDRESS_MASK
         if rule.kind == RuleKind.PLT:
             pushed = (at.rip & 15) >= rule.cfa_offset
@@ -215,7 +215,7 @@ class ReplayWalker:
         if rip is None or (rbp is None and found.has_link):
             return None
         self._require_return_address(rip)
-        return Registers(rip, slot + WORD_BYTES, rbp), WalkedFrame(rip, False, FoundBy.GUESS)
+        return Registers(rip, slot + WORD_BYTES, rbp), WalkedFrame(rip, False, FoundBy.HEURISTIC)
 
     def _without_cfi(self, at: Registers, is_leaf: bool) -> tuple[Registers, WalkedFrame]:
         """By saved RBP and return address at RBP; a leaf's may be on top of the stack instead."""
@@ -234,11 +234,11 @@ class ReplayWalker:
         if not is_leaf or rip is None:
             raise _Stop(WalkEnd.NO_TABLE)
         self._require_return_address(rip)
-        frame = WalkedFrame(rip, False, FoundBy.GUESS)
+        frame = WalkedFrame(rip, False, FoundBy.HEURISTIC)
         return Registers(rip, at.rsp + WORD_BYTES, at.rbp), frame
 
     def _require_return_address(self, address: int) -> None:
-        """Ends the walk where an address is not in code, or behind no call."""
+        """Ends the walk where an address is not in code, or after no call."""
         if self._mapping(address, is_exact=False) is None or not self._follows_call(address):
             raise _Stop(WalkEnd.NO_TABLE)
 
@@ -254,7 +254,7 @@ class ReplayWalker:
             return None
         begin = address % WORD_BYTES
         words = [self._read_code(address - begin)]
-        if begin:  # as few as are needed: the next ones may lie behind the end of all code
+        if begin:  # as few as are needed: the next ones may lie past the end of all code
             words.append(self._read_code(address - begin + WORD_BYTES))
         code = b"".join(word.to_bytes(WORD_BYTES, "little") for word in words if word is not None)
         return None if None in words else code[begin : begin + WORD_BYTES]

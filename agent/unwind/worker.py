@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import capstone  # noqa: F401 - parsers use it, and cannot open its files
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.inspector.parser import BadMessage, Channel, Parsers, contents, end_as
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.agent.unwind.build import load_or_build

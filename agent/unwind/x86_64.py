@@ -40,11 +40,11 @@ class RuleKind(enum.IntEnum):
     SIGNAL = 5  # RSP, RIP, RBP = *(RSP + cfa_offset), *(... + 8), *(RSP + rbp_offset)
     UNDEFINED_RA = 6  # the outermost frame
     UNSUPPORTED = 7  # there is CFI, but no rule expresses it
-    RSP_GUESS = 8  # as RSP, from a prologue; the return address must follow a call
-    RBP_GUESS = 9  # as RBP, likewise
+    RSP_HEURISTIC = 8  # as RSP, from a prologue; the return address must follow a call
+    RBP_HEURISTIC = 9  # as RBP, likewise
 
 
-GUESSES = (RuleKind.RSP_GUESS, RuleKind.RBP_GUESS)
+HEURISTICS = (RuleKind.RSP_HEURISTIC, RuleKind.RBP_HEURISTIC)
 
 
 class RbpKind(enum.IntEnum):
@@ -75,9 +75,9 @@ RA_NONE, RA_AT_CFA_8, RA_UNDEFINED, RA_UCONTEXT, RA_UNSUPPORTED = range(5)
 # Forms of the CFA besides register + offset
 MAX_REGISTER = 63
 CFA_RBP_DEREF, CFA_RSP_DEREF, CFA_PLT, CFA_UNSUPPORTED, CFA_NO_CFI = range(64, 69)
-CFA_RSP_GUESS, CFA_RBP_GUESS = 69, 70
+CFA_RSP_HEURISTIC, CFA_RBP_HEURISTIC = 69, 70
 
-# struct rt_sigframe behind its return address, Linux arch/x86/include/uapi/asm/{ucontext,
+# struct rt_sigframe after its return address, Linux arch/x86/include/uapi/asm/{ucontext,
 # sigcontext}.h: where the interrupted RSP, RIP and RBP are, as glibc's __restore_rt describes them.
 _UCONTEXT_RSP, _UCONTEXT_RIP = 160, 168
 
@@ -175,7 +175,7 @@ def rule_of(state: int) -> Rule:
         return UNSUPPORTED_RULE
     kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP}
     kinds |= {CFA_RBP_DEREF: RuleKind.RBP_DEREF, CFA_PLT: RuleKind.PLT}
-    kinds |= {CFA_RSP_GUESS: RuleKind.RSP_GUESS, CFA_RBP_GUESS: RuleKind.RBP_GUESS}
+    kinds |= {CFA_RSP_HEURISTIC: RuleKind.RSP_HEURISTIC, CFA_RBP_HEURISTIC: RuleKind.RBP_HEURISTIC}
     if ra != RA_AT_CFA_8 or form not in kinds:
         return UNSUPPORTED_RULE
     if rbp_kind in (RbpKind.AT_RSP, RbpKind.UNKNOWN):
@@ -226,7 +226,7 @@ class Epilogue(NamedTuple):
 def epilogue(code: bytes, at_call: bool) -> Epilogue | None:
     """What a function's next instructions still undo before they return, None for other code.
 
-    Stubs of JITs return right behind their one call, as CPython's of -X perf do (v3.12.1, v3.13.0
+    Stubs of JITs return right after their one call, as CPython's of -X perf do (v3.12.1, v3.13.0
     Python/asm_trampoline.S). Intel SDM volume 2: ADD r/m64, imm8; POP; LEAVE; RET; CALL r64.
 
     Args:

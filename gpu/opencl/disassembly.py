@@ -11,8 +11,8 @@ import capstone
 from aiflame.gpu.opencl.kernel_file import Function, KernelFile
 
 _MODES = {
-    "EM_X86_64": (capstone.CS_ARCH_X86, capstone.CS_MODE_64),
-    "EM_AARCH64": (capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM),
+    "X86_64": (capstone.CS_ARCH_X86, capstone.CS_MODE_64),
+    "AARCH64": (capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM),
 }
 
 # Capstone does some 300,000 a second; functions of real kernels have at most some 10,000.

@@ -17,9 +17,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from aiflame.agent.target_files import ELF_DAMAGE, BadTargetFile, TargetFile
-from elftools.elf.elffile import ELFFile
-from elftools.elf.sections import SymbolTableSection
+import numpy as np
+from aiflame.agent.elf.functions import read_functions, resolve_sizes
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.symbols import read_names
+from aiflame.agent.target_files import TargetFile
 
 # A kernel of some lines makes 14 KB; one that is unrolled without measure, some MB.
 _MAX_FILE_BYTES = 32 << 20
@@ -28,7 +30,7 @@ _MAX_SEARCHED_BYTES = 1 << 20
 # Where packages put libraries, and nobody kernels: not searched, as there are hundreds.
 _PACKAGED = ("/usr/", "/lib/", "/lib64/", "/bin/", "/sbin/")
 # A kernel brings along those built-in functions that it calls, at most some hundred.
-_MAX_SYMBOLS = 10_000
+_MAX_FUNCTIONS = 10_000
 
 _KERNEL_PATH = re.compile(r"/pocl/kcache/.*\.so$|/\d+-\d+-\d+[^/]*/[^/]+\.so$")
 _MARKS = (b"_pocl_kernel_", b"_workgroup\0")
@@ -50,7 +52,7 @@ class KernelFile:
 
     Attributes:
         name: The kernel's.
-        machine: As ELF has it: "EM_X86_64".
+        machine: As ELF has it, without its prefix: "X86_64".
         entry: Address of the work group's function, where offsets begin.
         start: Address of the first byte of `code`.
         code: All that is executable.
@@ -117,54 +119,36 @@ def read_kernel_file(file: TargetFile) -> KernelFile | None:
     """
     if file.size_bytes > _MAX_FILE_BYTES:
         return None
-    try:
-        return _parse(file)
-    except ELF_DAMAGE as error:
-        raise BadTargetFile(f"damaged: {type(error).__name__}") from error
-
-
-def _parse(file: TargetFile) -> KernelFile | None:
-    elf = ELFFile(file.stream())
-    segment = next(
-        (s for s in elf.iter_segments() if s["p_type"] == "PT_LOAD" and s["p_flags"] & 1), None
-    )
+    image = ElfImage.read(file)
+    segment = next((load for load in image.loads if load.executable), None)
     if segment is None:
         return None
-    start, offset = int(segment["p_vaddr"]), int(segment["p_offset"])
-    code = file.read(int(segment["p_filesz"]), offset)
+    start = segment.virtual_address
+    code = file.read(segment.file_size, segment.file_offset)
+    functions, strings = read_functions(file, image)
+    if strings is None or not code:
+        return None
+    found = resolve_sizes(functions.chosen(np.arange(min(len(functions.starts), _MAX_FUNCTIONS))))
+    names = [name.decode(errors="replace") for name in read_names(file, strings, found.names)]
+    ranges = sorted(zip(found.starts.tolist(), found.ends.tolist(), names, strict=True))
     # Only the longest that ends so: a kernel itself may be called x_workgroup.
-    symbols = {(address, name): size for address, size, name in _symbols(elf)}
-    entries = [(len(name), address, name) for address, name in symbols if _ENTRY.fullmatch(name)]
-    if not entries or not code:
+    entries = [(len(name), begin, name) for begin, _, name in ranges if _ENTRY.fullmatch(name)]
+    if not entries:
         return None
     _, entry, entry_name = max(entries)
     if not start <= entry < start + len(code):
         return None
     match = _ENTRY.fullmatch(entry_name)
     name = match[1] if match is not None else ""
-    functions = tuple(_functions(symbols, start, start + len(code)))
-    return KernelFile(name, str(elf["e_machine"]), entry, start, code, functions)
+    inside = [row for row in ranges if start <= row[0] < start + len(code)]
+    functions_in_order = tuple(_functions(inside, start + len(code)))
+    return KernelFile(name, image.machine, entry, start, code, functions_in_order)
 
 
-def _symbols(elf: ELFFile) -> Iterator[tuple[int, int, str]]:
-    """Yields address, size and name of the functions that the file defines."""
-    seen = 0
-    for section in elf.iter_sections():
-        if not isinstance(section, SymbolTableSection):
-            continue
-        for symbol in section.iter_symbols():
-            seen += 1
-            if seen > _MAX_SYMBOLS:
-                return
-            if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_shndx"] != "SHN_UNDEF":
-                yield int(symbol["st_value"]), int(symbol["st_size"]), str(symbol.name)
-
-
-def _functions(symbols: dict[tuple[int, str], int], start: int, end: int) -> Iterator[Function]:
-    places = sorted((address, name) for address, name in symbols if start <= address < end)
-    for at, (address, name) in enumerate(places):
-        following = places[at + 1][0] if at + 1 < len(places) else end
-        size = symbols[address, name]
-        stop = min(address + size, following) if size else following
-        if stop > address:
-            yield Function(address, stop, name)
+def _functions(ranges: list[tuple[int, int, str]], limit: int) -> Iterator[Function]:
+    """Yields functions in the order of their addresses, each cut where the next begins."""
+    followings = [*(begin for begin, _, _ in ranges[1:]), limit]
+    for (begin, end, name), following in zip(ranges, followings, strict=True):
+        stop = min(end, following)
+        if stop > begin:
+            yield Function(begin, stop, name)

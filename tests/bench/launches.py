@@ -16,8 +16,8 @@ from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.kernel.uprobe_tries import UprobeTries
-from aiflame.agent.launches.probe_sites import probe_place
-from aiflame.agent.launches.runtimes import places_of_runtimes
+from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard, TargetFile
@@ -51,9 +51,9 @@ class _Case:
     calls: int
 
 
-def _place() -> tuple[Path, int]:
+def _site() -> tuple[Path, int]:
     """The loader, and where aiflame probes the function in it."""
-    for path in places_of_runtimes((), FileGuard()):
+    for path in runtime_files((), FileGuard()):
         if "libOpenCL" not in path.name:
             continue
         descriptor = os.open(path, os.O_RDONLY)
@@ -62,19 +62,19 @@ def _place() -> tuple[Path, int]:
         finally:
             os.close(descriptor)
         if _SYMBOL in found:
-            place = found[_SYMBOL]
+            function = found[_SYMBOL]
             nops = UprobeTries(cache_dir()).answers.nops
-            chosen = probe_place(place.code, place.file_offset, nops)
+            chosen = choose_site(function.code, function.file_offset, nops)
             return path.resolve(), chosen.offset_bytes
     raise RuntimeError("no OpenCL loader: apt-get install ocl-icd-libopencl1")
 
 
 def _tools(pid: int) -> list[Tool]:
-    library, offset = _place()
+    library, offset = _site()
     plain = ("/usr/bin/python3", str(tools.HERE / "plain_uprobe.py"), str(library), _SYMBOL)
     return [
         tools.aiflame("-p", pid, "--no-off-cpu"),
-        Tool(f"plain BCC uprobe, same place (+{offset})", (*plain, str(offset)), "live"),
+        Tool(f"plain BCC uprobe, same site (+{offset})", (*plain, str(offset)), "live"),
         Tool("plain BCC uprobe at the entry", (*plain, "0"), "live"),
     ]
 

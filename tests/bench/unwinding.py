@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.kernel.unwind_tables import table_bytes
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_cached, load_or_build

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.model.profile import SampleClass, StackEnd
-from elftools.elf.elffile import ELFFile
 from recordings import Ended, Recording, Workload, count_of, frames_of
 from support import WORKLOADS
 
@@ -88,14 +88,15 @@ def test_libraries_with_one_build_id_keep_their_own_frames(hostile: Path, tmp_pa
 def _overwrite(library: Path, damage: str) -> None:
     """Damages the unwind information of a library, and nothing else."""
     with library.open("r+b") as file:
-        section = ELFFile(file).get_section_by_name(".eh_frame")
-        size = section["sh_size"]
+        section = ElfImage.from_fd(file.fileno()).section(".eh_frame")
+        assert section is not None
+        size = section.size
         written = {
             "length": struct.pack("<I", 0x7FFF_FFF0),
             "noise": random.Random(size).randbytes(size),
             "ones": b"\xff" * size,
         }[damage]
-        file.seek(section["sh_offset"])
+        file.seek(section.file_offset)
         file.write(written)
 
 

@@ -73,10 +73,10 @@ def _record_failing(
 @pytest.mark.parametrize(
     ("where", "call", "has_names"),
     [
-        (f"{_RECORDING}.recorder:Recorder.drain", 2, False),
+        (f"{_RECORDING}.recorder:Recorder._next_window", 2, False),
         (f"{_RECORDING}.warm:Warmer.warm_new", 1, False),
         (f"{_RECORDING}.recorder:Recorder.stop", 1, False),
-        (f"{_RECORDING}.recorder:give_sleepers", 1, False),
+        (f"{_RECORDING}.recorder:give_all_sleepers", 1, False),
         (f"{_SESSION}:loss_rows", 1, False),
         (f"{_RECORDING}.resolve:CaptureResolver.resolve", 1, False),
         ("aiflame.agent.symbols.service:SymbolService.resolve_many", 1, False),
@@ -156,7 +156,7 @@ def test_a_capture_that_cannot_be_written_at_all_is_made_of_segments_later(
     assert list(tmp_path.iterdir()) == []
     recovered = run_aiflame("recover", "run.aiflame")
     assert recovered.returncode == 0, recovered.stderr
-    assert _has_addresses_only(read_capture(tmp_path / "run.aiflame"))
+    assert _OWN in _names(read_capture(tmp_path / "run.aiflame"))
     assert _left(run_aiflame, tmp_path) == []
 
 
@@ -228,7 +228,7 @@ def test_a_killed_recording_is_found_and_finished(
     for segments in (folder, *folder.glob("segment-*")):
         shown = run_aiflame("stats", segments)
         assert shown.returncode == 0, shown.stderr
-        assert "[serving+0x" in shown.stdout
+        assert _OWN in shown.stdout
     # WHEN it is asked for
     recovered = run_aiflame("recover", "run.aiflame")
     # THEN it is there.
@@ -237,7 +237,7 @@ def test_a_killed_recording_is_found_and_finished(
     assert stat.S_IMODE(killed.stat().st_mode) == 0o600
     profile = read_capture(killed)
     assert len(profile.samples)
-    assert _has_addresses_only(profile)
+    assert _OWN in _names(profile)
     assert "incomplete" in dict(profile.recording.facts)
     assert _left(run_aiflame, tmp_path) == []
     assert run_aiflame("recover", "run.aiflame").returncode == 1
@@ -289,7 +289,7 @@ def test_a_running_recording_is_left_alone(
         # It can be looked at, as far as it has come.
         so_far = run_aiflame("report", "run.aiflame", "-f", "folded", "-o", "-")
         assert "still being recorded" in so_far.stderr
-        assert ";[serving+0x" in so_far.stdout
+        assert f";{_OWN}" in so_far.stdout
         ended = recording.stop()
     assert len(ended.profile.samples)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.symbols.store import Store, cache_dir
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_cached

@@ -192,7 +192,7 @@ def test_nothing_is_missing_of_a_program_that_was_started(whole: Ended) -> None:
     profile = whole.profile
     launches = {(site, kernel) for site, kernel, _, _ in _launches(profile)}
     assert launches == set(_SITES.items())
-    # "clCreateKernel" was seen: no kernel needed a guess for its name.
+    # "clCreateKernel" was seen: no kernel needed another source of its name.
     gpu = profile.gpu
     assert {kernel.name for kernel in gpu.kernels} == set(_SITES.values())
     assert _count(profile, "clCreateBuffer") == 1

@@ -34,7 +34,7 @@ _UNREADABLE = "[unreadable Python frame]"
 # A version and its options.
 _TARGETS = {version: [version] for version in VERSIONS}
 _TARGETS |= {f"{version} -X perf": [version, "-X", "perf"] for version in ("3.12", "3.13")}
-_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_GUESS)
+_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_HEURISTIC)
 
 
 class Run(NamedTuple):

@@ -21,7 +21,7 @@ from aiflame.agent.kernel.uprobe_tries import (
     try_uprobes,
 )
 from aiflame.agent.launches.links import ApiLinks, Probe
-from aiflame.agent.launches.probe_sites import ProbePlace
+from aiflame.agent.launches.probe_sites import ProbeSite
 from aiflame.agent.launches.probes import ApiProbes
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.losses import LossKind
@@ -125,7 +125,7 @@ def test_a_refused_instruction_gives_way_to_the_first(
     names = frozenset(("clWaitForEvents",))
     function = find_functions(TargetFile(descriptor), names)["clWaitForEvents"]
     os.close(descriptor)
-    second = ProbePlace(offset_bytes=1, stack_bytes=8, is_emulated=False)
+    second = ProbeSite(offset_bytes=1, stack_bytes=8, is_emulated=False)
     programs = load(UprobeAnswers(links_many))
     links = ApiLinks(programs)
     probe = Probe("on_call", function, second, slot=0, number=0)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import support
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
 from aiflame.agent.python.threads import find_key_block
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import TargetFile
 from interpreters import VERSIONS, executable
 

@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.python.interpreter import Interpreter, find_interpreter
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import TargetFile
 
 _SOURCE = Path(__file__).parent / "offsets.c"

@@ -26,6 +26,7 @@ _DTYPES = {
     "mapping_slot": abi.MAPPING_SLOT_DTYPE,
     "unwind_rule": RULE,
     "process_state": abi.PROCESS_STATE_DTYPE,
+    "crossing": abi.CROSSING_DTYPE,
     "thread_state": abi.THREAD_STATE_DTYPE,
     "stack_record": abi.STACK_DTYPE,
     "sum_key": abi.SUM_KEY_DTYPE,

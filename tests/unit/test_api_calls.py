@@ -36,7 +36,7 @@ def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
     anything: Any = SimpleNamespace()
     calls = ApiCalls(anything, table, anything, anything, anything)
     calls._identities[_LIBRARY] = identity = (8, 1)
-    calls.probes.places[identity, _SLOT] = (_FUNCTION_OFFSET, _FUNCTION_BYTES)
+    calls.probes.ranges[identity, _SLOT] = (_FUNCTION_OFFSET, _FUNCTION_BYTES)
     image = ProcessImage(0, 1, 1, 1)
     _Mappings.passes = 0
     for library_at in (1 << 40, 1 << 41):
@@ -58,5 +58,5 @@ def test_a_function_that_is_probed_later_is_found() -> None:
     user = np.array([5, 77], np.uint64)
     assert calls.with_call(image, user, _SLOT, 77).tolist() == [5, 77]
     calls._identities[_LIBRARY] = identity = (8, 1)
-    calls.probes.places[identity, _SLOT] = (_FUNCTION_OFFSET, _FUNCTION_BYTES)
+    calls.probes.ranges[identity, _SLOT] = (_FUNCTION_OFFSET, _FUNCTION_BYTES)
     assert len(calls.with_call(image, user, _SLOT, 77)) == 3

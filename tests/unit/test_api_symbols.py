@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.launches.symbols import FunctionPlace, find_functions
-from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.elf.image import BadElf
+from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.target_files import TargetFile
 from elfbytes import GLOBAL, IFUNC, LOCAL, OBJECT, WEAK, Elf, Section, Symbol
 
@@ -19,10 +19,10 @@ NAMES = frozenset(("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunch", "clEnqu
 
 
 @pytest.fixture
-def find(tmp_path: Path) -> Callable[..., dict[str, FunctionPlace]]:
+def find(tmp_path: Path) -> Callable[..., dict[str, ApiFunction]]:
     """`find(elf)`: what is found in a file that is made of an `Elf` or of bytes."""
 
-    def found(elf: Elf | bytes, names: frozenset[str] = NAMES) -> dict[str, FunctionPlace]:
+    def found(elf: Elf | bytes, names: frozenset[str] = NAMES) -> dict[str, ApiFunction]:
         path = tmp_path / "file"
         path.write_bytes(elf if isinstance(elf, bytes) else elf.build())
         descriptor = os.open(path, os.O_RDONLY)
@@ -34,17 +34,17 @@ def find(tmp_path: Path) -> Callable[..., dict[str, FunctionPlace]]:
     return found
 
 
-Find = Callable[..., dict[str, FunctionPlace]]
+Find = Callable[..., dict[str, ApiFunction]]
 TEXT = bytes(range(256)) * 16
 
 
 @pytest.mark.parametrize("table", ["symbols", "dynamic_symbols"])
-def test_place_is_where_the_bytes_are(find: Find, table: str) -> None:
+def test_a_function_is_where_the_bytes_are(find: Find, table: str) -> None:
     elf = Elf(text=TEXT, text_address=0x5000)
     getattr(elf, table).extend([Symbol("x", 0x5000, 4), Symbol("cuLaunch", 0x5123, 16)])
-    place = find(elf)["cuLaunch"]
-    assert elf.build()[place.file_offset :][:16] == TEXT[0x123:0x133] == place.code
-    assert (place.name, place.size_bytes) == ("cuLaunch", 16)
+    found = find(elf)["cuLaunch"]
+    assert elf.build()[found.file_offset :][:16] == TEXT[0x123:0x133] == found.code
+    assert (found.name, found.size_bytes) == ("cuLaunch", 16)
 
 
 def test_only_functions_that_are_defined_here_count(find: Find) -> None:
@@ -82,29 +82,29 @@ def test_global_function_is_preferred(find: Find, order: int) -> None:
         Symbol("cuLaunch", 0x1300, 8, bind=GLOBAL),
     ]
     text = TEXT[:0x300] + b"global" + bytes(0x1000)
-    place = find(Elf(symbols=symbols[::order], text=text))["cuLaunch"]
-    assert place.code.startswith(b"global")
+    found = find(Elf(symbols=symbols[::order], text=text))["cuLaunch"]
+    assert found.code.startswith(b"global")
 
 
 def test_function_without_a_size_has_code(find: Find) -> None:
-    place = find(Elf(symbols=[Symbol("cuLaunch", 0x1100, 0)], text=TEXT))["cuLaunch"]
-    assert place.size_bytes == 0
-    assert place.code.startswith(TEXT[0x100:0x140])
+    found = find(Elf(symbols=[Symbol("cuLaunch", 0x1100, 0)], text=TEXT))["cuLaunch"]
+    assert found.size_bytes == 0
+    assert found.code.startswith(TEXT[0x100:0x140])
 
 
 def test_huge_function_is_cut(find: Find) -> None:
-    place = find(Elf(symbols=[Symbol("cuLaunch", 0x1000, 1 << 40)], text=bytes(1 << 18)))
-    assert len(place["cuLaunch"].code) == 64 * 1024
+    found = find(Elf(symbols=[Symbol("cuLaunch", 0x1000, 1 << 40)], text=bytes(1 << 18)))
+    assert len(found["cuLaunch"].code) == 64 * 1024
 
 
-def test_address_outside_of_code_is_no_place(find: Find) -> None:
+def test_address_outside_of_code_is_not_found(find: Find) -> None:
     assert find(Elf(symbols=[Symbol("cuLaunch", 0x900000, 8)])) == {}
 
 
-@pytest.mark.parametrize("place", [0, 1, 5, 8, 9, 17])
-def test_names_across_pieces_are_found(find: Find, place: int) -> None:
-    # GIVEN a table of names that is read in pieces of 1 MiB, and a name on the seam
-    filler = Symbol("f" * ((1 << 20) - 2 - place), 0x1000, 4)
+@pytest.mark.parametrize("back", [0, 1, 5, 8, 9, 17])
+def test_names_across_pieces_are_found(find: Find, back: int) -> None:
+    # GIVEN a table of names that is read in pieces of 128 KiB, and a name on the seam
+    filler = Symbol("f" * ((1 << 20) - 2 - back), 0x1000, 4)
     elf = Elf(symbols=[filler, Symbol("__cudaLaunchKernel", 0x1100, 8)])
     assert set(find(elf)) == {"__cudaLaunchKernel"}
 
@@ -158,7 +158,7 @@ def test_damaged_files_are_refused_or_harmless(find: Find) -> None:
         except BadElf:
             continue
         assert set(found) <= NAMES
-        assert all(0 <= place.file_offset < cut for place in found.values())
+        assert all(0 <= function.file_offset < cut for function in found.values())
 
 
 def test_compiled_library_is_read_as_its_linker_wrote_it(find: Find, tmp_path: Path) -> None:
@@ -177,6 +177,6 @@ def test_compiled_library_is_read_as_its_linker_wrote_it(find: Find, tmp_path: P
     ).stdout
     addresses = {line.split()[2]: int(line.split()[0], 16) for line in lines.splitlines()}
     # A small library's code lies in the file where it lies in memory.
-    assert {name: place.file_offset for name, place in found.items()} == {
+    assert {name: function.file_offset for name, function in found.items()} == {
         name: addresses[name] for name in ("cuLaunch", "cudaLaunchKernel")
     }

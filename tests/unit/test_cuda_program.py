@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.kernel.uprobe_tries import NopTreatment
-from aiflame.agent.launches.probe_sites import probe_place
-from aiflame.agent.launches.symbols import FunctionPlace, find_functions
+from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis.cuda import API
 
@@ -29,7 +29,7 @@ _CALLED = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKern
 _ALSO_CALLED = {"cudaMalloc", "cudaFree", "cudaDeviceSynchronize", "__cudaRegisterFunction"}
 
 
-def _functions(path: Path) -> dict[str, FunctionPlace]:
+def _functions(path: Path) -> dict[str, ApiFunction]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return find_functions(TargetFile(descriptor), _RUNTIME)
@@ -61,8 +61,8 @@ def test_every_call_of_a_program_is_found(
     twins = {name + "_ptsz" for name in _CALLED}
     assert _CALLED | twins | _ALSO_CALLED <= set(found)
     assert _RUNTIME - set(found) <= {"cudaLaunchCooperativeKernelMultiDevice"}
-    places = {name: probe_place(f.code, f.file_offset, NopTreatment()) for name, f in found.items()}
-    assert [name for name, place in places.items() if not place.is_emulated] == []
+    sites = {name: choose_site(f.code, f.file_offset, NopTreatment()) for name, f in found.items()}
+    assert [name for name, site in sites.items() if not site.is_emulated] == []
 
 
 def test_program_with_a_shared_runtime_defines_nothing_itself(

@@ -13,7 +13,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices import choice as device_choice
 from aiflame.agent.devices.devices import Devices
-from aiflame.agent.devices.locations import DevicePlaces
+from aiflame.agent.devices.locations import DeviceLocations
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
@@ -37,7 +37,7 @@ from aiflame.gpu.base import (
     Listing,
 )
 
-# Binaries by index, and where they are: a library, a kernel, a kernel that comes in its place.
+# Binaries by index, and where they are: a library, a kernel, a kernel that replaces it.
 _LIBRARY, _KERNEL, _SUCCESSOR = 0, 1, 2
 _LIBRARY_AT, _KERNEL_AT, _SIZE = 0x10000, 0x40000, 0x1000
 
@@ -61,10 +61,10 @@ def _map(image: ProcessImage, start: int, binary: int) -> None:
     image.replace_mappings([Mapping(start, start + _SIZE, 0, binary)])
 
 
-def _add_stack(places: DevicePlaces, stack: int, image: ProcessImage, *user: int) -> None:
+def _add_stack(locations: DeviceLocations, stack: int, image: ProcessImage, *user: int) -> None:
     addresses = np.array(user, np.uint64)
     found = image.find(addresses)
-    places.add_stack(stack, image, addresses, found, set(image.binaries_at(found)))
+    locations.add_stack(stack, image, addresses, found, set(image.binaries_at(found)))
 
 
 def _sums(*rows: tuple[int, int, SampleClass, int]) -> tuple[Any, Any]:
@@ -82,8 +82,8 @@ def image(table: ProcessTable) -> ProcessImage:
 
 
 @pytest.fixture
-def places(table: ProcessTable, image: ProcessImage) -> DevicePlaces:
-    return DevicePlaces(
+def locations(table: ProcessTable, image: ProcessImage) -> DeviceLocations:
+    return DeviceLocations(
         table,
         _Biases(),
         lambda binary: binary in (_KERNEL, _SUCCESSOR),
@@ -96,74 +96,74 @@ def _all_came(stack: int) -> bool:
 
 
 def test_innermost_kernel_frame_of_samples_on_the_cpu_counts(
-    places: DevicePlaces, image: ProcessImage
+    locations: DeviceLocations, image: ProcessImage
 ) -> None:
     _map(image, _KERNEL_AT, _KERNEL)
-    _add_stack(places, 1, image, _KERNEL_AT + 8, _KERNEL_AT + 100, _LIBRARY_AT)
-    _add_stack(places, 2, image, _LIBRARY_AT + 4, _KERNEL_AT + 20, _LIBRARY_AT)
-    _add_stack(places, 3, image, _LIBRARY_AT + 4, _LIBRARY_AT)
+    _add_stack(locations, 1, image, _KERNEL_AT + 8, _KERNEL_AT + 100, _LIBRARY_AT)
+    _add_stack(locations, 2, image, _LIBRARY_AT + 4, _KERNEL_AT + 20, _LIBRARY_AT)
+    _add_stack(locations, 3, image, _LIBRARY_AT + 4, _LIBRARY_AT)
     on, off = SampleClass.ON_CPU, SampleClass.BLOCKED
     keys, values = _sums((1, 5, on, 3), (1, 6, on, 4), (1, 5, off, 9), (2, 5, on, 2), (3, 5, on, 8))
-    places.add_sums(keys, values, _all_came)
-    assert places.take() == [
+    locations.add_sums(keys, values, _all_came)
+    assert locations.take() == [
         CpuSample(image.index, 5, _KERNEL, 8, False, 3),
         CpuSample(image.index, 6, _KERNEL, 8, False, 4),
         # A caller: the last byte of its call.
         CpuSample(image.index, 5, _KERNEL, 19, True, 2),
     ]
-    assert places.take() == []
-    assert places.losses == {}
+    assert locations.take() == []
+    assert locations.losses == {}
 
 
 def test_sum_that_comes_before_its_stack_waits_for_it(
-    places: DevicePlaces, image: ProcessImage
+    locations: DeviceLocations, image: ProcessImage
 ) -> None:
     _map(image, _KERNEL_AT, _KERNEL)
     came: set[int] = set()
-    places.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 3)), came.__contains__)
-    assert places.take() == []
-    _add_stack(places, 1, image, _KERNEL_AT + 8)
+    locations.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 3)), came.__contains__)
+    assert locations.take() == []
+    _add_stack(locations, 1, image, _KERNEL_AT + 8)
     came.add(1)
-    places.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 4)), came.__contains__)
-    assert places.take() == [CpuSample(image.index, 5, _KERNEL, 8, False, 7)]
+    locations.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 4)), came.__contains__)
+    assert locations.take() == [CpuSample(image.index, 5, _KERNEL, 8, False, 7)]
 
 
 def test_kernel_whose_mapping_is_read_after_its_stack_counts(
-    places: DevicePlaces, image: ProcessImage
+    locations: DeviceLocations, image: ProcessImage
 ) -> None:
-    _add_stack(places, 1, image, _KERNEL_AT + 8)
+    _add_stack(locations, 1, image, _KERNEL_AT + 8)
     _map(image, _KERNEL_AT, _KERNEL)
-    places.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 3)), _all_came)
-    assert places.take() == [CpuSample(image.index, 5, _KERNEL, 8, False, 3)]
-    assert places.losses == {}
+    locations.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 3)), _all_came)
+    assert locations.take() == [CpuSample(image.index, 5, _KERNEL, 8, False, 3)]
+    assert locations.losses == {}
 
 
 def test_kernel_that_went_unseen_is_counted_as_lost(
-    places: DevicePlaces, image: ProcessImage, table: ProcessTable
+    locations: DeviceLocations, image: ProcessImage, table: ProcessTable
 ) -> None:
     other = table.image(78, 1)  # runs nothing on a device
     for stack, owner in ((1, image), (2, other)):
-        _add_stack(places, stack, owner, _KERNEL_AT + 8)
+        _add_stack(locations, stack, owner, _KERNEL_AT + 8)
     on = SampleClass.ON_CPU
-    places.add_sums(*_sums((1, 5, on, 3), (2, 6, on, 4)), _all_came)
-    assert places.take() == []
-    assert places.losses == {LossKind.DEVICE_CODE_NOT_MAPPED: 3}
+    locations.add_sums(*_sums((1, 5, on, 3), (2, 6, on, 4)), _all_came)
+    assert locations.take() == []
+    assert locations.losses == {LossKind.DEVICE_CODE_NOT_MAPPED: 3}
 
 
-def test_code_at_the_place_of_other_code_is_told_from_it(
-    places: DevicePlaces, image: ProcessImage
+def test_code_that_replaces_other_code_is_told_from_it(
+    locations: DeviceLocations, image: ProcessImage
 ) -> None:
     _map(image, _KERNEL_AT, _KERNEL)
-    _add_stack(places, 1, image, _KERNEL_AT + 8)
+    _add_stack(locations, 1, image, _KERNEL_AT + 8)
     sums = _sums((1, 5, SampleClass.ON_CPU, 3))
     found = []
     for binary in (_KERNEL, _SUCCESSOR, _SUCCESSOR):
         _map(image, _KERNEL_AT, binary)
-        places.add_sums(*sums, _all_came)
-        found += [sample.file for sample in places.take()]
+        locations.add_sums(*sums, _all_came)
+        found += [sample.file for sample in locations.take()]
     assert found == [_KERNEL, _SUCCESSOR, _SUCCESSOR]
     # In the second of the change nobody knows.
-    assert places.losses == {LossKind.DEVICE_CODE_REPLACED: 3}
+    assert locations.losses == {LossKind.DEVICE_CODE_REPLACED: 3}
 
 
 class _Family:

@@ -50,15 +50,16 @@ _MAY_IMPORT = {
     "priority": set(),
     "inspector": {"losses", "priority"},
     "capture": {"errors", "model", "outfile"},
+    "elf": {"target_files"},
     "symbols": {
-        *("demangle", "errors", "inspector", "losses", "model", "outfile", "target_files"),
+        *("demangle", "elf", "errors", "inspector", "losses", "model", "outfile", "target_files"),
     },
-    "unwind": {"errors", "inspector", "model", "symbols", "target_files"},
-    "python": {"errors", "symbols", "target_files", "unwind"},
+    "unwind": {"elf", "errors", "inspector", "model", "symbols", "target_files"},
+    "python": {"elf", "errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
-    "processes": {"kernel", "python", "symbols", *_LEAVES},
+    "processes": {"elf", "kernel", "python", "symbols", *_LEAVES},
     "sinks": {"capture", "symbols", *_LEAVES},
-    "launches": {"kernel", "processes", "python", "symbols", *_LEAVES},
+    "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
@@ -66,8 +67,8 @@ _MAY_IMPORT = {
         *_LEAVES,
     },
     "recording": {
-        *("capture", "devices", "kernel", "launches", "processes", "python", "sinks", "symbols"),
-        *("unwind", *_LEAVES),
+        *("capture", "devices", "elf", "kernel", "launches", "processes", "python", "sinks"),
+        *("symbols", "unwind", *_LEAVES),
     },
     "doctor": {
         *("capture", "kernel", "processes", "python", "recording", "reports", "symbols"),
@@ -89,7 +90,7 @@ _MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "re
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # What gpu/ may know of agent/.
-_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("losses", "model", "target_files"))
+_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("elf", "losses", "model", "target_files"))
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")

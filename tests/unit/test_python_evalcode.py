@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from aiflame.agent.python.elfbytes import find_symbols
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.symbols import first_symbols
 from aiflame.agent.python.evalcode import AddressRange, eval_ranges, jump_targets, key_operand
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import TargetFile
 
 _EVAL = b"_PyEval_EvalFrameDefault"
@@ -36,7 +36,7 @@ def _ranges(path: Path) -> tuple[tuple[AddressRange, ...], bool]:
     try:
         file = TargetFile(fd)
         image = ElfImage.read(file)
-        return eval_ranges(file, image, find_symbols(file, image, (_EVAL,))[_EVAL])
+        return eval_ranges(file, image, first_symbols(file, image, (_EVAL,))[_EVAL])
     finally:
         os.close(fd)
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.python.debugoffsets import read_layout
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state, holds_gil
 from aiflame.agent.python.layouts import ACTIVE_FLAG, Layout, table_layout
@@ -19,7 +20,6 @@ from aiflame.agent.python.threads import (
     read_tss_key,
     tss_slot_offset,
 )
-from aiflame.agent.symbols.elf import ElfImage
 from aiflame.agent.target_files import TargetFile
 from pymemory import ConstructedMemory, debug_offsets
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.recording import roots
 from aiflame.agent.target_files import TargetFile
 
@@ -108,26 +109,6 @@ def test_code_at_the_end_of_the_file(library: Callable[..., TargetFile], offset:
     assert roots.start_name_in_libc(file, offset) is None
 
 
-def _elf_header(entry: int, magic: bytes = b"\x7fELF\x02\x01\x01") -> bytes:
-    return magic.ljust(16, b"\0") + struct.pack("<HHIQ", 3, 62, 1, entry) + bytes(32)
-
-
-@pytest.mark.parametrize(
-    ("header", "entry"),
-    [
-        (_elf_header(0x401040), 0x401040),
-        (_elf_header(2**64 - 1), 2**64 - 1),
-        (_elf_header(0), 0),
-        (_elf_header(0x401040)[:31], 0),
-        (_elf_header(0x401040, b"\x7fELF\x01"), 0),  # 32-bit
-        (_elf_header(0x401040, b"MZ\x90"), 0),
-        (b"", 0),
-    ],
-)
-def test_entry_address(library: Callable[..., TargetFile], header: bytes, entry: int) -> None:
-    assert roots.entry_address(library({0: header}, size=len(header))) == entry
-
-
 @pytest.mark.parametrize(
     ("entry", "address", "is_there"),
     [
@@ -143,10 +124,13 @@ def test_is_at_entry(entry: int, address: int, is_there: bool) -> None:
     assert roots.is_at_entry(entry, address) is is_there
 
 
-def test_the_entry_of_a_real_program() -> None:
-    # Its first instructions are endbr64 or xor %ebp,%ebp: sysdeps/x86_64/start.S
+def test_the_entry_of_a_real_program_is_known_by_its_header() -> None:
     with Path("/proc/self/exe").open("rb") as program:
-        assert roots.entry_address(TargetFile(program.fileno())) > 0
+        file = TargetFile(program.fileno())
+        image = ElfImage.read(file)
+        # A caller is looked up by the last byte of its call.
+        assert roots.name_by_code(file, image, image.entry + 0x25) == ("_start", True)
+        assert roots.name_by_code(file, image, 0) == ("", False)
 
 
 def test_signal_trampoline_is_known_by_its_code(library: Callable[..., TargetFile]) -> None:

@@ -198,7 +198,7 @@ def test_a_flight_recorder_keeps_what_it_was_told_to(tmp_path: Path) -> None:
     assert 1000 - 180 <= ends[0] <= 1000 - 119
     # Each segment stands for itself.
     path = tmp_path / "run.aiflame"
-    capture_of_windows(path, RecordedWindows(tmp_path))
+    capture_of_windows(path, RecordedWindows(tmp_path), _FACTS)
     profile = read_capture(path)
     assert profile.recording.started_unix_ns == 5 + (ends[0] - 1) * 1_000_000_000
     assert profile.recording.duration_ns == len(ends) * 1_000_000_000
@@ -229,7 +229,7 @@ def test_where_there_is_nothing_that_is_said(tmp_path: Path) -> None:
         header = len(file.read()) // 4
     path.write_bytes(path.read_bytes()[:header])
     with pytest.raises(BadSegment, match="no window"):
-        capture_of_windows(tmp_path / "run.aiflame", RecordedWindows(tmp_path))
+        capture_of_windows(tmp_path / "run.aiflame", RecordedWindows(tmp_path), _FACTS)
 
 
 def test_a_full_disk_is_said_and_leaves_whole_windows(

@@ -23,7 +23,7 @@ from aiflame.agent.processes import procfs, snapshots, threads
 from aiflame.agent.processes.snapshots import Snapshots
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
-from aiflame.agent.recording.sleepers import Sleepers, give_sleepers
+from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers
 from aiflame.agent.recording.thread_walk import StackWalker
 
 _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
@@ -200,7 +200,7 @@ def test_kernels_without_the_iterator_are_said_to_be(
         pass
     made = []
     stacks: Any = SimpleNamespace(add_made=lambda *row: made.append(row))
-    give_sleepers(sleepers, sleepers.by_stack, stacks, table)
+    give_all_sleepers(sleepers, sleepers.by_stack, stacks, table)
     ((stack, found),) = made
     assert sleepers.by_stack[stack].tid == waiting_tid
     assert (found.image.pid, found.user, found.end) == (here, [], end)
@@ -235,7 +235,7 @@ def test_threads_whose_time_is_known_are_not_said_to_miss_it(
     sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, False)
     next(sleepers.enter([os.getpid()]))
     # WHEN one that was not entered has ended, and the kernel half has told how long it was there
-    table.thread(table.image(os.getpid(), 1), waiting_tid).observed_ns = 1_000
+    table.thread(table.image(os.getpid(), 1), waiting_tid).has_ended = True
     assert sleepers.missed() == [(os.getpid(), os.getpid())]
     assert sleepers.losses[LossKind.THREADS_NOT_ENTERED] == 1
 
@@ -305,7 +305,7 @@ def test_kernel_frames_without_an_address_are_counted(
         pass
     made: list[Any] = []
     stacks: Any = SimpleNamespace(add_made=lambda *row: made.append(row))
-    give_sleepers(sleepers, sleepers.by_stack, stacks, table)
+    give_all_sleepers(sleepers, sleepers.by_stack, stacks, table)
     ((_, found),) = made
     assert found.kernel == expected
     assert sleepers.losses[LossKind.SLEEPERS_KERNEL_FRAMES_LOST] == lost

@@ -7,25 +7,29 @@ import mmap
 import os
 import random
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.table import CorruptCache, SymbolSource, SymbolTable
+from aiflame.agent.target_files import TargetFile
 from elfbytes import ALLOC_EXEC, FUNC, GLOBAL, IFUNC, LOCAL, NOTYPE, OBJECT, WEAK, Elf, Symbol
 from elfbytes import Section as RawSection
 
 
-def source(data: bytes, tmp_path: Path) -> SymbolSource:
-    path = tmp_path / "image"
-    path.write_bytes(data)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return SymbolSource(ElfImage.from_fd(fd), memoryview(data))
-    finally:
-        os.close(fd)
+def build(*files: bytes) -> SymbolTable:
+    """The table of a file and its debug files."""
+    with ExitStack() as stack:
+        sources = []
+        for data in files:
+            fd = os.memfd_create("image")
+            stack.callback(os.close, fd)
+            os.write(fd, data)
+            sources.append(SymbolSource(ElfImage.from_fd(fd), TargetFile(fd)))
+        return SymbolTable.build(sources)
 
 
 def names(table: SymbolTable, *addresses: int) -> list[str | None]:
@@ -33,17 +37,17 @@ def names(table: SymbolTable, *addresses: int) -> list[str | None]:
     return [None if name is None else clean_name(name.decode("utf-8", "replace")) for name in found]
 
 
-def table_of(tmp_path: Path, *symbols: Symbol) -> SymbolTable:
-    return SymbolTable.build([source(Elf(symbols=list(symbols)).build(), tmp_path)])
+def table_of(*symbols: Symbol) -> SymbolTable:
+    return build(Elf(symbols=list(symbols)).build())
 
 
-def test_sizes_are_respected(tmp_path: Path) -> None:
-    table = table_of(tmp_path, Symbol("one", 0x1000, 0x10), Symbol("two", 0x1020, 0x10))
+def test_sizes_are_respected() -> None:
+    table = table_of(Symbol("one", 0x1000, 0x10), Symbol("two", 0x1020, 0x10))
     found = names(table, 0xFFF, 0x1000, 0x100F, 0x1010, 0x101F, 0x1020, 0x102F, 0x1030, 2**64 - 1)
     assert found == [None, "one", "one", None, None, "two", "two", None, None]
 
 
-def test_sizeless_symbol_reaches_to_the_next_of_its_section_only(tmp_path: Path) -> None:
+def test_sizeless_symbol_reaches_to_the_next_of_its_section_only() -> None:
     other = RawSection(".other", b"\x90" * 64, flags=ALLOC_EXEC, address=0x2100)
     data = Elf(
         symbols=[
@@ -54,28 +58,25 @@ def test_sizeless_symbol_reaches_to_the_next_of_its_section_only(tmp_path: Path)
         ],
         sections=[other],
     ).build()
-    table = SymbolTable.build([source(data, tmp_path)])
+    table = build(data)
     assert names(table, 0x1000, 0x10FF, 0x1110, 0x17FF) == ["asm_entry", "asm_entry", None, None]
     assert names(table, 0x1800, 0x1FFF, 0x2000, 0x20FF) == ["asm_tail", "asm_tail", None, None]
     assert names(table, 0x2100, 0x213F, 0x2140) == ["elsewhere", "elsewhere", None]
 
 
-def test_sizeless_label_inside_a_function_does_not_hide_it(tmp_path: Path) -> None:
-    table = table_of(
-        tmp_path, Symbol("outer", 0x1000, 0x100), Symbol("label", 0x1040, 0, NOTYPE, LOCAL)
-    )
+def test_sizeless_label_inside_a_function_does_not_hide_it() -> None:
+    table = table_of(Symbol("outer", 0x1000, 0x100), Symbol("label", 0x1040, 0, NOTYPE, LOCAL))
     assert names(table, 0x1040, 0x1050) == ["outer", "outer"]
 
 
-def test_sizeless_symbol_of_a_stripped_file_names_nothing(tmp_path: Path) -> None:
-    """GIVEN only .dynsym, THEN what lies between its entries is unknown: no guess."""
+def test_sizeless_symbol_of_a_stripped_file_names_nothing() -> None:
+    """GIVEN only .dynsym, THEN what lies between its entries is unknown and stays so."""
     data = Elf(dynamic_symbols=[Symbol("exported", 0x1000, 0), Symbol("f", 0x1100, 8)]).build()
-    assert names(SymbolTable.build([source(data, tmp_path)]), 0x1000, 0x1100) == [None, "f"]
+    assert names(build(data), 0x1000, 0x1100) == [None, "f"]
 
 
-def test_innermost_symbol_wins(tmp_path: Path) -> None:
+def test_innermost_symbol_wins() -> None:
     table = table_of(
-        tmp_path,
         Symbol("outer", 0x1000, 0x100),
         Symbol("inner", 0x1040, 0x20),
         Symbol("head", 0x1000, 0x10),
@@ -84,9 +85,8 @@ def test_innermost_symbol_wins(tmp_path: Path) -> None:
     assert found == ["head", "outer", "outer", "inner", "inner", "outer", "outer", None]
 
 
-def test_alias_is_chosen_by_binding_then_length(tmp_path: Path) -> None:
+def test_alias_is_chosen_by_binding_then_length() -> None:
     table = table_of(
-        tmp_path,
         Symbol("z", 0x1000, 16, bind=LOCAL),
         Symbol("longer_name", 0x1000, 16, bind=GLOBAL),
         Symbol("short", 0x1000, 16, bind=GLOBAL),
@@ -95,9 +95,8 @@ def test_alias_is_chosen_by_binding_then_length(tmp_path: Path) -> None:
     assert names(table, 0x1008) == ["short"]
 
 
-def test_only_code_is_taken(tmp_path: Path) -> None:
+def test_only_code_is_taken() -> None:
     table = table_of(
-        tmp_path,
         Symbol("variable", 0x1000, 8, OBJECT),
         Symbol("$x", 0x1010, 0, NOTYPE, LOCAL),
         Symbol("", 0x1020, 8),
@@ -109,9 +108,8 @@ def test_only_code_is_taken(tmp_path: Path) -> None:
     assert found == [None, None, None, None, None, "indirect"]
 
 
-def test_lying_sizes_and_addresses_stay_inside_the_section(tmp_path: Path) -> None:
+def test_lying_sizes_and_addresses_stay_inside_the_section() -> None:
     table = table_of(
-        tmp_path,
         Symbol("greedy", 0x1F00, 2**64 - 1),
         Symbol("far", 2**64 - 8, 64),
         Symbol("before", 0x10, 0x5000),
@@ -120,10 +118,10 @@ def test_lying_sizes_and_addresses_stay_inside_the_section(tmp_path: Path) -> No
     assert names(table, 0x20) == [None]
 
 
-def test_hostile_names_are_bounded_and_printable(tmp_path: Path) -> None:
+def test_hostile_names_are_bounded_and_printable() -> None:
     nasty = b"a;b\n<script>\x1b[2J\xff\xfe"
     table = table_of(
-        tmp_path, Symbol(nasty, 0x1000, 8), Symbol("n" * 10_000, 0x1010, 8), Symbol("_Z", 0x1020, 8)
+        Symbol(nasty, 0x1000, 8), Symbol("n" * 10_000, 0x1010, 8), Symbol("_Z", 0x1020, 8)
     )
     shown, long, odd = names(table, 0x1000, 0x1010, 0x1020)
     assert shown is not None and shown.startswith("a;b\ufffd<script>\ufffd[2J")
@@ -131,19 +129,19 @@ def test_hostile_names_are_bounded_and_printable(tmp_path: Path) -> None:
     assert odd == "_Z"
 
 
-def test_symbols_of_several_files_are_merged(tmp_path: Path) -> None:
-    main = source(Elf(dynamic_symbols=[Symbol("exported", 0x1000, 8)]).build(), tmp_path)
-    mini = source(Elf(symbols=[Symbol("internal", 0x1010, 8)]).build(), tmp_path)
-    assert names(SymbolTable.build([main, mini]), 0x1000, 0x1010) == ["exported", "internal"]
+def test_symbols_of_several_files_are_merged() -> None:
+    main = Elf(dynamic_symbols=[Symbol("exported", 0x1000, 8)]).build()
+    mini = Elf(symbols=[Symbol("internal", 0x1010, 8)]).build()
+    assert names(build(main, mini), 0x1000, 0x1010) == ["exported", "internal"]
 
 
-def test_too_many_symbols_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiflame.agent.symbols.table.MAX_SYMBOLS", 2)
+def test_too_many_symbols_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiflame.agent.elf.symbols.MAX_SYMBOLS", 2)
     with pytest.raises(BadElf, match="limit of 2"):
-        table_of(tmp_path, *(Symbol(f"f{i}", 0x1000 + i, 1) for i in range(3)))
+        table_of(*(Symbol(f"f{i}", 0x1000 + i, 1) for i in range(3)))
 
 
-def test_random_tables_agree_with_a_plain_search(tmp_path: Path) -> None:
+def test_random_tables_agree_with_a_plain_search() -> None:
     """GIVEN overlapping symbols, THEN each address has the latest start, then the smallest end."""
     choose = random.Random(7)
     for _ in range(20):
@@ -151,7 +149,7 @@ def test_random_tables_agree_with_a_plain_search(tmp_path: Path) -> None:
         for index in range(40):
             start, size = 0x1000 + choose.randrange(300), choose.randrange(1, 60)
             symbols[start, size] = Symbol(f"f{index}", start, size, FUNC)
-        table = table_of(tmp_path, *symbols.values())
+        table = table_of(*symbols.values())
         for address in range(0xFF0, 0x1180):
             holding = [s for s in symbols.values() if s.value <= address < s.value + s.size]
             best = max(holding, key=lambda s: (s.value, -s.size), default=None)
@@ -170,8 +168,8 @@ def reopened(path: Path) -> SymbolTable:
 
 def test_stored_table_answers_the_same(tmp_path: Path) -> None:
     symbols = [Symbol(f"function_{i}", 0x1000 + 16 * i, 12) for i in range(200)]
-    main = source(Elf(symbols=symbols).build(), tmp_path)
-    table = SymbolTable.build([main, main])
+    data = Elf(symbols=symbols).build()
+    table = build(data, data)
     stored(table, tmp_path / "t")
     addresses = [0x1000 + i for i in range(0xC90)]
     again = reopened(tmp_path / "t")
@@ -185,7 +183,7 @@ def test_empty_table_can_be_stored(tmp_path: Path) -> None:
 
 
 def test_every_wrong_byte_and_cut_of_a_stored_table_is_noticed(tmp_path: Path) -> None:
-    table = table_of(tmp_path, *(Symbol(f"f{i}", 0x1000 + i, 1) for i in range(9)))
+    table = table_of(*(Symbol(f"f{i}", 0x1000 + i, 1) for i in range(9)))
     data = stored(table, tmp_path / "t")
     for position in [*range(0, len(data), 37), len(data) - 1]:
         for damaged in (data[:position], data[:position] + b"\xa5" + data[position + 1 :]):
@@ -208,8 +206,25 @@ def test_plt_stubs_are_named(tmp_path: Path) -> None:
     listing = subprocess.run(["objdump", "-d", program], capture_output=True, text=True, check=True)
     (call,) = [line for line in listing.stdout.splitlines() if line.endswith("<puts@plt>")]
     address = int(call.split()[-2], 16)
-    table = SymbolTable.build([source(program.read_bytes(), tmp_path)])
+    table = build(program.read_bytes())
     assert names(table, address, address + 7) == ["puts@plt", "puts@plt"]
+
+
+def test_stubs_of_functions_that_no_symbol_has(tmp_path: Path) -> None:
+    """GIVEN relocations of symbols that the table does not hold, THEN the stubs are nameless."""
+    path, program = tmp_path / "a.c", tmp_path / "a"
+    path.write_text("#include <stdio.h>\nint main(int n, char **v) { return puts(v[0]); }")
+    subprocess.run(["gcc", "-O1", "-o", program, path], check=True)
+    data = bytearray(program.read_bytes())
+    headers = int.from_bytes(data[40:48], "little")
+    (dynsym,) = (
+        header
+        for header in range(headers, headers + 64 * int.from_bytes(data[60:62], "little"), 64)
+        if data[header + 4] == 11
+    )
+    data[dynsym + 32 : dynsym + 40] = (7).to_bytes(8, "little")
+    table = build(bytes(data))
+    assert names(table, int.from_bytes(data[24:32], "little")) == ["_start"]
 
 
 def test_real_program_agrees_with_nm(tmp_path: Path) -> None:
@@ -220,7 +235,7 @@ def test_real_program_agrees_with_nm(tmp_path: Path) -> None:
     listing = subprocess.run(["nm", "-S", program], capture_output=True, text=True, check=True)
     rows = [line.split() for line in listing.stdout.splitlines()]
     wanted = {row[3]: int(row[0], 16) for row in rows if len(row) == 4 and row[2] in "Tt"}
-    table = SymbolTable.build([source(program.read_bytes(), tmp_path)])
+    table = build(program.read_bytes())
     assert names(table, wanted["main"], wanted["f"]) == ["main", "f"]
     unnamed = [name for name in wanted if names(table, wanted[name]) == [None]]
     assert len(wanted) > 500 and unnamed == []

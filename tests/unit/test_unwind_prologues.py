@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from aiflame.agent.symbols.elf import ElfImage
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.build import load_or_build
@@ -70,23 +70,25 @@ def _instructions(path: Path, function: str) -> list[int]:
     return [int(line, 16) for line in lines]
 
 
+_OF_PROLOGUES = {RuleKind.RSP: RuleKind.RSP_HEURISTIC, RuleKind.RBP: RuleKind.RBP_HEURISTIC}
+
+
 @pytest.mark.parametrize("level", ["-O1", "-O2", "-O3", "-Os", "-O2 -fno-omit-frame-pointer"])
-def test_guesses_agree_with_the_compilers_own_cfi(tmp_path: Path, level: str) -> None:
+def test_prologues_agree_with_the_compilers_own_cfi(tmp_path: Path, level: str) -> None:
     # GIVEN one program with CFI, and the same code without
     options = [*level.split(), "-fno-optimize-sibling-calls", "-fcf-protection=full"]
     told = _built(tmp_path, "told", *options)
     untold = _built(tmp_path, "untold", *options, "-fno-asynchronous-unwind-tables")
-    truth, guessed = _table(told), _table(untold)
+    truth, heuristic = _table(told), _table(untold)
     agreed = 0
     for function in _FUNCTIONS:
         pairs = zip(_instructions(told, function), _instructions(untold, function), strict=True)
         for with_cfi, without_cfi in pairs:
-            true, found = truth.lookup(with_cfi), guessed.lookup(without_cfi)
+            true, found = truth.lookup(with_cfi), heuristic.lookup(without_cfi)
             if found.kind == RuleKind.NO_CFI:
-                continue  # not plain: no guess is no wrong guess
-            # THEN the guess is right at each instruction
-            kind = {RuleKind.RSP: RuleKind.RSP_GUESS, RuleKind.RBP: RuleKind.RBP_GUESS}[true.kind]
-            expected = true._replace(kind=kind)
+                continue  # not plain: no rule is no wrong rule
+            # THEN the rule is right at each instruction
+            expected = true._replace(kind=_OF_PROLOGUES[true.kind])
             if -true.rbp_offset > true.cfa_offset:
                 # RBP has been popped: it is the same in the register and below the stack pointer.
                 expected = expected._replace(rbp_kind=RbpKind.SAME, rbp_offset=0)
@@ -106,20 +108,20 @@ def _rules(code: bytes) -> list[tuple[int, Rule]]:
     return [(offset, rule_of(state)) for offset, state in rows_of_function(code)]
 
 
-def _guess(cfa: int, rbp: int | None = None) -> Rule:
+def _heuristic(cfa: int, rbp: int | None = None) -> Rule:
     saved = (RbpKind.SAME, 0) if rbp is None else (RbpKind.AT_CFA, rbp)
-    return Rule(RuleKind.RSP_GUESS, *saved, cfa)
+    return Rule(RuleKind.RSP_HEURISTIC, *saved, cfa)
 
 
 def test_registers_stored_below_the_stack_pointer_of_the_caller() -> None:
     # endbr64; sub $0x80,%rsp; mov %rbx,(%rsp); mov %rbp,0x8(%rsp); vzeroupper; add; ret; nop
     code = bytes.fromhex("f30f1efa 4881ec80000000 48891c24 48896c2408 c5f877 4881c480000000 c3 90")
     assert _rules(code) == [
-        (0, _guess(8)),
-        (11, _guess(136)),
-        (20, _guess(136, -128)),
-        (30, _guess(8)),
-        (31, _guess(136, -128)),
+        (0, _heuristic(8)),
+        (11, _heuristic(136)),
+        (20, _heuristic(136, -128)),
+        (30, _heuristic(8)),
+        (31, _heuristic(136, -128)),
     ]
 
 
@@ -127,18 +129,18 @@ def test_rbp_that_holds_an_address_is_no_frame_pointer() -> None:
     # push %rbp; sub $0x18,%rsp; mov %fs:0x28,%rax; mov %rsp,%rbp; btr $0x3f,%rax; add; pop; ret
     code = bytes.fromhex("55 4883ec18 64488b042528000000 4889e5 480fbaf03f 4883c418 5d c3")
     assert _rules(code) == [
-        (0, _guess(8)),
-        (1, _guess(16, -16)),
-        (5, _guess(40, -16)),
-        (26, _guess(16, -16)),
-        (27, _guess(8)),
+        (0, _heuristic(8)),
+        (1, _heuristic(16, -16)),
+        (5, _heuristic(40, -16)),
+        (26, _heuristic(16, -16)),
+        (27, _heuristic(8)),
     ]
 
 
 def test_code_that_runs_past_its_end_is_no_way_to_a_return() -> None:
     # push %rbx; call; pop %rbx; mov $0xc3,%eax and no return
     code = bytes.fromhex("53 e800000000 5b b8c3000000")
-    assert _rules(code) == [(0, _guess(8)), (1, _guess(16))]
+    assert _rules(code) == [(0, _heuristic(8)), (1, _heuristic(16))]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from aiflame.agent.symbols.elf import BadElf
+from aiflame.agent.elf.image import BadElf
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.walk import Mapping, ReplayWalker, WalkEnd
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind

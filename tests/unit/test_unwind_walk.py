@@ -126,13 +126,13 @@ def test_frame_pointers_where_there_is_no_table(library: UnwindTable) -> None:
     assert found.end == WalkEnd.ROOTED
 
 
-def test_a_leaf_without_a_frame_is_left_by_a_checked_guess(library: UnwindTable) -> None:
+def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTable) -> None:
     # GIVEN a leaf in code without CFI, whose RBP leads nowhere
     found = walk(library, {0: code(PLAIN), 32: code(ROOT)}, (JIT, 0, 5))
     assert addresses(found) == [JIT, code(PLAIN), code(ROOT)]
     assert [frame.found_by for frame in found.frames] == [
         FoundBy.REGISTERS,
-        FoundBy.GUESS,
+        FoundBy.HEURISTIC,
         FoundBy.TABLE,
     ]
     assert found.end == WalkEnd.ROOTED

@@ -37,7 +37,7 @@ _CODE_BYTES, _STACK_WORDS = 0x800, 48
 
 # The ends that Python tells apart where the kernel half leaves it to the host.
 _KERNEL_ENDS = {
-    WalkEnd.ROOTED: {StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_GUESS},
+    WalkEnd.ROOTED: {StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC},
     WalkEnd.NO_TABLE: {StackEnd.NO_TABLE, StackEnd.ROOTED},
     WalkEnd.BAD_ADDRESS: {StackEnd.NO_TABLE, StackEnd.ROOTED},
     WalkEnd.UNREADABLE: {StackEnd.UNREADABLE},
@@ -79,7 +79,7 @@ class World(NamedTuple):
         ]
 
 
-# Eight bytes each, of all that guesses look for: calls of each form at the end, and what returns.
+# Eight bytes each, of all that heuristics look for: calls of each form at the end, and returns.
 _INSTRUCTIONS = [
     bytes.fromhex(text.replace(" ", ""))
     for text in (
@@ -100,7 +100,7 @@ _INSTRUCTIONS = [
         "90 90 90 90 90 90 90 90",
     )
 ]
-_OTHER_FORMS = (arch.RBP, arch.CFA_RBP_DEREF, arch.CFA_RSP_GUESS, arch.CFA_RBP_GUESS)
+_OTHER_FORMS = (arch.RBP, arch.CFA_RBP_DEREF, arch.CFA_RSP_HEURISTIC, arch.CFA_RBP_HEURISTIC)
 _FORMS = (*[arch.RSP] * 8, *_OTHER_FORMS)
 _SIGNAL_STATE = arch.with_ra(
     arch.with_rbp(arch.with_cfa(0, arch.CFA_RSP_DEREF, 160), RbpKind.AT_RSP, 120), arch.RA_UCONTEXT
@@ -155,7 +155,7 @@ def _world(seed: int) -> World:
 
 
 def _python_stack(world: World) -> tuple[list[int], WalkEnd, bool]:
-    """What Python finds: addresses as the kernel half keeps them, the end, whether it guessed."""
+    """What Python finds: addresses as the kernel half keeps them, the end, if by a heuristic."""
 
     def read(address: int) -> int | None:
         for start, data in world.memory.items():
@@ -170,7 +170,7 @@ def _python_stack(world: World) -> tuple[list[int], WalkEnd, bool]:
         leaf.address,
         *(caller.address + caller.is_exact & _ALL_BITS for caller in callers),
     ]
-    return addresses, found.end, any(frame.found_by is FoundBy.GUESS for frame in found.frames)
+    return addresses, found.end, any(frame.found_by is FoundBy.HEURISTIC for frame in found.frames)
 
 
 @settings(max_examples=1500, deadline=None)
@@ -182,7 +182,7 @@ def test_native_walks_agree(kernel: KernelWalkers, world: World) -> None:
     walked = [kernel.walk(*world.registers) for _ in range(2)]
     assert walked[0] == walked[1]
     addresses, end = walked[0]
-    expected, expected_end, is_guessed = _python_stack(world)
+    expected, expected_end, is_heuristic = _python_stack(world)
     if end is StackEnd.TOO_DEEP:
         # Python looks at where the last frame is, too.
         assert addresses[: len(expected)] == expected and len(expected) >= abi.MAX_FRAMES - 1
@@ -194,7 +194,7 @@ def test_native_walks_agree(kernel: KernelWalkers, world: World) -> None:
     assert addresses == expected
     assert end in _KERNEL_ENDS[expected_end]
     if expected_end is WalkEnd.ROOTED:
-        assert (end is StackEnd.ROOTED_BY_GUESS) == is_guessed
+        assert (end is StackEnd.ROOTED_BY_HEURISTIC) == is_heuristic
 
 
 def test_what_is_known_of_an_address_is_of_one_writer(kernel: KernelWalkers) -> None:

@@ -2,23 +2,20 @@
 """Rows for code of which CFI says nothing: linkage stubs, and functions by their prologues.
 
 Linkers leave CFI out where no input has any, but their stubs are of a few known forms. Functions
-are those that symbols delimit; their rows are guesses, see `prologue_x86_64`. All must lie wholly
+are those that symbols delimit; their rows are heuristic, see `prologue_x86_64`. All must lie wholly
 in a gap between the rows of the CFI: what the compiler said is never overruled.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.symbols.elf import BadElf, ElfImage
-from aiflame.agent.symbols.table import function_ranges
+from aiflame.agent.elf.functions import function_ranges
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
-from aiflame.agent.unwind.places import in_file
 from aiflame.agent.unwind.prologue_x86_64 import rows_of_function
 from aiflame.agent.unwind.records import U64
 
@@ -28,13 +25,13 @@ _MAX_FUNCTIONS = 50_000
 _MAX_FUNCTION_BYTES = 1 << 20
 
 
-def with_guesses(
+def with_functions_without_cfi(
     file: TargetFile, image: ElfImage, addresses: U64, states: U64, drops: Counter[str]
 ) -> tuple[U64, U64]:
     """Adds rows of functions without CFI.
 
     Args:
-        file: The file; it is mapped, so this is for a process that may die of it.
+        file: The file.
         image: Its headers.
         addresses: Where each state of the CFI begins, ascending and distinct, shape (n,).
         states: See `x86_64`, shape (n,).
@@ -44,26 +41,22 @@ def with_guesses(
         The same with more rows.
 
     Raises:
-        OSError: The file cannot be read.
+        BadTargetFile: As `TargetFile.read`.
     """
-    if not image.size_bytes:
-        return addresses, states
-    with mmap.mmap(file.fd, 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as data:
-        try:
-            starts, ends = function_ranges(image, data)
-        except BadElf:
-            return addresses, states  # unwinding does without symbols
+    try:
+        starts, ends = function_ranges(file, image)
+    except BadElf:
+        return addresses, states  # unwinding does without symbols
     found, bounds = _stubs(file, image, addresses, states)
     is_bare = _in_gap(starts, ends, addresses, states)
     starts, ends = starts[is_bare], ends[is_bare]
     if len(starts) > _MAX_FUNCTIONS:
         drops["function without CFI"] += len(starts) - _MAX_FUNCTIONS
     for start, end in zip(starts[:_MAX_FUNCTIONS].tolist(), ends.tolist(), strict=False):
-        place = in_file(image, start)
-        if place is None or end - start > min(place[1], _MAX_FUNCTION_BYTES):
+        code = image.read_at(file, start, min(end - start, _MAX_FUNCTION_BYTES))
+        if len(code) < end - start:
             continue
-        # No function is in two of them: not more is read than the file has.
-        rows = rows_of_function(os.pread(file.fd, end - start, place[0]))
+        rows = rows_of_function(code)
         found += [(start + row.offset, row.state) for row in rows]
         bounds.append(end)
     return _inserted(addresses, states, found, bounds)

@@ -6,14 +6,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import struct
 import subprocess
 import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-from aiflame.agent.symbols.elf import BadElf, ElfImage
+from aiflame.agent.elf.image import BadElf, ElfImage
+from aiflame.agent.target_files import TargetFile
 from elfbytes import HEADER_BYTES, Elf, Section, Symbol
 
 
@@ -85,15 +86,40 @@ def test_debuglink_with_a_directory_is_ignored(tmp_path: Path, name: bytes) -> N
     )
 
 
-def test_file_offsets_become_addresses(tmp_path: Path) -> None:
-    image = parse(Elf(text_address=0x7000).build(), tmp_path)
+def test_addresses_become_file_offsets(tmp_path: Path) -> None:
+    elf = Elf(text=bytes(range(256)), text_address=0x7000)
+    image = parse(elf.build(), tmp_path)
     start = image.loads[0].file_offset
-    assert image.address_of(start + 0x10) == 0x7010
-    assert image.address_of(start - 1) is None
-    assert image.address_of(start + 0x1000) is None
-    addresses, mapped = image.addresses_of(np.array([start, 0, 2**64 - 1], dtype=np.uint64))
-    assert mapped.tolist() == [True, False, False]
-    assert addresses.tolist() == [0x7000, 0, 0]
+    found = [image.file_offset_of(address) for address in (0x6FFF, 0x7000, 0x70FF, 0x7100, 2**64)]
+    assert found == [None, start, start + 0xFF, None, None]
+    with (tmp_path / "image").open("rb") as opened:
+        file = TargetFile(opened.fileno())
+        assert image.read_at(file, 0x7010, 4) == bytes((16, 17, 18, 19))
+        assert image.read_at(file, 0x70FE, 4) == bytes((254, 255)), "not past the segment"
+        assert image.read_at(file, 0x6FFF, 4) == b""
+
+
+def test_segments_are_as_long_as_the_file(tmp_path: Path) -> None:
+    data = Elf(text=bytes(4096)).build()
+    offset = parse(data, tmp_path).loads[0].file_offset
+    (load,) = parse(data[: offset + 100], tmp_path).loads
+    assert load.file_size == 100
+
+
+@pytest.mark.parametrize(
+    ("file_offset", "bias"),
+    [
+        (0x2000, 0x7F0000000000 - 0x401000),
+        (0x3000, 0x7F0000000000 - 0x402000),
+        (0x9000, 0x7F0000000000 - 0x9000),  # no code of this file
+    ],
+)
+def test_load_bias_of_a_mapping(tmp_path: Path, file_offset: int, bias: int) -> None:
+    # GIVEN code that begins at 0x2340 of the file and is linked to 0x401340
+    data = bytearray(Elf().build().ljust(0x5000, b"\0"))
+    struct.pack_into("<IIQQQQ", data, HEADER_BYTES, 1, 5, 0x2340, 0x401340, 0x401340, 0x1500)
+    # WHEN whole pages of it are mapped THEN the bias is that of its addresses
+    assert parse(bytes(data), tmp_path).bias(0x7F0000000000, file_offset) == bias
 
 
 def test_file_without_build_id_has_a_key_of_its_contents(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes lie on an instruction that the kernel emulates, where all arguments are still in place."""
+"""Probes lie on an instruction that the kernel emulates, where all arguments are still there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment
-from aiflame.agent.launches.probe_sites import ProbePlace, probe_place
+from aiflame.agent.launches.probe_sites import ProbeSite, choose_site
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.target_files import TargetFile
 from hypothesis import given
@@ -29,8 +29,8 @@ RET_BYTES = bytes.fromhex(RET)
 _ALL_EMULATED = NopTreatment(Treatment.EMULATED, Treatment.EMULATED)
 
 
-def _place(text: str, nops: NopTreatment = _ALL_EMULATED, **options: bool) -> ProbePlace:
-    return probe_place(bytes.fromhex(text), 0x401000, nops, **options)
+def _site(text: str, nops: NopTreatment = _ALL_EMULATED, **options: bool) -> ProbeSite:
+    return choose_site(bytes.fromhex(text), 0x401000, nops, **options)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def _place(text: str, nops: NopTreatment = _ALL_EMULATED, **options: bool) -> Pr
     ],
 )  # fmt: skip
 def test_first_emulated_instruction_is_taken(what: str, code: str, offset: int, stack: int) -> None:
-    assert _place(code) == ProbePlace(offset, stack, True), what
+    assert _site(code) == ProbeSite(offset, stack, True), what
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_first_emulated_instruction_is_taken(what: str, code: str, offset: int, 
     ],
 )  # fmt: skip
 def test_entry_is_taken_where_an_argument_could_be_lost(what: str, code: str) -> None:
-    assert _place(code + RET if code else "") == ProbePlace(0, 0, False), what
+    assert _site(code + RET if code else "") == ProbeSite(0, 0, False), what
 
 
 @pytest.mark.parametrize(
@@ -122,54 +122,54 @@ def test_entry_is_taken_where_an_argument_could_be_lost(what: str, code: str) ->
         ("jmp before it, behind the entry", "eb f5"),
     ],
 )
-def test_place_inside_a_loop_is_refused(what: str, jump: str) -> None:
+def test_site_inside_a_loop_is_refused(what: str, jump: str) -> None:
     # GIVEN mov rax, rdi; push rbx (at 3); and instructions up to 11
     head = "48 89 f8 53 48 89 c3 48 89 d8 90"
-    assert _place(head + RET).offset_bytes == 3
+    assert _site(head + RET).offset_bytes == 3
     # WHEN something later jumps to it THEN a call would be counted more than once
     code = head + jump + RET
-    assert _place(code) == ProbePlace(0, 0, False), what
+    assert _site(code) == ProbeSite(0, 0, False), what
 
 
 def test_jump_from_afar_is_seen() -> None:
     head = bytes.fromhex("48 89 f8 53") + b"\x90" * 5000
     back = b"\xe9" + (3 - len(head) - 5).to_bytes(4, "little", signed=True)
-    assert probe_place(head + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 3
-    assert probe_place(head + back + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 0
+    assert choose_site(head + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 3
+    assert choose_site(head + back + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 0
 
 
 def test_probe_of_the_return_needs_the_return_address_on_top() -> None:
     on_top = ENDBR64 + PUSH_RBP + RET
-    assert _place(on_top, for_return=True) == ProbePlace(4, 0, True)
+    assert _site(on_top, for_return=True) == ProbeSite(4, 0, True)
     below = "48 83 ec 68 53" + RET
-    assert _place(below) == ProbePlace(4, 0x68, True)
-    assert _place(below, for_return=True) == ProbePlace(0, 0, False)
+    assert _site(below) == ProbeSite(4, 0x68, True)
+    assert _site(below, for_return=True) == ProbeSite(0, 0, False)
 
 
 def test_jump_to_the_entry_does_no_harm() -> None:
-    assert _place("48 89 f8 53 5b eb f9 c3").offset_bytes == 3
+    assert _site("48 89 f8 53 5b eb f9 c3").offset_bytes == 3
 
 
 def test_long_no_operations_that_are_stepped_are_passed_over() -> None:
     code = ENDBR64 + NOP5 + PUSH_RBP + RET
-    assert _place(code) == ProbePlace(4, 0, True)
-    assert _place(code, NopTreatment()) == ProbePlace(9, 0, True)
-    assert _place(NOP5 + RET, NopTreatment()) == ProbePlace(0, 0, False)
+    assert _site(code) == ProbeSite(4, 0, True)
+    assert _site(code, NopTreatment()) == ProbeSite(9, 0, True)
+    assert _site(NOP5 + RET, NopTreatment()) == ProbeSite(0, 0, False)
 
 
 def test_a_no_operation_that_is_refused_gets_no_probe() -> None:
     lea = "48 8d 3d 00 10 00 00 "
-    assert _place("66 90 " + PUSH_RBP + RET, NopTreatment()) == ProbePlace(2, 0, True)
-    assert _place("66 90 " + lea + RET, NopTreatment()) == ProbePlace(2, 0, False)
+    assert _site("66 90 " + PUSH_RBP + RET, NopTreatment()) == ProbeSite(2, 0, True)
+    assert _site("66 90 " + lea + RET, NopTreatment()) == ProbeSite(2, 0, False)
     stepped = NopTreatment(prefixed=Treatment.STEPPED)
-    assert _place("66 90 " + lea + RET, stepped) == ProbePlace(0, 0, False)
+    assert _site("66 90 " + lea + RET, stepped) == ProbeSite(0, 0, False)
     # Nothing else may be taken: whoever attaches it will say so.
     jumped_to = "66 90 " + lea + "eb f7 " + RET
-    assert _place(jumped_to, NopTreatment()) == ProbePlace(0, 0, False)
+    assert _site(jumped_to, NopTreatment()) == ProbeSite(0, 0, False)
 
 
 def test_code_behind_that_cannot_be_read_may_jump_back() -> None:
-    assert _place("48 89 f8 53 06 c3") == ProbePlace(0, 0, False)
+    assert _site("48 89 f8 53 06 c3") == ProbeSite(0, 0, False)
 
 
 _PARTS = st.sampled_from(
@@ -184,25 +184,25 @@ _PARTS = st.sampled_from(
 
 
 @given(st.lists(_PARTS, min_size=1, max_size=12), st.integers(0, 1 << 48))
-def test_place_is_an_instruction_that_every_call_passes_with_its_arguments(
+def test_site_is_an_instruction_that_every_call_passes_with_its_arguments(
     parts: list[bytes], address: int
 ) -> None:
     code = b"".join(parts)
-    place = probe_place(code, address, _ALL_EMULATED)
+    site = choose_site(code, address, _ALL_EMULATED)
     starts = [len(b"".join(parts[:index])) for index in range(len(parts))]
-    assert place.offset_bytes in starts
-    before = parts[: starts.index(place.offset_bytes)]
+    assert site.offset_bytes in starts
+    before = parts[: starts.index(site.offset_bytes)]
     assert bytes.fromhex("31 f6") not in before
     assert b"\xc3" not in before
-    assert place.stack_bytes == 0x18 * before.count(bytes.fromhex("48 83 ec 18"))
-    assert place == probe_place(code, 0, _ALL_EMULATED)
+    assert site.stack_bytes == 0x18 * before.count(bytes.fromhex("48 83 ec 18"))
+    assert site == choose_site(code, 0, _ALL_EMULATED)
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_have_a_place(code: bytes) -> None:
-    place = probe_place(code, 0, _ALL_EMULATED)
-    assert 0 <= place.offset_bytes < max(1, min(32, len(code)))
-    assert place.is_emulated or place == ProbePlace(0, 0, False)
+def test_any_bytes_have_a_site(code: bytes) -> None:
+    site = choose_site(code, 0, _ALL_EMULATED)
+    assert 0 <= site.offset_bytes < max(1, min(32, len(code)))
+    assert site.is_emulated or site == ProbeSite(0, 0, False)
 
 
 def _objdump_starts(path: str) -> set[int]:
@@ -226,12 +226,12 @@ def test_places_in_a_real_library_are_instructions() -> None:
     descriptor = os.open(path, os.O_RDONLY)
     found = find_functions(TargetFile(descriptor), names)
     os.close(descriptor)
-    # WHEN places are chosen THEN another disassembler sees instructions there
-    places = {
-        f.file_offset + probe_place(f.code, 0, _ALL_EMULATED).offset_bytes for f in found.values()
+    # WHEN sites are chosen THEN another disassembler sees instructions there
+    sites = {
+        f.file_offset + choose_site(f.code, 0, _ALL_EMULATED).offset_bytes for f in found.values()
     }
-    assert len(places) >= 5
-    assert places <= _objdump_starts(path)
+    assert len(sites) >= 5
+    assert sites <= _objdump_starts(path)
 
 
 def test_loader_of_opencl_is_probed_cheaply() -> None:
@@ -251,5 +251,5 @@ def test_loader_of_opencl_is_probed_cheaply() -> None:
     os.close(descriptor)
     assert set(found) == {"clEnqueueNDRangeKernel", "clFinish"}
     # THEN its functions need no emulation of no-operations
-    places = [probe_place(f.code, f.file_offset, NopTreatment()) for f in found.values()]
-    assert all(place.is_emulated for place in places)
+    sites = [choose_site(f.code, f.file_offset, NopTreatment()) for f in found.values()]
+    assert all(site.is_emulated for site in sites)

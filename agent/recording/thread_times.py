@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Charges the time of threads to windows, so that on and off CPU add up in each.
+
+Programs charge an interval off the CPU when it ends, as far as it is past the last boundary. What
+is before the boundary is charged here, once for each boundary: from the state of a thread that is
+still in the interval, or from what the first program to see its end has kept of it (`struct
+crossing` in bpf/aiflame.h). The same tells how long a thread had been on a CPU at the boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.kernel import abi
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.window import COLUMNS, OpenWindow
+from aiflame.agent.processes.table import ProcessTable
+
+Array = npt.NDArray[Any]
+I64 = npt.NDArray[np.int64]
+
+_KNOWN_DTYPE = np.dtype(
+    [
+        ("tid", "<u4"),
+        ("tgid", "<u4"),
+        ("image", "<u8"),
+        ("started_ns", "<u8"),  # 0 while it is not known
+        ("thread", "<u4"),
+        ("on_cpu_ns", "<i8"),  # at the last boundary
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """What a boundary has charged.
+
+    Attributes:
+        keys, values: Time off the CPU, as the kernel's sums have it.
+        unseen: Threads that went off the CPU in a way that the kernel hides.
+    """
+
+    keys: Array
+    values: Array
+    unseen: int
+
+
+class ThreadTimes:
+    """The threads of a recording, from boundary to boundary.
+
+    Args:
+        window: Gets how long threads were on a CPU, and how long they were there.
+        table: Process table; knows when the recording began.
+    """
+
+    def __init__(self, window: OpenWindow, table: ProcessTable) -> None:
+        self._window = window
+        self._table = table
+        self._boundary_ns = 0
+        self._known: Array = np.zeros(0, _KNOWN_DTYPE)  # in the order of tids
+        self._ends: list[np.void] = []
+
+    def start(self, boundary_ns: int) -> None:
+        """Begins the first window, at a monotonic time."""
+        self._boundary_ns = boundary_ns
+
+    def end(self, event: np.void) -> None:
+        """Takes note that a thread has ended, by its THREAD_EVENT_DTYPE."""
+        self._ends.append(event)
+
+    def unaccounted(self, keys: Array, tids: Array, states: Array) -> int:
+        """Returns of how many threads there are sums, but neither a state nor an end as yet.
+
+        Args:
+            keys: Of the sums, SUM_KEY_DTYPE.
+            tids: Of the threads that have a state.
+            states: These.
+        """
+        ended = [_name(event["tid"], event["image"]) for event in self._ends]
+        known = np.concatenate([_name(tids, states["image"]), np.array(ended, np.uint64)])
+        return len(np.setdiff1d(_name(keys["tid"], keys["image"]), known))
+
+    def close(self, boundary_ns: int, tids: Array, states: Array, running: set[int]) -> Charged:
+        """Charges what lies before a boundary and is not charged yet.
+
+        Args:
+            boundary_ns: Monotonic. Programs know it, and it is over.
+            tids: Of all threads, shape (n,).
+            states: Of these, THREAD_STATE_DTYPE, read after the boundary.
+            running: Threads that CPUs run, as far as their switches were seen.
+        """
+        ended = [event for event in self._ends if int(event["ns"]) < boundary_ns]
+        ended_since = [event for event in self._ends if int(event["ns"]) >= boundary_ns]
+        self._end_before(ended)
+        # Whoever has ended since is at the boundary as its last event has it.
+        late = np.array(ended_since, abi.THREAD_EVENT_DTYPE)
+        tids = np.concatenate([tids, late["tid"]])
+        states = np.concatenate([states, _states_of(late)])
+        is_there = states["first_seen_ns"] < boundary_ns
+        charged = self._charge(boundary_ns, tids[is_there], states[is_there], running)
+        self._boundary_ns = boundary_ns
+        self._ends = ended_since
+        return charged
+
+    def _end_before(self, events: list[np.void]) -> None:
+        if not events:
+            return
+        ended = np.array(events, abi.THREAD_EVENT_DTYPE)
+        at = self._find(ended["tid"], ended["tgid"], ended["image"])
+        before_ns = np.where(at >= 0, self._on_cpu_ns(at), 0)
+        on_cpu_ns = ended["on_cpu_ns"].astype(np.int64) - before_ns
+        rows = np.zeros(len(ended), COLUMNS["thread_times"].dtype)
+        rows["thread"] = self._numbers(ended["tid"], ended["tgid"], ended["image"], at)
+        rows["on_cpu_ns"] = np.maximum(on_cpu_ns, 0)
+        rows["observed_ns"] = self._observed_ns(ended["first_seen_ns"], ended["ns"])
+        self._window.add("thread_times", rows)
+        # Its id may come again in the same process.
+        self._known = self._known[~np.isin(np.arange(len(self._known)), at)]
+
+    def _charge(self, boundary_ns: int, tids: Array, states: Array, running: set[int]) -> Charged:
+        crossing = states["crossing"]
+        switched_ns = states["switched_ns"]
+        is_open = (switched_ns > 0) & (switched_ns < boundary_ns)
+        is_crossed = ~is_open & (crossing["boundary_ns"] == boundary_ns)
+        is_on = is_open & (states["off_class"] == SampleClass.ON_CPU)
+        # Others went off it in a way that the kernel hides: until when is not known.
+        is_seen = np.isin(tids, list(running)) | (states["flags"] & abi.THREAD_SEEDED > 0)
+
+        at = self._find(tids, states["tgid"], states["image"])
+        # An id may have come again without a word of its first thread's end.
+        is_same = (at >= 0) & self._are_same(at, states["started_ns"])
+        before_ns = np.where(is_same, self._on_cpu_ns(at), 0)
+        on_cpu_ns = np.where(
+            is_open,
+            states["on_cpu_ns"].astype(np.int64),
+            np.where(is_crossed, crossing["on_cpu_ns"].astype(np.int64), before_ns),
+        )
+        on_cpu_ns += np.where(is_on & is_seen, boundary_ns - switched_ns.astype(np.int64), 0)
+        on_cpu_ns = np.maximum(on_cpu_ns, before_ns)
+
+        threads = self._numbers(tids, states["tgid"], states["image"], at)
+        rows = np.zeros(len(tids), COLUMNS["thread_times"].dtype)
+        rows["thread"], rows["on_cpu_ns"] = threads, on_cpu_ns - before_ns
+        ends_ns = np.full(len(tids), boundary_ns, np.uint64)
+        rows["observed_ns"] = self._observed_ns(states["first_seen_ns"], ends_ns)
+        self._window.add("thread_times", rows)
+
+        known = np.zeros(len(tids), _KNOWN_DTYPE)
+        known["tid"], known["thread"], known["on_cpu_ns"] = tids, threads, on_cpu_ns
+        for name in ("tgid", "image", "started_ns"):
+            known[name] = states[name]
+        known.sort(order="tid", kind="stable")
+        self._known = known
+
+        off = np.where(is_crossed, 1, 0)
+        fields = {
+            name: np.where(off, crossing[name], states[name])
+            for name in ("stack", "switched_ns", "waking_ns", "off_class")
+        }
+        is_off = (is_open | is_crossed) & (fields["off_class"] != SampleClass.ON_CPU)
+        keys, values = self._parts(
+            boundary_ns,
+            tids[is_off],
+            states[is_off],
+            {name: values[is_off] for name, values in fields.items()},
+        )
+        return Charged(keys, values, int((is_on & ~is_seen).sum()))
+
+    def _parts(
+        self, boundary_ns: int, tids: Array, states: Array, fields: dict[str, Array]
+    ) -> tuple[Array, Array]:
+        """Splits intervals at the wake-up, as the kernel half would if they ended now."""
+        switched_ns = fields["switched_ns"].astype(np.int64)
+        waking_ns = fields["waking_ns"].astype(np.int64)
+        is_woken = (switched_ns <= waking_ns) & (waking_ns <= boundary_ns)
+        begin_ns = np.maximum(switched_ns, self._boundary_ns)
+        waking_ns = np.maximum(np.where(is_woken, waking_ns, boundary_ns), begin_ns)
+        is_preempted = fields["off_class"] == SampleClass.PREEMPTED
+        parts = (
+            (SampleClass.PREEMPTED, np.where(is_preempted, boundary_ns - begin_ns, 0)),
+            (SampleClass.BLOCKED, np.where(is_preempted, 0, waking_ns - begin_ns)),
+            (SampleClass.WAITING_TO_RUN, np.where(is_preempted, 0, boundary_ns - waking_ns)),
+        )
+        keys, values = [], []
+        for sample_class, ns in parts:
+            chosen = ns > 0
+            key = np.zeros(int(chosen.sum()), abi.SUM_KEY_DTYPE)
+            key["stack"], key["tid"] = fields["stack"][chosen], tids[chosen]
+            key["image"], key["tgid"] = states["image"][chosen], states["tgid"][chosen]
+            key["sample_class"] = sample_class
+            value = np.zeros(len(key), abi.SUM_VALUE_DTYPE)
+            value["ns"] = ns[chosen]
+            keys.append(key)
+            values.append(value)
+        return np.concatenate(keys), np.concatenate(values)
+
+    def _observed_ns(self, first_seen_ns: Array, ends_ns: Array) -> Array:
+        begin_ns = np.maximum(first_seen_ns, np.uint64(self._boundary_ns))
+        return np.maximum(ends_ns.astype(np.int64) - begin_ns.astype(np.int64), 0)
+
+    def _find(self, tids: Array, tgids: Array, images: Array) -> I64:
+        """Returns where threads are in `_known`, -1 for those that are not."""
+        if not len(self._known):
+            return np.full(len(tids), -1, np.int64)
+        at = np.minimum(np.searchsorted(self._known["tid"], tids), len(self._known) - 1)
+        found = self._known[at]
+        is_there = (found["tid"] == tids) & (found["tgid"] == tgids) & (found["image"] == images)
+        return np.where(is_there, at, -1).astype(np.int64)
+
+    def _on_cpu_ns(self, at: I64) -> I64:
+        if not len(self._known):
+            return np.zeros(len(at), np.int64)
+        found: I64 = self._known["on_cpu_ns"][at]
+        return found
+
+    def _are_same(self, at: I64, started_ns: Array) -> npt.NDArray[np.bool_]:
+        if not len(self._known):
+            return np.zeros(len(at), bool)
+        known_ns = self._known["started_ns"][at]
+        found: npt.NDArray[np.bool_] = (
+            (known_ns == 0) | (started_ns == 0) | (known_ns == started_ns)
+        )
+        return found
+
+    def _numbers(self, tids: Array, tgids: Array, images: Array, at: I64) -> Array:
+        """Returns the numbers of threads in windows; new ones are entered now."""
+        numbers = np.zeros(len(tids), np.uint32)
+        if len(self._known):
+            numbers[:] = self._known["thread"][at]
+        for index in np.flatnonzero(at < 0).tolist():
+            image = self._table.image(int(tgids[index]), int(images[index]))
+            numbers[index] = self._table.thread(image, int(tids[index])).index
+        return numbers
+
+
+def _name(tid: Array, image: Array) -> Array:
+    """Returns one number for a thread of an image; an image is a time, so few bits of it tell."""
+    return (image.astype(np.uint64) << np.uint64(22)) + tid  # tids end below 2^22 (PID_MAX_LIMIT)
+
+
+def _states_of(ended: Array) -> Array:
+    """Returns the states in which threads ended."""
+    states = np.zeros(len(ended), abi.THREAD_STATE_DTYPE)
+    for name in ("first_seen_ns", "on_cpu_ns", "image", "tgid", "crossing"):
+        states[name] = ended[name]
+    # Its last interval began at the end.
+    states["switched_ns"] = ended["ns"]
+    return states

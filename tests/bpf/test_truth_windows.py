@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The windows of real recordings: each stands for itself, and its time adds up."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.window import Window, check, check_wall
+from aiflame.agent.sinks.segments import RecordedWindows, are_segments
+from recordings import Recording, Workload, frames_of
+from support import wait_until
+
+pytestmark = pytest.mark.bpf
+
+_RECORDINGS = Path("/var/lib/aiflame/recordings")
+_SECONDS = 6
+
+
+def _windows(recording: Recording) -> list[Window]:
+    (folder,) = _RECORDINGS.glob(f"*-{recording.pid}")
+    if not are_segments(folder):
+        return []
+    return [window for window in RecordedWindows(folder) if window.start_ns]
+
+
+def _ns(window: Window, thread: int, kind: SampleClass) -> int:
+    rows = window.samples[(window.samples["thread"] == thread) & (window.samples["kind"] == kind)]
+    return int(rows["weight_ns"].sum())
+
+
+def test_time_adds_up_in_every_window(workload: Callable[..., Path], tmp_path: Path) -> None:
+    # GIVEN threads that sleep through many windows, that switch all the time, and that compute
+    started = Workload([workload("boundaries")])
+    with started, Recording(tmp_path, "-p", started.pid, "-s") as recording:
+        started.go()
+        wait_until(lambda: len(_windows(recording)) >= _SECONDS, 60)
+        windows = _windows(recording)
+        recording.stop()
+    sleepers = switchers = 0
+    for window in windows:
+        # THEN each window can be read alone,
+        check(window)
+        # on and off CPU are all the time that each thread was there,
+        check_wall(window)
+        whole_ns = window.end_ns - window.start_ns
+        for thread, _, _, name in window.threads.tolist():
+            if window.texts[name] == "sleeper":
+                # and who sleeps is charged in each, under the stack in which it sleeps.
+                assert _ns(window, thread, SampleClass.BLOCKED) == pytest.approx(whole_ns, rel=1e-3)
+                (stack,) = set(window.samples["stack"][window.samples["thread"] == thread].tolist())
+                assert int(window.stacks["user_depth"][window.stacks["stack"] == stack][0]) > 1
+                sleepers += 1
+            elif window.texts[name] == "switcher":
+                assert _ns(window, thread, SampleClass.BLOCKED) > 0
+                switchers += 1
+    assert sleepers >= 2 * _SECONDS
+    assert switchers >= _SECONDS
+    # AND they follow each other.
+    for one, following in itertools.pairwise(windows):
+        assert (following.number, following.start_ns) == (one.number + 1, one.end_ns)
+    assert len(np.unique([window.number for window in windows])) == len(windows)
+
+
+def test_a_flight_recorder_keeps_the_newest(workload: Callable[..., Path], tmp_path: Path) -> None:
+    # GIVEN a recording that keeps two seconds, of a program that did more before
+    started = Workload([workload("boundaries")])
+    recording = Recording(tmp_path, "-p", started.pid, "-s", "--keep", "2s", "-o", "run.aiflame")
+    with started, recording:
+        started.go()
+        wait_until(lambda: len(_windows(recording)) >= _SECONDS, 60)
+        # WHEN it is asked for a copy,
+        recording.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: len(list(tmp_path.glob("run-*.html"))) == 1, 60)
+        ended = recording.stop()
+    (copy,) = tmp_path.glob("run-*.aiflame")
+    # THEN that and what is written in the end have the newest seconds, and all time of these.
+    for path in (copy, tmp_path / "run.aiflame"):
+        profile = read_capture(path)
+        duration_ns = profile.recording.duration_ns
+        assert 2_000_000_000 <= duration_ns < 4_500_000_000
+        for index, thread in enumerate(profile.threads):
+            if thread.name == "sleeper":
+                rows = profile.samples[profile.samples["thread"] == index]
+                assert int(rows["ns"].sum()) == pytest.approx(duration_ns, rel=1e-3)
+                assert thread.observed_ns == pytest.approx(duration_ns, rel=1e-3)
+                (stack,) = set(rows["stack"].tolist())
+                assert "sleeper" in frames_of(profile, stack)
+    assert ended.profile.recording.started_unix_ns > read_capture(copy).recording.started_unix_ns

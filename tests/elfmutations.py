@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutations of real ELF files, and all that reads such files.
+
+`python tests/elfmutations.py COUNT FILE...` reads COUNT mutations of each file, the file itself for
+0, and says which exceptions were not foreseen, how much CPU time the slowest reader took, and the
+peak of memory so far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from aiflame.agent.elf.dynamic import read_dependencies
+from aiflame.agent.elf.functions import FunctionNames
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.kernel.uprobe_tries import NopTreatment
+from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.symbols import find_functions
+from aiflame.agent.python.interpreter import find_interpreter
+from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.threads import UnsupportedLibc, find_key_block
+from aiflame.agent.recording import roots
+from aiflame.agent.symbols.store import Store
+from aiflame.agent.symbols.table import SymbolSource, SymbolTable
+from aiflame.agent.target_files import FileGuard, TargetFile
+from aiflame.agent.unwind.build import load_or_build
+from aiflame.agent.unwind.records import BadUnwindInfo
+from aiflame.gpu.opencl.kernel_file import read_kernel_file
+
+_API_NAMES = frozenset(("cudaLaunchKernel", "clEnqueueNDRangeKernel"))
+_ODD = (0, 1, 2, 7, 8, 0x7F, 0xFF, 0xFFFF, 1 << 31, 1 << 32, 1 << 40, 1 << 63, (1 << 64) - 256)
+# Types of sections whose records are changed: symbols, dynamic section, notes, relocations.
+_RECORDS = (2, 11, 6, 7, 4)
+
+
+def number_fields(data: bytes) -> list[tuple[int, int]]:
+    """Offsets and widths of the numbers of a 64-bit file that a parser follows."""
+    phoff, shoff = struct.unpack_from("<QQ", data, 32)
+    phentsize, phnum, shentsize, shnum = struct.unpack_from("<4H", data, 54)
+    found = [(at, 2) for at in (16, 18, 52, 54, 56, 58, 60, 62)] + [(24, 8), (32, 8), (40, 8)]
+    for at in range(phoff, phoff + phentsize * phnum, phentsize):
+        found += [(at, 4), (at + 4, 4), *((at + offset, 8) for offset in range(8, 56, 8))]
+    for at in range(shoff, shoff + shentsize * shnum, shentsize):
+        kind = struct.unpack_from("<I", data, at + 4)[0]
+        offset, size = struct.unpack_from("<QQ", data, at + 24)
+        found += [(at, 4), (at + 4, 4), (at + 40, 4), *((at + o, 8) for o in (8, 16, 24, 32, 56))]
+        if kind in _RECORDS:
+            found += [(record, 8) for record in range(offset, offset + min(size, 960), 8)]
+            found += [(record, 4) for record in range(offset, offset + min(size, 960), 24)]
+    return found
+
+
+def mutation(size: int, fields: Sequence[tuple[int, int]], dice: random.Random) -> Mutation:
+    """A few changes of a file of `size` bytes."""
+    changes = []
+    for _ in range(dice.choice((1, 1, 2, 5))):
+        if dice.random() < 0.15:
+            changes.append((dice.randrange(size), bytes([dice.randrange(256)])))
+            continue
+        at, width = dice.choice(fields)
+        value = dice.choice((*_ODD, size, dice.randrange(size), dice.randrange(1 << 64)))
+        changes.append((at, (value % (1 << (8 * width))).to_bytes(width, "little")))
+    return Mutation(changes, dice.randrange(size) if dice.random() < 0.05 else size)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What is written over the bytes at some offsets, and the length of the file."""
+
+    changes: list[tuple[int, bytes]]
+    length: int
+
+    def apply(self, fd: int) -> None:
+        """Changes an open file."""
+        for offset, data in self.changes:
+            os.pwrite(fd, data, offset)
+        os.ftruncate(fd, self.length)
+
+    def undo(self, fd: int, original: bytes) -> None:
+        """Gives a file its bytes again."""
+        for offset, data in self.changes:
+            os.pwrite(fd, original[offset : offset + len(data)], offset)
+        os.pwrite(fd, original[self.length :], self.length)
+        os.ftruncate(fd, len(original))
+
+
+@dataclass
+class Outcome:
+    """What reading files came to.
+
+    Attributes:
+        reads: How often one was read, by one reader each.
+        refused: Why, how often.
+        unforeseen: Exceptions that nobody thought of, by their text.
+        slowest_s: The most CPU time that one reader took for one file.
+        slowest: Which reader.
+    """
+
+    reads: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    unforeseen: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    slowest: str = ""
+
+
+def read_all(path: Path, guard: FileGuard, outcome: Outcome) -> None:
+    """Reads a file by all that reads files of targets, in the recorder and in its workers."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        image: ElfImage | None = None
+
+        def headers(file: TargetFile) -> None:
+            nonlocal image
+            image = ElfImage.read(file)
+            if image.damage:
+                guard.blame("/mutated", image.damage)
+
+        for reader in (headers, read_kernel_file):
+            _timed(reader.__name__, lambda file, r=reader: r(file), fd, guard, outcome)
+        if image is not None:
+            for each in _READERS:
+                _timed(each.__name__, lambda file, r=each: r(file, image), fd, guard, outcome)
+    finally:
+        os.close(fd)
+
+
+_UNFORESEEN = re.compile(r"\w*(Error|error|Exception)(:|$)")
+
+
+def _timed(
+    name: str, reader: Callable[[TargetFile], object], fd: int, guard: FileGuard, outcome: Outcome
+) -> None:
+    guard.bad.clear()
+    begun_s = time.thread_time()
+    with guard.each_file("/mutated", fd) as file:
+        reader(file)
+    used_s = time.thread_time() - begun_s
+    outcome.reads += 1
+    if used_s > outcome.slowest_s:
+        outcome.slowest_s, outcome.slowest = used_s, name
+    for reason in guard.bad.values():
+        # The guard names an exception that is not one of a bad file by its type.
+        counted = outcome.unforeseen if _UNFORESEEN.match(reason) else outcome.refused
+        counted[f"{name}: {reason}" if counted is outcome.unforeseen else reason] += 1
+
+
+def _interpreter(file: TargetFile, image: ElfImage) -> None:
+    try:
+        found = find_interpreter(file, image, "python3.11")
+    except UnsupportedPython:
+        return
+    if found is not None:
+        found.loaded_at(0x5555_5555_0000)
+
+
+def _key_block(file: TargetFile, image: ElfImage) -> None:
+    try:
+        find_key_block(file, image)
+    except UnsupportedLibc:
+        return
+
+
+def _unwind_table(file: TargetFile, image: ElfImage) -> None:
+    try:
+        load_or_build(file, image, Store(None))
+    except BadUnwindInfo:
+        return
+
+
+def _symbol_table(file: TargetFile, image: ElfImage) -> None:
+    table = SymbolTable.build([SymbolSource(image, file)])
+    ends = np.array([0, 0x1000, image.load_address + 0x1010, (1 << 64) - 1], np.uint64)
+    table.raw_names(ends)
+    table.to_chunks()
+
+
+def _api_functions(file: TargetFile, image: ElfImage) -> None:
+    for found in find_functions(file, _API_NAMES, image).values():
+        choose_site(found.code, found.file_offset, NopTreatment())
+        assert 0 <= found.before_bytes < 1 << 64 and 0 <= found.after_bytes < 1 << 64
+
+
+def _function_names(file: TargetFile, image: ElfImage) -> None:
+    found = FunctionNames(file, image)
+    for address in (0, 0x1000, image.load_address + 0x1010, (1 << 64) - 1):
+        found.at(file, address)
+
+
+def _by_code(file: TargetFile, image: ElfImage) -> None:
+    for load in image.loads:
+        for address in (load.virtual_address, load.virtual_address + load.file_size - 1):
+            roots.name_by_code(file, image, address)
+        image.bias(0x7F00_0000_0000, load.file_offset)
+
+
+_READERS = (
+    _interpreter,
+    _key_block,
+    _unwind_table,
+    _symbol_table,
+    _api_functions,
+    _function_names,
+    _by_code,
+    read_dependencies,
+)
+
+
+def read_mutations(seeds: Sequence[bytes], count: int, folder: Path, random_seed: int) -> Outcome:
+    """Reads mutations of files, each of them in turn.
+
+    Args:
+        seeds: Sound files.
+        count: Of mutations in all.
+        folder: Where to write.
+        random_seed: For the same ones again.
+    """
+    dice = random.Random(random_seed)
+    fields = [number_fields(seed) for seed in seeds]
+    paths = [folder / f"seed-{number}" for number in range(len(seeds))]
+    outcome = Outcome()
+    descriptors = []
+    for path, seed in zip(paths, seeds, strict=True):
+        path.write_bytes(seed)
+        descriptors.append(os.open(path, os.O_RDWR))
+    for number in range(count):
+        at = number % len(seeds)
+        change = mutation(len(seeds[at]), fields[at], dice)
+        change.apply(descriptors[at])
+        read_all(paths[at], FileGuard(), outcome)
+        change.undo(descriptors[at], seeds[at])
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return outcome
+
+
+def _peak_bytes() -> int:
+    """Peak resident set of this program alone; rusage would include the forking parent's."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def main() -> None:
+    count, *files = sys.argv[1:]
+    for name in files:
+        outcome = Outcome()
+        if int(count):
+            with TemporaryDirectory() as folder:
+                outcome = read_mutations([Path(name).read_bytes()], int(count), Path(folder), 1)
+        else:
+            read_all(Path(name), FileGuard(), outcome)
+        facts = {
+            "file": name,
+            "reads": outcome.reads,
+            "refused": sum(outcome.refused.values()),
+            "unforeseen": dict(outcome.unforeseen),
+            "slowest_s": round(outcome.slowest_s, 3),
+            "slowest": outcome.slowest,
+            "peak_bytes": _peak_bytes(),
+        }
+        print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
