@@ -21,6 +21,7 @@ from aiflame.agent.processes.table import ProcessTable
 
 Array = npt.NDArray[Any]
 I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 _KNOWN_DTYPE = np.dtype(
     [
@@ -45,6 +46,16 @@ class Charged:
 
     keys: Array
     values: Array
+    unseen: int
+
+
+# Keys and values of sums.
+Part = tuple[Array, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class _Charged:
+    parts: list[Part]
     unseen: int
 
 
@@ -94,7 +105,7 @@ class ThreadTimes:
         """
         ended = [event for event in self._ends if int(event["ns"]) < boundary_ns]
         ended_since = [event for event in self._ends if int(event["ns"]) >= boundary_ns]
-        self._end_before(ended)
+        since_entered = self._end_before(ended)
         # Whoever has ended since is at the boundary as its last event has it.
         late = np.array(ended_since, abi.THREAD_EVENT_DTYPE)
         tids = np.concatenate([tids, late["tid"]])
@@ -103,24 +114,44 @@ class ThreadTimes:
         charged = self._charge(boundary_ns, tids[is_there], states[is_there], running)
         self._boundary_ns = boundary_ns
         self._ends = ended_since
-        return charged
+        parts = [*since_entered, *charged.parts]
+        return Charged(
+            np.concatenate([keys for keys, _ in parts]),
+            np.concatenate([values for _, values in parts]),
+            charged.unseen,
+        )
 
-    def _end_before(self, events: list[np.void]) -> None:
-        if not events:
-            return
+    def _end_before(self, events: list[np.void]) -> list[Part]:
+        """Takes in threads that have ended; returns what is to be charged for them."""
         ended = np.array(events, abi.THREAD_EVENT_DTYPE)
         at = self._find(ended["tid"], ended["tgid"], ended["image"])
+        is_late = (at < 0) & (ended["first_seen_ns"] < self._boundary_ns)
         before_ns = np.where(at >= 0, self._on_cpu_ns(at), 0)
         on_cpu_ns = ended["on_cpu_ns"].astype(np.int64) - before_ns
         rows = np.zeros(len(ended), COLUMNS["thread_times"].dtype)
         rows["thread"] = self._numbers(ended["tid"], ended["tgid"], ended["image"], at)
         rows["on_cpu_ns"] = np.maximum(on_cpu_ns, 0)
-        rows["observed_ns"] = self._observed_ns(ended["first_seen_ns"], ended["ns"])
+        rows["observed_ns"] = self._observed_ns(ended["first_seen_ns"], ended["ns"], is_late)
         self._window.add("thread_times", rows)
         # Its id may come again in the same process.
         self._known = self._known[~np.isin(np.arange(len(self._known)), at)]
+        return self._before_entered(ended["tid"], ended, is_late)
 
-    def _charge(self, boundary_ns: int, tids: Array, states: Array, running: set[int]) -> Charged:
+    def _before_entered(self, tids: Array, rows: Array, is_late: Bools) -> list[Part]:
+        """Charges intervals that began before the last boundary, of threads entered after it.
+
+        Those that slept when the recording began are entered one by one: no window before has
+        theirs, and programs have charged what is past the boundary only.
+        """
+        crossing = rows["crossing"]
+        is_crossed = is_late & (crossing["boundary_ns"] == self._boundary_ns)
+        is_crossed &= crossing["off_class"] != SampleClass.ON_CPU
+        found = crossing[is_crossed]
+        return _parts(
+            self._boundary_ns, found["switched_ns"], tids[is_crossed], rows[is_crossed], found
+        )
+
+    def _charge(self, boundary_ns: int, tids: Array, states: Array, running: set[int]) -> _Charged:
         crossing = states["crossing"]
         switched_ns = states["switched_ns"]
         is_open = (switched_ns > 0) & (switched_ns < boundary_ns)
@@ -130,6 +161,7 @@ class ThreadTimes:
         is_seen = np.isin(tids, list(running)) | (states["flags"] & abi.THREAD_SEEDED > 0)
 
         at = self._find(tids, states["tgid"], states["image"])
+        is_late = (at < 0) & (states["first_seen_ns"] < self._boundary_ns)
         # An id may have come again without a word of its first thread's end.
         is_same = (at >= 0) & self._are_same(at, states["started_ns"])
         before_ns = np.where(is_same, self._on_cpu_ns(at), 0)
@@ -145,7 +177,7 @@ class ThreadTimes:
         rows = np.zeros(len(tids), COLUMNS["thread_times"].dtype)
         rows["thread"], rows["on_cpu_ns"] = threads, on_cpu_ns - before_ns
         ends_ns = np.full(len(tids), boundary_ns, np.uint64)
-        rows["observed_ns"] = self._observed_ns(states["first_seen_ns"], ends_ns)
+        rows["observed_ns"] = self._observed_ns(states["first_seen_ns"], ends_ns, is_late)
         self._window.add("thread_times", rows)
 
         known = np.zeros(len(tids), _KNOWN_DTYPE)
@@ -155,50 +187,21 @@ class ThreadTimes:
         known.sort(order="tid", kind="stable")
         self._known = known
 
-        off = np.where(is_crossed, 1, 0)
-        fields = {
-            name: np.where(off, crossing[name], states[name])
-            for name in ("stack", "switched_ns", "waking_ns", "off_class")
-        }
-        is_off = (is_open | is_crossed) & (fields["off_class"] != SampleClass.ON_CPU)
-        keys, values = self._parts(
-            boundary_ns,
-            tids[is_off],
-            states[is_off],
-            {name: values[is_off] for name, values in fields.items()},
+        interval = np.where(is_crossed, crossing, _interval_of(states))
+        is_off = (is_open | is_crossed) & (interval["off_class"] != SampleClass.ON_CPU)
+        begin_ns = np.where(
+            is_late, interval["switched_ns"], np.maximum(interval["switched_ns"], self._boundary_ns)
         )
-        return Charged(keys, values, int((is_on & ~is_seen).sum()))
-
-    def _parts(
-        self, boundary_ns: int, tids: Array, states: Array, fields: dict[str, Array]
-    ) -> tuple[Array, Array]:
-        """Splits intervals at the wake-up, as the kernel half would if they ended now."""
-        switched_ns = fields["switched_ns"].astype(np.int64)
-        waking_ns = fields["waking_ns"].astype(np.int64)
-        is_woken = (switched_ns <= waking_ns) & (waking_ns <= boundary_ns)
-        begin_ns = np.maximum(switched_ns, self._boundary_ns)
-        waking_ns = np.maximum(np.where(is_woken, waking_ns, boundary_ns), begin_ns)
-        is_preempted = fields["off_class"] == SampleClass.PREEMPTED
-        parts = (
-            (SampleClass.PREEMPTED, np.where(is_preempted, boundary_ns - begin_ns, 0)),
-            (SampleClass.BLOCKED, np.where(is_preempted, 0, waking_ns - begin_ns)),
-            (SampleClass.WAITING_TO_RUN, np.where(is_preempted, 0, boundary_ns - waking_ns)),
+        parts = _parts(
+            boundary_ns, begin_ns[is_off], tids[is_off], states[is_off], interval[is_off]
         )
-        keys, values = [], []
-        for sample_class, ns in parts:
-            chosen = ns > 0
-            key = np.zeros(int(chosen.sum()), abi.SUM_KEY_DTYPE)
-            key["stack"], key["tid"] = fields["stack"][chosen], tids[chosen]
-            key["image"], key["tgid"] = states["image"][chosen], states["tgid"][chosen]
-            key["sample_class"] = sample_class
-            value = np.zeros(len(key), abi.SUM_VALUE_DTYPE)
-            value["ns"] = ns[chosen]
-            keys.append(key)
-            values.append(value)
-        return np.concatenate(keys), np.concatenate(values)
+        parts += self._before_entered(tids, states, is_late)
+        return _Charged(parts, int((is_on & ~is_seen).sum()))
 
-    def _observed_ns(self, first_seen_ns: Array, ends_ns: Array) -> Array:
-        begin_ns = np.maximum(first_seen_ns, np.uint64(self._boundary_ns))
+    def _observed_ns(self, first_seen_ns: Array, ends_ns: Array, is_late: Bools) -> Array:
+        begin_ns = np.where(
+            is_late, first_seen_ns, np.maximum(first_seen_ns, np.uint64(self._boundary_ns))
+        )
         return np.maximum(ends_ns.astype(np.int64) - begin_ns.astype(np.int64), 0)
 
     def _find(self, tids: Array, tgids: Array, images: Array) -> I64:
@@ -216,13 +219,11 @@ class ThreadTimes:
         found: I64 = self._known["on_cpu_ns"][at]
         return found
 
-    def _are_same(self, at: I64, started_ns: Array) -> npt.NDArray[np.bool_]:
+    def _are_same(self, at: I64, started_ns: Array) -> Bools:
         if not len(self._known):
             return np.zeros(len(at), bool)
         known_ns = self._known["started_ns"][at]
-        found: npt.NDArray[np.bool_] = (
-            (known_ns == 0) | (started_ns == 0) | (known_ns == started_ns)
-        )
+        found: Bools = (known_ns == 0) | (started_ns == 0) | (known_ns == started_ns)
         return found
 
     def _numbers(self, tids: Array, tgids: Array, images: Array, at: I64) -> Array:
@@ -234,6 +235,47 @@ class ThreadTimes:
             image = self._table.image(int(tgids[index]), int(images[index]))
             numbers[index] = self._table.thread(image, int(tids[index])).index
         return numbers
+
+
+def _interval_of(states: Array) -> Array:
+    """Returns the intervals that threads are in, as CROSSING_DTYPE."""
+    found = np.zeros(len(states), abi.CROSSING_DTYPE)
+    for name in ("stack", "switched_ns", "waking_ns", "off_class"):
+        found[name] = states[name]
+    return found
+
+
+def _parts(end_ns: int, begin_ns: Array, tids: Array, rows: Array, intervals: Array) -> list[Part]:
+    """Splits intervals at the wake-up, as the kernel half would if they ended now.
+
+    Args:
+        end_ns: Until when they are charged.
+        begin_ns: From when on.
+        tids: Whose they are.
+        rows: Of the same threads, with `image` and `tgid`.
+        intervals: CROSSING_DTYPE.
+    """
+    switched_ns = intervals["switched_ns"].astype(np.int64)
+    waking_ns = intervals["waking_ns"].astype(np.int64)
+    begin_ns = begin_ns.astype(np.int64)
+    is_woken = (switched_ns <= waking_ns) & (waking_ns <= end_ns)
+    waking_ns = np.maximum(np.where(is_woken, waking_ns, end_ns), begin_ns)
+    is_preempted = intervals["off_class"] == SampleClass.PREEMPTED
+    found: list[Part] = []
+    for sample_class, ns in (
+        (SampleClass.PREEMPTED, np.where(is_preempted, end_ns - begin_ns, 0)),
+        (SampleClass.BLOCKED, np.where(is_preempted, 0, waking_ns - begin_ns)),
+        (SampleClass.WAITING_TO_RUN, np.where(is_preempted, 0, end_ns - waking_ns)),
+    ):
+        chosen = ns > 0
+        keys = np.zeros(int(chosen.sum()), abi.SUM_KEY_DTYPE)
+        keys["stack"], keys["tid"] = intervals["stack"][chosen], tids[chosen]
+        keys["image"], keys["tgid"] = rows["image"][chosen], rows["tgid"][chosen]
+        keys["sample_class"] = sample_class
+        values = np.zeros(len(keys), abi.SUM_VALUE_DTYPE)
+        values["ns"] = ns[chosen]
+        found.append((keys, values))
+    return found
 
 
 def _name(tid: Array, image: Array) -> Array:

@@ -98,13 +98,6 @@ class CaptureSink:
         self._open_ns.clear()
         self._writer.put("samples", rows)
 
-    def close(self) -> None:
-        """As Sink.close: the writer is the caller's."""
-
-    def row(self, stack: int) -> int | None:
-        """Returns the row of a stack by its id, None for one that no window had."""
-        return self._rows.get(stack)
-
     def user_addresses(self, stack: int) -> bytes:
         """Returns the user half of a stack's addresses, leaf first, as little-endian u64."""
         row = self._rows.get(stack)

@@ -78,13 +78,15 @@ def test_a_flight_recorder_keeps_the_newest(workload: Callable[..., Path], tmp_p
         # WHEN it is asked for a copy,
         recording.process.send_signal(signal.SIGUSR1)
         wait_until(lambda: len(list(tmp_path.glob("run-*.html"))) == 1, 60)
+        whole_ns = _windows(recording)[-1].end_ns
         ended = recording.stop()
     (copy,) = tmp_path.glob("run-*.aiflame")
     # THEN that and what is written in the end have the newest seconds, and all time of these.
     for path in (copy, tmp_path / "run.aiflame"):
         profile = read_capture(path)
         duration_ns = profile.recording.duration_ns
-        assert 2_000_000_000 <= duration_ns < 4_500_000_000
+        # Windows are kept whole; on a crowded machine one may last for longer than a second.
+        assert 2_000_000_000 <= duration_ns < whole_ns - 1_000_000_000
         for index, thread in enumerate(profile.threads):
             if thread.name == "sleeper":
                 rows = profile.samples[profile.samples["thread"] == index]

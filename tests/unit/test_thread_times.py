@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads' time at the boundaries of windows, from states as the kernel half keeps them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from aiflame.agent.kernel import abi
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.model.window import NONE, Window, check, check_wall, rows_of
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.recording.samples import Samples
+from aiflame.agent.recording.thread_times import ThreadTimes
+from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+
+# Times count from the start of the recording here, in ns.
+_START_NS = 1_000_000
+_TID, _PID, _STACK, _OTHER = 8, 7, 55, 66
+_SECOND_NS = 1_000_000_000
+
+
+class _Recorder:
+    """The part of the recorder that closes windows, with states and sums that a test gives."""
+
+    def __init__(self) -> None:
+        self.window = WindowBuilder(Bounds())
+        self.table = ProcessTable(_START_NS, lambda pid: _START_NS)
+        self.samples = Samples(self.window, self.table)
+        self.times = ThreadTimes(self.window, self.table)
+        self.times.start(_START_NS)
+        image = self.table.image(_PID, _START_NS)
+        self.thread = self.table.thread(image, _TID).index
+        self.window.define(
+            "processes", rows_of("processes", (0, _PID, 1, _PID, 0, 0, -1, NONE, 0, 0, 0))
+        )
+        self.window.define("threads", rows_of("threads", (self.thread, 0, _TID, 0)))
+
+    def close(
+        self,
+        at_ns: int,
+        *states: np.void,
+        sums: tuple[tuple[int, SampleClass, int], ...] = (),
+        running: bool = False,
+    ) -> Window:
+        """Closes a window; sums are (stack, class, ns) that ended in it."""
+        tids = np.full(len(states), _TID, np.uint32)
+        rows = np.array(list(states), abi.THREAD_STATE_DTYPE)
+        keys = [(stack, _START_NS, _PID, _TID, kind, 0) for stack, kind, _ in sums]
+        self.samples.add(
+            np.array(keys, abi.SUM_KEY_DTYPE),
+            np.array([(1, ns) for *_, ns in sums], abi.SUM_VALUE_DTYPE),
+        )
+        charged = self.times.close(_START_NS + at_ns, tids, rows, {_TID} if running else set())
+        self.samples.add(charged.keys, charged.values)
+        window = self.window.close(at_ns)
+        check(window)
+        check_wall(window)
+        return window
+
+    def spent(self, window: Window) -> dict[str, int]:
+        """Time of the thread in a window, by class; what is none is left out."""
+        found = {
+            SampleClass(int(row["kind"])).name: int(row["weight_ns"]) for row in window.samples
+        }
+        (times,) = window.thread_times[window.thread_times["thread"] == self.thread]
+        found |= {"ON_CPU": int(times["on_cpu_ns"]), "observed": int(times["observed_ns"])}
+        return {name: ns for name, ns in found.items() if ns}
+
+
+def _state(**fields: Any) -> np.void:
+    state = np.zeros(1, abi.THREAD_STATE_DTYPE)[0]
+    state["tgid"], state["image"], state["stack"] = _PID, _START_NS, _STACK
+    state["first_seen_ns"] = _START_NS
+    for name, value in fields.items():
+        if name == "crossing":
+            for inner, inside in value.items():
+                is_time = inner in ("boundary_ns", "switched_ns", "waking_ns")
+                state["crossing"][inner] = inside + _START_NS * is_time
+        else:
+            is_time = name in ("switched_ns", "waking_ns")
+            state[name] = value + _START_NS if is_time else value
+    return state
+
+
+def _end(at_ns: int, on_cpu_ns: int, state: np.void) -> np.void:
+    event = np.zeros(1, abi.THREAD_EVENT_DTYPE)[0]
+    for name in ("tgid", "image", "first_seen_ns", "crossing"):
+        event[name] = state[name]
+    event["tid"], event["ns"], event["on_cpu_ns"] = _TID, at_ns + _START_NS, on_cpu_ns
+    return event
+
+
+def test_a_wait_is_charged_to_each_window_that_it_lasts_through() -> None:
+    recorder = _Recorder()
+    asleep = _state(switched_ns=100, on_cpu_ns=100, off_class=SampleClass.BLOCKED)
+    first = recorder.spent(recorder.close(1000, asleep))
+    assert first == {"ON_CPU": 100, "BLOCKED": 900, "observed": 1000}
+    assert recorder.spent(recorder.close(3000, asleep)) == {"BLOCKED": 2000, "observed": 2000}
+    # WHEN it is woken up
+    asleep["waking_ns"] = 3500 + _START_NS
+    third = recorder.spent(recorder.close(4000, asleep))
+    assert third == {"BLOCKED": 500, "WAITING_TO_RUN": 500, "observed": 1000}
+    # AND ends, which programs charge past the boundary
+    on = _state(switched_ns=4200, on_cpu_ns=100, off_class=SampleClass.ON_CPU)
+    last = recorder.close(5000, on, sums=((_STACK, SampleClass.WAITING_TO_RUN, 200),), running=True)
+    assert recorder.spent(last) == {"ON_CPU": 800, "WAITING_TO_RUN": 200, "observed": 1000}
+
+
+@pytest.mark.parametrize("kind", [SampleClass.BLOCKED, SampleClass.PREEMPTED])
+def test_what_ended_since_the_boundary_is_charged_as_it_was_there(kind: SampleClass) -> None:
+    # GIVEN a thread off the CPU at the boundary, that has come back and gone again since
+    recorder = _Recorder()
+    crossing = {
+        "boundary_ns": 1000,
+        "on_cpu_ns": 300,
+        "stack": _OTHER,
+        "switched_ns": 300,
+        "off_class": kind,
+    }
+    state = _state(
+        switched_ns=1100, on_cpu_ns=350, off_class=SampleClass.BLOCKED, crossing=crossing
+    )
+    window = recorder.close(1000, state)
+    assert recorder.spent(window) == {"ON_CPU": 300, kind.name: 700, "observed": 1000}
+    assert window.samples["stack"].tolist() == [_OTHER]
+    # THEN the next window has the rest: 50 ns in the old wait, as programs have charged it
+    following = recorder.close(2000, state, sums=((_OTHER, kind, 50),))
+    found = recorder.spent(following)
+    assert found["ON_CPU"] == 50
+    assert found["observed"] == 1000
+    assert int(following.samples["weight_ns"].sum()) == 950
+
+
+def test_a_thread_that_ends_is_charged_to_its_end() -> None:
+    recorder = _Recorder()
+    state = _state(switched_ns=400, on_cpu_ns=400, off_class=SampleClass.BLOCKED)
+    recorder.close(1000, state)
+    recorder.times.end(_end(1500, 700, state))
+    window = recorder.close(2000, sums=((_STACK, SampleClass.BLOCKED, 200),))
+    assert recorder.spent(window) == {"ON_CPU": 300, "BLOCKED": 200, "observed": 500}
+    # AND is in no window after.
+    assert not len(recorder.close(3000).thread_times)
+
+
+def test_a_thread_that_ended_after_the_boundary_is_in_both_windows() -> None:
+    recorder = _Recorder()
+    crossing = {"boundary_ns": 1000, "on_cpu_ns": 400, "switched_ns": 400, "stack": _STACK}
+    state = _state(crossing={**crossing, "off_class": SampleClass.BLOCKED})
+    recorder.times.end(_end(1300, 500, state))
+    first = recorder.spent(recorder.close(1000))
+    assert first == {"ON_CPU": 400, "BLOCKED": 600, "observed": 1000}
+    second = recorder.close(2000, sums=((_STACK, SampleClass.BLOCKED, 200),))
+    assert recorder.spent(second) == {"ON_CPU": 100, "BLOCKED": 200, "observed": 300}
+
+
+def test_a_sleeper_that_is_entered_late_is_charged_from_the_start() -> None:
+    # GIVEN windows that were closed before a thread was entered
+    recorder = _Recorder()
+    recorder.close(1000)
+    recorder.close(2000)
+    state = _state(
+        switched_ns=0,
+        off_class=SampleClass.BLOCKED,
+        flags=abi.THREAD_SEEDED,
+        first_seen_ns=_START_NS,
+    )
+    assert recorder.spent(recorder.close(3000, state)) == {"BLOCKED": 3000, "observed": 3000}
+    assert recorder.spent(recorder.close(4000, state)) == {"BLOCKED": 1000, "observed": 1000}
+
+
+def test_a_sleeper_that_is_entered_late_and_wakes_up_at_once() -> None:
+    recorder = _Recorder()
+    recorder.close(1000)
+    crossing = {"boundary_ns": 1000, "switched_ns": 0, "stack": _STACK}
+    crossing["off_class"] = SampleClass.BLOCKED
+    state = _state(switched_ns=1400, off_class=SampleClass.ON_CPU, crossing=crossing)
+    window = recorder.close(2000, state, sums=((_STACK, SampleClass.BLOCKED, 400),), running=True)
+    assert recorder.spent(window) == {"ON_CPU": 600, "BLOCKED": 1400, "observed": 2000}
+
+
+def test_an_id_that_comes_again_is_another_thread() -> None:
+    # GIVEN that the end of the first was lost
+    recorder = _Recorder()
+    first = _state(started_ns=1, switched_ns=900, on_cpu_ns=900, off_class=SampleClass.BLOCKED)
+    recorder.close(1000, first)
+    second = _state(
+        started_ns=2,
+        first_seen_ns=_START_NS + 1200,
+        switched_ns=1300,
+        on_cpu_ns=100,
+        off_class=SampleClass.BLOCKED,
+    )
+    window = recorder.close(2000, second)
+    assert recorder.spent(window) == {"ON_CPU": 100, "BLOCKED": 700, "observed": 800}
+
+
+def test_a_thread_that_left_unseen_has_no_time_after() -> None:
+    recorder = _Recorder()
+    state = _state(switched_ns=100, off_class=SampleClass.ON_CPU)
+    tids = np.full(1, _TID, np.uint32)
+    rows = np.array([state], abi.THREAD_STATE_DTYPE)
+    charged = recorder.times.close(_START_NS + _SECOND_NS, tids, rows, set())
+    assert charged.unseen == 1
+    assert not len(charged.keys)
+
+
+def test_ends_that_have_not_come_are_noticed() -> None:
+    recorder = _Recorder()
+    keys = np.zeros(1, abi.SUM_KEY_DTYPE)
+    keys["tid"], keys["image"], keys["tgid"] = _TID, _START_NS, _PID
+    nobody = np.zeros(0, np.uint32), np.zeros(0, abi.THREAD_STATE_DTYPE)
+    assert recorder.times.unaccounted(keys, *nobody) == 1
+    # An end of the same id before an exec is that of another image.
+    other = _end(10, 1, _state())
+    other["image"] += 1
+    recorder.times.end(other)
+    assert recorder.times.unaccounted(keys, *nobody) == 1
+    recorder.times.end(_end(10, 1, _state()))
+    assert recorder.times.unaccounted(keys, *nobody) == 0
