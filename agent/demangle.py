@@ -12,6 +12,7 @@ left out, as a flame graph merges by name; so are the suffixes that LLVM adds to
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import signal
@@ -143,6 +144,7 @@ def main() -> None:
     """Answers questions until there are none: a number, so many names, one on each line."""
     # Here, so that only this process has it.
     import pydemumble
+    from aiflame.agent.inspector import sandbox
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
     pages = int(kernelfs.read_text("/proc/self/statm").split()[0])
@@ -150,6 +152,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    calls = {*sandbox.BASE_CALLS.values(), sandbox.FILE_CALLS["setitimer"]}
+    sandbox.enter(calls, os.getppid())
     while count := questions.readline():
         for name in [questions.readline()[:-1] for _ in range(int(count))]:
             signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S)  # its signal ends the process

@@ -158,8 +158,17 @@ class LossKind(enum.Enum):
         " busy: some time near them is counted in the other second"
     )
     STACKS_STUCK = _Entry(
-        "processes whose memory could not be read within a second; their threads asleep since"
-        " before the recording show kernel frames only"
+        "processes with memory that could not be read within half a second, as of a file system"
+        " that does not answer: they are not read any more, so that Python frames show no names and"
+        " threads asleep since before the recording kernel frames only"
+    )
+    SANDBOX_INCOMPLETE = _Entry(
+        "rights that processes which handle files and memory of targets could not give up: nothing"
+        " is missing, but a file that takes its parser over could do more harm"
+    )
+    MEMORY_READER_DIED = _Entry(
+        "ends of the process that reads memory of targets: names of Python code and stacks of"
+        " threads asleep since before the recording may be missing"
     )
 
     # What a window may hold.

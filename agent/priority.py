@@ -67,6 +67,16 @@ def hurry() -> bool:
     return is_urgent
 
 
+def hurry_child(pid: int) -> None:
+    """Makes a child as urgent as `hurry` makes the calling thread, for work that ends soon."""
+    if _IS_CHOSEN:
+        return
+    with contextlib.suppress(OSError):  # no right to, or it has ended
+        os.setpriority(os.PRIO_PROCESS, pid, _HIGHEST_NICE)
+        if len(os.sched_getaffinity(0)) > 1:
+            os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(_LOWEST_REAL_TIME))
+
+
 def as_started() -> None:
     """Gives the calling thread, or a child that was forked, what the user started us with."""
     with contextlib.suppress(PermissionError):  # then it was not raised either

@@ -28,6 +28,9 @@ class ConstructedMemory:
             return None
         return bytes(self.data[begin : begin + size])
 
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | None]:
+        return [self.read(address, size) for address, size in ranges]
+
     def allocate(self, size: int) -> int:
         address = BASE + self._next
         self._next += (size + 15) // 16 * 16

@@ -68,7 +68,9 @@ class Joiner:
         self._known: dict[tuple[object, ...], Joined] = {}
 
     def learn(self, threads: Sequence[RawThread]) -> None:
-        """Names all that the native stacks of threads consist of; to be called before `join`."""
+        """Names all that the stacks of threads consist of; to be called before `join`."""
+        if self._python is not None:
+            self._python.learn(thread.python for thread in threads if thread.python is not None)
         addresses = {address for thread in threads for address in _looked_up(thread)}
         places = {address: self._names.place(self._image, address) for address in addresses}
         self._names.learn(self._image, places.values())

@@ -10,49 +10,25 @@ Reads of a thread that runs meanwhile may be torn; the caller knows which thread
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
+from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
-from aiflame.agent.python.codes import CodeReader
+from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.gil import gil_holder, is_held_by
 from aiflame.agent.python.interpreter import LoadedInterpreter
-from aiflame.agent.python.memory import Memory, NoMemoryAccess, ProcessMemory
+from aiflame.agent.python.layouts import ABSENT
+from aiflame.agent.python.memory import BatchMemory, NoMemoryAccess, Pages, read_u64
 from aiflame.agent.python.threads import ThreadState, list_threads
 from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
 
-_PAGE_BYTES = mmap.PAGESIZE
 _UNREAD = Walk((), WalkEnd.UNREADABLE)
-
-
-class _Pages:
-    """Memory a page at a time: from 3.11 on a thread's frames lie side by side.
-
-    It is for one thread at one moment: pages are kept until they are `forgotten`.
-    """
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._pages: dict[int, bytes | None] = {}
-
-    def forget(self) -> None:
-        """Has all be read anew."""
-        self._pages.clear()
-
-    def read(self, address: int, size: int) -> bytes | None:
-        """Exactly `size` bytes from `address`, or None."""
-        start = address & -_PAGE_BYTES
-        if address + size > start + _PAGE_BYTES:
-            return self._memory.read(address, size)
-        if start not in self._pages:
-            self._pages[start] = self._memory.read(start, _PAGE_BYTES)
-        page = self._pages[start]
-        return None if page is None else page[address - start : address - start + size]
 
 
 class PythonStack(NamedTuple):
@@ -71,12 +47,13 @@ class PythonProcess:
         memory: Of the process.
     """
 
-    def __init__(self, interpreter: LoadedInterpreter, binary: int, memory: Memory) -> None:
+    def __init__(self, interpreter: LoadedInterpreter, binary: int, memory: BatchMemory) -> None:
         self.binary = binary
         self._interpreter = interpreter
         self._memory = memory
-        self._pages = _Pages(memory)
+        self._pages = Pages(memory)
         self._codes = CodeReader(memory, interpreter.layout)
+        self._named: dict[int, Code | None] = {}
         self._states: dict[int, ThreadState] = {}
         self._holders: dict[int, int | None] = {}
         self.is_complete = True
@@ -122,6 +99,19 @@ class PythonProcess:
         except NoMemoryAccess:
             self._holders = {}
 
+    def prepare(self, thread_pointers: Iterable[int]) -> None:
+        """Reads where the walks of threads begin; what they read is of this moment or later."""
+        layout, pages = self._interpreter.layout, self._pages
+        states = (self._states.get(pointer) for pointer in thread_pointers)
+        places = [state.address + layout.thread_frame for state in states if state is not None]
+        steps = [0] if layout.cframe_frame == ABSENT else [layout.cframe_frame, 0]
+        pages.forget()
+        with contextlib.suppress(NoMemoryAccess):
+            for offset in steps:
+                pages.fetch(places)
+                places = [(read_u64(pages, place) or 0) + offset for place in places]
+            pages.fetch(places)
+
     def read(self, thread_pointer: int) -> PythonStack | None:
         """Walks a thread by its FS base; None for a thread without a thread state."""
         state = self._states.get(thread_pointer)
@@ -129,7 +119,6 @@ class PythonProcess:
             return None
         layout, holder = self._interpreter.layout, self._holders.get(state.interpreter)
         holds: bool | None = None
-        self._pages.forget()
         try:
             walked = walk(self._pages, layout, state.address)
             holds = is_held_by(self._memory, layout, holder, state.address)
@@ -137,12 +126,18 @@ class PythonProcess:
             walked = _UNREAD
         return PythonStack(walked, holds)
 
+    def learn(self, stacks: Iterable[PythonStack]) -> None:
+        """Reads what the frames of stacks are called; to be called before `frame`."""
+        frames = (frame for stack in stacks for frame in stack.walk.frames)
+        addresses = list({frame.code_address for frame in frames if frame.code_address})
+        self._named = {}
+        with contextlib.suppress(NoMemoryAccess):
+            codes = self._codes.read_many(addresses)
+            self._named = dict(zip(addresses, codes, strict=True))
+
     def frame(self, frame: PythonFrame) -> DumpFrame:
         """Names a frame."""
-        try:
-            code = self._codes.read(frame.code_address)
-        except NoMemoryAccess:
-            code = None
+        code = self._named.get(frame.code_address)
         if code is None:
             return DumpFrame(FrameKind.PYTHON, "[unreadable Python function]", "", 0, "")
         line = self._codes.line(code, frame.position)
@@ -167,4 +162,6 @@ def find_python(
     """
     finder = InterpreterFinder(table, images, lambda _, why: note(f"no Python frames: {why}"))
     found = finder.find(image)
-    return None if found is None else PythonProcess(found.loaded, found.binary, ProcessMemory(tid))
+    if found is None:
+        return None
+    return PythonProcess(found.loaded, found.binary, ProcessMemory(table.memory, tid))

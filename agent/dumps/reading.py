@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from aiflame.agent.dumps.model import Doubt
 from aiflame.agent.dumps.pythons import PythonProcess, PythonStack
+from aiflame.agent.inspector.memory import RemoteMemory, Span
 from aiflame.agent.processes.kernel_frames import kernel_frames
-from aiflame.agent.processes.stack_memory import Place, StackMemory, StackReader
+from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import ProcessImage
 from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
@@ -59,17 +60,13 @@ class ThreadReader:
     Args:
         program_fd: The loaded iterator program.
         walker: Walks native stacks.
+        memory: Of the threads' processes.
     """
 
-    def __init__(self, program_fd: int, walker: StackWalker) -> None:
+    def __init__(self, program_fd: int, walker: StackWalker, memory: RemoteMemory) -> None:
         self._program_fd = program_fd
         self._walker = walker
-        self._stacks = StackReader()
-
-    @property
-    def stuck(self) -> set[int]:
-        """Processes with memory that could not be read in time."""
-        return self._stacks.stuck
+        self._memory = memory
 
     def read(self, image: ProcessImage, python: PythonProcess | None) -> list[RawThread]:
         """Reads all threads of a process, in the order of their ids; none of one that is gone."""
@@ -100,11 +97,12 @@ class ThreadReader:
         before = self._registers(image.pid, tids)
         if python is not None:
             python.refresh_holders()
-        places = [_place(thread) for thread in before]
-        pieces = self._stacks.read(places)
+            python.prepare(thread.thread_pointer for thread in before)
+        spans = [_span(thread) for thread in before]
+        pieces = [answer.data for answer in self._memory.read(spans)]
         found = [
-            self._thread(thread, read_ns, image, python, StackMemory(place, piece, self._stacks))
-            for thread, place, piece in zip(before, places, pieces, strict=True)
+            self._thread(thread, read_ns, image, python, StackMemory(span, piece, self._memory))
+            for thread, span, piece in zip(before, spans, pieces, strict=True)
         ]
         still = set(self._registers(image.pid, tids))
         return [thread if thread.registers in still else _moved(thread) for thread in found]
@@ -149,15 +147,11 @@ class ThreadReader:
         quickest = min(took_ns for took_ns, _ in found)
         return min(offset for took_ns, offset in found if took_ns <= 2 * quickest)
 
-    def close(self) -> None:
-        """Ends the helper thread."""
-        self._stacks.close()
 
-
-def _place(thread: ThreadRegisters) -> Place:
+def _span(thread: ThreadRegisters) -> Span:
     is_wanted = thread.has_user_half and not thread.is_on_cpu
     size = _PIECE_BYTES if is_wanted else 0
-    return Place(thread.pid, thread.tid, thread.stack_pointer, size)
+    return Span(thread.pid, thread.tid, thread.stack_pointer, size)
 
 
 def _moved(thread: RawThread) -> RawThread:

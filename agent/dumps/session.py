@@ -23,6 +23,7 @@ from aiflame.agent.dumps.reading import RawThread, ThreadReader
 from aiflame.agent.dumps.tables import WaitingTables
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit
+from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.kernel.loader import load_thread_iterator
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.elf_images import ElfImages
@@ -73,10 +74,14 @@ class DumpSession:
         self._begun_ns = time.monotonic_ns()
         service.start()
         self._program_fd = load_thread_iterator(cache)
-        self._table = ProcessTable(0, lambda pid: _IMAGE)
+        self._memory = RemoteMemory()
+        self._memory.start()
+        self._table = ProcessTable(0, lambda pid: _IMAGE, memory=self._memory)
         self._images = ElfImages(self._table.binaries)
         self._tables = WaitingTables(self._table.binaries, self._images, cache)
-        self._reader = ThreadReader(self._program_fd, StackWalker(self._tables, self._images))
+        self._reader = ThreadReader(
+            self._program_fd, StackWalker(self._tables, self._images), self._memory
+        )
         self._names = NativeNames(self._table, self._images, service)
         self._clock_offset_ns: int | None = None
 
@@ -89,7 +94,7 @@ class DumpSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader.close()
+        self._memory.close()
         self._tables.close()
         self._table.binaries.close()
         os.close(self._program_fd)
@@ -158,8 +163,8 @@ class DumpSession:
             notes.append("the interpreter's list of threads could not be read to its end")
         dropped = {} if python is None else python.drops
         notes += [f"Python code: {name.replace('_', ' ')} ({n})" for name, n in dropped.items()]
-        if image.pid in self._reader.stuck:
-            notes.append("its memory could not be read in time: native frames are missing")
+        if image.pid in self._memory.stuck:
+            notes.append("its memory could not be read in time: frames and names are missing")
         return ProcessDump(
             image.pid,
             clean_name(procfs.comm(image.pid) or image.name),

@@ -14,7 +14,7 @@ from pathlib import Path
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import load_cached
+from aiflame.agent.unwind.build import cache_name, load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
@@ -57,14 +57,15 @@ class WaitingTables:
             ):
                 table = load_cached(opened, elf, self._store)
                 if table is None:
-                    self._build(binary, f"/proc/{os.getpid()}/fd/{file.fd}")
+                    path = f"/proc/{os.getpid()}/fd/{file.fd}"
+                    self._build(binary, path, cache_name(opened, elf))
                     table = load_cached(opened, elf, self._store)
         if table is None:
             self.without.add(file.path)
         return table
 
-    def _build(self, binary: int, path: str) -> None:
-        self._builder.ask(binary, path)
+    def _build(self, binary: int, path: str, name: str) -> None:
+        self._builder.ask(binary, path, name)
         while binary not in self._builder.finished():  # it gives up on a file in the end
             self._builder.wait(_WAIT_S)
 

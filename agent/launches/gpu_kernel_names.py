@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,8 +21,9 @@ from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, sound_address
+from aiflame.agent.python.memory import NoMemoryAccess
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.gpu.host_stubs import is_stub, name_from_host_symbol
 
@@ -93,7 +94,7 @@ class KernelNames:
             return
         name = bytes(event["name"]).split(b"\0", 1)[0]
         if int(event["name_bytes"]) == abi.KERNEL_NAME_BYTES:
-            name = _whole_name(image.pid, int(event["name_address"]), name)
+            name = _whole_name(self._memory_of(image), int(event["name_address"]), name)
         self._told[(image.index, int(event["name_id"]))] = clean_name(name.decode(errors="replace"))
 
     def _take_untold(self, image: ProcessImage, event: np.void) -> None:
@@ -102,7 +103,7 @@ class KernelNames:
         if not int(event["name_address"]):
             self._aliases[key] = int(event["alias"])
             return
-        name = _whole_name(image.pid, int(event["name_address"]), b"")
+        name = _whole_name(self._memory_of(image), int(event["name_address"]), b"")
         if name:
             self._told[key] = clean_name(name.decode(errors="replace"))
         else:
@@ -135,20 +136,23 @@ class KernelNames:
             known.stacks.add(stack)
         return known.row
 
+    def _memory_of(self, image: ProcessImage) -> ProcessMemory:
+        return ProcessMemory(self._table.memory, image.pid)
+
     def _candidates(self, image: ProcessImage, handle: int) -> Mapping[int, str]:
         """Returns what may be a name among what the memory at a handle points to, by word."""
         if not self._table.is_current(image):
             return {}
-        memory = ProcessMemory(image.pid)
+        memory = self._memory_of(image)
         found = {}
         try:
-            pieces = (memory.read(handle, size) for size in _HANDLE_BYTES)
+            pieces = memory.read_many([(handle, size) for size in _HANDLE_BYTES])
             data = next((piece for piece in pieces if piece is not None), b"")
-            for word, address in enumerate(np.frombuffer(data, "<u8").tolist()):
-                if sound_address(address):
-                    text = _NAME.match(_text_at(memory, address))
-                    if text is not None:
-                        found[word] = text[0][:-1].decode("ascii")
+            addresses = np.frombuffer(data, "<u8").tolist()
+            for word, beginning in enumerate(_texts_at(memory, addresses)):
+                text = _NAME.match(beginning)
+                if text is not None:
+                    found[word] = text[0][:-1].decode("ascii")
         except NoMemoryAccess:
             pass  # it has ended: what was found before is what there is
         return found
@@ -220,20 +224,20 @@ class KernelNames:
         return b""
 
 
-def _text_at(memory: ProcessMemory, address: int) -> bytes:
-    """Reads a possible name; it may end just before memory that is not there."""
-    text = memory.read(address, _NAME_BYTES)
-    if text is None:
-        text = memory.read(address, min(_NAME_BYTES, -address % 4096 or 4096))
-    return text or b""
+def _texts_at(memory: ProcessMemory, addresses: Sequence[int]) -> list[bytes]:
+    """Reads possible names; each may end just before memory that is not there."""
+    ranges = [(address, _NAME_BYTES) for address in addresses]
+    ranges += [(address, min(_NAME_BYTES, -address % 4096 or 4096)) for address in addresses]
+    texts = memory.read_many(ranges)
+    halves = texts[: len(addresses)], texts[len(addresses) :]
+    return [text or shorter or b"" for text, shorter in zip(*halves, strict=True)]
 
 
-def _whole_name(pid: int, address: int, begin: bytes) -> bytes:
+def _whole_name(memory: ProcessMemory, address: int, begin: bytes) -> bytes:
     """Reads a name that the kernel half had to cut; what it brought if that is gone."""
-    memory = ProcessMemory(pid)
+    sizes = (_LONGEST_NAME_BYTES, 4096, 2048, -address % 4096)
     try:
-        for size in (_LONGEST_NAME_BYTES, 4096, 2048, -address % 4096):
-            text = memory.read(address, size) if size else None
+        for text in memory.read_many([(address, size) for size in sizes]):
             if text is not None and text.startswith(begin) and b"\0" in text:
                 return text.split(b"\0", 1)[0]
     except NoMemoryAccess:

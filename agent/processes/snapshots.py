@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from aiflame.agent.processes.stack_memory import Place, StackMemory, StackReader
+from aiflame.agent.inspector.memory import RemoteMemory, Span
+from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
 
 # An idle thread's stack, from its stack pointer to its end, is mostly shorter than this.
@@ -33,21 +34,17 @@ class Snapshots:
 
     Args:
         program_fd: The iterator program; None where the kernel has none.
+        memory: Of the threads' processes.
     """
 
-    def __init__(self, program_fd: int | None) -> None:
+    def __init__(self, program_fd: int | None, memory: RemoteMemory) -> None:
         self._program_fd = program_fd
-        self._reader = StackReader()
+        self._memory = memory
 
     @property
     def are_possible(self) -> bool:
         """Whether the kernel tells registers."""
         return self._program_fd is not None
-
-    @property
-    def stuck(self) -> int:
-        """How many processes have memory that could not be read in time."""
-        return len(self._reader.stuck)
 
     def take(
         self, threads: Sequence[tuple[int, int]], piece_bytes: int = PIECE_BYTES
@@ -60,12 +57,12 @@ class Snapshots:
         """
         pids, tids = {pid for pid, _ in threads}, {tid for _, tid in threads}
         asleep = [thread for thread in self._registers(pids, tids) if thread.is_asleep]
-        pieces = self._reader.read(
-            [_place(thread, piece_bytes if thread.has_user_half else 0) for thread in asleep]
+        pieces = self._memory.read(
+            [_span(thread, piece_bytes if thread.has_user_half else 0) for thread in asleep]
         )
         still = set(self._registers(pids, tids))
         return {
-            thread.tid: Snapshot(thread, piece)
+            thread.tid: Snapshot(thread, piece.data)
             for thread, piece in zip(asleep, pieces, strict=True)
             if thread in still
         }
@@ -79,7 +76,7 @@ class Snapshots:
                 it read pages asks `still_asleep` after. Else it is unreadable.
         """
         registers, piece = snapshot
-        return StackMemory(_place(registers, len(piece)), piece, self._reader if is_live else None)
+        return StackMemory(_span(registers, len(piece)), piece, self._memory if is_live else None)
 
     def still_asleep(self, snapshots: Sequence[Snapshot]) -> set[int]:
         """Returns the ids of those threads that have not moved since."""
@@ -96,10 +93,6 @@ class Snapshots:
             self._program_fd = None
             return []
 
-    def close(self) -> None:
-        """Ends the helper thread."""
-        self._reader.close()
 
-
-def _place(thread: ThreadRegisters, size: int) -> Place:
-    return Place(thread.pid, thread.tid, thread.stack_pointer, size)
+def _span(thread: ThreadRegisters, size: int) -> Span:
+    return Span(thread.pid, thread.tid, thread.stack_pointer, size)

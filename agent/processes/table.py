@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.target_files import FileGuard
@@ -130,6 +131,7 @@ class ProcessTable:
             `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
         guard: Inside which the files of targets are read.
+        memory: Reads memory of processes.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class ProcessTable:
         start_ns: int,
         current_image: Callable[[int], int | None],
         guard: FileGuard | None = None,
+        memory: RemoteMemory | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
         self.on_mappings: Callable[[ProcessImage], None] = lambda image: None
@@ -144,6 +147,7 @@ class ProcessTable:
         self.images: list[ProcessImage] = []
         self.threads: list[ThreadInfo] = []
         self.binaries = BinaryTable(guard)
+        self.memory = memory or RemoteMemory()
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}

@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from aiflame.agent.inspector.memory_worker import PAGE_BYTES
 from aiflame.agent.model.profile import StackEnd
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.stack_memory import PAGE_BYTES, StackMemory
+from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.processes.threads import ThreadRegisters
 from aiflame.agent.unwind import walk

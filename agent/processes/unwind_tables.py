@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
@@ -30,7 +31,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import load_cached
+from aiflame.agent.unwind.build import cache_name, load_cached
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, RULES_CUT, UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
@@ -179,9 +180,19 @@ class UnwindTables:
             self._blame(binary, kind, 1)
             self._without.add(binary)
         else:
-            self._building.add(binary)
-            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
+            self._build(binary, fd, elf)
         return table
+
+    def _build(self, binary: int, fd: int, elf: ElfImage) -> None:
+        """Has a table built; the name by which it is found is not its parser's to choose."""
+        file = self._table.binaries.files[binary]
+        with self._table.binaries.guard.each_file(file.path, fd) as opened:
+            name = cache_name(opened, elf)
+            self._building.add(binary)
+            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}", name)
+            return
+        self._settled.add(binary)
+        self._without.add(binary)
 
     def _note_drops(self, binary: int, table: UnwindTable) -> None:
         """Counts what is missing in a table, once."""

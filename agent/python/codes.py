@@ -3,7 +3,8 @@
 
 A code object is immutable but not immortal: its address may be reused by another. So each answer
 from the cache is checked against a fingerprint, the pointers and numbers in the object itself,
-which costs one read of 200 bytes. Names are cut at a bound and cleaned before anyone sees them.
+which costs one read of 200 bytes. Many are read together. Names are cut at a bound and cleaned
+before anyone sees them.
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ from __future__ import annotations
 import functools
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiflame.agent.python.layouts import ABSENT, Layout
 from aiflame.agent.python.lines import NO_LINE, line_of
-from aiflame.agent.python.memory import MAX_READ_BYTES, Memory, sound_address
+from aiflame.agent.python.memory import (
+    MAX_READ_BYTES,
+    BatchMemory,
+    Reading,
+    read_together,
+    sound_address,
+)
 from aiflame.agent.python.walk import NO_POSITION
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS, clean_name
 
@@ -60,7 +68,7 @@ class CodeReader:
             anew) and `cache_full` (the oldest was forgotten).
     """
 
-    def __init__(self, memory: Memory, layout: Layout) -> None:
+    def __init__(self, memory: BatchMemory, layout: Layout) -> None:
         self._memory = memory
         self._layout = layout
         self._cache: OrderedDict[int, tuple[bytes, Code]] = OrderedDict()
@@ -77,7 +85,14 @@ class CodeReader:
 
     def read(self, address: int) -> Code | None:
         """The code object at an address, or None where there is none that can be read."""
-        head = self._memory.read(address, self._head_bytes) if sound_address(address) else None
+        return self.read_many([address])[0]
+
+    def read_many(self, addresses: Sequence[int]) -> list[Code | None]:
+        """The same for many, in order."""
+        return read_together(self._memory, map(self._reading, addresses))
+
+    def _reading(self, address: int) -> Reading[Code | None]:
+        head = (yield address, self._head_bytes) if sound_address(address) else None
         if head is None:
             self.drops["unreadable_code"] += 1
             return None
@@ -87,7 +102,7 @@ class CodeReader:
             if cached[0] == fingerprint:
                 return cached[1]
             self.drops["address_reused"] += 1
-        code = self._read(head)
+        code = yield from self._contents(head)
         if code is None:
             self._cache.pop(address, None)
             return None
@@ -108,24 +123,24 @@ class CodeReader:
         first = head[self._layout.code_first_line : self._layout.code_first_line + 4]
         return first + b"".join(head[offset : offset + 8] for offset in self._pointers)
 
-    def _read(self, head: bytes) -> Code | None:
+    def _contents(self, head: bytes) -> Reading[Code | None]:
         at = self._layout
-        name = self._string(_word(head, at.code_name))
-        filename = self._string(_word(head, at.code_filename))
+        name = yield from self._string(_word(head, at.code_name))
+        filename = yield from self._string(_word(head, at.code_filename))
         qualname = name
         if at.code_qualname != ABSENT:
-            qualname = self._string(_word(head, at.code_qualname))
+            qualname = yield from self._string(_word(head, at.code_qualname))
         if name is None or filename is None or qualname is None:
             self.drops["unreadable_name"] += 1
             return None
         first_line = max(0, struct.unpack_from("<i", head, at.code_first_line)[0])
-        table = self._bytes(_word(head, at.code_line_table))
+        table = yield from self._bytes(_word(head, at.code_line_table))
         return Code(name, qualname, filename, first_line, table)
 
-    def _string(self, address: int) -> str | None:
+    def _string(self, address: int) -> Reading[str | None]:
         """A str object, cut and cleaned; None where that is none (PEP 393)."""
         at = self._layout
-        head = self._memory.read(address, at.str_state + 4) if sound_address(address) else None
+        head = (yield address, at.str_state + 4) if sound_address(address) else None
         if head is None:
             return None
         length = struct.unpack_from("<q", head, at.str_length)[0]
@@ -139,19 +154,19 @@ class CodeReader:
         if length > _MAX_CHARS:
             self.drops["name_cut"] += 1
         data_at = at.str_ascii_data if ascii_only else at.str_compact_data
-        data = self._memory.read(address + data_at, min(length, _MAX_CHARS) * width)
+        data = yield address + data_at, min(length, _MAX_CHARS) * width
         return None if data is None else clean_name(_decoded(data, width))
 
-    def _bytes(self, address: int) -> bytes:
+    def _bytes(self, address: int) -> Reading[bytes]:
         at = self._layout
-        head = self._memory.read(address, at.bytes_data) if sound_address(address) else None
+        head = (yield address, at.bytes_data) if sound_address(address) else None
         length = -1 if head is None else struct.unpack_from("<q", head, at.bytes_length)[0]
         if length > MAX_READ_BYTES:
             self.drops["line_table_cut"] += 1
             return b""
         if length == 0:
             return b""
-        data = self._memory.read(address + at.bytes_data, length) if length > 0 else None
+        data = (yield address + at.bytes_data, length) if length > 0 else None
         if data is None:
             self.drops["unreadable_line_table"] += 1
             return b""

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading another process's memory without stopping it.
+"""What readers of Python's objects ask of a process's memory.
 
-process_vm_readv(2) through ctypes: no ptrace attach, so nothing in the target changes or waits.
-What is read may be torn or stale; each reader bounds and checks it. Tests implement `Memory` over
-bytes that they made.
+Nothing in the target changes or waits, so what is read may be torn or stale; each reader bounds
+and checks it. `inspector.memory` reads processes; tests read bytes that they made.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
+import mmap
 import struct
-from typing import Protocol
+from collections.abc import Generator, Iterable, Sequence
+from typing import Protocol, TypeAlias, TypeVar
 
 from aiflame.agent.errors import AiflameError
 
@@ -21,6 +20,10 @@ MAX_READ_BYTES = 1024 * 1024
 # CPython asks for no address above it.
 MAX_ADDRESS = (1 << 47) - 4096
 _LOWEST_ADDRESS = 4096  # the first page is never mapped
+_PAGE_BYTES = mmap.PAGESIZE
+
+_T = TypeVar("_T")
+Reading: TypeAlias = Generator[tuple[int, int], "bytes | None", _T]
 
 
 class Memory(Protocol):
@@ -30,61 +33,75 @@ class Memory(Protocol):
         """Exactly `size` bytes from `address`, or None."""
 
 
+class BatchMemory(Memory, Protocol):
+    """The same, where to read many pieces at once costs little more than one."""
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | None]:
+        """As `read` for each (address, size)."""
+
+
 class NoMemoryAccess(AiflameError):
     """This process may not read the target's memory, or the target is gone."""
 
 
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+class Pages:
+    """Memory a page at a time: what is read next mostly lies beside it, as a thread's frames do.
 
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_readv.argtypes = (
-    ctypes.c_int,
-    ctypes.POINTER(_IoVec),
-    ctypes.c_ulong,
-    ctypes.POINTER(_IoVec),
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
-
-
-class ProcessMemory:
-    """Memory of a running process; `failed_reads` counts what could not be read.
-
-    Args:
-        pid: Process id in this pid namespace.
+    It is for one moment: pages are kept until they are `forgotten`.
     """
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.failed_reads = 0
+    def __init__(self, memory: BatchMemory) -> None:
+        self._memory = memory
+        self._pages: dict[int, bytes | None] = {}
+
+    def forget(self) -> None:
+        """Has all be read anew."""
+        self._pages.clear()
+
+    def fetch(self, addresses: Iterable[int]) -> None:
+        """Reads the pages of addresses that will be asked for, all at once."""
+        pages = {address & -_PAGE_BYTES for address in addresses if sound_address(address)}
+        missing = list(pages - self._pages.keys())
+        found = self._memory.read_many([(page, _PAGE_BYTES) for page in missing])
+        self._pages.update(zip(missing, found, strict=True))
 
     def read(self, address: int, size: int) -> bytes | None:
-        """Exactly `size` bytes, or None where they are not mapped or not to be asked for.
+        """Exactly `size` bytes from `address`, or None."""
+        start = address & -_PAGE_BYTES
+        if address + size > start + _PAGE_BYTES:
+            return self._memory.read(address, size)
+        if start not in self._pages:
+            self._pages[start] = self._memory.read(start, _PAGE_BYTES)
+        page = self._pages[start]
+        return None if page is None else page[address - start : address - start + size]
 
-        Raises:
-            NoMemoryAccess: Permission is missing, or the process has ended.
-        """
-        if not sound_address(address) or not 0 < size <= MAX_READ_BYTES:
-            self.failed_reads += 1
-            return None
-        buffer = ctypes.create_string_buffer(size)
-        here = _IoVec(ctypes.addressof(buffer), size)
-        there = _IoVec(address, size)
-        done = _libc.process_vm_readv(self.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if done == size:
-            return buffer.raw
-        error = ctypes.get_errno()
-        if done < 0 and isinstance(
-            failure := OSError(error, os.strerror(error)), PermissionError | ProcessLookupError
-        ):
-            raise NoMemoryAccess(
-                f"cannot read the memory of process {self.pid}: {failure.strerror}"
-            )
-        self.failed_reads += 1
-        return None
+
+def read_together(memory: BatchMemory, readings: Iterable[Reading[_T]]) -> list[_T]:
+    """Runs readings side by side: what they ask for next is read at once.
+
+    Args:
+        memory: Is read.
+        readings: Each yields (address, size), is sent the bytes or None, and goes on from there.
+
+    Returns:
+        What each returns, in order.
+    """
+    results: dict[int, _T] = {}
+    going = list(enumerate(readings))
+    answers: list[bytes | None] = [None] * len(going)  # what a generator is sent first
+    count = len(going)
+    while going:
+        asked: list[tuple[int, int]] = []
+        left: list[tuple[int, Reading[_T]]] = []
+        for (index, reading), answer in zip(going, answers, strict=True):
+            try:
+                asked.append(reading.send(answer))
+                left.append((index, reading))
+            except StopIteration as end:  # noqa: PERF203 - each reading ends by itself
+                results[index] = end.value
+        going = left
+        answers = memory.read_many(asked) if asked else []
+    return [results[index] for index in range(count)]
 
 
 def sound_address(address: int) -> bool:

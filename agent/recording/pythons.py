@@ -11,9 +11,10 @@ native stacks (`splicing`).
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,13 +25,14 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import COLUMNS, OpenWindow, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
+from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import Code, CodeReader
 from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder, is_held_by
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
-from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory, read_u64
+from aiflame.agent.python.memory import NoMemoryAccess, Pages, read_u64
 from aiflame.agent.python.threads import (
     KEY_BLOCK,
     UnsupportedLibc,
@@ -102,6 +104,7 @@ class PythonProcess:
     loaded: LoadedInterpreter
     reader: CodeReader
     memory: ProcessMemory
+    has_exited: bool = False  # or may not be read any more
     found_ns: int = 0  # monotonic
     state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
     lines: dict[tuple[int, int], tuple[Code, SourceFrame]] = field(default_factory=dict)
@@ -130,6 +133,9 @@ class PythonProcesses:
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self.by_image: dict[int, PythonProcess] = {}
         self.chains: dict[int, PythonChain] = {}
+        # Of threads that sleep: what was read since `prepare`.
+        self._pages: dict[int, Pages] = {}  # by index of the process image
+        self._checked: dict[tuple[int, int], Code | None] = {}
         self._latest_ns = 0  # when an interpreter was last found
         self._frames: dict[PythonFrame, PythonFrame] = {}
         self.losses: Counter[LossKind] = Counter()
@@ -142,7 +148,7 @@ class PythonProcesses:
         interpreter = self._finder.find(image)
         if interpreter is None:
             return
-        memory = ProcessMemory(image.pid)
+        memory = ProcessMemory(self._table.memory, image.pid)
         reader = CodeReader(memory, interpreter.loaded.layout)
         found = PythonProcess(image, interpreter.binary, interpreter.loaded, reader, memory)
         found.found_ns = self._latest_ns = time.monotonic_ns()
@@ -186,8 +192,39 @@ class PythonProcesses:
         self._waiting.pop(pid, None)
         self._programs.pythons.delete(pid.to_bytes(4, "little"))
 
+    def prepare(self, threads: Iterable[tuple[ProcessImage, int]]) -> None:
+        """Reads where the walks of sleeping threads begin, those of all at once.
+
+        What `of_thread` reads after this is of this moment or later: threads that sleep on until
+        they have been walked are shown as they are.
+
+        Args:
+            threads: Process and FS base of each.
+        """
+        pointers: defaultdict[int, list[int]] = defaultdict(list)
+        for image, thread_pointer in threads:
+            pointers[image.index].append(thread_pointer)
+        self._pages, self._checked = {}, {}
+        for index, found in pointers.items():
+            process = self.by_image.get(index)
+            if process is None or process.state_slot is None:
+                continue
+            layout, pages = process.loaded.layout, Pages(process.memory)
+            self._pages[index] = pages
+            offsets = [process.state_slot, layout.thread_frame]
+            if layout.cframe_frame != ABSENT:
+                offsets.append(layout.cframe_frame)
+            with contextlib.suppress(NoMemoryAccess):
+                for offset in offsets:
+                    places = [pointer + offset for pointer in found]
+                    pages.fetch(places)
+                    found = [read_u64(pages, place) or 0 for place in places]
+                pages.fetch(found)
+
     def of_thread(self, image: ProcessImage, thread_pointer: int) -> ThreadPython | None:
         """Walks the Python frames of a thread that is asleep, None if it has none.
+
+        To be called after `prepare`.
 
         Args:
             image: Its process.
@@ -196,7 +233,9 @@ class PythonProcesses:
         process = self.by_image.get(image.index)
         if process is None or process.state_slot is None:
             return None
-        memory, loaded = process.memory, process.loaded
+        memory, loaded = self._pages.get(image.index), process.loaded
+        if memory is None:
+            return None
         try:
             state = read_u64(memory, thread_pointer + process.state_slot)
             if not state:
@@ -207,9 +246,8 @@ class PythonProcesses:
             holds = is_held_by(memory, loaded.layout, holder, state)
         except NoMemoryAccess:
             return None
-        checked: dict[tuple[int, int], Code | None] = {}
         sources = tuple(
-            self._source(process, frame.code_address, frame.position, checked)
+            self._source(process, frame.code_address, frame.position, self._checked)
             if frame.code_address
             else None
             for frame in walked.frames
@@ -224,12 +262,37 @@ class PythonProcesses:
         """Empties the kernel's store of Python frames, and reads what they are called."""
         checked: dict[tuple[int, int], Code | None] = {}
         for keys, records in self._programs.python_chains.chunks(take=True):
-            for key, record in zip(keys.tolist(), records, strict=True):
-                if key not in self.chains:
-                    self.chains[key] = self._chain(record, checked)
-                    image = self._table.image(int(record["tgid"]), int(record["image"]))
-                    self._tell_chain(key, image, self.chains[key].frames, int(record["end"]))
+            fresh = np.array([key not in self.chains for key in keys.tolist()], bool)
+            self._read_codes(records[fresh], checked)
+            for key, record in zip(keys[fresh].tolist(), records[fresh], strict=True):
+                self.chains[key] = self._chain(record, checked)
+                image = self._table.image(int(record["tgid"]), int(record["image"]))
+                self._tell_chain(key, image, self.chains[key].frames, int(record["end"]))
         self._tell_codes()
+
+    def _read_codes(
+        self, records: npt.NDArray[np.void], checked: dict[tuple[int, int], Code | None]
+    ) -> None:
+        """Reads the code objects of chains, those of each process together."""
+        wanted: defaultdict[int, set[int]] = defaultdict(set)
+        for record in records:
+            process = self._process(record)
+            if process is not None:
+                codes = record["frames"]["code"][: int(record["depth"])].tolist()
+                wanted[process.image.index].update(codes)
+        for index, found in wanted.items():
+            process = self.by_image[index]
+            addresses = [code for code in found if code and (index, code) not in checked]
+            try:
+                codes = process.reader.read_many(addresses)
+            except NoMemoryAccess:
+                process.has_exited = True
+                continue
+            checked.update(zip(((index, code) for code in addresses), codes, strict=True))
+
+    def _process(self, record: np.void) -> PythonProcess | None:
+        image = self._table.image(int(record["tgid"]), int(record["image"]))
+        return self.by_image.get(image.index)
 
     def keep(self, chain: int, image: ProcessImage, python: ThreadPython) -> None:
         """Keeps the Python frames of a stack that the host half walked, under an id of its own."""
@@ -255,8 +318,7 @@ class PythonProcesses:
                 rows.clear()
 
     def _chain(self, record: np.void, checked: dict[tuple[int, int], Code | None]) -> PythonChain:
-        image = self._table.image(int(record["tgid"]), int(record["image"]))
-        process = self.by_image.get(image.index)
+        process = self._process(record)
         end = abi.PythonEnd(int(record["end"]))
         if end is not abi.PythonEnd.COMPLETE:
             self.losses[_END_LOSSES[end]] += 1
@@ -279,12 +341,14 @@ class PythonProcesses:
         if process is None:
             return UNREADABLE_SOURCE
         place = (process.image.index, address)
-        if place not in checked:
+        if place not in checked and not process.has_exited:
             try:
                 checked[place] = process.reader.read(address)
             except NoMemoryAccess:
-                self.losses[LossKind.PYTHON_EXITED] += 1
-                return _GONE
+                process.has_exited = True
+        if place not in checked:
+            self.losses[LossKind.PYTHON_EXITED] += 1
+            return _GONE
         code = checked[place]
         if code is None:
             return UNREADABLE_SOURCE

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
+from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.least import give_up_admin
@@ -120,6 +121,8 @@ class Recorder:
         self._families = families
         self._options = options
         self._signals = signals
+        self._memory = RemoteMemory()
+        self._memory.start()  # it is ready by the time that the programs are
         self._programs: Programs = load_programs(options, cache_dir())
         command = () if target.command is None else target.command.words
         self._guard = FileGuard()
@@ -147,13 +150,17 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        self._enter_process(os.getpid(), 0, abi.ProcessFlag.EXCLUDED)
+        for pid in (os.getpid(), self._memory.pid):  # what they start is excluded as well
+            if pid is not None:
+                self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
-        self.table = ProcessTable(time.monotonic_ns(), self._current_image, self._guard)
+        self.table = ProcessTable(
+            time.monotonic_ns(), self._current_image, self._guard, self._memory
+        )
         self.samples = Samples(self._window, self.table)
         self.thread_times = ThreadTimes(self._window, self.table)
         pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
@@ -478,13 +485,13 @@ class Recorder:
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
-        for part in parts:
+        for part in (*parts, self._memory):
             found.update(part.losses)
         return found
 
     def loss_files(self) -> dict[LossKind, set[str]]:
         """Returns the files to blame."""
-        parts = (self.tables, self.pythons, self.calls.probes)
+        parts = (self.tables, self.pythons, self.calls.probes, self._memory)
         files = {kind: found for part in parts for kind, found in part.loss_files.items()}
         files[LossKind.BINARY_NOT_READ] = {
             f"{path} ({why})" for path, why in self._guard.bad.items()
@@ -512,10 +519,9 @@ class Recorder:
         self._probes.close()
         if hasattr(self, "calls"):
             self.calls.close()
-        if hasattr(self, "sleepers"):
-            self.sleepers.close()
         if hasattr(self, "tables"):
             self.tables.close()
+        self._memory.close()
         self._ring.close()
         self._programs.close()
 

@@ -114,7 +114,9 @@ class Sleepers:
         self._walker = walker
         self._pythons = pythons
         self._kernel_stacks = kernel_stacks
-        self._snapshots = Snapshots(programs.thread_iterator_fd) if walker is not None else None
+        self._snapshots = (
+            Snapshots(programs.thread_iterator_fd, table.memory) if walker is not None else None
+        )
         self._batches: Iterator[list[tuple[int, int]]] = iter(())
         self._left: list[tuple[int, int]] = []
         self._refused: list[tuple[int, int]] = []
@@ -214,15 +216,20 @@ class Sleepers:
     def _walk_python(self, sleepers: list[Sleeper]) -> Iterator[None]:
         """Walks the Python frames of those that have some, a thread at each step."""
         found = []
-        for sleeper in sleepers:
-            yield
-            image = self._table.known(sleeper.pid, self._table.first_image)
-            if image is None or sleeper.snapshot is None:
-                continue
-            pointer = sleeper.snapshot.registers.thread_pointer
-            python = self._pythons.of_thread(image, pointer)
-            if python is not None:
-                found.append((sleeper, sleeper.snapshot, python))
+        for first in range(0, len(sleepers), _FIRST_BATCH_THREADS):
+            batch = []
+            for sleeper in sleepers[first : first + _FIRST_BATCH_THREADS]:
+                image = self._table.known(sleeper.pid, self._table.first_image)
+                if image is not None and sleeper.snapshot is not None:
+                    batch.append((sleeper, sleeper.snapshot, image))
+            self._pythons.prepare(
+                (image, snapshot.registers.thread_pointer) for _, snapshot, image in batch
+            )
+            for sleeper, snapshot, image in batch:
+                yield
+                python = self._pythons.of_thread(image, snapshot.registers.thread_pointer)
+                if python is not None:
+                    found.append((sleeper, snapshot, python))
         if self._snapshots is None or not found:
             return
         # Frames are read as they are now: they are of that sleep if the thread still is in it.
@@ -293,7 +300,6 @@ class Sleepers:
             else:
                 is_cut = sleeper.walked.end is StackEnd.TOO_DEEP
                 self.losses[LossKind.USER_FRAMES_CUT] += is_cut
-        self.losses[LossKind.STACKS_STUCK] = 0 if self._snapshots is None else self._snapshots.stuck
 
     def missed(self) -> list[tuple[int, int]]:
         """Counts the threads that are not in the kernel half's table, although they were there.
@@ -337,11 +343,6 @@ class Sleepers:
     def keep_python(self, stack: int, image: ProcessImage, python: ThreadPython) -> None:
         """Keeps the Python half of a made-up stack under its id."""
         self._pythons.keep(stack, image, python)
-
-    def close(self) -> None:
-        """Lets go of everything."""
-        if self._snapshots is not None:
-            self._snapshots.close()
 
 
 def _batches(pids: Iterable[int]) -> Iterator[list[tuple[int, int]]]:

@@ -18,8 +18,9 @@ import lzma
 import os
 import posixpath
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.losses import LossKind
@@ -77,78 +78,104 @@ class OpenElf:
         return any(self.image.section(name) for name in (".debug_info", ".zdebug_info"))
 
 
-class DebugFileFinder:
-    """Looks for debug files, and remembers which it has already checksummed."""
+class Candidate(NamedTuple):
+    """A file that may be the debug file of a binary.
+
+    Attributes:
+        path: Where it was found, beneath a root.
+        is_linked: Accepted by the checksum in the binary's link only.
+        fd: Of the file.
+    """
+
+    path: str
+    is_linked: bool
+    fd: int
+
+
+def open_candidates(
+    build_id: str, link: str, binary_path: str, root_path: str
+) -> Iterator[Candidate]:
+    """Opens what may be the debug file of a binary, one after the other; the caller closes them.
+
+    Args:
+        build_id: Of the binary, "" if it has none.
+        link: The name in its .gnu_debuglink, "" if it has none.
+        binary_path: Its path inside the target's root, "" if unknown.
+        root_path: The target's root directory, "" for the host's only.
+    """
+    with contextlib.ExitStack() as stack:
+        for root_path_or_host in dict.fromkeys(path for path in (root_path, "/") if path):
+            try:
+                root = open_root(root_path_or_host)
+            except OSError:
+                continue
+            stack.callback(os.close, root)
+            for path, is_linked in _locations(build_id, link, binary_path):
+                with contextlib.suppress(OSError):  # nearly all are empty
+                    yield Candidate(path, is_linked, open_beneath(root, path))
+
+
+def find_debug_file(
+    binary: OpenElf,
+    candidates: Iterator[Candidate],
+    checksum: Callable[[Candidate], int],
+    problems: list[Problem],
+) -> OpenElf | None:
+    """The debug file of a binary that is not complete; the caller closes it.
+
+    Args:
+        binary: The binary.
+        candidates: Asked for one after the other.
+        checksum: CRC-32 of a candidate.
+        problems: Files that were found but do not belong to the binary are added here.
+    """
+    if binary.has_symbols and binary.has_lines:
+        return None
+    for candidate in candidates:
+        try:
+            found = OpenElf(candidate.fd)
+        except BadElf as error:
+            problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{candidate.path}: {error}"))
+            continue
+        reason = _mismatch(found, binary.image, candidate, checksum)
+        if not reason:
+            return found
+        found.close()
+        problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{candidate.path}: {reason}"))
+    return None if binary.has_symbols else _mini(binary, problems)
+
+
+def _mismatch(
+    found: OpenElf, image: ElfImage, candidate: Candidate, checksum: Callable[[Candidate], int]
+) -> str:
+    """Why a debug file does not belong to the binary, "" when it does."""
+    if found.image.machine != image.machine or found.image.bits != image.bits:
+        return "it is for another machine"
+    if image.build_id and found.image.build_id != image.build_id:
+        return "its build id differs"
+    if not candidate.is_linked or image.debuglink is None:
+        return ""
+    if found.image.size_bytes > MAX_LINKED_BYTES:
+        return "it is too large to check"
+    return "" if checksum(candidate) == image.debuglink.crc else "its checksum differs"
+
+
+class Checksums:
+    """CRC-32 of files, each read once."""
 
     def __init__(self) -> None:
-        self._checksums: dict[tuple[int, int, int, int], int] = {}
+        self._known: dict[tuple[int, int, int, int], int] = {}
 
-    def find(
-        self, binary: OpenElf, binary_path: str, root_path: str, problems: list[Problem]
-    ) -> OpenElf | None:
-        """The debug file of a stripped binary; the caller closes it.
-
-        Args:
-            binary: The binary.
-            binary_path: Its path inside the target's root, "" if unknown.
-            root_path: The target's root directory, "" for the host's only.
-            problems: Files that were found but do not belong to the binary are added here.
-        """
-        if binary.has_symbols and binary.has_lines:
-            return None
-        with contextlib.ExitStack() as stack:
-            roots = []
-            for path in dict.fromkeys(path for path in (root_path, "/") if path):
-                with contextlib.suppress(OSError):
-                    roots.append(open_root(path))
-                    stack.callback(os.close, roots[-1])
-            for root in roots:
-                for path, checked in _candidates(binary.image, binary_path):
-                    found = self._accept(root, path, binary.image, checked, problems)
-                    if found is not None:
-                        return found
-        return None if binary.has_symbols else _mini(binary, problems)
-
-    def _accept(
-        self, root: int, path: str, image: ElfImage, checked: bool, problems: list[Problem]
-    ) -> OpenElf | None:
-        try:
-            fd = open_beneath(root, path)
-        except OSError:
-            return None  # Most of them do not exist: that is no problem to report.
-        try:
-            candidate = OpenElf(fd)
-        except BadElf as error:
-            problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{path}: {error}"))
-            return None
-        reason = self._mismatch(candidate, image, checked)
-        if not reason:
-            return candidate
-        candidate.close()
-        problems.append(Problem(LossKind.BAD_DEBUG_FILE, f"{path}: {reason}"))
-        return None
-
-    def _mismatch(self, candidate: OpenElf, image: ElfImage, checked: bool) -> str:
-        """Why a debug file does not belong to the binary, "" when it does."""
-        if candidate.image.machine != image.machine or candidate.image.bits != image.bits:
-            return "it is for another machine"
-        if image.build_id and candidate.image.build_id != image.build_id:
-            return "its build id differs"
-        if not checked or image.debuglink is None:
-            return ""
-        if candidate.image.size_bytes > MAX_LINKED_BYTES:
-            return "it is too large to check"
-        return "" if self._crc(candidate.fd) == image.debuglink.crc else "its checksum differs"
-
-    def _crc(self, fd: int) -> int:
+    def of(self, fd: int) -> int:
+        """That of an open file."""
         facts = os.fstat(fd)
         key = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        if key not in self._checksums:
+        if key not in self._known:
             crc = 0
             for chunk in _chunks(fd, facts.st_size):
                 crc = zlib.crc32(chunk, crc)
-            self._checksums[key] = crc
-        return self._checksums[key]
+            self._known[key] = crc
+        return self._known[key]
 
 
 def _chunks(fd: int, size: int) -> Iterator[bytes]:
@@ -156,18 +183,16 @@ def _chunks(fd: int, size: int) -> Iterator[bytes]:
         yield os.pread(fd, min(_CHUNK_BYTES, size - offset), offset)
 
 
-def _candidates(image: ElfImage, binary_path: str) -> Iterator[tuple[str, bool]]:
+def _locations(build_id: str, link: str, binary_path: str) -> Iterator[tuple[str, bool]]:
     """Paths to try, and whether the checksum of the link must match."""
-    if len(image.build_id) > 2:
-        head, tail = image.build_id[:2], image.build_id[2:]
-        yield f"{_DEBUG_ROOT}/.build-id/{head}/{tail}.debug", False
-    if image.debuglink is not None and binary_path.startswith("/"):
+    if len(build_id) > 2:
+        yield f"{_DEBUG_ROOT}/.build-id/{build_id[:2]}/{build_id[2:]}.debug", False
+    if link and binary_path.startswith("/"):
         directory = posixpath.dirname(binary_path).rstrip("/")
-        name = image.debuglink.name
-        if posixpath.basename(binary_path) != name:
-            yield f"{directory}/{name}", True
-        yield f"{directory}/.debug/{name}", True
-        yield f"{_DEBUG_ROOT}{directory}/{name}", True
+        if posixpath.basename(binary_path) != link:
+            yield f"{directory}/{link}", True
+        yield f"{directory}/.debug/{link}", True
+        yield f"{_DEBUG_ROOT}{directory}/{link}", True
 
 
 def _mini(binary: OpenElf, problems: list[Problem]) -> OpenElf | None:

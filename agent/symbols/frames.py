@@ -8,6 +8,7 @@ and demangling libraries into its own memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aiflame.agent.losses import LossKind
 
@@ -34,6 +35,14 @@ def clean_name(name: str) -> str:
     if name.isascii() and name.isprintable():
         return name
     return name.translate(_UNPRINTABLE)
+
+
+class RawFrame(NamedTuple):
+    """One function at an address, with its linker name ("" where DWARF has none)."""
+
+    name: str
+    file: str
+    line: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiflame.agent.elf import records
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.symbols.debugfiles import OpenElf
+from aiflame.agent.symbols.frames import RawFrame
+from symbolic._lowlevel import ffi
 from symbolic.debuginfo import Archive
 from symbolic.exceptions import SymbolicError
 from symbolic.symcache import SYMCACHE_LATEST_VERSION, SymCache
@@ -43,14 +45,6 @@ class DebugInfoTooLarge(BadDebugInfo):
     """The debug information is over the limit."""
 
 
-class RawFrame(NamedTuple):
-    """One function at an address, with its linker name ("" where DWARF has none)."""
-
-    name: str
-    file: str
-    line: int
-
-
 class LineTable:
     """Lines and inlined functions of one binary, by its own virtual addresses."""
 
@@ -70,10 +64,22 @@ class LineTable:
         if size > max_dwarf_bytes:
             raise DebugInfoTooLarge(f"{size} bytes of DWARF, over the limit of {max_dwarf_bytes}")
         try:
-            archive = Archive.open(f"/proc/self/fd/{elf.fd}")
-            symbols = next(iter(archive.iter_objects())).make_symcache()
+            mapped = mmap.mmap(elf.fd, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise BadDebugInfo(f"cannot map: {error}") from error
+        # What symbolic makes of bytes points into them, and does not keep them.
+        data = ffi.from_buffer("uint8_t[]", mapped)
+        made: list[Any] = []
+        try:
+            made.append(Archive.from_bytes(data))
+            made.append(next(made[0].iter_objects()))
+            symbols = made[1].make_symcache()
         except (SymbolicError, MemoryError, StopIteration, UnicodeDecodeError) as error:
             raise BadDebugInfo(f"{type(error).__name__}: {error}") from error
+        finally:
+            # Freed here and in this order, which a garbage collector would not keep.
+            for one in reversed(made):
+                one.__del__()
         return cls(symbols, elf.image.load_address)
 
     @classmethod

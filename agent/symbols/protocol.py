@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.frames import Problem, SourceFrame
+from aiflame.agent.symbols.frames import Problem, RawFrame, SourceFrame
 
 LENGTH = struct.Struct("<I")
 # An answer for 1,000,000 addresses of distinct functions is about 200 MB.
@@ -72,6 +72,31 @@ def unpack_frames(message: dict[str, Any], count: int) -> Frames:
     if len(frames) != count:
         raise BadMessage(f"{len(frames)} answers for {count} addresses")
     return frames
+
+
+def pack_raw(chains: Sequence[tuple[RawFrame, ...]]) -> dict[str, Any]:
+    """The same for frames that are not demangled yet."""
+    table: dict[RawFrame, int] = {}
+    packed = [[table.setdefault(frame, len(table)) for frame in chain] for chain in chains]
+    return {"frames": [list(frame) for frame in table], "chains": packed}
+
+
+def unpack_raw(message: dict[str, Any], count: int) -> list[tuple[RawFrame, ...]]:
+    """The reverse of `pack_raw`.
+
+    Raises:
+        BadMessage: It is not what `pack_raw` makes for `count` addresses.
+    """
+    try:
+        table = [
+            RawFrame(str(name), str(file), int(line)) for name, file, line in message["frames"]
+        ]
+        chains = [tuple(table[index] for index in chain) for chain in message["chains"]]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise BadMessage(f"{type(error).__name__}: {error}") from error
+    if len(chains) != count:
+        raise BadMessage(f"{len(chains)} answers for {count} addresses")
+    return chains
 
 
 def pack_problems(problems: Sequence[Problem]) -> list[list[str]]:

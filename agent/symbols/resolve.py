@@ -7,37 +7,41 @@ and the caller shows `[module+0xoffset]`.
 
 Each failure costs only what it concerns and becomes a `Problem`. What no `except` can catch
 (crashes inside libraries, endless loops, memory) is the reason why recordings use `service`,
-which runs this class in a child process.
+which runs this class in a process for each binary (`worker`).
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.demangle import Demangler
-from aiflame.agent.elf.image import BadElf
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.debugfiles import DebugFileFinder, OpenElf, path_in_root
-from aiflame.agent.symbols.frames import Problem, SourceFrame, clean_name
+from aiflame.agent.symbols.debugfiles import (
+    Candidate,
+    Checksums,
+    OpenElf,
+    find_debug_file,
+    open_candidates,
+    path_in_root,
+)
+from aiflame.agent.symbols.frames import Problem, RawFrame, SourceFrame, clean_name
 from aiflame.agent.symbols.lines import (
     DEFAULT_MAX_DWARF_BYTES,
     BadDebugInfo,
     DebugInfoTooLarge,
     LineTable,
-    RawFrame,
 )
 from aiflame.agent.symbols.rootfs import open_regular
-from aiflame.agent.symbols.store import Store, store_key
+from aiflame.agent.symbols.store import Cache, Store, store_key
 from aiflame.agent.symbols.table import CorruptCache, SymbolSource, SymbolTable
 from aiflame.agent.target_files import BadTargetFile
-
-__all__ = ["Problem", "Resolver", "SourceFrame"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -53,11 +57,60 @@ class _Tables(NamedTuple):
     lines: LineTable | None
 
 
-class Resolver:
-    """Resolves addresses in this process.
+class Access(Protocol):
+    """What a resolver takes from outside: it opens nothing itself."""
+
+    @property
+    def store(self) -> Cache:
+        """Finished tables."""
+
+    def open(self, path: str) -> int:
+        """Opens a binary; OSError as `open_regular`."""
+
+    def path_inside(self, path: str) -> str:
+        """As `path_in_root`."""
+
+    def candidates(self, image: ElfImage, inside: str, root_path: str) -> Iterator[Candidate]:
+        """As `open_candidates`."""
+
+    def checksum(self, candidate: Candidate) -> int:
+        """CRC-32 of a candidate."""
+
+
+class DirectAccess:
+    """Opens files in this process.
 
     Args:
         cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
+    """
+
+    def __init__(self, cache: Path | None) -> None:
+        self.store = Store(cache)
+        self._checksums = Checksums()
+
+    def open(self, path: str) -> int:
+        """Opens a binary."""
+        return open_regular(path)
+
+    def path_inside(self, path: str) -> str:
+        """As `path_in_root`."""
+        return path_in_root(path)
+
+    def candidates(self, image: ElfImage, inside: str, root_path: str) -> Iterator[Candidate]:
+        """As `open_candidates`."""
+        link = "" if image.debuglink is None else image.debuglink.name
+        return open_candidates(image.build_id, link, inside, root_path)
+
+    def checksum(self, candidate: Candidate) -> int:
+        """CRC-32 of a candidate."""
+        return self._checksums.of(candidate.fd)
+
+
+class Resolver:
+    """Resolves addresses in this process, but for the demangling of names.
+
+    Args:
+        access: Opens files.
         max_dwarf_bytes: Debug information larger than this is not read.
 
     Attributes:
@@ -66,21 +119,20 @@ class Resolver:
 
     def __init__(
         self,
-        cache: Path | None,
+        access: Access,
         *,
         max_dwarf_bytes: int = DEFAULT_MAX_DWARF_BYTES,
     ) -> None:
-        self._store = Store(cache)
-        self._demangler = Demangler()
+        self._access = access
+        self._store = access.store
         self._max_dwarf_bytes = max_dwarf_bytes
-        self._finder = DebugFileFinder()
         self._tables: OrderedDict[tuple[str, bool], _Tables] = OrderedDict()
         self.problems: list[Problem] = []
 
     def resolve(
         self, path: str, root_path: str, addresses: U64, *, plain: bool = False
-    ) -> list[tuple[SourceFrame, ...]]:
-        """Source frames for virtual addresses of one binary.
+    ) -> list[tuple[RawFrame, ...]]:
+        """Frames for virtual addresses of one binary.
 
         A return address must be lowered by one by the caller, so that it lies in the call.
 
@@ -88,7 +140,7 @@ class Resolver:
             path: An openable path, for instance /proc/PID/fd/N.
             root_path: The target's root directory, for debug files; "" uses the host's only.
             addresses: Shape (n,).
-            plain: Leave out what runs other people's parsers: DWARF and demangling.
+            plain: Leave out what runs other people's parsers: DWARF.
 
         Returns:
             For each address its frames, the innermost inlined function first; () outside every
@@ -105,56 +157,30 @@ class Resolver:
             if tables is None:
                 return [()] * len(addresses)
             names = tables.symbols.raw_names(addresses)
-        chains = [
+        return [
             _chain(tables.lines, address, name)
             for address, name in zip(addresses.tolist(), names, strict=True)
         ]
-        return self._readable(chains, path, plain)
 
     def prepare(self, path: str, root_path: str, *, plain: bool = False) -> None:
         """Build or load the tables of a binary ahead of `resolve`."""
         self._load(path, root_path, plain)
-
-    def _readable(
-        self, chains: list[tuple[RawFrame, ...]], path: str, plain: bool
-    ) -> list[tuple[SourceFrame, ...]]:
-        raw = list(dict.fromkeys(frame.name for chain in chains for frame in chain))
-        names = [os.fsencode(name) for name in raw]
-        if not plain:
-            names = self._demangler.names(names)
-            if self._demangler.failures:
-                self._problem(LossKind.NAMES_NOT_DEMANGLED, path)
-        readable = {
-            name: clean_name(found.decode("utf-8", "replace"))
-            for name, found in zip(raw, names, strict=True)
-        }
-        return [
-            tuple(
-                SourceFrame(
-                    name=readable[frame.name] or "[inlined]",
-                    file=clean_name(frame.file),
-                    line=frame.line,
-                    inlined=index + 1 < len(chain),
-                )
-                for index, frame in enumerate(chain)
-            )
-            for chain in chains
-        ]
 
     def _problem(self, reason: LossKind, detail: object) -> None:
         self.problems.append(Problem(reason, clean_name(str(detail))))
 
     def _load(self, path: str, root_path: str, plain: bool) -> _Tables | None:
         try:
-            binary = OpenElf(open_regular(path))
+            binary = OpenElf(self._access.open(path))
         except OSError as error:
             self._problem(LossKind.UNREADABLE_BINARY, f"{path}: {error.strerror}")
             return None
         except BadElf as error:
-            self._problem(LossKind.BAD_ELF, f"{path_in_root(path) or path}: {error}")
+            self._problem(LossKind.BAD_ELF, f"{self._access.path_inside(path) or path}: {error}")
             return None
-        inside = path_in_root(path)
-        debug = self._finder.find(binary, inside, root_path, self.problems)
+        inside = self._access.path_inside(path)
+        candidates = self._access.candidates(binary.image, inside, root_path)
+        debug = find_debug_file(binary, candidates, self._access.checksum, self.problems)
         files = [binary] if debug is None else [binary, debug]
         try:
             return self._tables_of(files, inside or path, plain)
@@ -231,6 +257,32 @@ class Resolver:
         if chunks:
             self._store.write(key + _LINES_SUFFIX, chunks)
         return table
+
+
+def readable(
+    chains: Sequence[tuple[RawFrame, ...]], demangler: Demangler | None
+) -> list[tuple[SourceFrame, ...]]:
+    """Frames as they are shown: names demangled, if that is wanted, and cleaned."""
+    raw = list(dict.fromkeys(frame.name for chain in chains for frame in chain))
+    names = [os.fsencode(name) for name in raw]
+    if demangler is not None:
+        names = demangler.names(names)
+    shown = {
+        name: clean_name(found.decode("utf-8", "replace"))
+        for name, found in zip(raw, names, strict=True)
+    }
+    return [
+        tuple(
+            SourceFrame(
+                name=shown[frame.name] or "[inlined]",
+                file=clean_name(frame.file),
+                line=frame.line,
+                inlined=index + 1 < len(chain),
+            )
+            for index, frame in enumerate(chain)
+        )
+        for chain in chains
+    ]
 
 
 def _chain(lines: LineTable | None, address: int, symbol: bytes | None) -> tuple[RawFrame, ...]:

@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from aiflame.agent.outfile import private_directory
 
@@ -48,6 +49,16 @@ def store_key(*cache_keys: str) -> str:
     return f"{cache_keys[0].split('-', 1)[0][:40]}-{digest}"
 
 
+class Cache(Protocol):
+    """What is kept between runs, by name; `Store` says what each does."""
+
+    def open(self, name: str) -> mmap.mmap | None: ...
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview | mmap.mmap]) -> bool: ...
+
+    def remove(self, name: str) -> None: ...
+
+
 class Store:
     """A bounded directory of cache files.
 
@@ -67,20 +78,27 @@ class Store:
 
     def open(self, name: str) -> mmap.mmap | None:
         """Map a cache file read-only and mark it as used; None when there is none."""
+        fd = self.descriptor(name)
+        if fd is None:
+            return None
+        try:
+            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # ValueError: the file is empty
+            return None
+        finally:
+            os.close(fd)
+
+    def descriptor(self, name: str) -> int | None:
+        """Open a cache file and mark it as used; None when there is none. The caller closes it."""
         if self._directory is None:
             return None
         try:
             fd = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return None
-        try:
-            with contextlib.suppress(OSError):
-                os.utime(fd)
-            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # ValueError: the file is empty
-            return None
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            os.utime(fd)
+        return fd
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview | mmap.mmap]) -> bool:
         """Write one file whole; False when it could not be written (the cache is then as before).

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.symbols.store import Store, store_key
+from aiflame.agent.symbols.store import Cache, store_key
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.heuristics import with_functions_without_cfi
@@ -37,7 +37,7 @@ _SUFFIX = ".unwind04"
 _FINGERPRINT_BYTES = 1024 * 1024
 
 
-def load_or_build(file: TargetFile, image: ElfImage, store: Store) -> UnwindTable:
+def load_or_build(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTable:
     """The unwind table of an open ELF file.
 
     Args:
@@ -57,17 +57,17 @@ def load_or_build(file: TargetFile, image: ElfImage, store: Store) -> UnwindTabl
     return table
 
 
-def load_cached(file: TargetFile, image: ElfImage, store: Store) -> UnwindTable | None:
+def load_cached(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTable | None:
     """The same, but None where it would have to be built."""
     return _load(file, image, store, is_built=False)
 
 
-def _load(file: TargetFile, image: ElfImage, store: Store, is_built: bool) -> UnwindTable | None:
+def _load(file: TargetFile, image: ElfImage, store: Cache, is_built: bool) -> UnwindTable | None:
     if (image.machine, image.bits) != (arch.MACHINE, 64):
         raise BadUnwindInfo(f"no unwind rules for {image.machine}, {image.bits} bits")
     sections = frame_sections(file, image)
     identity = _identity(file, image, sections)
-    name = store_key(image.cache_key, identity.hex()) + _SUFFIX
+    name = _name(image, identity)
     mapping = store.open(name)
     if mapping is not None:
         try:
@@ -79,6 +79,19 @@ def _load(file: TargetFile, image: ElfImage, store: Store, is_built: bool) -> Un
     table = build(file, image, sections)
     store.write(name, table.to_chunks(identity))
     return table
+
+
+def cache_name(file: TargetFile, image: ElfImage) -> str:
+    """How the cache calls the table of a file.
+
+    Raises:
+        BadTargetFile: As `TargetFile.read`.
+    """
+    return _name(image, _identity(file, image, frame_sections(file, image)))
+
+
+def _name(image: ElfImage, identity: bytes) -> str:
+    return store_key(image.cache_key, identity.hex()) + _SUFFIX
 
 
 def build(file: TargetFile, image: ElfImage, sections: list[FrameSection]) -> UnwindTable:

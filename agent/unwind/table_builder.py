@@ -46,10 +46,16 @@ class TableBuilders:
         self._small = TableBuilder(cache, watch, urgency)
         self._large = TableBuilder(cache, watch, urgency)
 
-    def ask(self, binary: int, path: str) -> None:
-        """Queues a binary by its index and an openable path, unless it is queued already."""
+    def ask(self, binary: int, path: str, name: str) -> None:
+        """Queues a binary, unless it is queued already.
+
+        Args:
+            binary: Its index.
+            path: An openable path.
+            name: Of its table in the cache.
+        """
         is_small = self._size_bytes(binary) <= _SMALL_FILE_BYTES
-        (self._small if is_small else self._large).ask(binary, path)
+        (self._small if is_small else self._large).ask(binary, path, name)
 
     def finished(self) -> list[int]:
         """Returns the binaries that are done with, whether there is a table now or not."""
@@ -94,7 +100,7 @@ class TableBuilder:
         self._urgency = urgency
         self._queue: dict[int, str] = {}
         self._current = -1
-        self._path = ""
+        self._question = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
         self._is_asked = False
@@ -102,10 +108,10 @@ class TableBuilder:
         self._lost: list[int] = []
         self.given_up: set[int] = set()
 
-    def ask(self, binary: int, path: str) -> None:
-        """Queues a binary by its index and an openable path, unless it is queued already."""
+    def ask(self, binary: int, path: str, name: str) -> None:
+        """As `TableBuilders.ask`."""
         if binary != self._current:
-            self._queue.setdefault(binary, path)
+            self._queue.setdefault(binary, f"{name} {path}")
         self._ask_next()
 
     def _ask_next(self) -> None:
@@ -118,9 +124,9 @@ class TableBuilder:
             return
         assert self._child is not None and self._child.stdin is not None  # noqa: S101 - it is a pipe
         self._current = max(self._queue, key=self._urgency)
-        self._path = self._queue.pop(self._current)
+        self._question = self._queue.pop(self._current)
         try:
-            self._child.stdin.write(f"{self._path}\n".encode())
+            self._child.stdin.write(f"{self._question}\n".encode())
             self._child.stdin.flush()
         except BrokenPipeError:
             pass  # it died: `finished` notices
@@ -137,6 +143,8 @@ class TableBuilder:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 start_new_session=True,  # Ctrl-C is for the recorder
+                # One thread, so that the worker may fork; numpy would start one per CPU.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )
         except OSError:
             return False
@@ -173,7 +181,7 @@ class TableBuilder:
         if is_late or self._current in self._struck:
             return False
         self._struck.add(self._current)
-        self._queue[self._current] = self._path
+        self._queue[self._current] = self._question
         return True
 
     @property

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import support
 from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.inspector.memory import RemoteMemory
+from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
-from aiflame.agent.python.memory import ProcessMemory
 from aiflame.agent.python.threads import find_key_block
 from aiflame.agent.target_files import TargetFile
 from interpreters import VERSIONS, executable
@@ -82,6 +83,7 @@ def _key_block(pid: int) -> int:
 def start(python: Path) -> Iterator[Callable[..., Target]]:
     """`start("--busy")`: runs nested.py until all its threads wait where they said."""
     running: list[subprocess.Popen[bytes]] = []
+    remote = RemoteMemory()
 
     def go(*arguments: str) -> Target:
         # Isolated, but not -S: site-packages of the machine may print or be slow.
@@ -96,12 +98,13 @@ def start(python: Path) -> Iterator[Callable[..., Target]]:
         return Target(
             process.pid,
             truth,
-            ProcessMemory(process.pid),
+            ProcessMemory(remote, process.pid),
             _loaded(process.pid),
             _key_block(process.pid),
         )
 
     yield go
+    remote.close()
     for process in running:
         process.kill()
         process.communicate()

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiflame.agent.demangle import Demangler
+from recordings import children_of
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +183,11 @@ def test_the_child_ends_with_its_demangler(monkeypatch: pytest.MonkeyPatch) -> N
     del demangler
     gc.collect()
     assert child.returncode is not None
+
+
+def test_the_child_has_no_rights() -> None:
+    demangler = Demangler()
+    assert demangler.names([b"_Z3foov"]) == [b"foo()"]
+    child = max(children_of(os.getpid()))
+    status = Path(f"/proc/{child}/status").read_text()
+    assert "Seccomp:\t2" in status and f"CapEff:\t{0:016x}" in status

@@ -60,8 +60,9 @@ _MAY_OPEN = {
     # Ours to the end.
     "agent/cli.py": "/dev/null",
     "agent/commands/messages.py": "/dev/null and the standard streams",
-    # Children that read for others: they get paths of descriptors in /proc.
-    "agent/symbols/worker.py": "its own status in /proc",
+    # Children that read for others: they get descriptors.
+    "agent/inspector/memory.py": "the status of a child of ours, in /proc",
+    "agent/inspector/parser.py": "/dev/null, and what /proc says of a descriptor",
     "agent/unwind/worker.py": "what it is told to read",
     # The system's own.
     "agent/processes/container_names.py": "lists of container engines, if they are root's",

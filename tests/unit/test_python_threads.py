@@ -13,7 +13,6 @@ from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.python.debugoffsets import read_layout
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state, holds_gil
 from aiflame.agent.python.layouts import ACTIVE_FLAG, Layout, table_layout
-from aiflame.agent.python.memory import NoMemoryAccess, ProcessMemory
 from aiflame.agent.python.threads import (
     UnsupportedLibc,
     find_key_block,
@@ -127,23 +126,6 @@ def test_key_slots() -> None:
     for key in (-1, 32, 1 << 40):
         with pytest.raises(UnsupportedLibc):
             tss_slot_offset(key)
-
-
-def test_own_memory_is_read_and_bad_places_are_counted() -> None:
-    memory = ProcessMemory(os.getpid())
-    assert memory.read(id(None), 8) is not None
-    assert memory.read(0, 8) is None
-    assert memory.read(4096, 8) is None
-    assert memory.read(id(None), 1 << 40) is None
-    assert memory.read(1 << 63, 8) is None
-    assert memory.failed_reads == 4
-
-
-def test_the_memory_of_an_ended_process_cannot_be_read() -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    with pytest.raises(NoMemoryAccess, match=f"process {ended.pid}"):
-        ProcessMemory(ended.pid).read(1 << 40, 8)
 
 
 _COND = LeafFrame("pthread_cond_timedwait", False)

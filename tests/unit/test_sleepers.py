@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiflame.agent import kernelfs
+from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StackEnd
@@ -30,7 +31,10 @@ _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
 _IDLE_WORKER = 0x402
 
 _NO_PYTHON: Any = SimpleNamespace(
-    of_thread=lambda image, pointer: None, look=lambda image: None, poll=lambda: None
+    prepare=list,
+    of_thread=lambda image, pointer: None,
+    look=lambda image: None,
+    poll=lambda: None,
 )
 
 
@@ -122,11 +126,9 @@ def test_only_threads_that_slept_on_are_believed(monkeypatch: pytest.MonkeyPatch
         return next(answers)
 
     monkeypatch.setattr(snapshots, "thread_registers", registers)
-    taken = Snapshots(5)
-    try:
-        assert set(taken.take([(1, tid) for tid in range(10)])) == {0}
-    finally:
-        taken.close()
+    memory = RemoteMemory()
+    assert set(Snapshots(5, memory).take([(1, tid) for tid in range(10)])) == {0}
+    memory.close()
 
 
 def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(snapshots, "thread_registers", registers)
-    taken = Snapshots(5)
+    taken = Snapshots(5, RemoteMemory())
     assert taken.are_possible
     assert taken.take([(1, 1)]) == {}
     assert not taken.are_possible

@@ -10,11 +10,16 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from aiflame.agent.demangle import Demangler
 from aiflame.agent.losses import LossKind
+from aiflame.agent.symbols import resolve as symbols_resolve
 from aiflame.agent.symbols.frames import SourceFrame
-from aiflame.agent.symbols.resolve import Resolver
+from aiflame.agent.symbols.resolve import DirectAccess, readable
 from elfbytes import ALLOC_EXEC, Elf, Section, Symbol
+
+U64 = npt.NDArray[np.uint64]
 
 PROGRAM = """\
 #define INLINE static inline __attribute__((always_inline))
@@ -47,8 +52,21 @@ def address_of(program: Path, symbol: str) -> int:
     return int(row[0], 16)
 
 
+class Resolver(symbols_resolve.Resolver):
+    """Resolves in this process, which the worker does in two."""
+
+    def __init__(self, cache: Path | None, **limits: int) -> None:
+        super().__init__(DirectAccess(cache), **limits)
+
+    def shown(
+        self, path: str, root: str, addresses: U64, plain: bool = False
+    ) -> list[tuple[SourceFrame, ...]]:
+        demangler = None if plain else Demangler()
+        return readable(self.resolve(path, root, addresses, plain=plain), demangler)
+
+
 def resolve(resolver: Resolver, program: Path, *addresses: int, root: str = "") -> list[list[str]]:
-    found = resolver.resolve(str(program), root, np.array(addresses, dtype=np.uint64))
+    found = resolver.shown(str(program), root, np.array(addresses, dtype=np.uint64))
     return [[frame.name for frame in chain] for chain in found]
 
 
@@ -58,7 +76,7 @@ def test_inlined_functions_with_their_lines(tmp_path: Path, flags: tuple[str, ..
     start = address_of(program, OUTERMOST)
     resolver = Resolver(None)
     source = str(tmp_path / "shop.cc")
-    whole = resolver.resolve(str(program), "", np.arange(start, start + 24, dtype=np.uint64))
+    whole = resolver.shown(str(program), "", np.arange(start, start + 24, dtype=np.uint64))
     deepest = max(whole, key=len)
     assert deepest == (
         SourceFrame("innermost", source, 5, True),
@@ -72,7 +90,7 @@ def test_without_debug_info_there_are_names_only(tmp_path: Path) -> None:
     program = build(tmp_path)
     resolver = Resolver(None)
     start = address_of(program, TWICE)
-    (chain,) = resolver.resolve(str(program), "", np.array([start], dtype=np.uint64))
+    (chain,) = resolver.shown(str(program), "", np.array([start], dtype=np.uint64))
     assert chain == (SourceFrame("shop::Box<int>::twice(int)", "", 0, False),)
 
 
@@ -166,10 +184,10 @@ def test_cache_gives_the_same_answers_without_the_tables_of_the_file(tmp_path: P
     cache = tmp_path / "cache"
     start = address_of(program, OUTERMOST)
     addresses = np.arange(start, start + 64, dtype=np.uint64)
-    cold = Resolver(cache).resolve(str(program), "", addresses)
+    cold = Resolver(cache).shown(str(program), "", addresses)
     assert sorted(path.suffix for path in cache.iterdir()) == [".lines", ".symbols"]
     before = {path: path.stat().st_ino for path in cache.iterdir()}
-    assert Resolver(cache).resolve(str(program), "", addresses) == cold
+    assert Resolver(cache).shown(str(program), "", addresses) == cold
     assert {path: path.stat().st_ino for path in cache.iterdir()} == before
 
 
@@ -178,13 +196,13 @@ def test_damaged_cache_is_built_again(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     start = address_of(program, OUTERMOST)
     addresses = np.arange(start, start + 64, dtype=np.uint64)
-    cold = Resolver(cache).resolve(str(program), "", addresses)
+    cold = Resolver(cache).shown(str(program), "", addresses)
     sound = {path: path.read_bytes() for path in cache.iterdir()}
     for path, data in sound.items():
         # The last byte of a table of symbols is padding of its last block of names.
         for damaged in (data[:-1] + b"\xff", data[: len(data) // 2], b"", b"x" * len(data)):
             path.write_bytes(damaged)
-            assert Resolver(cache).resolve(str(program), "", addresses) == cold
+            assert Resolver(cache).shown(str(program), "", addresses) == cold
             assert path.read_bytes() == data or damaged == data[:-1] + b"\xff"
             path.write_bytes(data)
 
@@ -211,7 +229,7 @@ def test_too_much_debug_info_costs_only_the_lines(tmp_path: Path) -> None:
 def test_plain_mode_leaves_out_dwarf_and_demangling(tmp_path: Path) -> None:
     program = build(tmp_path, "-g")
     start = np.array([address_of(program, OUTERMOST)], dtype=np.uint64)
-    (chain,) = Resolver(None).resolve(str(program), "", start, plain=True)
+    (chain,) = Resolver(None).shown(str(program), "", start, plain=True)
     assert chain == (SourceFrame(OUTERMOST, "", 0, False),)
 
 

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from elfbytes import Elf, Symbol
 # A worker whose resolver misbehaves by the name of the file; "plain" files do so only in the
 # first attempt, with DWARF and demangling.
 BAD_WORKER = """\
-import os, signal, sys
+import ctypes, os, select, sys
 from aiflame.agent.symbols import worker
 from aiflame.agent.symbols.resolve import Resolver
 sound = Resolver._load
@@ -27,18 +30,18 @@ def load(self, path, root, plain):
     if "first" in name and plain:
         return sound(self, path, root, plain)
     if "crash" in name:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        ctypes.string_at(0)
     if "exit" in name:
         sys.exit("the reason")
     if "hang" in name:
         while True:
             pass
     if "stop" in name:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        select.poll().poll()
     if "memory" in name:
         return [bytearray(1 << 28) for _ in range(1 << 20)]
     if "nonsense" in name:
-        os.write(1, b"\\x05\\0\\0\\0hello")
+        self._access.store._channel._socket.send(b"hello")
     return sound(self, path, root, plain)
 Resolver._load = load
 worker.main(sys.argv[1:])
@@ -164,7 +167,7 @@ def test_reason_of_a_worker_that_ends_is_kept(tmp_path: Path, bad_worker: tuple[
 def test_stopped_worker_is_replaced(
     tmp_path: Path, bad_worker: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GIVEN a worker that not even its own timer reaches, THEN the recorder's deadline does."""
+    """GIVEN a parser that its own timer never ends, THEN the recorder's deadline does."""
     monkeypatch.setattr("aiflame.agent.symbols.service._GRACE_S", 1.0)
     with SymbolService(None, timeout_s=1, command=bad_worker) as service:
         found = names(service, binary(tmp_path, "stop_first"), binary(tmp_path, "one"))
@@ -203,11 +206,11 @@ def test_no_descriptor_or_process_is_left(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_the_child_that_demangles_is_waited_for(tmp_path: Path) -> None:
+def test_the_children_that_parse_and_demangle_are_waited_for(tmp_path: Path) -> None:
     with SymbolService(None) as service:
         assert names(service, binary(tmp_path, "one")) == [[["one()"], []]]
         children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
-        assert len(children) == 1
+        assert len(children) == 2
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 
@@ -220,3 +223,131 @@ def test_worker_has_its_limits(tmp_path: Path) -> None:
         assert limits == (3 << 30, 3 << 30)
         assert os.getsid(service.pid) == service.pid
         assert os.readlink(f"/proc/{service.pid}/cwd") == "/"  # noqa: PTH115
+
+
+_SHOP = """
+#define INLINE static inline __attribute__((always_inline))
+volatile int sink;
+namespace shop {
+INLINE int inner(int x) { return sink = x * 3; }
+__attribute__((noinline)) int outer(int x) { return inner(x) * sink; }
+}
+int main(int count, char **) { return shop::outer(count); }
+"""
+
+
+def _built(folder: Path, *commands: str) -> tuple[Path, int]:
+    """A program and an address in a function with another one inlined."""
+    (folder / "shop.cc").write_text(_SHOP)
+    program = folder / "shop"
+    flags = ["-O1", "-g", "-Wl,--build-id", "-o", program, folder / "shop.cc"]
+    subprocess.run(["g++", *flags], check=True)
+    listing = subprocess.run(["nm", program], capture_output=True, text=True, check=True).stdout
+    (row,) = (line for line in listing.splitlines() if line.endswith("outerEi"))
+    for command in commands:
+        subprocess.run(command.split(), cwd=folder, check=True)
+    return program, int(row.split()[0], 16)
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        (),
+        (
+            "objcopy --only-keep-debug shop shop.debug",
+            "strip -g shop",
+            "objcopy --add-gnu-debuglink=shop.debug shop",
+        ),
+    ],
+    ids=["inside", "linked"],
+)
+def test_lines_come_out_of_a_parser_without_rights(
+    tmp_path: Path, commands: tuple[str, ...]
+) -> None:
+    program, start = _built(tmp_path, *commands)
+    cache = tmp_path / "cache"
+    request = Request(str(program), "", np.arange(start, start + 8, dtype=np.uint64))
+    found = []
+    for _ in range(2):  # the second time from the cache
+        with SymbolService(cache) as service:
+            ((result),) = service.resolve_many([request])
+            assert service.problems == []
+        found.append(result.frames)
+        assert {path.suffix for path in cache.iterdir()} == {".lines", ".symbols"}
+    assert found[0] == found[1]
+    chain = next(chain for chain in found[0] if len(chain) == 2)
+    assert [frame.name for frame in chain] == ["inner", "shop::outer(int)"]
+    assert all(frame.file.endswith("shop.cc") and frame.line for frame in chain)
+
+
+# A parser that a file has taken over, and that asks for what is not its own.
+_GREEDY_WORKER = """\
+import os, sys
+from aiflame.agent.symbols import worker
+from aiflame.agent.symbols.resolve import Resolver
+sound = Resolver._load
+QUESTIONS = {questions}
+def load(self, path, root, plain):
+    if "greedy" in os.path.basename(path):
+        channel = self._access.store._channel
+        for question in QUESTIONS:
+            channel.send(question)
+            answer, fds = channel.receive()
+            assert not fds, "it got something"
+        sys.exit("it got nothing")
+    return sound(self, path, root, plain)
+Resolver._load = load
+worker.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"ask": "open", "name": "../../../etc/passwd"},
+        {"ask": "write", "name": "aa-bb.symbols"},
+        {"ask": "debug", "build_id": "../../../etc/passwd", "link": ""},
+        {"ask": "debug", "build_id": "", "link": "../secret"},
+        {"ask": "debug", "build_id": "", "link": "secret"},
+        {"ask": "checksum", "at": 0},
+        {"ask": "shell"},
+        {},
+    ],
+    ids=str,
+)
+def test_a_parser_gets_nothing_that_is_not_its_own(
+    tmp_path: Path, question: dict[str, Any]
+) -> None:
+    (tmp_path / "secret").write_text("of another user")
+    script = tmp_path / "greedy_worker.py"
+    script.write_text(_GREEDY_WORKER.replace("{questions}", repr([question])))
+    requests = [binary(tmp_path, name) for name in ("greedy", "one")]
+    with SymbolService(tmp_path / "cache", command=(sys.executable, str(script))) as service:
+        assert names(service, *requests) == [[[], []], [["one()"], []]]
+        died = [problem for problem in service.problems if problem.reason in _DEATHS]
+    assert [problem.detail for problem in died if "it got something" in problem.detail] == []
+    assert {problem.reason for problem in died} == set(_DEATHS)
+
+
+_DEATHS = (LossKind.SYMBOLIZER_GAVE_UP, LossKind.SYMBOLIZER_DIED)
+
+
+def test_a_binary_finds_no_tables_of_another_in_the_cache(tmp_path: Path) -> None:
+    # GIVEN the tables of a binary, and another that says it is the same
+    (tmp_path / "victims").mkdir()
+    victim = binary(tmp_path / "victims", "one")
+    cache = tmp_path / "cache"
+    with SymbolService(cache) as service:
+        names(service, victim)
+    (stored,) = cache.glob("*.symbols")
+    before = stored.read_bytes()
+    name = re.sub(r"-[0-9a-f]{16}(?=\.symbols$)", "", stored.name)
+    script = tmp_path / "greedy_worker.py"
+    questions = [{"ask": "open", "name": name}, {"ask": "remove", "name": name}]
+    script.write_text(_GREEDY_WORKER.replace("{questions}", repr(questions)))
+    with SymbolService(cache, command=(sys.executable, str(script))) as service:
+        names(service, binary(tmp_path, "greedy"))
+        # THEN it sees and changes nothing
+        assert all("it got nothing" in problem.detail for problem in service.problems)
+        assert len(service.problems) == 2
+    assert stored.read_bytes() == before

@@ -7,8 +7,9 @@ import struct
 from types import SimpleNamespace
 
 import pytest
+from aiflame.agent.inspector.memory import Span
 from aiflame.agent.model.profile import StackEnd
-from aiflame.agent.processes.stack_memory import Place, StackMemory
+from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.processes.threads import ThreadRegisters
@@ -81,7 +82,7 @@ def _walk(
     for place, word in words.items():
         struct.pack_into("<Q", piece, place, word)
     registers = ThreadRegisters(1, 2, 3, 4, leaf, _STACK, frame, 0, 0, 41, 42, 1, 0, b"sleeper")
-    memory = StackMemory(Place(41, 42, _STACK, len(piece)), bytes(piece), None)
+    memory = StackMemory(Span(41, 42, _STACK, len(piece)), bytes(piece), None)
     return walker.walk_thread(image, registers, memory)
 
 
