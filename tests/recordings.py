@@ -21,7 +21,12 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, Thread
+from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.segments import RecordedWindows, are_segments
 from support import AIFLAME
+
+# Where root's recordings are until they have their names.
+_RECORDINGS = Path("/var/lib/aiflame/recordings")
 
 # A recorder needs a second to stop; a machine with other work several.
 _PATIENCE_S = 60
@@ -126,6 +131,11 @@ class Recording(AbstractContextManager["Recording"]):
             line = self.process.stderr.readline()
             assert line, f"not attached: {self._said}"
             self._said += line
+
+    def windows(self) -> list[Window]:
+        """Returns what it has written so far."""
+        found = next(_RECORDINGS.glob(f"*-{self.pid}"), None)
+        return list(RecordedWindows(found)) if found is not None and are_segments(found) else []
 
     def stop(self, number: int = signal.SIGINT) -> Ended:
         """Ends it as a user does."""

@@ -81,6 +81,7 @@ def test_example_runs(
     line = line.replace("-d 30", "-d 2").replace("-d 10", "-d 2")
     if " recover run.aiflame" in line:
         with Recording(tmp_path, "-p", target.pid) as recording:
+            support.wait_until(recording.windows, 60)
             recording.stop(signal.SIGKILL)
     elif "-o run.aiflame" not in line:
         (tmp_path / "run.aiflame").symlink_to(capture)

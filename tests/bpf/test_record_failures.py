@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile
-from aiflame.agent.sinks.segments import RecordedWindows, are_segments
 from recordings import Recording, frames_of
 from support import AIFLAME, wait_until
 
@@ -206,13 +205,8 @@ def killed(busy: subprocess.Popen[bytes], tmp_path: Path) -> Iterator[Path]:
 def _recording(folder: Path, pid: int) -> Iterator[Recording]:
     """A recording that has written its first second."""
     with Recording(folder, "-p", pid) as recording:
-        (workspace,) = _RECORDINGS.glob(f"*-{recording.pid}")
-        wait_until(lambda: _windows(workspace), 60)
+        wait_until(recording.windows, 60)
         yield recording
-
-
-def _windows(workspace: Path) -> int:
-    return len(list(RecordedWindows(workspace))) if are_segments(workspace) else 0
 
 
 def test_a_killed_recording_is_found_and_finished(

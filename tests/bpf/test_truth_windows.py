@@ -13,21 +13,17 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window, check, check_wall
-from aiflame.agent.sinks.segments import RecordedWindows, are_segments
 from recordings import Recording, Workload, frames_of
 from support import wait_until
 
 pytestmark = pytest.mark.bpf
 
-_RECORDINGS = Path("/var/lib/aiflame/recordings")
 _SECONDS = 6
 
 
 def _windows(recording: Recording) -> list[Window]:
-    (folder,) = _RECORDINGS.glob(f"*-{recording.pid}")
-    if not are_segments(folder):
-        return []
-    return [window for window in RecordedWindows(folder) if window.start_ns]
+    """Those after the first, in which threads are still being entered."""
+    return recording.windows()[1:]
 
 
 def _ns(window: Window, thread: int, kind: SampleClass) -> int:
