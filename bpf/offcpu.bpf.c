@@ -176,9 +176,10 @@ static __always_inline void switch_in_unseen(struct thread_state *thread, void *
 {
 	u64 off_cpu_ns = now_ns - thread->switched_ns;
 	u64 ran_ns = thread->flags & THREAD_SEEDED ? 0 : task_ran_ns(task) - thread->ran_ns;
+	u64 came_ns = now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns);
 
-	switch_in(thread, task, tid, now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns),
-		  boundary_ns);
+	/* What is before the boundary was charged as off the CPU. */
+	switch_in(thread, task, tid, came_ns < boundary_ns ? boundary_ns : came_ns, boundary_ns);
 }
 
 /* Slot 0: walk_switch, which goes on with a walk; slot 1: walk_switch_python. */

@@ -150,9 +150,9 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        for pid in (os.getpid(), self._memory.pid):  # what they start is excluded as well
-            if pid is not None:
-                self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
+        own = [pid for pid in (os.getpid(), self._memory.pid) if pid is not None]
+        for pid in own:  # what they start is excluded as well
+            self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
@@ -163,7 +163,7 @@ class Recorder:
         )
         self.samples = Samples(self._window, self.table)
         self.thread_times = ThreadTimes(self._window, self.table)
-        pids = [pid for pid in self._target.existing_pids() if pid != os.getpid()]
+        pids = [pid for pid in self._target.existing_pids() if pid not in own]
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
         self._prepare_tables(pids)

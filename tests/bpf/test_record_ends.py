@@ -132,7 +132,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("kilobytes", [16, 400])
+@pytest.mark.parametrize("kilobytes", [16, 100])
 def test_a_full_disk_loses_nothing(
     workload: Callable[..., Path],
     small_disk: Callable[[int], Path],
