@@ -366,11 +366,13 @@ class Recorder:
         """
         self.devices.before_stacks()
         self._drain_stacks()
+        end_ns = self._since_start(boundary_ns)
         keys, values = self._programs.sums[written].take_all()
         self.samples.add(keys, values)
-        end_ns = self._since_start(boundary_ns)
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, written)
+        if is_last:
+            self._take_stragglers(end_ns, 1 - written)
         self.devices.add_sums(keys, values, self.stacks.has_come)
         self.devices.drain(self._window.start_ns // INTERVAL_NS, end_ns)
         if is_last:
@@ -382,6 +384,16 @@ class Recorder:
             self.sleepers.walk_again()
             give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         return self._close_window(boundary_ns)
+
+    def _take_stragglers(self, end_ns: int, other: int) -> None:
+        """Takes what was written to the other maps after they had been emptied.
+
+        By programs that were kept from their CPU between reading the clock and writing; while the
+        recording goes on, it is taken with the next window but one.
+        """
+        self.samples.add(*self._programs.sums[other].take_all())
+        if self._options.calls:
+            self.calls.drain(self._window.start_ns, end_ns, other)
 
     def _charge(self, boundary_ns: int, keys: npt.NDArray[np.void], is_last: bool) -> None:
         """Charges what threads did up to a boundary, and is not over."""
