@@ -142,6 +142,7 @@ class Recorder:
         self._switches_unseen = 0
         self._cpus_came = 0
         self._entering: Iterator[None] = iter(())
+        self._has_entered = False
         self._end_ns = abi.NEVER_NS
         self._real_time = priority.RealTime()
 
@@ -251,6 +252,7 @@ class Recorder:
     def _entered(self) -> Iterator[None]:
         """Gives up what is needed no more once existing threads are entered."""
         give_up_admin(self._programs.uprobes, self._options.calls)
+        self._has_entered = True
         yield
 
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
@@ -380,7 +382,7 @@ class Recorder:
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         if self._options.off_cpu:
             self._charge(boundary_ns, keys, is_last)
-        if not is_last:
+        if self._has_entered and not is_last:
             self.sleepers.walk_again()
             give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         return self._close_window(boundary_ns)
