@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import numpy as np
-from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, OpenWindow, rows_of
+from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.identity import identity_of
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.recording.window_builder import WindowBuilder
 from aiflame.agent.symbols.frames import clean_name
 
 _UINT64 = 1 << 64
@@ -17,17 +18,19 @@ class ProcessFacts:
     """Facts of a process table that windows have to know.
 
     Args:
-        window: Where they go.
+        window: Where they go, and what ended processes had mapped is forgotten.
         table: Process table.
         images: ELF headers of its binaries.
     """
 
-    def __init__(self, window: OpenWindow, table: ProcessTable, images: ElfImages) -> None:
+    def __init__(self, window: WindowBuilder, table: ProcessTable, images: ElfImages) -> None:
         self._window = window
         self._table = table
         self._images = images
         self._binaries: set[int] = set()
         self._cgroups: dict[str, int] = {}
+        # Processes that have ended, by the window: their last stacks may come in the one after.
+        self._gone: tuple[list[int], ...] = ([], [], [])
 
     def tell(self, end_ns: int) -> None:
         """Tells what is new.
@@ -35,7 +38,11 @@ class ProcessFacts:
         Args:
             end_ns: When the recording ends, monotonic: who ends later lives.
         """
+        if self._gone[0]:
+            self._window.forget_contents(self._gone[0])
         images, threads = self._table.take_changed()
+        ended = [image.index for image in images if image.exited_ns is not None]
+        self._gone = (*self._gone[1:], ended)
         text = self._window.text
         rows = [(t.index, t.image.index, t.tid, text(t.name)) for t in threads]
         if rows:

@@ -108,6 +108,9 @@ class ThreadTimes:
         since_entered = self._end_before(ended)
         # Whoever has ended since is at the boundary as its last event has it.
         late = np.array(ended_since, abi.THREAD_EVENT_DTYPE)
+        # Also those that ended after their state was read.
+        is_late = np.isin(_name(tids, states["image"]), _name(late["tid"], late["image"]))
+        tids, states = tids[~is_late], states[~is_late]
         tids = np.concatenate([tids, late["tid"]])
         states = np.concatenate([states, _states_of(late)])
         is_there = states["first_seen_ns"] < boundary_ns

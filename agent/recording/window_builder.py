@@ -355,6 +355,18 @@ class WindowBuilder:
                 rows[text] = [local.setdefault(t, len(local)) for t in rows[text].tolist()]
         return tuple(words[text] for text in local)
 
+    def forget_contents(self, processes: Collection[int]) -> None:
+        """Drops what processes that are gone had mapped, and their code: no window needs it again.
+
+        They, and their threads, may still be mentioned.
+        """
+        gone = np.array(sorted(processes), np.uint32)
+        for name in _OF_PROCESSES:
+            rows = self._facts[name]
+            self._facts[name] = rows[~np.isin(rows["process"], gone)]
+            new = self._new_facts[name]
+            new[:] = [rows[~np.isin(rows["process"], gone)] for rows in new]
+
     def forget_processes(self, processes: Collection[int]) -> None:
         """Drops the facts of processes that are gone, and the texts that nothing else has."""
         self._take_in_facts()

@@ -150,8 +150,9 @@ class CaptureSink:
             content = hash(rows.tobytes())
             if self._mapped.get(process) == content:
                 continue
+            if process in self._mapped:  # the table is gone through for it
+                self._writer.drop_mappings([process])
             self._mapped[process] = content
-            self._writer.drop_mappings([process])
             self._writer.put(
                 "mappings",
                 [

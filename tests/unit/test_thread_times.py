@@ -155,6 +155,18 @@ def test_a_thread_that_ended_after_the_boundary_is_in_both_windows() -> None:
     assert recorder.spent(second) == {"ON_CPU": 100, "BLOCKED": 200, "observed": 300}
 
 
+def test_a_thread_that_ends_after_its_state_was_read_is_counted_once() -> None:
+    recorder = _Recorder()
+    crossing = {"boundary_ns": 1000, "on_cpu_ns": 400, "switched_ns": 400, "stack": _STACK}
+    crossing["off_class"] = SampleClass.BLOCKED
+    recorder.times.end(_end(1300, 500, _state(crossing=crossing)))
+    asleep = _state(switched_ns=400, on_cpu_ns=400, off_class=SampleClass.BLOCKED)
+    first = recorder.spent(recorder.close(1000, asleep))
+    assert first == {"ON_CPU": 400, "BLOCKED": 600, "observed": 1000}
+    second = recorder.close(2000, sums=((_STACK, SampleClass.BLOCKED, 200),))
+    assert recorder.spent(second) == {"ON_CPU": 100, "BLOCKED": 200, "observed": 300}
+
+
 def test_a_sleeper_that_is_entered_late_is_charged_from_the_start() -> None:
     # GIVEN windows that were closed before a thread was entered
     recorder = _Recorder()

@@ -144,6 +144,23 @@ def test_processes_that_are_gone_leave_nothing() -> None:
     assert builder.text("another") == 1
 
 
+def test_what_processes_that_are_gone_had_mapped_is_in_no_window_after() -> None:
+    builder = WindowBuilder(Bounds())
+    for number in range(2):
+        row = (number, number, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)
+        builder.define("processes", rows_of("processes", row))
+        builder.define("threads", rows_of("threads", (number, number, 1, 0)))
+        builder.define("mappings", rows_of("mappings", (number, _NONE, 0, 4096, 0, 0)))
+    assert len(builder.close(10).mappings) == 2
+    builder.forget_contents([0])
+    for thread in range(2):  # the one that is gone may still be mentioned
+        builder.add("samples", rows_of("samples", (0, thread, SampleClass.ON_CPU, 1, 10)))
+    window = builder.close(20)
+    check(window)
+    assert window.mappings["process"].tolist() == [1]
+    assert window.processes["process"].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("breaks", "says"),
     [
