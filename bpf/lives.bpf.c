@@ -53,6 +53,7 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	struct thread_event event = {};
 	u64 boundary_ns = boundary_at(now_ns);
 
+	see_entered(thread, task, tid, now_ns, boundary_ns);
 	if (thread->off_class != CLASS_ON_CPU)
 		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
 	note_crossing(thread, boundary_ns);

@@ -17,6 +17,7 @@
 
 #define WAIT_EVENTS_PER_S 1000 /* on each CPU: 10,000 sleepers must not drown process events */
 #define NS_PER_S 1000000000ull
+#define LONGEST_TICK_NS 10000000ull /* CONFIG_HZ=100: how late the scheduler's account can be */
 
 BPF_PERCPU_ARRAY(wait_budgets, struct wait_budget, 1);
 BPF_TABLE("hash", u32, struct thread_state, threads, SIZED_BY_HOST);
@@ -168,18 +169,44 @@ static __always_inline void switch_in(struct thread_state *thread, void *task, u
 /*
  * Closes the interval of a thread that is on the CPU though it was never seen to come back: kernels
  * that hide a process from tracing, as those of some hosted machines do, hide its switch to the
- * next thread with it. How long that has run is the scheduler's to say; of one entered by the host
- * half that is not known.
+ * next thread with it; and one that slept when it was looked at may have come back before the host
+ * half entered it. How long it has run is the scheduler's to say.
  */
 static __always_inline void switch_in_unseen(struct thread_state *thread, void *task, u32 tid,
 					     u64 now_ns, u64 boundary_ns)
 {
 	u64 off_cpu_ns = now_ns - thread->switched_ns;
-	u64 ran_ns = thread->flags & THREAD_SEEDED ? 0 : task_ran_ns(task) - thread->ran_ns;
-	u64 came_ns = now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns);
+	u64 came_ns, ran_ns = 0;
 
+	if (!(thread->flags & THREAD_SEEDED))
+		ran_ns = task_ran_ns(task) - thread->ran_ns;
+	else if (task_is_fair(task))
+		ran_ns = task_ran_since_ns(task);
+	came_ns = now_ns - (ran_ns < off_cpu_ns ? ran_ns : off_cpu_ns);
 	/* What is before the boundary was charged as off the CPU. */
 	switch_in(thread, task, tid, came_ns < boundary_ns ? boundary_ns : came_ns, boundary_ns);
+}
+
+/*
+ * The first time that a thread is seen since the host half entered it, and it is on the CPU. One
+ * that was ready then may have come from a sleep that nobody saw, after the start: it is known from
+ * there on only.
+ */
+static __always_inline void see_entered(struct thread_state *thread, void *task, u32 tid,
+					u64 now_ns, u64 boundary_ns)
+{
+	u64 ran_ns;
+
+	if (!(thread->flags & THREAD_SEEDED) || !same_thread(thread, task))
+		return;
+	if (thread->off_class != CLASS_ON_CPU) {
+		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
+	} else if (task_is_fair(task)) {
+		ran_ns = task_ran_since_ns(task);
+		if (ran_ns + LONGEST_TICK_NS < now_ns - thread->switched_ns)
+			thread->first_seen_ns = thread->switched_ns = now_ns - ran_ns;
+	}
+	thread->flags = 0;
 }
 
 /* Slot 0: walk_switch, which goes on with a walk; slot 1: walk_switch_python. */
@@ -239,6 +266,7 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	thread = thread_of(tid, task, tgid, now_ns);
 	if (!thread)
 		return;
+	see_entered(thread, task, tid, now_ns, boundary_ns);
 	if (thread->off_class != CLASS_ON_CPU)
 		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
 	note_crossing(thread, boundary_ns);

@@ -9,7 +9,7 @@
  * same CPU is skipped by the kernel, which counts it as the program's recursion_misses.
  */
 #include <linux/types.h>
-#include "callers.h"
+#include "offcpu.bpf.c"
 
 /* struct bpf_perf_event_data (uapi/linux/bpf_perf_event.h). */
 struct perf_event_context {
@@ -61,6 +61,16 @@ int walk_sample_python(struct perf_event_context *ctx)
 	return 0;
 }
 
+static __always_inline void see_running(u32 tid, u64 now_ns)
+{
+	struct thread_state *thread = threads.lookup(&tid);
+
+	if (!thread || !(thread->flags & THREAD_SEEDED))
+		return;
+	see_entered(thread, current_task(), tid, now_ns, boundary_at(now_ns));
+	set_running(tid);
+}
+
 int on_cpu_sample(struct perf_event_context *ctx)
 {
 	u64 id = bpf_get_current_pid_tgid();
@@ -69,14 +79,20 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	struct user_regs regs = {};
 	struct capture *capture;
 	struct pt_regs *saved = &ctx->regs;
+	u64 now_ns;
 
 	if (!(u32)id)
 		return 0; /* the idle task is no target's time */
 	process = current_target(tgid);
-	if (!process || !is_recorded(bpf_ktime_get_ns()))
+	if (!process)
+		return 0;
+	now_ns = bpf_ktime_get_ns();
+	if (!is_recorded(now_ns))
 		return 0;
 	count(COUNTER_SAMPLES);
 	announce(process, tgid);
+	if (host(WITH_OFF_CPU))
+		see_running((u32)id, now_ns);
 	if (IS_USER_MODE(saved))
 		user_regs_from(&regs, saved);
 	else

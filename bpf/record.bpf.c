@@ -7,8 +7,8 @@
 #define BPF_LICENSE GPL
 
 #include <linux/types.h>
-#include "oncpu.bpf.c"
 #include "offcpu.bpf.c"
+#include "oncpu.bpf.c"
 #include "calls.bpf.c"
 #include "namings.bpf.c"
 #include "lives.bpf.c"

@@ -64,22 +64,33 @@ static __always_inline u64 task_ran_ns(void *task)
 /* SCHED_NORMAL, SCHED_BATCH, SCHED_IDLE (include/uapi/linux/sched.h). */
 #define FAIR_POLICIES (1u << 0 | 1u << 3 | 1u << 5)
 
+/* Whether the fair class runs a task: only that keeps apart what a task used before. */
+static __always_inline bool task_is_fair(void *task)
+{
+	u32 policy = task_u32(task, host(TASK_POLICY));
+
+	return policy < 32 && FAIR_POLICIES >> policy & 1;
+}
+
+/* Time on a CPU since a task of the fair class last came to one, as task_ran_ns has it. */
+static __always_inline u64 task_ran_since_ns(void *task)
+{
+	return task_u64(task, host(TASK_RAN)) - task_u64(task, host(TASK_RAN_BEFORE));
+}
+
 /*
  * When a task that is off the CPU left it, by the scheduler's clock (rq_clock): when it got there,
- * and the time that it used since. Only the fair class keeps the latter apart. 0: not known.
+ * and the time that it used since. 0: not known.
  */
 static __always_inline u64 task_stopped_ns(void *task)
 {
 	u64 arrived;
-	u32 policy;
 
 	if (!host(HAS_LAST_ARRIVAL))
 		return 0;
 	arrived = task_u64(task, host(TASK_LAST_ARRIVAL));
-	policy = task_u32(task, host(TASK_POLICY));
-	if (arrived && policy < 32 && FAIR_POLICIES >> policy & 1)
-		return arrived + task_u64(task, host(TASK_RAN)) -
-		       task_u64(task, host(TASK_RAN_BEFORE));
+	if (arrived && task_is_fair(task))
+		return arrived + task_ran_since_ns(task);
 	return 0;
 }
 

@@ -411,7 +411,8 @@ class Recorder:
             time.sleep(_SETTLE_S)
             self.events.take()
         boundary_ns = min(boundary_ns, self._end_ns)  # past the end nothing was recorded
-        charged = self.thread_times.close(boundary_ns, tids, states, self._running())
+        running = self._running()
+        charged = self.thread_times.close(boundary_ns, tids, states, running, is_last=is_last)
         self._switches_unseen += charged.unseen if is_last else 0
         if is_last:
             # Nobody will see them end.

@@ -182,8 +182,6 @@ class Sleepers:
         sleeper = Sleeper(pid, tid, frames, before.switches, is_asleep)
         sleeper.is_settled = not is_asleep
         self.by_stack[stack] = sleeper
-        if procfs.thread_stat(pid, tid) != before:
-            _take_out(programs, tid)
         return sleeper
 
     def _walk(self, sleepers: list[Sleeper], is_last: bool) -> Iterator[None]:
@@ -381,13 +379,6 @@ def _settle(sleepers: list[Sleeper]) -> None:
 def _run(steps: Iterator[None]) -> None:
     for _ in steps:
         pass
-
-
-def _take_out(programs: Programs, tid: int) -> None:
-    key = tid.to_bytes(4, "little")
-    state = programs.threads.lookup(key)
-    if state is not None and int(state[0]["flags"]) & abi.THREAD_SEEDED:
-        programs.threads.delete(key)
 
 
 def give_sleepers(

@@ -94,7 +94,15 @@ class ThreadTimes:
         known = np.concatenate([_name(tids, states["image"]), np.array(ended, np.uint64)])
         return len(np.setdiff1d(_name(keys["tid"], keys["image"]), known))
 
-    def close(self, boundary_ns: int, tids: Array, states: Array, running: set[int]) -> Charged:
+    def close(
+        self,
+        boundary_ns: int,
+        tids: Array,
+        states: Array,
+        running: set[int],
+        *,
+        is_last: bool = False,
+    ) -> Charged:
         """Charges what lies before a boundary and is not charged yet.
 
         Args:
@@ -102,6 +110,7 @@ class ThreadTimes:
             tids: Of all threads, shape (n,).
             states: Of these, THREAD_STATE_DTYPE, read after the boundary.
             running: Threads that CPUs run, as far as their switches were seen.
+            is_last: The recording ends there.
         """
         ended = [event for event in self._ends if int(event["ns"]) < boundary_ns]
         ended_since = [event for event in self._ends if int(event["ns"]) >= boundary_ns]
@@ -114,6 +123,11 @@ class ThreadTimes:
         tids = np.concatenate([tids, late["tid"]])
         states = np.concatenate([states, _states_of(late)])
         is_there = states["first_seen_ns"] < boundary_ns
+        is_unseen = _are_unseen(states)
+        if is_last:
+            states["off_class"][is_unseen] = SampleClass.PREEMPTED
+        else:
+            is_there &= ~is_unseen
         charged = self._charge(boundary_ns, tids[is_there], states[is_there], running)
         self._boundary_ns = boundary_ns
         self._ends = ended_since
@@ -284,6 +298,18 @@ def _parts(end_ns: int, begin_ns: Array, tids: Array, rows: Array, intervals: Ar
 def _name(tid: Array, image: Array) -> Array:
     """Returns one number for a thread of an image; an image is a time, so few bits of it tell."""
     return (image.astype(np.uint64) << np.uint64(22)) + tid  # tids end below 2^22 (PID_MAX_LIMIT)
+
+
+def _are_unseen(states: Array) -> Bools:
+    """Tells which threads were ready to run when they were entered, and were not seen since.
+
+    They wait for a CPU: on one, a sample would have seen them within a period. Until it is known
+    for how long, they are left out of windows; their next switch tells, and with it they come into
+    the one that is open then, with all their time.
+    """
+    is_entered = states["flags"] & abi.THREAD_SEEDED > 0
+    found: Bools = is_entered & (states["off_class"] == SampleClass.ON_CPU)
+    return found
 
 
 def _states_of(ended: Array) -> Array:

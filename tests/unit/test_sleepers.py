@@ -155,9 +155,6 @@ class _Threads:
         value = self.entries.get(key)
         return None if value is None else np.frombuffer(value, abi.THREAD_STATE_DTYPE)
 
-    def delete(self, key: bytes) -> None:
-        self.entries.pop(key, None)
-
 
 @pytest.fixture
 def waiting_tid() -> Iterator[int]:

@@ -43,6 +43,7 @@ class _Recorder:
         *states: np.void,
         sums: tuple[tuple[int, SampleClass, int], ...] = (),
         running: bool = False,
+        is_last: bool = False,
     ) -> Window:
         """Closes a window; sums are (stack, class, ns) that ended in it."""
         tids = np.full(len(states), _TID, np.uint32)
@@ -52,7 +53,8 @@ class _Recorder:
             np.array(keys, abi.SUM_KEY_DTYPE),
             np.array([(1, ns) for *_, ns in sums], abi.SUM_VALUE_DTYPE),
         )
-        charged = self.times.close(_START_NS + at_ns, tids, rows, {_TID} if running else set())
+        on_cpus = {_TID} if running else set()
+        charged = self.times.close(_START_NS + at_ns, tids, rows, on_cpus, is_last=is_last)
         self.samples.add(charged.keys, charged.values)
         window = self.window.close(at_ns)
         check(window)
@@ -190,6 +192,26 @@ def test_a_sleeper_that_is_entered_late_and_wakes_up_at_once() -> None:
     state = _state(switched_ns=1400, off_class=SampleClass.ON_CPU, crossing=crossing)
     window = recorder.close(2000, state, sums=((_STACK, SampleClass.BLOCKED, 400),), running=True)
     assert recorder.spent(window) == {"ON_CPU": 600, "BLOCKED": 1400, "observed": 2000}
+
+
+def test_a_thread_that_was_ready_to_run_is_charged_when_it_is_known_what_it_did() -> None:
+    # GIVEN a thread that was entered as ready, and waited for a CPU until after the boundary
+    recorder = _Recorder()
+    ready = _state(switched_ns=0, off_class=SampleClass.ON_CPU, flags=abi.THREAD_SEEDED)
+    assert not len(recorder.close(1000, ready).thread_times)
+    crossing = {"boundary_ns": 1000, "switched_ns": 0, "stack": _STACK}
+    crossing["off_class"] = SampleClass.PREEMPTED
+    on = _state(switched_ns=1700, off_class=SampleClass.ON_CPU, crossing=crossing)
+    window = recorder.close(2000, on, sums=((_STACK, SampleClass.PREEMPTED, 700),), running=True)
+    assert recorder.spent(window) == {"ON_CPU": 300, "PREEMPTED": 1700, "observed": 2000}
+
+
+def test_a_thread_that_was_ready_and_never_seen_has_waited_for_a_cpu() -> None:
+    recorder = _Recorder()
+    ready = _state(switched_ns=0, off_class=SampleClass.ON_CPU, flags=abi.THREAD_SEEDED)
+    recorder.close(1000, ready)
+    window = recorder.close(2000, ready, is_last=True)
+    assert recorder.spent(window) == {"PREEMPTED": 2000, "observed": 2000}
 
 
 def test_an_id_that_comes_again_is_another_thread() -> None:
