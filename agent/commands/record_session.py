@@ -10,6 +10,7 @@ its name.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import resource
 import time
@@ -111,6 +112,15 @@ class RecordOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _RunningCost:
+    """What this process took from the start to the end of the recording."""
+
+    cpu_ns: int
+    wall_ns: int
+    peak_rss_bytes: int
+
+
 def record(
     target: Target, options: RecordOptions, plan: OutputPlan, printer: ProgressPrinter
 ) -> int:
@@ -166,50 +176,60 @@ class _Session:
         self._workspace = workspace
         self._printer = printer
         self._signals = signals
-        self._sinks: RecordSinks | None = None
 
     def take(self, service: SymbolService, families: Sequence[Family]) -> None:
         """Records, publishes the capture, resolves its symbols, and publishes it again."""
         programs = self._options.for_programs(self._target)
-        recorder = Recorder(self._target, programs, self._signals, families)
-        try:
-            sinks, outcome = self._recorded(recorder, service)
-            self._publish_early()
+        with contextlib.ExitStack() as parts:
             try:
-                self._resolve(recorder, sinks, outcome, service)
-            except BaseException as error:
-                sinks.writer.rollback()
-                self._save(error)
-                path = self._plan.capture
-                if path is not None and not self._workspace.is_kept:
-                    self._printer.say(f"{path} shows modules and addresses: no symbol was resolved")
-                raise
-            self._workspace.is_kept = True
-            if self._plan.capture is not None:
-                self._publish()
-        finally:
-            recorder.close()
-            if self._sinks is not None:
-                self._sinks.close()
-            if hasattr(recorder, "table"):
-                recorder.table.binaries.close()
+                recorder = parts.enter_context(
+                    Recorder(self._target, programs, self._signals, families)
+                )
+                recorder.start(self._options.duration_ns)
+                facts = self._first_facts(recorder)
+                keep_ns = self._options.keep_ns
+                sinks = parts.enter_context(RecordSinks(self._workspace, facts, keep_ns))
+                self._say_attached()
+            except Aborted:
+                raise Aborted("aborted: nothing was written") from None
+            self._take(recorder, sinks, service)
 
-    def _recorded(self, recorder: Recorder, service: SymbolService) -> tuple[RecordSinks, Outcome]:
+    def _take(self, recorder: Recorder, sinks: RecordSinks, service: SymbolService) -> None:
+        outcome, cost = self._recorded(recorder, sinks, service)
+        self._publish_early()
+        try:
+            self._resolve(recorder, sinks, outcome, cost, service)
+        except BaseException as error:
+            sinks.writer.rollback()
+            self._save(error, sinks)
+            path = self._plan.capture
+            if path is not None and not self._workspace.is_kept:
+                self._printer.say(f"{path} shows modules and addresses: no symbol was resolved")
+            raise
+        self._workspace.is_kept = True
+        if self._plan.capture is not None:
+            self._publish()
+
+    def _recorded(
+        self, recorder: Recorder, sinks: RecordSinks, service: SymbolService
+    ) -> tuple[Outcome, _RunningCost]:
         """Records; whatever ends that early, what was stored by then is published."""
         try:
-            return self._record(recorder, service)
+            return self._record(recorder, sinks, service)
         except Aborted:
             raise Aborted("aborted: nothing was written") from None
         except BaseException as error:
-            if self._sinks is not None:
-                self._sinks.writer.rollback()
-            self._save(error)
+            sinks.writer.rollback()
+            self._save(error, sinks)
             raise
 
-    def _record(self, recorder: Recorder, service: SymbolService) -> tuple[RecordSinks, Outcome]:
+    def _record(
+        self, recorder: Recorder, sinks: RecordSinks, service: SymbolService
+    ) -> tuple[Outcome, _RunningCost]:
         """Records until the end: all that the capture holds but names."""
-        sinks = self._start(recorder)
-        self._run(recorder, sinks, service)
+        if self._target.command is not None:
+            self._target.command.release()
+        cost = self._run(recorder, sinks, service)
         self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
         outcome = recorder.stop(sinks.give)
         self._workspace.is_kept = True
@@ -221,7 +241,7 @@ class _Session:
         self._write_losses(recorder, sinks, outcome, Counter())
         sinks.writer.put_meta({"duration_ns": sinks.capture.end_ns})
         sinks.writer.commit()
-        return sinks, outcome
+        return outcome, cost
 
     def _complete(self, sinks: RecordSinks) -> None:
         """Writes the capture anew if it could not be written as windows came."""
@@ -252,12 +272,17 @@ class _Session:
         except AiflameError as error:
             self._printer.detail(f"{error}; it is tried again")
 
-    def _save(self, error: BaseException) -> None:
-        """Publishes what is nowhere else yet when something failed; says so if it cannot."""
+    def _save(self, error: BaseException, sinks: RecordSinks | None = None) -> None:
+        """Publishes what is nowhere else yet when something failed; says so if it cannot.
+
+        Args:
+            error: What failed.
+            sinks: Of which the capture may be incomplete.
+        """
         if self._workspace.is_kept and not isinstance(error, Aborted):
             try:
-                if self._sinks is not None:
-                    self._complete(self._sinks)
+                if sinks is not None:
+                    self._complete(sinks)
                 self._publish()
             except AiflameError as another:
                 self._printer.say(f"{another}: {another.hint}")
@@ -265,27 +290,20 @@ class _Session:
                 path = self._workspace.destination.path
                 self._printer.say(f"{another}; the recording is kept: aiflame recover {path}")
 
-    def _start(self, recorder: Recorder) -> RecordSinks:
+    def _say_attached(self) -> None:
         options = self._options
-        recorder.start(options.duration_ns)
-        sinks = self._sinks = RecordSinks(
-            self._workspace, self._first_facts(recorder), options.keep_ns
-        )
         what = "on and off CPU" if options.off_cpu else "on CPU only"
         until = "Ctrl-C to stop" if options.duration_ns is None else "Ctrl-C to stop early"
         self._printer.say(
             f"attached: recording {self._target.words} at {options.frequency_hz} Hz, {what}."
             f" {until}."
         )
-        if self._target.command is not None:
-            self._target.command.release()
-        return sinks
 
-    def _run(self, recorder: Recorder, sinks: RecordSinks, service: SymbolService) -> None:
+    def _run(self, recorder: Recorder, sinks: RecordSinks, service: SymbolService) -> _RunningCost:
         warmer = Warmer(service, recorder.table.binaries, self._target.filter)
         where = self._workspace
         copies = Copies(where.directory, where.destination.path, self._options.keep_ns)
-        self._begun_cpu_ns, self._begun_ns = _own_cpu_ns(), time.monotonic_ns()
+        begun_cpu_ns, begun_ns = _own_cpu_ns(), time.monotonic_ns()
 
         def every_interval(progress: Progress) -> None:
             warmer.warm_new()
@@ -295,9 +313,11 @@ class _Session:
 
         recorder.run(sinks.give, every_interval)
         copies.wait()
-        self._running_cpu_ns = _own_cpu_ns() - self._begun_cpu_ns
-        self._running_ns = time.monotonic_ns() - self._begun_ns
-        self._running_rss_bytes = _peak_rss_bytes()
+        return _RunningCost(
+            cpu_ns=_own_cpu_ns() - begun_cpu_ns,
+            wall_ns=time.monotonic_ns() - begun_ns,
+            peak_rss_bytes=_peak_rss_bytes(),
+        )
 
     def _say_overrun(self, outcome: Outcome) -> None:
         if outcome.overrun_ns > max(_OVERRUN_SHARE * outcome.duration_ns, _OVERRUN_NS):
@@ -338,7 +358,12 @@ class _Session:
         sinks.writer.put("losses", loss_rows(losses, recorder.loss_files()))
 
     def _resolve(
-        self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, service: SymbolService
+        self,
+        recorder: Recorder,
+        sinks: RecordSinks,
+        outcome: Outcome,
+        cost: _RunningCost,
+        service: SymbolService,
     ) -> None:
         capture, writer = sinks.capture, sinks.writer
         resolver = CaptureResolver(writer, recorder.table, recorder.images, capture.names)
@@ -350,11 +375,11 @@ class _Session:
         resolver.losses[LossKind.PYTHON_MISFIT] = resolver.splicer.misfits
         self._write_losses(recorder, sinks, outcome, resolver.losses)
         service.close()
-        running_share = percent(self._running_cpu_ns, self._running_ns)
+        running_share = percent(cost.cpu_ns, cost.wall_ns)
         writer.put_meta(
             {
                 "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
-                "recorder_peak_rss_bytes": self._running_rss_bytes,
+                "recorder_peak_rss_bytes": cost.peak_rss_bytes,
                 f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
                 f"{FACT_PREFIX}stacks walked before their tables came": outcome.counters[
                     abi.Counter.WITHOUT_TABLES

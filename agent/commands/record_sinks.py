@@ -21,7 +21,7 @@ Facts = Mapping[str, str | int]
 
 
 class RecordSinks:
-    """The sinks of one recording.
+    """The sinks of one recording, in a `with` block that closes their files.
 
     Args:
         workspace: Where they write.
@@ -97,7 +97,9 @@ class RecordSinks:
         self._writer.commit()
         self.failure, self._is_live = None, True
 
-    def close(self) -> None:
-        """Closes the files."""
+    def __enter__(self) -> RecordSinks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self._segments.close()
         self._writer.close()

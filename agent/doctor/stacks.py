@@ -34,8 +34,8 @@ def stacks(context: Context) -> Finding:
         table = ProcessTable(time.monotonic_ns(), lambda _: image)
         tables = UnwindTables(programs, table, cache_dir(), _LIMIT_BYTES, lambda _: None)
         try:
-            table.on_mappings = tables.push
             process = table.seen(os.getpid(), image, 0, "", 0)
+            tables.push(process)
             binaries = {mapping.binary for mapping in process.mappings} - {NO_BINARY}
             tables.poll()
             tables.wait(binaries, time.monotonic_ns() + _BUILD_PATIENCE_NS)

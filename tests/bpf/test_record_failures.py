@@ -83,7 +83,7 @@ def _record_failing(
         ("aiflame.agent.devices.devices:Devices.resolve", 1, False),
         ("aiflame.agent.launches.calls:ApiCalls.finish", 1, False),
         (f"{_SESSION}:loss_rows", 2, False),
-        (f"{_RECORDING}.recorder:Recorder.close", 1, True),
+        (f"{_RECORDING}.recorder:Recorder.__exit__", 1, True),
         (f"{_SESSION}:read_capture", 1, True),
         ("aiflame.agent.reports.html:HtmlReport.render", 1, True),
         (f"{_SESSION}:write_output", 1, True),
