@@ -176,7 +176,9 @@ class LossKind(enum.Enum):
         "samples and calls whose stack was one too many, of those in which least time was spent:"
         " their time is kept, their frames are not"
     )
-    WINDOW_EVENTS_FULL = _Entry("waits and launches that were one too many to be listed")
+    WINDOW_EVENTS_FULL = _Entry(
+        "waits, launches and kernel times that were one too many to be listed"
+    )
     WINDOW_ROWS_FULL = _Entry(
         "samples of devices at too many different instructions", is_of_device=True
     )
@@ -285,6 +287,9 @@ class LossKind(enum.Enum):
     )
     SAMPLE_OUTSIDE_KERNEL = _Entry(
         "samples in a GPU kernel's file beyond its code", is_of_device=True
+    )
+    KERNEL_TIMES_REFUSED = _Entry(
+        "kernel times that a device cannot have taken; they are not counted"
     )
     KERNEL_NOT_DISASSEMBLED = _Entry("GPU kernels whose instructions are not known")
     DEVICE_CODE_REPLACED = _Entry(

@@ -199,6 +199,7 @@ class Recorder:
             self.kernels,
             options.period_ns,
             self.facts.tell_binary,
+            self._ring.watch,
         )
         self.stacks = Stacks(window, table, self.calls, [self.devices])
         walker = StackWalker(self.tables, self.images) if options.user_stacks else None
@@ -338,6 +339,7 @@ class Recorder:
                     give(self._next_window())
                 self.tables.poll()
                 self.pythons.poll()
+                self.devices.poll()
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
