@@ -21,7 +21,7 @@ NONE = 0xFFFFFFFF
 
 
 class Operation(enum.IntEnum):
-    """What a call of a device API does. Values are shared with bpf/aiflame.h."""
+    """What a call of a device API does. Values stand in windows and captures."""
 
     LAUNCH = 0
     SYNCHRONIZE = 1
