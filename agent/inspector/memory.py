@@ -209,19 +209,17 @@ class RemoteMemory:
             left = [index for index in left if spans[index].pid not in self.stuck]
             batch = _first_batch(spans, left)
             asked = [spans[index] for index in batch]
-            if not asked or not self.start():
+            if not asked or not self.start() or self._child is None:
                 break
-            answers = self._ask(asked)
+            answers = self._ask(self._child, asked)
             if answers is not None:
                 for index, answer in zip(batch, answers, strict=True):
                     found[index] = answer
                 left = left[len(batch) :]
         return found
 
-    def _ask(self, spans: Sequence[Span]) -> list[Answer] | None:
+    def _ask(self, child: _Child, spans: Sequence[Span]) -> list[Answer] | None:
         """Returns the child's answers; None where it has come to an end, and one may try again."""
-        child = self._child
-        assert child is not None  # noqa: S101 - it was started
         try:
             child.ask(spans)
         except ConnectionError:

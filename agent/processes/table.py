@@ -149,7 +149,6 @@ class ProcessTable:
         memory: RemoteMemory | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
-        self.on_mappings: Callable[[ProcessImage], None] = lambda image: None
         self._current_image = current_image
         self.images: list[ProcessImage] = []
         self.threads: list[ThreadInfo] = []
@@ -159,6 +158,7 @@ class ProcessTable:
         self._latest: dict[int, ProcessImage] = {}
         self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
         self._changed: dict[int, ProcessImage] = {}
+        self._remapped: dict[int, ProcessImage] = {}
         self._changed_threads: dict[int, ThreadInfo] = {}
 
     def is_current(self, image: ProcessImage) -> bool:
@@ -171,6 +171,12 @@ class ProcessTable:
         self._changed.clear()
         self._changed_threads.clear()
         return images, threads
+
+    def take_remapped(self) -> list[ProcessImage]:
+        """Returns the images of which new mappings were read since last."""
+        images = [*self._remapped.values()]
+        self._remapped.clear()
+        return images
 
     def rename(self, thread: ThreadInfo, name: str) -> None:
         """Gives a thread the name that it has now, unless that is empty."""
@@ -247,7 +253,7 @@ class ProcessTable:
         is_new = image.replace_mappings(found)
         if is_new:
             self._changed[image.index] = image
-            self.on_mappings(image)
+            self._remapped[image.index] = image
         return is_new
 
     def unknown_address(self, image: ProcessImage, is_certain: bool) -> None:

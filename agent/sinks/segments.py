@@ -52,10 +52,10 @@ class SegmentSink:
             DiskFull: It cannot be written. What was written before is there.
         """
         try:
-            if self._writer is None or window.start_ns - self._begun_ns >= _SEGMENT_NS:
-                self._begin(window)
-            assert self._writer is not None  # noqa: S101 - begun
-            self._writer.write(window)
+            writer = self._writer
+            if writer is None or window.start_ns - self._begun_ns >= _SEGMENT_NS:
+                writer = self._begin(window)
+            writer.write(window)
         except OSError as error:
             self.close()
             raise DiskFull(
@@ -64,7 +64,7 @@ class SegmentSink:
         self._kept[-1] = (self._kept[-1][0], window.end_ns)
         self._forget(window.end_ns)
 
-    def _begin(self, window: Window) -> None:
+    def _begin(self, window: Window) -> SegmentWriter:
         self.close()
         path = self._folder / _NAME.format(self._count)
         self._count += 1
@@ -73,6 +73,7 @@ class SegmentSink:
         self._kept.append((path, window.end_ns))
         self._begun_ns = window.start_ns
         self._writer = SegmentWriter(self._descriptor, self._facts)
+        return self._writer
 
     def _forget(self, end_ns: int) -> None:
         """Removes segments of which all is older than what is kept."""
