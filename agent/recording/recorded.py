@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.inspector.inspector import Inspector
+from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import COLUMNS, NONE, Rows, Window, newest
@@ -34,7 +36,6 @@ from aiflame.agent.recording.pythons import UNREADABLE_SOURCE, PythonChain
 from aiflame.agent.recording.resolve import CaptureResolver, StackPython
 from aiflame.agent.sinks.capture import CaptureSink, laid_over
 from aiflame.agent.symbols.frames import SourceFrame
-from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import BadTargetFile, TargetFile
@@ -91,7 +92,7 @@ class RecordedFacts:
 
     def table(self) -> RecordedTable:
         """Opens what is still there; closing its binaries is the caller's."""
-        binaries = BinaryTable()
+        binaries = BinaryTable(Inspector())
         for number in range(max(self._binaries, default=-1) + 1):
             path, build_id = self._binaries.get(number, ("", ""))
             binaries.add(BinaryFile(number, path, _open_same(path, build_id), "/"))

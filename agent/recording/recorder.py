@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
-from aiflame.agent.inspector.memory import RemoteMemory
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.least import give_up_admin
@@ -121,8 +121,8 @@ class Recorder:
         self._families = families
         self._options = options
         self._signals = signals
-        self._memory = RemoteMemory()
-        self._memory.start()  # it is ready by the time that the programs are
+        self._inspector = Inspector()
+        self._inspector.start()  # it is ready by the time that the programs are
         self._programs: Programs = load_programs(options, cache_dir())
         command = () if target.command is None else target.command.words
         self._guard = FileGuard()
@@ -151,7 +151,7 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        own = [pid for pid in (os.getpid(), self._memory.pid) if pid is not None]
+        own = [os.getpid(), *self._inspector.pids]
         for pid in own:  # what they start is excluded as well
             self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
@@ -160,7 +160,7 @@ class Recorder:
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
         self.table = ProcessTable(
-            time.monotonic_ns(), self._current_image, self._guard, self._memory
+            time.monotonic_ns(), self._current_image, self._inspector, self._guard
         )
         self.samples = Samples(self._window, self.table)
         self.thread_times = ThreadTimes(self._window, self.table)
@@ -500,13 +500,13 @@ class Recorder:
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
-        for part in (*parts, self._memory):
+        for part in (*parts, self._inspector):
             found.update(part.losses)
         return found
 
     def loss_files(self) -> dict[LossKind, set[str]]:
         """Returns the files to blame."""
-        parts = (self.tables, self.pythons, self.calls.probes, self._memory)
+        parts = (self.tables, self.pythons, self.calls.probes, self._inspector)
         files = {kind: found for part in parts for kind, found in part.loss_files.items()}
         files[LossKind.BINARY_NOT_READ] = {
             f"{path} ({why})" for path, why in self._guard.bad.items()
@@ -536,7 +536,7 @@ class Recorder:
             self.calls.close()
         if hasattr(self, "tables"):
             self.tables.close()
-        self._memory.close()
+        self._inspector.close()
         self._ring.close()
         self._programs.close()
 

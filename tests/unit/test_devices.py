@@ -36,6 +36,7 @@ from aiflame.gpu.base import (
     Line,
     Listing,
 )
+from support import blind_inspector
 
 # Binaries by index, and where they are: a library, a kernel, a kernel that replaces it.
 _LIBRARY, _KERNEL, _SUCCESSOR = 0, 1, 2
@@ -54,7 +55,7 @@ class _Biases(ElfImages):
 
 @pytest.fixture
 def table() -> ProcessTable:
-    return ProcessTable(0, lambda pid: None)
+    return ProcessTable(0, lambda pid: None, blind_inspector())
 
 
 def _map(image: ProcessImage, start: int, binary: int) -> None:
