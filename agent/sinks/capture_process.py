@@ -48,6 +48,9 @@ class CaptureProcess:
         folder: Of the segments; of the recorder alone.
         database: Where the capture goes.
         table: Knows the files that processes have mapped.
+
+    Raises:
+        CaptureFailed: It cannot be started.
     """
 
     def __init__(self, folder: Path, database: Path, table: ProcessTable) -> None:
@@ -57,8 +60,8 @@ class CaptureProcess:
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        with theirs:
+        try:
+            self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             self._process = subprocess.Popen(  # noqa: S603 - a module of our own
                 [*COMMAND, str(folder), str(database)],
                 stdin=theirs.fileno(),
@@ -68,6 +71,11 @@ class CaptureProcess:
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C ends the recording, not its capture
             )
+        except OSError as error:
+            ours.close()
+            raise CaptureFailed(f"no process can be started: {error.strerror}") from error
+        finally:
+            theirs.close()
 
     @property
     def pid(self) -> int:
