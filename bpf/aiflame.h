@@ -190,9 +190,9 @@ enum setting {
 	SETTING_MAX,
 };
 
-/* One a CPU: how many wait events it has sent in the second that began at window_ns. */
-struct wait_budget {
-	u64 window_ns;
+/* One a CPU: how many events of a kind it has sent in the second that began at second_ns. */
+struct event_budget {
+	u64 second_ns;
 	u64 sent;
 };
 

@@ -17,7 +17,7 @@
 
 BPF_TABLE("hash", struct call_key, struct call_value, calls0, SIZED_BY_HOST);
 BPF_TABLE("hash", struct call_key, struct call_value, calls1, SIZED_BY_HOST);
-BPF_PERCPU_ARRAY(call_budgets, struct wait_budget, 1);
+BPF_PERCPU_ARRAY(call_budgets, struct event_budget, 1);
 /* Slot 0: walk_call, which goes on with a walk; slot 1: walk_call_python. */
 BPF_PROG_ARRAY(call_walkers, 2);
 
@@ -63,21 +63,6 @@ static __always_inline void begin_call(struct outer_call *now, struct fired *fir
 	now->probe = fired->number;
 }
 
-static __always_inline bool may_send_call(u64 now_ns, u64 most)
-{
-	u32 zero = 0;
-	struct wait_budget *budget = call_budgets.lookup(&zero);
-
-	if (!budget)
-		return false;
-	if (now_ns - budget->window_ns >= NS_PER_S) {
-		budget->window_ns = now_ns;
-		budget->sent = 0;
-	}
-	budget->sent += 1;
-	return budget->sent <= most;
-}
-
 static __always_inline void add_call(struct caller *caller)
 {
 	struct call_event *call = &caller->call;
@@ -113,6 +98,7 @@ static __always_inline void add_call(struct caller *caller)
 
 static __always_inline void finish_call(struct caller *caller)
 {
+	u32 zero = 0;
 	u64 most;
 
 	caller->call.stack = finish_capture(&caller->capture);
@@ -120,7 +106,7 @@ static __always_inline void finish_call(struct caller *caller)
 	most = setting(SETTING_CALL_EVENTS);
 	if (!most)
 		return;
-	if (may_send_call(caller->call.ns, most))
+	if (may_send(call_budgets.lookup(&zero), caller->call.ns, most))
 		send(&caller->call, sizeof(caller->call), 0);
 	else
 		count(LOST_CALLS_NOT_LISTED);

@@ -100,6 +100,6 @@ class RecordSinks:
     def __enter__(self) -> RecordSinks:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._segments.close()
         self._writer.close()

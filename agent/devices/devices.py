@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.devices.locations import DeviceLocations
+from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import COLUMNS, NONE, OpenWindow, Timing, rows_of
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
 from aiflame.agent.target_files import GuardedFile
@@ -225,17 +225,10 @@ class Devices:
         """To be called at a drain before new stacks are added."""
         self._locations.refresh()
 
-    def add_stack(
-        self,
-        stack: int,
-        image: ProcessImage,
-        user: npt.NDArray[np.uint64],
-        found: npt.NDArray[np.int64],
-        binaries: Iterable[int],
-    ) -> None:
+    def add_stack(self, stack: LocatedStack) -> None:
         """Sees every new stack, as DeviceLocations.add_stack does."""
         if self._families:
-            self._locations.add_stack(stack, image, user, found, binaries)
+            self._locations.add_stack(stack)
 
     def add_sums(
         self, keys: npt.NDArray[Any], values: npt.NDArray[Any], has_come: Callable[[int], bool]

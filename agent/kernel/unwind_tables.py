@@ -14,7 +14,6 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -267,12 +266,7 @@ class _Array:
     def __enter__(self) -> _Array:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self.fd)
 
 

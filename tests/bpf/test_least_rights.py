@@ -67,15 +67,6 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of root's."""
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture(scope="module")
 def hidden(
     workload: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[subprocess.Popen[bytes]]:

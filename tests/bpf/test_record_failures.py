@@ -32,15 +32,6 @@ _OWN = "matrix_multiply"
 RunAiflame = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that both computes and waits, for longer than any test takes."""
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
-
-
 def _names(profile: Profile) -> set[str]:
     used = set(profile.samples["stack"].tolist())
     return {name for stack in used for name in frames_of(profile, stack)}

@@ -17,14 +17,6 @@ pytestmark = pytest.mark.bpf
 RunAiflame = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture(scope="module")
-def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
-
-
 @pytest.fixture
 def asleep(workload: Callable[..., Path]) -> Iterator[Workload]:
     """A process whose two threads wait for good."""

@@ -56,7 +56,7 @@ _DTYPES = {
     "kernel_named_event": abi.KERNEL_NAMED_DTYPE,
 }
 # Structs that the host half only hands through as so many bytes.
-_KERNEL_ONLY = {"wait_budget", "kernel_name_key"}
+_KERNEL_ONLY = {"event_budget", "kernel_name_key"}
 
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,

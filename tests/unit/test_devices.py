@@ -17,7 +17,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices import choice as device_choice
 from aiflame.agent.devices.devices import Devices
-from aiflame.agent.devices.locations import DeviceLocations
+from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
@@ -73,7 +73,8 @@ def _map(image: ProcessImage, start: int, binary: int) -> None:
 def _add_stack(locations: DeviceLocations, stack: int, image: ProcessImage, *user: int) -> None:
     addresses = np.array(user, np.uint64)
     found = image.find(addresses)
-    locations.add_stack(stack, image, addresses, found, set(image.binaries_at(found)))
+    binaries = set(image.binaries_at(found))
+    locations.add_stack(LocatedStack(stack, image, addresses, found, binaries))
 
 
 def _sums(*rows: tuple[int, int, SampleClass, int]) -> tuple[Any, Any]:
