@@ -317,15 +317,13 @@ class Devices:
             self._window.define("reasons", rows_of("reasons", row))
         return known
 
-    def resolve(
-        self, service: SymbolService, writer: CaptureWriter, binary_id: Callable[[int], int]
-    ) -> None:
+    def resolve(self, service: SymbolService, writer: CaptureWriter, images: ElfImages) -> None:
         """Stores instructions and source lines of all that was sampled.
 
         Args:
             service: Answers DWARF questions.
             writer: Open capture.
-            binary_id: Gives the id in the capture of a binary, by its index.
+            images: ELF headers of binaries.
         """
         running_by_name = {running.family.name: running for running in self._running}
         for running in self._running:
@@ -335,7 +333,7 @@ class Devices:
             listing = self._listing(running, key, offsets)
             size_bytes = 0 if listing is None else listing.size_bytes
             kernel = self._kernels.id_of(key.process, running.family.api, key.name)
-            binary = None if key.file is None else binary_id(key.file)
+            binary = None if key.file is None else self._binary_id(writer, images, key.file)
             writer.put("kernel_codes", [(code, kernel, binary, size_bytes)])
             lines = () if listing is None else listing.lines
             rows = [
@@ -345,6 +343,11 @@ class Devices:
             writer.put("instructions", rows)
         for running in self._running:
             running.service = None
+
+    def _binary_id(self, writer: CaptureWriter, images: ElfImages, binary: int) -> int:
+        elf = images.of(binary)
+        path = clean_name(self._table.binaries.files[binary].path)
+        return writer.binary_id(path, "" if elf is None else elf.build_id)
 
     def _listing(
         self, running: _FamilyHost, key: CodeKey, offsets: frozenset[int]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
-from aiflame.agent.launches.gpu_kernel_names import KernelNames, StackAddresses
+from aiflame.agent.launches.gpu_kernel_names import KernelNames
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.launches.probes import ApiProbes, FileIdentity
 from aiflame.agent.losses import LossKind
@@ -75,7 +75,7 @@ class ApiCalls:
         self._table = table
         self._images = images
         self.probes = ApiProbes(programs, table.binaries.guard)
-        self._names = KernelNames(table, images, kernels)
+        self._names = KernelNames(table, images, kernels, window)
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
         self._addresses: dict[tuple[int, int], _FoundFunction] = {}  # by image and slot
@@ -225,14 +225,13 @@ class ApiCalls:
             self._window.define("functions", rows_of("functions", row))
         return slot
 
-    def finish(self, run: AnyMapping[int, frozenset[str]], stacks: StackAddresses) -> None:
+    def finish(self, run: AnyMapping[int, frozenset[str]]) -> None:
         """Names kernels that no name was told of.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
-            stacks: Of launches.
         """
-        self._names.finish(run, stacks)
+        self._names.finish(run)
 
     @property
     def losses(self) -> Counter[LossKind]:

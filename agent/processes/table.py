@@ -63,6 +63,7 @@ class ProcessImage:
     _starts: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     _ends: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     _binaries: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    _makes_code: bool = False
 
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Returns for each address the index of its mapping in `mappings`, -1 for none."""
@@ -71,6 +72,11 @@ class ProcessImage:
         at = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
         inside = (at >= 0) & (addresses < self._ends[np.maximum(at, 0)])
         return np.where(inside, at, -1)
+
+    @property
+    def makes_code(self) -> bool:
+        """Whether it has executable memory that is no file's."""
+        return self._makes_code
 
     @property
     def bounds(self) -> npt.NDArray[np.uint64]:
@@ -102,6 +108,7 @@ class ProcessImage:
         self._starts = np.array([mapping.start for mapping in self.mappings], np.uint64)
         self._ends = np.array([mapping.end for mapping in self.mappings], np.uint64)
         self._binaries = np.array([mapping.binary for mapping in self.mappings], np.int64)
+        self._makes_code = bool((self._binaries == NO_BINARY).any())
         return True
 
 

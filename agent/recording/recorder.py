@@ -15,7 +15,7 @@ import resource
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
-from aiflame.agent.launches.gpu_kernel_names import StackAddresses
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.losses import LossKind
@@ -45,14 +44,12 @@ from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.pythons import PythonProcesses
-from aiflame.agent.recording.resolve import StackPython
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
-from aiflame.agent.sinks.capture import PythonHalf
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.base import Family
@@ -504,25 +501,11 @@ class Recorder:
             costs=self._programs.costs(),
         )
 
-    def finish(self, give: Callable[[Window], None], stacks: StackAddresses) -> None:
-        """Gives the last window: what takes longer to find out, of what windows before mention.
-
-        Args:
-            give: Takes it.
-            stacks: Of all windows before.
-        """
+    def finish(self, give: Callable[[Window], None]) -> None:
+        """Gives the last window: what takes longer to find out, of what windows before mention."""
         give_all_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
-        self.calls.finish(self.devices.kernel_names(), stacks)
+        self.calls.finish(self.devices.kernel_names())
         give(self._close_window(self._end_ns, is_last=True))
-
-    def python_of(self, halves: Mapping[int, PythonHalf]) -> dict[int, StackPython]:
-        """Returns what is known of the Python halves of stacks, by the row of the stack."""
-        found = {}
-        for row, half in halves.items():
-            process = self.pythons.by_image.get(half.process)
-            if process is not None:
-                found[row] = StackPython(process, self.pythons.chains.get(half.chain), half.gil)
-        return found
 
     def losses(self) -> Counter[LossKind]:
         """Returns what the host half lost."""

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from aiflame.agent.capture.segment import MAGIC, BadSegment, SegmentReader, SegmentWriter
 from aiflame.agent.capture.writer import DiskFull
@@ -118,6 +119,55 @@ class RecordedWindows:
                 yield from reader
                 if reader.damage:
                     self.damage.append(f"{path.name}: {reader.damage}")
+
+
+class FollowedWindows:
+    """The windows of a folder of segments that is being written.
+
+    Args:
+        folder: Of the segments.
+
+    Attributes:
+        facts: Of the recording, once a window was taken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next = 0
+        self._file: BinaryIO | None = None
+        self._reader: SegmentReader | None = None
+        self.facts: dict[str, str | int] = {}
+
+    def take(self, count: int) -> Iterator[Window]:
+        """Yields the windows that come next, which are all there.
+
+        Raises:
+            BadSegment: They are not.
+        """
+        while count:
+            window = None if self._reader is None else next(iter(self._reader), None)
+            if window is None:
+                self._open_next()
+                continue
+            count -= 1
+            yield window
+
+    def _open_next(self) -> None:
+        if self._reader is not None and self._reader.damage:
+            raise BadSegment(self._reader.damage)
+        self.close()
+        try:
+            self._file = (self._folder / _NAME.format(self._next)).open("rb")
+        except FileNotFoundError as error:
+            raise BadSegment("a window is missing") from error
+        self._reader = SegmentReader(self._file)
+        self.facts = self._reader.facts
+        self._next += 1
+
+    def close(self) -> None:
+        """Closes the segment that is being read."""
+        if self._file is not None:
+            self._file.close()
 
 
 def newest(windows: Iterator[Window], keep_ns: int, end_ns: int) -> Iterator[Window]:

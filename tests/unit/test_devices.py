@@ -57,6 +57,9 @@ class _Biases(ElfImages):
     def __init__(self) -> None:
         pass
 
+    def of(self, binary: int) -> None:
+        return None
+
     def bias(self, mapping: Mapping) -> int:
         return mapping.start
 
@@ -298,7 +301,7 @@ def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
     devices.stop(5_000_000_000)
     sink.put(window.close(5_000_000_000, is_last=True))
     with SymbolService(None) as service:
-        devices.resolve(service, writer, lambda binary: binary)
+        devices.resolve(service, writer, _Biases())
     writer.commit()
     gpu = read_capture(writer.path).gpu
     assert [(line.offset, line.text) for line in gpu.instructions] == [(8, "nop 8\ufffd")]

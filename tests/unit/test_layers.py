@@ -63,7 +63,8 @@ _MAY_IMPORT = {
     "python": {"elf", "errors", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
-    "sinks": {"capture", "symbols", *_LEAVES},
+    "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
+    "sinks": {"capture", "processes", "symbolize", "symbols", *_LEAVES},
     "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
@@ -72,8 +73,8 @@ _MAY_IMPORT = {
         *_LEAVES,
     },
     "recording": {
-        *("capture", "devices", "elf", "kernel", "launches", "processes", "python", "sinks"),
-        *("symbols", "unwind", *_LEAVES),
+        *("devices", "elf", "kernel", "launches", "processes", "python", "symbols", "unwind"),
+        *_LEAVES,
     },
     "doctor": {
         *("capture", "kernel", "processes", "python", "reports", "symbols"),
