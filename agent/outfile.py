@@ -257,7 +257,7 @@ def _open_folder(path: Path) -> int:
                 f"a link of another user's leads to the folder {path}",
                 f"name the folder itself: -o {path.resolve()}/...",
             )
-    except BaseException:
+    except BaseException:  # also a Ctrl-C: the descriptor is nobody else's yet
         os.close(current)
         raise
     return current
