@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.capture.integer_tables import NULL, IntegerTables
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
@@ -39,14 +40,18 @@ class GpuReader:
 
     Args:
         database: An open capture of a version that has it, its columns checked.
+        tables: The same capture.
         has_times: Its version has kernel times.
 
     Raises:
         ValueError, sqlite3.Error: From every method, for a damaged capture.
     """
 
-    def __init__(self, database: sqlite3.Connection, has_times: bool) -> None:
+    def __init__(
+        self, database: sqlite3.Connection, tables: IntegerTables, *, has_times: bool
+    ) -> None:
         self._database = database
+        self._tables = tables
         self._has_times = has_times
         self._ids: dict[str, I64] = {}
 
@@ -112,12 +117,8 @@ class GpuReader:
         return at
 
     def _columns(self, table: str, columns: Sequence[str]) -> dict[str, I64]:
-        # -1 is what stands for NULL: a negative number is refused elsewhere.
-        chosen = ", ".join(f"coalesce({name}, -1)" for name in columns)
-        rows = self._database.execute(f"SELECT {chosen} FROM {table} ORDER BY rowid")  # noqa: S608
-        numbers = np.fromiter(chain.from_iterable(rows), np.int64)
-        found = {name: numbers[i :: len(columns)] for i, name in enumerate(columns)}
-        least = {"kernel_id": -1}
+        found = dict(zip(columns, self._tables.columns(table, columns), strict=True))
+        least = {"kernel_id": NULL}
         if any(bool((found[name] < least.get(name, 0)).any()) for name in columns):
             raise ValueError("a negative number")
         return found
