@@ -131,8 +131,8 @@ class Joiner:
             else:
                 chain = natives[piece.at].chain
                 found += chain if piece in kept else map(_as_glue, chain)
-        behind = itertools.takewhile(lambda piece: not piece.is_python, pieces)
-        leaf = [natives[piece.at] for piece in behind]
+        after = itertools.takewhile(lambda piece: not piece.is_python, pieces)
+        leaf = [natives[piece.at] for piece in after]
         called = [LeafFrame(native.chain[-1].name, native.in_interpreter) for native in leaf]
         return tuple(found), called, whole.match
 

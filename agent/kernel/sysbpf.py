@@ -159,7 +159,7 @@ class Map:
     def _many(
         self, command: int, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None
     ) -> list[int]:
-        """Goes on behind an entry that is refused; one by one where the kernel has no batches.
+        """Goes on after an entry that is refused; one by one where the kernel has no batches.
 
         Returns:
             The indexes of those that were refused.

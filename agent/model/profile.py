@@ -149,7 +149,7 @@ class TimeRange:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The facts about a recording that every report shows under its picture.
+    """The facts about a recording that every report shows under its flame graph.
 
     `duration_ns`, `started_unix_ns` and the recorder's own cost are what they say; `facts` holds
     further lines for the reader (kernel, host, command, limits), in order. `time_range` is set
@@ -218,7 +218,7 @@ class Stacks:
     The frames of stack `i` are `frames[offsets[i]:offsets[i + 1]]`, indexes into `Profile.frames`.
     Inlined functions are expanded. `ends[i]` is a `StackEnd`, `gil[i]` a `GilState`.
 
-    The frames that a Python evaluation loop was in stand right behind the frame of that loop,
+    The frames that a Python evaluation loop was in stand right after the frame of that loop,
     which is of kind INTERPRETER, as is the glue around it: every view leaves out what it does not
     show.
     """

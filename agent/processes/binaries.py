@@ -52,7 +52,7 @@ class BinaryTable:
         self._fds: list[int] = []
 
     def of_mapping(self, pid: int, line: MapsLine) -> BinaryFile | None:
-        """Returns the file behind a mapping, None for anonymous memory.
+        """Returns the file that a mapping shows, None for anonymous memory.
 
         The file is opened now if this is the first mapping of it that is seen.
         """

@@ -56,7 +56,7 @@ _YOUNG_NS = 1_000_000_000
 _YOUNG_INTERVAL_NS = 20_000_000
 _IDLE_INTERVAL_NS = 1_000_000_000
 
-# Name and file of the code that the interpreter itself runs behind a class's __init__
+# Name and file of the code that the interpreter itself runs after a class's __init__
 # (_Py_InitCleanup, v3.13.0 Python/specialize.c): no Python frame to anybody.
 _CLEANUP_NAME = "__init__"
 

@@ -3,7 +3,7 @@
 
 The hues are those readers of flame graphs know: kernel orange, C++ yellow, C and other native code
 red, Python pink. Time off the CPU is blue, whatever waits there. The shade comes from the name
-alone, so two pictures of the same program can be compared, and golden tests hold.
+alone, so two flame graphs of the same program can be compared, and golden tests hold.
 
 Every fill is light enough for `INK` to be read on it: at least 4.5:1 (WCAG 2.1, 1.4.3), which a
 test computes for the whole table.
@@ -108,7 +108,7 @@ def category_of(kind: int, name: str) -> Category:
 
 
 def shade_of(name: str) -> int:
-    """Return the shade, 0 to SHADES - 1, that `name` has in every picture."""
+    """Return the shade, 0 to SHADES - 1, that `name` has in every flame graph."""
     return zlib.crc32(name.encode("utf-8", "replace")) % SHADES
 
 

@@ -84,7 +84,7 @@ def label_of(function: Function, line: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The texts of frames, sorted, so that the order of ids is the order in a picture."""
+    """The texts of frames, sorted, so that the order of ids is the order in a flame graph."""
 
     names: tuple[str, ...]
     kinds: npt.NDArray[np.uint8]  # FrameKind
@@ -130,7 +130,7 @@ class Rows:
 
 
 class LabelTable:
-    """Every label a picture may need, first in the order of making, then sorted."""
+    """Every label a flame graph may need, first in the order of making, then sorted."""
 
     def __init__(self, profile: Profile) -> None:
         is_python = np.array([f.kind is FrameKind.PYTHON for f in profile.functions], np.bool_)

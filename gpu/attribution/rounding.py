@@ -51,7 +51,7 @@ class _Level:
     """Every range of parties of some width that has any in a pool, and its two halves.
 
     All of shape (ranges,). A half is a number of the next level, whose right one is the number
-    behind the left one where both exist.
+    after the left one where both exist.
     """
 
     left: I64

@@ -19,7 +19,7 @@ from aiflame.gpu.opencl.kernel_file import Function, KernelFile
 # More than anyone reads; a kernel that is unrolled into more is shown around its samples.
 MAX_INSTRUCTIONS = 20_000
 
-# Of two copies that agree less, lines would be guesses. Those seen agree in 0.9 and more.
+# Of two copies that agree less, lines would be wrong ones. Those seen agree in 0.9 and more.
 _LEAST_AGREEMENT = 0.8
 # The comparison takes time by the square of the length: a second for this many.
 _MAX_COMPARED = 4000
@@ -63,8 +63,8 @@ def _nearest(
     hits = [at for at, (instruction, _) in enumerate(found) if instruction.address in sampled]
     every = np.arange(len(found))
     bounds = np.array([-len(found), *hits, 2 * len(found)])
-    behind = np.searchsorted(bounds, every)
-    distance = np.minimum(np.abs(bounds[behind] - every), np.abs(every - bounds[behind - 1]))
+    after = np.searchsorted(bounds, every)
+    distance = np.minimum(np.abs(bounds[after] - every), np.abs(every - bounds[after - 1]))
     chosen = np.sort(np.argsort(distance, kind="stable")[:MAX_INSTRUCTIONS])
     return [found[at] for at in chosen.tolist()]
 

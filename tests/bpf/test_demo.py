@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo` records is what its picture is said to show."""
+"""What `make demo` records is what its flame graph is said to show."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_a_table_that_the_kernel_refuses_is_not_there(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("why", ["no memory", "refused"])
-def test_mappings_that_find_no_room_leave_none_behind(kernel: Any, why: str) -> None:
+def test_mappings_that_find_no_room_leave_none(kernel: Any, why: str) -> None:
     losses: Counter[LossKind] = Counter()
     tables = KernelTables(kernel, 0, losses)
     free_bytes = tables.free_mapping_bytes

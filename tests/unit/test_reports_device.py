@@ -78,7 +78,7 @@ def test_folded_device_samples_are_as_reviewed() -> None:
     assert_golden("device.folded", FORMATS["folded"].render(small_device_profile(), _GPU))
 
 
-def test_what_nobody_launched_stays_in_the_picture() -> None:
+def test_what_nobody_launched_stays_in_the_flame_graph() -> None:
     profile = device_profile_of(runs=[Ran("ghost", 0, 5, "selected", process=1)])
     assert _folded(profile, plain=True) == [
         "client (200);[unknown launch];-;ghost;selected;0x0 5",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python frames in pictures: their labels, and which frames are shown."""
+"""Python frames in flame graphs: their labels, and which frames are shown."""
 
 from __future__ import annotations
 

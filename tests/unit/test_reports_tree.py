@@ -27,7 +27,7 @@ Outline = list[tuple[int, str, int, int]]
 
 
 def outline(tree: Tree) -> Outline:
-    """(depth, name, total in ms, of which off-CPU in ms), as one would read the picture."""
+    """(depth, name, total in ms, of which off-CPU in ms), as one would read the flame graph."""
     return [
         (
             int(tree.depth[i]),

@@ -86,8 +86,8 @@ def _walk(
     return walker.walk_thread(image, registers, memory)
 
 
-def _code(function: int, behind: int = 8) -> int:
-    return _BIAS + function + behind
+def _code(function: int, after: int = 8) -> int:
+    return _BIAS + function + after
 
 
 def test_from_the_leaf_to_where_the_thread_started(table: UnwindTable) -> None:

@@ -132,7 +132,7 @@ def test_an_fde_as_parent(tmp_path: Path) -> None:
     assert table_of(elf_with(frames), tmp_path).drops == {"bad CIE": 2}
 
 
-def test_operands_behind_the_end(tmp_path: Path) -> None:
+def test_operands_past_the_end(tmp_path: Path) -> None:
     frames = Frames()
     cie = frames.cie()
     endless = b"\x0e" + b"\xff" * 4

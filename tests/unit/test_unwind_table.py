@@ -227,7 +227,7 @@ def test_the_later_of_overlapping_functions_rules_from_its_start(tmp_path: Path)
     assert table.drops == {"overlapped": 2}
 
 
-def test_rows_behind_the_function_are_cut(tmp_path: Path) -> None:
+def test_rows_past_the_function_are_cut(tmp_path: Path) -> None:
     frames = Frames()
     frames.fde(frames.cie(), TEXT, 16, advance(16) + def_cfa_offset(64) + advance(9))
     table = table_of(elf_with(frames), tmp_path)
@@ -245,7 +245,7 @@ def test_functions_outside_code_are_dropped(tmp_path: Path, start: int, size: in
 
 
 def test_every_page_begins_with_the_rule_in_force(tmp_path: Path) -> None:
-    # GIVEN a function that reaches over two page borders, and one behind a gap
+    # GIVEN a function that reaches over two page borders, and one after a gap
     frames = Frames()
     cie = frames.cie()
     frames.fde(cie, TEXT + 0x100, 0x320, def_cfa_offset(64))
@@ -376,7 +376,7 @@ FRAMES_HDR = Frames().address - 8
         ("ff2500000000 6800000000 e900000000", [(0, 16), (6, 24), (16, 11)]),
         # endbr64; push $0; bnd jmp head; nop
         ("f30f1efa 6800000000 f2e900000000 90", [(0, 16), (6, 24), (16, 9)]),
-        # no stub behind the head
+        # no stub after the head
         ("", [(0, 16), (6, 24)]),
     ],
 )

@@ -73,8 +73,8 @@ def walk(
     return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, rbp)
 
 
-def code(place: int, behind: int = 8) -> int:
-    return BIAS + place + behind
+def code(place: int, after: int = 8) -> int:
+    return BIAS + place + after
 
 
 def addresses(found: Walk) -> list[int]:
@@ -89,11 +89,11 @@ def test_from_leaf_to_root(library: UnwindTable) -> None:
     assert [frame.is_exact for frame in found.frames] == [True, False, False, False]
 
 
-@pytest.mark.parametrize(("behind", "slot"), [(0, 0), (10, 0), (11, 8), (15, 8)])
+@pytest.mark.parametrize(("after", "slot"), [(0, 0), (10, 0), (11, 8), (15, 8)])
 def test_linkage_stub_before_and_after_its_push(
-    library: UnwindTable, behind: int, slot: int
+    library: UnwindTable, after: int, slot: int
 ) -> None:
-    found = walk(library, {slot: code(ROOT)}, (code(STUB, behind), 0, 0))
+    found = walk(library, {slot: code(ROOT)}, (code(STUB, after), 0, 0))
     assert found.end == WalkEnd.ROOTED
 
 
@@ -153,7 +153,7 @@ def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTa
         ({0: STACK, 8: code(PLAIN)}, (code(NO_CFI), 0x100, STACK), WalkEnd.NO_TABLE, 1),
         ({0: 0, 8: 0xDEAD}, (JIT, 0, STACK), WalkEnd.NO_TABLE, 1),
         ({}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
-        # On top of a leaf's stack: code, but behind no call; a call, but no code.
+        # On top of a leaf's stack: code, but after no call; a call, but no code.
         ({0: JIT + 9}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
         ({0: 0xDEAD0}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
         # Only a leaf's: here the caller is in code without CFI.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One flame graph on a canvas. Only what is at least a pixel wide is looked at: narrower
 // neighbours are drawn together as one strip, and what lies under a strip not at all, so the cost
-// of a picture is bounded by its area, not by the recording.
+// of a flame graph is bounded by its area, not by the recording.
 "use strict";
 
 const ROW_PX = 18;

@@ -182,7 +182,7 @@ function weigh(tree, data, wanted) {
   return { ...tree, klass };
 }
 
-// Adds what a picture of one view needs: total, off-CPU part and place on the x axis.
+// Adds what a flame graph of one view needs: total, off-CPU part and place on the x axis.
 function lay(tree, view) {
   const total = new Float64Array(tree.n);
   const off = new Float64Array(tree.n);
