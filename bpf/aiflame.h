@@ -24,22 +24,22 @@ enum sample_class {
 	CLASS_PREEMPTED = 3, /* switched out while runnable, to switch-in */
 };
 
-/* How a user stack ended; StackEnd in agent/model/profile.py. */
-enum stack_end {
-	END_ROOTED = 0,
-	END_KERNEL_ONLY = 1,
-	END_NO_FRAME_POINTER = 2,
-	END_UNREADABLE = 3,
-	END_TOO_DEEP = 4,
-	END_NOT_WALKED = 5,
-	END_LOST = 6, /* set by the host half only */
-	END_EXCLUDED = 7,
-	END_ROOTED_BY_TABLE =
+/* How a user stack ended; StopReason in agent/model/profile.py. */
+enum stop_reason {
+	STOP_ROOTED = 0,
+	STOP_KERNEL_ONLY = 1,
+	STOP_NO_FRAME_POINTER = 2,
+	STOP_UNREADABLE = 3,
+	STOP_TOO_DEEP = 4,
+	STOP_NOT_WALKED = 5,
+	STOP_LOST = 6, /* set by the host half only */
+	STOP_EXCLUDED = 7,
+	STOP_ROOTED_BY_TABLE =
 		8, /* a row says that the return address is undefined: the outermost */
-	END_NO_TABLE =
+	STOP_NO_TABLE =
 		9, /* a caller in code that is in no mapping or has neither CFI nor frame pointer */
-	END_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
-	END_ROOTED_BY_HEURISTIC =
+	STOP_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
+	STOP_ROOTED_BY_HEURISTIC =
 		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 };
 
@@ -239,7 +239,7 @@ struct stack_record {
 	u32 tgid;
 	u16 kernel_depth; /* frames used of kernel[] */
 	u16 user_depth; /* frames used of user[] */
-	u16 end; /* enum stack_end */
+	u16 end; /* enum stop_reason */
 	u16 kernel_cut; /* 1: more kernel frames than MAX_FRAMES */
 	u32 gil; /* enum python_gil */
 	u64 call_return; /* inside a call of a device API: where that returns to; else 0 */

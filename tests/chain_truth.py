@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from aiflame.agent.model.profile import FrameKind, Profile, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, StopReason
 from chains import Function, Tree
 
 _OWN = re.compile(r"f_(\d{4})(?:\.(?:cold|part\.0))?")
@@ -51,7 +51,7 @@ def user_frames(profile: Profile, stack: int) -> list[str]:
     return [function.name for function in named if function.kind is FrameKind.NATIVE]
 
 
-def judge(tree: Tree, frames: Sequence[str], end: StackEnd) -> Verdict:
+def judge(tree: Tree, frames: Sequence[str], end: StopReason) -> Verdict:
     """Compares a stack, leaf first, with the truth.
 
     Raises:
@@ -63,7 +63,7 @@ def judge(tree: Tree, frames: Sequence[str], end: StackEnd) -> Verdict:
         if walk.rest():
             raise Wrong(f"{walk.rest()[:3]} past the start")
     except _Cut as cut:
-        if end is StackEnd.ROOTED and walk.depth:
+        if end is StopReason.ROOTED and walk.depth:
             raise Wrong(f"rooted, but without {cut}") from None
     return Verdict(walk.depth > 0, walk.has_signal, walk.depth)
 

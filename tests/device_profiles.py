@@ -29,7 +29,7 @@ from aiflame.agent.model.gpu import (
     StallReason,
     Tier,
 )
-from aiflame.agent.model.profile import Loss, Process, Profile, SampleClass, StackEnd, Thread
+from aiflame.agent.model.profile import Loss, Process, Profile, SampleClass, StopReason, Thread
 from profiles import HOSTILE_NAMES, MS, PROCESSES, THREADS, Sample, process, profile_of
 
 DEVICE = Device("nvidia", "Test 100", Tier.STALLS, "", 0)
@@ -55,7 +55,7 @@ class Launch:
     operation: Operation = Operation.LAUNCH
     bytes: int = 0
     direction: Direction = Direction.UNKNOWN
-    end: StackEnd = StackEnd.ROOTED
+    end: StopReason = StopReason.ROOTED
     interval: int = 0
 
 

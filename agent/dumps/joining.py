@@ -11,7 +11,7 @@ from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.dumps.native import NativeNames
 from aiflame.agent.dumps.pythons import PythonProcess
 from aiflame.agent.dumps.reading import RawThread
-from aiflame.agent.model.profile import FrameKind, StackEnd
+from aiflame.agent.model.profile import FrameKind, StopReason
 from aiflame.agent.processes.table import ProcessImage
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
@@ -20,7 +20,7 @@ from aiflame.agent.python.walk import Walk, WalkEnd
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import clean_name
 
-_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC)
+_ROOTED = (StopReason.ROOTED, StopReason.ROOTED_BY_TABLE, StopReason.ROOTED_BY_HEURISTIC)
 _KERNEL = "[kernel]"
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.devices.locations import LocatedStack
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.model.window import COLUMNS, NO_CHAIN, NONE, OpenWindow
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 
@@ -62,7 +62,7 @@ class MadeStack:
     image: ProcessImage
     kernel: Sequence[int]
     user: Sequence[int]
-    end: StackEnd
+    end: StopReason
     chain: int = NO_CHAIN
     gil: int = 0
 

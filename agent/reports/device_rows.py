@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, GpuProfile
-from aiflame.agent.model.profile import ROOTED_ENDS, SPAN_DTYPE, Profile, StackEnd, Stacks
+from aiflame.agent.model.profile import COMPLETE_REASONS, SPAN_DTYPE, Profile, Stacks, StopReason
 from aiflame.agent.reports.base import Leaf, ReportOptions, View
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import (
     I64,
-    TRUNCATED_ENDS,
+    TRUNCATED_REASONS,
     LabelTable,
     Rows,
     join,
@@ -134,7 +134,7 @@ def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples
     """Return device samples as they are shown."""
     table = LabelTable(profile)
     processes = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
-    end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
+    end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
     unknown = table.add([UNKNOWN_LAUNCH])
     is_known = samples.stack >= 0
     shown = _with_an_empty_one(shown_stacks(profile, options.frames, options.hide_importlib))
@@ -142,7 +142,7 @@ def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples
     ends = shown.ends[stack].astype(np.int64)
     heads = [
         processes.start + samples.process,
-        np.where(is_known & np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1),
+        np.where(is_known & np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1),
         np.where(is_known, -1, unknown.start),
     ]
     boundary = np.full(len(samples), table.add([BOUNDARY], Category.BOUNDARY).start, np.int64)
@@ -174,7 +174,7 @@ def _with_an_empty_one(stacks: Stacks) -> Stacks:
     return Stacks(
         np.append(stacks.offsets, stacks.offsets[-1:]),
         stacks.frames,
-        np.append(stacks.ends, np.uint8(ROOTED_ENDS[0])),
+        np.append(stacks.ends, np.uint8(COMPLETE_REASONS[0])),
         np.append(stacks.gil, np.uint8(0)),
     )
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
-from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+from aiflame.agent.reports.rows import TRUNCATED_REASONS, showable
 
 # Below this many samples a flame graph says little; flame graph tools have long warned at 100.
 FEW_SAMPLES = 100
@@ -90,7 +90,7 @@ def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
 
 def complete_share(profile: Profile) -> tuple[int, int]:
     """Return the time in stacks walked to their root, and the time in all stacks, in ns."""
-    truncated = np.isin(profile.stacks.ends, TRUNCATED_ENDS)[profile.samples["stack"]]
+    truncated = np.isin(profile.stacks.ends, TRUNCATED_REASONS)[profile.samples["stack"]]
     ns = profile.samples["ns"]
     whole = int(ns.sum())
     return whole - int(ns[truncated].sum()), whole
@@ -137,7 +137,7 @@ def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str
         profile: The profile.
         stack_ns: Time of each stack, shape (stacks,).
     """
-    cut = np.isin(profile.stacks.ends, TRUNCATED_ENDS) & (stack_ns > 0)
+    cut = np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0)
     sums: dict[str, int] = {}
     for stack in np.flatnonzero(cut).tolist():
         module = _outermost_module(profile, stack)

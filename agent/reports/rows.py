@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import (
-    ROOTED_ENDS,
+    COMPLETE_REASONS,
     FrameKind,
     Function,
     Profile,
     SampleClass,
-    StackEnd,
     Stacks,
+    StopReason,
 )
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
@@ -36,10 +36,12 @@ from aiflame.agent.reports.selection import shown_stacks
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 
-# Ends after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED are
+# Stop reasons after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED are
 # whole as they are: there is no user stack, or none was asked for.
-TRUNCATED_ENDS = tuple(
-    end for end in StackEnd if end not in (*ROOTED_ENDS, StackEnd.KERNEL_ONLY, StackEnd.EXCLUDED)
+TRUNCATED_REASONS = tuple(
+    reason
+    for reason in StopReason
+    if reason not in (*COMPLETE_REASONS, StopReason.KERNEL_ONLY, StopReason.EXCLUDED)
 )
 
 # The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.
@@ -190,7 +192,7 @@ def rows_of(
     table = LabelTable(profile)
     process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in profile.threads])
-    end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
+    end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
     tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
@@ -206,7 +208,7 @@ def rows_of(
     if per_thread:
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
-    columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
+    columns.append(np.where(np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1))
     offsets, path_labels = join(columns, shown, table.of_frame, rank, stacks)
     tail = tail_of[samples["klass"], stack]
     return Rows(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
 from recordings import Workload, public_folder
 
 pytestmark = pytest.mark.bpf
@@ -50,9 +50,9 @@ def test_kernel_frames_only(
     profile, _ = _record(run_aiflame, tmp_path, busy.pid, "-K")
     assert FrameKind.NATIVE not in _kinds(profile)
     assert FrameKind.KERNEL in _kinds(profile)
-    ends = {StackEnd(end) for end in profile.stacks.ends}
-    assert StackEnd.EXCLUDED in ends
-    assert StackEnd.ROOTED not in ends
+    ends = {StopReason(end) for end in profile.stacks.ends}
+    assert StopReason.EXCLUDED in ends
+    assert StopReason.ROOTED not in ends
 
 
 def test_without_off_cpu_time(

@@ -92,7 +92,7 @@ _CONSTANTS = {
     **{f"HOST_{member.name}": member.value for member in abi.HostConstant},
     **{f"FILTER_{member.name}": member.value for member in abi.Filter},
     **{f"CLASS_{member.name}": member.value for member in model.SampleClass},
-    **{f"END_{member.name}": member.value for member in model.StackEnd},
+    **{f"STOP_{member.name}": member.value for member in model.StopReason},
     **{f"EVENT_{member.name}": member.value for member in abi.EventType},
     **{f"PROCESS_{member.name}": member.value for member in abi.ProcessFlag},
     **{f"SETTING_{member.name}": member.value for member in abi.Setting},

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import (
     COLUMNS,
     NO_STACK,
@@ -104,7 +104,7 @@ def test_a_sleeper_has_its_stack_in_every_window() -> None:
     builder.define("processes", rows_of("processes", (0, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
     builder.define("threads", rows_of("threads", (0, 0, 1, 0)))
     addresses = np.array([11, 12], "<u8").view(COLUMNS["addresses"].dtype)
-    row = (5, 0, 0, 0, 1, 1, StackEnd.ROOTED, 0, False, _NONE, 0)
+    row = (5, 0, 0, 0, 1, 1, StopReason.ROOTED, 0, False, _NONE, 0)
     builder.define("stacks", rows_of("stacks", row), addresses)
     for end_ns in (10, 20, 30):
         builder.add("samples", rows_of("samples", (5, 0, SampleClass.BLOCKED, 0, 10)))
@@ -124,7 +124,7 @@ def test_a_stack_that_never_came_is_lost_and_its_time_is_not() -> None:
     builder.add("samples", rows_of("samples", (99, 0, SampleClass.ON_CPU, 4, 40)))
     window = builder.close(1000)
     check(window)
-    assert window.stacks["stop_reason"].tolist() == [StackEnd.LOST]
+    assert window.stacks["stop_reason"].tolist() == [StopReason.LOST]
     assert window.stacks["process"].tolist() == [3]
     assert _losses(window) == {"stack_lost": 1}
 
