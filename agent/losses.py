@@ -167,6 +167,12 @@ class LossKind(enum.Enum):
         "rights that processes which handle files and memory of targets could not give up: nothing"
         " is missing, but a file that takes its parser over could do more harm"
     )
+    FILES_STUCK = _Entry(
+        "files of targets, or of /proc about them, that did not open or could not be read within a"
+        " second, as of a file system that does not answer: they are not tried again, so that names"
+        " are missing"
+    )
+    OPENER_DIED = _Entry("ends of the process that opens files of targets: names may be missing")
     MEMORY_READER_DIED = _Entry(
         "ends of the process that reads memory of targets: names of Python code and stacks of"
         " threads asleep since before the recording may be missing"

@@ -12,6 +12,7 @@ import time
 import numpy as np
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.doctor.bpf import PATIENCE_NS, recording_itself, spin
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.model.profile import COMPLETE_REASONS, StopReason
 from aiflame.agent.processes.table import NO_BINARY, ProcessTable
@@ -31,8 +32,8 @@ def stacks(context: Context) -> Finding:
     if context.programs is None or context.probes is None:
         return skip("nothing is attached")
     programs = context.programs
-    with recording_itself(programs) as image:
-        table = ProcessTable(time.monotonic_ns(), lambda _: image)
+    with recording_itself(programs) as image, Inspector() as inspector:
+        table = ProcessTable(time.monotonic_ns(), lambda _: image, inspector)
         tables = UnwindTables(programs, table, cache_dir(), _LIMIT_BYTES, lambda _: None)
         try:
             process = table.seen(os.getpid(), image, 0, "", 0)

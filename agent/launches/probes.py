@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.probe_sites import choose_site
 from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
@@ -92,7 +92,7 @@ class ApiProbes:
     def look_at_path(self, path: Path) -> None:
         """Probes a file that may be mapped later; one that is not there is none."""
         try:
-            descriptor = open_regular(path)
+            descriptor = open_regular(str(path))
         except OSError:
             return
         try:
@@ -108,7 +108,8 @@ class ApiProbes:
             path: What it is called, for messages.
             image: Its headers, where the caller has them already.
         """
-        identity = file_identity(descriptor)
+        remote = self._guard.remote.get(descriptor)
+        identity = file_identity(descriptor) if remote is None else remote.identity
         if identity in self._seen:
             return identity
         self._seen.add(identity)
@@ -130,7 +131,10 @@ class ApiProbes:
                     probes += self._probes(identity, located, api, function)
             except TooManyFunctions:
                 self._failed(path, "more functions than there is room for")
-        if probes:
+        if probes and remote is not None:
+            # The kernel reads the file to put them on, and no signal gets through to that.
+            self._failed(path, "its file system may not answer", len(probes))
+        elif probes:
             self._attach(descriptor, path, probes)
         return identity
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.inspector.memory import RemoteMemory
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.target_files import FileGuard
@@ -137,23 +137,24 @@ class ProcessTable:
         start_ns: Identity of the images that are there before the recording begins, and until
             `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
-        guard: Inside which the files of targets are read.
-        memory: Reads memory of processes.
+        inspector: Opens files of targets, and reads their memory.
+        guard: Inside which those files are read; one of its own where none is given.
     """
 
     def __init__(
         self,
         start_ns: int,
         current_image: Callable[[int], int | None],
+        inspector: Inspector,
         guard: FileGuard | None = None,
-        memory: RemoteMemory | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
         self._current_image = current_image
         self.images: list[ProcessImage] = []
         self.threads: list[ThreadInfo] = []
-        self.binaries = BinaryTable(guard)
-        self.memory = memory or RemoteMemory()
+        self._opener = inspector.opener
+        self.memory = inspector.memory
+        self.binaries = BinaryTable(inspector, guard)
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
@@ -217,7 +218,7 @@ class ProcessTable:
     def _read_identity(self, image: ProcessImage) -> None:
         pid = image.pid
         cgroup = procfs.cgroups(pid).telling
-        executable, command_line = procfs.executable(pid), procfs.command_line(pid)
+        executable, command_line = procfs.executable(pid), procfs.command_line(self._opener, pid)
         if not cgroup or not self.is_current(image):
             self._inherit(image)  # it is gone, or has become another program by exec
             return
@@ -243,7 +244,7 @@ class ProcessTable:
         asked after the read, so that one image never gets another's mappings.
         """
         found = []
-        for line in procfs.executable_mappings(image.pid):
+        for line in procfs.executable_mappings(self._opener, image.pid):
             file = self.binaries.of_mapping(image.pid, line)
             binary = NO_BINARY if file is None else file.index
             found.append(Mapping(line.start, line.end, line.offset, binary))

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
-from aiflame.agent.inspector.memory import RemoteMemory
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.least import give_up_admin
@@ -146,9 +146,9 @@ class Recorder:
     def _build_kernel_half(self, parts: contextlib.ExitStack) -> None:
         """Makes what speaks to the kernel."""
         options, command = self._options, self._target.command
-        self._memory = RemoteMemory()
-        parts.callback(self._memory.close)
-        self._memory.start()  # it is ready by the time that the programs are
+        self._inspector = Inspector()
+        parts.callback(self._inspector.close)
+        self._inspector.start()  # it is ready by the time that the programs are
         self._programs: Programs = load_programs(options, cache_dir())
         parts.callback(self._programs.close)
         words = () if command is None else command.words
@@ -164,7 +164,7 @@ class Recorder:
         """Makes what turns what comes from the kernel into windows."""
         options, programs, window = self._options, self._programs, self._window
         table = self.table = ProcessTable(
-            time.monotonic_ns(), self._current_image, self._guard, self._memory
+            time.monotonic_ns(), self._current_image, self._inspector, self._guard
         )
         parts.callback(table.binaries.close)
         self.samples = Samples(window, table)
@@ -215,7 +215,7 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        own = [pid for pid in (os.getpid(), self._memory.pid) if pid is not None]
+        own = [os.getpid(), *self._inspector.pids]
         for pid in own:  # what they start is excluded as well
             self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
@@ -519,13 +519,13 @@ class Recorder:
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
-        for part in (*parts, self._memory):
+        for part in (*parts, self._inspector):
             found.update(part.losses)
         return found
 
     def loss_files(self) -> dict[LossKind, set[str]]:
         """Returns the files to blame."""
-        parts = (self.tables, self.pythons, self.calls.probes, self._memory)
+        parts = (self.tables, self.pythons, self.calls.probes, self._inspector)
         files = {kind: found for part in parts for kind, found in part.loss_files.items()}
         files[LossKind.BINARY_NOT_READ] = {
             f"{path} ({why})" for path, why in self._guard.bad.items()

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.symbols.perfmap import PerfMap
-from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 

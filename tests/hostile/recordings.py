@@ -156,7 +156,7 @@ def _change_values(path: Path, dice: random.Random) -> None:
         for _ in range(dice.choice((1, 1, 3))):
             (table,) = dice.choice(names)
             columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-            (rows,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()
+            (rows,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()  # noqa: S608
             row = f"(SELECT rowid FROM {table} LIMIT 1 OFFSET {dice.randrange(rows + 1)})"  # noqa: S608
             query = f"UPDATE {table} SET {dice.choice(columns)} = ? WHERE rowid = {row}"  # noqa: S608
             with contextlib.suppress(sqlite3.Error):

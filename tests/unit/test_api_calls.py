@@ -16,6 +16,7 @@ from aiflame.agent.launches.probes import ApiProbes
 from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
+from support import blind_inspector
 
 _LIBRARY, _OTHER, _SLOT = 3, 4, 0
 _FUNCTION_OFFSET, _FUNCTION_BYTES = 0x500, 64
@@ -38,7 +39,7 @@ def _mappings(library_at: int) -> _Mappings:
 
 
 def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
-    table = ProcessTable(1, lambda pid: 1)
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
     anything: Any = SimpleNamespace()
     calls = ApiCalls(anything, table, anything, anything, anything)
     calls._identities[_LIBRARY] = identity = (8, 1)
@@ -58,7 +59,9 @@ def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
 
 def test_a_function_that_is_probed_later_is_found() -> None:
     anything: Any = SimpleNamespace()
-    calls = ApiCalls(anything, ProcessTable(1, lambda pid: 1), anything, anything, anything)
+    calls = ApiCalls(
+        anything, ProcessTable(1, lambda pid: 1, blind_inspector()), anything, anything, anything
+    )
     image = ProcessImage(0, 1, 1, 1)
     image.mappings = _mappings(1 << 40)
     user = np.array([5, 77], np.uint64)

@@ -45,6 +45,7 @@ from aiflame.gpu.base import (
     Listing,
     Sampler,
 )
+from support import blind_inspector
 
 # Binaries by index, and where they are: a library, a kernel, a kernel that replaces it.
 _LIBRARY, _KERNEL, _SUCCESSOR = 0, 1, 2
@@ -66,7 +67,7 @@ class _Biases(ElfImages):
 
 @pytest.fixture
 def table() -> ProcessTable:
-    return ProcessTable(0, lambda pid: None)
+    return ProcessTable(0, lambda pid: None, blind_inspector())
 
 
 def _map(image: ProcessImage, start: int, binary: int) -> None:

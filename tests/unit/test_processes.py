@@ -13,9 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from aiflame.agent import kernelfs
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
+from support import blind_inspector
 
 _LIB, _OTHER = 1, 2
 
@@ -161,7 +163,7 @@ class _Machine:
         self.image: int | None = 5
         self.reads = 0
 
-    def executable_mappings(self, pid: int) -> list[MapsLine]:
+    def executable_mappings(self, _: object, pid: int) -> list[MapsLine]:
         self.reads += 1
         return list(self.maps) if pid == 41 else []
 
@@ -176,7 +178,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
 
 @pytest.fixture
 def table(machine: _Machine) -> Iterator[ProcessTable]:
-    made = ProcessTable(1_000, lambda pid: machine.image)
+    made = ProcessTable(1_000, lambda pid: machine.image, blind_inspector())
     yield made
     made.binaries.close()
 
@@ -307,7 +309,8 @@ def test_the_end_of_a_process_is_noted_once_it_is_known(table: ProcessTable) -> 
 
 
 def test_this_process_maps_its_interpreter() -> None:
-    table = ProcessTable(0, lambda pid: 1)
+    inspector = Inspector()
+    table = ProcessTable(0, lambda pid: 1, inspector)
     try:
         image = table.seen(os.getpid(), 1, 0, "", 0)
         files = {table.binaries.files[m.binary].path for m in image.mappings if m.binary >= 0}
@@ -318,3 +321,4 @@ def test_this_process_maps_its_interpreter() -> None:
         assert table.binaries.unopened == 0
     finally:
         table.binaries.close()
+        inspector.close()
