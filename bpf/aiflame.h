@@ -370,7 +370,7 @@ struct wait_event {
 
 /* Functions of device APIs that can be told apart; a number is given out for each by the host half. */
 #define API_CALLS_MAX 1024
-/* Places where they are probed, in all files; and APIs. */
+/* Sites where they are probed, in all files; and APIs. */
 #define API_PROBES_MAX 8192
 #define APIS_MAX 8
 /* Of the work and bytes of one call: sums of hostile ones must not overflow. */
@@ -412,7 +412,7 @@ struct api_call {
 	u32 operation; /* Operation in agent/model/gpu.py */
 };
 
-/* One place where a function is probed; its number is the attach cookie. */
+/* One site where a function is probed; its number is the attach cookie. */
 struct api_probe {
 	u64 before_bytes; /* from the probe back to the start of the code that is inside the call */
 	u64 after_bytes; /* and on to its end */

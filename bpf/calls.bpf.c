@@ -4,7 +4,7 @@
  *
  * Attach: uprobes at the entry of the functions, or a few instructions past it where that is
  * cheaper and all arguments are still in place; a return probe for functions that make a kernel's
- * handle. The attach cookie is the place's number in `api_probes`.
+ * handle. The attach cookie is the site's number in `api_probes`.
  * Needs: bpf_get_attach_cookie (v5.15) and what walk.h needs.
  * Loses: what its counters say. Where arguments cannot be read the call counts without them.
  *
@@ -26,9 +26,9 @@ BPF_PROG_ARRAY(call_walkers, 2);
  * return address is. That alone is no proof: what a call that has returned left on the stack may lie
  * unwritten in a later frame. So the caller must be the outer function, or in its library.
  *
- * A function that is called in the same place of the stack is one that the outer function has jumped
+ * A function that is called at the same address of the stack is one that the outer function has jumped
  * to, or the next call of a caller like libffi, which calls all from one instruction: only one that
- * does the same is taken for the first. And one place may be probed twice, through two mounts of one
+ * does the same is taken for the first. And one site may be probed twice, through two mounts of one
  * file: then the probes take turns.
  */
 static __always_inline bool is_nested(struct outer_call *outer, struct api_call *api,

@@ -48,7 +48,7 @@ BPF_TABLE("hash_of_maps$mapping_table", u32, int, process_mappings, SIZED_BY_HOS
 #define KNOWN_ADDRESSES 1024 /* a power of two; 16 KB a CPU */
 
 /*
- * One place is written by walks that come between each other: in a clock tick, and in uprobes of
+ * One slot is written by walks that come between each other: in a clock tick, and in uprobes of
  * threads that take turns on a CPU. So a reader may meet the words of two of them, which `check`
  * tells: it is of the address, of whose it is, and of the rule (Hyatt and Mann 2002, "A lock-less
  * transposition table implementation").

@@ -60,7 +60,7 @@ CREATE TABLE functions (
     file TEXT NOT NULL
 );
 
--- A place in a function. address is the binary's own virtual address (0: none), line 0: unknown.
+-- A location in a function. address is the binary's own virtual address (0: none), line 0: unknown.
 CREATE TABLE frames (
     id INTEGER PRIMARY KEY,
     function_id INTEGER NOT NULL REFERENCES functions (id),

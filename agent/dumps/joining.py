@@ -27,8 +27,8 @@ _KERNEL = "[kernel]"
 # Where eval loops and runs of Python frames do not pair one to one.
 _UNPAIRED = {
     Match.NO_EVAL: "not shown, since the native stack has no eval loop",
-    Match.RUNS_MISSING: "fewer calls than eval loops, places are uncertain",
-    Match.EVALS_MISSING: "more calls than eval loops, places are uncertain",
+    Match.RUNS_MISSING: "fewer calls than eval loops, positions are uncertain",
+    Match.EVALS_MISSING: "more calls than eval loops, positions are uncertain",
 }
 
 
@@ -72,16 +72,16 @@ class Joiner:
         if self._python is not None:
             self._python.learn(thread.python for thread in threads if thread.python is not None)
         addresses = {address for thread in threads for address in _looked_up(thread)}
-        places = {address: self._names.place(self._image, address) for address in addresses}
-        self._names.learn(self._image, places.values())
-        for address, place in places.items():
-            self._natives[address] = self._native(address, place)
+        locations = {address: self._names.location(self._image, address) for address in addresses}
+        self._names.learn(self._image, locations.values())
+        for address, location in locations.items():
+            self._natives[address] = self._native(address, location)
 
-    def _native(self, address: int, place: tuple[int, int]) -> _Native:
-        chain = self._names.chain(self._image, place)
+    def _native(self, address: int, location: tuple[int, int]) -> _Native:
+        chain = self._names.chain(self._image, location)
         if self._python is None:
             return _Native(chain, Role.OTHER, False)
-        in_interpreter = place[0] == self._python.binary
+        in_interpreter = location[0] == self._python.binary
         if chain[-1].kind is FrameKind.PYTHON:
             return _Native(chain, Role.TRAMPOLINE, False)
         name = "" if chain[-1].name.startswith("[") else chain[-1].name

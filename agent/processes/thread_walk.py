@@ -2,8 +2,8 @@
 """Walks stacks of sleeping threads, as the kernel half walks those of threads that it meets.
 
 By the same tables, to the same ends, and in the form in which the kernel half stores frames.
-Threads of a pool sleep in the same few places, so what a table says of an address is kept: a frame
-then costs a few microseconds.
+Threads of a pool sleep in the same few functions, so what a table says of an address is kept: then
+a frame costs a few microseconds.
 
 Not here: where registers and memory come from, and whether they are of one moment.
 """

@@ -53,7 +53,7 @@ class Match(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """One frame of the combined stack: which list it is from, and its place there.
+    """One frame of the combined stack: which list it is from, and its position there.
 
     Hidden are native frames of the interpreter that a reader can do without: eval loops that became
     Python frames, and glue between them.

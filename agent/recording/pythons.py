@@ -214,9 +214,9 @@ class PythonProcesses:
                 offsets.append(layout.cframe_frame)
             with contextlib.suppress(NoMemoryAccess):
                 for offset in offsets:
-                    places = [pointer + offset for pointer in found]
-                    pages.fetch(places)
-                    found = [read_u64(pages, place) or 0 for place in places]
+                    addresses = [pointer + offset for pointer in found]
+                    pages.fetch(addresses)
+                    found = [read_u64(pages, address) or 0 for address in addresses]
                 pages.fetch(found)
 
     def of_thread(self, image: ProcessImage, thread_pointer: int) -> ThreadPython | None:

@@ -181,11 +181,11 @@ def _with_an_empty_one(stacks: Stacks) -> Stacks:
 
 def _levels(options: ReportOptions) -> list[Role]:
     # From the leaf, the reason is to be found first.
-    place = [Role.INSTRUCTION, Role.REASON, Role.OFFSET]
+    roles = [Role.INSTRUCTION, Role.REASON, Role.OFFSET]
     leaves = {
-        Leaf.OFFSET: [place[2], *place[:2]] if options.inverted else place,
-        Leaf.INSTRUCTION: place[:2],
-        Leaf.STALL: place[1:2],
+        Leaf.OFFSET: [roles[2], *roles[:2]] if options.inverted else roles,
+        Leaf.INSTRUCTION: roles[:2],
+        Leaf.STALL: roles[1:2],
     }
     return [Role.KERNEL, Role.SOURCE, *leaves[options.leaf]]
 
@@ -202,8 +202,8 @@ def _below_the_boundary(table: LabelTable, samples: DeviceSamples) -> dict[Role,
         Role.KERNEL: _labels(table, names, Category.DEVICE_CODE)[samples.kernel],
         Role.SOURCE: source,
         Role.INSTRUCTION: text,
-        Role.REASON: _labels(table, reasons, Category.DEVICE_PLACE)[samples.reason],
-        Role.OFFSET: _labels(table, offsets, Category.DEVICE_PLACE)[at],
+        Role.REASON: _labels(table, reasons, Category.DEVICE_LOCATION)[samples.reason],
+        Role.OFFSET: _labels(table, offsets, Category.DEVICE_LOCATION)[at],
     }
 
 
@@ -213,13 +213,13 @@ def _instruction_labels(table: LabelTable, samples: DeviceSamples) -> tuple[I64,
     values, at = np.unique(samples.offset, return_inverse=True)
     keys, row = np.unique(samples.code * max(1, len(values)) + at, return_inverse=True)
     codes, offsets = keys // max(1, len(values)), values[keys % max(1, len(values))]
-    places = zip(codes.tolist(), offsets.tolist(), strict=True)
-    found = [known.get(place) for place in places]
+    located = zip(codes.tolist(), offsets.tolist(), strict=True)
+    found = [known.get(key) for key in located]
     lines = [source_label(i.file, i.line) if i is not None else "" for i in found]
     texts = [showable(i.text) if i is not None and i.text else "" for i in found]
     return (
         _labels(table, lines, Category.DEVICE_CODE)[row],
-        _labels(table, texts, Category.DEVICE_PLACE)[row],
+        _labels(table, texts, Category.DEVICE_LOCATION)[row],
     )
 
 

@@ -39,7 +39,7 @@ class Category(enum.IntEnum):
     WAITING_TO_RUN = 6
     PREEMPTED = 7
     DEVICE_CODE = 8  # kernel and source line
-    DEVICE_PLACE = 9  # instruction, stall reason, offset
+    DEVICE_LOCATION = 9  # instruction, stall reason, offset
     BOUNDARY = 10  # between the launching stack and the kernel
 
 
@@ -59,7 +59,7 @@ CATEGORIES = (
 )
 
 # Frames that stand for something on a device.
-DEVICE_CATEGORIES = (Category.DEVICE_CODE, Category.DEVICE_PLACE)
+DEVICE_CATEGORIES = (Category.DEVICE_CODE, Category.DEVICE_LOCATION)
 
 # Off-CPU classes, by the category of the marker that stands for them.
 CLASS_CATEGORY = {
@@ -78,7 +78,7 @@ _ON_CPU = {
     Category.MARKER: (210, 0.04, 0.72, 0.78),
     # The aqua, the green and the light grey of published AI flame graphs.
     Category.DEVICE_CODE: (180, 0.52, 0.56, 0.66),
-    Category.DEVICE_PLACE: (120, 0.55, 0.60, 0.71),
+    Category.DEVICE_LOCATION: (120, 0.55, 0.60, 0.71),
     Category.BOUNDARY: (0, 0, 200 / 255, 200 / 255),
 }
 

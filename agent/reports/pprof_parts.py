@@ -102,7 +102,7 @@ def value_type(strings: StringTable, name: str, unit: str) -> bytes:
 
 
 class Locations:
-    """The places of the stacks in use.
+    """The locations of the stacks in use.
 
     `of_stack` has the location ids of each stack as a field of a Sample.
 

@@ -36,8 +36,8 @@ from aiflame.agent.reports.selection import shown_stacks
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 
-# Stop reasons after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED are
-# whole as they are: there is no user stack, or none was asked for.
+# Stop reasons after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED
+# are of complete stacks: there is no user half, or none was asked for.
 TRUNCATED_REASONS = tuple(
     reason
     for reason in StopReason
@@ -278,7 +278,7 @@ def join(
     np.cumsum(heads + lengths + tails, out=offsets[1:])
     flat = np.empty(offsets[-1], dtype=np.uint32)
     label_of_frame = rank[of_frame].astype(np.uint32)
-    places = offsets[:-1] + heads
+    begins = offsets[:-1] + heads
     # Some at a time: whole columns of positions would be the largest arrays of a report.
     for first in range(0, len(stacks), _PATHS_AT_ONCE):
         part = slice(first, first + _PATHS_AT_ONCE)
@@ -287,7 +287,7 @@ def join(
         number = np.arange(length.sum())
         before = np.cumsum(length) - length
         source = number + np.repeat(starts[part] - before, length)
-        target = number + np.repeat(places[part] - before, length)
+        target = number + np.repeat(begins[part] - before, length)
         flat[target] = label_of_frame[shown.frames[source]]
     at = _put(columns, rank, offsets[:-1], flat)
     _put(after, rank, at + lengths, flat)

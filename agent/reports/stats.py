@@ -203,11 +203,11 @@ def _user_leaf(profile: Profile, stack: int) -> str:
     start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
     name = ""
     for frame in reversed(profile.stacks.frames[start:stop].tolist()):
-        place = profile.frames[frame]
-        function = profile.functions[int(place["function"])]
+        row = profile.frames[frame]
+        function = profile.functions[int(row["function"])]
         name = name or function.name
         if function.kind not in (FrameKind.KERNEL, FrameKind.INTERPRETER):
-            return label_of(function, int(place["line"]))
+            return label_of(function, int(row["line"]))
     return showable(name) if name else "[no stack]"
 
 

@@ -59,7 +59,7 @@ class NativeFrame:
         is_kernel: It is a frame of the kernel.
         binary: Index of the file it is in, -1 for none.
         binary_id: Id of the file in the capture.
-        place: Its address in the file.
+        file_address: Its address in the file.
         sources: Its functions, innermost inlined first; () where no symbol covers it.
         label: What it is shown as there.
         frames: Their ids in the capture, as native or kernel frames, or that of the Python function
@@ -71,7 +71,7 @@ class NativeFrame:
     is_kernel: bool
     binary: int
     binary_id: int | None
-    place: int
+    file_address: int
     sources: tuple[SourceFrame, ...]
     label: str
     frames: tuple[int, ...]
@@ -142,7 +142,7 @@ class Splicer:
         """The same frames under the kind of those that are left out."""
         kind, binary_id = FrameKind.INTERPRETER, native.binary_id
         sources = native.sources or (SourceFrame(native.label, "", 0, False),)
-        return [self._ids.frame(kind, source, binary_id, native.place) for source in sources]
+        return [self._ids.frame(kind, source, binary_id, native.file_address) for source in sources]
 
     def gil(
         self,

@@ -24,12 +24,12 @@ _LEAST_AGREEMENT = 0.8
 # The comparison takes time by the square of the length: a second for this many.
 _MAX_COMPARED = 4000
 
-Places = Sequence[tuple[str, int]]
+SourceLines = Sequence[tuple[str, int]]
 _UNKNOWN = ("", 0)
 
 
 def make_listing(
-    file: KernelFile, offsets: frozenset[int], lines_at: Callable[[Sequence[int]], Places]
+    file: KernelFile, offsets: frozenset[int], lines_at: Callable[[Sequence[int]], SourceLines]
 ) -> Listing | None:
     """Returns the functions that have samples, None where there is nothing to show.
 
@@ -46,8 +46,8 @@ def make_listing(
             instructions = decode(file, function)
             found += zip(instructions, _lines(file, function, instructions, lines_at), strict=True)
     lines = [
-        Line(file.offset_of(instruction.address) or 0, text_of(file, instruction), *place)
-        for instruction, place in _nearest(found, addresses)
+        Line(file.offset_of(instruction.address) or 0, text_of(file, instruction), *source)
+        for instruction, source in _nearest(found, addresses)
     ]
     if not lines:
         return None
@@ -73,23 +73,23 @@ def _lines(
     file: KernelFile,
     function: Function,
     instructions: list[Decoded],
-    lines_at: Callable[[Sequence[int]], Places],
-) -> Places:
-    places = lines_at([instruction.address for instruction in instructions])
-    if any(line for _, line in places) or not function.name.startswith(f"{file.body_name}_work"):
-        return places
+    lines_at: Callable[[Sequence[int]], SourceLines],
+) -> SourceLines:
+    sources = lines_at([instruction.address for instruction in instructions])
+    if any(line for _, line in sources) or not function.name.startswith(f"{file.body_name}_work"):
+        return sources
     body = file.function_named(file.body_name)
     if body is None:
-        return places
+        return sources
     original = decode(file, body)
-    original_places = lines_at([instruction.address for instruction in original])
-    if not any(line for _, line in original_places):
-        return places
-    return lay_over(original, original_places, instructions)
+    original_sources = lines_at([instruction.address for instruction in original])
+    if not any(line for _, line in original_sources):
+        return sources
+    return lay_over(original, original_sources, instructions)
 
 
-def lay_over(original: list[Decoded], places: Places, copy: list[Decoded]) -> Places:
-    """Returns the places of a copy of some code, unknown where it differs from the original."""
+def lay_over(original: list[Decoded], sources: SourceLines, copy: list[Decoded]) -> SourceLines:
+    """Returns the sources of a copy of some code, unknown where it differs from the original."""
     if max(len(original), len(copy)) > _MAX_COMPARED:
         return [_UNKNOWN] * len(copy)
     matcher = SequenceMatcher(
@@ -99,7 +99,7 @@ def lay_over(original: list[Decoded], places: Places, copy: list[Decoded]) -> Pl
     if matcher.ratio() < _LEAST_AGREEMENT:
         return found
     for begin, at, length in matcher.get_matching_blocks():
-        found[at : at + length] = places[begin : begin + length]
+        found[at : at + length] = sources[begin : begin + length]
     return found
 
 

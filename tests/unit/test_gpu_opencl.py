@@ -38,14 +38,14 @@ void _pocl_kernel_half_workgroup_one_workgroup(float **data, int n)
 }
 """
 _NAME = "half_workgroup_one"  # a name that looks like that of a work group's function
-_PLACE = f"cache/AB/CDEFGH/{_NAME}/64-1-1-goffs0-smallgrid/{_NAME}.so"
+_PATH = f"cache/AB/CDEFGH/{_NAME}/64-1-1-goffs0-smallgrid/{_NAME}.so"
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kernel")
     (folder / "kernel.c").write_text(_SOURCE)
-    path = folder / _PLACE
+    path = folder / _PATH
     path.parent.mkdir(parents=True)
     command = [
         "gcc",

@@ -77,7 +77,7 @@ class _Kernel:
 
     def rule_of(self, tables: KernelTables, binary: int, address: int) -> tuple[int, ...]:
         """Searches a table as bpf/unwind.h does."""
-        place = tables.places[binary]
+        place = tables.loaded[binary]
         words = np.frombuffer(self.unwind_tables.content[place.slot], "<u8")
         halves = words.view("<u4")
         page = (address >> PAGE_SHIFT) - place.base_page
@@ -147,12 +147,12 @@ def test_a_table_that_the_kernel_refuses_is_not_there(kernel: Any) -> None:
     tables = KernelTables(kernel, 4 << 20, Counter())
     kernel.unwind_tables.refuses = {0}
     tables.enter({1: _table(10), 2: _table(10)})
-    assert list(tables.places) == [2]
+    assert list(tables.loaded) == [2]
     assert tables.free_bytes == (4 << 20) - table_bytes(_table(10))
     # WHEN there is room again
     kernel.unwind_tables.refuses = set()
     tables.enter({1: _table(10)})
-    assert len({place.slot for place in tables.places.values()}) == 2
+    assert len({place.slot for place in tables.loaded.values()}) == 2
 
 
 @pytest.mark.parametrize("why", ["no memory", "refused"])
@@ -208,7 +208,7 @@ class _Files:
     def __init__(self, kernel: Any, table: UnwindTable) -> None:
         self._processes = ProcessTable(1, lambda pid: 1, blind_inspector())
         self.tables = UnwindTables(kernel, self._processes, None, 64 << 20, lambda fd: None)
-        self.entered = self.tables._kernel.places
+        self.entered = self.tables._kernel.loaded
         self._table = table
         self.tables._cached = self._cached  # type: ignore[method-assign]
         self.tables.images = SimpleNamespace(bias=lambda mapping: 0)  # type: ignore[assignment]
