@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,6 +173,7 @@ class Devices:
         self._running: list[_FamilyHost] = []
         self._owners: dict[int, _FamilyHost | None] = {}
         self._codes: dict[tuple[str, CodeKey], int] = {}
+        self._kernel_of: dict[int, int] = {}  # by code: their processes may be forgotten
         self._reasons: dict[tuple[str, str], int] = {}
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
         self._locations = DeviceLocations(
@@ -302,6 +303,7 @@ class Devices:
         if known is None:
             known = self._codes[family.name, key] = len(self._codes)
             kernel = self._kernels.id_of(key.process, family.api, key.name)
+            self._kernel_of[known] = kernel
             file = NONE if key.file is None else key.file
             if key.file is not None:
                 self._tell_binary(key.file)
@@ -332,7 +334,7 @@ class Devices:
             running, offsets = running_by_name[name], frozenset(self._offsets[name, key])
             listing = self._listing(running, key, offsets)
             size_bytes = 0 if listing is None else listing.size_bytes
-            kernel = self._kernels.id_of(key.process, running.family.api, key.name)
+            kernel = self._kernel_of[code]
             binary = None if key.file is None else self._binary_id(writer, images, key.file)
             writer.put("kernel_codes", [(code, kernel, binary, size_bytes)])
             lines = () if listing is None else listing.lines
@@ -363,6 +365,19 @@ class Devices:
         for _, key in self._codes:
             found[key.process].add(key.name)
         return {process: frozenset(names) for process, names in found.items()}
+
+    def used_binaries(self) -> set[int]:
+        """Returns the files that `resolve` will read."""
+        return {key.file for _, key in self._codes if key.file is not None}
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended; what was sampled of them is kept."""
+        self._locations.forget_images(images)
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        for binary in binaries:
+            self._owners.pop(binary, None)
 
     @property
     def losses(self) -> Counter[LossKind]:

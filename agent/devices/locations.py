@@ -163,6 +163,14 @@ class DeviceLocations:
         self._sums.clear()
         return [CpuSample(*key, count) for key, count in found.items()]
 
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended."""
+        for index in images:
+            self._with_kernels.pop(index, None)
+        gone = [key for key, found in self._locations.items() if found.image.index in images]
+        for stack in gone:
+            del self._locations[stack]
+
     def _look_again(self) -> None:
         """Looks at stacks whose mappings were not known, once: they have been read since."""
         for stack, (image, user) in self._unknown.items():

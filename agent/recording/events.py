@@ -88,5 +88,5 @@ class Events:
         )
         thread = self._table.thread(image, tid)
         self._table.rename(thread, name)
-        thread.has_ended = True
+        self._table.thread_ended(thread)
         self._thread_times.end(event)

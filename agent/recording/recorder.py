@@ -41,6 +41,7 @@ from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
+from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.pythons import PythonProcesses
@@ -199,6 +200,14 @@ class Recorder:
             self._ring.watch,
         )
         self.stacks = Stacks(window, table, self.calls, [self.devices])
+        self._ended = Ended(
+            programs,
+            table,
+            window,
+            (self.pythons, self.calls, self.kernels, self.devices, self.facts),
+            (self.tables, self.pythons, self.calls, self.devices, self.facts),
+            self.devices.used_binaries,
+        )
         walker = StackWalker(self.tables, self.images) if options.user_stacks else None
         self.sleepers = Sleepers(
             programs, table, self.tables, walker, self.pythons, options.kernel_stacks
@@ -470,6 +479,7 @@ class Recorder:
 
     def _close_window(self, boundary_ns: int, *, is_last: bool = False) -> Window:
         """Closes the open window at a monotonic time."""
+        self.calls.finish(self.devices.kernel_names(), self.table.ended_images())
         self.facts.tell(self._end_ns)
         losses = read_losses(self._programs.counters, self._possible_cpus) + self.losses()
         for kind, count in (losses - self._told_losses).items():
@@ -480,7 +490,10 @@ class Recorder:
         rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         cost = Cost(cpu_ns - before_ns, 0, rss_bytes)
         end_ns = self._since_start(boundary_ns)
-        return self._window.close(end_ns, is_last=is_last, cost=cost)
+        window = self._window.close(end_ns, is_last=is_last, cost=cost)
+        if not is_last:
+            self._ended.forget()
+        return window
 
     def stop(self, give: Callable[[Window], None]) -> Outcome:
         """Ends sampling, and gives what is left."""

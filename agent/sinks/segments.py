@@ -21,6 +21,9 @@ from aiflame.agent.model.window import Window
 _NAME = "segment-{:06}.windows"
 _ALL = "segment-*.windows"
 _SEGMENT_NS = 60_000_000_000
+# What a segment's writer and readers know of it: 20 MB. A host that starts hundreds of processes a
+# second brings as much in some seconds.
+_MOST_ROWS = 1 << 17
 
 
 class SegmentSink:
@@ -53,7 +56,8 @@ class SegmentSink:
         """
         try:
             writer = self._writer
-            if writer is None or window.start_ns - self._begun_ns >= _SEGMENT_NS:
+            is_over = window.start_ns - self._begun_ns >= _SEGMENT_NS
+            if writer is None or is_over or writer.known_rows > _MOST_ROWS:
                 writer = self._begin(window)
             writer.write(window)
         except OSError as error:

@@ -63,6 +63,12 @@ class GivenFiles:
             os.close(before.fd)
         self._files[binary] = file
 
+    def forget(self, binary: int) -> None:
+        """Closes a file that nobody maps any more."""
+        file = self._files.pop(binary, NO_FILE)
+        if file.fd is not None:
+            os.close(file.fd)
+
     def add_process(self, process: int, jit: JitProcess) -> None:
         """Takes note of a process that makes code."""
         self._processes[process] = jit
