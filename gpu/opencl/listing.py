@@ -24,12 +24,12 @@ _LEAST_AGREEMENT = 0.8
 # The comparison takes time by the square of the length: a second for this many.
 _MAX_COMPARED = 4000
 
-SourceLines = Sequence[tuple[str, int]]
+Lines = Sequence[tuple[str, int]]
 _UNKNOWN = ("", 0)
 
 
 def make_listing(
-    file: KernelFile, offsets: frozenset[int], lines_at: Callable[[Sequence[int]], SourceLines]
+    file: KernelFile, offsets: frozenset[int], lines_at: Callable[[Sequence[int]], Lines]
 ) -> Listing | None:
     """Returns the functions that have samples, None where there is nothing to show.
 
@@ -73,8 +73,8 @@ def _lines(
     file: KernelFile,
     function: Function,
     instructions: list[Decoded],
-    lines_at: Callable[[Sequence[int]], SourceLines],
-) -> SourceLines:
+    lines_at: Callable[[Sequence[int]], Lines],
+) -> Lines:
     sources = lines_at([instruction.address for instruction in instructions])
     if any(line for _, line in sources) or not function.name.startswith(f"{file.body_name}_work"):
         return sources
@@ -88,7 +88,7 @@ def _lines(
     return lay_over(original, original_sources, instructions)
 
 
-def lay_over(original: list[Decoded], sources: SourceLines, copy: list[Decoded]) -> SourceLines:
+def lay_over(original: list[Decoded], sources: Lines, copy: list[Decoded]) -> Lines:
     """Returns the sources of a copy of some code, unknown where it differs from the original."""
     if max(len(original), len(copy)) > _MAX_COMPARED:
         return [_UNKNOWN] * len(copy)

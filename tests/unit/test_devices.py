@@ -44,6 +44,7 @@ from aiflame.gpu.base import (
     Line,
     Listing,
     Sampler,
+    SourceLines,
 )
 from support import blind_inspector
 
@@ -230,7 +231,7 @@ class _Sampler:
     def stop(self) -> None:
         self._host.lose(LossKind.KERNEL_NOT_OPENED)
 
-    def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
+    def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
         if code.name == "dark":
             return None
         return Listing(100, tuple(Line(o, f"nop {o}\n", "toy.c", 3) for o in sorted(offsets)))
