@@ -84,13 +84,13 @@ class Frames:
     body: bytearray = field(default_factory=bytearray)
 
     def record(self, identity: int, body: bytes, is_64: bool = False) -> int:
-        place = len(self.body)
+        offset = len(self.body)
         wide = is_64 and not self.is_eh
         content = struct.pack("<Q" if wide else "<I", identity) + body
         content += bytes(-len(content) % 8)
         head = struct.pack("<IQ", 0xFFFFFFFF, len(content)) if is_64 else b""
         self.body += (head or struct.pack("<I", len(content))) + content
-        return place
+        return offset
 
     def cie(
         self,

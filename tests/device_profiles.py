@@ -120,9 +120,9 @@ def device_profile_of(
         kernels=tuple(kernels),
         codes=tuple(KernelCode(len(launched) + i, None, 4_096) for i in range(len(sampled))),
         instructions=tuple(
-            Instruction(i, place.offset, place.text, place.file, place.line)
+            Instruction(i, line.offset, line.text, line.file, line.line)
             for i, (_, name) in enumerate(sampled)
-            for place in (code or {}).get(name, ())
+            for line in (code or {}).get(name, ())
         ),
         reasons=tuple(StallReason("nvidia", name) for name in reasons),
         calls=np.array(calls, CALL_DTYPE),

@@ -180,8 +180,8 @@ def test_native_frames_stand_around_the_python_ones(one: One) -> None:
         if "b" not in [frame.name for frame in python_frames_of(profile, stack)[-1:]]:
             continue
         begin, end = profile.stacks.offsets[stack : stack + 2]
-        places = profile.frames["function"][profile.stacks.frames[begin:end]]
-        functions = [profile.functions[place] for place in places]
+        indexes = profile.frames["function"][profile.stacks.frames[begin:end]]
+        functions = [profile.functions[index] for index in indexes]
         kinds = [function.kind for function in functions]
         first, leaf = kinds.index(FrameKind.PYTHON), functions[-1]
         assert functions[0].name == "_start" and kinds[0] is FrameKind.NATIVE

@@ -77,13 +77,13 @@ class _Kernel:
 
     def rule_of(self, tables: KernelTables, binary: int, address: int) -> tuple[int, ...]:
         """Searches a table as bpf/unwind.h does."""
-        place = tables.loaded[binary]
-        words = np.frombuffer(self.unwind_tables.content[place.slot], "<u8")
+        loaded = tables.loaded[binary]
+        words = np.frombuffer(self.unwind_tables.content[loaded.slot], "<u8")
         halves = words.view("<u4")
-        page = (address >> PAGE_SHIFT) - place.base_page
+        page = (address >> PAGE_SHIFT) - loaded.base_page
         rows = halves[halves[page] : halves[page + 1]]
         row = rows[(rows & 0xFFFF) <= address % (1 << PAGE_SHIFT)][-1]
-        rule = words[(place.pages + 2) // 2 + (int(row) >> 16)]
+        rule = words[(loaded.pages + 2) // 2 + (int(row) >> 16)]
         found: tuple[int, ...] = np.array([rule]).view(RULE)[0].item()
         return found
 
@@ -152,7 +152,7 @@ def test_a_table_that_the_kernel_refuses_is_not_there(kernel: Any) -> None:
     # WHEN there is room again
     kernel.unwind_tables.refuses = set()
     tables.enter({1: _table(10)})
-    assert len({place.slot for place in tables.loaded.values()}) == 2
+    assert len({loaded.slot for loaded in tables.loaded.values()}) == 2
 
 
 @pytest.mark.parametrize("why", ["no memory", "refused"])

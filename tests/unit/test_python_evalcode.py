@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eval loop's moved parts, told by their jumps without symbols; and thread keys' places."""
+"""The eval loop's moved parts, told by their jumps without symbols; and thread keys' offsets."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
     frames.fde(cie, _ROOT, 0x100, b"\x07" + uleb(RIP))
     frames.fde(cie, _PLAIN, 0x100, def_cfa_offset(32))
     signal = cfa_expression(b"\x77" + sleb(160) + b"\x06")
-    for register, place in ((RBP, 120), (RSP, 160), (RIP, 168)):
-        signal += expression(register, b"\x77" + sleb(place))
+    for register, offset in ((RBP, 120), (RSP, 160), (RIP, 168)):
+        signal += expression(register, b"\x77" + sleb(offset))
     frames.fde(signal_cie, _SIGNAL, 0x100, signal)
     return table_of(elf_with(frames), tmp_path_factory.mktemp("thread_walk"))
 
@@ -79,8 +79,8 @@ def _walk(
 ) -> WalkedThread:
     """Walks from a leaf with the stack pointer at _STACK; `words` are by distance from there."""
     piece = bytearray(max(words, default=0) + 8)
-    for place, word in words.items():
-        struct.pack_into("<Q", piece, place, word)
+    for offset, word in words.items():
+        struct.pack_into("<Q", piece, offset, word)
     registers = ThreadRegisters(1, 2, 3, 4, leaf, _STACK, frame, 0, 0, 41, 42, 1, 0, b"sleeper")
     memory = StackMemory(Span(41, 42, _STACK, len(piece)), bytes(piece), None)
     return walker.walk_thread(image, registers, memory)

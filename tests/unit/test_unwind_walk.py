@@ -44,8 +44,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
     realigned = expression(RBP, b"\x76\0") + cfa_expression(b"\x76" + sleb(-8) + b"\x06")
     frames.fde(cie, REALIGNED, 0x100, realigned)
     signal = cfa_expression(b"\x77" + sleb(160) + b"\x06")
-    for register, place in ((RBP, 120), (RSP, 160), (RIP, 168)):
-        signal += expression(register, b"\x77" + sleb(place))
+    for register, offset in ((RBP, 120), (RSP, 160), (RIP, 168)):
+        signal += expression(register, b"\x77" + sleb(offset))
     frames.fde(signal_cie, SIGNAL, 0x100, signal)
     frames.fde(cie, ODD, 0x100, cfa_expression(b"\x70\0"))
     frames.fde(cie, LOSES_RBP, 0x100, b"\x07" + uleb(RBP))
@@ -59,7 +59,7 @@ def walk(
 
     All code is calls: 8-aligned addresses follow one, others do not.
     """
-    memory = {STACK + place: word for place, word in words.items()}
+    memory = {STACK + offset: word for offset, word in words.items()}
     mappings = [
         Mapping(BIAS + TEXT, BIAS + TEXT + 0x1000, BIAS, library),
         Mapping(JIT, JIT + 0x1000, 0, None),
@@ -73,8 +73,8 @@ def walk(
     return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, rbp)
 
 
-def code(place: int, after: int = 8) -> int:
-    return BIAS + place + after
+def code(offset: int, after: int = 8) -> int:
+    return BIAS + offset + after
 
 
 def addresses(found: Walk) -> list[int]:
