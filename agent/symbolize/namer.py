@@ -30,6 +30,7 @@ from aiflame.agent.python.interpreter import (
     may_hold_interpreter,
 )
 from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.splice import Role, role_of
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.cache import Cache
@@ -42,6 +43,7 @@ from aiflame.agent.symbolize.splicing import (
     NativeFrame,
     PythonChain,
     Splicer,
+    symbol_of,
 )
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, UnnamedStack
 from aiflame.agent.symbols import roots
@@ -136,46 +138,62 @@ class Namer:
             for at, s in enumerate(stacks)
         ]
         raw = RawStacks.of_rows(rows)
-        locations = self._located(raw, facts)
-        kept = raw.kept_lengths(np.array([location.is_mapped for location in locations], bool))
-        ends = raw.judged_ends(kept, np.array([location.is_start for location in locations], bool))
-        sizes = np.array([len(location.chain) for location in locations], np.int64)
+        places = self._located(raw, facts)
+        kept = raw.kept_lengths(np.array([place.is_mapped for place in places], bool))
+        ends = raw.judged_ends(kept, np.array([place.is_start for place in places], bool))
+        sizes = np.array([len(place.chain) for place in places], np.int64)
         chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        chains = np.array([frame for location in locations for frame in location.chain], np.int64)
+        chains = np.array([frame for place in places for frame in place.chain], np.int64)
         first = raw.first_kept(
-            np.array([location.is_tracing for location in locations], bool),
+            np.array([place.is_tracing for place in places], bool),
             np.array([stack.is_from_switch for stack in stacks], bool),
         )
         blobs = raw.frame_blobs(first, kept, chain_starts, chains)
+        natives = _Natives(raw, places)
         found = []
         for at, (stack, end, blob) in enumerate(zip(stacks, ends.tolist(), blobs, strict=True)):
             named = NamedStack(end, blob, 0)
             if stack.chain or stack.gil:
                 positions = range(int(first[at]), int(kept[at]))
-                natives = _natives(raw, locations, at, positions)
-                named = self._spliced(facts, stack, natives, named)
+                start = int(raw.starts[at])
+                inside = raw.place[start + positions.start : start + positions.stop].tolist()
+                named = self._spliced(facts, stack, natives, inside, named)
             found.append(named)
         return found
 
     def _spliced(
-        self, facts: _Facts, stack: UnnamedStack, natives: list[NativeFrame], named: NamedStack
+        self,
+        facts: _Facts,
+        stack: UnnamedStack,
+        known: _Natives,
+        inside: Sequence[int],
+        named: NamedStack,
     ) -> NamedStack:
-        """Combines a stack with its Python half."""
-        interpreter = self._interpreter_of(facts, stack.process)
+        """Combines a stack with its Python half.
+
+        Args:
+            facts: Of the window.
+            stack: As it came.
+            known: Native frames.
+            inside: Which of these it has, leaf first.
+            named: Its native half.
+        """
+        interpreter = facts.interpreter(stack.process, self._interpreter_of)
         if interpreter is None:
             return named
+        natives = [known.get(index, interpreter) for index in inside]
         chain, frames = facts.chain(stack.chain), named.frames
         if chain is not None:
             is_rooted = named.stop_reason in COMPLETE_REASONS
-            found = self._splicer.splice(interpreter, natives, chain, is_rooted)
+            found = self._splicer.splice(natives, chain, is_rooted)
             frames = np.array(found[::-1], "<u4").tobytes()
         has_python = chain is not None and any(chain.sources)
-        gil = self._splicer.gil(interpreter, natives, stack.gil, has_python)
+        gil = self._splicer.gil(natives, stack.gil, has_python)
         return NamedStack(named.stop_reason, frames, int(gil))
 
     def _located(self, raw: RawStacks, facts: _Facts) -> list[Location]:
         """Names each distinct address."""
-        locations = [_NOWHERE] * len(raw.addresses)
+        places = [_NOWHERE] * len(raw.addresses)
         in_binaries: dict[int, list[tuple[int, int]]] = {}
         for owner in np.unique(raw.owners).tolist():
             indexes = np.flatnonzero(raw.owners == owner)
@@ -184,10 +202,10 @@ class Namer:
                 found = self._kernel(addresses)
             else:
                 found = self._user(facts, owner, addresses, indexes, in_binaries)
-            for index, location in zip(indexes.tolist(), found, strict=True):
-                locations[index] = location
-        self._in_binaries(facts, in_binaries, locations)
-        return locations
+            for index, place in zip(indexes.tolist(), found, strict=True):
+                places[index] = place
+        self._in_binaries(facts, in_binaries, places)
+        return places
 
     def _kernel(self, addresses: U64) -> list[Location]:
         names: Sequence[KernelName | None] = [None] * len(addresses)
@@ -229,7 +247,7 @@ class Namer:
         """Names what needs no binary, and sorts the rest by binary, as (address, index)."""
         mapped = facts.mapped(process)
         found = mapped.find(addresses)
-        locations = []
+        places = []
         jit = self._jit_names(facts, process, addresses, mapped, found)
         for at, address, index, name in zip(
             found.tolist(), addresses.tolist(), indexes.tolist(), jit, strict=True
@@ -237,18 +255,18 @@ class Namer:
             if at < 0:
                 is_known = len(mapped.rows) > 0
                 reason = "[unmapped memory]" if is_known else "[exited before it could be read]"
-                location = self._labelled(reason, None, address)
-                location.is_mapped = False
-                locations.append(location)
+                place = self._labelled(reason, None, address)
+                place.is_mapped = False
+                places.append(place)
                 continue
             mapping = mapped.rows[at]
             if mapping["binary"] == NONE:
-                locations.append(self._generated(name, address))
+                places.append(self._generated(name, address))
                 continue
             own = (address - int(mapping["bias"])) % (1 << 64)
             in_binaries.setdefault(int(mapping["binary"]), []).append((own, index))
-            locations.append(_NOWHERE)
-        return locations
+            places.append(_NOWHERE)
+        return places
 
     def _jit_names(
         self, facts: _Facts, process: int, addresses: U64, mapped: MappedProcess, found: I64
@@ -277,15 +295,15 @@ class Namer:
         return found
 
     def _generated(self, name: str | None, address: int) -> Location:
-        location = self._labelled(name or "[generated code]", None, address)
-        source = trampoline_source(location.label)
+        place = self._labelled(name or "[generated code]", None, address)
+        source = trampoline_source(place.label)
         if source is not None:
-            location.is_trampoline = True
-            location.chain = (self._ids.frame(FrameKind.PYTHON, source, None, 0),)
-        return location
+            place.is_trampoline = True
+            place.chain = (self._ids.frame(FrameKind.PYTHON, source, None, 0),)
+        return place
 
     def _in_binaries(
-        self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], locations: list[Location]
+        self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], places: list[Location]
     ) -> None:
         """Names addresses in binaries: those that are not known are asked for together."""
         asked: list[tuple[int, list[int]]] = []
@@ -304,7 +322,7 @@ class Namer:
             for own, index in pairs:
                 key = (binary, own)
                 make = partial(self._in_binary, facts, binary, own, named.get(key, ()))
-                locations[index] = self._locations.get(key, make)
+                places[index] = self._locations.get(key, make)
 
     def _in_binary(
         self, facts: _Facts, binary: int, address: int, chain: tuple[SourceFrame, ...]
@@ -315,16 +333,16 @@ class Namer:
             frames = tuple(
                 self._ids.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
             )
-            location = Location(frames, sources=chain)
-            location.is_start = roots.is_start_name(chain[-1].name)
+            place = Location(frames, sources=chain)
+            place.is_start = roots.is_start_name(chain[-1].name)
         else:
             name, is_start = self._name_by_code(facts, binary, address)
             module = path.rpartition("/")[2]
             shown = name or clean_name(f"[{module}+{address:#x}]")
-            location = self._labelled(shown, binary_id, address)
-            location.is_start = is_start
-        location.binary, location.binary_id, location.address = binary, binary_id, address
-        return location
+            place = self._labelled(shown, binary_id, address)
+            place.is_start = is_start
+        place.binary, place.binary_id, place.address = binary, binary_id, address
+        return place
 
     def _name_by_code(self, facts: _Facts, binary: int, address: int) -> tuple[str, bool]:
         """Names an address without a symbol that is known by its code, "" if it is not.
@@ -403,6 +421,16 @@ class _Facts:
         self._chains = {int(row["chain"]): row for row in window.chains}
         self._codes: dict[tuple[int, int], tuple[str, str]] = {}
         self._lines: dict[tuple[int, int, int], int] = {}
+        self._sources: dict[tuple[int, int, int], SourceFrame | None] = {}
+        self._interpreters: dict[int, MappedInterpreter | None] = {}
+
+    def interpreter(
+        self, process: int, find: Callable[[_Facts, int], MappedInterpreter | None]
+    ) -> MappedInterpreter | None:
+        """Returns the interpreter of a process, looked for once."""
+        if process not in self._interpreters:
+            self._interpreters[process] = find(self, process)
+        return self._interpreters[process]
 
     def binary(self, binary: int) -> tuple[str, str]:
         """Returns path and build id of a binary."""
@@ -433,12 +461,19 @@ class _Facts:
         first = int(row["first"])
         rows = self._window.chain_frames[first : first + int(row["depth"])].tolist()
         frames = tuple(PythonFrame(code, position, bool(ends)) for code, position, ends in rows)
-        sources = tuple(self._source(int(row["process"]), frame) for frame in frames)
+        process = int(row["process"])
+        sources = tuple(self._source(process, frame) for frame in frames)
         return PythonChain(frames, sources, int(row["end"]) == abi.PythonEnd.COMPLETE)
 
     def _source(self, process: int, frame: PythonFrame) -> SourceFrame | None:
         if not frame.code_address:
             return None
+        key = (process, frame.code_address, frame.position)
+        if key not in self._sources:
+            self._sources[key] = self._named(process, frame)
+        return self._sources[key]
+
+    def _named(self, process: int, frame: PythonFrame) -> SourceFrame | None:
         self._read_codes()
         names = self._codes.get((process, frame.code_address))
         if names is None:
@@ -456,25 +491,42 @@ class _Facts:
             self._lines[process, code, position] = line
 
 
-def _natives(
-    stacks: RawStacks, locations: list[Location], index: int, positions: range
-) -> list[NativeFrame]:
-    """The native frames of one stack, leaf first."""
-    start = int(stacks.starts[index])
-    found = []
-    for at in stacks.location[start + positions.start : start + positions.stop].tolist():
-        location = locations[at]
-        found.append(
-            NativeFrame(
-                address=int(stacks.addresses[at]),
-                is_kernel=int(stacks.owners[at]) == KERNEL_OWNER,
-                binary=location.binary,
-                binary_id=location.binary_id,
-                file_address=location.address,
-                sources=location.sources,
-                label=location.label,
-                frames=location.chain,
-                is_trampoline=location.is_trampoline,
-            )
+class _Natives:
+    """The native frames of a window's Python stacks, each made once.
+
+    Args:
+        stacks: Of the window.
+        places: Their distinct addresses, named.
+    """
+
+    def __init__(self, stacks: RawStacks, places: list[Location]) -> None:
+        self._stacks = stacks
+        self._places = places
+        self._known: dict[tuple[int, int], NativeFrame] = {}
+
+    def get(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
+        """Returns the frame of a distinct address in a process with an interpreter."""
+        key = (index, id(interpreter))  # kernel addresses belong to all processes
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._make(index, interpreter)
+        return known
+
+    def _make(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
+        place = self._places[index]
+        is_kernel = int(self._stacks.owners[index]) == KERNEL_OWNER
+        in_interpreter = place.binary == interpreter.binary
+        is_eval = not is_kernel and interpreter.loaded.is_eval(int(self._stacks.addresses[index]))
+        role = Role.TRAMPOLINE
+        if not place.is_trampoline:
+            role = role_of(symbol_of(place.sources), is_eval, in_interpreter, is_kernel)
+        return NativeFrame(
+            role=role,
+            is_kernel=is_kernel,
+            in_interpreter=in_interpreter,
+            binary_id=place.binary_id,
+            address=place.address,
+            sources=place.sources,
+            label=place.label,
+            frames=place.chain,
         )
-    return found
