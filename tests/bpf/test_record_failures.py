@@ -71,7 +71,7 @@ def _record_failing(
         ("aiflame.agent.symbolize.namer:Namer.name", 2, False, False),
         ("aiflame.agent.symbolize.namer:RawStacks.judged_ends", 1, False, False),
         ("aiflame.agent.devices.devices:Devices.resolve", 1, True, False),
-        ("aiflame.agent.launches.calls:ApiCalls.finish", 1, True, False),
+        ("aiflame.agent.launches.calls:ApiCalls.finish", 3, True, False),
         (f"{_SESSION}:loss_rows", 1, True, False),
         (f"{_SESSION}:CaptureWriter", 1, True, False),
         (f"{_RECORDING}.recorder:Recorder.__exit__", 1, True, True),
