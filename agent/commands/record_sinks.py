@@ -128,7 +128,7 @@ class RecordSinks:
     def __enter__(self) -> RecordSinks:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._segments.close()
         if self._capture is not None:
             self._capture.close()

@@ -39,7 +39,7 @@ class NativeNames:
         self._chains: dict[tuple[int, int], Chain] = {}  # by binary and its own address
         self._generated: dict[tuple[int, int], Chain] = {}  # by process and address
 
-    def place(self, image: ProcessImage, address: int) -> tuple[int, int]:
+    def location(self, image: ProcessImage, address: int) -> tuple[int, int]:
         """Returns the binary and the address in it; NO_BINARY and the address itself for none."""
         at = int(image.find(np.array([address], np.uint64))[0])
         if at < 0 or image.mappings[at].binary == NO_BINARY:
@@ -47,11 +47,11 @@ class NativeNames:
         mapping = image.mappings[at]
         return mapping.binary, (address - self._images.bias(mapping)) % (1 << 64)
 
-    def learn(self, image: ProcessImage, places: Iterable[tuple[int, int]]) -> None:
-        """Asks for the names of places, all at once."""
+    def learn(self, image: ProcessImage, locations: Iterable[tuple[int, int]]) -> None:
+        """Asks for the names of locations, all at once."""
         wanted: dict[int, list[int]] = {}
         generated = []
-        for binary, address in set(places):
+        for binary, address in set(locations):
             if binary == NO_BINARY:
                 if (image.index, address) not in self._generated:
                     generated.append(address)
@@ -91,11 +91,11 @@ class NativeNames:
                 frame = DumpFrame(FrameKind.PYTHON, source.name, source.file, 0, "")
             self._generated[image.index, address] = (frame,)
 
-    def chain(self, image: ProcessImage, place: tuple[int, int]) -> Chain:
-        """Returns the frames of a place that was learnt, innermost inlined function first."""
-        if place[0] == NO_BINARY:
-            return self._generated[image.index, place[1]]
-        return self._chains[place]
+    def chain(self, image: ProcessImage, location: tuple[int, int]) -> Chain:
+        """Returns the frames of a location that was learnt, innermost inlined function first."""
+        if location[0] == NO_BINARY:
+            return self._generated[image.index, location[1]]
+        return self._chains[location]
 
     def _unnamed(self, binary: int, address: int) -> DumpFrame:
         path = clean_name(self._table.binaries.files[binary].path)

@@ -141,15 +141,15 @@ def open_beneath(root_fd: int, path: str, follow_last: bool = True) -> int:
         os.close(found)
 
 
-def reopen_regular(place_fd: int, path: str) -> int:
+def reopen_regular(path_fd: int, path: str) -> int:
     """Turn an O_PATH descriptor into one for reading, if it is a regular file.
 
     Raises:
         OSError: EINVAL for anything but a regular file, or what the kernel says.
     """
-    if not stat.S_ISREG(os.fstat(place_fd).st_mode):
+    if not stat.S_ISREG(os.fstat(path_fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
-    return os.open(f"/proc/self/fd/{place_fd}", _READ_FLAGS)
+    return os.open(f"/proc/self/fd/{path_fd}", _READ_FLAGS)
 
 
 def open_regular(path: str) -> int:
@@ -158,8 +158,8 @@ def open_regular(path: str) -> int:
     Raises:
         OSError: As `open_beneath`.
     """
-    place = os.open(path, LOOK_FLAGS)
+    path_fd = os.open(path, LOOK_FLAGS)
     try:
-        return reopen_regular(place, str(path))
+        return reopen_regular(path_fd, str(path))
     finally:
-        os.close(place)
+        os.close(path_fd)

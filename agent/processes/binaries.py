@@ -54,7 +54,7 @@ class BinaryTable:
         self._fds: set[int] = set()
 
     def of_mapping(self, pid: int, line: MapsLine) -> BinaryFile | None:
-        """Returns the file behind a mapping, None for anonymous memory.
+        """Returns the file that a mapping shows, None for anonymous memory.
 
         The file is opened now if this is the first mapping of it that is seen.
         """

@@ -109,7 +109,7 @@ class UnwindTables:
         known = (self._settled, self._noted, self._without, self._wanted, self._short)
         for some in known:
             some.difference_update(binaries)
-        self._kernel.remove([binary for binary in binaries if binary in self._kernel.places])
+        self._kernel.remove([binary for binary in binaries if binary in self._kernel.loaded])
         self.images.forget_binaries(binaries)
 
     def note_used(self, hits: Counter[int]) -> None:
@@ -119,7 +119,7 @@ class UnwindTables:
         for binary in hits:
             self._used_at[binary] = self._drains
             is_out = binary in self._settled and binary not in self._without
-            if is_out and binary not in self._kernel.places:
+            if is_out and binary not in self._kernel.loaded:
                 self._wanted.add(binary)
 
     def poll(self) -> None:
@@ -141,7 +141,7 @@ class UnwindTables:
             self._gone.clear()
         if self._queued:
             self._enter_tables()
-            for binary in self._wanted - self._kernel.places.keys() - self._short:
+            for binary in self._wanted - self._kernel.loaded.keys() - self._short:
                 self._short.add(binary)
                 self._blame(binary, LossKind.UNWIND_MEMORY_FULL, 1)
             images, self._queued = self._queued, {}
@@ -154,7 +154,7 @@ class UnwindTables:
         found: dict[int, UnwindTable] = {}
         size_bytes = wanted_bytes = 0
         for binary in {m.binary for image in self._queued.values() for m in image.mappings}:
-            if binary == NO_BINARY or binary in self._kernel.places or binary in self._without:
+            if binary == NO_BINARY or binary in self._kernel.loaded or binary in self._without:
                 continue
             table = self._cached(binary)
             if table is None:
@@ -249,7 +249,7 @@ class UnwindTables:
         """
         needed_bytes = size_bytes - self._kernel.free_bytes
         needed_slots = tables - self._kernel.free_slots
-        oldest = sorted(self._kernel.places, key=lambda binary: self._used_at.get(binary, 0))
+        oldest = sorted(self._kernel.loaded, key=lambda binary: self._used_at.get(binary, 0))
         leaving: set[int] = set()
         for binary in oldest:
             is_enough = needed_bytes <= 0 and needed_slots <= 0
@@ -280,11 +280,11 @@ class UnwindTables:
         slots[0]["start"], slots[0]["end"], slots[0]["bias"] = image.image, count, identity
         slots["start"][1:], slots["end"][1:] = image.bounds[:, :count]
         for row, mapping in enumerate(image.mappings[:count], 1):
-            place = self._kernel.places.get(mapping.binary)
-            if place is not None:
-                bias = self.images.bias(mapping) + (place.base_page << PAGE_SHIFT)
+            loaded = self._kernel.loaded.get(mapping.binary)
+            if loaded is not None:
+                bias = self.images.bias(mapping) + (loaded.base_page << PAGE_SHIFT)
                 slots[row]["bias"] = bias % (1 << 64)
-                slots[row]["table"], slots[row]["pages"] = place.slot, place.pages
+                slots[row]["table"], slots[row]["pages"] = loaded.slot, loaded.pages
         return slots
 
     def table_of(self, binary: int) -> UnwindTable | None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import Binary, FrameKind, Profile, StackEnd
+from aiflame.agent.model.profile import Binary, FrameKind, Profile, StopReason
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.facts import range_words
 from aiflame.agent.reports.protowire import StringTable, message_field, packed, varint_field
-from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+from aiflame.agent.reports.rows import TRUNCATED_REASONS, showable
 
 
 class ProfileField:
@@ -102,7 +102,7 @@ def value_type(strings: StringTable, name: str, unit: str) -> bytes:
 
 
 class Locations:
-    """The places of the stacks in use.
+    """The locations of the stacks in use.
 
     `of_stack` has the location ids of each stack as a field of a Sample.
 
@@ -115,10 +115,10 @@ class Locations:
         self._profile = profile
         self.gil_states = profile.stacks.gil
         self._first_marker = len(profile.frames) + 1
-        self._first_inlined = self._first_marker + len(StackEnd)
+        self._first_inlined = self._first_marker + len(StopReason)
         self._inlined: dict[tuple[int, ...], int] = {}
         self.used_frames: set[int] = set()
-        self.markers: list[StackEnd] = []
+        self.markers: list[StopReason] = []
         self._single: set[int] = set()
         self.of_stack: dict[int, bytes] = {}
         # A frame opens a location unless it was inlined into the one before.
@@ -137,8 +137,8 @@ class Locations:
             ids = [frame + 1 for frame in frames]
         else:
             ids = self._grouped(frames, opens[start:stop].tolist())
-        end = StackEnd(int(stacks.ends[stack]))
-        if end in TRUNCATED_ENDS:
+        end = StopReason(int(stacks.ends[stack]))
+        if end in TRUNCATED_REASONS:
             ids.insert(0, self._marker(end))
         ids.reverse()
         return ids
@@ -156,7 +156,7 @@ class Locations:
                 ids.append(self._first_inlined + position)
         return ids
 
-    def _marker(self, end: StackEnd) -> int:
+    def _marker(self, end: StopReason) -> int:
         if end not in self.markers:
             self.markers.append(end)
         return self._first_marker + int(end)
@@ -169,9 +169,9 @@ class Locations:
     @property
     def next_function(self) -> int:
         """The first function id that is not in use here."""
-        return len(self._profile.functions) + 1 + len(StackEnd)
+        return len(self._profile.functions) + 1 + len(StopReason)
 
-    def marker_function(self, end: StackEnd) -> int:
+    def marker_function(self, end: StopReason) -> int:
         """Return the id of the function that stands for the end of a cut stack."""
         return len(self._profile.functions) + 1 + int(end)
 

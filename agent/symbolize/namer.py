@@ -22,7 +22,7 @@ import numpy as np
 from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
+from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.model.window import NONE, Rows, Window
 from aiflame.agent.python.interpreter import (
     Interpreter,
@@ -184,7 +184,7 @@ class Namer:
         natives = [known.get(index, interpreter) for index in inside]
         chain, frames = facts.chain(stack.chain), named.frames
         if chain is not None:
-            is_rooted = named.stop_reason in ROOTED_ENDS
+            is_rooted = named.stop_reason in COMPLETE_REASONS
             found = self._splicer.splice(natives, chain, is_rooted)
             frames = np.array(found[::-1], "<u4").tobytes()
         has_python = chain is not None and any(chain.sources)
