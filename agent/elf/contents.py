@@ -23,6 +23,7 @@ from aiflame.agent.target_files import BadTargetFile, TargetFile
 # The ends of a file are read for `ElfImage.cache_key`; the first has the program headers, too.
 _END_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
+_ZEROS = bytes(_CHUNK_BYTES)
 # DWARF of 1 GB and what is beside it; more is not parsed.
 _MAX_BYTES = 3 << 29
 _TABLES_OF_SYMBOLS = (elf.SHT_SYMTAB, elf.SHT_DYNSYM)
@@ -58,7 +59,8 @@ class Contents(NamedTuple):
                 if len(data) < asked:
                     raise BadTargetFile("cut while it is read")
                 found.update(data)
-                if copy is not None:
+                # A sparse file stays one: a gigabyte of zeros takes no memory.
+                if copy is not None and data != _ZEROS[:asked]:
                     os.pwrite(copy, data, at)
         return found.digest()
 

@@ -31,7 +31,6 @@ from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
-from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
 
 _KERNEL_PATH = "[kernel]"
@@ -147,7 +146,7 @@ class CaptureResolver:
                 self._kernel(addresses, [places[i] for i in indexes.tolist()])
             else:
                 image = self._table.images[owner]
-                self._user(image, addresses, indexes, places, in_binaries)
+                self._user(service, image, addresses, indexes, places, in_binaries)
         self._binaries(service, in_binaries, places)
         self._write(stacks, places, pythons)
 
@@ -214,6 +213,7 @@ class CaptureResolver:
 
     def _user(
         self,
+        service: SymbolService,
         image: ProcessImage,
         addresses: U64,
         indexes: I64,
@@ -229,7 +229,8 @@ class CaptureResolver:
                 continue
             mapping = image.mappings[at]
             if mapping.binary == NO_BINARY:
-                self._anonymous(image, addresses[chosen], [places[i] for i in indexes[chosen]])
+                chosen_places = [places[i] for i in indexes[chosen]]
+                self._anonymous(service, image, addresses[chosen], chosen_places)
                 continue
             bias = self._images.bias(mapping) % (1 << 64)
             found = addresses[chosen] - np.uint64(bias)
@@ -241,26 +242,22 @@ class CaptureResolver:
             place.is_mapped = False
             self._name(place, reason, None, address)
 
-    def _anonymous(self, image: ProcessImage, addresses: U64, places: list[Place]) -> None:
+    def _anonymous(
+        self,
+        service: SymbolService,
+        image: ProcessImage,
+        addresses: U64,
+        places: list[Place],
+    ) -> None:
         """Code that a runtime made: named by its perf-PID.map where it wrote one."""
-        perf_map = self._perf_map(image)
-        names = [None] * len(addresses) if perf_map is None else perf_map.lookup(addresses)
+        owner = image.root, image.namespaced_pid, image.owner_uid
+        names = service.resolve_generated(*owner, addresses)
         for address, name, place in zip(addresses.tolist(), names, places, strict=True):
             self._name(place, name or "[generated code]", None, address)
             source = trampoline_source(place.label)
             if source is not None:
                 place.is_trampoline = True
                 place.chain = (self._names.frame(FrameKind.PYTHON, source, None, 0),)
-
-    def _perf_map(self, image: ProcessImage) -> PerfMap | None:
-        try:
-            found = PerfMap.load(image.root, image.namespaced_pid, image.owner_uid)
-        except BadPerfMap:
-            self.losses[LossKind.PERF_MAP_REFUSED] += 1
-            return None
-        if found is not None and (found.malformed_lines or found.skipped_bytes):
-            self.losses[LossKind.PERF_MAP_CUT] += 1
-        return found
 
     def _binaries(
         self,

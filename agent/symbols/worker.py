@@ -44,8 +44,9 @@ from aiflame.agent.inspector.parser import (
 )
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import Candidate, has_lines, has_symbols
-from aiflame.agent.symbols.frames import Problem, clean_name
+from aiflame.agent.symbols.frames import Problem, RawFrame, clean_name
 from aiflame.agent.symbols.known import KnownTables, known_directory
+from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap, open_perf_map
 from aiflame.agent.symbols.protocol import (
     LENGTH,
     MAX_MESSAGE_BYTES,
@@ -153,7 +154,11 @@ def _parse(channel: Channel, timeout_s: float) -> None:
         with os.fdopen(text, "rb") as file:
             request = json.loads(file.read())
         signal.setitimer(signal.ITIMER_PROF, timeout_s)
-        answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
+        if request["perf_map_uid"] is None:
+            answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
+        else:
+            answer = _generated(fd, request)
+            os.close(fd)
         signal.setitimer(signal.ITIMER_PROF, 0)
         answer["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         with _in_memory(answer) as file:
@@ -170,6 +175,17 @@ def _parsed(access: _RemoteAccess, request: dict[str, Any]) -> dict[str, Any]:
         addresses = np.array(request["addresses"], dtype=np.uint64)
         answer = pack_raw(resolver.resolve(path, root, addresses, plain=plain))
     answer["problems"] = pack_problems(resolver.problems)
+    return answer
+
+
+def _generated(fd: int, request: dict[str, Any]) -> dict[str, Any]:
+    perf_map = PerfMap.read(fd)
+    addresses = np.array(request["addresses"], dtype=np.uint64)
+    names = perf_map.lookup(addresses)
+    answer = pack_raw([() if name is None else (RawFrame(name, "", 0),) for name in names])
+    is_cut = perf_map.malformed_lines or perf_map.skipped_bytes
+    problems = [Problem(LossKind.PERF_MAP_CUT, request["path"])] if is_cut else []
+    answer["problems"] = pack_problems(problems)
     return answer
 
 
@@ -388,11 +404,16 @@ class Worker:
         path = request["path"]
         count = 0 if request["addresses"] is None else len(request["addresses"])
         try:
-            fd = self._access.open(path)
+            fd = self._opened(request)
         except OSError as error:
             words = clean_name(f"{path}: {error.strerror}")
             problem = Problem(LossKind.UNREADABLE_BINARY, words)
             return self._reply(request, [()] * count, [problem])
+        except BadPerfMap as error:
+            problem = Problem(LossKind.PERF_MAP_REFUSED, clean_name(str(error)))
+            return self._reply(request, [()] * count, [problem])
+        if fd is None:
+            return self._reply(request, [()] * count, [])
         try:
             answer = self._parsed(request, fd)
         except (BadMessage, IndexError, KeyError, TypeError, ValueError) as error:
@@ -401,6 +422,12 @@ class Worker:
             os.close(fd)
         chains = unpack_raw(answer, count) if count else []
         return self._reply(request, chains, unpack_problems(answer))
+
+    def _opened(self, request: dict[str, Any]) -> int | None:
+        """Opens a binary, or a perf map; returns None where there is no map."""
+        if request["perf_map_uid"] is None:
+            return self._access.open(request["path"])
+        return open_perf_map(request["root"], request["path"], int(request["perf_map_uid"]))
 
     def _parsed(self, request: dict[str, Any], fd: int) -> dict[str, Any]:
         """Has a binary parsed; returns what its parser answers."""
@@ -441,7 +468,8 @@ class Worker:
     ) -> dict[str, Any]:
         reply: dict[str, Any] = {}
         if request["addresses"] is not None:
-            demangler = None if request["plain"] else self._demangler
+            is_plain = request["plain"] or request["perf_map_uid"] is not None
+            demangler = None if is_plain else self._demangler
             reply = pack_frames(readable(chains, demangler))
             if demangler is not None and demangler.failures:
                 path = clean_name(request["path"])
