@@ -8,6 +8,7 @@ offset from the mappings, so that nothing recorded is lost.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.columns import check_columns
 from aiflame.agent.capture.gpu_reader import GpuReader
+from aiflame.agent.capture.integer_tables import Integers, IntegerTables
 from aiflame.agent.capture.raw_frames import RawFrames
 from aiflame.agent.capture.schema import (
     APPLICATION_ID,
@@ -45,14 +47,13 @@ from aiflame.agent.model.profile import (
     Thread,
 )
 
-# The id columns that rows of other tables refer to.
-_IDS_OF = {
-    "processes": "SELECT id FROM processes ORDER BY id",
-    "threads": "SELECT id FROM threads ORDER BY id",
-    "binaries": "SELECT id FROM binaries ORDER BY id",
-    "functions": "SELECT id FROM functions ORDER BY id",
-    "stacks": "SELECT id FROM stacks ORDER BY id",
-}
+I64 = npt.NDArray[np.int64]
+
+# Of a number that is not negative.
+_INT64_BITS = 63
+
+# Stacks are as large as all the rest: so many are Python objects at a time.
+_STACKS_AT_ONCE = 4_096
 
 
 def read_capture(path: Path) -> Profile:
@@ -74,7 +75,8 @@ def read_capture(path: Path) -> Profile:
         try:
             version = _checked_version(database, path)
             check_columns(database, version)
-            return _Reader(database, version).profile()
+            with path.open("rb") as file:
+                return _Reader(database, file.fileno(), version).profile()
         finally:
             database.close()
     except OSError as error:
@@ -105,31 +107,28 @@ def _checked_version(database: sqlite3.Connection, path: Path) -> int:
 
 
 class _Reader:
-    def __init__(self, database: sqlite3.Connection, version: int) -> None:
+    def __init__(self, database: sqlite3.Connection, file: int, version: int) -> None:
         self._database = database
         self._version = version
+        self._tables = IntegerTables(database, file)
         self._raw = RawFrames(database)
 
     def _rows(self, query: str) -> list[Any]:
         return self._database.execute(query).fetchall()
 
-    def _indexes(self, table: str) -> dict[int, int]:
-        ids = self._rows(_IDS_OF[table])
-        return {row[0]: index for index, row in enumerate(ids)}
+    def _ids(self, table: str) -> I64:
+        rows = self._database.execute(f"SELECT id FROM {table} ORDER BY id")  # noqa: S608
+        return np.fromiter(chain.from_iterable(rows), np.int64)
 
-    def _integers(self, query: str, columns: int) -> list[npt.NDArray[np.int64]]:
-        """Returns the columns of a query; a million rows never exist as Python objects at once."""
-        numbers = np.fromiter(chain.from_iterable(self._database.execute(query)), np.int64)
-        if bool((numbers < 0).any()):
-            raise ValueError("a negative number")
-        return [numbers[column::columns] for column in range(columns)]
+    def _indexes(self, table: str) -> dict[int, int]:
+        return {row: index for index, row in enumerate(self._ids(table).tolist())}
 
     def profile(self) -> Profile:
         process_index = self._indexes("processes")
         binary_index = self._indexes("binaries")
-        stacks, functions, frames = self._stacks(binary_index)
-        samples, spans = self._samples()
-        waits = self._waits()
+        stack_ids, stacks, functions, frames = self._stacks(binary_index)
+        samples, spans = self._samples(stack_ids)
+        waits = self._waits(stack_ids)
         return Profile(
             recording=self._recording(),
             processes=tuple(
@@ -155,7 +154,9 @@ class _Reader:
             samples=samples,
             waits=waits,
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
-            gpu=GpuReader(self._database).profile() if self._version > 2 else GpuProfile(),
+            gpu=GpuReader(self._database, self._tables, has_times=self._version > 3).profile()
+            if self._version > 2
+            else GpuProfile(),
             spans=spread_waits(spans, samples, waits),
         )
 
@@ -182,10 +183,12 @@ class _Reader:
 
     def _stacks(
         self, binary_index: dict[int, int]
-    ) -> tuple[Stacks, tuple[Function, ...], npt.NDArray[np.void]]:
+    ) -> tuple[I64, Stacks, tuple[Function, ...], npt.NDArray[np.void]]:
+        """Returns the ids of stacks, the stacks, and what they are made of."""
         function_index = self._indexes("functions")
+        kinds = {int(kind): kind for kind in FrameKind}
         functions = [
-            Function(FrameKind(kind), name, None if binary is None else binary_index[binary], file)
+            Function(kinds[kind], name, None if binary is None else binary_index[binary], file)
             for kind, name, binary, file in self._rows(
                 "SELECT kind, name, binary_id, file FROM functions ORDER BY id"
             )
@@ -195,101 +198,144 @@ class _Reader:
         frames = [(function_index[f], line, a, inl) for _, f, line, a, inl in frame_rows]
         # Frame ids count up from 0 in captures that aiflame wrote; other writers' are mapped.
         frame_ids = np.array([row[0] for row in frame_rows], np.uint32)
-        rows = self._rows(
-            "SELECT process_id, kernel_depth, end_reason, frames FROM stacks ORDER BY id"
+        del frame_rows
+        gil = "gil" if self._version > 1 else "0"
+        columns, parts, lengths = [], [], []
+        found = self._database.execute(
+            f"SELECT id, end_reason, {gil}, frames IS NULL, frames FROM stacks ORDER BY id"  # noqa: S608
         )
-        blobs = [row[3] or b"" for row in rows]
-        ids = _positions(np.frombuffer(b"".join(blobs), "<u4"), frame_ids)
-        offsets = _offsets([len(blob) // 4 for blob in blobs])
-        unresolved = [index for index, row in enumerate(rows) if row[3] is None]
-        if unresolved:
-            parts = [ids[offsets[i] : offsets[i + 1]] for i in range(len(rows))]
-            # Only here: the raw addresses are twice as large as all the rest of a capture.
-            addresses = self._rows("SELECT addresses FROM stacks WHERE frames IS NULL ORDER BY id")
-            for index, (raw,) in zip(unresolved, addresses, strict=True):
-                process, depth = rows[index][:2]
-                parts[index] = self._raw.frames(
-                    process, depth, raw, functions, frames, binary_index
-                )
-            ids = np.concatenate(parts)
-            offsets = _offsets([len(part) for part in parts])
-        return (
-            Stacks(offsets, ids, _values([row[2] for row in rows], StackEnd), self._gil()),
-            tuple(functions),
-            np.array(frames, FRAME_DTYPE),
-        )
+        while rows := found.fetchmany(_STACKS_AT_ONCE):
+            *integers, blobs = zip(*rows, strict=True)
+            columns.append(np.stack([np.fromiter(one, np.int64) for one in integers]))
+            whole = [blob or b"" for blob in blobs]
+            lengths.append(np.fromiter(map(len, whole), np.int64) // 4)
+            parts.append(_positions(np.frombuffer(b"".join(whole), "<u4"), frame_ids))
+        ids, ends, gils, is_raw = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
+        offsets = _offsets(lengths)
+        flat = np.concatenate([np.zeros(0, np.uint32), *parts])
+        if is_raw.any():
+            flat, offsets = self._with_raw(flat, offsets, is_raw, functions, frames, binary_index)
+        stacks = Stacks(offsets, flat, _values(ends, StackEnd), _values(gils, GilState))
+        return ids, stacks, tuple(functions), np.array(frames, FRAME_DTYPE)
 
-    def _gil(self) -> npt.NDArray[np.uint8]:
-        if self._version < 2:
-            return np.zeros(0, np.uint8)
-        return _values(
-            [row[0] for row in self._rows("SELECT gil FROM stacks ORDER BY id")], GilState
+    def _with_raw(
+        self,
+        flat: npt.NDArray[np.uint32],
+        offsets: npt.NDArray[np.uint64],
+        is_raw: I64,
+        functions: list[Function],
+        frames: list[tuple[int, int, int, int]],
+        binary_index: dict[int, int],
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+        """Returns frames and offsets of all stacks, with those that have no frames yet."""
+        parts = [flat[offsets[i] : offsets[i + 1]] for i in range(len(is_raw))]
+        # Only here: the raw addresses are twice as large as all the rest of a capture.
+        raw = self._rows(
+            "SELECT process_id, kernel_depth, addresses FROM stacks WHERE frames IS NULL"
+            " ORDER BY id"
         )
+        for index, (process, depth, addresses) in zip(
+            np.flatnonzero(is_raw).tolist(), raw, strict=True
+        ):
+            parts[index] = self._raw.frames(
+                process, depth, addresses, functions, frames, binary_index
+            )
+        lengths = np.fromiter(map(len, parts), np.int64)
+        return np.concatenate(parts), _offsets([lengths])
 
-    def _samples(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+    def _integers(self, table: str, columns: Sequence[str]) -> list[Integers]:
+        found = self._tables.columns(table, columns)
+        if any(int(column.min(initial=0)) < 0 for column in found):
+            raise ValueError("a negative number")
+        return found
+
+    def _samples(self, stack_ids: I64) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
         # Added up here: as a GROUP BY, SQLite's sorting takes longer than all the rest of a report.
-        interval, stack, thread, klass, count, ns = self._integers(
-            "SELECT interval, stack_id, thread_id, class, count, ns FROM samples", 6
-        )
+        columns = ("interval", "stack_id", "thread_id", "class", "count", "ns")
+        interval, stack, thread, klass, count, ns = self._integers("samples", columns)
         if int(klass.max(initial=0)) > max(SampleClass) or float(np.sum(ns, dtype=float)) >= 2**63:
             raise ValueError("an unknown class, or more time than there is")
         if int(interval.max(initial=0)) >> 32:
             raise ValueError("a sample later than there can be")
-        stacks, threads = self._ids("stacks"), self._ids("threads")
-        keys = _positions(stack, stacks).astype(np.int64)
-        keys = (keys * len(threads) + _positions(thread, threads)) * len(SampleClass) + klass
-        order = np.argsort(keys, kind="stable")
-        if bool((np.diff(interval) < 0).any()):  # not in the order of time, as recordings are
-            order = np.lexsort((interval, keys))
-        keys, interval, count, ns = keys[order], interval[order], count[order], ns[order]
+        thread_ids = self._ids("threads")
+        keys = _positions(stack, stack_ids).astype(np.int64)
+        thread_bits, class_bits = len(thread_ids).bit_length(), max(SampleClass).bit_length()
+        keys <<= thread_bits
+        keys |= _positions(thread, thread_ids)
+        keys <<= class_bits
+        keys |= klass
+        del stack, thread, klass
+        order = _order(keys, interval)
+        # Each replaces what it is made of: these are the largest arrays of a report.
+        keys = keys[order]
+        interval = interval[order]
+        count = count[order]
+        ns = ns[order]
+        del order
         is_first = np.diff(keys, prepend=np.int64(-1)) != 0
         first = np.flatnonzero(is_first)
         rows = np.zeros(len(first), SAMPLE_DTYPE)
-        rows["klass"] = keys[first] % len(SampleClass)
-        rows["thread"] = keys[first] // len(SampleClass) % max(len(threads), 1)
-        rows["stack"] = keys[first] // len(SampleClass) // max(len(threads), 1)
+        keys = keys[first]
+        rows["klass"] = keys & (1 << class_bits) - 1
+        rows["thread"] = keys >> class_bits & (1 << thread_bits) - 1
+        rows["stack"] = keys >> class_bits + thread_bits
+        del keys
         # A second may have been drained more than once.
         part = np.flatnonzero(is_first | (np.diff(interval, prepend=np.int64(-1)) != 0))
         spans = np.zeros(len(part), SPAN_DTYPE)
-        spans["sample"] = (np.cumsum(is_first) - 1)[part]
+        spans["sample"] = (np.cumsum(is_first, dtype=np.int32) - 1)[part]
         spans["first_s"] = interval[part]
         spans["seconds"] = 1
-        if len(first):
-            rows["count"] = np.add.reduceat(count, first)
-            rows["ns"] = np.add.reduceat(ns, first)
-            spans["count"] = np.add.reduceat(count, part)
-            spans["ns"] = np.add.reduceat(ns, part)
+        rows["count"], rows["ns"] = _sums(count, first), _sums(ns, first)
+        spans["count"], spans["ns"] = _sums(count, part), _sums(ns, part)
         return rows, spans
 
-    def _waits(self) -> npt.NDArray[np.void]:
-        stack, thread, start_ns, blocked_ns, runnable_ns = self._integers(
-            "SELECT stack_id, thread_id, start_ns, blocked_ns, runnable_ns FROM waits"
-            " ORDER BY start_ns, thread_id",
-            5,
-        )
-        rows = np.zeros(len(stack), WAIT_DTYPE)
-        rows["stack"] = _positions(stack, self._ids("stacks"))
-        rows["thread"] = _positions(thread, self._ids("threads"))
-        rows["start_ns"], rows["blocked_ns"], rows["runnable_ns"] = (
-            start_ns,
-            blocked_ns,
-            runnable_ns,
-        )
+    def _waits(self, stack_ids: I64) -> npt.NDArray[np.void]:
+        columns = ("stack_id", "thread_id", "start_ns", "blocked_ns", "runnable_ns")
+        stack, thread, start_ns, blocked_ns, runnable_ns = self._integers("waits", columns)
+        order = np.lexsort((thread, start_ns))
+        rows = np.zeros(len(order), WAIT_DTYPE)
+        rows["stack"] = _positions(stack, stack_ids)[order]
+        rows["thread"] = _positions(thread, self._ids("threads"))[order]
+        rows["start_ns"] = start_ns[order]
+        rows["blocked_ns"] = blocked_ns[order]
+        rows["runnable_ns"] = runnable_ns[order]
         return rows
 
-    def _ids(self, table: str) -> npt.NDArray[np.int64]:
-        return np.fromiter(chain.from_iterable(self._database.execute(_IDS_OF[table])), np.int64)
+
+def _order(keys: I64, interval: Integers) -> npt.NDArray[np.intp]:
+    """Returns the order of rows by key and, of one key, in time."""
+    columns = (keys, interval, np.arange(len(keys), dtype=np.int64))
+    bits = [int(column.max(initial=0)).bit_length() for column in columns]
+    if sum(bits) > _INT64_BITS:
+        order: npt.NDArray[np.intp] = np.lexsort((interval, keys))
+        return order
+    # As one number each: numpy sorts those ten times as fast as it finds out their order.
+    numbers: I64 = keys << bits[1]
+    numbers |= interval
+    numbers <<= bits[2]
+    numbers |= columns[2]
+    numbers.sort()
+    numbers &= (1 << bits[2]) - 1
+    return numbers
 
 
-def _values(values: list[int], known: type[StackEnd] | type[GilState]) -> npt.NDArray[np.uint8]:
-    column = np.array(values, np.int64)
+def _sums(values: Integers, starts: npt.NDArray[np.intp]) -> Integers:
+    """Returns the sums of parts that begin at `starts`."""
+    if len(starts) == len(values):  # also where there are none
+        return values
+    sums: I64 = np.add.reduceat(values, starts, dtype=np.int64)
+    return sums
+
+
+def _values(column: I64, known: type[StackEnd] | type[GilState]) -> npt.NDArray[np.uint8]:
     if bool(((column < 0) | (column > max(known))).any()):
         raise ValueError(f"an unknown {known.__name__} of a stack")
     return column.astype(np.uint8)
 
 
-def _offsets(lengths: list[int]) -> npt.NDArray[np.uint64]:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.uint64)]).astype(np.uint64)
+def _offsets(lengths: list[I64]) -> npt.NDArray[np.uint64]:
+    return np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])).astype(np.uint64)
 
 
 def _positions(

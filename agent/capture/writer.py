@@ -24,7 +24,7 @@ _COLUMNS = {
     "mappings": 6,
     "functions": 5,
     "frames": 5,
-    "stacks": 6,
+    "stacks": 7,
     "samples": 6,
     "waits": 5,
     "losses": 3,
@@ -37,6 +37,7 @@ _COLUMNS = {
     "api_calls": 9,
     "api_events": 14,
     "device_samples": 7,
+    "kernel_times": 8,
 }
 
 
@@ -48,14 +49,15 @@ class CaptureWriter:
     """An open capture.
 
     Args:
-        path: A new file, in a directory that nobody else may write to: SQLite opens it, and its
-            journal, by path.
+        path: A file in a directory that nobody else may write to: SQLite opens it, and its journal,
+            by path.
+        is_new: It is not there yet; else more is written to it.
 
     Raises:
         AiflameError: The file cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_new: bool = True) -> None:
         self.path = path
         try:
             self._database = sqlite3.connect(path, isolation_level=None)
@@ -63,16 +65,17 @@ class CaptureWriter:
             # that rows which are not committed can be taken back.
             self._database.execute("PRAGMA synchronous = OFF")
             self._database.execute("PRAGMA journal_mode = MEMORY")
-            self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            self._database.executescript(schema_sql())
+            if is_new:
+                self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                self._database.executescript(schema_sql())
             self._insert = {table: self._statement(table) for table in _COLUMNS}
             self._database.execute("BEGIN")
         except sqlite3.Error as error:
             raise _explained(error, path) from error
 
     def _statement(self, table: str) -> str:
-        # Columns after these are filled in later, and have a default.
+        # Columns after these have a default.
         found = self._database.execute(f"PRAGMA table_info({table})").fetchall()
         names = ", ".join(row[1] for row in found[: _COLUMNS[table]])
         marks = ", ".join("?" * _COLUMNS[table])
@@ -117,31 +120,16 @@ class CaptureWriter:
         """Removes the mappings of processes, which are then written anew."""
         self._many("DELETE FROM mappings WHERE process_id = ?", ((row,) for row in processes))
 
-    def set_stack_frames(self, rows: Iterable[tuple[int, bytes, int]]) -> None:
-        """Fills in (end_reason, frames, stack id) once symbols are resolved."""
-        self._many("UPDATE stacks SET end_reason = ?, frames = ? WHERE id = ?", rows)
-
-    def set_python_stacks(self, rows: Iterable[tuple[int, bytes, int, int]]) -> None:
-        """Fills in (end_reason, frames, gil, stack id), gil being a `GilState`."""
-        self._many("UPDATE stacks SET end_reason = ?, frames = ?, gil = ? WHERE id = ?", rows)
-
-    def stack_rows(self) -> list[tuple[int, int, int, int, bytes]]:
-        """Returns (id, process_id, kernel_depth, end_reason, addresses) of all stacks."""
-        return self._database.execute(
-            "SELECT id, process_id, kernel_depth, end_reason, addresses FROM stacks ORDER BY id"
-        ).fetchall()
-
-    def user_addresses(self, stack: int) -> bytes:
-        """Returns the user half of a stack's addresses, leaf first; none for a stack not stored."""
-        row = self._database.execute(
-            "SELECT kernel_depth, addresses FROM stacks WHERE id = ?", (stack,)
-        ).fetchone()
-        return b"" if row is None else bytes(row[1][row[0] * 8 :])
-
-    def switch_stack_ids(self) -> list[int]:
-        """Returns the ids of stacks that were taken at a context switch."""
-        rows = self._database.execute("SELECT DISTINCT stack_id FROM samples WHERE class > 0")
-        return [row[0] for row in rows]
+    def binary_id(self, path: str, build_id: str) -> int:
+        """Returns the id of a binary, which is added if it is not there."""
+        words = (path, build_id)
+        find = "SELECT id FROM binaries WHERE path = ? AND build_id = ?"
+        found = self._database.execute(find, words).fetchone()
+        if found is None:
+            add = "INSERT INTO binaries (path, build_id) VALUES (?, ?)"
+            self._many(add, [words])
+            found = self._database.execute(find, words).fetchone()
+        return int(found[0])
 
     def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
         try:

@@ -15,7 +15,6 @@ from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.rows import showable
-from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import RecordedWindows, are_segments
 
 
@@ -43,14 +42,14 @@ def read_recording(path: Path) -> Profile:
 
 
 def _read_segments(path: Path) -> Profile:
-    # Captures need neither symbols nor what a recording knows.
-    from aiflame.agent.recording.recorded import RecordedNamer
+    # Captures that are whole need nobody who names.
+    from aiflame.agent.sinks.rebuilt import capture_of_windows
 
     with tempfile.TemporaryDirectory() as name:  # for this user only
         capture = Path(name) / "capture.aiflame"
         try:
             windows = RecordedWindows(path)
-            capture_of_windows(capture, windows, windows.facts, RecordedNamer())
+            capture_of_windows(capture, windows, windows.facts)
         except BadSegment as error:
             raise CaptureError(f"nothing can be read of {path}: {error}") from error
         for damage in windows.damage:

@@ -19,7 +19,6 @@ from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.outfile import sudo_ids, write_output
-from aiflame.agent.recording.recorded import RecordedNamer
 from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.rows import showable
 from aiflame.agent.sinks.rebuilt import capture_of_windows
@@ -83,7 +82,7 @@ def main(folder: Path, capture: Path, keep_ns: int) -> None:
         wanted = newest(wanted, keep_ns, end_ns)
     with tempfile.TemporaryDirectory() as name:  # for this user only
         database = Path(name) / "capture.aiflame"
-        capture_of_windows(database, wanted, windows.facts, RecordedNamer())
+        capture_of_windows(database, wanted, windows.facts)
         with database.open("rb") as file:
             write_output(capture, file, force=False, is_private=True, owner=sudo_ids())
         page = FORMATS["html"].render(read_capture(database), ReportOptions())

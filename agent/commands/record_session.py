@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `record` from start to summary: record, publish, resolve, publish again, render the page.
+"""One `record` from start to summary: record, complete the capture, publish it, render the page.
 
-What is recorded is on disk a second later, and stays readable whatever ends it (`record_sinks`). A
-capture has its name as soon as the recording is over: with addresses, and again with names once its
-symbols are resolved. Whatever goes wrong, what was stored by then is published, and what cannot be
-published is kept for `aiflame recover`. Only a second Ctrl-C throws it away, and only before it has
-its name.
+What is recorded is on disk a second later, and stays readable whatever ends it (`record_sinks`).
+Whatever goes wrong, what was stored by then is published, and what cannot be published is kept for
+`aiflame recover`. Only a second Ctrl-C throws it away, and only before it is published.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import resource
 import time
@@ -21,12 +20,13 @@ from aiflame.agent import __version__, priority
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.capture.workspace import Destination, Workspace
+from aiflame.agent.capture.writer import CaptureWriter, DiskFull
 from aiflame.agent.commands.record_copy import Copies
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
-from aiflame.agent.commands.record_output import OutputPlan, is_special
+from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
-from aiflame.agent.commands.record_sinks import RecordSinks
+from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
 from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.devices.choice import AUTO, NONE, choose_families
 from aiflame.agent.errors import Aborted, AiflameError
@@ -39,11 +39,10 @@ from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
-from aiflame.agent.recording.resolve import CaptureResolver
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.agent.recording.warm import Warmer
 from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.facts import complete_share, cut_short, duration, missing_line, percent
+from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.base import Family
@@ -61,6 +60,9 @@ _OF_WINDOWS = (
     LossKind.PYTHON_CHAIN_LOST,
     LossKind.CALL_SIZES_CUT,
 )
+
+
+_KINDS = {kind.stored_name: kind for kind in LossKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,15 @@ class RecordOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _RunningCost:
+    """What this process took from the start to the end of the recording."""
+
+    cpu_ns: int
+    wall_ns: int
+    peak_rss_bytes: int
+
+
 def record(
     target: Target, options: RecordOptions, plan: OutputPlan, printer: ProgressPrinter
 ) -> int:
@@ -140,11 +151,10 @@ def record(
     )
     with (
         StopSignals() as signals,
-        SymbolService(cache_dir()) as service,
         Workspace.create(destination) as workspace,
     ):
         session = _Session(target, options, plan, workspace, printer, signals)
-        session.take(service, families)
+        session.take(families)
         profile = session.report()
         session.summarise(profile)
     return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
@@ -166,68 +176,71 @@ class _Session:
         self._workspace = workspace
         self._printer = printer
         self._signals = signals
-        self._sinks: RecordSinks | None = None
 
-    def take(self, service: SymbolService, families: Sequence[Family]) -> None:
-        """Records, publishes the capture, resolves its symbols, and publishes it again."""
+    def take(self, families: Sequence[Family]) -> None:
+        """Records, and publishes the capture."""
         programs = self._options.for_programs(self._target)
-        recorder = Recorder(self._target, programs, self._signals, families)
-        try:
-            sinks, outcome = self._recorded(recorder, service)
-            self._publish_early()
+        with contextlib.ExitStack() as parts:
             try:
-                self._resolve(recorder, sinks, outcome, service)
+                recorder = parts.enter_context(
+                    Recorder(self._target, programs, self._signals, families)
+                )
+                recorder.start(self._options.duration_ns)
+                sinks = parts.enter_context(
+                    RecordSinks(
+                        self._workspace,
+                        self._first_facts(recorder),
+                        recorder.table,
+                        self._printer.say,
+                        self._options.keep_ns,
+                    )
+                )
+                self._say_attached()
+            except Aborted:
+                raise Aborted("aborted: nothing was written") from None
+            try:
+                outcome, cost = self._record(recorder, sinks)
+                self._finish(recorder, sinks, outcome, cost)
+            except Aborted:
+                raise Aborted("aborted: nothing was written") from None
+            # Whatever it is: what was stored by then is published.
             except BaseException as error:
-                sinks.writer.rollback()
-                self._save(error)
-                path = self._plan.capture
-                if path is not None and not self._workspace.is_kept:
-                    self._printer.say(f"{path} shows modules and addresses: no symbol was resolved")
+                self._save(error, sinks)
                 raise
             self._workspace.is_kept = True
             if self._plan.capture is not None:
                 self._publish()
-        finally:
-            recorder.close()
-            if self._sinks is not None:
-                self._sinks.close()
-            if hasattr(recorder, "table"):
-                recorder.table.binaries.close()
 
-    def _recorded(self, recorder: Recorder, service: SymbolService) -> tuple[RecordSinks, Outcome]:
-        """Records; whatever ends that early, what was stored by then is published."""
-        try:
-            return self._record(recorder, service)
-        except Aborted:
-            raise Aborted("aborted: nothing was written") from None
-        except BaseException as error:
-            if self._sinks is not None:
-                self._sinks.writer.rollback()
-            self._save(error)
-            raise
-
-    def _record(self, recorder: Recorder, service: SymbolService) -> tuple[RecordSinks, Outcome]:
-        """Records until the end: all that the capture holds but names."""
-        sinks = self._start(recorder)
-        self._run(recorder, sinks, service)
+    def _record(self, recorder: Recorder, sinks: RecordSinks) -> tuple[Outcome, _RunningCost]:
+        """Records until the end: all that windows say."""
+        if self._target.command is not None:
+            self._target.command.release()
+        cost = self._run(recorder, sinks)
         self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
         outcome = recorder.stop(sinks.give)
         self._workspace.is_kept = True
         priority.as_started()
         self._say_overrun(outcome)
-        self._complete(sinks)
-        recorder.finish(sinks.give, sinks.capture)
-        self._complete(sinks)
-        self._write_losses(recorder, sinks, outcome, Counter())
-        sinks.writer.put_meta({"duration_ns": sinks.capture.end_ns})
-        sinks.writer.commit()
-        return sinks, outcome
+        recorder.finish(sinks.give)
+        return outcome, cost
 
-    def _complete(self, sinks: RecordSinks) -> None:
-        """Writes the capture anew if it could not be written as windows came."""
-        if sinks.failure is not None:
-            self._printer.say(f"warning: {sinks.failure!r}: the capture is written once more")
-        sinks.complete()
+    def _finish(
+        self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, cost: _RunningCost
+    ) -> None:
+        """Completes the capture by what windows do not say."""
+        report = sinks.complete()
+        for problem in report.problems:
+            self._printer.detail(problem)
+        writer = CaptureWriter(self._workspace.database, is_new=False)
+        try:
+            with SymbolService(cache_dir()) as service:
+                recorder.devices.resolve(service, writer, recorder.images)
+            losses = self._losses(recorder, outcome, report)
+            writer.put("losses", loss_rows(losses, recorder.loss_files()))
+            writer.put_meta(self._last_facts(outcome, cost))
+            writer.commit()
+        finally:
+            writer.close()
 
     def _publish(self) -> None:
         """Gives the capture its name, or what has that name its newer content.
@@ -241,23 +254,18 @@ class _Session:
         path = plan.capture or self._workspace.destination.path
         self._printer.say(f"Wrote {path} ({size_bytes / 1e6:.1f} MB)")
 
-    def _publish_early(self) -> None:
-        """Gives a capture its name before symbols are resolved, which takes long and may fail."""
-        if self._plan.capture is None or is_special(self._plan.capture):
-            return
-        try:
-            self._workspace.publish()
-        except Aborted:
-            raise
-        except AiflameError as error:
-            self._printer.detail(f"{error}; it is tried again")
+    def _save(self, error: BaseException, sinks: RecordSinks | None = None) -> None:
+        """Publishes what is nowhere else yet when something failed; says so if it cannot.
 
-    def _save(self, error: BaseException) -> None:
-        """Publishes what is nowhere else yet when something failed; says so if it cannot."""
+        Args:
+            error: What failed.
+            sinks: Of which the capture may be incomplete.
+        """
         if self._workspace.is_kept and not isinstance(error, Aborted):
             try:
-                if self._sinks is not None:
-                    self._complete(self._sinks)
+                if sinks is not None:
+                    with contextlib.suppress(DiskFull, NamesLost):
+                        sinks.complete()
                 self._publish()
             except AiflameError as another:
                 self._printer.say(f"{another}: {another.hint}")
@@ -265,39 +273,32 @@ class _Session:
                 path = self._workspace.destination.path
                 self._printer.say(f"{another}; the recording is kept: aiflame recover {path}")
 
-    def _start(self, recorder: Recorder) -> RecordSinks:
+    def _say_attached(self) -> None:
         options = self._options
-        recorder.start(options.duration_ns)
-        sinks = self._sinks = RecordSinks(
-            self._workspace, self._first_facts(recorder), options.keep_ns
-        )
         what = "on and off CPU" if options.off_cpu else "on CPU only"
         until = "Ctrl-C to stop" if options.duration_ns is None else "Ctrl-C to stop early"
         self._printer.say(
             f"attached: recording {self._target.words} at {options.frequency_hz} Hz, {what}."
             f" {until}."
         )
-        if self._target.command is not None:
-            self._target.command.release()
-        return sinks
 
-    def _run(self, recorder: Recorder, sinks: RecordSinks, service: SymbolService) -> None:
-        warmer = Warmer(service, recorder.table.binaries, self._target.filter)
+    def _run(self, recorder: Recorder, sinks: RecordSinks) -> _RunningCost:
         where = self._workspace
         copies = Copies(where.directory, where.destination.path, self._options.keep_ns)
-        self._begun_cpu_ns, self._begun_ns = _own_cpu_ns(), time.monotonic_ns()
+        begun_cpu_ns, begun_ns = _own_cpu_ns(), time.monotonic_ns()
 
         def every_interval(progress: Progress) -> None:
-            warmer.warm_new()
             self._printer.progress(progress)
             if self._signals.take_copy_request():
                 self._printer.say(copies.start())
 
         recorder.run(sinks.give, every_interval)
         copies.wait()
-        self._running_cpu_ns = _own_cpu_ns() - self._begun_cpu_ns
-        self._running_ns = time.monotonic_ns() - self._begun_ns
-        self._running_rss_bytes = _peak_rss_bytes()
+        return _RunningCost(
+            cpu_ns=_own_cpu_ns() - begun_cpu_ns,
+            wall_ns=time.monotonic_ns() - begun_ns,
+            peak_rss_bytes=_peak_rss_bytes(),
+        )
 
     def _say_overrun(self, outcome: Outcome) -> None:
         if outcome.overrun_ns > max(_OVERRUN_SHARE * outcome.duration_ns, _OVERRUN_NS):
@@ -323,48 +324,28 @@ class _Session:
             SYMBOLS_FACT: "not resolved",
         }
 
-    def _write_losses(
-        self,
-        recorder: Recorder,
-        sinks: RecordSinks,
-        outcome: Outcome,
-        unnamed: Counter[LossKind],
-    ) -> None:
-        losses = outcome.losses + recorder.losses() + unnamed
+    def _losses(self, recorder: Recorder, outcome: Outcome, report: Report) -> Counter[LossKind]:
+        named = Counter({_KINDS[name]: n for name, n in report.naming_losses.items()})
+        losses = outcome.losses + recorder.losses() + named
         losses[LossKind.SAMPLING_SKIPPED] = sum(c.recursion_misses for c in outcome.costs.values())
-        losses[LossKind.STACK_LOST] = sinks.capture.lost_stacks
+        losses[LossKind.STACK_LOST] = report.lost_stacks
         for kind in _OF_WINDOWS:
-            losses[kind] = sinks.capture.losses[kind.stored_name]
-        sinks.writer.put("losses", loss_rows(losses, recorder.loss_files()))
+            losses[kind] = report.window_losses.get(kind.stored_name, 0)
+        return losses
 
-    def _resolve(
-        self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, service: SymbolService
-    ) -> None:
-        capture, writer = sinks.capture, sinks.writer
-        resolver = CaptureResolver(writer, recorder.table, recorder.images, capture.names)
-        resolver.resolve(service, recorder.python_of(capture.pythons))
-        recorder.devices.resolve(service, writer, resolver.binary_id)
-        for problem in service.problems:
-            resolver.losses[problem.reason] += 1
-            self._printer.detail(f"{problem.reason.stored_name}: {problem.detail}")
-        resolver.losses[LossKind.PYTHON_MISFIT] = resolver.splicer.misfits
-        self._write_losses(recorder, sinks, outcome, resolver.losses)
-        service.close()
-        running_share = percent(self._running_cpu_ns, self._running_ns)
-        writer.put_meta(
-            {
-                "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
-                "recorder_peak_rss_bytes": self._running_rss_bytes,
-                f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
-                f"{FACT_PREFIX}stacks walked before their tables came": outcome.counters[
-                    abi.Counter.WITHOUT_TABLES
-                ],
-                f"{FACT_PREFIX}context switches seen": outcome.counters[abi.Counter.SWITCHES],
-                "complete": 1,
-            }
-        )
-        writer.drop_meta(SYMBOLS_FACT)
-        writer.commit()
+    def _last_facts(self, outcome: Outcome, cost: _RunningCost) -> dict[str, str | int]:
+        running_share = percent(cost.cpu_ns, cost.wall_ns)
+        counters = outcome.counters
+        return {
+            "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
+            "recorder_peak_rss_bytes": cost.peak_rss_bytes,
+            f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
+            f"{FACT_PREFIX}stacks walked before their tables came": counters[
+                abi.Counter.WITHOUT_TABLES
+            ],
+            f"{FACT_PREFIX}context switches seen": counters[abi.Counter.SWITCHES],
+            "complete": 1,
+        }
 
     def report(self) -> Profile:
         """Renders the page; where that fails, there is a capture that it can be made from."""

@@ -1,53 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of the windows of `record`: segments as they come, and the capture.
 
-Segments come first, and are all that a recording which is killed leaves. The capture is written
-beside them, so that it is there when the recording ends; where that fails, and where only the
-newest part is kept, it is written anew from segments.
+Segments come first, and are all that a recording which is killed leaves. The capture is written of
+them by a process of its own, so that it is there, with names, when the recording ends; where that
+fails it is written once more, and then without names. Where only the newest part is kept, it is
+written at the end.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from aiflame.agent.capture.workspace import Workspace
-from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.capture.writer import DiskFull
+from aiflame.agent.errors import AiflameError
 from aiflame.agent.model.window import Window
-from aiflame.agent.sinks.capture import CaptureSink
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.sinks.capture_process import CaptureFailed, CaptureProcess
+from aiflame.agent.sinks.capture_report import Report
+from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink, newest
 
 Facts = Mapping[str, str | int]
 
 
+class NamesLost(AiflameError):
+    """A capture is there, but without names. The message says why."""
+
+
 class RecordSinks:
-    """The sinks of one recording.
+    """The sinks of one recording, in a `with` block that closes their files.
 
     Args:
         workspace: Where they write.
         facts: Of the recording, as `meta` of the capture has them.
+        table: Knows the files that processes have mapped.
+        say: Prints a line.
         keep_ns: How much of the newest becomes the capture, None for all.
-
-    Attributes:
-        failure: Why the capture could not be written as windows came, None if it could.
     """
 
-    def __init__(self, workspace: Workspace, facts: Facts, keep_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        facts: Facts,
+        table: ProcessTable,
+        say: Callable[[str], None],
+        keep_ns: int | None = None,
+    ) -> None:
         self._workspace = workspace
-        self._facts = dict(facts)
+        self._table = table
+        self._say = say
         self._keep_ns = keep_ns
         self._segments = SegmentSink(workspace.directory, facts, keep_ns)
+        self._capture: CaptureProcess | None = None if keep_ns is not None else self._start()
+        self._count = 0
         self._end_ns = 0
-        self._is_live = keep_ns is None
-        self.failure: Exception | None = None
-        self._writer, self._capture = self._new_capture(0)
+        self._report: Report | None = None
 
-    def _new_capture(self, start_ns: int) -> tuple[CaptureWriter, CaptureSink]:
-        writer = CaptureWriter(self._workspace.database)
-        began_ns = int(self._facts["started_unix_ns"]) + start_ns
-        writer.put_meta({**self._facts, "started_unix_ns": began_ns})
-        writer.commit()
-        return writer, CaptureSink(writer, start_ns)
+    def _start(self) -> CaptureProcess:
+        return CaptureProcess(self._workspace.directory, self._workspace.database, self._table)
 
     def give(self, window: Window) -> None:
         """Gives a window to each.
@@ -58,46 +69,60 @@ class RecordSinks:
         self._segments.put(window)
         # What is nowhere else is not thrown away.
         self._workspace.is_kept |= bool(len(window.samples))
+        self._count += 1
         self._end_ns = window.end_ns
-        if not self._is_live:
-            return
-        try:
-            self._capture.put(window)
-            self._writer.commit()
-        except DiskFull:
-            self._writer.rollback()
-            raise
-        except Exception as error:
-            self.failure = error
-            self._is_live = False
+        if self._capture is not None:
+            self._capture.give(1)
 
-    @property
-    def capture(self) -> CaptureSink:
-        """The capture's; after `complete` it has all windows."""
-        return self._capture
+    def complete(self) -> Report:
+        """Waits until the capture has all windows that were given; once it has, it stays so.
 
-    @property
-    def writer(self) -> CaptureWriter:
-        """The open capture."""
-        return self._writer
+        Raises:
+            DiskFull: It has not; what it has is whole.
+            NamesLost: It has, but without names.
+        """
+        if self._report is None:
+            self._report = self._complete()
+        if self._report.disk_full:
+            raise DiskFull(self._report.disk_full, "free some space on that disk")
+        return self._report
 
-    def complete(self) -> None:
-        """Writes the capture from segments where it was not written as windows came."""
-        if self._is_live:
-            return
-        self._writer.close()
+    def _complete(self) -> Report:
+        if not self._count:
+            return Report()
+        for is_last in (False, True):
+            capture = self._capture
+            if capture is None:
+                self._workspace.database.unlink(missing_ok=True)
+                capture = self._capture = self._start()
+                if self._keep_ns is None:
+                    capture.give(self._count)
+            try:
+                keep = None if self._keep_ns is None else (self._keep_ns, self._end_ns)
+                return capture.finish(keep)
+            except CaptureFailed as error:
+                failure = error
+                if not is_last:
+                    self._say(f"warning: {error}: the capture is written once more")
+            finally:
+                capture.close()
+                self._capture = None
+        self._write_without_names()
+        raise NamesLost(f"no symbol was resolved: {failure}")
+
+    def _write_without_names(self) -> None:
         self._workspace.database.unlink(missing_ok=True)
-        windows = iter(RecordedWindows(self._workspace.directory))
+        recorded = RecordedWindows(self._workspace.directory)
+        windows = iter(recorded)
         if self._keep_ns is not None:
             windows = newest(windows, self._keep_ns, self._end_ns)
-        first = next(windows)
-        self._writer, self._capture = self._new_capture(first.start_ns)
-        for window in itertools.chain([first], windows):
-            self._capture.put(window)
-        self._writer.commit()
-        self.failure, self._is_live = None, True
+        capture_of_windows(self._workspace.database, windows, recorded.facts, with_names=False)
+        self._report = Report()
 
-    def close(self) -> None:
-        """Closes the files."""
+    def __enter__(self) -> RecordSinks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self._segments.close()
-        self._writer.close()
+        if self._capture is not None:
+            self._capture.close()

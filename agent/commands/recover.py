@@ -22,7 +22,6 @@ from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.outfile import sudo_ids
 from aiflame.agent.reports.rows import showable
-from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import RecordedWindows
 
 NAME = "recover"
@@ -134,13 +133,13 @@ def _finish(workspace: Workspace, output: Path | None, force: bool) -> None:
 
 def _rebuild(workspace: Workspace) -> None:
     """Makes the capture of a recording that was killed from its segments."""
-    # All else that this verb does needs neither symbols nor what a recording knows.
-    from aiflame.agent.recording.recorded import RecordedNamer
+    # All else that this verb does needs nobody who names.
+    from aiflame.agent.sinks.rebuilt import capture_of_windows
 
     workspace.database.unlink(missing_ok=True)
     try:
         windows = RecordedWindows(workspace.directory)
-        capture_of_windows(workspace.database, windows, windows.facts, RecordedNamer())
+        capture_of_windows(workspace.database, windows, windows.facts)
     except BadSegment as error:
         workspace.is_kept = False
         raise AiflameError(

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
@@ -47,10 +48,10 @@ _UNSAID = "the call does not say which kernels it launches"
 
 
 class StackAddresses(Protocol):
-    """Where the stacks of a recording are."""
+    """Where stacks are that have just come."""
 
-    def user_addresses(self, stack: int) -> bytes:
-        """Returns the user half of a stack, leaf first, as u64; empty for one that is not there."""
+    def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
+        """Returns the user half of a stack, leaf first; empty for one that is not there."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class _Unnamed:
     api: str
     handle: int
     candidates: Mapping[int, str]  # by the offset of a pointer to it from the handle, in words
-    stacks: set[int]
+    stacks: dict[int, tuple[int, ...]]  # by id, callers in which the stub may be
 
 
 class KernelNames:
@@ -72,9 +73,17 @@ class KernelNames:
         table: Process table.
         images: ELF headers of the targets' files.
         kernels: Gives out rows.
+        stacks: Of launches.
     """
 
-    def __init__(self, table: ProcessTable, images: ElfImages, kernels: KernelTable) -> None:
+    def __init__(
+        self,
+        table: ProcessTable,
+        images: ElfImages,
+        kernels: KernelTable,
+        stacks: StackAddresses,
+    ) -> None:
+        self._stacks = stacks
         self._table = table
         self._images = images
         self._kernels = kernels
@@ -130,10 +139,12 @@ class KernelNames:
         known = self._unnamed.get(key)
         if known is None:
             row = self._kernels.unnamed(image.index, api, _UNTOLD)
-            known = _Unnamed(row, image, api, identity, self._candidates(image, identity), set())
+            known = _Unnamed(row, image, api, identity, self._candidates(image, identity), {})
             self._unnamed[key] = known
-        if len(known.stacks) < _MAX_STACKS:
-            known.stacks.add(stack)
+        if stack not in known.stacks and len(known.stacks) < _MAX_STACKS:
+            user = self._stacks.user_addresses(stack)
+            if len(user):
+                known.stacks[stack] = tuple(user[1 : 1 + _STUB_DEPTH].tolist())
         return known.row
 
     def _memory_of(self, image: ProcessImage) -> ProcessMemory:
@@ -157,24 +168,44 @@ class KernelNames:
             pass  # it has ended: what was found before is what there is
         return found
 
-    def finish(self, run: Mapping[int, frozenset[str]], stacks: StackAddresses) -> None:
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended."""
+        for known in (self._told, self._aliases):
+            for key in [key for key in known if key[0] in images]:
+                del known[key]
+        for handle in [handle for handle in self._unnamed if handle[0] in images]:
+            del self._unnamed[handle]
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        for binary in binaries:
+            self._symbols.pop(binary, None)
+
+    def finish(
+        self, run: Mapping[int, frozenset[str]], images: Collection[int] | None = None
+    ) -> None:
         """Names what can be named by now.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
-            stacks: Of launches.
+            images: Only their kernels; None for all.
         """
+        unnamed_ones = [
+            unnamed
+            for unnamed in self._unnamed.values()
+            if images is None or unnamed.image.index in images
+        ]
         seen: defaultdict[tuple[int, str], Counter[int]] = defaultdict(Counter)
-        for unnamed in self._unnamed.values():
+        for unnamed in unnamed_ones:
             names = run.get(unnamed.image.index, frozenset())
             words = (word for word, name in unnamed.candidates.items() if name in names)
             seen[unnamed.image.index, unnamed.api].update(words)
-        for unnamed in self._unnamed.values():
-            name = self._name(unnamed, seen[unnamed.image.index, unnamed.api], stacks)
+        for unnamed in unnamed_ones:
+            name = self._name(unnamed, seen[unnamed.image.index, unnamed.api])
             if name:
                 self._kernels.name(unnamed.row, unnamed.image.index, unnamed.api, name)
 
-    def _name(self, unnamed: _Unnamed, seen: Counter[int], stacks: StackAddresses) -> str:
+    def _name(self, unnamed: _Unnamed, seen: Counter[int]) -> str:
         index, handle = unnamed.image.index, unnamed.handle
         address = self._aliases.get((index, handle), handle)
         told = self._told.get((index, address))
@@ -182,21 +213,19 @@ class KernelNames:
             return told
         symbol = self._symbol(unnamed.image, address)
         kernel = name_from_host_symbol(symbol, unnamed.api) if symbol else None
-        kernel = kernel or self._name_of_stub(unnamed, stacks)
+        kernel = kernel or self._name_of_stub(unnamed)
         if kernel:
             return kernel
         # The nearest of those that hold most names: past a small object another one begins.
         word = max(seen, key=lambda word: (seen[word], -word), default=-1)
         return unnamed.candidates.get(word, "")
 
-    def _name_of_stub(self, unnamed: _Unnamed, stacks: StackAddresses) -> str:
+    def _name_of_stub(self, unnamed: _Unnamed) -> str:
         """Returns the kernel by whose stub all its launches were called, "" where there is none."""
         names = set()
-        for stack in unnamed.stacks:
-            user = np.frombuffer(stacks.user_addresses(stack), "<u8")
+        for callers in unnamed.stacks.values():
             # A caller is looked up one byte before where it goes on.
-            callers = [address - 1 for address in user[1 : 1 + _STUB_DEPTH].tolist()]
-            symbols = (self._symbol(unnamed.image, address) for address in callers)
+            symbols = (self._symbol(unnamed.image, address - 1) for address in callers)
             stub = next((symbol for symbol in symbols if is_stub(symbol)), "")
             names.add(name_from_host_symbol(stub, unnamed.api) if stub else "")
         return (names.pop() or "") if len(names) == 1 else ""

@@ -14,7 +14,7 @@ import errno
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,10 @@ class ApiProbes:
     Args:
         programs: Loaded programs.
         guard: Inside which files are read.
+        apis: Whose functions are probed.
+
+    Raises:
+        ValueError: The kernel half cannot tell so many APIs apart.
 
     Attributes:
         functions: What each slot of the kernel half's table stands for.
@@ -64,11 +68,14 @@ class ApiProbes:
         ranges: File offset and size of each probed function, by file and slot.
     """
 
-    def __init__(self, programs: Programs, guard: FileGuard) -> None:
+    def __init__(self, programs: Programs, guard: FileGuard, apis: Sequence[Api] = APIS) -> None:
+        if len(apis) > abi.APIS_MAX:
+            raise ValueError(f"{len(apis)} device APIs, and room for {abi.APIS_MAX} (APIS_MAX)")
         self._programs = programs
         self._guard = guard
+        self._apis = tuple(apis)
         self._wanted: dict[str, list[tuple[Api, Call | Naming]]] = {}
-        for api in APIS:
+        for api in apis:
             functions: tuple[Call | Naming, ...] = (*api.calls, *api.namings)
             for function in functions:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
@@ -176,7 +183,7 @@ class ApiProbes:
             self.functions.append((api, function))
             row = np.zeros(1, abi.API_CALL_DTYPE)[0]
             _describe(row, function)
-            row["api"] = APIS.index(api)
+            row["api"] = self._apis.index(api)
             self._programs.api_calls.update(slot.to_bytes(4, "little"), row.tobytes())
         return slot
 

@@ -534,6 +534,9 @@ class OpenWindow(Protocol):
             is_late: Earlier windows mentioned them as lost: they are given although no row does.
         """
 
+    def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
+        """Returns the user half of a stack that was defined, leaf first; none for another."""
+
     def add(self, column: str, rows: Rows) -> None:
         """Adds measures or events."""
 

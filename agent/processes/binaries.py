@@ -8,6 +8,7 @@ can be read when the recording has ended.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from aiflame.agent.inspector.inspector import Inspector
@@ -45,11 +46,12 @@ class BinaryTable:
     def __init__(self, inspector: Inspector, guard: FileGuard | None = None) -> None:
         self._inspector = inspector
         self.guard = guard or FileGuard()
-        self.files: list[BinaryFile] = []
+        self.files: dict[int, BinaryFile] = {}  # by index
+        self._next = 0
         self.unopened = 0
         self._by_identity: dict[tuple[str, int, str], BinaryFile] = {}
         self._roots: dict[tuple[int, int], str] = {}
-        self._fds: list[int] = []
+        self._fds: set[int] = set()
 
     def of_mapping(self, pid: int, line: MapsLine) -> BinaryFile | None:
         """Returns the file behind a mapping, None for anonymous memory.
@@ -68,22 +70,28 @@ class BinaryTable:
         fd = self._dump_vdso(pid, line) if line.path == VDSO_PATH else self._open(pid, line)
         if known is not None and fd is None:
             return known
-        index = len(self.files) if known is None else known.index
+        index = self._next if known is None else known.index
         file = BinaryFile(index, line.path.removesuffix(DELETED), fd, self.root_of(pid))
         if known is None:
-            self.files.append(file)
+            self._next += 1
             self.unopened += fd is None
         else:
-            self.files[index] = file
             self.unopened -= 1
+        self.files[index] = file
         self._by_identity[identity] = file
         return file
 
-    def add(self, file: BinaryFile) -> None:
-        """Adds a file that somebody else has opened, and whose index is the next."""
-        self.files.append(file)
-        if file.fd is not None:
-            self._fds.append(file.fd)
+    def forget(self, binaries: Collection[int]) -> None:
+        """Closes files that nobody maps any more; their indexes are not used again."""
+        for binary in binaries:
+            file = self.files.pop(binary, None)
+            if file is not None and file.fd is not None:
+                self.guard.remote.pop(file.fd, None)
+                self._fds.discard(file.fd)
+                os.close(file.fd)
+        gone = [key for key, file in self._by_identity.items() if file.index not in self.files]
+        for key in gone:
+            del self._by_identity[key]
 
     def _open(self, pid: int, line: MapsLine) -> int | None:
         path = line.path.removesuffix(DELETED)
@@ -94,7 +102,7 @@ class BinaryTable:
             return None
         fd = keep(opened.fd)
         if fd is not None:
-            self._fds.append(fd)
+            self._fds.add(fd)
             if not opened.is_local:
                 self.guard.remote[fd] = RemoteFile(opener, opened, pid, path)
         return fd
@@ -107,7 +115,7 @@ class BinaryTable:
         fd = keep(os.memfd_create("vdso", os.MFD_CLOEXEC))
         if fd is not None:
             os.write(fd, answer.data)
-            self._fds.append(fd)
+            self._fds.add(fd)
         return fd
 
     def root_of(self, pid: int) -> str:
@@ -122,7 +130,7 @@ class BinaryTable:
         elif keep(fd) is None:
             return ""
         else:
-            self._fds.append(fd)
+            self._fds.add(fd)
             self._roots[identity] = f"/proc/{os.getpid()}/fd/{fd}"
         return self._roots[identity]
 
@@ -130,4 +138,4 @@ class BinaryTable:
         """Closes every file."""
         for fd in self._fds:
             os.close(fd)
-        self._fds = []
+        self._fds.clear()

@@ -162,6 +162,14 @@ def descendants(pids: Collection[int]) -> list[int]:
     return found
 
 
+def cpu_s(pid: int) -> float:
+    """CPU time that a process and its children that have ended took, 0 for one that is gone."""
+    lines = read_lines(f"/proc/{pid}/stat")
+    # utime, stime, cutime, cstime (proc_pid_stat(5)); the name before may hold anything.
+    fields = lines[0].rpartition(")")[2].split()[11:15] if lines else []
+    return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
+
+
 def thread_ids(pid: int) -> list[int]:
     """Returns the threads of a process, none when it is gone."""
     try:

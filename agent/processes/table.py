@@ -8,7 +8,7 @@ were replaced stay where newer ones do not cover them: old samples still mean th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ class ProcessImage:
     owner_uid: int = -1
     root: str = ""
     exited_ns: int | None = None
+    is_over: bool = False  # it has exited, or called exec
     was_read: bool = False
     fruitless_reads: int = 0
     reads_to_skip: int = 0
@@ -63,6 +64,7 @@ class ProcessImage:
     _starts: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     _ends: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     _binaries: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    _makes_code: bool = False
 
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Returns for each address the index of its mapping in `mappings`, -1 for none."""
@@ -71,6 +73,11 @@ class ProcessImage:
         at = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
         inside = (at >= 0) & (addresses < self._ends[np.maximum(at, 0)])
         return np.where(inside, at, -1)
+
+    @property
+    def makes_code(self) -> bool:
+        """Whether it has executable memory that is no file's."""
+        return self._makes_code
 
     @property
     def bounds(self) -> npt.NDArray[np.uint64]:
@@ -102,6 +109,7 @@ class ProcessImage:
         self._starts = np.array([mapping.start for mapping in self.mappings], np.uint64)
         self._ends = np.array([mapping.end for mapping in self.mappings], np.uint64)
         self._binaries = np.array([mapping.binary for mapping in self.mappings], np.int64)
+        self._makes_code = bool((self._binaries == NO_BINARY).any())
         return True
 
 
@@ -124,7 +132,7 @@ class ThreadInfo:
 
 
 class ProcessTable:
-    """All images and threads of a recording.
+    """The images and threads of a recording, until they are forgotten.
 
     Args:
         start_ns: Identity of the images that are there before the recording begins, and until
@@ -142,17 +150,19 @@ class ProcessTable:
         guard: FileGuard | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
-        self.on_mappings: Callable[[ProcessImage], None] = lambda image: None
         self._current_image = current_image
-        self.images: list[ProcessImage] = []
-        self.threads: list[ThreadInfo] = []
+        self.images: dict[int, ProcessImage] = {}  # by index
         self._opener = inspector.opener
         self.memory = inspector.memory
         self.binaries = BinaryTable(inspector, guard)
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
-        self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
+        self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid
+        self._next_image = self._next_thread = 0
+        self._ended: list[ProcessImage] = []
+        self._ended_threads: list[ThreadInfo] = []
         self._changed: dict[int, ProcessImage] = {}
+        self._remapped: dict[int, ProcessImage] = {}
         self._changed_threads: dict[int, ThreadInfo] = {}
 
     def is_current(self, image: ProcessImage) -> bool:
@@ -165,6 +175,48 @@ class ProcessTable:
         self._changed.clear()
         self._changed_threads.clear()
         return images, threads
+
+    def take_ended(self) -> tuple[list[ProcessImage], list[ThreadInfo]]:
+        """Returns the images and threads that have ended since last."""
+        ended = self._ended, self._ended_threads
+        self._ended, self._ended_threads = [], []
+        return ended
+
+    def ended_images(self) -> set[int]:
+        """Returns the indexes of the images that `take_ended` will return."""
+        return {image.index for image in self._ended}
+
+    def look_for_ended(self) -> None:
+        """Finds images of whose end nobody has told: events may be lost."""
+        for image in [image for image in self.images.values() if not image.is_over]:
+            if not self.is_current(image):
+                self._end(image)
+
+    def _end(self, image: ProcessImage) -> None:
+        if not image.is_over:
+            image.is_over = True
+            self._ended.append(image)
+
+    def threads_of(self, image: ProcessImage) -> list[ThreadInfo]:
+        """Returns the threads of an image that are known."""
+        return [*self._threads.get(image.index, {}).values()]
+
+    def forget(self, images: Collection[ProcessImage], threads: Collection[ThreadInfo]) -> None:
+        """Forgets images, with all of their threads, and single threads."""
+        for image in images:
+            self.images.pop(image.index, None)
+            self._by_key.pop((image.pid, image.image), None)
+            self._threads.pop(image.index, None)
+            if self._latest.get(image.pid) is image:
+                del self._latest[image.pid]
+        for thread in threads:
+            self._threads.get(thread.image.index, {}).pop(thread.tid, None)
+
+    def take_remapped(self) -> list[ProcessImage]:
+        """Returns the images of which new mappings were read since last."""
+        images = [*self._remapped.values()]
+        self._remapped.clear()
+        return images
 
     def rename(self, thread: ThreadInfo, name: str) -> None:
         """Gives a thread the name that it has now, unless that is empty."""
@@ -193,12 +245,16 @@ class ProcessTable:
     def _enter(
         self, pid: int, image: int, ns: int, parent_pid: int = 0, name: str = ""
     ) -> ProcessImage:
-        entered = ProcessImage(len(self.images), pid, image, max(ns, self.start_ns), parent_pid)
+        entered = ProcessImage(self._next_image, pid, image, max(ns, self.start_ns), parent_pid)
+        self._next_image += 1
         entered.name = name or procfs.comm(pid) or f"pid {pid}"
-        self.images.append(entered)
+        self.images[entered.index] = entered
         self._changed[entered.index] = entered
         self._by_key[(pid, image)] = entered
         self._read_identity(entered)
+        before = self._latest.get(pid)
+        if before is not None and before.image < image:
+            self._end(before)  # it has called exec
         self._latest[pid] = entered
         return entered
 
@@ -241,7 +297,7 @@ class ProcessTable:
         is_new = image.replace_mappings(found)
         if is_new:
             self._changed[image.index] = image
-            self.on_mappings(image)
+            self._remapped[image.index] = image
         return is_new
 
     def unknown_address(self, image: ProcessImage, is_certain: bool) -> None:
@@ -267,19 +323,24 @@ class ProcessTable:
         if known is not None:
             known.exited_ns = ns
             self._changed[known.index] = known
+            self._end(known)
+
+    def thread_ended(self, thread: ThreadInfo) -> None:
+        """Notes the end of a thread."""
+        thread.has_ended = True
+        self._ended_threads.append(thread)
 
     def known_thread(self, image: ProcessImage, tid: int) -> ThreadInfo | None:
         """Returns a thread if it was entered."""
-        return self._thread_by_key.get((image.index, tid))
+        return self._threads.get(image.index, {}).get(tid)
 
     def thread(self, image: ProcessImage, tid: int) -> ThreadInfo:
         """Returns a thread, entered now with the name it has now if it was not known."""
-        key = (image.index, tid)
-        known = self._thread_by_key.get(key)
+        threads = self._threads.setdefault(image.index, {})
+        known = threads.get(tid)
         if known is None:
             name = procfs.comm(image.pid, tid) or image.name
-            known = ThreadInfo(len(self.threads), image, tid, name)
-            self.threads.append(known)
+            known = threads[tid] = ThreadInfo(self._next_thread, image, tid, name)
+            self._next_thread += 1
             self._changed_threads[known.index] = known
-            self._thread_by_key[key] = known
         return known

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,8 +61,12 @@ _IDLE_INTERVAL_NS = 1_000_000_000
 _CLEANUP_NAME = "__init__"
 
 _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
-UNREADABLE_SOURCE = SourceFrame("[unreadable Python frame]", "", 0, False)
+_UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
 
+# What is kept between drains: chains that windows know, as many as these keep, and lines of a
+# process, some MB where code is made all the time.
+_KEPT_CHAINS = 1 << 16
+_KEPT_LINES = 1 << 14
 
 _END_LOSSES = {
     abi.PythonEnd.TOO_DEEP: LossKind.PYTHON_TOO_DEEP,
@@ -73,25 +77,16 @@ _END_LOSSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class PythonChain:
-    """The Python frames of a sample, leaf first.
+class ThreadPython:
+    """The Python half of a thread that is asleep.
 
     Attributes:
-        frames: As the kernel half walked them.
-        sources: What each is called; None for a run without frames.
+        frames: Leaf first; windows know what they are called.
         is_whole: The walk got to the outermost frame.
     """
 
     frames: tuple[PythonFrame, ...]
-    sources: tuple[SourceFrame | None, ...]
     is_whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadPython:
-    """The Python half of a thread that is asleep."""
-
-    chain: PythonChain
     gil: abi.PythonGil
 
 
@@ -107,7 +102,10 @@ class PythonProcess:
     has_exited: bool = False  # or may not be read any more
     found_ns: int = 0  # monotonic
     state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
-    lines: dict[tuple[int, int], tuple[Code, SourceFrame]] = field(default_factory=dict)
+    # By id of the code object, which is kept with it so that no other can get it, and position.
+    lines: OrderedDict[tuple[int, int], tuple[Code, SourceFrame]] = field(
+        default_factory=OrderedDict
+    )
 
 
 class PythonProcesses:
@@ -124,7 +122,8 @@ class PythonProcesses:
         self, programs: Programs, table: ProcessTable, images: ElfImages, window: OpenWindow
     ) -> None:
         self._window = window
-        self._told: dict[str, list[tuple[int, ...]]] = {"code_objects": [], "code_lines": []}
+        # What windows are to be told, each once.
+        self._told: dict[str, dict[tuple[int, ...], None]] = {"code_objects": {}, "code_lines": {}}
         self._programs = programs
         self._table = table
         self._images = images
@@ -132,12 +131,11 @@ class PythonProcesses:
         self._key_blocks: dict[int, int | None] = {}  # by binary
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
         self.by_image: dict[int, PythonProcess] = {}
-        self.chains: dict[int, PythonChain] = {}
+        self._chains: OrderedDict[int, None] = OrderedDict()  # that windows know
         # Of threads that sleep: what was read since `prepare`.
         self._pages: dict[int, Pages] = {}  # by index of the process image
         self._checked: dict[tuple[int, int], Code | None] = {}
         self._latest_ns = 0  # when an interpreter was last found
-        self._frames: dict[PythonFrame, PythonFrame] = {}
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
 
@@ -191,6 +189,17 @@ class PythonProcesses:
         """Takes a process out of the kernel half."""
         self._waiting.pop(pid, None)
         self._programs.pythons.delete(pid.to_bytes(4, "little"))
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets the interpreters of process images that have ended."""
+        for image in images:
+            self.by_image.pop(image, None)
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        self._finder.forget_binaries(binaries)
+        for binary in binaries:
+            self._key_blocks.pop(binary, None)
 
     def prepare(self, threads: Iterable[tuple[ProcessImage, int]]) -> None:
         """Reads where the walks of sleeping threads begin, those of all at once.
@@ -246,28 +255,22 @@ class PythonProcesses:
             holds = is_held_by(memory, loaded.layout, holder, state)
         except NoMemoryAccess:
             return None
-        sources = tuple(
-            self._source(process, frame.code_address, frame.position, self._checked)
-            if frame.code_address
-            else None
-            for frame in walked.frames
-        )
+        for frame in walked.frames:
+            self._tell(process, frame.code_address, frame.position, self._checked)
         gil = abi.PythonGil.UNKNOWN
         if holds is not None:
             gil = abi.PythonGil.HELD if holds else abi.PythonGil.NOT_HELD
         is_whole = walked.end is WalkEnd.COMPLETE
-        return ThreadPython(PythonChain(walked.frames, sources, is_whole), gil)
+        return ThreadPython(walked.frames, is_whole, gil)
 
     def take_chains(self) -> None:
         """Empties the kernel's store of Python frames, and reads what they are called."""
         checked: dict[tuple[int, int], Code | None] = {}
         for keys, records in self._programs.python_chains.chunks(take=True):
-            fresh = np.array([key not in self.chains for key in keys.tolist()], bool)
+            fresh = np.array([key not in self._chains for key in keys.tolist()], bool)
             self._read_codes(records[fresh], checked)
             for key, record in zip(keys[fresh].tolist(), records[fresh], strict=True):
-                self.chains[key] = self._chain(record, checked)
-                image = self._table.image(int(record["tgid"]), int(record["image"]))
-                self._tell_chain(key, image, self.chains[key].frames, int(record["end"]))
+                self._take_chain(key, record, checked)
         self._tell_codes()
 
     def _read_codes(
@@ -295,10 +298,9 @@ class PythonProcesses:
         return self.by_image.get(image.index)
 
     def keep(self, chain: int, image: ProcessImage, python: ThreadPython) -> None:
-        """Keeps the Python frames of a stack that the host half walked, under an id of its own."""
-        self.chains[chain] = python.chain
-        end = abi.PythonEnd.COMPLETE if python.chain.is_whole else abi.PythonEnd.UNREADABLE
-        self._tell_chain(chain, image, python.chain.frames, end)
+        """Tells windows the Python frames of a stack that the host half walked, under an id."""
+        end = abi.PythonEnd.COMPLETE if python.is_whole else abi.PythonEnd.UNREADABLE
+        self._tell_chain(chain, image, python.frames, end)
         self._tell_codes()
 
     def _tell_chain(
@@ -314,58 +316,76 @@ class PythonProcesses:
         """Tells windows what was read of code objects since the last time."""
         for column, rows in self._told.items():
             if rows:
-                self._window.define(column, np.array(rows, COLUMNS[column].dtype))
+                self._window.define(column, np.array(list(rows), COLUMNS[column].dtype))
                 rows.clear()
 
-    def _chain(self, record: np.void, checked: dict[tuple[int, int], Code | None]) -> PythonChain:
-        process = self._process(record)
+    def _take_chain(
+        self, chain: int, record: np.void, checked: dict[tuple[int, int], Code | None]
+    ) -> None:
+        self._chains[chain] = None
+        if len(self._chains) > _KEPT_CHAINS:
+            self._chains.popitem(last=False)
+        image = self._table.image(int(record["tgid"]), int(record["image"]))
+        process = self.by_image.get(image.index)
         end = abi.PythonEnd(int(record["end"]))
         if end is not abi.PythonEnd.COMPLETE:
             self.losses[_END_LOSSES[end]] += 1
-        frames: list[PythonFrame] = []
-        sources: list[SourceFrame | None] = []
+        frames = []
         for code, position, ends_run in record["frames"][: int(record["depth"])].tolist():
-            # Chains are many, their frames few: each is kept once.
-            frame = PythonFrame(code, position, bool(ends_run))
-            frames.append(self._frames.setdefault(frame, frame))
-            sources.append(self._source(process, code, position, checked) if code else None)
-        return PythonChain(tuple(frames), tuple(sources), end is abi.PythonEnd.COMPLETE)
+            frames.append(PythonFrame(code, position, bool(ends_run)))
+            self._tell(process, code, position, checked)
+        self._tell_chain(chain, image, frames, int(record["end"]))
 
-    def _source(
+    def _tell(
         self,
         process: PythonProcess | None,
         address: int,
         position: int,
         checked: dict[tuple[int, int], Code | None],
-    ) -> SourceFrame | None:
-        if process is None:
-            return UNREADABLE_SOURCE
-        place = (process.image.index, address)
-        if place not in checked and not process.has_exited:
+    ) -> None:
+        """Tells windows what a frame is called; one that nobody tells of is unreadable."""
+        if process is None or not address:
+            return
+        image = process.image.index
+        found = self._source(process, address, position, checked)
+        objects, lines = self._told["code_objects"], self._told["code_lines"]
+        if found is None:
+            objects[image, address, 0, 0, 0] = None
+            return
+        (source, first_line), text = found, self._window.text
+        objects[image, address, text(source.name), text(source.file), first_line] = None
+        lines[image, address, position, max(source.line, 0)] = None
+
+    def _source(
+        self,
+        process: PythonProcess,
+        address: int,
+        position: int,
+        checked: dict[tuple[int, int], Code | None],
+    ) -> tuple[SourceFrame, int] | None:
+        """Returns what a frame is called, and its function's first line; None for no frame."""
+        key = (process.image.index, address)
+        if key not in checked and not process.has_exited:
             try:
-                checked[place] = process.reader.read(address)
+                checked[key] = process.reader.read(address)
             except NoMemoryAccess:
                 process.has_exited = True
-        if place not in checked:
+        if key not in checked:
             self.losses[LossKind.PYTHON_EXITED] += 1
-            return _GONE
-        code = checked[place]
+            return _GONE, 0
+        code = checked[key]
         if code is None:
-            return UNREADABLE_SOURCE
+            return _UNREADABLE, 0
         if code.name == code.filename == _CLEANUP_NAME:
-            self._told["code_objects"].append((process.image.index, address, 0, 0, 0))
             return None
-        # The code object is kept with its line, so that no other can get its id.
         known = process.lines.get((id(code), position))
         if known is None:
             line = process.reader.line(code, position)
             source = SourceFrame(code.qualname, clean_name(code.filename), line, False)
             known = process.lines[(id(code), position)] = (code, source)
-            text, key = self._window.text, (process.image.index, address)
-            names = (text(source.name), text(source.file), max(code.first_line, 0))
-            self._told["code_objects"].append((*key, *names))
-            self._told["code_lines"].append((*key, position, max(line, 0)))
-        return known[1]
+            if len(process.lines) > _KEPT_LINES:
+                process.lines.popitem(last=False)
+        return known[1], max(code.first_line, 0)
 
     def _refuse(self, binary: int, why: str) -> None:
         self._blame(binary, LossKind.PYTHON_UNSUPPORTED, why)

@@ -276,6 +276,15 @@ def _last_by_row(positions: I64, rows: I64, n_rows: int) -> I64:
     return last
 
 
+def _count_by_row(is_counted: npt.NDArray[np.bool_], offsets: I64) -> I64:
+    """Return how many elements of each row `offsets[i]:offsets[i + 1]` are true."""
+    counts = np.zeros(len(offsets) - 1, dtype=np.int64)
+    rows = np.flatnonzero(np.diff(offsets))
+    if len(rows):
+        counts[rows] = np.add.reduceat(is_counted, offsets[rows], dtype=np.int64)
+    return counts
+
+
 def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     """Return the `Cause` of each stack, shape (stacks,).
 
@@ -293,8 +302,7 @@ def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     # Few frames have a rule: all that follows is about these.
     at = np.flatnonzero(frame_causes != _NO_RULE)
     row = np.searchsorted(offsets, at, side="right") - 1
-    kernel_before = np.concatenate(([np.int64(0)], np.cumsum(is_kernel, dtype=np.int64)))
-    user_ends = offsets[1:] - (kernel_before[offsets[1:]] - kernel_before[offsets[:-1]])
+    user_ends = offsets[1:] - _count_by_row(is_kernel, offsets)
     believed = is_kernel[at] | (user_ends[row] - at <= _USER_FRAMES_NEAR_LEAF)
     is_fault = frame_causes[at] == Cause.PAGE_FAULT
 
@@ -305,8 +313,9 @@ def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     result[found] = frame_causes[innermost[found]]
     result[(fault >= 0) & (result != Cause.OTHER)] = Cause.PAGE_FAULT
     waits = np.array([is_device_wait(f) for f in profile.functions], np.bool_)
-    waiting = np.flatnonzero(waits[function_ids][profile.stacks.frames])
-    result[np.searchsorted(offsets, waiting, side="right") - 1] = Cause.GPU_WAIT
+    if waits.any():
+        waiting = np.flatnonzero(waits[function_ids][profile.stacks.frames])
+        result[np.searchsorted(offsets, waiting, side="right") - 1] = Cause.GPU_WAIT
     # The recording saw who had it.
     result[profile.stacks.gil == GilState.WAITING] = Cause.GIL
     return result

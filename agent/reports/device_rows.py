@@ -149,7 +149,7 @@ def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples
     below = _below_the_boundary(table, samples)
     after = [boundary, *(below[role] for role in _levels(options))]
     labels, rank = table.sorted()
-    offsets, flat = join(heads, shown, table.of_frame, stack, after)
+    offsets, path_labels = join(heads, shown, table.of_frame, rank, stack, after)
     size = len(samples)
     roles = np.zeros(len(labels), np.uint8)
     for role, column in below.items():
@@ -157,7 +157,7 @@ def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples
     rows = Rows(
         labels=labels,
         path_offsets=offsets,
-        path_labels=rank[flat].astype(np.uint32),
+        path_labels=path_labels,
         path_of=np.arange(size, dtype=np.int64),
         tail=np.full(size, -1, np.int64),
         thread=samples.process.astype(np.uint32),

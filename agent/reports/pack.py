@@ -29,13 +29,16 @@ from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.buckets import Pieces
 from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for, showable
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
-from aiflame.agent.reports.tree import Cut, build, kept_above, prune
+from aiflame.agent.reports.tree import Cut, outline
 
 # Level 4 is within a tenth of level 9 on byte planes, at a fifth of its time.
 _ZLIB_LEVEL = 4
 
 # What a browser holds without strain: about 80 bytes a node in the page's own arrays.
 MAX_NODES = 2_000_000
+
+# What is repeated for each of their frames stays in the processor's cache.
+_STACKS_AT_ONCE = 2_048
 
 # Lines listed in a tooltip: the point is the hottest place, not a listing.
 HOT_LINES = 3
@@ -67,12 +70,12 @@ class Writer:
 
     def integers(self, name: str, values: npt.NDArray[Any], is_delta: bool = False) -> None:
         """Add an array of whole numbers, none of them negative; if delta, ascending."""
-        column = values.astype("<u8")
-        if is_delta:
-            column = np.diff(column, prepend=np.uint64(0))
+        column = np.diff(values, prepend=values.dtype.type(0)) if is_delta else values
         size = max(1, (int(column.max(initial=0)).bit_length() + 7) // 8)
-        planes = column.view(np.uint8).reshape(-1, 8)[:, :size]
-        self._add(name, np.ascontiguousarray(planes.T).tobytes())
+        # Of each element, no more bytes than the next larger type of number has.
+        width = 1 << (size - 1).bit_length()
+        planes = column.astype(f"<u{width}").view(np.uint8).reshape(-1, width)[:, :size]
+        self._add(name, planes.T.tobytes())
         self.sections[-1] |= {"count": len(column), "bytes": size, "is_delta": is_delta}
 
     def text(self, name: str, values: list[str]) -> None:
@@ -140,14 +143,13 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
     """
     everything = replace(options, view=View.WALL, frames=Frames.ALL, hide_importlib=False)
     rows = rows_for(profile, everything)
-    full, node = build(rows)
-    tree, cut = prune(full, options.min_width_pct or 0, MAX_NODES)
-    if cut.nodes:
-        node = kept_above(full, cut)[node]
+    tree, node = outline(rows, options.min_width_pct or 0, MAX_NODES)
     writer = Writer()
     used = np.unique(tree.label[1:].astype(np.int64))
     writer.integers("depth", tree.depth)
-    writer.integers("label", np.searchsorted(used, tree.label))  # the root's is never looked at
+    number = np.zeros(len(rows.labels) + 1, dtype=np.int64)  # the last is that of the root
+    number[used] = np.arange(len(used))
+    writer.integers("label", number[tree.label])
     pack_labels(writer, profile, rows.labels, used)
     _pack_lines(writer, profile, rows.labels, used)
     kinds = np.unique(rows.tail[rows.tail >= 0])
@@ -162,7 +164,7 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
     }
-    return Draft(writer, index, cut, "row_ns", row, rows.ns, profile.spans)
+    return Draft(writer, index, tree.cut, "row_ns", row, rows.ns, profile.spans)
 
 
 def _kinds_of_time(rows: Rows) -> list[dict[str, Any]]:
@@ -232,9 +234,12 @@ def _hot_lines(profile: Profile, labels: Labels) -> tuple[I64, I64, npt.NDArray[
     # once for each frame at it, so the shares are of the label's frames.
     stack_ns = np.zeros(len(profile.stacks), dtype=np.uint64)
     np.add.at(stack_ns, profile.samples["stack"], profile.samples["ns"])
-    lengths = np.diff(profile.stacks.offsets.astype(np.int64))
+    offsets = profile.stacks.offsets.astype(np.int64)
     frame_ns = np.zeros(len(profile.frames), dtype=np.uint64)
-    np.add.at(frame_ns, profile.stacks.frames, np.repeat(stack_ns, lengths))
+    for first in range(0, len(stack_ns), _STACKS_AT_ONCE):
+        ends = offsets[first : first + _STACKS_AT_ONCE + 1]
+        own_ns = np.repeat(stack_ns[first : first + _STACKS_AT_ONCE], np.diff(ends))
+        np.add.at(frame_ns, profile.stacks.frames[ends[0] : ends[-1]], own_ns)
     known = np.flatnonzero((profile.frames["line"] > 0) & (frame_ns > 0))
     pairs = labels.of_frame[known] << 32 | profile.frames["line"][known].astype(np.int64)
     keys, index = np.unique(pairs, return_inverse=True)

@@ -26,7 +26,7 @@ from aiflame.agent.reports.kernel_stats import identities, kernel_stats
 from aiflame.agent.reports.pack import MAX_NODES, Draft, Writer, pack_labels, pack_rows
 from aiflame.agent.reports.rows import I64, showable
 from aiflame.agent.reports.selection import hidden_kinds
-from aiflame.agent.reports.tree import build, kept_above, prune
+from aiflame.agent.reports.tree import outline
 from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory, category_of
 
@@ -47,10 +47,7 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
         options, view=View.GPU, frames=Frames.ALL, hide_importlib=False, inverted=False
     )
     made = device_rows(profile, everything, samples)
-    full, node = build(made.rows)
-    tree, cut = prune(full, options.min_width_pct or 0, MAX_NODES)
-    if cut.nodes:
-        node = kept_above(full, cut)[node]
+    tree, node = outline(made.rows, options.min_width_pct or 0, MAX_NODES)
     writer = Writer()
     used = np.unique(tree.label[1:].astype(np.int64))
     writer.integers("depth", tree.depth)
@@ -76,7 +73,7 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
         "certainties": [certainty.label for certainty in Certainty],
     }
     hit = np.arange(len(samples), dtype=np.int64)
-    return Draft(writer, index, cut, "hit_count", hit, samples.count, samples.spans)
+    return Draft(writer, index, tree.cut, "hit_count", hit, samples.count, samples.spans)
 
 
 def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used: I64) -> None:

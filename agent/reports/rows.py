@@ -45,6 +45,12 @@ TRUNCATED_ENDS = tuple(
 # The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.
 MAX_NAME_CHARS = 4_096
 
+# How many times as many keys as rows a table of all keys may have.
+_MAX_TABLE = 4
+
+# Their positions stay in the processor's cache.
+_PATHS_AT_ONCE = 2_048
+
 # Control characters and noncharacters (XML 1.0 section 2.2 forbids most of them), lone
 # surrogates, and the bidirectional overrides, with which a name could rewrite its neighbours.
 _UNSHOWABLE = re.compile(
@@ -58,6 +64,8 @@ def showable(name: str) -> str:
     What can't be shown becomes U+FFFD, and a cut says how long the name was; an empty name becomes
     `[unnamed]`.
     """
+    if 0 < len(name) <= MAX_NAME_CHARS and name.isascii() and name.isprintable():
+        return name  # as nearly all are, at a third of the time
     if len(name) > MAX_NAME_CHARS:
         name = f"{name[:MAX_NAME_CHARS]}... ({len(name)} characters)"
     return _UNSHOWABLE.sub("\ufffd", name) or "[unnamed]"
@@ -176,7 +184,9 @@ def rows_of(
     """
     if shown is None:
         shown = shown_stacks(profile, Frames.BOTH)
-    samples = profile.samples[view.selects(profile.samples["klass"])]
+    samples, selected = profile.samples, view.selects(profile.samples["klass"])
+    if not selected.all():
+        samples = samples[selected]
     table = LabelTable(profile)
     process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in profile.threads])
@@ -189,23 +199,38 @@ def rows_of(
     stack = samples["stack"].astype(np.int64)
     head = thread if per_thread else process_of[thread]
     radix = max(1, len(profile.stacks))
-    pairs, path_of = np.unique(head * radix + stack, return_inverse=True)
+    n_heads = len(profile.threads if per_thread else profile.processes)
+    pairs, path_of = _distinct(head * radix + stack, n_heads * radix)
     heads, stacks = pairs // radix, pairs % radix
     columns = [process_ids.start + (process_of[heads] if per_thread else heads)]
     if per_thread:
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
     columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
-    offsets, flat = join(columns, shown, table.of_frame, stacks)
+    offsets, path_labels = join(columns, shown, table.of_frame, rank, stacks)
     tail = tail_of[samples["klass"], stack]
     return Rows(
         labels,
         offsets,
-        rank[flat].astype(np.uint32),
-        path_of.astype(np.int64),
+        path_labels,
+        path_of,
         np.where(tail < 0, -1, rank[tail]),
         *(samples[name] for name in ("thread", "stack", "klass", "count", "ns")),
     )
+
+
+def _distinct(keys: I64, limit: int) -> tuple[I64, I64]:
+    """Return what `np.unique` does, and its inverse; `limit` is above all keys, none is negative.
+
+    Most often there are about as many possible keys as there are rows: then nothing is sorted.
+    """
+    if limit > _MAX_TABLE * (1 + len(keys)):
+        distinct, index = np.unique(keys, return_inverse=True)
+        return distinct, index.astype(np.int64)
+    is_there = np.zeros(limit, np.bool_)
+    is_there[keys] = True
+    index_of = np.cumsum(is_there, dtype=np.int64) - 1
+    return np.flatnonzero(is_there), index_of[keys]
 
 
 def _tails(profile: Profile, table: LabelTable, has_blocked: bool) -> I64:
@@ -223,14 +248,20 @@ def _tails(profile: Profile, table: LabelTable, has_blocked: bool) -> I64:
 
 
 def join(
-    columns: list[I64], shown: Stacks, of_frame: I64, stacks: I64, after: Sequence[I64] = ()
-) -> tuple[I64, I64]:
+    columns: Sequence[I64],
+    shown: Stacks,
+    of_frame: I64,
+    rank: I64,
+    stacks: I64,
+    after: Sequence[I64] = (),
+) -> tuple[I64, U32]:
     """Put labels around the frames of stacks.
 
     Args:
         columns: Labels before the frames, one of each path; -1 for none.
         shown: The frames.
         of_frame: The label of each frame.
+        rank: What each label is called in the result.
         stacks: Whose frames, one of each path.
         after: Labels after the frames, as `columns`.
 
@@ -239,23 +270,31 @@ def join(
     """
     starts = shown.offsets[:-1].astype(np.int64)[stacks]
     lengths = np.diff(shown.offsets.astype(np.int64))[stacks]
-    others = sum((c >= 0).astype(np.int64) for c in (*columns, *after))
+    heads = sum(((c >= 0).astype(np.int64) for c in columns), np.zeros(len(stacks), np.int64))
+    tails = sum(((c >= 0).astype(np.int64) for c in after), np.zeros(len(stacks), np.int64))
     offsets = np.zeros(len(stacks) + 1, dtype=np.int64)
-    np.cumsum(lengths + others, out=offsets[1:])
-    flat = np.empty(offsets[-1], dtype=np.int64)
-    at = _put(columns, offsets[:-1].copy(), flat)
-    # Position k of the concatenated stacks is frame k - (what came before) of its own stack.
-    before = np.cumsum(lengths) - lengths
-    source = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
-    target = np.arange(lengths.sum()) + np.repeat(at - before, lengths)
-    flat[target] = of_frame[shown.frames[source]]
-    _put(after, at + lengths, flat)
+    np.cumsum(heads + lengths + tails, out=offsets[1:])
+    flat = np.empty(offsets[-1], dtype=np.uint32)
+    label_of_frame = rank[of_frame].astype(np.uint32)
+    places = offsets[:-1] + heads
+    # Some at a time: whole columns of positions would be the largest arrays of a report.
+    for first in range(0, len(stacks), _PATHS_AT_ONCE):
+        part = slice(first, first + _PATHS_AT_ONCE)
+        length = lengths[part]
+        # Frame k of these paths, counted through, is k - (those of the paths before) of its own.
+        number = np.arange(length.sum())
+        before = np.cumsum(length) - length
+        source = number + np.repeat(starts[part] - before, length)
+        target = number + np.repeat(places[part] - before, length)
+        flat[target] = label_of_frame[shown.frames[source]]
+    at = _put(columns, rank, offsets[:-1], flat)
+    _put(after, rank, at + lengths, flat)
     return offsets, flat
 
 
-def _put(columns: Sequence[I64], at: I64, flat: I64) -> I64:
+def _put(columns: Sequence[I64], rank: I64, at: I64, flat: U32) -> I64:
     for column in columns:
         there = column >= 0
-        flat[at[there]] = column[there]
+        flat[at[there]] = rank[column[there]]
         at = at + there
     return at

@@ -55,9 +55,10 @@ def is_import_machinery(function: Function) -> bool:
 
 def shown_stacks(profile: Profile, frames: Frames, hide_importlib: bool = False) -> Stacks:
     """Return the stacks of a profile with the chosen frames, as many and in the same order."""
-    if not has_python(profile) and frames is not Frames.PYTHON:
-        return profile.stacks
     hidden = hidden_kinds(frames)
+    is_all = not hidden and not hide_importlib
+    if is_all or (not has_python(profile) and frames is not Frames.PYTHON):
+        return profile.stacks
     keeps = np.array(
         [
             f.kind not in hidden and not (hide_importlib and is_import_machinery(f))

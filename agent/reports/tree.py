@@ -19,6 +19,7 @@ import numpy.typing as npt
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.reports.rows import U32, Labels, Rows
 
+I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
@@ -34,10 +35,10 @@ class Tree:
     """
 
     labels: Labels
-    label: npt.NDArray[np.int32]  # index into labels, -1 for node 0
-    parent: npt.NDArray[np.int32]
-    depth: npt.NDArray[np.int32]
-    end: npt.NDArray[np.int32]
+    label: I32  # index into labels, -1 for node 0
+    parent: I32
+    depth: I32
+    end: I32
     self_ns: U64
     total_ns: U64
     off_ns: U64  # how much of total_ns was spent off the CPU
@@ -74,12 +75,22 @@ class Cut:
     is_capped: bool  # whether the number of nodes was the reason, for some
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A pruned tree without its times, in preorder. The arrays have shape (nodes,)."""
+
+    label: I32  # as of a Tree
+    depth: I32
+    cut: Cut
+
+
 class _Grower:
     """Collects the nodes of a tree, level by level from the root."""
 
     def __init__(self, n_labels: int) -> None:
         self._radix = max(1, n_labels)
-        self._levels: list[tuple[I64, I64]] = []  # (parent: index in the level above, label)
+        # (parent: index in the level above, label)
+        self._levels: list[tuple[I32, I32]] = [(np.zeros(1, np.int32), np.full(1, -1, np.int32))]
 
     def grow(self, parents: I64, labels: I64) -> I64:
         """Add a level.
@@ -92,32 +103,39 @@ class _Grower:
             For each row, the index within this level of the node it comes to.
         """
         nodes, index = np.unique(parents * self._radix + labels, return_inverse=True)
-        self._levels.append((nodes // self._radix, nodes % self._radix))
+        level = nodes // self._radix, nodes % self._radix
+        self._levels.append((level[0].astype(np.int32), level[1].astype(np.int32)))
         result: I64 = index.astype(np.int64)
         return result
 
     def finish(self) -> _Shape:
         """Number the nodes in preorder."""
-        levels = [(np.zeros(1, dtype=np.int64), np.full(1, -1, dtype=np.int64)), *self._levels]
-        sizes = [np.ones(len(labels), dtype=np.int64) for _, labels in levels]
+        levels = self._levels
+        sizes = [np.ones(len(labels), dtype=np.int32) for _, labels in levels]
         for below in range(len(levels) - 1, 0, -1):
             above = sizes[below - 1]
-            above += np.bincount(levels[below][0], sizes[below], len(above)).astype(np.int64)
+            above += np.bincount(levels[below][0], sizes[below], len(above)).astype(np.int32)
         shape = _Shape(sum(len(size) for size in sizes))
-        position = np.zeros(1, dtype=np.int64)
+        position = np.zeros(1, dtype=np.int32)
         for depth, ((parents, labels), size) in enumerate(zip(levels, sizes, strict=True)):
             up = position
             if depth:
                 # Nodes of a level are sorted by parent: each comes after its earlier siblings.
-                before = np.cumsum(size) - size
-                first = np.searchsorted(parents, parents, side="left")
-                position = up[parents] + 1 + before - before[first]
+                of_earlier_parents = _before(sizes[depth - 1] - 1)
+                earlier = _before(size) - of_earlier_parents[parents]
+                position = (up[parents] + 1 + earlier).astype(np.int32)
                 shape.parent[position] = up[parents]
             shape.label[position] = labels
             shape.depth[position] = depth
             shape.end[position] = position + size
             shape.ids.append(position)
         return shape
+
+
+def _before(sizes: I32) -> I32:
+    """Return the sum of all that come before each."""
+    result: I32 = np.cumsum(sizes, dtype=np.int32) - sizes
+    return result
 
 
 class _Shape:
@@ -128,7 +146,10 @@ class _Shape:
         self.parent = np.full(n_nodes, NO_NODE, dtype=np.int32)
         self.depth = np.zeros(n_nodes, dtype=np.int32)
         self.end = np.ones(n_nodes, dtype=np.int32)
-        self.ids: list[I64] = []
+        self.ids: list[I32] = []
+
+    def __len__(self) -> int:
+        return len(self.label)
 
     def weigh(self, labels: Labels, self_ns: U64, self_off_ns: U64) -> Tree:
         """Sum the times of each subtree."""
@@ -144,7 +165,7 @@ class _Shape:
         )
 
 
-def _subtree_sums(values: U64, end: npt.NDArray[np.int32]) -> U64:
+def _subtree_sums(values: U64, end: I32) -> U64:
     running = np.zeros(len(values) + 1, dtype=np.uint64)
     np.cumsum(values, out=running[1:])
     return running[end] - running[:-1]
@@ -163,6 +184,26 @@ def build(rows: Rows) -> tuple[Tree, I64]:
     Returns:
         The tree, and for each row the node that its time is the self time of.
     """
+    shape, node = _grown(rows)
+    return _weighed(shape, rows, node), node
+
+
+def outline(rows: Rows, min_width_pct: float, max_nodes: int) -> tuple[Outline, I64]:
+    """Merge rows from the root, and leave out what `prune` does.
+
+    Returns:
+        The tree, and for each row the node that has its time.
+    """
+    shape, node = _grown(rows)
+    if not min_width_pct and len(shape) <= max_nodes:
+        cut = Cut(0, 0, np.ones(len(shape), np.bool_), False)
+        return Outline(shape.label, shape.depth, cut), node
+    full = _weighed(shape, rows, node)
+    tree, cut = prune(full, min_width_pct, max_nodes)
+    return Outline(tree.label, tree.depth, cut), kept_above(full, cut)[node]
+
+
+def _grown(rows: Rows) -> tuple[_Shape, I64]:
     grower = _Grower(len(rows.labels))
     paths = np.arange(len(rows.path_offsets) - 1)
     starts, lengths = rows.path_offsets[:-1], np.diff(rows.path_offsets)
@@ -188,10 +229,14 @@ def build(rows: Rows) -> tuple[Tree, I64]:
     shape = grower.finish()
     node = _nodes(shape, lengths, at)[rows.path_of]
     node[has_tail] = _nodes(shape, lengths[tails] + 1, tail_at)[tail_of_row]
-    off_ns = np.where(rows.klass == SampleClass.ON_CPU, np.uint64(0), rows.ns)
-    size = len(shape.label)
-    tree = shape.weigh(rows.labels, _sum_by(node, rows.ns, size), _sum_by(node, off_ns, size))
-    return tree, node
+    return shape, node
+
+
+def _weighed(shape: _Shape, rows: Rows, node: I64) -> Tree:
+    size = len(shape)
+    self_ns = _sum_by(node, rows.ns, size)
+    is_on = rows.klass == SampleClass.ON_CPU
+    return shape.weigh(rows.labels, self_ns, self_ns - _sum_by(node[is_on], rows.ns[is_on], size))
 
 
 def _nodes(shape: _Shape, depths: I64, index: I64) -> I64:
@@ -200,7 +245,7 @@ def _nodes(shape: _Shape, depths: I64, index: I64) -> I64:
         return np.zeros(0, dtype=np.int64)
     sizes = np.array([len(ids) for ids in shape.ids])
     first = np.cumsum(sizes) - sizes
-    nodes: I64 = np.concatenate(shape.ids)[first[depths] + index]
+    nodes: I64 = np.concatenate(shape.ids)[first[depths] + index].astype(np.int64)
     return nodes
 
 

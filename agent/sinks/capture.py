@@ -8,35 +8,36 @@ capture, in the second in which it ended (see `capture.spans`, which spreads it 
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.gpu import Direction
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import SampleClass, StackEnd
 from aiflame.agent.model.window import NO_STACK, NO_TIME, NONE, Rows, Timing, Window
+from aiflame.agent.sinks.index import Index
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
-from intervaltree import IntervalTree
+from aiflame.agent.symbolize.mapped import laid_over
+from aiflame.agent.symbolize.stacks import KERNEL_CUT, NamedStack, UnnamedStack
 
 _INTERVAL_NS = 1_000_000_000
-
-# Stands in the addresses of a capture where kernel frames are missing between the kernel's and the
-# user's part of a stack.
-KERNEL_CUT = 0
 
 # Of all calls' work and bytes, as readers add them up: what programs ask for need not exist.
 _LARGEST_SUM = 1 << 62
 
 
-class PythonHalf(NamedTuple):
-    """Python frames of a stack: whose, the id of their chain, and an enum python_gil."""
+# Processes of which is known what they had mapped.
+_KEPT_PROCESSES = 1 << 14
 
-    process: int
-    chain: int
-    gil: int
+
+class StackNamer(Protocol):
+    """Names the stacks of windows (symbolize.namer)."""
+
+    def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
+        """Names stacks of a window, in their order."""
 
 
 class CaptureSink:
@@ -46,24 +47,30 @@ class CaptureSink:
         writer: Open capture; committing and closing it stay the caller's.
         start_ns: Where the capture begins, since the recording's start: windows before are not
             given.
+        names: Functions, frames and binaries of the capture.
+        namer: Gives stacks names of these; without one they keep their addresses alone.
 
     Attributes:
-        names: Functions, frames and binaries of the capture.
-        pythons: Python halves, by row of the stack.
         losses: By name, added up.
         end_ns: Where the last window ended, since the capture's beginning.
     """
 
-    def __init__(self, writer: CaptureWriter, start_ns: int = 0) -> None:
+    def __init__(
+        self,
+        writer: CaptureWriter,
+        start_ns: int = 0,
+        names: Names | None = None,
+        namer: StackNamer | None = None,
+    ) -> None:
         self._writer = writer
         self._start_ns = start_ns
-        self.names = Names()
-        self.pythons: dict[int, PythonHalf] = {}
+        self._names = names or Names()
+        self._namer = namer
         self.losses: Counter[str] = Counter()
         self.end_ns = 0
-        self._rows: dict[int, int] = {}  # of stacks by id, and by -1 - process for want of one
+        self._rows = Index()  # of stacks by id, and by -1 - process for want of one
         self._lost: set[int] = set()
-        self._mapped: dict[int, int] = {}
+        self._mapped: OrderedDict[int, int] = OrderedDict()
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
 
@@ -80,6 +87,7 @@ class CaptureSink:
         interval = max(min(first_ns, self.end_ns - 1), 0) // _INTERVAL_NS
         binaries = self._put_facts(window)
         self._put_stacks(window)
+        self._names.write(self._writer)
         self._put_samples(window, interval)
         self._put_calls(window, interval)
         self._put_devices(window, interval, binaries)
@@ -97,11 +105,6 @@ class CaptureSink:
         ]
         self._open_ns.clear()
         self._writer.put("samples", rows)
-
-    def user_addresses(self, stack: int) -> bytes:
-        """Returns the user half of a stack's addresses, leaf first, as little-endian u64."""
-        row = self._rows.get(stack)
-        return b"" if row is None else self._writer.user_addresses(row)
 
     @property
     def lost_stacks(self) -> int:
@@ -138,9 +141,8 @@ class CaptureSink:
         self._writer.add_thread_times(times.tolist())
         binaries: dict[int, int | None] = {NONE: None}
         for binary, path, build_id in window.binaries.tolist():
-            binaries[binary] = self.names.binary(texts[path], texts[build_id])
+            binaries[binary] = self._names.binary(texts[path], texts[build_id])
         self._put_mappings(window.mappings, binaries)
-        self.names.write(self._writer)
         return binaries
 
     def _put_mappings(self, mappings: Rows, binaries: dict[int, int | None]) -> None:
@@ -153,6 +155,8 @@ class CaptureSink:
             if process in self._mapped:  # the table is gone through for it
                 self._writer.drop_mappings([process])
             self._mapped[process] = content
+            if len(self._mapped) > _KEPT_PROCESSES:
+                self._mapped.popitem(last=False)
             self._writer.put(
                 "mappings",
                 [
@@ -164,15 +168,18 @@ class CaptureSink:
 
     def _put_stacks(self, window: Window) -> None:
         addresses = np.ascontiguousarray(window.addresses).view("<u8")
-        rows = []
+        samples = window.samples
+        switched = {*samples["stack"][samples["kind"] > SampleClass.ON_CPU].tolist()}
+        switched.update(window.waits["stack"].tolist())
+        new: list[tuple[int, UnnamedStack]] = []
         for at, stack in enumerate(window.stacks["stack"].tolist()):
-            known = self._rows.get(stack)
+            known = self._rows.find(stack)
             if known is not None and stack not in self._lost:
                 continue
             found = window.stacks[at]
             is_lost = int(found["stop_reason"]) == StackEnd.LOST
             if known is None:
-                known = self._rows[stack] = len(self._rows)
+                known = self._rows.add(stack)
             elif is_lost:
                 continue
             (self._lost.add if is_lost else self._lost.discard)(stack)
@@ -181,22 +188,38 @@ class CaptureSink:
             user = addresses[first + depth : first + depth + int(found["user_depth"])]
             if found["is_kernel_cut"]:
                 kernel = np.append(kernel, np.uint64(KERNEL_CUT))
-            process, chain, gil = int(found["process"]), int(found["chain"]), int(found["gil"])
-            if chain or gil:
-                self.pythons[known] = PythonHalf(process, chain, gil)
-            blob = kernel.tobytes() + user.tobytes()
-            rows.append((known, process, len(kernel), int(found["stop_reason"]), blob, None))
+            unnamed = UnnamedStack(
+                process=int(found["process"]),
+                kernel_depth=len(kernel),
+                stop_reason=int(found["stop_reason"]),
+                addresses=kernel.tobytes() + user.tobytes(),
+                chain=int(found["chain"]),
+                gil=int(found["gil"]),
+                is_from_switch=stack in switched,
+            )
+            new.append((known, unnamed))
+        self._put_rows(window, new)
+
+    def _put_rows(self, window: Window, new: list[tuple[int, UnnamedStack]]) -> None:
+        """Writes new stacks, named if there is somebody who can."""
+        stacks = [stack for _, stack in new]
+        named: Sequence[NamedStack | None] = [None] * len(stacks)
+        if self._namer is not None:
+            named = self._namer.name(window, stacks)
+        rows = []
+        for (row, stack), found in zip(new, named, strict=True):
+            end, frames, gil = (stack.stop_reason, None, 0) if found is None else found
+            raw = (stack.process, stack.kernel_depth, end, stack.addresses)
+            rows.append((row, *raw, frames, gil))
         self._writer.put("stacks", rows)
 
     def _row_of(self, stack: int, process: int) -> int:
         """Returns the row of a stack; of a thread without one, the row that says so."""
-        if stack != NO_STACK:
-            return self._rows[stack]
-        row = self._rows.get(-1 - process)
+        row = self._rows.find(stack if stack != NO_STACK else -1 - process)
         if row is None:
-            row = self._rows[-1 - process] = len(self._rows)
-            end = int(StackEnd.NOT_WALKED)
-            self._writer.put("stacks", [(row, process, 0, end, b"", None)])
+            row = self._rows.add(-1 - process)
+            end, frames = int(StackEnd.NOT_WALKED), None if self._namer is None else b""
+            self._writer.put("stacks", [(row, process, 0, end, b"", frames, 0)])
         return row
 
     def _put_samples(self, window: Window, interval: int) -> None:
@@ -300,34 +323,14 @@ class CaptureSink:
             at = interval if timing == Timing.NONE else self._time(begin_ns) // _INTERVAL_NS
             rows.append((at, device, code, offset, reason, launch_id, count))
         writer.put("device_samples", rows)
+        times = []
+        for time in window.kernel_times.tolist():
+            device, kernel, queue, launch_id, begin_ns, end_ns, count, duration_ns = time
+            what = (device, kernel, min(queue, MAX_INTEGER), launch_id)
+            times.append((*what, self._time(begin_ns), self._time(end_ns), count, duration_ns))
+        writer.put("kernel_times", times)
 
 
 def _sound(text: str) -> str:
     """Returns what UTF-8 can express: names and paths are bytes."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
-
-
-def laid_over(rows: Rows) -> list[tuple[int, int, int, int, int]]:
-    """Lays newer mappings over older ones.
-
-    Args:
-        rows: MAPPING_DTYPE of one process, the newest last.
-
-    Returns:
-        (start, end, file_offset, bias, binary), none of which overlap.
-    """
-    mappings = rows[["start", "end", "file_offset", "bias", "binary"]].tolist()
-    ordered = sorted(mappings)
-    if all(one[1] <= following[0] for one, following in itertools.pairwise(ordered)):
-        return ordered
-    tree = IntervalTree()
-    for mapping in mappings:
-        start, end = mapping[:2]
-        if start < end:
-            tree.chop(start, end)
-            tree.addi(start, end, mapping)
-    return [
-        (part.begin, part.end, offset + part.begin - start, bias, binary)
-        for part in sorted(tree)
-        for start, _, offset, bias, binary in (part.data,)
-    ]

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.sinks.index import Index
 
 if TYPE_CHECKING:
     from aiflame.agent.symbols.frames import SourceFrame
@@ -18,35 +16,43 @@ if TYPE_CHECKING:
 MAX_INTEGER = (1 << 63) - 1
 
 
-@dataclass(slots=True)
 class Names:
     """Functions and frames of the capture, each once, under ids that count from 0."""
 
-    functions: dict[tuple[int, str, int | None, str], int] = field(default_factory=dict)
-    frames: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
-    binaries: dict[tuple[str, str], int] = field(default_factory=dict)
-    _written: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._binaries: dict[tuple[str, str], int] = {}
+        self._functions, self._frames = Index(), Index()
+        self._added: dict[str, list[tuple[Any, ...]]] = {
+            "binaries": [],
+            "functions": [],
+            "frames": [],
+        }
 
     def binary(self, path: str, build_id: str) -> int:
         """Returns the id of a binary."""
-        return self.binaries.setdefault((path, build_id), len(self.binaries))
+        known = self._binaries.get((path, build_id))
+        if known is None:
+            known = self._binaries[path, build_id] = len(self._binaries)
+            self._added["binaries"].append((known, path, build_id))
+        return known
 
     def frame(self, kind: FrameKind, source: SourceFrame, binary: int | None, address: int) -> int:
         """Returns the id of a frame."""
         key = (int(kind), source.name, binary, source.file)
-        function = self.functions.setdefault(key, len(self.functions))
+        function = self._functions.find(key)
+        if function is None:
+            function = self._functions.add(key)
+            self._added["functions"].append((function, *key))
         address = address if address <= MAX_INTEGER else 0
-        place = (function, source.line, address, int(source.inlined))
-        return self.frames.setdefault(place, len(self.frames))
+        location = (function, source.line, address, int(source.inlined))
+        frame = self._frames.find(location)
+        if frame is None:
+            frame = self._frames.add(location)
+            self._added["frames"].append((frame, *location))
+        return frame
 
     def write(self, writer: CaptureWriter) -> None:
         """Writes what was added to the three tables since the last call."""
-        tables: dict[str, Mapping[tuple[Any, ...], int]] = {
-            "binaries": self.binaries,
-            "functions": self.functions,
-            "frames": self.frames,
-        }
-        for table, known in tables.items():
-            added = islice(known.items(), self._written.get(table, 0), None)
-            writer.put(table, [(i, *key) for key, i in added])
-            self._written[table] = len(known)
+        for table, rows in self._added.items():
+            writer.put(table, rows)
+            rows.clear()

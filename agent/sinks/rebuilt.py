@@ -3,36 +3,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Protocol
 
-from aiflame.agent.capture.schema import SYMBOLS_FACT
 from aiflame.agent.capture.segment import BadSegment
-from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import Window
-from aiflame.agent.sinks.capture import CaptureSink
-
-_KINDS = {kind.stored_name: kind for kind in LossKind}
-
-
-class Namer(Protocol):
-    """Gives the stacks of a capture their names."""
-
-    def put(self, window: Window) -> None:
-        """Takes each window in, before the capture is named."""
-
-    def name(self, writer: CaptureWriter, sink: CaptureSink) -> Counter[str]:
-        """Names the stacks; returns what could not be named, by the name of the loss."""
+from aiflame.agent.sinks.written import Naming, WrittenCapture
+from aiflame.agent.symbolize.files import FoundFiles
+from aiflame.agent.symbols.service import SymbolService
+from aiflame.agent.symbols.store import cache_dir
 
 
 def capture_of_windows(
     path: Path,
     windows: Iterable[Window],
     facts: Mapping[str, str | int],
-    namer: Namer | None = None,
+    *,
+    with_names: bool = True,
 ) -> None:
     """Makes a capture of what a recording left that was killed, or has written so far.
 
@@ -40,41 +28,27 @@ def capture_of_windows(
         path: Of the capture, where nothing is; in a folder that nobody else may write to.
         windows: Of the recording, or the newest of these.
         facts: Of the recording.
-        namer: Without one stacks show modules and addresses.
+        with_names: Else stacks show modules and addresses.
 
     Raises:
         BadSegment: There is no window.
         AiflameError: The capture cannot be written.
     """
-    writer = CaptureWriter(path)
-    try:
-        sink = None
+    if not with_names:
+        _write(WrittenCapture(path), windows, facts)
+        return
+    with SymbolService(cache_dir()) as service, closing(FoundFiles()) as files:
+        _write(WrittenCapture(path, Naming(files, service)), windows, facts)
+
+
+def _write(
+    capture: WrittenCapture, windows: Iterable[Window], facts: Mapping[str, str | int]
+) -> None:
+    with closing(capture):
+        count = 0
         for window in windows:
-            if sink is None:
-                sink = CaptureSink(writer, window.start_ns)
-                began_ns = int(facts.get("started_unix_ns", 0)) + window.start_ns
-                writer.put_meta({**facts, "started_unix_ns": began_ns})
-            sink.put(window)
-            if namer is not None:
-                namer.put(window)
-        if sink is None:
+            capture.put(window, facts)
+            count += 1
+        if not count:
             raise BadSegment("there is no window in it")
-        sink.finish()
-        writer.put_meta({"duration_ns": sink.end_ns})
-        writer.commit()
-        losses = sink.losses
-        if namer is not None:
-            losses = losses + namer.name(writer, sink)
-            writer.drop_meta(SYMBOLS_FACT)
-        writer.put("losses", _loss_rows(losses))
-        writer.commit()
-    finally:
-        writer.close()
-
-
-def _loss_rows(losses: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
-    for name, count in losses.items():
-        kind = _KINDS.get(name)
-        words = "" if kind is None else "; ".join(filter(None, (kind.meaning, kind.cure)))
-        if count:
-            yield name, count, words
+        capture.finish()

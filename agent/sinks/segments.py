@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from aiflame.agent.capture.segment import MAGIC, BadSegment, SegmentReader, SegmentWriter
 from aiflame.agent.capture.writer import DiskFull
@@ -20,6 +21,9 @@ from aiflame.agent.model.window import Window
 _NAME = "segment-{:06}.windows"
 _ALL = "segment-*.windows"
 _SEGMENT_NS = 60_000_000_000
+# What a segment's writer and readers know of it: 20 MB. A host that starts hundreds of processes a
+# second brings as much in some seconds.
+_MOST_ROWS = 1 << 17
 
 
 class SegmentSink:
@@ -51,10 +55,11 @@ class SegmentSink:
             DiskFull: It cannot be written. What was written before is there.
         """
         try:
-            if self._writer is None or window.start_ns - self._begun_ns >= _SEGMENT_NS:
-                self._begin(window)
-            assert self._writer is not None  # noqa: S101 - begun
-            self._writer.write(window)
+            writer = self._writer
+            is_over = window.start_ns - self._begun_ns >= _SEGMENT_NS
+            if writer is None or is_over or writer.known_rows > _MOST_ROWS:
+                writer = self._begin(window)
+            writer.write(window)
         except OSError as error:
             self.close()
             raise DiskFull(
@@ -63,7 +68,7 @@ class SegmentSink:
         self._kept[-1] = (self._kept[-1][0], window.end_ns)
         self._forget(window.end_ns)
 
-    def _begin(self, window: Window) -> None:
+    def _begin(self, window: Window) -> SegmentWriter:
         self.close()
         path = self._folder / _NAME.format(self._count)
         self._count += 1
@@ -72,6 +77,7 @@ class SegmentSink:
         self._kept.append((path, window.end_ns))
         self._begun_ns = window.start_ns
         self._writer = SegmentWriter(self._descriptor, self._facts)
+        return self._writer
 
     def _forget(self, end_ns: int) -> None:
         """Removes segments of which all is older than what is kept."""
@@ -117,6 +123,55 @@ class RecordedWindows:
                 yield from reader
                 if reader.damage:
                     self.damage.append(f"{path.name}: {reader.damage}")
+
+
+class FollowedWindows:
+    """The windows of a folder of segments that is being written.
+
+    Args:
+        folder: Of the segments.
+
+    Attributes:
+        facts: Of the recording, once a window was taken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next = 0
+        self._file: BinaryIO | None = None
+        self._reader: SegmentReader | None = None
+        self.facts: dict[str, str | int] = {}
+
+    def take(self, count: int) -> Iterator[Window]:
+        """Yields the windows that come next, which are all there.
+
+        Raises:
+            BadSegment: They are not.
+        """
+        while count:
+            window = None if self._reader is None else next(iter(self._reader), None)
+            if window is None:
+                self._open_next()
+                continue
+            count -= 1
+            yield window
+
+    def _open_next(self) -> None:
+        if self._reader is not None and self._reader.damage:
+            raise BadSegment(self._reader.damage)
+        self.close()
+        try:
+            self._file = (self._folder / _NAME.format(self._next)).open("rb")
+        except FileNotFoundError as error:
+            raise BadSegment("a window is missing") from error
+        self._reader = SegmentReader(self._file)
+        self.facts = self._reader.facts
+        self._next += 1
+
+    def close(self) -> None:
+        """Closes the segment that is being read."""
+        if self._file is not None:
+            self._file.close()
 
 
 def newest(windows: Iterator[Window], keep_ns: int, end_ns: int) -> Iterator[Window]:

@@ -59,6 +59,7 @@ def write_capture(profile: Profile, path: Path) -> None:
             int(stacks.ends[index]),
             frames[offsets[index] : offsets[index + 1]].astype("<u8").tobytes(),
             frames[offsets[index] : offsets[index + 1]].tobytes(),
+            0,
         )
         for index in range(len(stacks))
     )

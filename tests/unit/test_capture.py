@@ -77,9 +77,9 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
     ],
     "frames": [(10, 8, 31, 0, 0), (20, 5, 12, 0x1040, 0), (30, 6, 0, 0xFFFF_8100, 1)],
     "stacks": [
-        (1, 3, 1, 0, bytes(24), struct.pack("<3I", 20, 10, 30)),
-        (6, 3, 0, 5, b"", b""),
-        (8, 7, 0, 2, bytes(8), struct.pack("<I", 20)),
+        (1, 3, 1, 0, bytes(24), struct.pack("<3I", 20, 10, 30), 0),
+        (6, 3, 0, 5, b"", b"", 0),
+        (8, 7, 0, 2, bytes(8), struct.pack("<I", 20), 0),
     ],
     "samples": [
         (0, 8, 2, 0, 3, 30 * _MS),
@@ -103,6 +103,7 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
     ],
     "api_events": [(7 * _MS, 1, 9, 2, 3, 0, 0x5000, 10, 1, 1, 64, 1, 1, 0)],
     "device_samples": [(0, 4, 6, 16, 1, 0, 30), (1, 4, 6, 0, 1, 1, 2)],
+    "kernel_times": [(4, 3, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)],
 }
 
 
@@ -178,18 +179,28 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
         [[64, 1, 1]],
     ]
     assert gpu.samples.tolist() == [(0, 0, 0, 16, 0, 0, 30), (1, 0, 0, 0, 0, 1, 2)]
+    assert gpu.times.tolist() == [(0, 0, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)]
 
 
 def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     tables = ("devices", "api_functions", "kernels", "kernel_codes", "instructions")
-    gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples")
+    gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples", "kernel_times")
     _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 2")
     profile = read_capture(capture)
     assert len(profile.samples) == 4
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
 
 
+def test_a_capture_from_before_kernel_times_were_known(capture: Path) -> None:
+    _change(capture, "DROP TABLE kernel_times", "PRAGMA user_version = 3")
+    profile = read_capture(capture)
+    assert (len(profile.gpu.samples), len(profile.gpu.times)) == (2, 0)
+
+
 @pytest.mark.parametrize("change", [
+    "UPDATE kernel_times SET duration_ns = 9223372036854775807",
+    "UPDATE kernel_times SET begin_ns = -1",
+    "UPDATE kernel_times SET kernel_id = 99",
     "UPDATE device_samples SET launch_id = 2",
     "UPDATE device_samples SET code_id = 99",
     "UPDATE device_samples SET count = 9223372036854775807",
@@ -265,7 +276,7 @@ def test_unresolved_stacks_are_read_by_module_and_offset(tmp_path: Path) -> None
     # GIVEN a recording that was killed: one stack has its names, and one has not
     raw = struct.pack("<4Q", *_ADDRESSES)
     meta = {key: value for key, value in _META.items() if key not in ("complete", "duration_ns")}
-    stacks = [_ROWS["stacks"][0], (6, 3, 1, 5, raw, None), _ROWS["stacks"][2]]
+    stacks = [_ROWS["stacks"][0], (6, 3, 1, 5, raw, None, 0), _ROWS["stacks"][2]]
     profile = read_capture(_write(tmp_path / "run.aiflame", meta=meta, stacks=stacks))
     # THEN its frames are named by where they are, root first
     begin, end = profile.stacks.offsets[1:3]
@@ -290,7 +301,7 @@ def test_unresolved_stacks_are_read_by_module_and_offset(tmp_path: Path) -> None
 
 
 def test_an_unresolved_stack_of_an_unmapped_process(tmp_path: Path) -> None:
-    stacks = [(i, 7, 0, 2, struct.pack("<Q", 0x5000_0040), None) for i in (1, 6, 8)]
+    stacks = [(i, 7, 0, 2, struct.pack("<Q", 0x5000_0040), None, 0) for i in (1, 6, 8)]
     profile = read_capture(_write(tmp_path / "run.aiflame", stacks=stacks))
     assert profile.functions[-1].name == "[native 0x50000040]"
     assert np.unique(profile.stacks.frames).size == 1
@@ -330,15 +341,24 @@ def test_rows_with_the_same_key_are_replaced(tmp_path: Path) -> None:
     assert profile.recording.target == "python3"
 
 
-def test_stacks_between_recording_and_resolving(tmp_path: Path) -> None:
-    writer = CaptureWriter(tmp_path / "run.aiflame")
-    writer.put("stacks", [(4, 0, 1, 0, b"a" * 16, None), (2, 0, 0, 3, b"", None)])
-    writer.put("samples", [(0, 4, 0, 1, 1, 5), (0, 2, 0, 0, 1, 5), (1, 4, 0, 2, 1, 5)])
-    assert writer.stack_rows() == [(2, 0, 0, 3, b""), (4, 0, 1, 0, b"a" * 16)]
-    assert writer.switch_stack_ids() == [4]
-    writer.set_stack_frames([(2, b"\1\0\0\0", 4)])
-    assert writer.stack_rows()[1] == (4, 0, 1, 2, b"a" * 16)
+def test_a_capture_is_written_on_later(tmp_path: Path) -> None:
+    path = _write(tmp_path / "run.aiflame")
+    before = read_capture(path)
+    writer = CaptureWriter(path, is_new=False)
+    known = before.binaries[0]
+    assert writer.binary_id(known.path, known.build_id) == writer.binary_id(
+        known.path, known.build_id
+    )
+    new = writer.binary_id("/new", "ab")
+    assert new == writer.binary_id("/new", "ab") != writer.binary_id("/new", "cd")
+    writer.commit()
     writer.close()
+    after = read_capture(path)
+    assert [binary.path for binary in after.binaries[: len(before.binaries)]] == [
+        binary.path for binary in before.binaries
+    ]
+    assert [binary.path for binary in after.binaries[len(before.binaries) :]] == ["/new", "/new"]
+    assert len(after.samples) == len(before.samples)
 
 
 def _with_python(path: Path) -> Path:
@@ -349,7 +369,8 @@ def _with_python(path: Path) -> Path:
     writer.put("functions", [(9, 4, "_PyEval_EvalFrameDefault", 4, "")])
     writer.put("frames", [(40, 9, 0, 0x2000, 0)])
     frames = struct.pack("<3I", 20, 40, 10)
-    writer.set_python_stacks([(0, frames, GilState.HELD, 1), (5, b"", GilState.UNKNOWN, 6)])
+    writer.put("stacks", [(1, 3, 1, 0, bytes(24), frames, GilState.HELD)])
+    writer.put("stacks", [(6, 3, 0, 5, b"", b"", GilState.UNKNOWN)])
     writer.commit()
     writer.close()
     return path
@@ -490,7 +511,10 @@ def _change(path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, 2**31 - 1])
 def test_another_schema(capture: Path, capsys: pytest.CaptureFixture[str], version: int) -> None:
     _change(capture, f"PRAGMA user_version = {version}")
-    assert _refusal(capsys, capture) == f"PATH has schema {version}, this aiflame reads up to 3"
+    assert (
+        _refusal(capsys, capture)
+        == f"PATH has schema {version}, this aiflame reads up to {SCHEMA_VERSION}"
+    )
 
 
 def test_a_database_with_nothing_but_our_mark(

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import elfmutations
 import numpy as np
 import pytest
 from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.target_files import MAX_CPU_S, FileGuard, TargetFile
 from elfbytes import ALLOC_EXEC, FUNC, GLOBAL, HEADER_BYTES, Elf, Section, Symbol
-from elfmutations import Outcome, read_all, read_mutations
+from hostile import run
+from hostile.elf import read_all, read_mutations
+from hostile.outcome import Outcome
 
 # What an interpreter, a C library, a device runtime and a kernel of PoCL's are known by.
 _SEED = """
@@ -67,7 +68,8 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 def test_no_mutation_of_real_files_gets_out_of_hand(seeds: list[bytes], tmp_path: Path) -> None:
     """1,000 files: nothing is raised but what says that a file is bad, and each ends in time."""
-    outcome = read_mutations(seeds, 1000, tmp_path, random_seed=8)
+    outcome = Outcome("seeds")
+    read_mutations(seeds, 1000, tmp_path, 8, outcome)
     assert outcome.unforeseen == {}
     assert outcome.reads > 5000 and sum(outcome.refused.values()) > 100
     assert outcome.slowest_s < _MOST_CPU_S, outcome.slowest
@@ -220,7 +222,7 @@ def test_a_file_that_is_made_to_take_long_is_given_up(
     path.write_bytes(elf if isinstance(elf, bytes) else elf.build())
     os.truncate(path, max(path.stat().st_size, (1 << 30) + (1 << 20)))
     # WHEN everything reads it, in a process whose memory is its own
-    command = [sys.executable, elfmutations.__file__, "0", path]
+    command = [sys.executable, run.__file__, "elf", "0", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     facts = json.loads(done.stdout)
     # THEN
@@ -237,6 +239,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_short(tmp_path: Path) -> None:
         image = ElfImage.read(file)
         os.truncate(path, HEADER_BYTES)
         assert FunctionNames(file, image).at(file, 0x1000) == b""
-        outcome = Outcome()
+        outcome = Outcome("shrinks")
         read_all(path, FileGuard(), outcome)
         assert outcome.refused and not outcome.unforeseen

@@ -49,6 +49,8 @@ _MAY_OPEN = {
     "agent/dumps/tables.py": "a private directory, where there is no cache",
     "agent/processes/unwind_tables.py": "the same",
     "agent/symbols/service.py": "a file without a name, for the last words of a child",
+    "agent/sinks/capture_process.py": "the same",
+    "agent/sinks/index.py": "a database without a name",
     # Files of this package, or beside it.
     "agent/capture/schema.py": "the schema",
     "agent/kernel/compile.py": "the C of bpf/ and what it was compiled to, the version of BCC",

@@ -198,7 +198,7 @@ def test_a_process_is_read_when_it_is_first_seen(machine: _Machine, table: Proce
     assert (image.pid, image.name, image.parent_pid, image.started_ns) == (41, "server", 1, 1_500)
     assert image.was_read
     assert table.image(41, 5) is image
-    assert table.images == [image]
+    assert table.images == {0: image}
 
 
 def test_a_process_older_than_the_recording_starts_with_it(table: ProcessTable) -> None:
@@ -227,7 +227,10 @@ def test_exec_makes_a_new_image_and_keeps_the_old_one(
     before = table.seen(41, 5, 1, "sh", 1_500)
     machine.image, machine.maps = 6, [_jit(0x2000)]
     table.seen(41, 6, 1, "python3", 1_600)
-    assert [image.mappings for image in table.images] == [[_mapped(0x1000)], [_mapped(0x2000)]]
+    assert [image.mappings for image in table.images.values()] == [
+        [_mapped(0x1000)],
+        [_mapped(0x2000)],
+    ]
     assert table.image(41, 5) is before
     # The old one is gone, although its pid is not.
     assert not table.read_mappings(before)
@@ -295,7 +298,7 @@ def test_threads_are_kept_apart_by_image(table: ProcessTable) -> None:
     old, new = table.image(41, 5), table.image(41, 6)
     threads = [table.thread(old, 41), table.thread(new, 41), table.thread(old, 42)]
     assert table.thread(old, 41) is threads[0]
-    assert table.threads == threads
+    assert table.threads_of(old) == [threads[0], threads[2]]
     assert [thread.index for thread in threads] == [0, 1, 2]
     assert threads[0].name == "pid 41"
 

@@ -13,7 +13,7 @@ import struct
 import numpy as np
 import pytest
 from aiflame.agent.model.profile import StackEnd
-from aiflame.agent.recording.raw_stacks import KERNEL_OWNER, RawStacks
+from aiflame.agent.symbolize.raw_stacks import KERNEL_OWNER, RawStacks
 
 _KERNEL = 0xFFFF_FFFF_8100_0000
 

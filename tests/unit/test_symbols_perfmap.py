@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aiflame.agent.inspector import rootfs
 from aiflame.agent.losses import LossKind
+from aiflame.agent.symbols import perfmap
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap, open_perf_map, perf_map_path
 from aiflame.agent.symbols.service import SymbolService
 
@@ -90,6 +91,22 @@ def test_control_characters_and_long_names() -> None:
     first, second = look(found, 0x1000, 0x2000)
     assert first == "a\ufffd[2J;<b>\ufffd"
     assert second is not None and len(second) == 4096
+
+
+def test_of_too_many_lines_the_last_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perfmap, "_MAX_LINES", 3)
+    monkeypatch.setattr(perfmap, "_CHUNK_BYTES", 10)
+    text = b"".join(b"%x 10 f%d\n" % (0x1000 * n, n) for n in range(1, 9)) + b"9000 10 half"
+    found = PerfMap.parse(text)
+    assert look(found, 0x5000, 0x6000, 0x8000, 0x9000) == [None, "f6", "f8", None]
+    assert found.skipped_bytes == text.index(b"6000")
+
+
+def test_a_million_functions_over_each_other_take_no_longer_than_others() -> None:
+    text = b"".join(b"%x %x f%d\n" % (n, 3_000_000 - 2 * n, n) for n in range(1_000_000))
+    addresses = np.arange(0, 1_000_000, 10, dtype=np.uint64)
+    names = PerfMap.parse(text).lookup(addresses)
+    assert names == [f"f{address}" for address in addresses.tolist()]
 
 
 def test_no_map_is_no_error(tmp_path: Path) -> None:
@@ -204,7 +221,7 @@ from aiflame.agent.symbols import worker
 from aiflame.agent.symbols.perfmap import PerfMap
 sound = PerfMap.lookup
 def lookup(self, addresses):
-    while b"endless" in self._names:
+    while b"endless" in self._text:
         pass
     return sound(self, addresses)
 PerfMap.lookup = lookup

@@ -199,7 +199,7 @@ def _capture(
     writer.put_meta(facts | ({"duration_ns": duration_ns} if duration_ns else {}))
     writer.put("processes", [(1, 100, 1, "server", "", "", "", "", 0, None)])
     writer.put_threads([(1, 1, 100, "server"), (2, 1, 101, "worker")])
-    writer.put("stacks", [(i, 1, 0, 0, b"", b"") for i in (1, 2)])
+    writer.put("stacks", [(i, 1, 0, 0, b"", b"", 0) for i in (1, 2)])
     writer.put("samples", samples)
     writer.put("waits", waits)
     writer.commit()

@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutations of real ELF files, and all that reads such files.
-
-`python tests/elfmutations.py COUNT FILE...` reads COUNT mutations of each file, the file itself for
-0, and says which exceptions were not foreseen, how much CPU time the slowest reader took, and the
-peak of memory so far.
-"""
+"""Mutations of real ELF files, and all that reads such files."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import struct
-import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from aiflame.agent.elf.dynamic import read_dependencies
@@ -38,6 +28,7 @@ from aiflame.agent.target_files import FileGuard, TargetFile
 from aiflame.agent.unwind.build import load_or_build
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.gpu.opencl.kernel_file import read_kernel_file
+from hostile.outcome import Outcome
 
 _API_NAMES = frozenset(("cudaLaunchKernel", "clEnqueueNDRangeKernel"))
 _ODD = (0, 1, 2, 7, 8, 0x7F, 0xFF, 0xFFFF, 1 << 31, 1 << 32, 1 << 40, 1 << 63, (1 << 64) - 256)
@@ -96,25 +87,6 @@ class Mutation:
         os.ftruncate(fd, len(original))
 
 
-@dataclass
-class Outcome:
-    """What reading files came to.
-
-    Attributes:
-        reads: How often one was read, by one reader each.
-        refused: Why, how often.
-        unforeseen: Exceptions that nobody thought of, by their text.
-        slowest_s: The most CPU time that one reader took for one file.
-        slowest: Which reader.
-    """
-
-    reads: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    unforeseen: Counter[str] = field(default_factory=Counter)
-    slowest_s: float = 0.0
-    slowest: str = ""
-
-
 def read_all(path: Path, guard: FileGuard, outcome: Outcome) -> None:
     """Reads a file by all that reads files of targets, in the recorder and in its workers."""
     fd = os.open(path, os.O_RDONLY)
@@ -143,17 +115,14 @@ def _timed(
     name: str, reader: Callable[[TargetFile], object], fd: int, guard: FileGuard, outcome: Outcome
 ) -> None:
     guard.bad.clear()
-    begun_s = time.thread_time()
-    with guard.each_file("/mutated", fd) as file:
+    with outcome.reading(name), guard.each_file("/mutated", fd) as file:
         reader(file)
-    used_s = time.thread_time() - begun_s
-    outcome.reads += 1
-    if used_s > outcome.slowest_s:
-        outcome.slowest_s, outcome.slowest = used_s, name
     for reason in guard.bad.values():
         # The guard names an exception that is not one of a bad file by its type.
-        counted = outcome.unforeseen if _UNFORESEEN.match(reason) else outcome.refused
-        counted[f"{name}: {reason}" if counted is outcome.unforeseen else reason] += 1
+        if _UNFORESEEN.match(reason):
+            outcome.unforeseen[f"{name}: {reason}"] += 1
+        else:
+            outcome.refused[reason] += 1
 
 
 def _interpreter(file: TargetFile, image: ElfImage) -> None:
@@ -217,7 +186,9 @@ _READERS = (
 )
 
 
-def read_mutations(seeds: Sequence[bytes], count: int, folder: Path, random_seed: int) -> Outcome:
+def read_mutations(
+    seeds: Sequence[bytes], count: int, folder: Path, random_seed: int, outcome: Outcome
+) -> None:
     """Reads mutations of files, each of them in turn.
 
     Args:
@@ -225,11 +196,11 @@ def read_mutations(seeds: Sequence[bytes], count: int, folder: Path, random_seed
         count: Of mutations in all.
         folder: Where to write.
         random_seed: For the same ones again.
+        outcome: Of them, to be added to.
     """
     dice = random.Random(random_seed)
     fields = [number_fields(seed) for seed in seeds]
     paths = [folder / f"seed-{number}" for number in range(len(seeds))]
-    outcome = Outcome()
     descriptors = []
     for path, seed in zip(paths, seeds, strict=True):
         path.write_bytes(seed)
@@ -238,39 +209,27 @@ def read_mutations(seeds: Sequence[bytes], count: int, folder: Path, random_seed
         at = number % len(seeds)
         change = mutation(len(seeds[at]), fields[at], dice)
         change.apply(descriptors[at])
+        outcome.cases += 1
         read_all(paths[at], FileGuard(), outcome)
         change.undo(descriptors[at], seeds[at])
     for descriptor in descriptors:
         os.close(descriptor)
-    return outcome
 
 
-def _peak_bytes() -> int:
-    """Peak resident set of this program alone; rusage would include the forking parent's."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.split("VmHWM:")[1].split()[0]) << 10
+def shares(sizes: Sequence[int], count: int) -> list[int]:
+    """How many of `count` mutations each file gets: a small one more, since it takes less time."""
+    weights = [size**-0.5 for size in sizes]
+    return [max(1, round(count * weight / sum(weights))) for weight in weights]
 
 
-def main() -> None:
-    count, *files = sys.argv[1:]
-    for name in files:
-        outcome = Outcome()
-        if int(count):
-            with TemporaryDirectory() as folder:
-                outcome = read_mutations([Path(name).read_bytes()], int(count), Path(folder), 1)
+def read_files(
+    paths: Sequence[Path], count: int, folder: Path, random_seed: int
+) -> Iterator[Outcome]:
+    """Reads mutations of files, one file after the other; the files themselves for a count of 0."""
+    for path, share in zip(paths, shares([p.stat().st_size for p in paths], count), strict=True):
+        outcome = Outcome(str(path))
+        if count:
+            read_mutations([path.read_bytes()], share, folder, random_seed, outcome)
         else:
-            read_all(Path(name), FileGuard(), outcome)
-        facts = {
-            "file": name,
-            "reads": outcome.reads,
-            "refused": sum(outcome.refused.values()),
-            "unforeseen": dict(outcome.unforeseen),
-            "slowest_s": round(outcome.slowest_s, 3),
-            "slowest": outcome.slowest,
-            "peak_bytes": _peak_bytes(),
-        }
-        print(json.dumps(facts), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            read_all(path, FileGuard(), outcome)
+        yield outcome

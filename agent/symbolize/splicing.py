@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import FrameKind, GilState
 from aiflame.agent.python import gil as python_gil
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
-from aiflame.agent.recording.pythons import PythonChain
-from aiflame.agent.sinks.names import Names
+from aiflame.agent.python.walk import PythonFrame
+from aiflame.agent.symbolize.stacks import FrameIds
 from aiflame.agent.symbols.frames import SourceFrame
 
 # Ways to fit that leave no doubt, or only about the leaf of the moment.
@@ -31,6 +30,24 @@ _STATES = {
     python_gil.GilState.NO_PYTHON: GilState.NONE,
     python_gil.GilState.UNKNOWN: GilState.UNKNOWN,
 }
+
+
+UNREADABLE_SOURCE = SourceFrame("[unreadable Python frame]", "", 0, False)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonChain:
+    """The Python frames of a sample, leaf first.
+
+    Attributes:
+        frames: As they were walked.
+        sources: What each is called; None for a run without frames.
+        is_whole: The walk got to the outermost frame.
+    """
+
+    frames: tuple[PythonFrame, ...]
+    sources: tuple[SourceFrame | None, ...]
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +83,23 @@ class NativeFrame:
         return self.sources[-1].name if self.sources else ""
 
 
-class SplicedInterpreter(Protocol):
-    """The interpreter of a process, as far as its native frames are told apart by it."""
+@dataclass(frozen=True, slots=True)
+class MappedInterpreter:
+    """The interpreter of a process: the file that it is in, and where it is."""
 
-    @property
-    def binary(self) -> int:
-        """Index of the file that it is in."""
-
-    @property
-    def loaded(self) -> LoadedInterpreter:
-        """Where it is."""
+    binary: int
+    loaded: LoadedInterpreter
 
 
 class Splicer:
     """Combines stacks, and keeps count of how well they fitted.
 
     Args:
-        names: Of the capture.
+        ids: Of frames.
     """
 
-    def __init__(self, names: Names) -> None:
-        self._names = names
+    def __init__(self, ids: FrameIds) -> None:
+        self._ids = ids
         self.matches: Counter[Match] = Counter()
 
     @property
@@ -96,7 +109,7 @@ class Splicer:
 
     def splice(
         self,
-        process: SplicedInterpreter,
+        process: MappedInterpreter,
         natives: Sequence[NativeFrame],
         chain: PythonChain,
         is_rooted: bool,
@@ -111,14 +124,14 @@ class Splicer:
             if piece.is_python:
                 source = chain.sources[piece.at]
                 if source is not None:
-                    frames.append(self._names.frame(FrameKind.PYTHON, source, None, 0))
+                    frames.append(self._ids.frame(FrameKind.PYTHON, source, None, 0))
             elif piece.is_hidden:
                 frames += self._hidden(natives[piece.at])
             else:
                 frames += natives[piece.at].frames
         return frames
 
-    def _role(self, process: SplicedInterpreter, native: NativeFrame) -> Role:
+    def _role(self, process: MappedInterpreter, native: NativeFrame) -> Role:
         if native.is_trampoline:
             return Role.TRAMPOLINE
         is_eval = not native.is_kernel and process.loaded.is_eval(native.address)
@@ -129,11 +142,11 @@ class Splicer:
         """The same frames under the kind of those that are left out."""
         kind, binary_id = FrameKind.INTERPRETER, native.binary_id
         sources = native.sources or (SourceFrame(native.label, "", 0, False),)
-        return [self._names.frame(kind, source, binary_id, native.place) for source in sources]
+        return [self._ids.frame(kind, source, binary_id, native.place) for source in sources]
 
     def gil(
         self,
-        process: SplicedInterpreter,
+        process: MappedInterpreter,
         natives: Sequence[NativeFrame],
         gil: int,
         has_python: bool,

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The capture of a recording that goes on: a process of its own writes it from segments.
+
+So naming takes neither the recorder's time nor its memory, and what goes wrong there ends no
+recording: the segments are there, and the capture is written once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report, report_of
+from aiflame.agent.symbols.frames import clean_name
+
+# What is run; tests run something that fails.
+COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.sinks.capture_worker")
+
+_LAST_BYTES = 4096
+# How often it is looked whether it gets on, and how long it may not: its symbol reader may take
+# 65 s for one file.
+_LOOK_S, _PATIENCE_S = 1.0, 100.0
+
+
+class CaptureFailed(AiflameError):
+    """The process that writes a capture has ended early. The message says why."""
+
+
+class CaptureProcess:
+    """Writes a capture as windows come. `finish` waits until it is written.
+
+    Args:
+        folder: Of the segments; of the recorder alone.
+        database: Where the capture goes.
+        table: Knows the files that processes have mapped.
+    """
+
+    def __init__(self, folder: Path, database: Path, table: ProcessTable) -> None:
+        self._table = table
+        self._told: dict[int, int | None] = {}  # descriptors, by number of the file
+        self._told_processes: set[int] = set()
+        self._unsent: deque[tuple[bytes, int | None]] = deque()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = ours
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - a module of our own
+                [*COMMAND, str(folder), str(database)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                cwd="/",  # python -m would import from the working directory first
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C ends the recording, not its capture
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended early."""
+        return self._process.poll() is not None
+
+    def give(self, windows: int) -> None:
+        """Tells that there are more windows in the segments; never waits."""
+        self._tell_files()
+        self._send({"windows": windows})
+        self._flush()
+
+    def _tell_files(self) -> None:
+        """Tells of files and processes that are new."""
+        files = self._table.binaries.files
+        for index in self._told.keys() - files.keys():
+            del self._told[index]
+            self._send({"closed": index})
+        for index, file in files.items():
+            if index in self._told and file.fd == self._told[index]:
+                continue
+            self._told[index] = file.fd
+            # The recorder may close it before this is sent.
+            fd = None if file.fd is None else os.dup(file.fd)
+            self._send({"binary": index, "root": file.root}, fd)
+        makers = {image.index: image for image in self._table.images.values() if image.makes_code}
+        for index in makers.keys() - self._told_processes:
+            image = makers[index]
+            self._send({"process": index, "root": image.root, "uid": image.owner_uid})
+        for index in self._told_processes - makers.keys():
+            self._send({"gone": index})
+        self._told_processes = set(makers)
+
+    def _send(self, message: dict[str, Any], fd: int | None = None) -> None:
+        self._unsent.append((json.dumps(message).encode(), fd))
+
+    def _flush(self, flags: int = socket.MSG_DONTWAIT) -> None:
+        """Sends what there is room for, or all."""
+        while self._unsent:
+            data, fd = self._unsent[0]
+            try:
+                socket.send_fds(self._channel, [data], [] if fd is None else [fd], flags)
+            except BlockingIOError:
+                return
+            except OSError:  # it has ended, which `finish` says
+                self._drop_unsent()
+                return
+            self._unsent.popleft()
+            if fd is not None:
+                os.close(fd)
+
+    def finish(self, keep: tuple[int, int] | None = None) -> Report:
+        """Waits until the capture is written.
+
+        Args:
+            keep: Only windows that end within so many ns before a time are in it; where it is None,
+                all that were given.
+
+        Raises:
+            CaptureFailed: It is not written, or not to its end.
+        """
+        if keep is not None:
+            self._tell_files()
+            self._send({"keep_ns": keep[0], "end_ns": keep[1]})
+        self._send({"end": True})
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 0)  # we wait for it now
+        self._flush(0)
+        self._wait_for_report()
+        data = b""
+        with contextlib.suppress(OSError):
+            data = self._channel.recv(MAX_REPORT_BYTES)
+        code = self._process.wait()
+        if not data or code:
+            raise CaptureFailed(_last_words(self._errors) or f"exit status {code}")
+        return report_of(data)
+
+    def _wait_for_report(self) -> None:
+        """Waits for what it says last, as long as it gets on.
+
+        Raises:
+            CaptureFailed: It waits for something that does not come, a file on a dead server.
+        """
+        used_s, since_s = -1.0, time.monotonic()
+        while not select.select([self._channel], [], [], _LOOK_S)[0]:
+            now_s = procfs.cpu_s(self._process.pid)
+            if now_s != used_s:
+                used_s, since_s = now_s, time.monotonic()
+            elif time.monotonic() - since_s > _PATIENCE_S:
+                self._process.kill()
+                raise CaptureFailed("it waits for a file that cannot be read")
+
+    def _drop_unsent(self) -> None:
+        for _, fd in self._unsent:
+            if fd is not None:
+                os.close(fd)
+        self._unsent.clear()
+
+    def close(self) -> None:
+        """Ends it, whether it is finished or not."""
+        self._drop_unsent()
+        self._channel.close()
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+def _last_words(errors: IO[bytes]) -> str:
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(size - _LAST_BYTES, 0))
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return clean_name(lines[-1]) if lines else ""

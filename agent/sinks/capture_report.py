@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the process that writes a capture says of it, when it is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+# In a message: losses are some ten, problems a hundred lines.
+MAX_REPORT_BYTES = 1 << 17
+_MAX_PROBLEMS, _MAX_PROBLEM_CHARACTERS = 100, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What there is to say of a capture that was written.
+
+    Attributes:
+        end_ns: Where it ends, since its beginning.
+        lost_stacks: How many stacks never came.
+        window_losses: As windows have them, by name.
+        naming_losses: What could not be named, by name.
+        problems: Of these, what to say of each.
+        peak_rss_bytes: Largest resident set of the process, and of its symbol worker.
+        disk_full: Why not all windows are in it, "" where they are.
+    """
+
+    end_ns: int = 0
+    lost_stacks: int = 0
+    window_losses: dict[str, int] = field(default_factory=dict)
+    naming_losses: dict[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    peak_rss_bytes: int = 0
+    disk_full: str = ""
+
+    def message(self) -> bytes:
+        """Returns it in few enough bytes for a message."""
+        words = asdict(self)
+        words["problems"] = [
+            problem[:_MAX_PROBLEM_CHARACTERS] for problem in self.problems[:_MAX_PROBLEMS]
+        ]
+        return json.dumps(words).encode()
+
+
+def report_of(message: bytes) -> Report:
+    """Returns what a message says."""
+    words = json.loads(message)
+    return Report(**{**words, "problems": tuple(words["problems"])})

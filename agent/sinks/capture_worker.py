@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the capture of a recording that goes on, named window by window.
+
+Started by `capture_process` as `python -m aiflame.agent.sinks.capture_worker FOLDER DATABASE`,
+with a socket as standard input. Windows come from the segments in the folder; the socket tells when
+there are more of them, and brings the files that they mention. It ends when the recorder does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from aiflame.agent.capture.writer import DiskFull
+from aiflame.agent.inspector.rootfs import reopen_regular
+from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.segments import FollowedWindows, RecordedWindows, newest
+from aiflame.agent.sinks.written import Naming, WrittenCapture
+from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
+from aiflame.agent.symbols.service import SymbolService
+from aiflame.agent.symbols.store import cache_dir
+
+# The target comes first, and the recorder next; once the recorder waits, as anyone else.
+_NICENESS = 10
+
+# Of a message: a path is at most 4,096 bytes, each of which takes six in JSON.
+_MAX_MESSAGE_BYTES = 1 << 16
+
+
+def main(folder: Path, database: Path) -> None:
+    """Serves one recording."""
+    os.nice(_NICENESS)
+    channel = socket.socket(fileno=os.dup(0))
+    files = GivenFiles()
+    with SymbolService(cache_dir()) as service:
+        capture = WrittenCapture(database, Naming(files, service))
+        following = FollowedWindows(folder)
+        disk_full = ""
+        for message in _messages(channel, files):
+            windows: Iterable[Window] = following.take(int(message.get("windows", 0)))
+            if "keep_ns" in message:
+                every = RecordedWindows(folder)
+                following.facts = every.facts
+                windows = newest(iter(every), int(message["keep_ns"]), int(message["end_ns"]))
+            for window in windows:
+                if disk_full:
+                    continue
+                try:
+                    capture.put(window, following.facts)
+                except DiskFull as error:
+                    disk_full = str(error)
+        report = capture.finish(disk_full)
+        channel.sendall(report.message())
+
+
+def _messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, Any]]:
+    """Yields what concerns windows, until there are no more; takes files in."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, 1)
+        if not data:
+            sys.exit(1)  # the recorder has ended
+        message = json.loads(data)
+        if "binary" in message:
+            fd = _readable(fds[0]) if fds else None
+            files.add(message["binary"], OpenFile(fd, message["root"]))
+        elif "process" in message:
+            files.add_process(message["process"], JitProcess(message["root"], message["uid"]))
+        elif "closed" in message:
+            files.forget(message["closed"])
+        elif "gone" in message:
+            files.forget_process(message["gone"])
+        elif "end" in message:
+            return
+        else:
+            yield message
+
+
+def _readable(fd: int) -> int | None:
+    """Returns a descriptor to read from; the recorder opens no file of which reads may hang."""
+    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH:
+        return fd
+    try:
+        return reopen_regular(fd, "")
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

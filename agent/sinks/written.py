@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A capture that is written window by window, from nothing to its end."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiflame.agent.capture.schema import SYMBOLS_FACT
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
+from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.capture import CaptureSink
+from aiflame.agent.sinks.capture_report import Report
+from aiflame.agent.sinks.names import Names
+from aiflame.agent.symbolize.files import Files
+from aiflame.agent.symbolize.namer import Namer
+from aiflame.agent.symbols.service import SymbolService
+
+_KINDS = {kind.stored_name: kind for kind in LossKind}
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What names take: the files that processes had mapped, and who reads them."""
+
+    files: Files
+    service: SymbolService
+
+
+class WrittenCapture:
+    """A capture that is being written.
+
+    Args:
+        path: Where nothing is; in a folder that nobody else may write to.
+        naming: Without it stacks show modules and addresses.
+    """
+
+    def __init__(self, path: Path, naming: Naming | None = None) -> None:
+        self._path = path
+        self._names = Names()
+        self._service = None if naming is None else naming.service
+        self._namer = None if naming is None else Namer(naming.files, naming.service, self._names)
+        self._writer: CaptureWriter | None = None
+        self._sink: CaptureSink | None = None
+        self._has_windows = False
+
+    def put(self, window: Window, facts: Mapping[str, str | int]) -> None:
+        """Writes a window.
+
+        Args:
+            window: The one after the window before.
+            facts: Of the recording.
+
+        Raises:
+            DiskFull: It is not in the capture; all before are.
+        """
+        if self._writer is None or self._sink is None:
+            self._writer = CaptureWriter(self._path)
+            self._sink = CaptureSink(self._writer, window.start_ns, self._names, self._namer)
+            began_ns = int(facts.get("started_unix_ns", 0)) + window.start_ns
+            self._writer.put_meta({**facts, "started_unix_ns": began_ns})
+        self._sink.put(window)
+        self._writer.put_meta({"duration_ns": self._sink.end_ns})
+        self._writer.commit()
+        self._has_windows = True
+
+    def finish(self, disk_full: str = "") -> Report:
+        """Ends it; returns what there is to say of it.
+
+        Args:
+            disk_full: Why not all windows are in it; then nothing more is written. Where none is,
+                the file is removed.
+        """
+        sink, writer, namer, service = self._sink, self._writer, self._namer, self._service
+        if sink is None or writer is None:
+            return Report(disk_full=disk_full)
+        naming: dict[str, int] = {}
+        if namer is not None:
+            naming = {kind.stored_name: count for kind, count in namer.losses.items() if count}
+        if disk_full:
+            writer.rollback()
+        else:
+            sink.finish()
+            if namer is not None:
+                writer.drop_meta(SYMBOLS_FACT)
+            writer.put("losses", _loss_rows(sink.losses))
+            writer.put("losses", _loss_rows(naming))
+            writer.commit()
+        self.close()
+        if not self._has_windows:
+            self._path.unlink(missing_ok=True)
+        problems = [] if service is None else service.problems
+        return Report(
+            end_ns=sink.end_ns,
+            lost_stacks=sink.lost_stacks,
+            window_losses=dict(sink.losses),
+            naming_losses=naming,
+            problems=tuple(f"{each.reason.stored_name}: {each.detail}" for each in problems),
+            peak_rss_bytes=_peak_rss_bytes() + (0 if service is None else service.peak_rss_bytes),
+            disk_full=disk_full,
+        )
+
+    def close(self) -> None:
+        """Closes the file, whether it is finished or not."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _loss_rows(losses: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
+    for name, count in losses.items():
+        kind = _KINDS.get(name)
+        words = "" if kind is None else "; ".join(filter(None, (kind.meaning, kind.cure)))
+        if count:
+            yield name, count, words

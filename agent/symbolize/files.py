@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that naming reads: of a recording that goes on, or of one that is over."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.inspector.rootfs import open_regular
+from aiflame.agent.target_files import BadTargetFile, TargetFile
+
+
+class OpenFile(NamedTuple):
+    """A file that processes had mapped.
+
+    Attributes:
+        fd: None where it could not be opened.
+        root: Openable path of a root directory in which its debug files may lie, or "".
+    """
+
+    fd: int | None
+    root: str
+
+
+class JitProcess(NamedTuple):
+    """A process that makes code: where its perf map lies, and to whom it belongs."""
+
+    root: str
+    uid: int
+
+
+NO_FILE = OpenFile(None, "")
+
+
+class Files(Protocol):
+    """Opens what windows mention by number, path and build id."""
+
+    def open(self, binary: int, path: str, build_id: str) -> OpenFile:
+        """Returns a mapped file; its descriptor stays this object's."""
+
+    def jit_process(self, process: int) -> JitProcess | None:
+        """Returns where the perf map of a process lies, None where that is not known."""
+
+
+class GivenFiles:
+    """Files that the recorder has open, and hands over."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, OpenFile] = {}
+        self._processes: dict[int, JitProcess] = {}
+
+    def add(self, binary: int, file: OpenFile) -> None:
+        """Takes a file over."""
+        before = self._files.get(binary)
+        if before is not None and before.fd is not None:
+            os.close(before.fd)
+        self._files[binary] = file
+
+    def forget(self, binary: int) -> None:
+        """Closes a file that nobody maps any more."""
+        file = self._files.pop(binary, NO_FILE)
+        if file.fd is not None:
+            os.close(file.fd)
+
+    def add_process(self, process: int, jit: JitProcess) -> None:
+        """Takes note of a process that makes code."""
+        self._processes[process] = jit
+
+    def forget_process(self, process: int) -> None:
+        """Forgets a process that is gone."""
+        self._processes.pop(process, None)
+
+    def open(self, binary: int, path: str, build_id: str) -> OpenFile:
+        """As `Files.open`."""
+        return self._files.get(binary, NO_FILE)
+
+    def jit_process(self, process: int) -> JitProcess | None:
+        """As `Files.jit_process`."""
+        return self._processes.get(process)
+
+    def close(self) -> None:
+        """Closes every file."""
+        for file in self._files.values():
+            if file.fd is not None:
+                os.close(file.fd)
+        self._files.clear()
+
+
+class FoundFiles:
+    """Files that are still where they were, and have the build id that was recorded."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, str], OpenFile] = {}
+
+    def open(self, binary: int, path: str, build_id: str) -> OpenFile:
+        """As `Files.open`."""
+        key = (path, build_id)
+        if key not in self._files:
+            self._files[key] = OpenFile(_open_same(path, build_id), "/")
+        return self._files[key]
+
+    def jit_process(self, process: int) -> JitProcess | None:
+        """None: what has the process's id by now may be another."""
+        return None
+
+    def close(self) -> None:
+        """Closes every file."""
+        for file in self._files.values():
+            if file.fd is not None:
+                os.close(file.fd)
+        self._files.clear()
+
+
+def _open_same(path: str, build_id: str) -> int | None:
+    """Opens a file if it is the one that was recorded."""
+    if not path.startswith("/") or not build_id:
+        return None
+    try:
+        fd = open_regular(path)
+    except (OSError, ValueError):
+        return None
+    with suppress(BadTargetFile, NotElf, OSError):
+        if ElfImage.read(TargetFile(fd)).build_id == build_id:
+            return fd
+    os.close(fd)
+    return None

@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives the stacks of a window their names.
+
+Pure but for caches: all that is known of processes comes from the window itself, so that a
+recording is named while it goes on, after it was killed, or on another day, by one and the same
+code. User-space names come from the symbol service, a child process, kernel names from kallsyms,
+code in anonymous memory from the target's perf-PID.map. Stacks are then cut where a frame-pointer
+walk went astray, and judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.kernel import abi
+from aiflame.agent.losses import LossKind
+from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
+from aiflame.agent.model.window import NONE, Rows, Window
+from aiflame.agent.python.interpreter import (
+    Interpreter,
+    find_interpreter,
+    may_hold_interpreter,
+)
+from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.trampolines import trampoline_source
+from aiflame.agent.python.walk import PythonFrame
+from aiflame.agent.symbolize.cache import Cache
+from aiflame.agent.symbolize.files import Files
+from aiflame.agent.symbolize.mapped import MappedProcess
+from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
+from aiflame.agent.symbolize.splicing import (
+    UNREADABLE_SOURCE,
+    MappedInterpreter,
+    NativeFrame,
+    PythonChain,
+    Splicer,
+)
+from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, UnnamedStack
+from aiflame.agent.symbols import roots
+from aiflame.agent.symbols.frames import SourceFrame, clean_name
+from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
+from aiflame.agent.symbols.service import Request, SymbolService
+from aiflame.agent.target_files import FileGuard
+
+_KERNEL_PATH = "[kernel]"
+
+# What stands between a tracepoint and a BPF program (include/trace/bpf_probe.h, v6.18).
+_TRACING_PREFIXES = ("bpf_trace_run", "__bpf_trace_", "__traceiter_", "trace_call_bpf")
+
+# What is kept from window to window: addresses of a busy host's hot code, headers, processes.
+_KEPT_ADDRESSES = 1 << 16
+_KEPT_FILES = 1 << 10
+_KEPT_PROCESSES = 1 << 10
+
+
+@dataclass(slots=True)
+class Location:
+    """What is known of one distinct address of a window while it is being named."""
+
+    chain: tuple[int, ...] = ()  # frame ids, innermost inlined function first
+    is_mapped: bool = True
+    is_start: bool = False
+    is_tracing: bool = False  # the profiler's own, when it is at the leaf of a switch stack
+    is_trampoline: bool = False  # of CPython's -X perf
+    binary: int = NONE
+    binary_id: int | None = None
+    address: int = 0  # in the binary
+    sources: tuple[SourceFrame, ...] = ()
+    label: str = ""
+
+
+# What is in no binary is no location of this one either.
+_NOWHERE = Location()
+
+
+class Namer:
+    """Names the stacks of one recording, window by window.
+
+    Args:
+        files: What processes had mapped.
+        service: Names addresses in binaries.
+        ids: Of frames and binaries.
+        guard: Inside which files are read; one of its own where none is given.
+
+    Attributes:
+        losses: What could not be named.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        service: SymbolService,
+        ids: FrameIds,
+        guard: FileGuard | None = None,
+    ) -> None:
+        self._files = files
+        self._service = service
+        self._ids = ids
+        self._guard = guard or FileGuard()
+        self._splicer = Splicer(ids)
+        self._kernel_symbols: KernelSymbols | None = None
+        self._is_kernel_hidden = False
+        self._locations: Cache[tuple[int, int], Location] = Cache(_KEPT_ADDRESSES)
+        self._headers: Cache[int, ElfImage | None] = Cache(_KEPT_FILES)
+        self._interpreters: Cache[int, Interpreter | None] = Cache(_KEPT_FILES)
+        self._processes: Cache[tuple[int, bytes], MappedProcess] = Cache(_KEPT_PROCESSES)
+        self._losses: Counter[LossKind] = Counter()
+
+    @property
+    def losses(self) -> Counter[LossKind]:
+        """What could not be named."""
+        found = Counter(self._losses)
+        found[LossKind.PYTHON_MISFIT] = self._splicer.misfits
+        for problem in self._service.problems:
+            found[problem.reason] += 1
+        return found
+
+    def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
+        """Names stacks of a window, in their order."""
+        if not stacks:
+            return []
+        facts = _Facts(window, self._mapped)
+        rows = [
+            (at, s.process, s.kernel_depth, s.stop_reason, s.addresses)
+            for at, s in enumerate(stacks)
+        ]
+        raw = RawStacks.of_rows(rows)
+        places = self._located(raw, facts)
+        kept = raw.kept_lengths(np.array([place.is_mapped for place in places], bool))
+        ends = raw.judged_ends(kept, np.array([place.is_start for place in places], bool))
+        sizes = np.array([len(place.chain) for place in places], np.int64)
+        chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        chains = np.array([frame for place in places for frame in place.chain], np.int64)
+        first = raw.first_kept(
+            np.array([place.is_tracing for place in places], bool),
+            np.array([stack.is_from_switch for stack in stacks], bool),
+        )
+        blobs = raw.frame_blobs(first, kept, chain_starts, chains)
+        found = []
+        for at, (stack, end, blob) in enumerate(zip(stacks, ends.tolist(), blobs, strict=True)):
+            named = NamedStack(end, blob, 0)
+            if stack.chain or stack.gil:
+                positions = range(int(first[at]), int(kept[at]))
+                natives = _natives(raw, places, at, positions)
+                named = self._spliced(facts, stack, natives, named)
+            found.append(named)
+        return found
+
+    def _spliced(
+        self, facts: _Facts, stack: UnnamedStack, natives: list[NativeFrame], named: NamedStack
+    ) -> NamedStack:
+        """Combines a stack with its Python half."""
+        interpreter = self._interpreter_of(facts, stack.process)
+        if interpreter is None:
+            return named
+        chain, frames = facts.chain(stack.chain), named.frames
+        if chain is not None:
+            is_rooted = named.stop_reason in ROOTED_ENDS
+            found = self._splicer.splice(interpreter, natives, chain, is_rooted)
+            frames = np.array(found[::-1], "<u4").tobytes()
+        has_python = chain is not None and any(chain.sources)
+        gil = self._splicer.gil(interpreter, natives, stack.gil, has_python)
+        return NamedStack(named.stop_reason, frames, int(gil))
+
+    def _located(self, raw: RawStacks, facts: _Facts) -> list[Location]:
+        """Names each distinct address."""
+        places = [_NOWHERE] * len(raw.addresses)
+        in_binaries: dict[int, list[tuple[int, int]]] = {}
+        for owner in np.unique(raw.owners).tolist():
+            indexes = np.flatnonzero(raw.owners == owner)
+            addresses = raw.addresses[indexes]
+            if owner == KERNEL_OWNER:
+                found = self._kernel(addresses)
+            else:
+                found = self._user(facts, owner, addresses, indexes, in_binaries)
+            for index, place in zip(indexes.tolist(), found, strict=True):
+                places[index] = place
+        self._in_binaries(facts, in_binaries, places)
+        return places
+
+    def _kernel(self, addresses: U64) -> list[Location]:
+        names: Sequence[KernelName | None] = [None] * len(addresses)
+        symbols = self._symbols_of_kernel()
+        if symbols is not None:
+            names = symbols.lookup(addresses)
+        found = []
+        for address, symbol in zip(addresses.tolist(), names, strict=True):
+            if (address + 1) % (1 << 64) == KERNEL_CUT:
+                marker = SourceFrame("[truncated: kernel frames]", "", 0, False)
+                chain = (self._ids.frame(FrameKind.MARKER, marker, None, 0),)
+                found.append(Location(chain))
+                continue
+            name, module = symbol or (f"[kernel {address:#x}]", _KERNEL_PATH)
+            binary = self._ids.binary(f"[{module.strip('[]')}]", "")
+            frame = SourceFrame(clean_name(name), "", 0, False)
+            chain = (self._ids.frame(FrameKind.KERNEL, frame, binary, address),)
+            is_tracing = module == "bpf" or name.startswith(_TRACING_PREFIXES)
+            found.append(Location(chain, is_tracing=is_tracing))
+        return found
+
+    def _symbols_of_kernel(self) -> KernelSymbols | None:
+        if self._kernel_symbols is None and not self._is_kernel_hidden:
+            try:
+                self._kernel_symbols = KernelSymbols.load()
+            except KernelSymbolsHidden:
+                self._is_kernel_hidden = True
+                self._losses[LossKind.KERNEL_SYMBOLS_HIDDEN] += 1
+        return self._kernel_symbols
+
+    def _user(
+        self,
+        facts: _Facts,
+        process: int,
+        addresses: U64,
+        indexes: I64,
+        in_binaries: dict[int, list[tuple[int, int]]],
+    ) -> list[Location]:
+        """Names what needs no binary, and sorts the rest by binary, as (address, index)."""
+        mapped = facts.mapped(process)
+        found = mapped.find(addresses)
+        places = []
+        jit = self._jit_names(facts, process, addresses, mapped, found)
+        for at, address, index, name in zip(
+            found.tolist(), addresses.tolist(), indexes.tolist(), jit, strict=True
+        ):
+            if at < 0:
+                is_known = len(mapped.rows) > 0
+                reason = "[unmapped memory]" if is_known else "[exited before it could be read]"
+                place = self._labelled(reason, None, address)
+                place.is_mapped = False
+                places.append(place)
+                continue
+            mapping = mapped.rows[at]
+            if mapping["binary"] == NONE:
+                places.append(self._generated(name, address))
+                continue
+            own = (address - int(mapping["bias"])) % (1 << 64)
+            in_binaries.setdefault(int(mapping["binary"]), []).append((own, index))
+            places.append(_NOWHERE)
+        return places
+
+    def _jit_names(
+        self, facts: _Facts, process: int, addresses: U64, mapped: MappedProcess, found: I64
+    ) -> list[str | None]:
+        """Names code that a runtime made, by the perf-PID.map where it wrote one."""
+        names: list[str | None] = [None] * len(addresses)
+        if not len(mapped.rows):
+            return names
+        of_runtime = np.flatnonzero((found >= 0) & (mapped.rows["binary"][found] == NONE))
+        if len(of_runtime):
+            jit = self._files.jit_process(process)
+            if jit is not None:
+                pid = facts.namespaced_pid(process)
+                wanted = addresses[of_runtime]
+                known = self._service.resolve_generated(jit.root, pid, jit.uid, wanted)
+                for at, name in zip(of_runtime.tolist(), known, strict=True):
+                    names[at] = name
+        return names
+
+    def _generated(self, name: str | None, address: int) -> Location:
+        place = self._labelled(name or "[generated code]", None, address)
+        source = trampoline_source(place.label)
+        if source is not None:
+            place.is_trampoline = True
+            place.chain = (self._ids.frame(FrameKind.PYTHON, source, None, 0),)
+        return place
+
+    def _in_binaries(
+        self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], places: list[Location]
+    ) -> None:
+        """Names addresses in binaries: those that are not known are asked for together."""
+        asked: list[tuple[int, list[int]]] = []
+        requests = []
+        for binary, pairs in wanted.items():
+            new = sorted({own for own, _ in pairs if (binary, own) not in self._locations})
+            if new:
+                file = self._files.open(binary, *facts.binary(binary))
+                path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
+                requests.append(Request(path, file.root, np.array(new, np.uint64)))
+                asked.append((binary, new))
+        named: dict[tuple[int, int], tuple[SourceFrame, ...]] = {}
+        for (binary, new), result in zip(asked, self._service.resolve_many(requests), strict=True):
+            named.update(zip(((binary, own) for own in new), result.frames, strict=True))
+        for binary, pairs in wanted.items():
+            for own, index in pairs:
+                key = (binary, own)
+                make = partial(self._in_binary, facts, binary, own, named.get(key, ()))
+                places[index] = self._locations.get(key, make)
+
+    def _in_binary(
+        self, facts: _Facts, binary: int, address: int, chain: tuple[SourceFrame, ...]
+    ) -> Location:
+        path, build_id = facts.binary(binary)
+        binary_id = self._ids.binary(path, build_id)
+        if chain:
+            frames = tuple(
+                self._ids.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
+            )
+            place = Location(frames, sources=chain)
+            place.is_start = roots.is_start_name(chain[-1].name)
+        else:
+            name, is_start = self._name_by_code(facts, binary, address)
+            module = path.rpartition("/")[2]
+            shown = name or clean_name(f"[{module}+{address:#x}]")
+            place = self._labelled(shown, binary_id, address)
+            place.is_start = is_start
+        place.binary, place.binary_id, place.address = binary, binary_id, address
+        return place
+
+    def _name_by_code(self, facts: _Facts, binary: int, address: int) -> tuple[str, bool]:
+        """Names an address without a symbol that is known by its code, "" if it is not.
+
+        Returns:
+            The name, and whether threads or processes start there.
+        """
+        path, build_id = facts.binary(binary)
+        elf, fd = self._header(facts, binary), self._files.open(binary, path, build_id).fd
+        if elf is None or fd is None:
+            return "", False
+        with self._guard.each_file(path, fd) as file:
+            return roots.name_by_code(file, elf, address)
+        return "", False
+
+    def _header(self, facts: _Facts, binary: int) -> ElfImage | None:
+        return self._headers.get(binary, partial(self._read_header, facts, binary))
+
+    def _read_header(self, facts: _Facts, binary: int) -> ElfImage | None:
+        path, build_id = facts.binary(binary)
+        fd = self._files.open(binary, path, build_id).fd
+        if fd is not None:
+            with self._guard.each_file(path, fd) as file, suppress(NotElf):
+                return ElfImage.read(file)
+        return None
+
+    def _interpreter_of(self, facts: _Facts, process: int) -> MappedInterpreter | None:
+        executable = facts.executable(process)
+        for mapping in facts.mapped(process).rows:
+            binary = int(mapping["binary"])
+            if binary == NONE:
+                continue
+            path, _ = facts.binary(binary)
+            if not may_hold_interpreter(path, executable):
+                continue
+            make = partial(self._read_interpreter, facts, binary)
+            interpreter = self._interpreters.get(binary, make)
+            if interpreter is None:
+                continue
+            with self._guard.each_file(path):
+                return MappedInterpreter(binary, interpreter.loaded_at(int(mapping["bias"])))
+        return None
+
+    def _read_interpreter(self, facts: _Facts, binary: int) -> Interpreter | None:
+        path, build_id = facts.binary(binary)
+        elf, fd = self._header(facts, binary), self._files.open(binary, path, build_id).fd
+        if elf is None or fd is None:
+            return None
+        with self._guard.each_file(path, fd) as file, suppress(UnsupportedPython):
+            return find_interpreter(file, elf, path.rpartition("/")[2])
+        return None
+
+    def _labelled(self, name: str, binary: int | None, address: int) -> Location:
+        source = SourceFrame(name, "", 0, False)
+        chain = (self._ids.frame(FrameKind.NATIVE, source, binary, address),)
+        return Location(chain, label=name)
+
+    def _mapped(self, process: int, rows: Rows) -> MappedProcess:
+        key = (process, hashlib.blake2b(rows.tobytes(), digest_size=16).digest())
+        return self._processes.get(key, partial(MappedProcess, rows))
+
+
+class _Facts:
+    """What a window says of its processes, looked up by number."""
+
+    def __init__(self, window: Window, mapped: Callable[[int, Rows], MappedProcess]) -> None:
+        self._window = window
+        self._make_mapped = mapped
+        texts = window.texts
+        self._binaries = {
+            binary: (texts[path], texts[build_id])
+            for binary, path, build_id in window.binaries.tolist()
+        }
+        self._processes = {int(row["process"]): row for row in window.processes}
+        self._mapped: dict[int, MappedProcess] = {}
+        self._chains = {int(row["chain"]): row for row in window.chains}
+        self._codes: dict[tuple[int, int], tuple[str, str]] = {}
+        self._lines: dict[tuple[int, int, int], int] = {}
+
+    def binary(self, binary: int) -> tuple[str, str]:
+        """Returns path and build id of a binary."""
+        return self._binaries[binary]
+
+    def namespaced_pid(self, process: int) -> int:
+        """Returns the pid of a process in its own namespace."""
+        return int(self._processes[process]["namespaced_pid"])
+
+    def executable(self, process: int) -> str:
+        """Returns the path of a process's program."""
+        return self._window.texts[int(self._processes[process]["executable"])]
+
+    def mapped(self, process: int) -> MappedProcess:
+        """Returns what a process had mapped."""
+        found = self._mapped.get(process)
+        if found is None:
+            mappings = self._window.mappings
+            rows = mappings[mappings["process"] == process]
+            found = self._mapped[process] = self._make_mapped(process, rows)
+        return found
+
+    def chain(self, number: int) -> PythonChain | None:
+        """Returns Python frames by the id of their chain, None for one that never came."""
+        row = self._chains.get(number)
+        if row is None:
+            return None
+        first = int(row["first"])
+        rows = self._window.chain_frames[first : first + int(row["depth"])].tolist()
+        frames = tuple(PythonFrame(code, position, bool(ends)) for code, position, ends in rows)
+        sources = tuple(self._source(int(row["process"]), frame) for frame in frames)
+        return PythonChain(frames, sources, int(row["end"]) == abi.PythonEnd.COMPLETE)
+
+    def _source(self, process: int, frame: PythonFrame) -> SourceFrame | None:
+        if not frame.code_address:
+            return None
+        self._read_codes()
+        names = self._codes.get((process, frame.code_address))
+        if names is None:
+            return UNREADABLE_SOURCE
+        line = self._lines.get((process, frame.code_address, frame.position), 0)
+        return SourceFrame(*names, line, False) if names[0] else None
+
+    def _read_codes(self) -> None:
+        window, texts = self._window, self._window.texts
+        if self._codes or not len(window.code_objects):
+            return
+        for process, code, name, file, _ in window.code_objects.tolist():
+            self._codes[process, code] = (texts[name], texts[file])
+        for process, code, position, line in window.code_lines.tolist():
+            self._lines[process, code, position] = line
+
+
+def _natives(
+    stacks: RawStacks, places: list[Location], index: int, positions: range
+) -> list[NativeFrame]:
+    """The native frames of one stack, leaf first."""
+    start = int(stacks.starts[index])
+    found = []
+    for at in stacks.place[start + positions.start : start + positions.stop].tolist():
+        place = places[at]
+        found.append(
+            NativeFrame(
+                address=int(stacks.addresses[at]),
+                is_kernel=int(stacks.owners[at]) == KERNEL_OWNER,
+                binary=place.binary,
+                binary_id=place.binary_id,
+                place=place.address,
+                sources=place.sources,
+                label=place.label,
+                frames=place.chain,
+                is_trampoline=place.is_trampoline,
+            )
+        )
+    return found
