@@ -57,6 +57,10 @@ class RemoteFile(Protocol):
     size_bytes: int
     owner: int
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a read of it got nowhere."""
+
     def read(self, size: int, offset: int) -> bytes:
         """Returns up to `size` bytes; OSError as of pread(2), or that there is no answer."""
 

@@ -30,6 +30,7 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.inspector.child import ends
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, SourceFrame
@@ -367,9 +368,10 @@ class SymbolService:
             return "the worker could not be started"
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        self.cpu_ns += round((usage.ru_utime + usage.ru_stime) * 1e9)
+        if ends(process.pid):
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            self.cpu_ns += round((usage.ru_utime + usage.ru_stime) * 1e9)
         for pipe in _pipes(process):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -383,13 +385,13 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def _ending(code: int, errors: IO[bytes] | None) -> str:
+def _ending(code: int | None, errors: IO[bytes] | None) -> str:
     last = b""
     if errors is not None:
         with errors:
             errors.seek(0)
             last = (errors.read(65536).strip().splitlines() or [b""])[-1]
-    if code in (-signal.SIGPROF, -signal.SIGKILL):
+    if code is None or code in (-signal.SIGPROF, -signal.SIGKILL):
         return "took too long, or was killed"
     how = f"signal {-code}" if code < 0 else f"exit status {code}"
     return f"{how} {last[:200].decode('utf-8', 'replace')}".strip()

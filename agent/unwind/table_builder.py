@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from aiflame.agent.inspector.child import ends
+
 # libtorch_cpu takes a second; what takes this long on any machine is a file made to.
 _TIMEOUT_S = 60.0
 
@@ -213,7 +215,8 @@ class TableBuilder:
         if self._child is None:
             return
         self._child.kill()
-        self._child.wait()
+        if ends(self._child.pid):
+            self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):  # what it did not read is flushed

@@ -7,6 +7,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.model.profile import Profile
 from recordings import Ended, Recording, frames_of, public_folder
-from support import AIFLAME
+from support import AIFLAME, WORKLOADS
 
 pytestmark = pytest.mark.bpf
 
@@ -116,3 +117,52 @@ def test_a_file_that_never_opens_stops_no_dump(copies: tuple[Path, Path]) -> Non
         )
     assert "clone3" in dump.stdout
     assert str(stuck) in dump.stderr
+
+
+@pytest.fixture
+def served(copies: tuple[Path, Path]) -> Iterator[tuple[Path, Path]]:
+    """A program on a file system that a process serves, and where to write what it is silent on."""
+    if not Path("/dev/fuse").exists():
+        pytest.skip("no FUSE in this kernel")
+    source, _ = copies
+    mount, silence = source.with_name("mount"), source.with_name("silence")
+    mount.mkdir()
+    command = [sys.executable, WORKLOADS / "fuseserver.py", source, mount, silence]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        assert server.stdout.readline() == "ready\n"
+        yield mount / "program", silence
+    finally:
+        # Whoever waits for an answer gets an error.
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def test_a_file_on_a_served_file_system_has_names(
+    served: tuple[Path, Path], tmp_path: Path
+) -> None:
+    program, _ = served
+    with (
+        _running(program) as pid,
+        Recording(tmp_path, "-p", pid, "-F", 499, "-d", 1, patience_s=_PATIENCE_S) as recording,
+    ):
+        ended = recording.wait()
+    assert "forward_pass" in _names(ended.profile, pid)
+    assert [loss.name for loss in ended.profile.losses] == []
+
+
+# OPEN, and READ: linux/fuse.h.
+@pytest.mark.parametrize("silent_on", ["14", "15"], ids=["open", "read"])
+def test_a_file_system_that_does_not_answer_stops_no_recording(
+    served: tuple[Path, Path], tmp_path: Path, silent_on: str
+) -> None:
+    program, silence = served
+    with _running(program) as pid:
+        silence.write_text(silent_on)
+        with Recording(tmp_path, "-p", pid, "-d", 1, patience_s=_PATIENCE_S) as recording:
+            ended = recording.wait()
+    count, words = _loss(ended)
+    assert (count, str(program) in words) == (1, True)
