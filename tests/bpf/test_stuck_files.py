@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from aiflame.agent.model.profile import Profile
@@ -119,9 +120,16 @@ def test_a_file_that_never_opens_stops_no_dump(copies: tuple[Path, Path]) -> Non
     assert str(stuck) in dump.stderr
 
 
-@pytest.fixture
-def served(copies: tuple[Path, Path]) -> Iterator[tuple[Path, Path]]:
+class _Served(NamedTuple):
     """A program on a file system that a process serves, and where to write what it is silent on."""
+
+    program: Path
+    pid: int
+    silence: Path
+
+
+@pytest.fixture
+def served(copies: tuple[Path, Path]) -> Iterator[_Served]:
     if not Path("/dev/fuse").exists():
         pytest.skip("no FUSE in this kernel")
     source, _ = copies
@@ -130,39 +138,36 @@ def served(copies: tuple[Path, Path]) -> Iterator[tuple[Path, Path]]:
     command = [sys.executable, WORKLOADS / "fuseserver.py", source, mount, silence]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    program = mount / "program"
+    process = subprocess.Popen([program, "600"], stdout=subprocess.DEVNULL)
     try:
-        assert server.stdout.readline() == "ready\n"
-        yield mount / "program", silence
+        yield _Served(program, process.pid, silence)
     finally:
-        # Whoever waits for an answer gets an error.
+        # First: whoever waits for an answer gets an error then, and can be killed.
         server.kill()
         server.wait()
         server.stdout.close()
+        process.kill()
+        process.wait()
         subprocess.run(["umount", "--lazy", mount], check=True)
 
 
-def test_a_file_on_a_served_file_system_has_names(
-    served: tuple[Path, Path], tmp_path: Path
-) -> None:
-    program, _ = served
-    with (
-        _running(program) as pid,
-        Recording(tmp_path, "-p", pid, "-F", 499, "-d", 1, patience_s=_PATIENCE_S) as recording,
-    ):
+def test_a_file_on_a_served_file_system_has_names(served: _Served, tmp_path: Path) -> None:
+    arguments = ("-p", served.pid, "-F", 499, "-d", 1)
+    with Recording(tmp_path, *arguments, patience_s=_PATIENCE_S) as recording:
         ended = recording.wait()
-    assert "forward_pass" in _names(ended.profile, pid)
-    assert [loss.name for loss in ended.profile.losses] == []
+    assert "forward_pass" in _names(ended.profile, served.pid)
+    assert "files_stuck" not in {loss.name for loss in ended.profile.losses}
 
 
 # OPEN, and READ: linux/fuse.h.
 @pytest.mark.parametrize("silent_on", ["14", "15"], ids=["open", "read"])
 def test_a_file_system_that_does_not_answer_stops_no_recording(
-    served: tuple[Path, Path], tmp_path: Path, silent_on: str
+    served: _Served, tmp_path: Path, silent_on: str
 ) -> None:
-    program, silence = served
-    with _running(program) as pid:
-        silence.write_text(silent_on)
-        with Recording(tmp_path, "-p", pid, "-d", 1, patience_s=_PATIENCE_S) as recording:
-            ended = recording.wait()
+    served.silence.write_text(silent_on)
+    with Recording(tmp_path, "-p", served.pid, "-d", 1, patience_s=_PATIENCE_S) as recording:
+        ended = recording.wait()
     count, words = _loss(ended)
-    assert (count, str(program) in words) == (1, True)
+    assert (count, str(served.program) in words) == (1, True)
