@@ -97,7 +97,7 @@ class RecordSinks:
         for is_last in (False, True):
             try:
                 return self._finish()
-            except CaptureFailed as error:
+            except CaptureFailed as error:  # noqa: PERF203 - twice
                 failure = error
                 if not is_last:
                     self._say(f"warning: {error}: the capture is written once more")

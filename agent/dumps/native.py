@@ -17,7 +17,6 @@ from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import clean_name
-from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
 
 Chain = tuple[DumpFrame, ...]
@@ -76,13 +75,10 @@ class NativeNames:
     def _learn_generated(self, image: ProcessImage, addresses: list[int]) -> None:
         if not addresses:
             return
-        try:
-            perf_map = PerfMap.load(image.root, image.namespaced_pid, image.owner_uid)
-        except BadPerfMap:
-            perf_map = None
         looked_up = np.array(addresses, np.uint64)
         is_mapped = (image.find(looked_up) >= 0).tolist()
-        names = [None] * len(addresses) if perf_map is None else perf_map.lookup(looked_up)
+        owner = image.root, image.namespaced_pid, image.owner_uid
+        names = self._service.resolve_generated(*owner, looked_up)
         for address, name, known in zip(addresses, names, is_mapped, strict=True):
             text = name or ("[generated code]" if known else "[unmapped memory]")
             frame = DumpFrame(FrameKind.NATIVE, clean_name(text), "", 0, "")

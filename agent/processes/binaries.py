@@ -81,6 +81,11 @@ class BinaryTable:
         self._by_identity[identity] = file
         return file
 
+    def readable(self, file: BinaryFile) -> int | None:
+        """Returns a file's descriptor for a child to read, None where a read of it got nowhere."""
+        remote = None if file.fd is None else self.guard.remote.get(file.fd)
+        return None if remote is not None and remote.is_stuck else file.fd
+
     def forget(self, binaries: Collection[int]) -> None:
         """Closes files that nobody maps any more; their indexes are not used again."""
         for binary in binaries:

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import cache_name, load_cached
+from aiflame.agent.unwind.build import load, require_supported
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, RULES_CUT, UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
@@ -69,6 +69,8 @@ class UnwindTables:
         self._table = table
         self.images = ElfImages(table.binaries)
         self._store = Store(cache)
+        self._known = KnownTables(known_directory("unwind"))
+        self._names: dict[int, str] = {}  # of tables of files that were read before
         self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if cache is None or not self._store.usable:
             self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
@@ -191,19 +193,9 @@ class UnwindTables:
             self._blame(binary, kind, 1)
             self._without.add(binary)
         else:
-            self._build(binary, fd, elf)
-        return table
-
-    def _build(self, binary: int, fd: int, elf: ElfImage) -> None:
-        """Has a table built; the name by which it is found is not its parser's to choose."""
-        file = self._table.binaries.files[binary]
-        with self._table.binaries.guard.each_file(file.path, fd) as opened:
-            name = cache_name(opened, elf)
             self._building.add(binary)
-            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}", name)
-            return
-        self._settled.add(binary)
-        self._without.add(binary)
+            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
+        return table
 
     def _note_drops(self, binary: int, table: UnwindTable) -> None:
         """Counts what is missing in a table, once."""
@@ -225,9 +217,12 @@ class UnwindTables:
         file, elf = self._table.binaries.files[binary], self.images.of(binary)
         if file.fd is None or elf is None:
             return None
-        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-            return load_cached(opened, elf, self._store)
-        return None
+        require_supported(elf)
+        name = self._builder.name(binary) or self._names.get(binary)
+        if name is None:
+            is_local = file.fd not in self._table.binaries.guard.remote
+            name = self._names[binary] = self._known.name(file.fd) if is_local else ""
+        return load(name, self._store) if name else None
 
     def _urgency(self, binary: int) -> float:
         """What building a table is worth: samples that need it, by the time that it takes."""

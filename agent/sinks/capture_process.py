@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.inspector.child import ends
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report, report_of
@@ -100,11 +101,12 @@ class CaptureProcess:
             del self._told[index]
             self._send({"closed": index})
         for index, file in files.items():
-            if index in self._told and file.fd == self._told[index]:
+            readable = self._table.binaries.readable(file)
+            if index in self._told and readable == self._told[index]:
                 continue
-            self._told[index] = file.fd
+            self._told[index] = readable
             # The recorder may close it before this is sent.
-            fd = None if file.fd is None else os.dup(file.fd)
+            fd = None if readable is None else os.dup(readable)
             self._send({"binary": index, "root": file.root}, fd)
         makers = {image.index: image for image in self._table.images.values() if image.makes_code}
         for index in makers.keys() - self._told_processes:
@@ -184,7 +186,8 @@ class CaptureProcess:
         self._channel.close()
         if self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+            if ends(self._process.pid):
+                self._process.wait()
         self._errors.close()
 
 

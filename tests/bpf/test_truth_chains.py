@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from aiflame.agent.elf.contents import for_unwinding
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.symbols.store import Store, cache_dir
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load_cached
+from aiflame.agent.unwind.build import load, table_name
 from chain_truth import Verdict, Wrong, judge, user_frames
 from chains import Shape, Tree, make_tree
 from recordings import Recording, Workload
@@ -89,8 +90,10 @@ def _build(folder: Path, tree: Tree, variant: Variant) -> Path:
 
 def _has_table(binary: Path) -> bool:
     with binary.open("rb") as file:
-        image = ElfImage.from_fd(file.fileno())
-        return load_cached(TargetFile(file.fileno()), image, Store(cache_dir())) is not None
+        opened = TargetFile(file.fileno())
+        image = ElfImage.read(opened)
+        name = table_name(image, for_unwinding(opened, image).digest(opened))
+        return load(name, Store(cache_dir())) is not None
 
 
 def _mapped_files(pid: int) -> set[Path]:
