@@ -27,12 +27,12 @@ from aiflame.agent.python.memory import (
 from aiflame.agent.python.walk import NO_POSITION
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS, clean_name
 
-# A large program has some 50,000 code objects, at about 500 bytes each here.
-MAX_CACHED = 100_000
+# A large program has some 50,000 code objects, of which a tenth is seen to run; 500 bytes each here.
+MAX_CACHED = 1 << 14
 # Of a string's characters, whatever it says its length is; one more, so that the cut shows.
 _MAX_CHARS = MAX_NAME_CHARS + 1
 # A table is walked from its start for each line; hot code asks for the same few lines again.
-_line_of = functools.lru_cache(maxsize=65536)(line_of)
+_line_of = functools.lru_cache(maxsize=1 << 14)(line_of)
 _CODECS = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}
 
 

@@ -8,8 +8,8 @@ import sqlite3
 from collections import OrderedDict
 from itertools import islice
 
-# Of a busy host's stacks and frames nearly all that come again within minutes: 10 MB.
-_KEPT = 1 << 16
+# Of a busy host's stacks and frames nearly all that come again within minutes: 5 MB.
+_KEPT = 1 << 15
 # Written at once.
 _BATCH = 1 << 12
 

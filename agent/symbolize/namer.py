@@ -58,7 +58,7 @@ _KERNEL_PATH = "[kernel]"
 _TRACING_PREFIXES = ("bpf_trace_run", "__bpf_trace_", "__traceiter_", "trace_call_bpf")
 
 # What is kept from window to window: addresses of a busy host's hot code, headers, processes.
-_KEPT_ADDRESSES = 1 << 16
+_KEPT_ADDRESSES = 1 << 15
 _KEPT_FILES = 1 << 10
 _KEPT_PROCESSES = 1 << 10
 
