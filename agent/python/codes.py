@@ -27,7 +27,7 @@ from aiflame.agent.python.memory import (
 from aiflame.agent.python.walk import NO_POSITION
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS, clean_name
 
-# A large program has some 50,000 code objects, of which a tenth is seen to run; 500 bytes each here.
+# A large program has some 50,000 code objects, of which a tenth is seen to run; 500 bytes each.
 MAX_CACHED = 1 << 14
 # Of a string's characters, whatever it says its length is; one more, so that the cut shows.
 _MAX_CHARS = MAX_NAME_CHARS + 1

@@ -79,7 +79,7 @@ class Location:
     label: str = ""
 
 
-# What is in no binary is no location of this one either.
+# Stands for one that is not named yet.
 _NOWHERE = Location()
 
 
@@ -135,25 +135,25 @@ class Namer:
             for at, s in enumerate(stacks)
         ]
         raw = RawStacks.of_rows(rows)
-        places = self._located(raw, facts)
-        kept = raw.kept_lengths(np.array([place.is_mapped for place in places], bool))
-        ends = raw.judged_ends(kept, np.array([place.is_start for place in places], bool))
-        sizes = np.array([len(place.chain) for place in places], np.int64)
+        locations = self._located(raw, facts)
+        kept = raw.kept_lengths(np.array([location.is_mapped for location in locations], bool))
+        ends = raw.judged_ends(kept, np.array([location.is_start for location in locations], bool))
+        sizes = np.array([len(location.chain) for location in locations], np.int64)
         chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        chains = np.array([frame for place in places for frame in place.chain], np.int64)
+        chains = np.array([frame for location in locations for frame in location.chain], np.int64)
         first = raw.first_kept(
-            np.array([place.is_tracing for place in places], bool),
+            np.array([location.is_tracing for location in locations], bool),
             np.array([stack.is_from_switch for stack in stacks], bool),
         )
         blobs = raw.frame_blobs(first, kept, chain_starts, chains)
-        natives = _Natives(raw, places)
+        natives = _Natives(raw, locations)
         found = []
         for at, (stack, end, blob) in enumerate(zip(stacks, ends.tolist(), blobs, strict=True)):
             named = NamedStack(end, blob, 0)
             if stack.chain or stack.gil:
                 positions = range(int(first[at]), int(kept[at]))
                 start = int(raw.starts[at])
-                inside = raw.place[start + positions.start : start + positions.stop].tolist()
+                inside = raw.location[start + positions.start : start + positions.stop].tolist()
                 named = self._spliced(facts, stack, natives, inside, named)
             found.append(named)
         return found
@@ -190,7 +190,7 @@ class Namer:
 
     def _located(self, raw: RawStacks, facts: _Facts) -> list[Location]:
         """Names each distinct address."""
-        places = [_NOWHERE] * len(raw.addresses)
+        locations = [_NOWHERE] * len(raw.addresses)
         in_binaries: dict[int, list[tuple[int, int]]] = {}
         for owner in np.unique(raw.owners).tolist():
             indexes = np.flatnonzero(raw.owners == owner)
@@ -199,10 +199,10 @@ class Namer:
                 found = self._kernel(addresses)
             else:
                 found = self._user(facts, owner, addresses, indexes, in_binaries)
-            for index, place in zip(indexes.tolist(), found, strict=True):
-                places[index] = place
-        self._in_binaries(facts, in_binaries, places)
-        return places
+            for index, location in zip(indexes.tolist(), found, strict=True):
+                locations[index] = location
+        self._in_binaries(facts, in_binaries, locations)
+        return locations
 
     def _kernel(self, addresses: U64) -> list[Location]:
         names: Sequence[KernelName | None] = [None] * len(addresses)
@@ -244,7 +244,7 @@ class Namer:
         """Names what needs no binary, and sorts the rest by binary, as (address, index)."""
         mapped = facts.mapped(process)
         found = mapped.find(addresses)
-        places = []
+        locations = []
         jit = self._jit_names(facts, process, addresses, mapped, found)
         for at, address, index, name in zip(
             found.tolist(), addresses.tolist(), indexes.tolist(), jit, strict=True
@@ -252,18 +252,18 @@ class Namer:
             if at < 0:
                 is_known = len(mapped.rows) > 0
                 reason = "[unmapped memory]" if is_known else "[exited before it could be read]"
-                place = self._labelled(reason, None, address)
-                place.is_mapped = False
-                places.append(place)
+                location = self._labelled(reason, None, address)
+                location.is_mapped = False
+                locations.append(location)
                 continue
             mapping = mapped.rows[at]
             if mapping["binary"] == NONE:
-                places.append(self._generated(name, address))
+                locations.append(self._generated(name, address))
                 continue
             own = (address - int(mapping["bias"])) % (1 << 64)
             in_binaries.setdefault(int(mapping["binary"]), []).append((own, index))
-            places.append(_NOWHERE)
-        return places
+            locations.append(_NOWHERE)
+        return locations
 
     def _jit_names(
         self, facts: _Facts, process: int, addresses: U64, mapped: MappedProcess, found: I64
@@ -284,15 +284,15 @@ class Namer:
         return names
 
     def _generated(self, name: str | None, address: int) -> Location:
-        place = self._labelled(name or "[generated code]", None, address)
-        source = trampoline_source(place.label)
+        location = self._labelled(name or "[generated code]", None, address)
+        source = trampoline_source(location.label)
         if source is not None:
-            place.is_trampoline = True
-            place.chain = (self._ids.frame(FrameKind.PYTHON, source, None, 0),)
-        return place
+            location.is_trampoline = True
+            location.chain = (self._ids.frame(FrameKind.PYTHON, source, None, 0),)
+        return location
 
     def _in_binaries(
-        self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], places: list[Location]
+        self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], locations: list[Location]
     ) -> None:
         """Names addresses in binaries: those that are not known are asked for together."""
         asked: list[tuple[int, list[int]]] = []
@@ -311,7 +311,7 @@ class Namer:
             for own, index in pairs:
                 key = (binary, own)
                 make = partial(self._in_binary, facts, binary, own, named.get(key, ()))
-                places[index] = self._locations.get(key, make)
+                locations[index] = self._locations.get(key, make)
 
     def _in_binary(
         self, facts: _Facts, binary: int, address: int, chain: tuple[SourceFrame, ...]
@@ -322,16 +322,16 @@ class Namer:
             frames = tuple(
                 self._ids.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
             )
-            place = Location(frames, sources=chain)
-            place.is_start = roots.is_start_name(chain[-1].name)
+            location = Location(frames, sources=chain)
+            location.is_start = roots.is_start_name(chain[-1].name)
         else:
             name, is_start = self._name_by_code(facts, binary, address)
             module = path.rpartition("/")[2]
             shown = name or clean_name(f"[{module}+{address:#x}]")
-            place = self._labelled(shown, binary_id, address)
-            place.is_start = is_start
-        place.binary, place.binary_id, place.address = binary, binary_id, address
-        return place
+            location = self._labelled(shown, binary_id, address)
+            location.is_start = is_start
+        location.binary, location.binary_id, location.address = binary, binary_id, address
+        return location
 
     def _name_by_code(self, facts: _Facts, binary: int, address: int) -> tuple[str, bool]:
         """Names an address without a symbol that is known by its code, "" if it is not.
@@ -485,12 +485,12 @@ class _Natives:
 
     Args:
         stacks: Of the window.
-        places: Their distinct addresses, named.
+        locations: Their distinct addresses, named.
     """
 
-    def __init__(self, stacks: RawStacks, places: list[Location]) -> None:
+    def __init__(self, stacks: RawStacks, locations: list[Location]) -> None:
         self._stacks = stacks
-        self._places = places
+        self._places = locations
         self._known: dict[tuple[int, int], NativeFrame] = {}
 
     def get(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
@@ -502,20 +502,20 @@ class _Natives:
         return known
 
     def _make(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
-        place = self._places[index]
+        location = self._places[index]
         is_kernel = int(self._stacks.owners[index]) == KERNEL_OWNER
-        in_interpreter = place.binary == interpreter.binary
+        in_interpreter = location.binary == interpreter.binary
         is_eval = not is_kernel and interpreter.loaded.is_eval(int(self._stacks.addresses[index]))
         role = Role.TRAMPOLINE
-        if not place.is_trampoline:
-            role = role_of(symbol_of(place.sources), is_eval, in_interpreter, is_kernel)
+        if not location.is_trampoline:
+            role = role_of(symbol_of(location.sources), is_eval, in_interpreter, is_kernel)
         return NativeFrame(
             role=role,
             is_kernel=is_kernel,
             in_interpreter=in_interpreter,
-            binary_id=place.binary_id,
-            address=place.address,
-            sources=place.sources,
-            label=place.label,
-            frames=place.chain,
+            binary_id=location.binary_id,
+            address=location.address,
+            sources=location.sources,
+            label=location.label,
+            frames=location.chain,
         )

@@ -24,7 +24,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RawStacks:
-    """Shapes: n stacks, m addresses in all, u distinct places.
+    """Shapes: n stacks, m addresses in all, u distinct locations.
 
     Attributes:
         ids: Row ids, shape (n,).
@@ -32,9 +32,9 @@ class RawStacks:
         kernel_depths: How many of them are the kernel's, shape (n,).
         ends: StopReason of each, shape (n,).
         positions: Distance from the leaf, shape (m,).
-        place: Index of each address among the distinct places, shape (m,).
-        owners: Process image or KERNEL_OWNER of each place, shape (u,).
-        addresses: Address to look up of each place, shape (u,).
+        location: Index of each address among the distinct locations, shape (m,).
+        owners: Process image or KERNEL_OWNER of each location, shape (u,).
+        addresses: Address to look up of each location, shape (u,).
     """
 
     ids: I64
@@ -42,7 +42,7 @@ class RawStacks:
     kernel_depths: I64
     ends: npt.NDArray[np.uint8]
     positions: I64
-    place: I64
+    location: I64
     owners: npt.NDArray[np.uint32]
     addresses: U64
 
@@ -61,7 +61,7 @@ class RawStacks:
         owners = np.where(is_kernel, np.uint64(KERNEL_OWNER), processes)
         lookups = np.where(is_exact, raw, raw - np.uint64(1))
         distinct, compact = np.unique(lookups, return_inverse=True)
-        keys, place = np.unique(
+        keys, location = np.unique(
             owners << np.uint64(32) | compact.astype(np.uint64), return_inverse=True
         )
         return cls(
@@ -70,7 +70,7 @@ class RawStacks:
             kernel_depths=kernel_depths,
             ends=np.array([row[3] for row in rows], np.uint8),
             positions=positions,
-            place=place.astype(np.int64),
+            location=location.astype(np.int64),
             owners=(keys >> np.uint64(32)).astype(np.uint32),
             addresses=distinct[(keys & np.uint64(0xFFFF_FFFF)).astype(np.int64)],
         )
@@ -87,11 +87,11 @@ class RawStacks:
         cut at the first caller in no executable mapping. The leaf stays, whatever it is.
 
         Args:
-            is_mapped: For each place, shape (u,).
+            is_mapped: For each location, shape (u,).
         """
         limit = np.iinfo(np.int64).max
         is_user_caller = self.positions > np.repeat(self.kernel_depths, self.lengths)
-        bad = np.where(is_user_caller & ~is_mapped[self.place], self.positions, limit)
+        bad = np.where(is_user_caller & ~is_mapped[self.location], self.positions, limit)
         first_bad = np.full(len(self.ids), limit, np.int64)
         filled = self.lengths > 0
         if filled.any():
@@ -105,11 +105,11 @@ class RawStacks:
         on-CPU sample such frames are real time and stay.
 
         Args:
-            is_tracing: For each place, shape (u,).
+            is_tracing: For each location, shape (u,).
             is_from_switch: For each stack, shape (n,).
         """
         length = self.lengths
-        position = np.where(is_tracing[self.place], np.iinfo(np.int64).max, self.positions)
+        position = np.where(is_tracing[self.location], np.iinfo(np.int64).max, self.positions)
         first = np.zeros(len(self.ids), np.int64)
         filled = length > 0
         if filled.any():
@@ -124,7 +124,7 @@ class RawStacks:
 
         Args:
             kept: As from `kept_lengths`.
-            is_thread_start: For each place, shape (u,).
+            is_thread_start: For each location, shape (u,).
         """
         ends = self.ends.copy()
         by_pointer = np.isin(
@@ -140,8 +140,8 @@ class RawStacks:
         has_user = kept > self.kernel_depths
         last = np.where(has_user, self.starts[:-1] + kept - 1, 0)
         is_rooted = np.zeros(len(ends), bool)
-        if len(self.place):
-            is_rooted = has_user & is_thread_start[self.place[last]]
+        if len(self.location):
+            is_rooted = has_user & is_thread_start[self.location[last]]
         ends[by_pointer & is_rooted] = StopReason.ROOTED
         ends[ends == StopReason.ROOTED_BY_TABLE] = StopReason.ROOTED
         ends[by_pointer & ~is_rooted & (ends == StopReason.ROOTED)] = StopReason.NO_FRAME_POINTER
@@ -155,16 +155,16 @@ class RawStacks:
         Args:
             first: As from `first_kept`.
             kept: As from `kept_lengths`.
-            chain_starts: Where the frames of each place begin in `chain_frames`, shape (u + 1,).
-            chain_frames: Frame ids of all places, innermost inlined function first.
+            chain_starts: Where the frames of each location begin in `chain_frames`, shape (u + 1,).
+            chain_frames: Frame ids of all locations, innermost inlined function first.
         """
         is_kept = self.positions < np.repeat(kept, self.lengths)
         is_kept &= self.positions >= np.repeat(first, self.lengths)
-        places = self.place[is_kept]
-        counts = np.diff(chain_starts)[places]
+        locations = self.location[is_kept]
+        counts = np.diff(chain_starts)[locations]
         ends = np.cumsum(counts)
         within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
-        flat = chain_frames[np.repeat(chain_starts[places], counts) + within].astype("<u4")
+        flat = chain_frames[np.repeat(chain_starts[locations], counts) + within].astype("<u4")
         owners = np.repeat(np.arange(len(self.ids)), self.lengths)[is_kept]
         sizes = np.bincount(owners, weights=counts, minlength=len(self.ids)).astype(np.int64)
         edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])

@@ -34,15 +34,16 @@ def _places(stacks: RawStacks) -> list[tuple[int, int]]:
 
 
 def _flags(stacks: RawStacks, *addresses: int) -> np.ndarray:
-    """True at the places with these addresses."""
+    """True at the locations with these addresses."""
     return np.isin(stacks.addresses, np.array(addresses, np.uint64))
 
 
 def _looked_up(stacks: RawStacks) -> list[list[tuple[int, int]]]:
-    places = _places(stacks)
+    locations = _places(stacks)
     starts = stacks.starts.tolist()
     return [
-        [places[i] for i in stacks.place[begin:end]] for begin, end in itertools.pairwise(starts)
+        [locations[i] for i in stacks.location[begin:end]]
+        for begin, end in itertools.pairwise(starts)
     ]
 
 
@@ -177,7 +178,7 @@ def test_frames_are_root_first_with_inlined_functions_inside_their_callers() -> 
     stacks = RawStacks.of_rows(
         [_row(0, 1, [_KERNEL], [0x10, 0x21, 0x31]), _row(1, 1, [], []), _row(2, 1, [], [0x30])]
     )
-    # GIVEN the frames of each place: 0x20 is in 20, which is inlined in 21 and that in 22
+    # GIVEN the frames of each location: 0x20 is in 20, which is inlined in 21 and that in 22
     frames_of = {_KERNEL: [1], 0x10: [10], 0x20: [20, 21, 22], 0x30: [30, 31]}
     chains = [frames_of[address] for address in stacks.addresses.tolist()]
     starts = np.cumsum([0, *map(len, chains)])
@@ -214,15 +215,15 @@ def test_against_the_same_steps_one_stack_at_a_time(seed: int) -> None:
     blobs = stacks.frame_blobs(first, kept, np.cumsum([0, *map(len, chains)]), flat)
 
     # THEN each is what it is when it goes alone, and no frame is lost or made up
-    places = {key: i for i, key in enumerate(_places(stacks))}
+    locations = {key: i for i, key in enumerate(_places(stacks))}
     for i, (_, process, kernel_depth, _, raw) in enumerate(rows):
         expected: list[int] = []
         cut = False
         for position, (address,) in enumerate(struct.iter_unpack("<Q", raw)):
             owner = KERNEL_OWNER if position < kernel_depth else process
             exact = position in (0, kernel_depth)
-            place = places[(owner, address if exact else address - 1)]
-            cut = cut or (position > kernel_depth and not is_mapped[place])
+            location = locations[(owner, address if exact else address - 1)]
+            cut = cut or (position > kernel_depth and not is_mapped[location])
             if not cut and position >= first[i]:
-                expected += chains[place]
+                expected += chains[location]
         assert blobs[i] == struct.pack(f"<{len(expected)}I", *reversed(expected))
