@@ -682,6 +682,7 @@ def test_a_missing_fact_is_named(
     "UPDATE meta SET value = '0' WHERE key LIKE '%_ns'",
     "UPDATE meta SET value = '-5' WHERE key LIKE '%_ns'",
     "UPDATE meta SET value = '9999999999999999999999' WHERE key LIKE '%_ns'",
+    "UPDATE meta SET value = replace(hex(zeroblob(400)), '0', '9') WHERE key LIKE '%_ns'",
     "UPDATE processes SET pid = -1, parent_pid = -1, started_ns = -1",
     "UPDATE functions SET name = replace(hex(zeroblob(5000)), '00', 'xx')",
     "UPDATE threads SET on_cpu_ns = 9223372036854775807, observed_ns = 0",
