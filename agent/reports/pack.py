@@ -27,6 +27,7 @@ from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import palette
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.buckets import Pieces
+from aiflame.agent.reports.distinct import distinct
 from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for, showable
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, outline
@@ -190,12 +191,13 @@ def pack_rows(writer: Writer, node: I64, thread: npt.NDArray[np.uint32], kind: I
         The row that each weight belongs to.
     """
     n_kinds, n_threads = int(kind.max(initial=0)) + 1, int(thread.max(initial=0)) + 1
-    keys, row = np.unique((node * n_threads + thread) * n_kinds + kind, return_inverse=True)
+    n_nodes = int(node.max(initial=0)) + 1
+    limit = n_nodes * n_threads * n_kinds
+    keys, row = distinct((node * n_threads + thread) * n_kinds + kind, limit)
     writer.integers("row_node", keys // (n_threads * n_kinds), is_delta=True)
     writer.integers("row_thread", keys // n_kinds % n_threads)
     writer.integers("row_kind", keys % n_kinds)
-    found: I64 = row.astype(np.int64)
-    return found
+    return row
 
 
 def pack_labels(writer: Writer, profile: Profile, labels: Labels, used: I64) -> None:

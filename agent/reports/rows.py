@@ -30,6 +30,7 @@ from aiflame.agent.model.profile import (
 )
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
+from aiflame.agent.reports.distinct import distinct
 from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
 from aiflame.agent.reports.selection import shown_stacks
 
@@ -44,9 +45,6 @@ TRUNCATED_ENDS = tuple(
 
 # The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.
 MAX_NAME_CHARS = 4_096
-
-# How many times as many keys as rows a table of all keys may have.
-_MAX_TABLE = 4
 
 # Their positions stay in the processor's cache.
 _PATHS_AT_ONCE = 2_048
@@ -200,7 +198,7 @@ def rows_of(
     head = thread if per_thread else process_of[thread]
     radix = max(1, len(profile.stacks))
     n_heads = len(profile.threads if per_thread else profile.processes)
-    pairs, path_of = _distinct(head * radix + stack, n_heads * radix)
+    pairs, path_of = distinct(head * radix + stack, n_heads * radix)
     heads, stacks = pairs // radix, pairs % radix
     columns = [process_ids.start + (process_of[heads] if per_thread else heads)]
     if per_thread:
@@ -217,20 +215,6 @@ def rows_of(
         np.where(tail < 0, -1, rank[tail]),
         *(samples[name] for name in ("thread", "stack", "klass", "count", "ns")),
     )
-
-
-def _distinct(keys: I64, limit: int) -> tuple[I64, I64]:
-    """Return what `np.unique` does, and its inverse; `limit` is above all keys, none is negative.
-
-    Most often there are about as many possible keys as there are rows: then nothing is sorted.
-    """
-    if limit > _MAX_TABLE * (1 + len(keys)):
-        distinct, index = np.unique(keys, return_inverse=True)
-        return distinct, index.astype(np.int64)
-    is_there = np.zeros(limit, np.bool_)
-    is_there[keys] = True
-    index_of = np.cumsum(is_there, dtype=np.int64) - 1
-    return np.flatnonzero(is_there), index_of[keys]
 
 
 def _tails(profile: Profile, table: LabelTable, has_blocked: bool) -> I64:
