@@ -34,10 +34,15 @@ def distinct(keys: I64, limit: int) -> tuple[I64, I64]:
     numbers.sort()
     rows = numbers & ((1 << row_bits) - 1)
     numbers >>= row_bits
-    is_first = np.diff(numbers, prepend=np.int64(-1)) != 0
+    is_first = np.ones(len(keys), np.bool_)
+    np.not_equal(numbers[1:], numbers[:-1], out=is_first[1:])
+    found = numbers[is_first]
+    del numbers
+    place: I64 = np.cumsum(is_first, dtype=np.int64)
+    place -= 1
     places = np.empty(len(keys), np.int64)
-    places[rows] = np.cumsum(is_first) - 1
-    return numbers[is_first], places
+    places[rows] = place
+    return found, places
 
 
 def _by_table(keys: I64, limit: int) -> tuple[I64, I64]:

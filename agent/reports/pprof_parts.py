@@ -23,6 +23,7 @@ from aiflame.agent.reports.protowire import (
     varints,
 )
 from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+from aiflame.agent.reports.selection import by_frame
 
 
 class ProfileField:
@@ -132,7 +133,7 @@ class Locations:
         self._single: set[int] = set()
         self.of_stack: dict[int, bytes] = {}
         # A frame opens a location unless it was inlined into the one before.
-        opens = ~profile.frames["inlined"][profile.stacks.frames]
+        opens = by_frame(~profile.frames["inlined"], profile.stacks)
         used = np.unique(stacks).astype(np.int64)
         self._mark_ends(used)
         for first in range(0, len(used), _STACKS_AT_ONCE):

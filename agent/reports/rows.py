@@ -192,21 +192,14 @@ def rows_of(
     tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
-    # A path is one stack under one process, or under one thread.
-    thread = samples["thread"].astype(np.int64)
-    stack = samples["stack"].astype(np.int64)
-    head = thread if per_thread else process_of[thread]
-    radix = max(1, len(profile.stacks))
-    n_heads = len(profile.threads if per_thread else profile.processes)
-    pairs, path_of = distinct(head * radix + stack, n_heads * radix)
-    heads, stacks = pairs // radix, pairs % radix
+    heads, stacks, path_of = _paths(profile, samples, None if per_thread else process_of)
     columns = [process_ids.start + (process_of[heads] if per_thread else heads)]
     if per_thread:
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
     columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
     offsets, path_labels = join(columns, shown, table.of_frame, rank, stacks)
-    tail = tail_of[samples["klass"], stack]
+    tail = tail_of[samples["klass"], samples["stack"]]
     return Rows(
         labels,
         offsets,
@@ -215,6 +208,22 @@ def rows_of(
         np.where(tail < 0, -1, rank[tail]),
         *(samples[name] for name in ("thread", "stack", "klass", "count", "ns")),
     )
+
+
+def _paths(
+    profile: Profile, samples: npt.NDArray[np.void], process_of: I64 | None
+) -> tuple[I64, I64, I64]:
+    # The head and the stack of each path, and the path of each sample. A path is one stack under
+    # one process or, without processes, under one thread.
+    keys = samples["thread"].astype(np.int64)
+    n_heads = len(profile.threads)
+    if process_of is not None:
+        keys, n_heads = process_of[keys], len(profile.processes)
+    radix = max(1, len(profile.stacks))
+    keys *= radix
+    keys += samples["stack"]
+    pairs, path_of = distinct(keys, n_heads * radix)
+    return pairs // radix, pairs % radix, path_of
 
 
 def _tails(profile: Profile, table: LabelTable, has_blocked: bool) -> I64:
