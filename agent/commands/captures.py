@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import tempfile
@@ -39,19 +38,7 @@ def read_recording(path: Path) -> Profile:
         if folder is not None:
             tell(sys.stderr, f"aiflame: note: {showable(str(path))} is still being recorded\n")
             return _read_segments(folder)
-    profile = _read_segments(path) if are_segments(path) else read_capture(path)
-    _give_back_memory()
-    return profile
-
-
-def _give_back_memory() -> None:
-    """Gives the kernel back what reading has freed.
-
-    glibc keeps it for later, in pieces between what is still in use: a fifth of a large report.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)
+    return _read_segments(path) if are_segments(path) else read_capture(path)
 
 
 def _read_segments(path: Path) -> Profile:
