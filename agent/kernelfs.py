@@ -2,7 +2,7 @@
 """Reads files that the kernel makes as they are read: those of /proc and /sys.
 
 They are the kernel's word, of no size, and may be gone or refused at any moment. Nothing below
-/proc/PID/root, cwd or map_files is one of them: that is the target's own (`symbols/rootfs.py`).
+/proc/PID/root, cwd or map_files is one of them: that is the target's own (`inspector/rootfs.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 
 Both halves count by these entries. After a recording they are printed and stored in the capture,
 and every report shows those that are not zero. A new loss is one entry here and the line that
-counts it; one of the kernel half is also an enumerator of `enum counter` in bpf/aiflame.h.
+counts it: `LossKind.NAME` in Python, `count(LOST_NAME)` in C, whose enumerators are made of the
+entries that say so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class _Entry:
 
     meaning: str
     cure: str = ""
-    counter: str = ""
+    in_kernel: bool = False
     is_of_time: bool = False
     is_of_device: bool = False
 
@@ -32,89 +33,89 @@ class LossKind(enum.Enum):
             name in lower case. It never changes.
         meaning: What is missing, and what is there all the same, in a line for a reader.
         cure: What the user can do about it; "" where nothing helps.
-        counter: The enumerator by which the kernel half counts it; "" where the host half does.
+        in_kernel: The kernel half counts it, as LOST_ and the member's name.
         is_of_time: Time of threads is missing, and not only what it was spent on.
         is_of_device: Samples of devices are missing.
     """
 
-    # Counted by the kernel half, in the order of its enumerators.
+    # Counted by the kernel half.
     STACK_STORE_FULL = _Entry(
         "samples whose stack found no room: their time is kept, their frames are not",
         cure="raise --stack-storage-size",
-        counter="LOST_STACKS_FULL",
+        in_kernel=True,
     )
     SUMS_FULL = _Entry(
         "samples and waits that found no room at all: their time is missing",
         cure="raise --hash-storage-size",
-        counter="LOST_SUMS_FULL",
+        in_kernel=True,
         is_of_time=True,
     )
     RING_FULL = _Entry(
         "events (process starts, exits, long waits) that came faster than they were read: all time"
         " is counted, names of short-lived threads may be missing",
-        counter="LOST_RING_FULL",
+        in_kernel=True,
     )
     THREADS_FULL = _Entry(
         "context switches of threads beyond the thread table: their off-CPU time is missing",
         cure="raise --thread-storage-size",
-        counter="LOST_THREADS_FULL",
+        in_kernel=True,
         is_of_time=True,
     )
     PROCESSES_FULL = _Entry(
         "samples of processes beyond the process table",
         cure="record fewer processes at once",
-        counter="LOST_PROCESSES_FULL",
+        in_kernel=True,
         is_of_time=True,
     )
     NO_KERNEL_STACK = _Entry(
         "samples in kernel code without kernel frames: the kernel could not walk its own stack",
-        counter="LOST_KERNEL_STACK",
+        in_kernel=True,
     )
     KERNEL_FRAMES_CUT = _Entry(
         "samples with more kernel frames than are kept; those nearest to the leaf are there",
-        counter="LOST_KERNEL_FRAMES",
+        in_kernel=True,
     )
     USER_FRAMES_CUT = _Entry(
         "samples with more than 127 user frames; those nearest to the leaf are there",
-        counter="LOST_USER_FRAMES",
+        in_kernel=True,
     )
     WAITS_NOT_LISTED = _Entry(
         "long waits beyond 1,000 a second and CPU: their time is counted, but they are not listed"
         " one by one",
         cure="raise --min-wait",
-        counter="LOST_WAIT_EVENTS",
+        in_kernel=True,
     )
     PYTHON_STORE_FULL = _Entry(
         "samples whose Python frames found no room: their native frames are there",
         cure="raise --stack-storage-size",
-        counter="LOST_PYTHON_FULL",
+        in_kernel=True,
     )
     CALLS_FULL = _Entry(
         "calls of device APIs that found no room: they are missing",
         cure="raise --hash-storage-size",
-        counter="LOST_CALLS_FULL",
+        in_kernel=True,
     )
     CALLS_NOT_LISTED = _Entry(
         "calls of device APIs beyond 100,000 a second: they are counted, but not listed one by one",
-        counter="LOST_CALL_EVENTS",
+        in_kernel=True,
     )
     CALLERS_FULL = _Entry(
         "calls of device APIs by more than 1,024 threads: those of further ones are missing",
-        counter="LOST_CALLERS_FULL",
+        in_kernel=True,
     )
     CALL_ARGUMENTS_UNREADABLE = _Entry(
         "arguments of device API calls that could not be read: the calls count, without their size",
-        counter="LOST_CALL_ARGUMENTS",
+        in_kernel=True,
     )
     KERNEL_NAMES_LOST = _Entry(
         "names of GPU kernels that came faster than they were taken, or were told by calls inside"
         " of four others",
-        counter="LOST_KERNEL_NAMES",
+        in_kernel=True,
     )
     NO_SCRATCH = _Entry(
         "samples without room to walk a stack",
         cure="please report this",
-        counter="LOST_SCRATCH",
+        in_kernel=True,
     )
 
     # Time and stacks that the recorder misses.
@@ -166,6 +167,12 @@ class LossKind(enum.Enum):
         "rights that processes which handle files and memory of targets could not give up: nothing"
         " is missing, but a file that takes its parser over could do more harm"
     )
+    FILES_STUCK = _Entry(
+        "files of targets, or of /proc about them, that did not open or could not be read within a"
+        " second, as of a file system that does not answer: they are not tried again, so that names"
+        " are missing"
+    )
+    OPENER_DIED = _Entry("ends of the process that opens files of targets: names may be missing")
     MEMORY_READER_DIED = _Entry(
         "ends of the process that reads memory of targets: names of Python code and stacks of"
         " threads asleep since before the recording may be missing"
@@ -176,7 +183,9 @@ class LossKind(enum.Enum):
         "samples and calls whose stack was one too many, of those in which least time was spent:"
         " their time is kept, their frames are not"
     )
-    WINDOW_EVENTS_FULL = _Entry("waits and launches that were one too many to be listed")
+    WINDOW_EVENTS_FULL = _Entry(
+        "waits, launches and kernel times that were one too many to be listed"
+    )
     WINDOW_ROWS_FULL = _Entry(
         "samples of devices at too many different instructions", is_of_device=True
     )
@@ -286,6 +295,9 @@ class LossKind(enum.Enum):
     SAMPLE_OUTSIDE_KERNEL = _Entry(
         "samples in a GPU kernel's file beyond its code", is_of_device=True
     )
+    KERNEL_TIMES_REFUSED = _Entry(
+        "kernel times that a device cannot have taken; they are not counted"
+    )
     KERNEL_NOT_DISASSEMBLED = _Entry("GPU kernels whose instructions are not known")
     DEVICE_CODE_REPLACED = _Entry(
         "samples of a second in which a GPU kernel's code gave way to other code at the same"
@@ -306,6 +318,6 @@ class LossKind(enum.Enum):
         self.stored_name = self.name.lower()
         self.meaning = entry.meaning
         self.cure = entry.cure
-        self.counter = entry.counter
+        self.in_kernel = entry.in_kernel
         self.is_of_time = entry.is_of_time
         self.is_of_device = entry.is_of_device

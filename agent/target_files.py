@@ -13,7 +13,8 @@ that it hands out:
 
 Nothing is mapped: a file that shrinks under a mapping kills its reader with SIGBUS.
 
-Not bounded here is a read that never returns, as from a file system that the target serves itself.
+A read that may never return, as from a file system that the target serves itself, is a child's:
+`FileGuard.remote` has those files.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import os
 import time
 from types import TracebackType
+from typing import Protocol
 
 from aiflame.agent.errors import AiflameError
 
@@ -42,11 +44,29 @@ class BadTargetFile(AiflameError):
     """A file is damaged, cannot be read, or costs more to read than any real one."""
 
 
+class RemoteFile(Protocol):
+    """A file of which nothing is asked here but by way of somebody who may wait for ever.
+
+    Attributes:
+        identity: Device and inode.
+        size_bytes: Its length.
+        owner: User id.
+    """
+
+    identity: tuple[int, int]
+    size_bytes: int
+    owner: int
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Returns up to `size` bytes; OSError as of pread(2), or that there is no answer."""
+
+
 class TargetFile:
     """An open file, read within a budget.
 
     Args:
         fd: Descriptor; stays the caller's, its position is left alone.
+        remote: What is asked instead of the descriptor, if anything.
 
     Attributes:
         fd: The descriptor.
@@ -54,13 +74,13 @@ class TargetFile:
         owner: User id; -1 where the file cannot be asked.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, remote: RemoteFile | None = None) -> None:
         self.fd = fd
-        try:
-            status = os.fstat(fd)
-            self.size_bytes, self.owner = status.st_size, status.st_uid
-        except OSError:
-            self.size_bytes, self.owner = 0, -1
+        self._remote = remote
+        if remote is not None:
+            self.size_bytes, self.owner = remote.size_bytes, remote.owner
+        else:
+            self.size_bytes, self.owner = _size_and_owner(fd)
         self._bytes_left = MAX_BYTES
         self._deadline_s = float("inf")
 
@@ -80,6 +100,8 @@ class TargetFile:
             return b""
         self.spend(size)
         try:
+            if self._remote is not None:
+                return self._remote.read(size, offset)
             return os.pread(self.fd, size, offset)
         except OSError as error:
             raise BadTargetFile(f"cannot read: {error.strerror}") from error
@@ -97,15 +119,25 @@ class TargetFile:
             raise BadTargetFile("takes longer to read than any real file")
 
 
+def _size_and_owner(fd: int) -> tuple[int, int]:
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return 0, -1
+    return status.st_size, status.st_uid
+
+
 class FileGuard:
     """Keeps account of the files of targets in one recording or dump.
 
     Attributes:
         bad: Why a file was not read, or not all of it, by its path.
+        remote: Those that must not be read here, by descriptor.
     """
 
     def __init__(self) -> None:
         self.bad: dict[str, str] = {}
+        self.remote: dict[int, RemoteFile] = {}
         self._pools_s: dict[int, float] = {}
 
     def each_file(self, path: str, fd: int = -1) -> GuardedFile:
@@ -145,7 +177,7 @@ class GuardedFile:
 
     def __enter__(self) -> TargetFile:
         self._begun_s = time.thread_time()
-        file = TargetFile(self._fd)
+        file = TargetFile(self._fd, self._guard.remote.get(self._fd))
         self._owner = file.owner
         file.limit_cpu(self._guard.allowance_s(file.owner))
         return file

@@ -8,6 +8,9 @@
 #ifndef AIFLAME_H
 #define AIFLAME_H
 
+/* Made of agent/losses.py when the programs are compiled (agent/kernel/compile.py). */
+#include "losses.h"
+
 /* Frames kept of each half of a stack: what perf keeps by default (kernel.perf_event_max_stack). */
 #define MAX_FRAMES 127
 /* What their arrays have room for: a power of two, so that an index can be masked (host.h). */
@@ -90,8 +93,8 @@ struct mapping_slot {
 };
 
 /*
- * One slot each in `counters`; Counter in agent/kernel/abi.py, and for what is lost, in the same
- * order, the entries of agent/losses.py.
+ * One slot each in `counters`: Counter in agent/kernel/abi.py, and LOST_NAME for each entry of
+ * agent/losses.py that this half counts.
  */
 enum counter {
 	COUNTER_SAMPLES = 0, /* on-CPU samples of targets */
@@ -101,22 +104,7 @@ enum counter {
 	COUNTER_WITHOUT_TABLES, /* user stacks walked by frame pointer: no tables yet */
 	COUNTER_CALLS, /* calls of device APIs by targets */
 	COUNTER_CALLS_STORED, /* new entries in either map of sums of calls */
-	LOST_STACKS_FULL,
-	LOST_SUMS_FULL,
-	LOST_RING_FULL,
-	LOST_THREADS_FULL,
-	LOST_PROCESSES_FULL,
-	LOST_KERNEL_STACK, /* bpf_get_stack failed */
-	LOST_KERNEL_FRAMES, /* more kernel frames than are kept */
-	LOST_USER_FRAMES, /* more user frames than are kept */
-	LOST_WAIT_EVENTS, /* long waits over the budget: summed, but not sent one by one */
-	LOST_PYTHON_FULL,
-	LOST_CALLS_FULL,
-	LOST_CALL_EVENTS, /* calls over the budget of --trace: summed, but not sent one by one */
-	LOST_CALLERS_FULL,
-	LOST_CALL_ARGUMENTS, /* arguments of a call that could not be read */
-	LOST_KERNEL_NAMES,
-	LOST_SCRATCH, /* per-CPU scratch space not found: cannot happen, but is not assumed */
+	KERNEL_HALF_LOSSES, /* LOST_STACK_STORE_FULL, ... */
 	COUNTER_MAX,
 };
 

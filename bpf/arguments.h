@@ -4,7 +4,7 @@
  * and the function's arguments, read as the tables of gpu/apis describe them.
  *
  * Needs: bpf_get_attach_cookie (v5.15).
- * Loses: arguments that cannot be read (LOST_CALL_ARGUMENTS), threads without memory
+ * Loses: arguments that cannot be read (LOST_CALL_ARGUMENTS_UNREADABLE), threads without memory
  * (LOST_CALLERS_FULL).
  */
 #ifndef AIFLAME_ARGUMENTS_H
@@ -54,7 +54,7 @@ static __always_inline u64 argument(struct caller *caller, u32 number)
 		/* The first one on the stack lies above the return address. */
 		at = caller->entry_stack_pointer + 8 + (u64)(number - REGISTER_ARGUMENTS) * 8;
 		if (bpf_probe_read_user(&value, sizeof(value), (void *)at))
-			count(LOST_CALL_ARGUMENTS);
+			count(LOST_CALL_ARGUMENTS_UNREADABLE);
 		return value;
 	}
 	return AT(caller->arguments, number);
@@ -74,7 +74,7 @@ static __always_inline u64 value_of(struct caller *caller, struct api_argument *
 		else
 			failed = bpf_probe_read_user(&pointed, 8, (void *)(value + where->offset));
 		if (failed)
-			count(LOST_CALL_ARGUMENTS);
+			count(LOST_CALL_ARGUMENTS_UNREADABLE);
 		return pointed;
 	}
 	return where->size_bytes == 4 ? (u32)value : value;
@@ -117,7 +117,7 @@ static __always_inline void read_opencl_grid(struct caller *caller)
 	asm volatile("%0 &= 31" : "+r"(size));
 	if (bpf_probe_read_user(global, size, (void *)caller->arguments[4]) ||
 	    (local_at && bpf_probe_read_user(local, size, (void *)local_at))) {
-		count(LOST_CALL_ARGUMENTS);
+		count(LOST_CALL_ARGUMENTS_UNREADABLE);
 		return;
 	}
 	call->grid[0] = limited(global[0]);
@@ -164,7 +164,7 @@ static __always_inline void read_grid(struct caller *caller, u32 kind)
 		return;
 	}
 	if (failed) {
-		count(LOST_CALL_ARGUMENTS);
+		count(LOST_CALL_ARGUMENTS_UNREADABLE);
 		return;
 	}
 	caller->work = times(times(call->grid[0], call->grid[1]), call->grid[2]);

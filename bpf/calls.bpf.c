@@ -123,7 +123,7 @@ static __always_inline void finish_call(struct caller *caller)
 	if (may_send_call(caller->call.ns, most))
 		send(&caller->call, sizeof(caller->call), 0);
 	else
-		count(LOST_CALL_EVENTS);
+		count(LOST_CALLS_NOT_LISTED);
 }
 
 /* Tail-called with a capture in the thread's memory. */

@@ -104,7 +104,7 @@ static __always_inline struct capture *begin_capture(void *ctx, struct user_regs
 	if (capture)
 		begin_capture_in(capture, ctx, regs, in_kernel, id, image);
 	else
-		count(LOST_SCRATCH);
+		count(LOST_NO_SCRATCH);
 	return capture;
 }
 
@@ -200,7 +200,7 @@ static __always_inline u64 finish_capture(struct capture *capture)
 		record->end = END_ROOTED_BY_HEURISTIC;
 	record->user_depth = capture->walk.depth;
 	if (record->end == END_TOO_DEEP)
-		count(LOST_USER_FRAMES);
+		count(LOST_USER_FRAMES_CUT);
 	if (capture->walk.is_unmapped)
 		ask_for_mappings(record->tgid);
 	hash = hash_step(hash, record->python ^ record->gil);

@@ -6,7 +6,7 @@
  * only then.
  * Needs: what arguments.h needs.
  * Loses: names that find no room in the ring buffer, and those of calls inside of NAMINGS_MAX others
- * (LOST_KERNEL_NAMES). A name that cannot be read here is left to the host half.
+ * (LOST_KERNEL_NAMES_LOST). A name that cannot be read here is left to the host half.
  */
 #include "arguments.h"
 #include "kernel_names.h"
@@ -36,7 +36,7 @@ static __always_inline bool send_named(struct kernel_named_event *named, u64 byt
 		bytes = sizeof(*named);
 	if (!ring.ringbuf_output(named, bytes, 0))
 		return true;
-	count(LOST_KERNEL_NAMES);
+	count(LOST_KERNEL_NAMES_LOST);
 	return false;
 }
 
@@ -130,7 +130,7 @@ static __always_inline void push_naming(struct caller *caller, struct naming *no
 	if (open && last->stack_pointer == now->stack_pointer && last->call == now->call)
 		open -= 1;
 	if (open >= NAMINGS_MAX) {
-		count(LOST_KERNEL_NAMES);
+		count(LOST_KERNEL_NAMES_LOST);
 		return;
 	}
 	AT(caller->namings, open) = *now;

@@ -138,7 +138,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
 	if (!may_send_wait(now_ns)) {
-		count(LOST_WAIT_EVENTS);
+		count(LOST_WAITS_NOT_LISTED);
 		return;
 	}
 	event.type = EVENT_WAIT;

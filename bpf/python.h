@@ -9,7 +9,7 @@
  * threads that gave up the GIL show their frames as well. Needs: what walk.h needs.
  *
  * Loses: frames past MAX_FRAMES and chains that cannot be read (enum python_end, stored with the
- * chain), chains that find no room (LOST_PYTHON_FULL). The native stack stays in any case.
+ * chain), chains that find no room (LOST_PYTHON_STORE_FULL). The native stack stays in any case.
  */
 #ifndef AIFLAME_PYTHON_H
 #define AIFLAME_PYTHON_H
@@ -325,7 +325,7 @@ static __always_inline u64 store_python(struct python_walk *walk, struct python_
 	chain->end = walk->end;
 	/* -EEXIST would mean that another CPU stored the same chain just now. */
 	if (python_chains.insert(&hash, chain) && !python_chains.lookup(&hash)) {
-		count(LOST_PYTHON_FULL);
+		count(LOST_PYTHON_STORE_FULL);
 		return 0;
 	}
 	return hash;

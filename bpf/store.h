@@ -155,7 +155,7 @@ static __always_inline void store_stack(struct stack_record *record, u64 hash)
 		return;
 	/* -EEXIST would mean that another CPU stored the same stack just now; -E2BIG a full store. */
 	if (stacks.insert(&hash, record) && !stacks.lookup(&hash))
-		count(LOST_STACKS_FULL);
+		count(LOST_STACK_STORE_FULL);
 	else
 		count_stored(COUNTER_STACKS_STORED, SETTING_STACKS_DRAIN);
 }

@@ -79,14 +79,14 @@ static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, b
 		return hash;
 	bytes = bpf_get_stack(ctx, record->kernel, MAX_FRAMES * sizeof(u64), 0);
 	if (bytes < 0) {
-		count(LOST_KERNEL_STACK);
+		count(LOST_NO_KERNEL_STACK);
 		return hash;
 	}
 	depth = (u32)bytes / sizeof(u64);
 	if (depth > MAX_FRAMES)
 		depth = MAX_FRAMES;
 	if (depth >= host(KERNEL_FRAMES_MAX)) {
-		count(LOST_KERNEL_FRAMES);
+		count(LOST_KERNEL_FRAMES_CUT);
 		record->kernel_cut = 1;
 	}
 	OPAQUE(depth);

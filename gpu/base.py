@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device family is to the recorder, which knows devices through this alone.
+"""What a device family and the recorder are to each other: `Family`, and the `Host` it is handed.
 
-A family is asked what it finds, started with the recording, drained once an interval, stopped, and
-then asked for the instructions of what it sampled.
+The recorder knows devices through a `Family` alone: it asks what there is, starts it with the
+recording, drains it once an interval, stops it, and then asks for the instructions of what it
+sampled. A family knows the recorder through the `Host` alone: files that targets map, events that
+come by a descriptor, and the open window, which takes samples, kernel times and losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,6 +72,33 @@ class KernelSample:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelTime:
+    """How long a device ran a kernel, exactly.
+
+    Attributes:
+        device: Index into what `detect` found.
+        process: Which process image, by an id of the recorder's.
+        kernel: Its linkage name.
+        begin_ns: When the first of these executions began, monotonic.
+        end_ns: When the last one ended.
+        duration_ns: Of all.
+        count: How many.
+        queue: Handle of the stream or queue, 0 where it is not known.
+        launch_id: As the device numbers launches, 0 where it does not.
+    """
+
+    device: int
+    process: int
+    kernel: str
+    begin_ns: int
+    end_ns: int
+    duration_ns: int
+    count: int = 1
+    queue: int = 0
+    launch_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """One instruction of a kernel; fields as in agent/model/gpu.py."""
 
@@ -89,17 +118,28 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a family says of itself; `devices` is empty, and `why` set, where there is none."""
+    """What a family says of itself.
+
+    Attributes:
+        devices: What is here.
+        why: Why nothing is, "" where something is.
+        cure: A command that helps then, "" for none.
+    """
 
     devices: tuple[Device, ...]
     why: str = ""
+    cure: str = ""
 
 
-class Files(Protocol):
-    """The files that targets map, as the recorder keeps them: open, even if deleted since."""
+class Host(Protocol):
+    """The recording, as a family sees it.
+
+    Files are those that targets map, by ids of the recorder's; they are kept open, so that they can
+    be read even if they were deleted since.
+    """
 
     def path(self, file: int) -> str:
-        """Returns the path as the target sees it."""
+        """Returns the path of a file as the target sees it."""
         ...
 
     def opened(self, file: int) -> AbstractContextManager[TargetFile, bool] | None:
@@ -112,30 +152,34 @@ class Files(Protocol):
     def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
         """Returns (source file, line) by DWARF for each address as the file counts them.
 
-        To be asked in `Family.resolve` only; ("", 0) where nothing is known.
+        To be asked in `Sampler.resolve` only; ("", 0) where nothing is known.
         """
         ...
 
-
-class Family(Protocol):
-    """One family of devices. Adding one is one new folder and one line in gpu/families.py."""
-
-    name: str  # as typed after --gpu
-    api: str  # by which its kernels are launched, as in gpu/apis/
-
-    def detect(self, cpu_period_ns: int = 0) -> Finding:
-        """Looks for devices. Needs no target; never raises for what a machine lacks.
-
-        Asked again after samples of a family that had found none: the driver may be in a container.
+    def watch(self, descriptor: int, take: Callable[[], None]) -> None:
+        """Has events taken as they come, to the end of the recording.
 
         Args:
-            cpu_period_ns: What one CPU sample stands for, for families that are made of them.
+            descriptor: Readable when there are some; stays the family's.
+            take: Reads what there is and never waits. It is also called when there is nothing.
         """
         ...
 
-    def start(self, files: Files) -> None:
-        """Begins with the recording."""
+    def add_samples(self, samples: Iterable[KernelSample]) -> None:
+        """Adds samples to the open window."""
         ...
+
+    def add_times(self, times: Iterable[KernelTime]) -> None:
+        """Adds kernel times to the window in which they end, or to the open one if that is over."""
+        ...
+
+    def lose(self, kind: LossKind, count: int = 1) -> None:
+        """Counts what was lost."""
+        ...
+
+
+class Sampler(Protocol):
+    """A family in a recording."""
 
     def owns(self, file: int) -> bool:
         """Whether a mapped file holds kernels of this family, for CPU samples of them.
@@ -151,18 +195,35 @@ class Family(Protocol):
         """
         ...
 
-    def drain(self, interval: Interval) -> Iterable[KernelSample]:
-        """Returns what was sampled since the last drain."""
+    def drain(self, interval: Interval) -> None:
+        """Gives the host what was sampled since the last drain."""
         ...
 
-    def stop(self) -> Iterable[KernelSample]:
-        """Ends sampling; returns what is left."""
+    def stop(self) -> None:
+        """Ends sampling, and gives the host what is left."""
         ...
 
     def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
         """Returns a kernel's instructions, None where they cannot be had."""
         ...
 
-    def losses(self) -> dict[LossKind, int]:
-        """Returns what was lost."""
+
+class Family(Protocol):
+    """One family of devices. Adding one is one new folder and one line in gpu/families.py."""
+
+    name: str  # as typed after --gpu
+    api: str  # by which its kernels are launched, as in gpu/apis/
+
+    def detect(self, cpu_period_ns: int = 0, *, has_samples: bool = False) -> Finding:
+        """Looks for devices. Needs no target; never raises for what a machine lacks.
+
+        Args:
+            cpu_period_ns: What one CPU sample stands for, for families that are made of them.
+            has_samples: Samples have come although none was found: the driver is where the target
+                runs, in a container.
+        """
+        ...
+
+    def start(self, host: Host) -> Sampler:
+        """Begins with the recording."""
         ...

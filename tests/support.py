@@ -7,6 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from aiflame.agent.inspector.memory import RemoteMemory
 
 # Programs that know the truth about themselves.
 WORKLOADS = Path(__file__).parent / "workloads"
@@ -41,3 +45,21 @@ def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0) -> None
         assert time.monotonic() < deadline, f"not so within {timeout_s} s"
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.25)
+
+
+class _NoFiles:
+    """An opener that finds nothing."""
+
+    def proc(self, pid: int, name: str, limit: int) -> bytes:
+        return b""
+
+    def root(self, pid: int) -> None:
+        raise FileNotFoundError
+
+    def mapped(self, *_: object) -> None:
+        raise FileNotFoundError
+
+
+def blind_inspector() -> Any:
+    """Returns an inspector that finds nothing of any process, and starts no child."""
+    return SimpleNamespace(opener=_NoFiles(), memory=RemoteMemory())

@@ -11,9 +11,16 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 
-from aiflame.agent.capture.schema import SINCE_VERSION_2, SINCE_VERSION_3, schema_sql
+from aiflame.agent.capture.schema import (
+    SINCE_VERSION_2,
+    SINCE_VERSION_3,
+    SINCE_VERSION_4,
+    schema_sql,
+)
 
-_READ_AS_INTEGERS = frozenset({"samples", "waits", "api_calls", "api_events", "device_samples"})
+_READ_AS_INTEGERS = frozenset(
+    {"samples", "waits", "api_calls", "api_events", "device_samples", "kernel_times"}
+)
 
 
 # Characters of a text, bytes of a blob. 381 frames with all that compilers inline into them take
@@ -56,7 +63,8 @@ def _conditions(version: int) -> dict[str, str]:
                 if version > 1 or (table, name) not in SINCE_VERSION_2
             )
             for (table,) in tables
-            if version > 2 or table not in SINCE_VERSION_3
+            if (version > 2 or table not in SINCE_VERSION_3)
+            and (version > 3 or table not in SINCE_VERSION_4)
         }
 
 

@@ -15,6 +15,7 @@ from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
     DEVICE_SAMPLE_DTYPE,
+    KERNEL_TIME_DTYPE,
     NONE,
     ApiFunction,
     Device,
@@ -47,14 +48,18 @@ class GpuReader:
     Args:
         database: An open capture of a version that has it, its columns checked.
         tables: The same capture.
+        has_times: Its version has kernel times.
 
     Raises:
         ValueError, sqlite3.Error: From every method, for a damaged capture.
     """
 
-    def __init__(self, database: sqlite3.Connection, tables: IntegerTables) -> None:
+    def __init__(
+        self, database: sqlite3.Connection, tables: IntegerTables, *, has_times: bool
+    ) -> None:
         self._database = database
         self._tables = tables
+        self._has_times = has_times
         self._ids: dict[str, I64] = {}
 
     def profile(self) -> GpuProfile:
@@ -97,6 +102,7 @@ class GpuReader:
             calls=self._calls(),
             events=self._events(),
             samples=self._samples(),
+            times=self._times(),
         )
 
     def _codes(self) -> Iterator[KernelCode]:
@@ -189,6 +195,19 @@ class GpuReader:
             raise ValueError("a device sample of a launch that is missing")
         return self._filled(DEVICE_SAMPLE_DTYPE, found, _SAMPLE_TABLES)
 
+    def _times(self) -> npt.NDArray[np.void]:
+        if not self._has_times:
+            return np.zeros(0, KERNEL_TIME_DTYPE)
+        names = ("device_id", "kernel_id", "queue", "launch_id", "begin_ns", "end_ns", "count")
+        found = self._columns("kernel_times", (*names, "duration_ns"))
+        if any(
+            float(np.sum(found[n], dtype=float)) >= _LARGEST_SUM for n in ("count", "duration_ns")
+        ):
+            raise ValueError("more kernel times than there can be")
+        if len(found["kernel_id"]) and int(found["kernel_id"].min()) < 0:
+            raise ValueError("a kernel time of no kernel")
+        return self._filled(KERNEL_TIME_DTYPE, found, _TIME_TABLES)
+
 
 _CALL_TABLES = {
     "stack_id": "stacks",
@@ -196,6 +215,7 @@ _CALL_TABLES = {
     "function_id": "api_functions",
     "kernel_id": "kernels",
 }
+_TIME_TABLES = {"device_id": "devices", "kernel_id": "kernels"}
 _SAMPLE_TABLES = {
     "device_id": "devices",
     "code_id": "kernel_codes",

@@ -10,10 +10,10 @@ from importlib import resources
 APPLICATION_ID = 0x41464C4D
 
 # Raised when a reader of the old schema would misread the new one.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # Older ones that are read as well, since all they lack has a value that says so.
-READABLE_VERSIONS = (1, 2, SCHEMA_VERSION)
+READABLE_VERSIONS = (1, 2, 3, SCHEMA_VERSION)
 
 # Columns that version 1 does not have.
 SINCE_VERSION_2 = frozenset({("stacks", "gil")})
@@ -25,6 +25,9 @@ SINCE_VERSION_3 = frozenset(
         *("stall_reasons", "api_calls", "api_events", "device_samples"),
     }
 )
+
+# The table of kernel times, likewise.
+SINCE_VERSION_4 = frozenset({"kernel_times"})
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"

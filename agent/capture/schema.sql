@@ -203,6 +203,20 @@ CREATE TABLE device_samples (
     count INTEGER NOT NULL
 );
 
+-- How long a device ran a kernel (since version 4): count executions between begin_ns and end_ns, of
+-- duration_ns in all. queue: handle of the stream or queue, 0 where it is not known; launch_id: as
+-- the device numbers launches, 0 where it does not.
+CREATE TABLE kernel_times (
+    device_id INTEGER NOT NULL REFERENCES devices (id),
+    kernel_id INTEGER NOT NULL REFERENCES kernels (id),
+    queue INTEGER NOT NULL,
+    launch_id INTEGER NOT NULL,
+    begin_ns INTEGER NOT NULL,
+    end_ns INTEGER NOT NULL,
+    count INTEGER NOT NULL,
+    duration_ns INTEGER NOT NULL
+);
+
 CREATE TABLE losses (
     name TEXT PRIMARY KEY,
     count INTEGER NOT NULL,

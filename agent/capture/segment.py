@@ -102,6 +102,11 @@ class SegmentWriter:
         words = json.dumps(dict(facts or {})).encode()
         self._append(_header() + _FRAME.pack(len(words), zlib.crc32(words)) + words)
 
+    @property
+    def known_rows(self) -> int:
+        """How many rows it has that windows to come may mention."""
+        return sum(map(len, self._seen.values()))
+
     def write(self, window: Window) -> None:
         """Appends a window: it is in the file whole, or not at all.
 

@@ -37,6 +37,7 @@ _COLUMNS = {
     "api_calls": 9,
     "api_events": 14,
     "device_samples": 7,
+    "kernel_times": 8,
 }
 
 

@@ -17,9 +17,8 @@ from aiflame.agent.dumps.session import DumpSession
 from aiflame.agent.kernel.checks import require_all
 from aiflame.agent.kernel.descriptors import raise_limit
 from aiflame.agent.kernel.least import give_up_rights
-from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.targets import target_of_pids
-from aiflame.agent.symbols.frames import Problem, clean_name
+from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 
@@ -75,10 +74,7 @@ def run(args: argparse.Namespace) -> int:
     give_up_rights()
     with SymbolService(cache) as service, DumpSession(cache, service) as session:
         dump = session.take(args.pid)
-        problems = list(service.problems)
-        problems += [
-            Problem(LossKind.BINARY_NOT_READ, f"{p}: {why}") for p, why in session.bad_files.items()
-        ]
+        problems = [*service.problems, *session.problems]
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A function's name may hold what the terminal's encoding can't say.
         sys.stdout.reconfigure(errors="replace")

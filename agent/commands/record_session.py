@@ -113,6 +113,15 @@ class RecordOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _RunningCost:
+    """What this process took from the start to the end of the recording."""
+
+    cpu_ns: int
+    wall_ns: int
+    peak_rss_bytes: int
+
+
 def record(
     target: Target, options: RecordOptions, plan: OutputPlan, printer: ProgressPrinter
 ) -> int:
@@ -167,48 +176,59 @@ class _Session:
         self._workspace = workspace
         self._printer = printer
         self._signals = signals
-        self._sinks: RecordSinks | None = None
 
     def take(self, families: Sequence[Family]) -> None:
         """Records, and publishes the capture."""
         programs = self._options.for_programs(self._target)
-        recorder = Recorder(self._target, programs, self._signals, families)
-        try:
+        with contextlib.ExitStack() as parts:
             try:
-                outcome = self._record(recorder)
-                self._finish(recorder, outcome)
+                recorder = parts.enter_context(
+                    Recorder(self._target, programs, self._signals, families)
+                )
+                recorder.start(self._options.duration_ns)
+                sinks = parts.enter_context(
+                    RecordSinks(
+                        self._workspace,
+                        self._first_facts(recorder),
+                        recorder.table,
+                        self._printer.say,
+                        self._options.keep_ns,
+                    )
+                )
+                self._say_attached()
+            except Aborted:
+                raise Aborted("aborted: nothing was written") from None
+            try:
+                outcome, cost = self._record(recorder, sinks)
+                self._finish(recorder, sinks, outcome, cost)
             except Aborted:
                 raise Aborted("aborted: nothing was written") from None
             # Whatever it is: what was stored by then is published.
             except BaseException as error:
-                self._save(error)
+                self._save(error, sinks)
                 raise
             self._workspace.is_kept = True
             if self._plan.capture is not None:
                 self._publish()
-        finally:
-            recorder.close()
-            if self._sinks is not None:
-                self._sinks.close()
-            if hasattr(recorder, "table"):
-                recorder.table.binaries.close()
 
-    def _record(self, recorder: Recorder) -> Outcome:
+    def _record(self, recorder: Recorder, sinks: RecordSinks) -> tuple[Outcome, _RunningCost]:
         """Records until the end: all that windows say."""
-        sinks = self._start(recorder)
-        self._run(recorder, sinks)
+        if self._target.command is not None:
+            self._target.command.release()
+        cost = self._run(recorder, sinks)
         self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
         outcome = recorder.stop(sinks.give)
         self._workspace.is_kept = True
         priority.as_started()
         self._say_overrun(outcome)
         recorder.finish(sinks.give)
-        return outcome
+        return outcome, cost
 
-    def _finish(self, recorder: Recorder, outcome: Outcome) -> None:
+    def _finish(
+        self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, cost: _RunningCost
+    ) -> None:
         """Completes the capture by what windows do not say."""
-        assert self._sinks is not None  # noqa: S101 - it has recorded
-        report = self._sinks.complete()
+        report = sinks.complete()
         for problem in report.problems:
             self._printer.detail(problem)
         writer = CaptureWriter(self._workspace.database, is_new=False)
@@ -217,7 +237,7 @@ class _Session:
                 recorder.devices.resolve(service, writer, recorder.images)
             losses = self._losses(recorder, outcome, report)
             writer.put("losses", loss_rows(losses, recorder.loss_files()))
-            writer.put_meta(self._last_facts(outcome, report))
+            writer.put_meta(self._last_facts(outcome, cost))
             writer.commit()
         finally:
             writer.close()
@@ -234,13 +254,18 @@ class _Session:
         path = plan.capture or self._workspace.destination.path
         self._printer.say(f"Wrote {path} ({size_bytes / 1e6:.1f} MB)")
 
-    def _save(self, error: BaseException) -> None:
-        """Publishes what is nowhere else yet when something failed; says so if it cannot."""
+    def _save(self, error: BaseException, sinks: RecordSinks | None = None) -> None:
+        """Publishes what is nowhere else yet when something failed; says so if it cannot.
+
+        Args:
+            error: What failed.
+            sinks: Of which the capture may be incomplete.
+        """
         if self._workspace.is_kept and not isinstance(error, Aborted):
             try:
-                if self._sinks is not None:
+                if sinks is not None:
                     with contextlib.suppress(DiskFull, NamesLost):
-                        self._sinks.complete()
+                        sinks.complete()
                 self._publish()
             except AiflameError as another:
                 self._printer.say(f"{another}: {another.hint}")
@@ -248,30 +273,19 @@ class _Session:
                 path = self._workspace.destination.path
                 self._printer.say(f"{another}; the recording is kept: aiflame recover {path}")
 
-    def _start(self, recorder: Recorder) -> RecordSinks:
+    def _say_attached(self) -> None:
         options = self._options
-        recorder.start(options.duration_ns)
-        sinks = self._sinks = RecordSinks(
-            self._workspace,
-            self._first_facts(recorder),
-            recorder.table,
-            self._printer.say,
-            options.keep_ns,
-        )
         what = "on and off CPU" if options.off_cpu else "on CPU only"
         until = "Ctrl-C to stop" if options.duration_ns is None else "Ctrl-C to stop early"
         self._printer.say(
             f"attached: recording {self._target.words} at {options.frequency_hz} Hz, {what}."
             f" {until}."
         )
-        if self._target.command is not None:
-            self._target.command.release()
-        return sinks
 
-    def _run(self, recorder: Recorder, sinks: RecordSinks) -> None:
+    def _run(self, recorder: Recorder, sinks: RecordSinks) -> _RunningCost:
         where = self._workspace
         copies = Copies(where.directory, where.destination.path, self._options.keep_ns)
-        self._begun_cpu_ns, self._begun_ns = _own_cpu_ns(), time.monotonic_ns()
+        begun_cpu_ns, begun_ns = _own_cpu_ns(), time.monotonic_ns()
 
         def every_interval(progress: Progress) -> None:
             self._printer.progress(progress)
@@ -280,9 +294,11 @@ class _Session:
 
         recorder.run(sinks.give, every_interval)
         copies.wait()
-        self._running_cpu_ns = _own_cpu_ns() - self._begun_cpu_ns
-        self._running_ns = time.monotonic_ns() - self._begun_ns
-        self._running_rss_bytes = _peak_rss_bytes()
+        return _RunningCost(
+            cpu_ns=_own_cpu_ns() - begun_cpu_ns,
+            wall_ns=time.monotonic_ns() - begun_ns,
+            peak_rss_bytes=_peak_rss_bytes(),
+        )
 
     def _say_overrun(self, outcome: Outcome) -> None:
         if outcome.overrun_ns > max(_OVERRUN_SHARE * outcome.duration_ns, _OVERRUN_NS):
@@ -317,12 +333,12 @@ class _Session:
             losses[kind] = report.window_losses.get(kind.stored_name, 0)
         return losses
 
-    def _last_facts(self, outcome: Outcome, report: Report) -> dict[str, str | int]:
-        running_share = percent(self._running_cpu_ns, self._running_ns)
+    def _last_facts(self, outcome: Outcome, cost: _RunningCost) -> dict[str, str | int]:
+        running_share = percent(cost.cpu_ns, cost.wall_ns)
         counters = outcome.counters
         return {
             "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
-            "recorder_peak_rss_bytes": self._running_rss_bytes,
+            "recorder_peak_rss_bytes": cost.peak_rss_bytes,
             f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
             f"{FACT_PREFIX}stacks walked before their tables came": counters[
                 abi.Counter.WITHOUT_TABLES

@@ -29,7 +29,7 @@ class NamesLost(AiflameError):
 
 
 class RecordSinks:
-    """The sinks of one recording.
+    """The sinks of one recording, in a `with` block that closes their files.
 
     Args:
         workspace: Where they write.
@@ -119,8 +119,10 @@ class RecordSinks:
         capture_of_windows(self._workspace.database, windows, recorded.facts, with_names=False)
         self._report = Report()
 
-    def close(self) -> None:
-        """Closes the files, and ends who writes the capture."""
+    def __enter__(self) -> RecordSinks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self._segments.close()
         if self._capture is not None:
             self._capture.close()

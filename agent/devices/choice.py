@@ -10,8 +10,6 @@ from aiflame.gpu.families import FAMILIES
 AUTO, NONE = "auto", "none"
 CHOICES = (AUTO, NONE, *FAMILIES)
 
-_CURES = {"opencl": "apt-get install pocl-opencl-icd"}
-
 
 def choose_families(word: str) -> tuple[Family, ...]:
     """Returns the families to record.
@@ -30,7 +28,6 @@ def choose_families(word: str) -> tuple[Family, ...]:
     family = FAMILIES[word]()
     finding = family.detect()
     if not finding.devices:
-        cures = [_CURES[word]] if word in _CURES else []
-        cure = "; or ".join([*cures, "--gpu auto records without"])
+        cure = "; or ".join(filter(None, [finding.cure, "--gpu auto records without"]))
         raise EnvironmentUnfit(f"--gpu {word}: {finding.why}", cure)
     return (family,)

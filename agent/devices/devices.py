@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,18 +26,64 @@ from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
 from aiflame.agent.target_files import GuardedFile
-from aiflame.gpu.base import CodeKey, Family, Interval, KernelSample, Listing
+from aiflame.gpu.base import (
+    CodeKey,
+    Family,
+    Interval,
+    KernelSample,
+    KernelTime,
+    Listing,
+    Sampler,
+)
 
 # Of what families count in (gpu.base.Interval).
 _INTERVAL_NS = 1_000_000_000
 
 
-class _MappedFiles:
-    """What families see of the files of targets (gpu.base.Files)."""
+# Executions that one kernel time tells of: a device starts no more than a million a second.
+_MAX_EXECUTIONS = 1 << 24
+# Of all kernel times of a recording, as readers add them up.
+_MAX_KERNEL_NS = 1 << 62
 
-    def __init__(self, binaries: BinaryTable) -> None:
+# Kernel times of a family that wait for their window: a second of short kernels on a fast device.
+_MAX_WAITING_TIMES = 1 << 16
+
+
+class _FamilyHost:
+    """A family in this recording, and what it sees of that (gpu.base.Host).
+
+    Args:
+        family: The family.
+        first: From what number on its devices are in the window.
+        devices: Those that it found, or one without a name.
+        binaries: The files that targets map.
+        watch: Has the recorder wake up for a descriptor.
+
+    Attributes:
+        sampler: The family's half of the recording.
+        service: Answers DWARF questions, once the recording is over.
+        losses: Of the family.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        first: int,
+        devices: tuple[Device, ...],
+        binaries: BinaryTable,
+        watch: Callable[[int], None],
+    ) -> None:
+        self.family = family
+        self.first = first
+        self.devices = devices
         self._binaries = binaries
+        self._watch = watch
+        self._takes: list[Callable[[], None]] = []
+        self._times: list[KernelTime] = []
         self.service: SymbolService | None = None
+        self._samples: list[KernelSample] = []
+        self.losses: Counter[LossKind] = Counter()
+        self.sampler: Sampler = family.start(self)
 
     def path(self, file: int) -> str:
         return self._binaries.files[file].path
@@ -55,14 +101,38 @@ class _MappedFiles:
         (result,) = self.service.resolve_many([request])
         return [(c[0].file, c[0].line) if c and c[0].line else ("", 0) for c in result.frames]
 
+    def watch(self, descriptor: int, take: Callable[[], None]) -> None:
+        self._takes.append(take)
+        self._watch(descriptor)
 
-class _Running:
-    """A family in this recording; ids of its devices in the capture count from `first`."""
+    def add_samples(self, samples: Iterable[KernelSample]) -> None:
+        self._samples += samples
 
-    def __init__(self, family: Family, first: int, devices: tuple[Device, ...]) -> None:
-        self.family = family
-        self.first = first
-        self.devices = devices
+    def add_times(self, times: Iterable[KernelTime]) -> None:
+        for time in times:
+            if len(self._times) < _MAX_WAITING_TIMES:
+                self._times.append(time)
+            else:
+                self.lose(LossKind.WINDOW_EVENTS_FULL)
+
+    def lose(self, kind: LossKind, count: int = 1) -> None:
+        self.losses[kind] += count
+
+    def poll(self) -> None:
+        """Has the family take its events."""
+        for take in self._takes:
+            take()
+
+    def take_samples(self) -> list[KernelSample]:
+        """Returns the samples since last."""
+        samples, self._samples = self._samples, []
+        return samples
+
+    def take_times(self, until_ns: int) -> list[KernelTime]:
+        """Returns the kernel times up to a monotonic time; later ones are for the next window."""
+        times = [time for time in self._times if time.end_ns <= until_ns]
+        self._times = [time for time in self._times if time.end_ns > until_ns]
+        return times
 
 
 class Devices:
@@ -76,6 +146,7 @@ class Devices:
         kernels: Where kernels get their ids.
         cpu_period_ns: What one CPU sample stands for.
         tell_binary: Tells windows of a binary, by its index.
+        watch: Has `poll` called soon after a descriptor became readable.
 
     Attributes:
         samples: Device samples so far.
@@ -90,22 +161,25 @@ class Devices:
         kernels: KernelTable,
         cpu_period_ns: int,
         tell_binary: Callable[[int], None],
+        watch: Callable[[int], None],
     ) -> None:
         self._tell_binary = tell_binary
+        self._watch = watch
         self._families = families
         self._table = table
         self._window = window
         self._kernels = kernels
         self._cpu_period_ns = cpu_period_ns
-        self._files = _MappedFiles(table.binaries)
-        self._running: list[_Running] = []
-        self._owners: dict[int, Family | None] = {}
+        self._running: list[_FamilyHost] = []
+        self._owners: dict[int, _FamilyHost | None] = {}
         self._codes: dict[tuple[str, CodeKey], int] = {}
+        self._kernel_of: dict[int, int] = {}  # by code: their processes may be forgotten
         self._reasons: dict[tuple[str, str], int] = {}
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
         self._locations = DeviceLocations(
             table, images, lambda file: self._owner(file) is not None, self._runs_by
         )
+        self._kernel_ns_left = _MAX_KERNEL_NS
         self.samples = 0
 
     def start(self) -> None:
@@ -115,9 +189,9 @@ class Devices:
             finding = family.detect(self._cpu_period_ns)
             absent = Device(family.name, "", Tier.LAUNCHES, finding.why, 0)
             devices = finding.devices or (absent,)
-            self._running.append(_Running(family, first, devices))
+            binaries = self._table.binaries
+            self._running.append(_FamilyHost(family, first, devices, binaries, self._watch))
             first += len(devices)
-            family.start(self._files)
         self._tell_devices()
 
     def _tell_devices(self) -> None:
@@ -132,15 +206,21 @@ class Devices:
         ]
         self._window.define("devices", np.array(rows, COLUMNS["devices"].dtype))
 
-    def _owner(self, file: int) -> Family | None:
+    def _owner(self, file: int) -> _FamilyHost | None:
         """Returns the family whose kernels a file holds, None for most files."""
         if file not in self._owners:
-            self._owners[file] = next((f for f in self._families if f.owns(file)), None)
+            owners = (running for running in self._running if running.sampler.owns(file))
+            self._owners[file] = next(owners, None)
         return self._owners[file]
 
     def _runs_by(self, file: int) -> bool:
-        path = self._files.path(file)
-        return any(family.runs_by(path) for family in self._families)
+        path = self._table.binaries.files[file].path
+        return any(running.sampler.runs_by(path) for running in self._running)
+
+    def poll(self) -> None:
+        """Has families take their events; never waits."""
+        for running in self._running:
+            running.poll()
 
     def before_stacks(self) -> None:
         """To be called at a drain before new stacks are added."""
@@ -176,17 +256,20 @@ class Devices:
         for sample in self._locations.take():
             by_family[self._owner(sample.file)].append(sample)
         for running in self._running:
-            found = running.family.drain(Interval(interval, by_family[running.family]))
-            self._take(running, found, end_ns)
+            running.poll()
+            running.sampler.drain(Interval(interval, by_family[running]))
+            self._take(running, end_ns)
 
     def stop(self, end_ns: int) -> None:
         """Ends sampling; end_ns as for `drain`."""
         for running in self._running:
-            self._take(running, running.family.stop(), end_ns)
+            running.sampler.stop()
+            self._take(running, end_ns)
 
-    def _take(self, running: _Running, samples: Iterable[KernelSample], end_ns: int) -> None:
+    def _take(self, running: _FamilyHost, end_ns: int) -> None:
+        """Fills the open window with what a family gave."""
         rows = []
-        for sample in samples:
+        for sample in running.take_samples():
             code = self._code(running.family, sample.code)
             self._offsets[running.family.name, sample.code].add(sample.offset)
             reason = self._reason(running.family.name, sample.reason)
@@ -199,10 +282,25 @@ class Devices:
         if rows and not running.devices[0].name:
             self._found_late(running)
         self._window.add("device_samples", np.array(rows, COLUMNS["device_samples"].dtype))
+        self._take_times(running, end_ns)
 
-    def _found_late(self, running: _Running) -> None:
+    def _take_times(self, running: _FamilyHost, end_ns: int) -> None:
+        start_ns, rows = self._table.start_ns, []
+        for time in running.take_times(start_ns + end_ns):
+            if not _is_sound(time) or time.duration_ns > self._kernel_ns_left:
+                running.lose(LossKind.KERNEL_TIMES_REFUSED)
+                continue
+            kernel = self._kernels.id_of(time.process, running.family.api, time.kernel)
+            self._kernel_ns_left -= time.duration_ns
+            # A kernel may have begun before the recording.
+            times = (max(time.begin_ns - start_ns, 0), max(time.end_ns - start_ns, 0))
+            what = (running.first + time.device, kernel, time.queue, time.launch_id)
+            rows.append((*what, *times, time.count, time.duration_ns))
+        self._window.add("kernel_times", np.array(rows, COLUMNS["kernel_times"].dtype))
+
+    def _found_late(self, running: _FamilyHost) -> None:
         """A driver that is not installed here, but where the target runs."""
-        found = running.family.detect(self._cpu_period_ns).devices
+        found = running.family.detect(self._cpu_period_ns, has_samples=True).devices
         # One row was written for it; more would shift the ids of other families.
         running.devices = found[:1] or running.devices
         self._tell_devices()
@@ -212,6 +310,7 @@ class Devices:
         if known is None:
             known = self._codes[family.name, key] = len(self._codes)
             kernel = self._kernels.id_of(key.process, family.api, key.name)
+            self._kernel_of[known] = kernel
             file = NONE if key.file is None else key.file
             if key.file is not None:
                 self._tell_binary(key.file)
@@ -235,13 +334,14 @@ class Devices:
             writer: Open capture.
             images: ELF headers of binaries.
         """
-        self._files.service = service
-        families = {running.family.name: running.family for running in self._running}
+        running_by_name = {running.family.name: running for running in self._running}
+        for running in self._running:
+            running.service = service
         for (name, key), code in self._codes.items():
-            offsets = frozenset(self._offsets[name, key])
-            listing = self._listing(families[name], key, offsets)
+            running, offsets = running_by_name[name], frozenset(self._offsets[name, key])
+            listing = self._listing(running, key, offsets)
             size_bytes = 0 if listing is None else listing.size_bytes
-            kernel = self._kernels.id_of(key.process, families[name].api, key.name)
+            kernel = self._kernel_of[code]
             binary = None if key.file is None else self._binary_id(writer, images, key.file)
             writer.put("kernel_codes", [(code, kernel, binary, size_bytes)])
             lines = () if listing is None else listing.lines
@@ -250,17 +350,20 @@ class Devices:
                 for line in lines
             ]
             writer.put("instructions", rows)
-        self._files.service = None
+        for running in self._running:
+            running.service = None
 
     def _binary_id(self, writer: CaptureWriter, images: ElfImages, binary: int) -> int:
         elf = images.of(binary)
         path = clean_name(self._table.binaries.files[binary].path)
         return writer.binary_id(path, "" if elf is None else elf.build_id)
 
-    def _listing(self, family: Family, key: CodeKey, offsets: frozenset[int]) -> Listing | None:
-        path = key.name if key.file is None else self._files.path(key.file)
+    def _listing(
+        self, running: _FamilyHost, key: CodeKey, offsets: frozenset[int]
+    ) -> Listing | None:
+        path = key.name if key.file is None else running.path(key.file)
         with self._table.binaries.guard.each_file(path):
-            return family.resolve(key, offsets)
+            return running.sampler.resolve(key, offsets)
         return None
 
     def kernel_names(self) -> dict[int, frozenset[str]]:
@@ -270,10 +373,35 @@ class Devices:
             found[key.process].add(key.name)
         return {process: frozenset(names) for process, names in found.items()}
 
+    def used_binaries(self) -> set[int]:
+        """Returns the files that `resolve` will read."""
+        return {key.file for _, key in self._codes if key.file is not None}
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended; what was sampled of them is kept."""
+        self._locations.forget_images(images)
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        for binary in binaries:
+            self._owners.pop(binary, None)
+
     @property
     def losses(self) -> Counter[LossKind]:
         """What was lost or is not sure."""
         found = Counter(self._locations.losses)
         for running in self._running:
-            found.update(running.family.losses())
+            found.update(running.losses)
         return found
+
+
+def _is_sound(time: KernelTime) -> bool:
+    """Whether a kernel time can be one: it may come from a target."""
+    # Several executions may overlap.
+    at_most_ns = time.count * (time.end_ns - time.begin_ns)
+    return (
+        0 < time.count <= _MAX_EXECUTIONS
+        and 0 <= time.duration_ns <= at_most_ns
+        and 0 <= time.queue < 1 << 64
+        and 0 <= time.launch_id < 1 << 63
+    )

@@ -14,7 +14,7 @@ too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,14 @@ class DeviceLocations:
                 found[key] += count
         self._sums.clear()
         return [CpuSample(*key, count) for key, count in found.items()]
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended."""
+        for index in images:
+            self._with_kernels.pop(index, None)
+        gone = [key for key, found in self._locations.items() if found.image.index in images]
+        for stack in gone:
+            del self._locations[stack]
 
     def _look_again(self) -> None:
         """Looks at stacks whose mappings were not known, once: they have been read since."""

@@ -12,6 +12,8 @@ import time
 import numpy as np
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.doctor.bpf import PATIENCE_NS, recording_itself, spin
+from aiflame.agent.inspector.inspector import Inspector
+from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.model.profile import ROOTED_ENDS, StackEnd
 from aiflame.agent.processes.table import NO_BINARY, ProcessTable
 from aiflame.agent.processes.unwind_tables import UnwindTables
@@ -30,17 +32,17 @@ def stacks(context: Context) -> Finding:
     if context.programs is None or context.probes is None:
         return skip("nothing is attached")
     programs = context.programs
-    with recording_itself(programs) as image:
-        table = ProcessTable(time.monotonic_ns(), lambda _: image)
+    with recording_itself(programs) as image, Inspector() as inspector:
+        table = ProcessTable(time.monotonic_ns(), lambda _: image, inspector)
         tables = UnwindTables(programs, table, cache_dir(), _LIMIT_BYTES, lambda _: None)
         try:
-            table.on_mappings = tables.push
             process = table.seen(os.getpid(), image, 0, "", 0)
+            tables.push(process)
             binaries = {mapping.binary for mapping in process.mappings} - {NO_BINARY}
             tables.poll()
             tables.wait(binaries, time.monotonic_ns() + _BUILD_PATIENCE_NS)
             tables.poll()
-            ends = _ends_of_samples(context)
+            ends = _ends_of_samples(programs)
         finally:
             tables.close()
             table.binaries.close()
@@ -55,16 +57,15 @@ def stacks(context: Context) -> Finding:
     return ok(text)
 
 
-def _ends_of_samples(context: Context) -> list[int]:
+def _ends_of_samples(programs: Programs) -> list[int]:
     """Collects stacks until there are enough, or for a moment."""
-    assert context.programs is not None  # noqa: S101 - asked by the caller
     ends: list[int] = []
-    for _ in context.programs.stacks.chunks(take=True):
+    for _ in programs.stacks.chunks(take=True):
         pass  # from before the tables came
     until_ns = time.monotonic_ns() + PATIENCE_NS
     while len(ends) < _SAMPLES and time.monotonic_ns() < until_ns:
         spin()
-        for _, records in context.programs.stacks.chunks(take=True):
+        for _, records in programs.stacks.chunks(take=True):
             mine = (records["tgid"] == os.getpid()) & (records["user_depth"] > 0)
             ends += records["end"][mine].tolist()
     return ends

@@ -110,16 +110,16 @@ class Joiner:
             frames = tuple(self._python.frame(f) for f in walked.frames if f.code_address)
             return Joined(frames, cut, python_cut, gil_state(holds, bool(frames), ()))
         cuts = Cuts(native=bool(cut), python=bool(python_cut))
-        frames, leaf, match = self._spliced(natives, walked, cuts)
+        frames, leaf, match = self._spliced(self._python, natives, walked, cuts)
         python_cut = python_cut or _UNPAIRED.get(match, "")
         has_python = any(frame.kind is FrameKind.PYTHON for frame in frames)
         return Joined(frames, cut, python_cut, gil_state(holds, has_python, leaf))
 
+    @staticmethod
     def _spliced(
-        self, natives: Sequence[_Native], walked: Walk, cuts: Cuts
+        python: PythonProcess, natives: Sequence[_Native], walked: Walk, cuts: Cuts
     ) -> tuple[tuple[DumpFrame, ...], list[LeafFrame], Match]:
         """Returns all frames, the native ones on the leaf side of all Python frames, and how."""
-        assert self._python is not None  # noqa: S101 - there are Python frames
         roles = [native.role for native in natives]
         whole = splice(roles, walked.frames, cuts, keep_glue=True)
         pieces = whole.pieces
@@ -127,7 +127,7 @@ class Joiner:
         found: list[DumpFrame] = []
         for piece in pieces:
             if piece.is_python:
-                found.append(self._python.frame(walked.frames[piece.at]))
+                found.append(python.frame(walked.frames[piece.at]))
             else:
                 chain = natives[piece.at].chain
                 found += chain if piece in kept else map(_as_glue, chain)

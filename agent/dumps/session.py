@@ -23,8 +23,9 @@ from aiflame.agent.dumps.reading import RawThread, ThreadReader
 from aiflame.agent.dumps.tables import WaitingTables
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit
-from aiflame.agent.inspector.memory import RemoteMemory
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel.loader import load_thread_iterator
+from aiflame.agent.losses import LossKind
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
@@ -32,7 +33,7 @@ from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import thread_registers
 from aiflame.agent.python.gil import GilState
 from aiflame.agent.reports.causes import CAUSES, Cause
-from aiflame.agent.symbols.frames import clean_name
+from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService
 
 # There is no recording that would tell images of one pid apart.
@@ -74,9 +75,10 @@ class DumpSession:
         self._begun_ns = time.monotonic_ns()
         service.start()
         self._program_fd = load_thread_iterator(cache)
-        self._memory = RemoteMemory()
-        self._memory.start()
-        self._table = ProcessTable(0, lambda pid: _IMAGE, memory=self._memory)
+        self._inspector = Inspector()
+        self._inspector.start()
+        self._memory = self._inspector.memory
+        self._table = ProcessTable(0, lambda pid: _IMAGE, self._inspector)
         self._images = ElfImages(self._table.binaries)
         self._tables = WaitingTables(self._table.binaries, self._images, cache)
         self._reader = ThreadReader(
@@ -86,15 +88,18 @@ class DumpSession:
         self._clock_offset_ns: int | None = None
 
     @property
-    def bad_files(self) -> dict[str, str]:
-        """Why a file was not read, or not all of it, by its path."""
-        return self._table.binaries.guard.bad
+    def problems(self) -> list[Problem]:
+        """What was not read of targets, or not all of it."""
+        guard = self._table.binaries.guard
+        bad = [Problem(LossKind.BINARY_NOT_READ, f"{p}: {why}") for p, why in guard.bad.items()]
+        stuck = self._inspector.opener.loss_files[LossKind.FILES_STUCK]
+        return [*bad, *(Problem(LossKind.FILES_STUCK, words) for words in sorted(stuck))]
 
     def __enter__(self) -> DumpSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._memory.close()
+        self._inspector.close()
         self._tables.close()
         self._table.binaries.close()
         os.close(self._program_fd)

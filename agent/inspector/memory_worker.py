@@ -115,11 +115,11 @@ def _copy(tid: int, vectors: list[int], to: int, size: int) -> int:
 
 
 def main() -> None:
-    """Serves until the socket is closed. Arguments: the socket, the shared file, the parent."""
-    questions, shared_fd, parent_pid = map(int, sys.argv[1:])
+    """Serves until the socket is closed; arguments as of `child`, and the shared file."""
+    questions, parent_pid, shared_fd = map(int, sys.argv[1:])
     shared = Shared(shared_fd)
     calls = {**sandbox.BASE_CALLS, **sandbox.MEMORY_CALLS}
-    failures = sandbox.enter(calls.values(), parent_pid, sandbox.CAP_SYS_PTRACE)
+    failures = sandbox.enter(calls.values(), parent_pid, [sandbox.CAP_SYS_PTRACE])
     os.write(questions, f"ready {'; '.join(failures)}".encode())
     while message := os.read(questions, COUNT.size):
         answer(shared, COUNT.unpack(message)[0])

@@ -20,8 +20,9 @@ from collections.abc import Callable, Collection
 NOBODY = 65534
 
 # linux/capability.h
-CAP_SYS_PTRACE = 19
+CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_CHECKPOINT_RESTORE = 2, 19, 21, 40
 _CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITY_SETS = struct.Struct("<6I")
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS = 1, 4, 8
@@ -42,11 +43,12 @@ _INSTRUCTION = struct.Struct("<HBBI")
 
 _AUDIT_ARCH_X86_64 = 0xC000003E  # linux/audit.h
 _X32_SYSCALLS = 0x40000000  # asm/unistd.h: the same calls under other numbers
-_SYS_SECCOMP, _SYS_CAPSET = 317, 126
+_SYS_SECCOMP, _SYS_CAPGET, _SYS_CAPSET = 317, 125, 126
 
 _PROT_EXEC = 4
 _AT_EMPTY_PATH = 0x1000
 _F_DUPFD_CLOEXEC = 1030
+_WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 
 # asm/unistd_64.h. All that allocating, computing and answering take.
 BASE_CALLS = {
@@ -86,6 +88,19 @@ FILE_CALLS = {
     "memfd_create": 319,
 }
 MEMORY_CALLS = {"process_vm_readv": 310}
+# Opening files for reading, asking what they are, and handing them over.
+OPENING_CALLS = {
+    "fstat": 5,
+    "pread64": 17,
+    "dup": 32,
+    "sendmsg": 46,
+    "recvmsg": 47,
+    "fcntl": 72,
+    "fstatfs": 138,
+    "openat": 257,
+    "newfstatat": 262,
+    "openat2": 437,
+}
 
 # Of these calls, by number: which argument is looked at, how it is compared, with what, and whether
 # the call is allowed if so, or if not. Nothing that was read is ever run; fstat(3) is newfstatat(2)
@@ -95,6 +110,7 @@ _CONDITIONS = {
     BASE_CALLS["mprotect"]: (2, _JUMP_IF_ANY, _PROT_EXEC, False),
     FILE_CALLS["newfstatat"]: (3, _JUMP_IF_ANY, _AT_EMPTY_PATH, True),
     FILE_CALLS["fcntl"]: (1, _JUMP_IF_EQUAL, _F_DUPFD_CLOEXEC, True),
+    OPENING_CALLS["openat"]: (2, _JUMP_IF_ANY, _WRITING, False),
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -106,13 +122,20 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def enter(calls: Collection[int], parent_pid: int, capability: int | None = None) -> list[str]:
+def enter(
+    calls: Collection[int],
+    parent_pid: int,
+    capabilities: Collection[int] = (),
+    *,
+    becomes_nobody: bool = True,
+) -> list[str]:
     """Takes rights away from this process, for good; it must have one thread.
 
     Args:
         calls: Numbers of the system calls that it goes on making.
         parent_pid: Of the process that it dies with.
-        capability: One that it keeps, where it has it.
+        capabilities: Those that it keeps, where it has them.
+        becomes_nobody: Whether it becomes another user, where it is root.
 
     Returns:
         What the kernel did not let it do, in words: all else is done.
@@ -128,9 +151,10 @@ def enter(calls: Collection[int], parent_pid: int, capability: int | None = None
     attempt("other threads", _expect_one_thread)
     if os.geteuid() == 0:
         attempt("bounding capabilities", _drop_bounding_set)
-        attempt("groups", lambda: os.setgroups([]))
-        attempt("user", lambda: _become_nobody(capability is not None))
-    attempt("capabilities", lambda: _keep_capability(capability))
+        if becomes_nobody:
+            attempt("groups", lambda: os.setgroups([]))
+            attempt("user", lambda: _become_nobody(bool(capabilities)))
+    attempt("capabilities", lambda: _keep_only(capabilities))
     attempt("dumpable", lambda: _prctl(_PR_SET_DUMPABLE, 0))
     # After the change of user, which takes this setting back (commit_creds, kernel/cred.c).
     attempt("parent's death", lambda: _prctl(_PR_SET_PDEATHSIG, _SIGKILL))
@@ -174,16 +198,25 @@ def _become_nobody(keeps_capabilities: bool) -> None:
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
-def _keep_capability(capability: int | None) -> None:
-    """Gives up all capabilities but one, and that too where it is not permitted."""
-    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
+def has(capability: int) -> bool:
+    """Whether this process is permitted a capability."""
+    return bool(_permitted() >> capability & 1)
+
+
+def _permitted() -> int:
+    data = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
+    _check(_libc.syscall(_SYS_CAPGET, struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), data))
     # Effective, permitted and inheritable; the lower 32 capabilities, then the others.
-    none = struct.pack("<6I", *[0] * 6)
-    if capability is not None:
-        bit = 1 << capability
-        if _libc.syscall(_SYS_CAPSET, header, struct.pack("<6I", bit, bit, *[0] * 4)) == 0:
-            return
-    _check(_libc.syscall(_SYS_CAPSET, header, none))
+    _, low, _, _, high, _ = _CAPABILITY_SETS.unpack(data.raw)
+    return int(low | high << 32)
+
+
+def _keep_only(capabilities: Collection[int]) -> None:
+    """Gives up all capabilities but these, and those too that are not permitted."""
+    bits = sum(1 << capability for capability in capabilities) & _permitted()
+    low, high = bits & 0xFFFF_FFFF, bits >> 32
+    header = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0)
+    _check(_libc.syscall(_SYS_CAPSET, header, _CAPABILITY_SETS.pack(low, low, 0, high, high, 0)))
 
 
 def filter_of(calls: Collection[int]) -> bytes:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host half's view of bpf/aiflame.h. A test compares the two; change both together."""
+"""The host half's view of bpf/aiflame.h. A test compares the two; change both together.
+
+What the kernel half loses stands once, in the list of losses: its enumerators are made of that.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +123,15 @@ class Counter(enum.IntEnum):
 # The slots after them: what the kernel half loses, in the order of the entries.
 LOSS_SLOTS = {
     kind: slot
-    for slot, kind in enumerate((kind for kind in LossKind if kind.counter), len(Counter))
+    for slot, kind in enumerate((kind for kind in LossKind if kind.in_kernel), len(Counter))
 }
 COUNTERS_MAX = len(Counter) + len(LOSS_SLOTS)
+
+
+def losses_header() -> str:
+    """Returns the text of losses.h: enumerators of `enum counter`, made of the list of losses."""
+    names = ", ".join(f"LOST_{kind.name}" for kind in LOSS_SLOTS)
+    return f"#define KERNEL_HALF_LOSSES {names}\n"
 
 
 # Device API functions that can be told apart.

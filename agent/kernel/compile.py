@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import aiflame.bpf
+from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode, MapDefinition, define_program
 from aiflame.agent.kernel.program_list import MAPS, PROGRAMS, TEMPLATES
 from aiflame.agent.kernel.syscalls import MapShape, lift_memlock_limit, map_facts
 
 _UNIT = "record.bpf.c"
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
+# What stands in no file, by the name under which it is included.
+_MADE = {"losses.h": abi.losses_header}
 # As BCC's packages write it (src/python/bcc/version.py.in).
 _VERSION = re.compile(r"__version__ = '([^']+)'")
 
@@ -43,7 +46,9 @@ def paste_includes(folder: Path, name: str, pasted: set[str] | None = None) -> s
         return ""
     pasted.add(name)
     lines = [f'#line 1 "{name}"']
-    for number, line in enumerate((folder / name).read_text().splitlines(), 1):
+    made = _MADE.get(name)
+    text = (folder / name).read_text() if made is None else made()
+    for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.match(line)
         if include is None:
             lines.append(line)

@@ -8,7 +8,7 @@ first seen; what it is called is filled in at the end (see `kernel_names`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,13 +225,29 @@ class ApiCalls:
             self._window.define("functions", rows_of("functions", row))
         return slot
 
-    def finish(self, run: AnyMapping[int, frozenset[str]]) -> None:
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended."""
+        gone = {key for key in self._addresses if key[0] in images}
+        for key in gone:
+            del self._addresses[key]
+        self._names.forget_images(images)
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        for binary in binaries:
+            self._identities.pop(binary, None)
+        self._names.forget_binaries(binaries)
+
+    def finish(
+        self, run: AnyMapping[int, frozenset[str]], images: Collection[int] | None = None
+    ) -> None:
         """Names kernels that no name was told of.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
+            images: Only the kernels of these; None for all.
         """
-        self._names.finish(run)
+        self._names.finish(run, images)
 
     @property
     def losses(self) -> Counter[LossKind]:

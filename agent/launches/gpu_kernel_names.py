@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -168,18 +168,39 @@ class KernelNames:
             pass  # it has ended: what was found before is what there is
         return found
 
-    def finish(self, run: Mapping[int, frozenset[str]]) -> None:
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended."""
+        for known in (self._told, self._aliases):
+            for key in [key for key in known if key[0] in images]:
+                del known[key]
+        for handle in [handle for handle in self._unnamed if handle[0] in images]:
+            del self._unnamed[handle]
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        for binary in binaries:
+            self._symbols.pop(binary, None)
+
+    def finish(
+        self, run: Mapping[int, frozenset[str]], images: Collection[int] | None = None
+    ) -> None:
         """Names what can be named by now.
 
         Args:
             run: By index of process image, the names of kernels that it was seen to run.
+            images: Only their kernels; None for all.
         """
+        unnamed_ones = [
+            unnamed
+            for unnamed in self._unnamed.values()
+            if images is None or unnamed.image.index in images
+        ]
         seen: defaultdict[tuple[int, str], Counter[int]] = defaultdict(Counter)
-        for unnamed in self._unnamed.values():
+        for unnamed in unnamed_ones:
             names = run.get(unnamed.image.index, frozenset())
             words = (word for word, name in unnamed.candidates.items() if name in names)
             seen[unnamed.image.index, unnamed.api].update(words)
-        for unnamed in self._unnamed.values():
+        for unnamed in unnamed_ones:
             name = self._name(unnamed, seen[unnamed.image.index, unnamed.api])
             if name:
                 self._kernels.name(unnamed.row, unnamed.image.index, unnamed.api, name)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from aiflame.agent.model.window import OpenWindow, rows_of
 from aiflame.agent.symbols.frames import clean_name
 
@@ -17,6 +19,7 @@ class KernelTable:
     def __init__(self, window: OpenWindow) -> None:
         self._window = window
         self._ids: dict[tuple[int, str, str, str], int] = {}
+        self._next = 0
 
     def id_of(self, image: int, api: str, name: str, unnamed: str = "") -> int:
         """Returns the id of a kernel, entered now if it was not known.
@@ -30,22 +33,28 @@ class KernelTable:
         key = (image, api, clean_name(name), unnamed)
         known = self._ids.get(key)
         if known is None:
-            known = self._ids[key] = len(self._ids)
+            known = self._ids[key] = self._next
+            self._next += 1
             self._tell(known, *key)
         return known
 
     def unnamed(self, image: int, api: str, why: str) -> int:
         """Returns the id of a kernel of its own that may be named later; `why` it is not yet."""
         key = (image, api, "", why)
-        at = len(self._ids)
-        # Kernels without names are not each other: nothing else gets this key.
-        self._ids[(image, api, f"\0{at}", why)] = at
+        # Kernels without names are not each other: nothing else gets this id.
+        at = self._next
+        self._next += 1
         self._tell(at, *key)
         return at
 
     def name(self, kernel: int, image: int, api: str, name: str) -> None:
         """Names a kernel that was entered without."""
         self._tell(kernel, image, api, clean_name(name), "")
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets the kernels of process images that have ended."""
+        for key in [key for key in self._ids if key[0] in images]:
+            del self._ids[key]
 
     def _tell(self, kernel: int, image: int, api: str, name: str, unnamed: str) -> None:
         text = self._window.text

@@ -14,19 +14,19 @@ import errno
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.probe_sites import choose_site
 from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
@@ -56,6 +56,10 @@ class ApiProbes:
     Args:
         programs: Loaded programs.
         guard: Inside which files are read.
+        apis: Whose functions are probed.
+
+    Raises:
+        ValueError: The kernel half cannot tell so many APIs apart.
 
     Attributes:
         functions: What each slot of the kernel half's table stands for.
@@ -64,11 +68,14 @@ class ApiProbes:
         ranges: File offset and size of each probed function, by file and slot.
     """
 
-    def __init__(self, programs: Programs, guard: FileGuard) -> None:
+    def __init__(self, programs: Programs, guard: FileGuard, apis: Sequence[Api] = APIS) -> None:
+        if len(apis) > abi.APIS_MAX:
+            raise ValueError(f"{len(apis)} device APIs, and room for {abi.APIS_MAX} (APIS_MAX)")
         self._programs = programs
         self._guard = guard
+        self._apis = tuple(apis)
         self._wanted: dict[str, list[tuple[Api, Call | Naming]]] = {}
-        for api in APIS:
+        for api in apis:
             functions: tuple[Call | Naming, ...] = (*api.calls, *api.namings)
             for function in functions:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
@@ -85,7 +92,7 @@ class ApiProbes:
     def look_at_path(self, path: Path) -> None:
         """Probes a file that may be mapped later; one that is not there is none."""
         try:
-            descriptor = open_regular(path)
+            descriptor = open_regular(str(path))
         except OSError:
             return
         try:
@@ -101,7 +108,8 @@ class ApiProbes:
             path: What it is called, for messages.
             image: Its headers, where the caller has them already.
         """
-        identity = file_identity(descriptor)
+        remote = self._guard.remote.get(descriptor)
+        identity = file_identity(descriptor) if remote is None else remote.identity
         if identity in self._seen:
             return identity
         self._seen.add(identity)
@@ -123,7 +131,10 @@ class ApiProbes:
                     probes += self._probes(identity, located, api, function)
             except TooManyFunctions:
                 self._failed(path, "more functions than there is room for")
-        if probes:
+        if probes and remote is not None:
+            # The kernel reads the file to put them on, and no signal gets through to that.
+            self._failed(path, "its file system may not answer", len(probes))
+        elif probes:
             self._attach(descriptor, path, probes)
         return identity
 
@@ -172,7 +183,7 @@ class ApiProbes:
             self.functions.append((api, function))
             row = np.zeros(1, abi.API_CALL_DTYPE)[0]
             _describe(row, function)
-            row["api"] = APIS.index(api)
+            row["api"] = self._apis.index(api)
             self._programs.api_calls.update(slot.to_bytes(4, "little"), row.tobytes())
         return slot
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiflame.agent.elf.dynamic import Dependencies, read_dependencies
 from aiflame.agent.elf.image import ElfImage, NotElf
-from aiflame.agent.symbols.rootfs import open_regular
+from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
 
@@ -76,7 +76,7 @@ def _libraries_of(program: Path, known: dict[str, str], guard: FileGuard) -> lis
 def _needed(path: Path, known: dict[str, str], guard: FileGuard) -> Iterator[Path]:
     needed = Dependencies((), ())
     try:
-        descriptor = open_regular(path)
+        descriptor = open_regular(str(path))
     except OSError:
         return
     try:

@@ -21,7 +21,7 @@ NONE = 0xFFFFFFFF
 
 
 class Operation(enum.IntEnum):
-    """What a call of a device API does. Values are shared with bpf/aiflame.h."""
+    """What a call of a device API does. Values stand in windows and captures."""
 
     LAUNCH = 0
     SYNCHRONIZE = 1
@@ -154,6 +154,21 @@ DEVICE_SAMPLE_DTYPE = np.dtype(
     ]
 )
 
+# How long a device ran a kernel: `count` executions between two times, in ns since the start of the
+# recording, of `duration_ns` in all. `launch_id` is 0 where the device does not number launches.
+KERNEL_TIME_DTYPE = np.dtype(
+    [
+        ("device", "<u4"),
+        ("kernel", "<u4"),
+        ("queue", "<u8"),
+        ("launch_id", "<u8"),
+        ("begin_ns", "<u8"),
+        ("end_ns", "<u8"),
+        ("count", "<u8"),
+        ("duration_ns", "<u8"),
+    ]
+)
+
 
 def _empty(dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
     return np.zeros(0, dtype)
@@ -176,4 +191,5 @@ class GpuProfile:
     calls: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_DTYPE))
     events: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_EVENT_DTYPE))
     samples: npt.NDArray[np.void] = field(default_factory=lambda: _empty(DEVICE_SAMPLE_DTYPE))
+    times: npt.NDArray[np.void] = field(default_factory=lambda: _empty(KERNEL_TIME_DTYPE))
     attributed: npt.NDArray[np.void] | None = None

@@ -2,21 +2,20 @@
 """The files that targets map: each opened once, when first seen, and kept open.
 
 An open descriptor outlives the process, its mount namespace and the file's name, so that symbols
-can be read when the recording has ended. A file is looked for at its path beneath the target's
-root, never following links out of it; when what is found there is another file (deleted,
-replaced, mounted over), the kernel's own link in map_files leads to the right one.
+can be read when the recording has ended.
 """
 
 from __future__ import annotations
 
 import os
-import stat
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
+from aiflame.agent.inspector.inspector import Inspector
+from aiflame.agent.inspector.memory import Span
+from aiflame.agent.inspector.opener import RemoteFile
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.processes.procfs import MapsLine
-from aiflame.agent.symbols.rootfs import open_beneath
 from aiflame.agent.target_files import FileGuard
 
 VDSO_PATH = "[vdso]"
@@ -40,16 +39,19 @@ class BinaryTable:
     """All files mapped executable by any target, told apart by device and inode.
 
     Args:
+        inspector: Opens them.
         guard: Inside which the files are read; one of its own where none is given.
     """
 
-    def __init__(self, guard: FileGuard | None = None) -> None:
+    def __init__(self, inspector: Inspector, guard: FileGuard | None = None) -> None:
+        self._inspector = inspector
         self.guard = guard or FileGuard()
-        self.files: list[BinaryFile] = []
+        self.files: dict[int, BinaryFile] = {}  # by index
+        self._next = 0
         self.unopened = 0
         self._by_identity: dict[tuple[str, int, str], BinaryFile] = {}
         self._roots: dict[tuple[int, int], str] = {}
-        self._fds: list[int] = []
+        self._fds: set[int] = set()
 
     def of_mapping(self, pid: int, line: MapsLine) -> BinaryFile | None:
         """Returns the file behind a mapping, None for anonymous memory.
@@ -68,69 +70,67 @@ class BinaryTable:
         fd = self._dump_vdso(pid, line) if line.path == VDSO_PATH else self._open(pid, line)
         if known is not None and fd is None:
             return known
-        index = len(self.files) if known is None else known.index
+        index = self._next if known is None else known.index
         file = BinaryFile(index, line.path.removesuffix(DELETED), fd, self.root_of(pid))
         if known is None:
-            self.files.append(file)
+            self._next += 1
             self.unopened += fd is None
         else:
-            self.files[index] = file
             self.unopened -= 1
+        self.files[index] = file
         self._by_identity[identity] = file
         return file
 
-    def add(self, file: BinaryFile) -> None:
-        """Adds a file that somebody else has opened, and whose index is the next."""
-        self.files.append(file)
-        if file.fd is not None:
-            self._fds.append(file.fd)
+    def forget(self, binaries: Collection[int]) -> None:
+        """Closes files that nobody maps any more; their indexes are not used again."""
+        for binary in binaries:
+            file = self.files.pop(binary, None)
+            if file is not None and file.fd is not None:
+                self.guard.remote.pop(file.fd, None)
+                self._fds.discard(file.fd)
+                os.close(file.fd)
+        gone = [key for key, file in self._by_identity.items() if file.index not in self.files]
+        for key in gone:
+            del self._by_identity[key]
 
     def _open(self, pid: int, line: MapsLine) -> int | None:
+        path = line.path.removesuffix(DELETED)
+        opener = self._inspector.opener
         try:
-            root_fd = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fd = open_beneath(root_fd, line.path.removesuffix(DELETED))
-            finally:
-                os.close(root_fd)
+            opened = opener.mapped(pid, line.start, line.end, line.device, line.inode, path)
         except OSError:
-            fd = None
-        if fd is not None and os.fstat(fd).st_ino != line.inode:
-            os.close(fd)
-            fd = None
-        if fd is None:
-            fd = _open_map_file(pid, line)
-        fd = keep(fd)
+            return None
+        fd = keep(opened.fd)
         if fd is not None:
-            self._fds.append(fd)
+            self._fds.add(fd)
+            if not opened.is_local:
+                self.guard.remote[fd] = RemoteFile(opener, opened, pid, path)
         return fd
 
     def _dump_vdso(self, pid: int, line: MapsLine) -> int | None:
-        try:
-            with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
-                memory.seek(line.start)
-                image = memory.read(min(line.end - line.start, _MAX_VDSO_BYTES))
-        except (OSError, OverflowError):
+        span = Span(pid, pid, line.start, min(line.end - line.start, _MAX_VDSO_BYTES))
+        (answer,) = self._inspector.memory.read([span])
+        if not answer.data:
             return None
         fd = keep(os.memfd_create("vdso", os.MFD_CLOEXEC))
         if fd is not None:
-            os.write(fd, image)
-            self._fds.append(fd)
+            os.write(fd, answer.data)
+            self._fds.add(fd)
         return fd
 
     def root_of(self, pid: int) -> str:
         """Returns an openable path of a process's root directory that stays valid with us."""
         try:
-            fd = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            root = self._inspector.opener.root(pid)
         except OSError:
             return ""
-        status = os.fstat(fd)
-        identity = (status.st_dev, status.st_ino)
+        fd, identity = root.fd, (root.device, root.inode)
         if identity in self._roots:
             os.close(fd)
         elif keep(fd) is None:
             return ""
         else:
-            self._fds.append(fd)
+            self._fds.add(fd)
             self._roots[identity] = f"/proc/{os.getpid()}/fd/{fd}"
         return self._roots[identity]
 
@@ -138,18 +138,4 @@ class BinaryTable:
         """Closes every file."""
         for fd in self._fds:
             os.close(fd)
-        self._fds = []
-
-
-def _open_map_file(pid: int, line: MapsLine) -> int | None:
-    # /proc/PID/map_files (v4.3 for CAP_SYS_ADMIN, v5.9 for CAP_CHECKPOINT_RESTORE) opens the very
-    # file that is mapped. O_NONBLOCK, and the check, since a target may map a device.
-    link = Path(f"/proc/{pid}/map_files/{line.start:x}-{line.end:x}")
-    try:
-        fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:
-        return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        return None
-    return fd
+        self._fds.clear()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.table import Mapping
@@ -38,6 +40,11 @@ class ElfImages:
                 guard.blame(known.path, image.damage)
             return image
         return None
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets headers of files that nobody maps any more."""
+        for binary in binaries:
+            self._images.pop(binary, None)
 
     def bias(self, mapping: Mapping) -> int:
         """Returns what to subtract from an address in a mapping to get the binary's own."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from aiflame.agent.processes.elf_images import ElfImages
@@ -53,6 +53,11 @@ class InterpreterFinder:
                 loaded = interpreter.loaded_at(self._images.bias(mapping))
                 return FoundInterpreter(mapping.binary, loaded)
         return None
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        for binary in binaries:
+            self._by_binary.pop(binary, None)
 
     def _of_binary(self, binary: int, image: ProcessImage) -> Interpreter | None:
         if binary == NO_BINARY:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiflame.agent import kernelfs
+from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.processes.identity import CgroupPaths, cgroup_paths
 
 # The kernel caps a process at vm.max_map_count mappings, 65,530 by default; each line holds a path
@@ -49,14 +50,22 @@ def read_lines(path: str | Path, limit: int = 65536) -> list[str]:
     Only a newline ends a line, which the kernel escapes in names. str.splitlines() knows others,
     with which a process could write lines of its own into its name or its files'.
     """
-    lines = kernelfs.read_text(path, limit).split("\n")
+    return _lines(kernelfs.read_text(path, limit))
+
+
+def _lines(text: str) -> list[str]:
+    lines = text.split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
-def executable_mappings(pid: int) -> list[MapsLine]:
-    """Returns what a process has mapped executable, in address order."""
+def executable_mappings(opener: Opener, pid: int) -> list[MapsLine]:
+    """Returns what a process has mapped executable, in address order.
+
+    The kernel waits for whoever is changing the mappings, and that may wait for a file system.
+    """
     found = []
-    for line in read_lines(f"/proc/{pid}/maps", _MAX_MAPS_BYTES):
+    text = opener.proc(pid, "maps", _MAX_MAPS_BYTES).decode(errors="replace")
+    for line in _lines(text):
         fields = line.split(None, 5)
         if len(fields) < 5 or "x" not in fields[1]:
             continue
@@ -85,9 +94,12 @@ def comm(pid: int, tid: int | None = None) -> str:
     return kernelfs.read_text(path).rstrip("\n")
 
 
-def command_line(pid: int) -> str:
-    """Returns the arguments joined by spaces, "" for a kernel thread."""
-    raw = kernelfs.read_text(f"/proc/{pid}/cmdline", _MAX_COMMAND_LINE_BYTES)
+def command_line(opener: Opener, pid: int) -> str:
+    """Returns the arguments joined by spaces, "" for a kernel thread.
+
+    They are the process's own memory, which has to be waited for as the mappings have.
+    """
+    raw = opener.proc(pid, "cmdline", _MAX_COMMAND_LINE_BYTES).decode(errors="replace")
     return raw.rstrip("\0").replace("\0", " ")
 
 
@@ -148,6 +160,14 @@ def descendants(pids: Collection[int]) -> list[int]:
         found += new
         parents += new
     return found
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that a process and its children that have ended took, 0 for one that is gone."""
+    lines = read_lines(f"/proc/{pid}/stat")
+    # utime, stime, cutime, cstime (proc_pid_stat(5)); the name before may hold anything.
+    fields = lines[0].rpartition(")")[2].split()[11:15] if lines else []
+    return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
 
 
 def thread_ids(pid: int) -> list[int]:

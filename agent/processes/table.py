@@ -8,13 +8,13 @@ were replaced stay where newer ones do not cover them: old samples still mean th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.inspector.memory import RemoteMemory
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.target_files import FileGuard
@@ -56,6 +56,7 @@ class ProcessImage:
     owner_uid: int = -1
     root: str = ""
     exited_ns: int | None = None
+    is_over: bool = False  # it has exited, or called exec
     was_read: bool = False
     fruitless_reads: int = 0
     reads_to_skip: int = 0
@@ -131,34 +132,37 @@ class ThreadInfo:
 
 
 class ProcessTable:
-    """All images and threads of a recording.
+    """The images and threads of a recording, until they are forgotten.
 
     Args:
         start_ns: Identity of the images that are there before the recording begins, and until
             `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
-        guard: Inside which the files of targets are read.
-        memory: Reads memory of processes.
+        inspector: Opens files of targets, and reads their memory.
+        guard: Inside which those files are read; one of its own where none is given.
     """
 
     def __init__(
         self,
         start_ns: int,
         current_image: Callable[[int], int | None],
+        inspector: Inspector,
         guard: FileGuard | None = None,
-        memory: RemoteMemory | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
-        self.on_mappings: Callable[[ProcessImage], None] = lambda image: None
         self._current_image = current_image
-        self.images: list[ProcessImage] = []
-        self.threads: list[ThreadInfo] = []
-        self.binaries = BinaryTable(guard)
-        self.memory = memory or RemoteMemory()
+        self.images: dict[int, ProcessImage] = {}  # by index
+        self._opener = inspector.opener
+        self.memory = inspector.memory
+        self.binaries = BinaryTable(inspector, guard)
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
-        self._thread_by_key: dict[tuple[int, int], ThreadInfo] = {}
+        self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid
+        self._next_image = self._next_thread = 0
+        self._ended: list[ProcessImage] = []
+        self._ended_threads: list[ThreadInfo] = []
         self._changed: dict[int, ProcessImage] = {}
+        self._remapped: dict[int, ProcessImage] = {}
         self._changed_threads: dict[int, ThreadInfo] = {}
 
     def is_current(self, image: ProcessImage) -> bool:
@@ -171,6 +175,48 @@ class ProcessTable:
         self._changed.clear()
         self._changed_threads.clear()
         return images, threads
+
+    def take_ended(self) -> tuple[list[ProcessImage], list[ThreadInfo]]:
+        """Returns the images and threads that have ended since last."""
+        ended = self._ended, self._ended_threads
+        self._ended, self._ended_threads = [], []
+        return ended
+
+    def ended_images(self) -> set[int]:
+        """Returns the indexes of the images that `take_ended` will return."""
+        return {image.index for image in self._ended}
+
+    def look_for_ended(self) -> None:
+        """Finds images of whose end nobody has told: events may be lost."""
+        for image in [image for image in self.images.values() if not image.is_over]:
+            if not self.is_current(image):
+                self._end(image)
+
+    def _end(self, image: ProcessImage) -> None:
+        if not image.is_over:
+            image.is_over = True
+            self._ended.append(image)
+
+    def threads_of(self, image: ProcessImage) -> list[ThreadInfo]:
+        """Returns the threads of an image that are known."""
+        return [*self._threads.get(image.index, {}).values()]
+
+    def forget(self, images: Collection[ProcessImage], threads: Collection[ThreadInfo]) -> None:
+        """Forgets images, with all of their threads, and single threads."""
+        for image in images:
+            self.images.pop(image.index, None)
+            self._by_key.pop((image.pid, image.image), None)
+            self._threads.pop(image.index, None)
+            if self._latest.get(image.pid) is image:
+                del self._latest[image.pid]
+        for thread in threads:
+            self._threads.get(thread.image.index, {}).pop(thread.tid, None)
+
+    def take_remapped(self) -> list[ProcessImage]:
+        """Returns the images of which new mappings were read since last."""
+        images = [*self._remapped.values()]
+        self._remapped.clear()
+        return images
 
     def rename(self, thread: ThreadInfo, name: str) -> None:
         """Gives a thread the name that it has now, unless that is empty."""
@@ -199,19 +245,23 @@ class ProcessTable:
     def _enter(
         self, pid: int, image: int, ns: int, parent_pid: int = 0, name: str = ""
     ) -> ProcessImage:
-        entered = ProcessImage(len(self.images), pid, image, max(ns, self.start_ns), parent_pid)
+        entered = ProcessImage(self._next_image, pid, image, max(ns, self.start_ns), parent_pid)
+        self._next_image += 1
         entered.name = name or procfs.comm(pid) or f"pid {pid}"
-        self.images.append(entered)
+        self.images[entered.index] = entered
         self._changed[entered.index] = entered
         self._by_key[(pid, image)] = entered
         self._read_identity(entered)
+        before = self._latest.get(pid)
+        if before is not None and before.image < image:
+            self._end(before)  # it has called exec
         self._latest[pid] = entered
         return entered
 
     def _read_identity(self, image: ProcessImage) -> None:
         pid = image.pid
         cgroup = procfs.cgroups(pid).telling
-        executable, command_line = procfs.executable(pid), procfs.command_line(pid)
+        executable, command_line = procfs.executable(pid), procfs.command_line(self._opener, pid)
         if not cgroup or not self.is_current(image):
             self._inherit(image)  # it is gone, or has become another program by exec
             return
@@ -237,7 +287,7 @@ class ProcessTable:
         asked after the read, so that one image never gets another's mappings.
         """
         found = []
-        for line in procfs.executable_mappings(image.pid):
+        for line in procfs.executable_mappings(self._opener, image.pid):
             file = self.binaries.of_mapping(image.pid, line)
             binary = NO_BINARY if file is None else file.index
             found.append(Mapping(line.start, line.end, line.offset, binary))
@@ -247,7 +297,7 @@ class ProcessTable:
         is_new = image.replace_mappings(found)
         if is_new:
             self._changed[image.index] = image
-            self.on_mappings(image)
+            self._remapped[image.index] = image
         return is_new
 
     def unknown_address(self, image: ProcessImage, is_certain: bool) -> None:
@@ -273,19 +323,24 @@ class ProcessTable:
         if known is not None:
             known.exited_ns = ns
             self._changed[known.index] = known
+            self._end(known)
+
+    def thread_ended(self, thread: ThreadInfo) -> None:
+        """Notes the end of a thread."""
+        thread.has_ended = True
+        self._ended_threads.append(thread)
 
     def known_thread(self, image: ProcessImage, tid: int) -> ThreadInfo | None:
         """Returns a thread if it was entered."""
-        return self._thread_by_key.get((image.index, tid))
+        return self._threads.get(image.index, {}).get(tid)
 
     def thread(self, image: ProcessImage, tid: int) -> ThreadInfo:
         """Returns a thread, entered now with the name it has now if it was not known."""
-        key = (image.index, tid)
-        known = self._thread_by_key.get(key)
+        threads = self._threads.setdefault(image.index, {})
+        known = threads.get(tid)
         if known is None:
             name = procfs.comm(image.pid, tid) or image.name
-            known = ThreadInfo(len(self.threads), image, tid, name)
-            self.threads.append(known)
+            known = threads[tid] = ThreadInfo(self._next_thread, image, tid, name)
+            self._next_thread += 1
             self._changed_threads[known.index] = known
-            self._thread_by_key[key] = known
         return known

@@ -101,6 +101,17 @@ class UnwindTables:
         self._queued.pop(pid, None)
         self._gone.add(pid)
 
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more; their tables leave the kernel."""
+        for binary in binaries:
+            self._hits.pop(binary, None)
+            self._used_at.pop(binary, None)
+        known = (self._settled, self._noted, self._without, self._wanted, self._short)
+        for some in known:
+            some.difference_update(binaries)
+        self._kernel.remove([binary for binary in binaries if binary in self._kernel.places])
+        self.images.forget_binaries(binaries)
+
     def note_used(self, hits: Counter[int]) -> None:
         """Takes note of how many of a drain's stacks each binary is in."""
         self._drains += 1
@@ -303,7 +314,7 @@ class UnwindTables:
     def wait_before_start(self) -> None:
         """Waits a moment for tables of files never recorded before: first stacks need them."""
         images = self._table.images
-        binaries = {mapping.binary for image in images for mapping in image.mappings}
+        binaries = {mapping.binary for image in images.values() for mapping in image.mappings}
         self.wait(binaries - {NO_BINARY}, time.monotonic_ns() + _BEFORE_START_NS)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,8 @@ class Events:
         thread_times: Is told when threads end.
         keepers: Are told when a process has ended.
         calls: Takes calls of device APIs.
+        follow_mappings: Is called when the mappings of processes may have been read, before
+            anything later of them is told.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Events:
         thread_times: ThreadTimes,
         keepers: Sequence[KeepsProcesses],
         calls: ApiCalls,
+        follow_mappings: Callable[[], None],
     ) -> None:
         self._ring = ring
         self._table = table
@@ -49,6 +52,7 @@ class Events:
         self._thread_times = thread_times
         self._keepers = keepers
         self._calls = calls
+        self._follow_mappings = follow_mappings
 
     def take(self) -> bool:
         """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
@@ -60,6 +64,7 @@ class Events:
                 name = bytes(event["comm"]).decode(errors="replace")
                 image, ns = int(event["image"]), int(event["ns"])
                 self._table.seen(int(event["tgid"]), image, int(event["parent_tgid"]), name, ns)
+                self._follow_mappings()
             elif kind == abi.EventType.PROCESS_EXIT:
                 event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
                 self._table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))
@@ -83,5 +88,5 @@ class Events:
         )
         thread = self._table.thread(image, tid)
         self._table.rename(thread, name)
-        thread.has_ended = True
+        self._table.thread_ended(thread)
         self._thread_times.end(event)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
@@ -18,7 +20,7 @@ class ProcessFacts:
     """Facts of a process table that windows have to know.
 
     Args:
-        window: Where they go, and what ended processes had mapped is forgotten.
+        window: Where they go.
         table: Process table.
         images: ELF headers of its binaries.
     """
@@ -29,8 +31,8 @@ class ProcessFacts:
         self._images = images
         self._binaries: set[int] = set()
         self._cgroups: dict[str, int] = {}
-        # Processes that have ended, by the window: their last stacks may come in the one after.
-        self._gone: tuple[list[int], ...] = ([], [], [])
+        self._next_cgroup = 0
+        self._images_in: dict[str, set[int]] = {}
 
     def tell(self, end_ns: int) -> None:
         """Tells what is new.
@@ -38,11 +40,7 @@ class ProcessFacts:
         Args:
             end_ns: When the recording ends, monotonic: who ends later lives.
         """
-        if self._gone[0]:
-            self._window.forget_contents(self._gone[0])
         images, threads = self._table.take_changed()
-        ended = [image.index for image in images if image.exited_ns is not None]
-        self._gone = (*self._gone[1:], ended)
         text = self._window.text
         rows = [(t.index, t.image.index, t.tid, text(t.name)) for t in threads]
         if rows:
@@ -60,18 +58,21 @@ class ProcessFacts:
         row = (
             *(image.index, image.pid, image.parent_pid, image.namespaced_pid, image.image),
             *(max(image.started_ns - self._table.start_ns, 0), exited_ns),
-            *(self._cgroup(image.cgroup), text(image.name)),
+            *(self._cgroup(image), text(image.name)),
             *(text(image.executable), text(image.command_line)),
         )
         self._window.define("processes", rows_of("processes", row))
 
-    def _cgroup(self, path: str) -> int:
-        """Returns the number of a cgroup, told now if it is new."""
+    def _cgroup(self, image: ProcessImage) -> int:
+        """Returns the number of a process's cgroup, told now if it is new."""
+        path = image.cgroup
         if not path:
             return NONE
+        self._images_in.setdefault(path, set()).add(image.index)
         known = self._cgroups.get(path)
         if known is None:
-            known = self._cgroups[path] = len(self._cgroups)
+            known = self._cgroups[path] = self._next_cgroup
+            self._next_cgroup += 1
             text, identity = self._window.text, identity_of(path)
             engines = [container.engine for container in identity.containers]
             engine = engines[-1].value if engines and engines[-1] else ""
@@ -91,6 +92,17 @@ class ProcessFacts:
             self.tell_binary(mapping.binary)
             rows.append((image.index, mapping.binary, *place, self._images.bias(mapping) % _UINT64))
         self._window.define("mappings", np.array(rows, COLUMNS["mappings"].dtype))
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended, and cgroups in which none is left."""
+        for path, inside in [*self._images_in.items()]:
+            inside.difference_update(images)
+            if not inside:
+                del self._images_in[path], self._cgroups[path]
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        self._binaries.difference_update(binaries)
 
     def tell_binary(self, binary: int) -> None:
         """Tells of a binary by its index, once."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -189,6 +189,17 @@ class PythonProcesses:
         """Takes a process out of the kernel half."""
         self._waiting.pop(pid, None)
         self._programs.pythons.delete(pid.to_bytes(4, "little"))
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets the interpreters of process images that have ended."""
+        for image in images:
+            self.by_image.pop(image, None)
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files that nobody maps any more."""
+        self._finder.forget_binaries(binaries)
+        for binary in binaries:
+            self._key_blocks.pop(binary, None)
 
     def prepare(self, threads: Iterable[tuple[ProcessImage, int]]) -> None:
         """Reads where the walks of sleeping threads begin, those of all at once.

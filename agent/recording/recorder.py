@@ -8,6 +8,7 @@ and holds no compiler.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import resource
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
-from aiflame.agent.inspector.memory import RemoteMemory
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.least import give_up_admin
@@ -40,6 +41,7 @@ from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
+from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.pythons import PythonProcesses
@@ -98,13 +100,17 @@ class Outcome:
 
 
 class Recorder:
-    """One recording.
+    """One recording, in a `with` block that detaches it and takes its programs out of the kernel.
 
     Args:
         target: Whom to record.
         options: What is compiled into the kernel half.
         signals: Ends the recording.
         families: Devices to record.
+
+    Attributes:
+        start_ns: When it began, monotonic; 0 before `start`.
+        started_unix_ns: The same by the wall clock.
     """
 
     def __init__(
@@ -115,19 +121,9 @@ class Recorder:
         families: Sequence[Family] = (),
     ) -> None:
         self._target = target
-        self._families = families
         self._options = options
         self._signals = signals
-        self._memory = RemoteMemory()
-        self._memory.start()  # it is ready by the time that the programs are
-        self._programs: Programs = load_programs(options, cache_dir())
-        command = () if target.command is None else target.command.words
-        self._guard = FileGuard()
-        self._runtimes = runtime_files(command, self._guard) if options.calls else []
-        if self._runtimes:
-            self._programs.expect_calls()
-        self._probes = Probes(self._programs, options.off_cpu)
-        self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
+        self.start_ns = self.started_unix_ns = 0
         self.cpu_count = len(online_cpus())
         self._possible_cpus = possible_cpus()
         self._boundary_ns = 0
@@ -142,13 +138,93 @@ class Recorder:
         self._has_entered = False
         self._end_ns = abi.NEVER_NS
         self._real_time = priority.RealTime()
+        self._guard = FileGuard()
+        with contextlib.ExitStack() as parts:
+            self._build_kernel_half(parts)
+            self._build_host_half(parts, families)
+            self._parts = parts.pop_all()
+
+    def _build_kernel_half(self, parts: contextlib.ExitStack) -> None:
+        """Makes what speaks to the kernel."""
+        options, command = self._options, self._target.command
+        self._inspector = Inspector()
+        parts.callback(self._inspector.close)
+        self._inspector.start()  # it is ready by the time that the programs are
+        self._programs: Programs = load_programs(options, cache_dir())
+        parts.callback(self._programs.close)
+        words = () if command is None else command.words
+        self._runtimes = runtime_files(words, self._guard) if options.calls else []
+        if self._runtimes:
+            self._programs.expect_calls()
+        self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
+        parts.callback(self._ring.close)
+        self._probes = Probes(self._programs, options.off_cpu)
+        parts.callback(self._probes.close)
+
+    def _build_host_half(self, parts: contextlib.ExitStack, families: Sequence[Family]) -> None:
+        """Makes what turns what comes from the kernel into windows."""
+        options, programs, window = self._options, self._programs, self._window
+        table = self.table = ProcessTable(
+            time.monotonic_ns(), self._current_image, self._inspector, self._guard
+        )
+        parts.callback(table.binaries.close)
+        self.samples = Samples(window, table)
+        self.thread_times = ThreadTimes(window, table)
+        self.tables = UnwindTables(
+            programs, table, cache_dir(), options.unwind_bytes_max, self._ring.watch
+        )
+        parts.callback(self.tables.close)
+        self.images = self.tables.images
+        self.facts = ProcessFacts(window, table, self.images)
+        self.pythons = PythonProcesses(programs, table, self.images, window)
+        self.kernels = KernelTable(window)
+        self.calls = ApiCalls(programs, table, self.images, self.kernels, window)
+        parts.callback(self.calls.close)
+        self.events = Events(
+            self._ring,
+            table,
+            self.samples,
+            self.thread_times,
+            (self.tables, self.pythons),
+            self.calls,
+            self._follow_mappings,
+        )
+        self.devices = Devices(
+            families,
+            table,
+            self.images,
+            window,
+            self.kernels,
+            options.period_ns,
+            self.facts.tell_binary,
+            self._ring.watch,
+        )
+        self.stacks = Stacks(window, table, self.calls, [self.devices])
+        self._ended = Ended(
+            programs,
+            table,
+            window,
+            (self.pythons, self.calls, self.kernels, self.devices, self.facts),
+            (self.tables, self.pythons, self.calls, self.devices, self.facts),
+            self.devices.used_binaries,
+        )
+        walker = StackWalker(self.tables, self.images) if options.user_stacks else None
+        self.sleepers = Sleepers(
+            programs, table, self.tables, walker, self.pythons, options.kernel_stacks
+        )
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._parts.close()
 
     def start(self, duration_ns: int | None) -> None:
         """Goes live: from here on nothing of the target is missed, to the end if that is known."""
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        own = [pid for pid in (os.getpid(), self._memory.pid) if pid is not None]
+        own = [os.getpid(), *self._inspector.pids]
         for pid in own:  # what they start is excluded as well
             self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
@@ -156,16 +232,11 @@ class Recorder:
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
-        self.table = ProcessTable(
-            time.monotonic_ns(), self._current_image, self._guard, self._memory
-        )
-        self.samples = Samples(self._window, self.table)
-        self.thread_times = ThreadTimes(self._window, self.table)
         pids = [pid for pid in self._target.existing_pids() if pid not in own]
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
         self._prepare_tables(pids)
-        self._start_devices()
+        self.devices.start()
         command = self._target.command
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
@@ -178,67 +249,38 @@ class Recorder:
             self._end_ns = self.start_ns + duration_ns
         programs.set(abi.Setting.END_NS, self._end_ns)
         self._probes.start_clocks(self._options.period_ns)
-        walker = StackWalker(self.tables, self.images) if self._options.user_stacks else None
-        kernel_stacks = self._options.kernel_stacks
-        self.sleepers = Sleepers(
-            programs, self.table, self.tables, walker, self.pythons, kernel_stacks
-        )
         existing = self.sleepers.enter(pids) if self._options.off_cpu else ()
         self._entering = itertools.chain(existing, self._entered())
         self._enter_sleepers()
 
     def _prepare_tables(self, pids: list[int]) -> None:
         """Brings what the cache has of named targets' unwind tables, before the first sample."""
-        limit_bytes = self._options.unwind_bytes_max
-        self.tables = UnwindTables(
-            self._programs, self.table, cache_dir(), limit_bytes, self._ring.watch
-        )
-        self.images = self.tables.images
-        self.facts = ProcessFacts(self._window, self.table, self.images)
-        self.pythons = PythonProcesses(self._programs, self.table, self.images, self._window)
-        self.kernels = KernelTable(self._window)
-        self.calls = ApiCalls(self._programs, self.table, self.images, self.kernels, self._window)
-        self.events = Events(
-            self._ring,
-            self.table,
-            self.samples,
-            self.thread_times,
-            (self.tables, self.pythons),
-            self.calls,
-        )
-        # Tables are built by children, while the kernel verifies the programs for calls.
-        if self._options.user_stacks:
-            self.table.on_mappings = self.tables.push
         if self._target.filter is abi.Filter.PIDS:
             for pid in pids:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
+        known = self.table.take_remapped()
+        # Tables are built by children, while the kernel verifies the programs for calls.
+        if self._options.user_stacks:
+            for image in known:
+                self.tables.push(image)
         self.tables.poll()
         self.calls.prepare(self._runtimes)
-        self.table.on_mappings = self._mappings_read
-        for image in self.table.images:
-            self._mappings_read(image)
+        for image in known:
+            self._look(image)
         self.tables.wait_before_start()
         self.pythons.poll()
 
-    def _start_devices(self) -> None:
-        period_ns = self._options.period_ns
-        self.devices = Devices(
-            self._families,
-            self.table,
-            self.images,
-            self._window,
-            self.kernels,
-            period_ns,
-            self.facts.tell_binary,
-        )
-        self.stacks = Stacks(self._window, self.table, self.calls, [self.devices])
-        self.devices.start()
+    def _follow_mappings(self) -> None:
+        """Brings what was newly mapped to all who work by it."""
+        for image in self.table.take_remapped():
+            if self._options.user_stacks:
+                self.tables.push(image)
+            self._look(image)
 
-    def _mappings_read(self, image: ProcessImage) -> None:
+    def _look(self, image: ProcessImage) -> None:
         if self._options.calls:
             self.calls.look(image)
         if self._options.user_stacks:
-            self.tables.push(image)
             self.pythons.look(image)
 
     def _enter_sleepers(self) -> bool:
@@ -303,6 +345,7 @@ class Recorder:
                     give(self._next_window())
                 self.tables.poll()
                 self.pythons.poll()
+                self.devices.poll()
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
@@ -329,6 +372,7 @@ class Recorder:
     def _drain_stacks(self) -> None:
         for keys, records in self._programs.stacks.chunks(take=True):
             self.stacks.add(keys, records)
+            self._follow_mappings()
             self._real_time.check()
         self.pythons.take_chains()
 
@@ -364,6 +408,7 @@ class Recorder:
             is_last: No program writes any more; waits that are open end here.
         """
         self.devices.before_stacks()
+        self._follow_mappings()
         self._drain_stacks()
         end_ns = self._since_start(boundary_ns)
         keys, values = self._programs.sums[written].take_all()
@@ -434,6 +479,7 @@ class Recorder:
 
     def _close_window(self, boundary_ns: int, *, is_last: bool = False) -> Window:
         """Closes the open window at a monotonic time."""
+        self.calls.finish(self.devices.kernel_names(), self.table.ended_images())
         self.facts.tell(self._end_ns)
         losses = read_losses(self._programs.counters, self._possible_cpus) + self.losses()
         for kind, count in (losses - self._told_losses).items():
@@ -444,7 +490,10 @@ class Recorder:
         rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         cost = Cost(cpu_ns - before_ns, 0, rss_bytes)
         end_ns = self._since_start(boundary_ns)
-        return self._window.close(end_ns, is_last=is_last, cost=cost)
+        window = self._window.close(end_ns, is_last=is_last, cost=cost)
+        if not is_last:
+            self._ended.forget()
+        return window
 
     def stop(self, give: Callable[[Window], None]) -> Outcome:
         """Ends sampling, and gives what is left."""
@@ -483,13 +532,13 @@ class Recorder:
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
-        for part in (*parts, self._memory):
+        for part in (*parts, self._inspector):
             found.update(part.losses)
         return found
 
     def loss_files(self) -> dict[LossKind, set[str]]:
         """Returns the files to blame."""
-        parts = (self.tables, self.pythons, self.calls.probes, self._memory)
+        parts = (self.tables, self.pythons, self.calls.probes, self._inspector)
         files = {kind: found for part in parts for kind, found in part.loss_files.items()}
         files[LossKind.BINARY_NOT_READ] = {
             f"{path} ({why})" for path, why in self._guard.bad.items()
@@ -511,17 +560,6 @@ class Recorder:
         event["blocked_ns"] = parts.get(SampleClass.BLOCKED, 0)
         event["runnable_ns"] = parts.get(SampleClass.WAITING_TO_RUN, 0)
         self.samples.add_wait(event, is_open=True)
-
-    def close(self) -> None:
-        """Detaches and takes the programs out of the kernel."""
-        self._probes.close()
-        if hasattr(self, "calls"):
-            self.calls.close()
-        if hasattr(self, "tables"):
-            self.tables.close()
-        self._memory.close()
-        self._ring.close()
-        self._programs.close()
 
 
 def _bounds(target: Target, options: ProgramOptions) -> Bounds:

@@ -328,11 +328,10 @@ class Sleepers:
 
     def _read_processes(self, pids: set[int]) -> None:
         """Reads the mappings of processes that nothing was seen of in the recording."""
-        self._table.on_mappings = self._pythons.look  # the kernel half walks no more
         for pid in pids:
             image = self._table.image(pid, self._table.first_image)
-            if not image.was_read:
-                self._table.read_mappings(image)
+            if not image.was_read and self._table.read_mappings(image):
+                self._pythons.look(image)  # the kernel half walks no more
         self._pythons.poll()
 
     def end_of(self, sleeper: Sleeper) -> StackEnd:

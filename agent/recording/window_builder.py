@@ -8,7 +8,7 @@ the window that is open. Nothing here knows BPF.
 Memory is bounded: of the open window by `Bounds`, of stacks between windows by a cache. A stack
 that is mentioned, and is not in the cache or has never come, is there as lost: only its time is
 known.
-Facts of processes that are gone are dropped by `forget_processes`.
+Facts of what is gone are dropped by `forget`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,25 @@ _WITH_PARTS = tuple(name for name, column in COLUMNS.items() if column.parts)
 _PARTS = tuple(COLUMNS[name].parts for name in _WITH_PARTS)
 _MEASURES = tuple(name for name, column in COLUMNS.items() if column.adds)
 _EVENTS = tuple(name for name, c in COLUMNS.items() if not c.key and name not in _PARTS)
-# Facts that no row refers to: they come with their process.
-_OF_PROCESSES = ("mappings", "code_objects", "code_lines", "jit_symbols")
+# Facts that no row refers to: they come with their process, those of Python code with the chains
+# that have it.
+_OF_CODE = ("code_objects", "code_lines")
+_OF_PROCESSES = ("mappings", *_OF_CODE, "jit_symbols")
+# Of Python code: beyond, what no chain has that is kept is dropped.
+_MOST_CODE_ROWS = 1 << 15
+# Texts beyond what was left when they were last gone through.
+_MOST_NEW_TEXTS = 1 << 13
 # Facts in an order in which each comes before those that its rows refer to.
 _FACTS = (
     *("codes", "kernels", "threads"),
     *_OF_PROCESSES,
     *("processes", "cgroups", "binaries", "functions", "devices", "reasons"),
 )
+
+
+# An odd number: products tell apart what they are made of (Knuth, The Art of Computer Programming
+# 3, 6.4). Where two meet, a fact too many is in a window.
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,8 @@ class WindowBuilder:
         }
         self._late: dict[str, set[int]] = {name: set() for name in _WITH_PARTS}
         self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
+        self._most_code_rows = _MOST_CODE_ROWS
+        self._most_texts = _MOST_NEW_TEXTS
         self._losses: Counter[LossKind] = Counter()
         self._lost_ns: Counter[LossKind] = Counter()
 
@@ -302,17 +315,24 @@ class WindowBuilder:
 
     def _take_late(self, column: str) -> dict[int, int]:
         """Returns those that are given late; they are kept, so nobody asks for their process."""
-        late = {number: NONE for number in self._late[column] if number in self._kept[column]}
+        processes = self._process_numbers()
+        kept = self._kept[column]
+        late = {
+            number: NONE
+            for number in self._late[column]
+            if number in kept and _process_in(column, kept[number]) in processes
+        }
         self._late[column].clear()
         return late
 
     def _from_kept(self, column: str, owners: dict[int, int]) -> tuple[Rows, Rows]:
         """Returns kept rows by id, each with its process, should it not be there any more."""
         layout, kept = COLUMNS[column], self._kept[column]
+        processes = self._process_numbers()
         found, parts = [], []
         for number, process in owners.items():
             content = kept.get(number)
-            if content is None:
+            if content is None or _process_in(column, content) not in processes:
                 content = (_lost(column, number, process), b"")
                 self.lose(_LOST[column], 1)
             else:
@@ -333,7 +353,9 @@ class WindowBuilder:
         for name in _FACTS:
             column, known = COLUMNS[name], self._facts[name]
             number = column.key[0]
-            if name in _OF_PROCESSES:
+            if name in _OF_CODE:
+                chosen = self._in_chains(name, known, columns)
+            elif name in _OF_PROCESSES:
                 chosen = np.isin(known["process"], np.concatenate(wanted["processes"]))
             else:
                 chosen = np.isin(known[number], _joined(wanted[name], known[number].dtype))
@@ -363,35 +385,92 @@ class WindowBuilder:
                 rows[text] = [local.setdefault(t, len(local)) for t in rows[text].tolist()]
         return tuple(words[text] for text in local)
 
-    def forget_contents(self, processes: Collection[int]) -> None:
-        """Drops what processes that are gone had mapped, and their code: no window needs it again.
+    def _process_numbers(self) -> set[int]:
+        numbers: set[int] = set(self._facts["processes"]["process"].tolist())
+        return numbers
 
-        They, and their threads, may still be mentioned.
+    def _in_chains(self, name: str, known: Rows, columns: dict[str, Rows]) -> npt.NDArray[np.bool_]:
+        """Tells which facts of Python code a window's chains have."""
+        chains, frames = columns["chains"], columns["chain_frames"]
+        processes = np.repeat(chains["process"], lengths("chains", chains))
+        chosen: npt.NDArray[np.bool_] = np.isin(
+            _code_keys(name, known["process"], known), _code_keys(name, processes, frames)
+        )
+        return chosen
+
+    def forget(self, processes: Collection[int], threads: Collection[int]) -> None:
+        """Drops the facts of processes and threads that are gone, for good.
+
+        To be called when a window was closed, before anything is defined for the next.
         """
-        gone = np.array(sorted(processes), np.uint32)
-        for name in _OF_PROCESSES:
-            rows = self._facts[name]
-            self._facts[name] = rows[~np.isin(rows["process"], gone)]
-            new = self._new_facts[name]
-            new[:] = [rows[~np.isin(rows["process"], gone)] for rows in new]
-
-    def forget_processes(self, processes: Collection[int]) -> None:
-        """Drops the facts of processes that are gone, and the texts that nothing else has."""
         self._take_in_facts()
         gone = np.array(sorted(processes), np.uint32)
         for name in _FACTS:
             rows = self._facts[name]
-            if "process" in (rows.dtype.names or ()):
+            if len(gone) and "process" in (rows.dtype.names or ()):
                 self._facts[name] = rows[~np.isin(rows["process"], gone)]
-        kernels = self._facts["kernels"]["kernel"]
-        codes = self._facts["codes"]
-        self._facts["codes"] = codes[np.isin(codes["kernel"], kernels)]
+        known = self._facts["threads"]
+        gone = np.array(sorted(threads), np.uint32)
+        self._facts["threads"] = known[~np.isin(known["thread"], gone)]
+        for name, number, used_in, field in (
+            ("codes", "kernel", "kernels", "kernel"),
+            ("cgroups", "cgroup", "processes", "cgroup"),
+        ):
+            rows = self._facts[name]
+            self._facts[name] = rows[np.isin(rows[number], self._facts[used_in][field])]
+        self._drop_code()
+        self._drop_texts()
+
+    def mapped_binaries(self) -> set[int]:
+        """Returns the files that processes are known to have mapped, now or before."""
+        found: set[int] = set(np.unique(self._facts["mappings"]["binary"]).tolist())
+        return found
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Drops files that nobody maps any more, as `forget` does."""
+        self._take_in_facts()
+        rows = self._facts["binaries"]
+        self._facts["binaries"] = rows[~np.isin(rows["binary"], np.array([*binaries], np.uint32))]
+
+    def _drop_code(self) -> None:
+        """Drops facts of Python code that no chain has that is kept, where there are many."""
+        if sum(len(self._facts[name]) for name in _OF_CODE) <= self._most_code_rows:
+            return
+        kept = self._kept["chains"].values()
+        chains = np.frombuffer(b"".join(row for row, _ in kept), COLUMNS["chains"].dtype)
+        frames = np.frombuffer(b"".join(parts for _, parts in kept), COLUMNS["chain_frames"].dtype)
+        columns = {"chains": chains, "chain_frames": frames}
+        for name in _OF_CODE:
+            rows = self._facts[name]
+            self._facts[name] = rows[self._in_chains(name, rows, columns)]
+        left = sum(len(self._facts[name]) for name in _OF_CODE)
+        self._most_code_rows = max(_MOST_CODE_ROWS, 2 * left)
+
+    def _drop_texts(self) -> None:
+        """Drops texts that no fact has, where there are many."""
+        if len(self._texts) <= self._most_texts:
+            return
         words = tuple(self._texts)
         self._texts = {"": 0}
         for name in _FACTS:
             for text in COLUMNS[name].texts:
                 rows = self._facts[name]
                 rows[text] = [self.text(words[index]) for index in rows[text].tolist()]
+        self._most_texts = 2 * len(self._texts) + _MOST_NEW_TEXTS
+
+
+def _process_in(column: str, content: tuple[bytes, bytes]) -> int:
+    """Returns the process of a kept row."""
+    row = np.frombuffer(content[0], COLUMNS[column].dtype)[0]
+    return int(row["process"])
+
+
+def _code_keys(name: str, processes: npt.NDArray[np.uint32], rows: Rows) -> npt.NDArray[np.uint64]:
+    """Returns a number for each (process, code), of lines (process, code, position)."""
+    keys: npt.NDArray[np.uint64] = rows["code"] * _MIX + processes.astype(np.uint64)
+    if name == "code_lines":
+        keys = keys * _MIX + rows["position"].astype(np.int64).view(np.uint64)
+    return keys
 
 
 def _joined(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:

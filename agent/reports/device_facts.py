@@ -67,8 +67,8 @@ def lost(profile: Profile) -> int:
 
 
 def has_device(gpu: GpuProfile) -> bool:
-    """Whether a recording has anything of a device: a call, or a sample."""
-    return bool(len(gpu.calls) or len(gpu.events) or len(gpu.samples))
+    """Whether a recording has anything of a device: a call, a sample, or a kernel's time."""
+    return any(map(len, (gpu.calls, gpu.events, gpu.samples, gpu.times)))
 
 
 def absence(profile: Profile) -> str:

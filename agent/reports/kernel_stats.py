@@ -32,6 +32,7 @@ class KernelStats:
         work_items: Launched in all; 0 where the API does not say.
         samples: By Certainty.
         sampled_ns: What the samples stand for, 0 where that is no time.
+        time_ns: How long it ran, 0 where no device told.
         top_stack: Which stack has most of its samples, else launched it most often; None for none.
     """
 
@@ -43,6 +44,7 @@ class KernelStats:
     work_items: int
     samples: tuple[int, ...]
     sampled_ns: int
+    time_ns: int
     top_stack: int | None
 
     @property
@@ -86,8 +88,9 @@ def kernel_stats(samples: DeviceSamples) -> dict[int, KernelStats]:
     sample_kernel = same[samples.kernel]
     periods = np.array([d.period_ns for d in gpu.devices], np.uint64)
     sampled_ns = samples.count * periods[samples.device]
+    time_kernel = same[gpu.times["kernel"]]
     found = {}
-    kernels = np.unique(np.concatenate((call_kernel, sample_kernel)))
+    kernels = np.unique(np.concatenate((call_kernel, sample_kernel, time_kernel)))
     of_calls, of_samples = _rows_by(call_kernel, kernels), _rows_by(sample_kernel, kernels)
     for kernel, called, ran in zip(kernels.tolist(), of_calls, of_samples, strict=True):
         own_calls = calls[called]
@@ -104,11 +107,15 @@ def kernel_stats(samples: DeviceSamples) -> dict[int, KernelStats]:
             work_items=int(own_calls["work"].sum()),
             samples=tuple(counts),
             sampled_ns=int(sampled_ns[ran].sum()),
+            time_ns=int(gpu.times["duration_ns"][time_kernel == kernel].sum()),
             top_stack=_heaviest(samples.stack[known], samples.count[known])
             if len(known)
             else _heaviest(walked["stack"].astype(np.int64), walked["count"]),
         )
-    order = sorted(found, key=lambda k: (-found[k].total, -found[k].calls, found[k].name.whole, k))
+    order = sorted(
+        found,
+        key=lambda k: (-found[k].total, -found[k].time_ns, -found[k].calls, found[k].name.whole, k),
+    )
     return {kernel: found[kernel] for kernel in order}
 
 

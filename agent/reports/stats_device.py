@@ -84,6 +84,7 @@ def _words(names: Sequence[str]) -> str:
 def _kernels(profile: Profile, samples: DeviceSamples, limit: int) -> Table:
     stats = [*kernel_stats(samples).values()]
     whole = int(samples.count.sum())
+    has_times = bool(len(profile.gpu.times))
     rows = []
     for entry in stats[:limit]:
         process = profile.processes[entry.process]
@@ -91,6 +92,7 @@ def _kernels(profile: Profile, samples: DeviceSamples, limit: int) -> Table:
             (
                 f"{entry.total:,}",
                 percent(entry.total, whole),
+                *([ms(entry.time_ns)] if has_times else []),
                 f"{entry.calls:,}",
                 f"{entry.stacks:,}",
                 entry.certainty or "not sampled",
@@ -105,7 +107,10 @@ def _kernels(profile: Profile, samples: DeviceSamples, limit: int) -> Table:
     return Table(
         "Top kernels",
         note,
-        (">samples", ">share", ">launches", ">stacks", "attribution", "kernel", "process"),
+        (
+            *(">samples", ">share", *([">ms on device"] if has_times else [])),
+            *(">launches", ">stacks", "attribution", "kernel", "process"),
+        ),
         tuple(rows),
         max(0, len(stats) - limit),
     )

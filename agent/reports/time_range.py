@@ -114,6 +114,7 @@ def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) 
         calls=gpu.calls[_is_within(gpu.calls["interval"], first_s, end_s)],
         events=gpu.events[is_event_in],
         samples=samples,
+        times=gpu.times[_is_within(gpu.times["end_ns"], chosen.start_ns, chosen.end_ns)],
         attributed=attributed,
     )
 

@@ -323,6 +323,12 @@ class CaptureSink:
             at = interval if timing == Timing.NONE else self._time(begin_ns) // _INTERVAL_NS
             rows.append((at, device, code, offset, reason, launch_id, count))
         writer.put("device_samples", rows)
+        times = []
+        for time in window.kernel_times.tolist():
+            device, kernel, queue, launch_id, begin_ns, end_ns, count, duration_ns = time
+            what = (device, kernel, min(queue, MAX_INTEGER), launch_id)
+            times.append((*what, self._time(begin_ns), self._time(end_ns), count, duration_ns))
+        writer.put("kernel_times", times)
 
 
 def _sound(text: str) -> str:

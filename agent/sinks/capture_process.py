@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.processes import procfs
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report, report_of
 from aiflame.agent.symbols.frames import clean_name
@@ -27,6 +30,9 @@ from aiflame.agent.symbols.frames import clean_name
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.sinks.capture_worker")
 
 _LAST_BYTES = 4096
+# How often it is looked whether it gets on, and how long it may not: its symbol reader may take
+# 65 s for one file.
+_LOOK_S, _PATIENCE_S = 1.0, 100.0
 
 
 class CaptureFailed(AiflameError):
@@ -44,7 +50,7 @@ class CaptureProcess:
 
     def __init__(self, folder: Path, database: Path, table: ProcessTable) -> None:
         self._table = table
-        self._told: list[int | None] = []  # descriptors, by number of the file
+        self._told: dict[int, int | None] = {}  # descriptors, by number of the file
         self._told_processes: set[int] = set()
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -79,14 +85,18 @@ class CaptureProcess:
 
     def _tell_files(self) -> None:
         """Tells of files and processes that are new."""
-        for index, file in enumerate(self._table.binaries.files):
-            if index == len(self._told):
-                self._told.append(None)
-            elif file.fd is None or file.fd == self._told[index]:
+        files = self._table.binaries.files
+        for index in self._told.keys() - files.keys():
+            del self._told[index]
+            self._send({"closed": index})
+        for index, file in files.items():
+            if index in self._told and file.fd == self._told[index]:
                 continue
             self._told[index] = file.fd
-            self._send({"binary": index, "root": file.root}, file.fd)
-        makers = {image.index: image for image in self._table.images if image.makes_code}
+            # The recorder may close it before this is sent.
+            fd = None if file.fd is None else os.dup(file.fd)
+            self._send({"binary": index, "root": file.root}, fd)
+        makers = {image.index: image for image in self._table.images.values() if image.makes_code}
         for index in makers.keys() - self._told_processes:
             image = makers[index]
             self._send({"process": index, "root": image.root, "uid": image.owner_uid})
@@ -106,9 +116,11 @@ class CaptureProcess:
             except BlockingIOError:
                 return
             except OSError:  # it has ended, which `finish` says
-                self._unsent.clear()
+                self._drop_unsent()
                 return
             self._unsent.popleft()
+            if fd is not None:
+                os.close(fd)
 
     def finish(self, keep: tuple[int, int] | None = None) -> Report:
         """Waits until the capture is written.
@@ -127,6 +139,7 @@ class CaptureProcess:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 0)  # we wait for it now
         self._flush(0)
+        self._wait_for_report()
         data = b""
         with contextlib.suppress(OSError):
             data = self._channel.recv(MAX_REPORT_BYTES)
@@ -135,8 +148,30 @@ class CaptureProcess:
             raise CaptureFailed(_last_words(self._errors) or f"exit status {code}")
         return report_of(data)
 
+    def _wait_for_report(self) -> None:
+        """Waits for what it says last, as long as it gets on.
+
+        Raises:
+            CaptureFailed: It waits for something that does not come, a file on a dead server.
+        """
+        used_s, since_s = -1.0, time.monotonic()
+        while not select.select([self._channel], [], [], _LOOK_S)[0]:
+            now_s = procfs.cpu_s(self._process.pid)
+            if now_s != used_s:
+                used_s, since_s = now_s, time.monotonic()
+            elif time.monotonic() - since_s > _PATIENCE_S:
+                self._process.kill()
+                raise CaptureFailed("it waits for a file that cannot be read")
+
+    def _drop_unsent(self) -> None:
+        for _, fd in self._unsent:
+            if fd is not None:
+                os.close(fd)
+        self._unsent.clear()
+
     def close(self) -> None:
         """Ends it, whether it is finished or not."""
+        self._drop_unsent()
         self._channel.close()
         if self._process.poll() is None:
             self._process.kill()

@@ -68,6 +68,8 @@ def _messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, A
             files.add(message["binary"], OpenFile(fds[0] if fds else None, message["root"]))
         elif "process" in message:
             files.add_process(message["process"], JitProcess(message["root"], message["uid"]))
+        elif "closed" in message:
+            files.forget(message["closed"])
         elif "gone" in message:
             files.forget_process(message["gone"])
         elif "end" in message:

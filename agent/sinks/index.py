@@ -43,7 +43,7 @@ class Index:
         if self._spilled is None:
             return None
         row = self._spilled.execute(
-            "SELECT number FROM spilled WHERE key = ?", (marshal.dumps(key),)
+            "SELECT number FROM spilled WHERE key = ?", (_bytes(key),)
         ).fetchone()
         if row is None:
             return None
@@ -73,8 +73,13 @@ class Index:
         self._spilled.execute("BEGIN")
         self._spilled.executemany(
             "INSERT OR IGNORE INTO spilled VALUES (?, ?)",
-            [(marshal.dumps(key), number) for key, number in oldest],
+            [(_bytes(key), number) for key, number in oldest],
         )
         self._spilled.execute("COMMIT")
         for key, _ in oldest:
             del self._known[key]
+
+
+def _bytes(key: Key) -> bytes:
+    # From version 3 on equal keys may be written in different bytes (Python's library, marshal).
+    return marshal.dumps(key, 2)

@@ -21,6 +21,9 @@ from aiflame.agent.model.window import Window
 _NAME = "segment-{:06}.windows"
 _ALL = "segment-*.windows"
 _SEGMENT_NS = 60_000_000_000
+# What a segment's writer and readers know of it: 20 MB. A host that starts hundreds of processes a
+# second brings as much in some seconds.
+_MOST_ROWS = 1 << 17
 
 
 class SegmentSink:
@@ -52,10 +55,11 @@ class SegmentSink:
             DiskFull: It cannot be written. What was written before is there.
         """
         try:
-            if self._writer is None or window.start_ns - self._begun_ns >= _SEGMENT_NS:
-                self._begin(window)
-            assert self._writer is not None  # noqa: S101 - begun
-            self._writer.write(window)
+            writer = self._writer
+            is_over = window.start_ns - self._begun_ns >= _SEGMENT_NS
+            if writer is None or is_over or writer.known_rows > _MOST_ROWS:
+                writer = self._begin(window)
+            writer.write(window)
         except OSError as error:
             self.close()
             raise DiskFull(
@@ -64,7 +68,7 @@ class SegmentSink:
         self._kept[-1] = (self._kept[-1][0], window.end_ns)
         self._forget(window.end_ns)
 
-    def _begin(self, window: Window) -> None:
+    def _begin(self, window: Window) -> SegmentWriter:
         self.close()
         path = self._folder / _NAME.format(self._count)
         self._count += 1
@@ -73,6 +77,7 @@ class SegmentSink:
         self._kept.append((path, window.end_ns))
         self._begun_ns = window.start_ns
         self._writer = SegmentWriter(self._descriptor, self._facts)
+        return self._writer
 
     def _forget(self, end_ns: int) -> None:
         """Removes segments of which all is older than what is kept."""

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.symbols.perfmap import PerfMap
-from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 
@@ -62,6 +62,12 @@ class GivenFiles:
         if before is not None and before.fd is not None:
             os.close(before.fd)
         self._files[binary] = file
+
+    def forget(self, binary: int) -> None:
+        """Closes a file that nobody maps any more."""
+        file = self._files.pop(binary, NO_FILE)
+        if file.fd is not None:
+            os.close(file.fd)
 
     def add_process(self, process: int, jit: JitProcess) -> None:
         """Takes note of a process that makes code."""

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aiflame.agent.elf.image import BadElf, ElfImage
+from aiflame.agent.inspector.rootfs import open_beneath, open_root
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.frames import Problem
-from aiflame.agent.symbols.rootfs import open_beneath, open_root
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 _DEBUG_ROOT = "/usr/lib/debug"

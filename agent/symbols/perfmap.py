@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.inspector.rootfs import open_beneath, open_root
 from aiflame.agent.symbols.frames import clean_name
-from aiflame.agent.symbols.rootfs import open_beneath, open_root
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]

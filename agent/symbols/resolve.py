@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.demangle import Demangler
 from aiflame.agent.elf.image import BadElf, ElfImage
+from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import (
     Candidate,
@@ -38,7 +39,6 @@ from aiflame.agent.symbols.lines import (
     DebugInfoTooLarge,
     LineTable,
 )
-from aiflame.agent.symbols.rootfs import open_regular
 from aiflame.agent.symbols.store import Cache, Store, store_key
 from aiflame.agent.symbols.table import CorruptCache, SymbolSource, SymbolTable
 from aiflame.agent.target_files import BadTargetFile

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,33 +52,41 @@ def load_or_build(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTabl
         BadUnwindInfo: The file is for another machine, or over a limit.
         BadTargetFile: As `TargetFile.read`.
     """
-    table = _load(file, image, store, is_built=True)
-    assert table is not None  # noqa: S101 - only a look into the cache finds none
+    found = _found(file, image, store)
+    if found.table is not None:
+        return found.table
+    table = build(file, image, found.sections)
+    store.write(found.name, table.to_chunks(found.identity))
     return table
 
 
 def load_cached(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTable | None:
     """The same, but None where it would have to be built."""
-    return _load(file, image, store, is_built=False)
+    return _found(file, image, store).table
 
 
-def _load(file: TargetFile, image: ElfImage, store: Cache, is_built: bool) -> UnwindTable | None:
+class _Found(NamedTuple):
+    """What a cache has of a file, and what its table is made of and kept under."""
+
+    sections: list[FrameSection]
+    identity: bytes
+    name: str
+    table: UnwindTable | None
+
+
+def _found(file: TargetFile, image: ElfImage, store: Cache) -> _Found:
     if (image.machine, image.bits) != (arch.MACHINE, 64):
         raise BadUnwindInfo(f"no unwind rules for {image.machine}, {image.bits} bits")
     sections = frame_sections(file, image)
     identity = _identity(file, image, sections)
     name = _name(image, identity)
-    mapping = store.open(name)
+    mapping, table = store.open(name), None
     if mapping is not None:
         try:
-            return UnwindTable.from_mapping(mapping, identity)
+            table = UnwindTable.from_mapping(mapping, identity)
         except CorruptTable:
             store.remove(name)
-    if not is_built:
-        return None
-    table = build(file, image, sections)
-    store.write(name, table.to_chunks(identity))
-    return table
+    return _Found(sections, identity, name, table)
 
 
 def cache_name(file: TargetFile, image: ElfImage) -> str:

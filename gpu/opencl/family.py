@@ -8,11 +8,11 @@ which nothing is told. So there is one reason, "issuing". Other implementations 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from aiflame.agent.losses import LossKind
-from aiflame.gpu.base import CodeKey, CpuSample, Files, Finding, Interval, KernelSample, Listing
+from aiflame.gpu.base import CodeKey, CpuSample, Finding, Host, Interval, KernelSample, Listing
 from aiflame.gpu.opencl import platforms
 from aiflame.gpu.opencl.disassembly import decode
 from aiflame.gpu.opencl.kernel_file import (
@@ -38,29 +38,37 @@ class OpenClFamily:
 
     def __init__(self, vendors: Path = platforms.VENDORS) -> None:
         self._vendors = vendors
-        self._kernels: dict[int, KernelFile | None] = {}
-        self._starts: dict[tuple[int, int], list[int]] = {}
-        self._losses: Counter[LossKind] = Counter()
-        self._files: Files | None = None
-        self._was_sampled = False
 
-    def detect(self, cpu_period_ns: int = 0) -> Finding:
+    def detect(self, cpu_period_ns: int = 0, *, has_samples: bool = False) -> Finding:
         """Names PoCL by its library, others by their ICD files."""
         found = platforms.find_devices(self._vendors, cpu_period_ns)
-        if self._was_sampled and not any(device.tier for device in found):
+        if has_samples and not any(device.tier for device in found):
             found = (platforms.pocl_device("", cpu_period_ns), *found)
-        why = "" if found else f"no OpenCL implementation is installed ({self._vendors}/*.icd)"
-        return Finding(found, why)
+        if found:
+            return Finding(found)
+        why = f"no OpenCL implementation is installed ({self._vendors}/*.icd)"
+        return Finding((), why, "apt-get install pocl-opencl-icd")
 
-    def start(self, files: Files) -> None:
-        """Keeps where files are had from; there is nothing to start."""
-        self._files = files
+    def start(self, host: Host) -> OpenClSampler:
+        """Begins; there is nothing to start."""
+        return OpenClSampler(host)
+
+
+class OpenClSampler:
+    """See `aiflame.gpu.base.Sampler`.
+
+    Args:
+        host: Takes samples, and has the files of kernels.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._kernels: dict[int, KernelFile | None] = {}
+        self._starts: dict[tuple[int, int], list[int]] = {}
 
     def owns(self, file: int) -> bool:
         """Whether it is a kernel of PoCL's, also one that could not be opened."""
-        if self._files is None:
-            return False
-        opening, path = self._files.opened(file), self._files.path(file)
+        opening, path = self._host.opened(file), self._host.path(file)
         if opening is None:
             return looks_like_kernel(path)
         with opening as opened:
@@ -72,24 +80,23 @@ class OpenClFamily:
         """Whether it is PoCL's library."""
         return "/libpocl" in path
 
-    def drain(self, interval: Interval) -> Iterable[KernelSample]:
-        """Returns an interval's CPU samples as samples of kernels."""
-        sums: Counter[tuple[CodeKey, int]] = Counter()
+    def drain(self, interval: Interval) -> None:
+        """Gives an interval's CPU samples as samples of kernels."""
+        counts: Counter[tuple[CodeKey, int]] = Counter()
         for sample in interval.cpu_samples:
             kernel = self._kernels.get(sample.file)
             if kernel is None:
-                self._losses[LossKind.KERNEL_NOT_OPENED] += sample.count
+                self._host.lose(LossKind.KERNEL_NOT_OPENED, sample.count)
                 continue
             offset = kernel.offset_of(self._first_byte(kernel, sample))
             if offset is None:
-                self._losses[LossKind.SAMPLE_OUTSIDE_KERNEL] += sample.count
+                self._host.lose(LossKind.SAMPLE_OUTSIDE_KERNEL, sample.count)
                 continue
-            sums[CodeKey(sample.process, sample.file, kernel.name), offset] += sample.count
-        self._was_sampled = self._was_sampled or bool(sums)
-        return [
+            counts[CodeKey(sample.process, sample.file, kernel.name), offset] += sample.count
+        self._host.add_samples(
             KernelSample(interval.number, 0, code, offset, REASON, count)
-            for (code, offset), count in sums.items()
-        ]
+            for (code, offset), count in counts.items()
+        )
 
     def _first_byte(self, kernel: KernelFile, sample: CpuSample) -> int:
         """Returns where the sampled instruction begins: of a call, its last byte is known."""
@@ -102,25 +109,20 @@ class OpenClFamily:
         before = [start for start in self._starts[key] if start <= sample.address]
         return before[-1] if before else sample.address
 
-    def stop(self) -> Iterable[KernelSample]:
+    def stop(self) -> None:
         """There is nothing left: samples come with drains only."""
-        return ()
 
     def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
         """Returns the functions that have samples."""
         kernel = None if code.file is None else self._kernels.get(code.file)
-        if kernel is None or self._files is None or code.file is None:
+        if kernel is None or code.file is None:
             return None
-        files, file = self._files, code.file
+        host, file = self._host, code.file
 
         def lines_at(addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
-            return files.lines(file, addresses)
+            return host.lines(file, addresses)
 
         listing = make_listing(kernel, offsets, lines_at)
         if listing is None:
-            self._losses[LossKind.KERNEL_NOT_DISASSEMBLED] += 1
+            host.lose(LossKind.KERNEL_NOT_DISASSEMBLED)
         return listing
-
-    def losses(self) -> dict[LossKind, int]:
-        """Returns what was lost."""
-        return dict(self._losses)

@@ -202,9 +202,9 @@ def test_children_of_the_recorder_that_die_cost_nothing(
     try:
         with Recording(tmp_path, "-p", target.pid) as recording:
             # WHEN its children are killed while they wait for work, and the target works on
-            wait_until(lambda: len(_idle_children(recording.pid)) == 2, 60)
-            for child in _idle_children(recording.pid):
-                os.kill(child, signal.SIGKILL)
+            wait_until(lambda: len(_idle_helpers(recording.pid)) == 2, 60)
+            for helper in _idle_helpers(recording.pid):
+                os.kill(helper, signal.SIGKILL)
             so_far_s, used_s = _cpu_s(target.pid), _cpu_s(recording.pid)
             wait_until(lambda: _cpu_s(target.pid) > so_far_s + 1, 60)
             used_s = _cpu_s(recording.pid) - used_s
@@ -217,17 +217,44 @@ def test_children_of_the_recorder_that_die_cost_nothing(
     assert used_s < 0.5
 
 
+def test_a_capture_is_written_once_more_if_its_process_dies(
+    busy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    with Recording(tmp_path, "-p", busy.pid) as recording:
+        wait_until(recording.windows, 60)
+        (writer,) = _helpers(recording.pid, "capture_worker")
+        os.kill(writer, signal.SIGKILL)
+        ended = recording.stop()
+    assert ended.returncode == 0, ended.stderr
+    assert "the capture is written once more" in ended.stderr
+    assert {function.name for function in ended.profile.functions} >= {"main"}
+    assert dict(ended.profile.recording.facts).keys().isdisjoint({"incomplete", "symbols"})
+
+
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
 
 
-def _idle_children(pid: int) -> set[int]:
+def _helpers(pid: int, module: str) -> list[int]:
+    """Children, and children of these, that run a module."""
+    children = children_of(pid)
+    below = [*children, *(each for child in children for each in children_of(child))]
+    return [each for each in below if module.encode() in _command(each)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _idle_helpers(pid: int) -> set[int]:
     """The unwind table builder and the symbol reader, while they read (0) standard input (0)."""
-    found = set()
-    for child in children_of(pid):
-        command = Path(f"/proc/{child}/cmdline").read_bytes()
-        is_idle = Path(f"/proc/{child}/syscall").read_text().startswith("0 0x0 ")
-        if is_idle and (b"unwind.worker" in command or b"symbols.worker" in command):
-            found.add(child)
-    return found
+    helpers = _helpers(pid, "unwind.worker") + _helpers(pid, "symbols.worker")
+    return {
+        helper
+        for helper in helpers
+        if Path(f"/proc/{helper}/syscall").read_text().startswith("0 0x0 ")
+    }

@@ -83,7 +83,7 @@ def _record_failing(
         ("aiflame.agent.launches.calls:ApiCalls.finish", 1, True, False),
         (f"{_SESSION}:loss_rows", 1, True, False),
         (f"{_SESSION}:CaptureWriter", 1, True, False),
-        (f"{_RECORDING}.recorder:Recorder.close", 1, True, True),
+        (f"{_RECORDING}.recorder:Recorder.__exit__", 1, True, True),
         (f"{_SESSION}:read_capture", 1, True, True),
         ("aiflame.agent.reports.html:HtmlReport.render", 1, True, True),
         (f"{_SESSION}:write_output", 1, True, True),

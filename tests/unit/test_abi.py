@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.kernel import abi, bytecode
+from aiflame.agent.kernel import abi, bytecode, loader
+from aiflame.agent.kernel.program_list import MAPS
+from aiflame.agent.kernel.syscalls import MapFacts
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model import profile as model
+from aiflame.agent.model import window
 from aiflame.agent.processes import unwind_tables
 from aiflame.agent.python import debugoffsets, layouts, memory
 from aiflame.agent.python import walk as python_walk
@@ -90,7 +97,7 @@ _CONSTANTS = {
     **{f"PROCESS_{member.name}": member.value for member in abi.ProcessFlag},
     **{f"SETTING_{member.name}": member.value for member in abi.Setting},
     **{f"COUNTER_{member.name}": member.value for member in abi.Counter},
-    **{kind.counter: slot for kind, slot in abi.LOSS_SLOTS.items()},
+    **{f"LOST_{kind.name}": slot for kind, slot in abi.LOSS_SLOTS.items()},
 }
 
 # Constants of other headers that stand in the host half as well: the value there, by name.
@@ -107,13 +114,38 @@ _TWICE = {
 }
 
 
+# Those that only the kernel half has: nothing of the host half depends on them.
+_KERNEL_HALF_ONLY = {
+    *("REGISTER_ARGUMENTS", "REGISTER_SLOTS", "STEPS_PER_CALL", "SIZED_BY_HOST", "NAME_ID_WORDS"),
+    *("PYTHON_STEPS_PER_CALL", "SMALL_FRAME_BYTES", "CFRAME_MAX_BYTES", "EVAL_ENTRY_BYTES"),
+    *("STALE_FRAMES_MAX", "SETTLE_NS", "ASK_AGAIN_NS", "PF_KTHREAD", "PF_EXITING"),
+    *("FAIR_POLICIES", "F_MMAPABLE", "F_INNER_MAP", "WINDOW_WORDS", "WINDOW_BELOW_BYTES"),
+    *("KNOWN_ADDRESSES", "STEP_ON", "STEP_END", "STEP_CHECK", "HASH_MULTIPLIER", "NS_PER_S"),
+    *("LONGEST_TICK_NS", "BPF_LICENSE"),
+}
+# What the test of searches is about.
+_STEPS = {"MAPPING_STEPS", "ROW_STEPS"}
+
+# Figures in the words of losses: of the kernel half by name, or of the host half.
+_FIGURES: dict[LossKind, int | tuple[str, str]] = {
+    LossKind.USER_FRAMES_CUT: abi.MAX_FRAMES,
+    LossKind.PYTHON_TOO_DEEP: abi.MAX_FRAMES,
+    LossKind.WAITS_NOT_LISTED: ("offcpu.bpf.c", "WAIT_EVENTS_PER_S"),
+    LossKind.CALLS_NOT_LISTED: abi.CALL_EVENTS_PER_S,
+    LossKind.CALLERS_FULL: loader._CALLERS_MAX,
+}
+# "of four others"
+_NAMINGS = {"callers.h": {"NAMINGS_MAX": 4}}
+
+
 def _without_comments(text: str) -> str:
     return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
 
 
 def _enumerators() -> set[str]:
-    bodies = re.findall(r"\benum \w+ \{(.*?)\};", _without_comments(_HEADER), re.DOTALL)
-    return set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", " ".join(bodies)))
+    text = _without_comments(_HEADER).replace("KERNEL_HALF_LOSSES", abi.losses_header())
+    bodies = re.findall(r"\benum \w+ \{(.*?)\};", text, re.DOTALL)
+    return set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", " ".join(bodies))) - {"KERNEL_HALF_LOSSES"}
 
 
 def _defines() -> set[str]:
@@ -131,11 +163,41 @@ def _definition(file: str, name: str) -> str:
     return found[1]
 
 
+# How BCC's macros for maps say key, value and number of entries.
+_MAP_PATTERNS = (
+    (r'BPF_F?_?TABLE\("hash", ([\w ]+), ([\w ]+), (\w+), (\w+)', (1, 2, 3, 4)),
+    (r"BPF_(?:PERCPU_)?ARRAY\((\w+), ([\w ]+), (\w+)\)", (None, 2, 1, 3)),
+    (r'BPF_TABLE\("hash_of_maps\$\w+", (\w+), int, (\w+), (\w+)', (1, None, 2, 3)),
+    (r'BPF_ARRAY_OF_MAPS\((\w+), "\w+", (\w+)\)', (None, None, 1, 2)),
+    (r"BPF_PROG_ARRAY\((\w+), (\w+)\)", (None, None, 1, 2)),
+)
+
+
+def _maps() -> dict[str, tuple[str, str, str]]:
+    """Returns key, value and entries of each map whose types are those of aiflame.h."""
+    text = "\n".join(path.read_text() for path in sorted(_BPF.glob("*.[ch]")))
+    found = {}
+    for pattern, (key, value, name, entries) in _MAP_PATTERNS:
+        for match in re.finditer(pattern, text):
+            types = tuple("u32" if group is None else match[group] for group in (key, value))
+            if all(t in ("u32", "u64") or t.removeprefix("struct ") in _DTYPES for t in types):
+                found[match[name]] = (*types, match[entries])
+    return found
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Every size, offset and value, as the compiler has them."""
     questions = [(name, name) for name in _CONSTANTS]
     questions += [(name, _definition(file, name)) for file in _TWICE for name in _TWICE[file]]
+    questions += [(f[1], _definition(*f)) for f in _FIGURES.values() if isinstance(f, tuple)]
+    questions += [(name, _definition(file, name)) for file in _NAMINGS for name in _NAMINGS[file]]
+    for name, (key, value, entries) in _maps().items():
+        questions += [
+            (f"key of {name}", f"sizeof({key})"),
+            (f"value of {name}", f"sizeof({value})"),
+        ]
+        questions.append((f"entries of {name}", entries))
     for struct, dtype in _DTYPES.items():
         questions.append((struct, f"sizeof(struct {struct})"))
         for field in dtype.names or ():
@@ -144,15 +206,26 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
             questions.append((f"sizeof {struct}.{field}", f"sizeof({member})"))
     lines = [f'\tprintf("%s=%llu\\n", "{name}", (u64)({text}));' for name, text in questions]
     folder = tmp_path_factory.mktemp("abi")
+    (folder / "losses.h").write_text(abi.losses_header())
     source = folder / "layout.c"
     source.write_text(
         "#include <linux/types.h>\n"
         '#include "aiflame.h"\n'
+        f"#define SIZED_BY_HOST {_definition('host.h', 'SIZED_BY_HOST')}\n"
         "int printf(const char *, ...);\n"
         "int main(void)\n{\n" + "\n".join(lines) + "\n\treturn 0;\n}\n"
     )
     stubs = _BPF / "kernel" / "include"
-    command = ["gcc", "-Wall", "-Wextra", "-Wpadded", "-Werror", f"-I{_BPF}", f"-I{stubs}"]
+    command = [
+        "gcc",
+        "-Wall",
+        "-Wextra",
+        "-Wpadded",
+        "-Werror",
+        f"-I{_BPF}",
+        f"-I{stubs}",
+        f"-I{folder}",
+    ]
     subprocess.run([*command, "-o", str(folder / "layout"), str(source)], check=True)
     printed = subprocess.run([folder / "layout"], check=True, capture_output=True, text=True).stdout
     return {
@@ -182,6 +255,68 @@ def test_constants_have_the_same_values(compiled: dict[str, int]) -> None:
 def test_constants_of_other_headers_have_the_same_values(compiled: dict[str, int]) -> None:
     expected = {name: value % 2**64 for names in _TWICE.values() for name, value in names.items()}
     assert {name: compiled[name] for name in expected} == expected
+
+
+def test_every_constant_of_the_kernel_half_is_checked_or_is_its_own() -> None:
+    texts = {path.name: path.read_text() for path in _BPF.glob("*.[ch]")}
+    found = {
+        name
+        for file, text in texts.items()
+        if file != "aiflame.h"
+        for name in re.findall(r"^#define (\w+) ", text, re.MULTILINE)
+    }
+    twice = {name for names in _TWICE.values() for name in names}
+    figures = {figure[1] for figure in _FIGURES.values() if isinstance(figure, tuple)}
+    known = (twice, figures, _STEPS, _NAMINGS["callers.h"].keys(), _KERNEL_HALF_ONLY)
+    assert sum(map(len, known)) == len(found)
+    assert set().union(*known) == found
+    # Neither are they enums or structures that the host half has as well.
+    assert not any(
+        re.search(r"^enum \w+ \{", t, re.M) for f, t in texts.items() if f != "aiflame.h"
+    )
+
+
+def test_figures_in_the_words_of_losses_are_those_of_the_code(compiled: dict[str, int]) -> None:
+    for kind, figure in _FIGURES.items():
+        value = compiled[figure[1]] if isinstance(figure, tuple) else figure
+        assert re.search(rf"\b{value:,}\b", kind.meaning), kind
+    assert compiled["NAMINGS_MAX"] == 4
+    assert "of four others" in LossKind.KERNEL_NAMES_LOST.meaning
+
+
+def test_maps_have_the_same_shape(
+    compiled: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Map:
+        def __init__(
+            self, name: str, key: np.dtype[Any], value: np.dtype[Any], entries: int
+        ) -> None:
+            found[name] = (key.itemsize, value.itemsize, entries)
+
+        def update(self, key: bytes, value: bytes) -> None:
+            pass
+
+    found: dict[str, tuple[int, int, int]] = {}
+    monkeypatch.setattr(loader, "Map", Map)
+    monkeypatch.setattr(loader, "map_facts", lambda fd: MapFacts(0, 0, 0, 0, 0, 0))
+    names = {name: name for name in MAPS}
+    constants: defaultdict[abi.HostConstant, int] = defaultdict(int)
+    host = SimpleNamespace(map_fds=names, host=SimpleNamespace(constants=constants))
+    anything: Any = host
+    options = loader.ProgramOptions(abi.Filter.CGROUP, period_ns=1)
+    loader.Programs(anything, defaultdict(int), options, anything)
+    assert len(found) > 15
+    for name, (key_bytes, value_bytes, entries) in found.items():
+        assert (compiled[f"key of {name}"], compiled[f"value of {name}"]) == (
+            key_bytes,
+            value_bytes,
+        ), name
+        if _maps()[name][2] != "SIZED_BY_HOST":
+            assert compiled[f"entries of {name}"] == entries, name
+
+
+def test_windows_know_what_the_kernel_half_tells_of_the_gil() -> None:
+    assert window._GIL_VALUES == len(abi.PythonGil) == max(abi.PythonGil) + 1
 
 
 def test_searches_of_the_kernel_half_take_steps_enough() -> None:

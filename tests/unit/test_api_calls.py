@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from aiflame.agent.kernel import abi
 from aiflame.agent.launches.calls import ApiCalls
+from aiflame.agent.launches.probes import ApiProbes
 from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
+from aiflame.agent.target_files import FileGuard
+from aiflame.gpu.apis import APIS
+from support import blind_inspector
 
 _LIBRARY, _OTHER, _SLOT = 3, 4, 0
 _FUNCTION_OFFSET, _FUNCTION_BYTES = 0x500, 64
@@ -32,7 +39,7 @@ def _mappings(library_at: int) -> _Mappings:
 
 
 def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
-    table = ProcessTable(1, lambda pid: 1)
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
     anything: Any = SimpleNamespace()
     calls = ApiCalls(anything, table, anything, anything, anything)
     calls._identities[_LIBRARY] = identity = (8, 1)
@@ -52,7 +59,9 @@ def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
 
 def test_a_function_that_is_probed_later_is_found() -> None:
     anything: Any = SimpleNamespace()
-    calls = ApiCalls(anything, ProcessTable(1, lambda pid: 1), anything, anything, anything)
+    calls = ApiCalls(
+        anything, ProcessTable(1, lambda pid: 1, blind_inspector()), anything, anything, anything
+    )
     image = ProcessImage(0, 1, 1, 1)
     image.mappings = _mappings(1 << 40)
     user = np.array([5, 77], np.uint64)
@@ -60,3 +69,17 @@ def test_a_function_that_is_probed_later_is_found() -> None:
     calls._identities[_LIBRARY] = identity = (8, 1)
     calls.probes.ranges[identity, _SLOT] = (_FUNCTION_OFFSET, _FUNCTION_BYTES)
     assert len(calls.with_call(image, user, _SLOT, 77)) == 3
+
+
+def test_more_apis_than_the_kernel_half_tells_apart_are_refused() -> None:
+    # A ninth would be taken for the first, whose calls inside it would not count.
+    anything: Any = SimpleNamespace()
+    apis = [replace(APIS[0], name=f"api{number}") for number in range(abi.APIS_MAX + 1)]
+    with pytest.raises(ValueError, match="9 device APIs, and room for 8"):
+        ApiProbes(anything, FileGuard(), apis)
+
+
+def test_there_is_room_for_all_apis_and_their_functions() -> None:
+    anything: Any = SimpleNamespace()
+    ApiProbes(anything, FileGuard())
+    assert sum(len(api.calls) + len(api.namings) for api in APIS) <= abi.API_CALLS_MAX

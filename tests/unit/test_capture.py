@@ -103,6 +103,7 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
     ],
     "api_events": [(7 * _MS, 1, 9, 2, 3, 0, 0x5000, 10, 1, 1, 64, 1, 1, 0)],
     "device_samples": [(0, 4, 6, 16, 1, 0, 30), (1, 4, 6, 0, 1, 1, 2)],
+    "kernel_times": [(4, 3, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)],
 }
 
 
@@ -178,18 +179,28 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
         [[64, 1, 1]],
     ]
     assert gpu.samples.tolist() == [(0, 0, 0, 16, 0, 0, 30), (1, 0, 0, 0, 0, 1, 2)]
+    assert gpu.times.tolist() == [(0, 0, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)]
 
 
 def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     tables = ("devices", "api_functions", "kernels", "kernel_codes", "instructions")
-    gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples")
+    gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples", "kernel_times")
     _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 2")
     profile = read_capture(capture)
     assert len(profile.samples) == 4
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
 
 
+def test_a_capture_from_before_kernel_times_were_known(capture: Path) -> None:
+    _change(capture, "DROP TABLE kernel_times", "PRAGMA user_version = 3")
+    profile = read_capture(capture)
+    assert (len(profile.gpu.samples), len(profile.gpu.times)) == (2, 0)
+
+
 @pytest.mark.parametrize("change", [
+    "UPDATE kernel_times SET duration_ns = 9223372036854775807",
+    "UPDATE kernel_times SET begin_ns = -1",
+    "UPDATE kernel_times SET kernel_id = 99",
     "UPDATE device_samples SET launch_id = 2",
     "UPDATE device_samples SET code_id = 99",
     "UPDATE device_samples SET count = 9223372036854775807",
@@ -503,7 +514,10 @@ def _change(path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, 2**31 - 1])
 def test_another_schema(capture: Path, capsys: pytest.CaptureFixture[str], version: int) -> None:
     _change(capture, f"PRAGMA user_version = {version}")
-    assert _refusal(capsys, capture) == f"PATH has schema {version}, this aiflame reads up to 3"
+    assert (
+        _refusal(capsys, capture)
+        == f"PATH has schema {version}, this aiflame reads up to {SCHEMA_VERSION}"
+    )
 
 
 def test_a_database_with_nothing_but_our_mark(

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +24,28 @@ from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.model.window import NONE, rows_of
+from aiflame.agent.model.window import NONE, check, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.reports.device_rows import device_samples
+from aiflame.agent.reports.kernel_stats import kernel_stats
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.gpu.base import (
     CodeKey,
     CpuSample,
-    Files,
+    Family,
     Finding,
+    Host,
     Interval,
     KernelSample,
+    KernelTime,
     Line,
     Listing,
+    Sampler,
 )
+from support import blind_inspector
 
 # Binaries by index, and where they are: a library, a kernel, a kernel that replaces it.
 _LIBRARY, _KERNEL, _SUCCESSOR = 0, 1, 2
@@ -57,7 +67,7 @@ class _Biases(ElfImages):
 
 @pytest.fixture
 def table() -> ProcessTable:
-    return ProcessTable(0, lambda pid: None)
+    return ProcessTable(0, lambda pid: None, blind_inspector())
 
 
 def _map(image: ProcessImage, start: int, binary: int) -> None:
@@ -169,20 +179,43 @@ def test_code_that_replaces_other_code_is_told_from_it(
     assert locations.losses == {LossKind.DEVICE_CODE_REPLACED: 3}
 
 
+# What the toy's driver writes into a pipe when a kernel has ended: begin and end, monotonic.
+_EVENT = struct.Struct("<QQ")
+
+
 class _Family:
     """A family that says what it is told to."""
 
     name = "toy"
     api = "toys"
 
-    def __init__(self, devices: tuple[Device, ...], samples: list[KernelSample]) -> None:
-        self.devices, self.samples = devices, samples
+    def __init__(
+        self, devices: tuple[Device, ...], samples: Sequence[KernelSample] = (), events: int = -1
+    ) -> None:
+        self.devices, self.samples, self.events = devices, samples, events
 
-    def detect(self, cpu_period_ns: int = 0) -> Finding:
-        return Finding(self.devices, "" if self.devices else "no toys here")
+    def detect(self, cpu_period_ns: int = 0, *, has_samples: bool = False) -> Finding:
+        if self.devices:
+            return Finding(self.devices)
+        return Finding((), "no toys here", "apt-get install toys")
 
-    def start(self, files: Files) -> None:
-        pass
+    def start(self, host: Host) -> Sampler:
+        return _Sampler(self, host)
+
+
+class _Sampler:
+    def __init__(self, family: _Family, host: Host) -> None:
+        self._family, self._host = family, host
+        if family.events >= 0:
+            host.watch(family.events, self._take)
+
+    def _take(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            events = _EVENT.iter_unpack(os.read(self._family.events, 100 * _EVENT.size))
+            self._host.add_times(
+                KernelTime(0, 0, "bounce", begin_ns, end_ns, end_ns - begin_ns, queue=9)
+                for begin_ns, end_ns in events
+            )
 
     def owns(self, file: int) -> bool:
         return False
@@ -190,19 +223,16 @@ class _Family:
     def runs_by(self, path: str) -> bool:
         return False
 
-    def drain(self, interval: Interval) -> Iterable[KernelSample]:
-        return self.samples
+    def drain(self, interval: Interval) -> None:
+        self._host.add_samples(self._family.samples)
 
-    def stop(self) -> Iterable[KernelSample]:
-        return ()
+    def stop(self) -> None:
+        self._host.lose(LossKind.KERNEL_NOT_OPENED)
 
     def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
         if code.name == "dark":
             return None
         return Listing(100, tuple(Line(o, f"nop {o}\n", "toy.c", 3) for o in sorted(offsets)))
-
-    def losses(self) -> dict[LossKind, int]:
-        return {LossKind.KERNEL_NOT_OPENED: 1}
 
 
 _TOY = Device("toy", "Toy 1", Tier.STALLS, "", 7)
@@ -216,6 +246,29 @@ def writer(tmp_path: Path) -> Iterator[CaptureWriter]:
     writer.close()
 
 
+def _window() -> WindowBuilder:
+    window = WindowBuilder(Bounds())
+    window.define("processes", rows_of("processes", (0, 77, 1, 77, 0, 0, -1, NONE, 0, 0, 0)))
+    return window
+
+
+def _devices(
+    families: Sequence[Family],
+    table: ProcessTable,
+    window: WindowBuilder,
+    kernels: KernelTable,
+    watch: Callable[[int], None] = lambda descriptor: None,
+) -> Devices:
+    return Devices(families, table, _Biases(), window, kernels, 1000, lambda _: None, watch)
+
+
+def _finish(writer: CaptureWriter) -> None:
+    numbers = dict.fromkeys(("started_unix_ns", "recorder_cpu_ns", "recorder_peak_rss_bytes"), 0)
+    writer.put_meta({"aiflame_version": "0", "command": "", "target": "", **numbers})
+    writer.put_meta({"period_ns": 1000, "duration_ns": 5 * 10**9})
+    writer.commit()
+
+
 def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
     writer: CaptureWriter, table: ProcessTable
 ) -> None:
@@ -225,21 +278,15 @@ def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
         KernelSample(4, 0, bounce, 8, "asleep", 5),
         KernelSample(4, 0, dark, 0, "issuing", 2),
     ]
-    absent = _Family((), [])
-    window, sink = WindowBuilder(Bounds()), CaptureSink(writer)
-    window.define("processes", rows_of("processes", (0, 77, 1, 77, 0, 0, -1, NONE, 0, 0, 0)))
+    families = [_Family(()), _Family((_TOY,), samples)]
+    window, sink = _window(), CaptureSink(writer)
     kernels = KernelTable(window)
-    devices = Devices(
-        [absent, _Family((_TOY,), samples)], table, _Biases(), window, kernels, 1000, lambda _: None
-    )
+    devices = _devices(families, table, window, kernels)
     # WHEN it is drained
     devices.start()
     devices.drain(4, 4_500_000_000)
     sink.put(window.close(4_500_000_000))
-    numbers = dict.fromkeys(("started_unix_ns", "recorder_cpu_ns", "recorder_peak_rss_bytes"), 0)
-    writer.put_meta({"aiflame_version": "0", "command": "", "target": "", **numbers})
-    writer.put_meta({"period_ns": 1000, "duration_ns": 5 * 10**9})
-    writer.commit()
+    _finish(writer)
     # THEN all is there but the instructions
     gpu = read_capture(writer.path).gpu
     assert [device.name for device in gpu.devices] == ["", "Toy 1"]
@@ -264,7 +311,7 @@ def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
 
 
 def test_auto_takes_what_there_is_and_a_name_insists(monkeypatch: pytest.MonkeyPatch) -> None:
-    families = {"toy": lambda: _Family((_TOY,), []), "absent": lambda: _Family((), [])}
+    families = {"toy": lambda: _Family((_TOY,)), "absent": lambda: _Family(())}
     monkeypatch.setattr(device_choice, "FAMILIES", families)
     assert len(device_choice.choose_families("auto")) == 2
     assert device_choice.choose_families("none") == ()
@@ -273,4 +320,98 @@ def test_auto_takes_what_there_is_and_a_name_insists(monkeypatch: pytest.MonkeyP
     with pytest.raises(EnvironmentUnfit, match="--gpu absent: no toys here") as caught:
         device_choice.choose_families("absent")
     assert caught.value.exit_code == 3
-    assert "--gpu auto" in str(caught.value.hint)
+    assert caught.value.hint == "apt-get install toys; or --gpu auto records without"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Where the toy's driver tells of kernels that have run: the end to read, the end to write."""
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+def test_kernel_times_and_samples_of_a_new_family_are_in_window_and_capture(
+    writer: CaptureWriter,
+    table: ProcessTable,
+    pipe: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN a family that is one row in the list of families, with exact times of its kernels
+    samples = [KernelSample(0, 0, CodeKey(0, None, "bounce"), 8, "asleep", 5)]
+    toy = Device("toy", "Toy 1", Tier.STALLS, "", 7)
+    monkeypatch.setattr(
+        device_choice, "FAMILIES", {"toy": lambda: _Family((toy,), samples, pipe[0])}
+    )
+    table.start_ns = 1_000
+    watched: list[int] = []
+    window, sink = _window(), CaptureSink(writer)
+    kernels = KernelTable(window)
+    families = device_choice.choose_families("toy")
+    devices = _devices(families, table, window, kernels, watched.append)
+    devices.start()
+    assert watched == [pipe[0]]
+    # WHEN its driver tells of kernels: one began before the recording, one ends after the boundary
+    os.write(pipe[1], _EVENT.pack(900, 1_400) + _EVENT.pack(1_500, 2_600))
+    devices.poll()
+    devices.drain(0, 1_000)
+    first = window.close(1_000)
+    os.write(pipe[1], _EVENT.pack(2_700, 2_900))
+    devices.drain(0, 2_000)
+    last = window.close(2_000, is_last=True)
+    # THEN each is in the window in which it ended
+    for closed in (first, last):
+        check(closed)
+        sink.put(closed)
+    fields = ["queue", "begin_ns", "end_ns", "count", "duration_ns"]
+    assert first.kernel_times[fields].tolist() == [(9, 0, 400, 1, 500)]
+    assert last.kernel_times[fields].tolist() == [
+        (9, 500, 1_600, 1, 1_100),
+        (9, 1_700, 1_900, 1, 200),
+    ]
+    # AND in the capture, with its samples, for one kernel
+    _finish(writer)
+    profile = read_capture(writer.path)
+    assert profile.gpu.samples["count"].sum() == 10
+    assert profile.gpu.times[fields].tolist() == [
+        *first.kernel_times[fields].tolist(),
+        *last.kernel_times[fields].tolist(),
+    ]
+    (kernel,) = profile.gpu.kernels
+    assert (kernel.api, kernel.name) == ("toys", "bounce")
+    # AND in the statistics
+    (stats,) = kernel_stats(device_samples(profile)).values()
+    assert (stats.name.short, stats.total, stats.time_ns) == ("bounce", 10, 1_800)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"end_ns": 50},
+        {"duration_ns": 101},
+        {"duration_ns": -1},
+        {"count": 0},
+        {"count": 1 << 40},
+        {"queue": 1 << 64},
+        {"launch_id": -1},
+    ],
+)
+def test_kernel_times_that_cannot_be_are_refused_and_counted(
+    table: ProcessTable, wrong: dict[str, int]
+) -> None:
+    class Wrong(_Sampler):
+        def drain(self, interval: Interval) -> None:
+            sound = KernelTime(0, 0, "bounce", 100, 200, 100)
+            self._host.add_times([sound, replace(sound, **wrong)])
+
+    class WrongFamily(_Family):
+        def start(self, host: Host) -> Sampler:
+            return Wrong(self, host)
+
+    window = _window()
+    devices = _devices([WrongFamily((_TOY,))], table, window, KernelTable(window))
+    devices.start()
+    devices.drain(0, 1_000)
+    assert len(window.close(1_000).kernel_times) == 1
+    assert devices.losses == {LossKind.KERNEL_TIMES_REFUSED: 1}

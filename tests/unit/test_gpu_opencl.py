@@ -7,17 +7,18 @@ import contextlib
 import os
 import random
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Tier
 from aiflame.agent.target_files import BadTargetFile, FileGuard, GuardedFile, TargetFile
-from aiflame.gpu.base import CodeKey, CpuSample, Interval
+from aiflame.gpu.base import CodeKey, CpuSample, Interval, KernelSample, KernelTime
 from aiflame.gpu.opencl import listing as listings
 from aiflame.gpu.opencl.disassembly import Decoded
-from aiflame.gpu.opencl.family import OpenClFamily
+from aiflame.gpu.opencl.family import OpenClFamily, OpenClSampler
 from aiflame.gpu.opencl.kernel_file import KernelFile, may_be_kernel, read_kernel_file
 from aiflame.gpu.opencl.listing import lay_over, make_listing
 
@@ -75,11 +76,13 @@ def kernel(descriptor: int) -> KernelFile:
     return found
 
 
-class _Files:
-    """One file of a target."""
+class _Host:
+    """A recording with one file of a target."""
 
     def __init__(self, path: str, fd: int | None) -> None:
         self._path, self._fd = path, fd
+        self.samples: list[KernelSample] = []
+        self.losses: Counter[LossKind] = Counter()
 
     def path(self, file: int) -> str:
         return self._path
@@ -90,11 +93,21 @@ class _Files:
     def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
         return [("half.cl", address) for address in addresses]
 
+    def watch(self, descriptor: int, take: Callable[[], None]) -> None:
+        raise AssertionError("samples come with drains only")
 
-def _family(path: str, fd: int | None) -> OpenClFamily:
-    family = OpenClFamily(Path("nowhere"))
-    family.start(_Files(path, fd))
-    return family
+    def add_samples(self, samples: Iterable[KernelSample]) -> None:
+        self.samples += samples
+
+    def add_times(self, times: Iterable[KernelTime]) -> None:
+        raise AssertionError("no device tells times")
+
+    def lose(self, kind: LossKind, count: int = 1) -> None:
+        self.losses[kind] += count
+
+
+def _owns(path: str, fd: int | None) -> bool:
+    return OpenClSampler(_Host(path, fd)).owns(0)
 
 
 def _nowhere(addresses: Sequence[int]) -> list[tuple[str, int]]:
@@ -129,11 +142,11 @@ def test_offsets_begin_at_the_work_group_function_and_are_told_apart(kernel: Ker
     ],
 )
 def test_paths_of_kernels(path: str) -> None:
-    assert _family(path, None).owns(0)
+    assert _owns(path, None)
 
 
 def test_kernel_under_any_name_is_known_by_its_symbol(descriptor: int) -> None:
-    assert _family("/memfd:x", descriptor).owns(0)
+    assert _owns("/memfd:x", descriptor)
 
 
 def test_other_files_are_no_kernels(built: Path, tmp_path: Path) -> None:
@@ -143,11 +156,11 @@ def test_other_files_are_no_kernels(built: Path, tmp_path: Path) -> None:
         fd = os.open(path, os.O_RDONLY)
         try:
             # Neither by itself nor under a path like those of kernels.
-            assert not _family(path, fd).owns(0)
-            assert not _family(str(built), fd).owns(0)
+            assert not _owns(path, fd)
+            assert not _owns(str(built), fd)
         finally:
             os.close(fd)
-    assert not _family("/usr/lib/libfoo.so", None).owns(0)
+    assert not _owns("/usr/lib/libfoo.so", None)
 
 
 def test_large_files_are_not_searched(tmp_path: Path) -> None:
@@ -189,8 +202,9 @@ def test_damaged_files_are_refused_or_read_and_nothing_else(built: Path, tmp_pat
 def test_samples_are_told_by_offset_and_callers_by_their_call(
     built: Path, descriptor: int, kernel: KernelFile
 ) -> None:
-    family = _family(str(built), descriptor)
-    assert family.owns(0)
+    host = _Host(str(built), descriptor)
+    sampler = OpenClFamily(Path("nowhere")).start(host)
+    assert sampler.owns(0)
     listing = make_listing(kernel, frozenset({0}), _nowhere)
     assert listing is not None
     call = next(line for line in listing.lines if line.text.startswith("call"))
@@ -202,28 +216,30 @@ def test_samples_are_told_by_offset_and_callers_by_their_call(
         CpuSample(3, 11, 0, last_byte, True, 1),
         CpuSample(3, 11, 0, kernel.start - 1, False, 4),
     ]
-    found = list(family.drain(Interval(7, samples)))
+    sampler.drain(Interval(7, samples))
     code = CodeKey(3, 0, _NAME)
-    assert [(s.interval, s.code, s.offset, s.reason, s.count) for s in found] == [
+    assert [(s.interval, s.code, s.offset, s.reason, s.count) for s in host.samples] == [
         (7, code, 0, "issuing", 7),
         (7, code, call.offset, "issuing", 1),
     ]
-    assert family.losses() == {LossKind.SAMPLE_OUTSIDE_KERNEL: 4}
+    assert host.losses == {LossKind.SAMPLE_OUTSIDE_KERNEL: 4}
 
 
 def test_samples_of_a_file_that_could_not_be_opened_are_counted(built: Path) -> None:
-    family = _family(str(built), None)
-    assert family.owns(0)
-    assert list(family.drain(Interval(0, [CpuSample(0, 1, 0, 64, False, 9)]))) == []
-    assert family.losses() == {LossKind.KERNEL_NOT_OPENED: 9}
+    host = _Host(str(built), None)
+    sampler = OpenClSampler(host)
+    assert sampler.owns(0)
+    sampler.drain(Interval(0, [CpuSample(0, 1, 0, 64, False, 9)]))
+    assert host.samples == []
+    assert host.losses == {LossKind.KERNEL_NOT_OPENED: 9}
 
 
 def test_listing_has_the_functions_that_were_sampled(
     built: Path, descriptor: int, kernel: KernelFile
 ) -> None:
-    family = _family(str(built), descriptor)
-    assert family.owns(0)
-    found = family.resolve(CodeKey(0, 0, _NAME), frozenset({0}))
+    sampler = OpenClSampler(_Host(str(built), descriptor))
+    assert sampler.owns(0)
+    found = sampler.resolve(CodeKey(0, 0, _NAME), frozenset({0}))
     assert found is not None
     assert found.size_bytes == len(kernel.code)
     offsets = [line.offset for line in found.lines]
@@ -296,12 +312,8 @@ def test_nothing_installed_says_where_was_looked(tmp_path: Path) -> None:
     assert f"{tmp_path}/*.icd" in finding.why
 
 
-def test_pocl_of_a_container_is_found_by_its_samples(built: Path, descriptor: int) -> None:
-    family = _family(str(built), descriptor)
+def test_pocl_of_a_container_is_found_by_its_samples() -> None:
+    family = OpenClFamily(Path("nowhere"))
     assert family.detect().devices == ()
-    assert family.owns(0)
-    kernel = read_kernel_file(TargetFile(descriptor))
-    assert kernel is not None
-    assert list(family.drain(Interval(0, [CpuSample(0, 1, 0, kernel.entry, False, 1)])))
-    (device,) = family.detect().devices
+    (device,) = family.detect(has_samples=True).devices
     assert device.name.startswith("PoCL on ")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiflame.agent.inspector import child
 from aiflame.agent.inspector import memory as inspector_memory
 from aiflame.agent.inspector.memory import Answer, RemoteMemory, Span
 from aiflame.agent.inspector.memory_worker import MAX_DATA_BYTES, MAX_SPANS
@@ -179,7 +180,7 @@ def test_a_reader_that_was_killed_is_replaced_a_few_times(
 ) -> None:
     start, contents = region
     span = Span(*_HERE, start, 8)
-    for deaths in range(1, inspector_memory._MAX_DEATHS):
+    for deaths in range(1, child.MAX_DEATHS):
         assert _data(remote.read([span])) == [contents[:8]]
         os.kill(_reader(), signal.SIGKILL)
         assert _data(remote.read([span])) == [contents[:8]]

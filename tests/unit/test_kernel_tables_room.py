@@ -35,6 +35,7 @@ from aiflame.agent.unwind.x86_64 import (
     Rule,
     RuleKind,
 )
+from support import blind_inspector
 
 _PAGE_BYTES = 4096
 _MANY, _FEW = 1000, 10  # mappings: 9 pages with the head of their array, and 2
@@ -205,7 +206,7 @@ class _Files:
     """A process that maps one file after another, and the recorder's side of it."""
 
     def __init__(self, kernel: Any, table: UnwindTable) -> None:
-        self._processes = ProcessTable(1, lambda pid: 1)
+        self._processes = ProcessTable(1, lambda pid: 1, blind_inspector())
         self.tables = UnwindTables(kernel, self._processes, None, 64 << 20, lambda fd: None)
         self.entered = self.tables._kernel.places
         self._table = table

@@ -95,8 +95,17 @@ _GPU = "aiflame.gpu"
 _MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "reports"}
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
-# What gpu/ may know of agent/.
+# All that agent/ knows of devices: the protocols, the list of families, and data. Never a family.
+_GPU_OF_AGENT = (f"{_GPU}.base", f"{_GPU}.families", f"{_GPU}.host_stubs", *_GPU_OF_CAPTURES)
+# Who asks which families there are.
+_KNOW_FAMILIES = {"devices.choice", "doctor.checks", "doctor.gpu"}
+
+# What gpu/ may know of agent/: what it measures into, and how files are read that a `Host` opened.
 _AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("elf", "losses", "model", "target_files"))
+# Of the files of targets, only what a host hands out: no guard, no path.
+_TARGET_FILES_OF_GPU = {
+    f"{_PREFIX}.target_files.{name}" for name in ("TargetFile", "BadTargetFile")
+}
 
 # They read a capture, and have to work where nothing can be recorded.
 _UNPRIVILEGED = ("commands.report", "commands.stats")
@@ -194,6 +203,35 @@ def test_the_device_half_knows_what_it_measures_and_nothing_else_of_the_agent() 
         for module, tree in _GPU_MODULES.items()
         for name in _imports(tree)
         if _is_of(name, ["aiflame"]) and not _is_of(name, [_GPU, *_AGENT_OF_GPU])
+    } == set()
+
+
+def test_families_read_files_that_a_host_opened() -> None:
+    target_files = f"{_PREFIX}.target_files"
+    found = {name for tree in _GPU_MODULES.values() for name in _imports(tree)}
+    assert {name for name in found if _is_of(name, [target_files])} <= _TARGET_FILES_OF_GPU
+
+
+def test_the_agent_knows_families_by_their_list_alone() -> None:
+    found = {
+        (module, name)
+        for module, tree in _MODULES.items()
+        for name in _imports(tree)
+        if _is_of(name, [_GPU])
+    }
+    assert {(m, name) for m, name in found if not _is_of(name, _GPU_OF_AGENT)} == set()
+    assert {m for m, name in found if _is_of(name, [f"{_GPU}.families"])} == _KNOW_FAMILIES
+
+
+def test_families_know_each_other_no_more_than_the_agent_does() -> None:
+    folders = {module.partition(".")[0] for module in _GPU_MODULES if module.endswith(".family")}
+    assert folders, "where are the families?"
+    assert {
+        (module, name)
+        for module, tree in _GPU_MODULES.items()
+        for name in _imports(tree)
+        for folder in folders - {module.partition(".")[0]}
+        if module != "families" and _is_of(name, [f"{_GPU}.{folder}"])
     } == set()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who opens files. What runs as root opens those of others in few places, which take care.
 
-Outputs are opened by `outfile`, files of targets by `symbols/rootfs` and `processes/binaries`, what
+Outputs are opened by `outfile`, files of targets by `inspector`, what
 the kernel tells by `kernelfs`. Whoever is listed here besides opens nothing that another user can
 have put there; the reason says why.
 """
@@ -33,10 +33,10 @@ _MODULES = {"tempfile"}
 _CAREFUL = {"kernelfs.read_text", "kernelfs.read_bytes"}
 
 _MAY_OPEN = {
-    # The three that take care.
+    # The four that take care.
     "agent/outfile.py": "outputs",
-    "agent/symbols/rootfs.py": "files of targets, inside their root directory",
-    "agent/processes/binaries.py": "the files and the memory that a process has mapped",
+    "agent/inspector/rootfs.py": "files of targets, inside their root directory",
+    "agent/inspector/opener_worker.py": "the same by other ways, in a process that can be killed",
     "agent/kernelfs.py": "/proc and /sys",
     # Directories of our own, which no other user can write to.
     "agent/capture/workspace.py": "a recording before it has its name",
@@ -63,7 +63,7 @@ _MAY_OPEN = {
     "agent/cli.py": "/dev/null",
     "agent/commands/messages.py": "/dev/null and the standard streams",
     # Children that read for others: they get descriptors.
-    "agent/inspector/memory.py": "the status of a child of ours, in /proc",
+    "agent/inspector/child.py": "the status of a child of ours, in /proc",
     "agent/inspector/parser.py": "/dev/null, and what /proc says of a descriptor",
     "agent/unwind/worker.py": "what it is told to read",
     # The system's own.

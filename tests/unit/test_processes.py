@@ -13,9 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from aiflame.agent import kernelfs
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
+from support import blind_inspector
 
 _LIB, _OTHER = 1, 2
 
@@ -161,7 +163,7 @@ class _Machine:
         self.image: int | None = 5
         self.reads = 0
 
-    def executable_mappings(self, pid: int) -> list[MapsLine]:
+    def executable_mappings(self, _: object, pid: int) -> list[MapsLine]:
         self.reads += 1
         return list(self.maps) if pid == 41 else []
 
@@ -176,7 +178,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
 
 @pytest.fixture
 def table(machine: _Machine) -> Iterator[ProcessTable]:
-    made = ProcessTable(1_000, lambda pid: machine.image)
+    made = ProcessTable(1_000, lambda pid: machine.image, blind_inspector())
     yield made
     made.binaries.close()
 
@@ -196,7 +198,7 @@ def test_a_process_is_read_when_it_is_first_seen(machine: _Machine, table: Proce
     assert (image.pid, image.name, image.parent_pid, image.started_ns) == (41, "server", 1, 1_500)
     assert image.was_read
     assert table.image(41, 5) is image
-    assert table.images == [image]
+    assert table.images == {0: image}
 
 
 def test_a_process_older_than_the_recording_starts_with_it(table: ProcessTable) -> None:
@@ -225,7 +227,10 @@ def test_exec_makes_a_new_image_and_keeps_the_old_one(
     before = table.seen(41, 5, 1, "sh", 1_500)
     machine.image, machine.maps = 6, [_jit(0x2000)]
     table.seen(41, 6, 1, "python3", 1_600)
-    assert [image.mappings for image in table.images] == [[_mapped(0x1000)], [_mapped(0x2000)]]
+    assert [image.mappings for image in table.images.values()] == [
+        [_mapped(0x1000)],
+        [_mapped(0x2000)],
+    ]
     assert table.image(41, 5) is before
     # The old one is gone, although its pid is not.
     assert not table.read_mappings(before)
@@ -293,7 +298,7 @@ def test_threads_are_kept_apart_by_image(table: ProcessTable) -> None:
     old, new = table.image(41, 5), table.image(41, 6)
     threads = [table.thread(old, 41), table.thread(new, 41), table.thread(old, 42)]
     assert table.thread(old, 41) is threads[0]
-    assert table.threads == threads
+    assert table.threads_of(old) == [threads[0], threads[2]]
     assert [thread.index for thread in threads] == [0, 1, 2]
     assert threads[0].name == "pid 41"
 
@@ -307,7 +312,8 @@ def test_the_end_of_a_process_is_noted_once_it_is_known(table: ProcessTable) -> 
 
 
 def test_this_process_maps_its_interpreter() -> None:
-    table = ProcessTable(0, lambda pid: 1)
+    inspector = Inspector()
+    table = ProcessTable(0, lambda pid: 1, inspector)
     try:
         image = table.seen(os.getpid(), 1, 0, "", 0)
         files = {table.binaries.files[m.binary].path for m in image.mappings if m.binary >= 0}
@@ -318,3 +324,4 @@ def test_this_process_maps_its_interpreter() -> None:
         assert table.binaries.unopened == 0
     finally:
         table.binaries.close()
+        inspector.close()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiflame.agent import kernelfs
@@ -21,6 +22,16 @@ from aiflame.agent.processes.procfs import MapsLine
 
 # Where str.splitlines() would end a line, and the kernel does not.
 _NOT_LINE_ENDS = ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\r"]
+
+
+class _HereOpener:
+    """Reads in this process what the opener's child reads."""
+
+    def proc(self, pid: int, name: str, limit: int) -> bytes:
+        return kernelfs.read_text(f"/proc/{pid}/{name}", limit).encode()
+
+
+_HERE: Any = _HereOpener()
 
 
 @pytest.fixture
@@ -46,7 +57,7 @@ def test_executable_mappings(proc: Callable[[str], None]) -> None:
         "7ffd1b5f2000-7ffd1b5f4000 r-xp 00000000 00:00 0                          [vdso]\n"
         "ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsyscall]\n"
     )
-    assert procfs.executable_mappings(1) == [
+    assert procfs.executable_mappings(_HERE, 1) == [
         MapsLine(0x55D0C0001000, 0x55D0C0009000, 0x1000, "fe:01", 131, "/usr/bin/server"),
         MapsLine(0x7F0000000000, 0x7F0000021000, 0, "00:00", 0, ""),
         MapsLine(0x7F0000100000, 0x7F0000200000, 0, "00:01", 2049, "/memfd:jit (deleted)"),
@@ -78,7 +89,7 @@ def test_a_path_is_the_whole_rest_of_its_line(
     proc: Callable[[str], None], written: str, path: str
 ) -> None:
     proc(f"1000-2000 r-xp 00000000 fe:01 7  {written}\n3000-4000 r-xp 00000000 fe:01 8  /next\n")
-    assert [line.path for line in procfs.executable_mappings(1)] == [path, "/next"]
+    assert [line.path for line in procfs.executable_mappings(_HERE, 1)] == [path, "/next"]
 
 
 def test_a_path_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +97,7 @@ def test_a_path_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file.write_bytes(b"1000-2000 r-xp 00000000 fe:01 7  /opt/\xff\xfe.so\n")
     read = kernelfs.read_text
     monkeypatch.setattr(kernelfs, "read_text", lambda path, limit: read(file, limit))
-    assert [line.path for line in procfs.executable_mappings(1)] == ["/opt/\ufffd\ufffd.so"]
+    assert [line.path for line in procfs.executable_mappings(_HERE, 1)] == ["/opt/\ufffd\ufffd.so"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +120,7 @@ def test_a_path_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_a_cut_or_foreign_line_costs_only_itself(proc: Callable[[str], None], cut: str) -> None:
     proc(f"1000-2000 r-xp 00000000 fe:01 7  /lib\n{cut}")
-    assert [line.path for line in procfs.executable_mappings(1)] == ["/lib"]
+    assert [line.path for line in procfs.executable_mappings(_HERE, 1)] == ["/lib"]
 
 
 def test_65_000_mappings(proc: Callable[[str], None]) -> None:
@@ -121,7 +132,7 @@ def test_65_000_mappings(proc: Callable[[str], None]) -> None:
         )
     )
     begun = time.process_time()
-    found = procfs.executable_mappings(1)
+    found = procfs.executable_mappings(_HERE, 1)
     assert time.process_time() - begun < 2  # 0.15 s where this was written
     assert len(found) == 65_000
     assert found[-1].path == "/opt/lib/64999.so"
@@ -129,7 +140,9 @@ def test_65_000_mappings(proc: Callable[[str], None]) -> None:
 
 def test_the_own_mappings_hold_the_own_code() -> None:
     address = ctypes.cast(ctypes.pythonapi.Py_GetVersion, ctypes.c_void_p).value or 0
-    holders = [m for m in procfs.executable_mappings(os.getpid()) if m.start <= address < m.end]
+    holders = [
+        m for m in procfs.executable_mappings(_HERE, os.getpid()) if m.start <= address < m.end
+    ]
     assert len(holders) == 1
     assert Path(holders[0].path).stat().st_ino == holders[0].inode
 
@@ -145,10 +158,13 @@ def gone() -> Iterator[int]:
 
 
 def test_a_process_that_is_gone(gone: int) -> None:
-    assert procfs.executable_mappings(gone) == []
+    assert procfs.executable_mappings(_HERE, gone) == []
     assert procfs.comm(gone) == procfs.comm(gone, gone) == ""
     assert (
-        procfs.command_line(gone) == procfs.executable(gone) == procfs.cgroups(gone).telling == ""
+        procfs.command_line(_HERE, gone)
+        == procfs.executable(gone)
+        == procfs.cgroups(gone).telling
+        == ""
     )
     assert procfs.status_field(gone, "Tgid") == []
     assert procfs.namespaced_pid(gone) == gone
@@ -164,7 +180,7 @@ def test_this_process() -> None:
     assert procfs.owner_uid(pid) == os.getuid()
     assert procfs.status_field(pid, "Tgid") == [str(pid)]
     assert pid in procfs.process_ids()
-    assert procfs.command_line(pid).startswith(sys.orig_argv[0])
+    assert procfs.command_line(_HERE, pid).startswith(sys.orig_argv[0])
     assert Path(procfs.executable(pid)).samefile("/proc/self/exe")
     assert procfs.comm(pid) == Path("/proc/self/comm").read_text()[:-1]
     tid = threading.get_native_id()
@@ -226,7 +242,7 @@ def test_a_status_that_ends_early(proc: Callable[[str], None], text: str) -> Non
 )
 def test_command_lines(proc: Callable[[str], None], raw: str, shown: str) -> None:
     proc(raw)
-    assert procfs.command_line(1) == shown
+    assert procfs.command_line(_HERE, 1) == shown
 
 
 def test_an_executable_whose_name_is_not_utf8_can_be_stored(

@@ -26,6 +26,7 @@ from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers
+from support import blind_inspector
 
 _INTERRUPTIBLE, _RUNNABLE, _WAKING, _DEAD = 0x1, 0x0, 0x200, 0x80
 _IDLE_WORKER = 0x402
@@ -191,7 +192,7 @@ def test_kernels_without_the_iterator_are_said_to_be(
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
     programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
     tables: Any = SimpleNamespace(wait=lambda binaries, deadline_ns: None)
-    table = ProcessTable(1, lambda pid: 1)
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
     walker = StackWalker(tables, SimpleNamespace()) if is_walked else None  # type: ignore[arg-type]
     sleepers = Sleepers(programs, table, tables, walker, _NO_PYTHON, kernel_stacks=True)
     for _ in sleepers.enter([here]):
@@ -211,7 +212,9 @@ def test_threads_that_a_short_recording_missed_are_counted(
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [os.getpid(), waiting_tid])
     programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
     tables: Any = SimpleNamespace()
-    sleepers = Sleepers(programs, ProcessTable(1, lambda pid: 1), tables, None, _NO_PYTHON, False)
+    sleepers = Sleepers(
+        programs, ProcessTable(1, lambda pid: 1, blind_inspector()), tables, None, _NO_PYTHON, False
+    )
     entering = sleepers.enter([os.getpid(), 2])
     next(entering)
     # WHEN the recording ends before the first is entered; one was entered by the kernel half
@@ -229,7 +232,7 @@ def test_threads_whose_time_is_known_are_not_said_to_miss_it(
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [os.getpid(), waiting_tid])
     programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
     tables: Any = SimpleNamespace()
-    table = ProcessTable(1, lambda pid: 1)
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
     sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, False)
     next(sleepers.enter([os.getpid()]))
     # WHEN one that was not entered has ended, and the kernel half has told how long it was there
@@ -248,7 +251,7 @@ def test_threads_beyond_the_kernels_table_are_counted(
     programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
     programs.threads.update = is_full
     tables: Any = SimpleNamespace()
-    table = ProcessTable(1, lambda pid: 1)
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
     sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, False)
     for _ in sleepers.enter([os.getpid()]):
         pass
@@ -298,7 +301,7 @@ def test_kernel_frames_without_an_address_are_counted(
     monkeypatch.setattr(procfs, "thread_stat", lambda pid, tid: stat)
     programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
     tables: Any = SimpleNamespace()
-    table = ProcessTable(1, lambda pid: None)
+    table = ProcessTable(1, lambda pid: None, blind_inspector())
     sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, kernel_stacks=True)
     for _ in sleepers.enter([os.getpid()]):
         pass

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.symbols import perfmap, rootfs
+from aiflame.agent.inspector import rootfs
+from aiflame.agent.symbols import perfmap
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 
 
@@ -115,7 +116,7 @@ def test_a_link_is_refused_without_openat2(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "secret").write_text("1000 10 secret\n")
     (tmp_path / "tmp/perf-7.map").symlink_to("../secret")
-    monkeypatch.setattr(rootfs, "_ARCHITECTURES", {})
+    monkeypatch.setattr(rootfs, "_SYS_OPENAT2", None)
     with pytest.raises(BadPerfMap, match="symbolic links"):
         PerfMap.load(str(tmp_path), 7, os.getuid())
 

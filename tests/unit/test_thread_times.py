@@ -14,6 +14,7 @@ from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.samples import Samples
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from support import blind_inspector
 
 # Times count from the start of the recording here, in ns.
 _START_NS = 1_000_000
@@ -26,7 +27,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.window = WindowBuilder(Bounds())
-        self.table = ProcessTable(_START_NS, lambda pid: _START_NS)
+        self.table = ProcessTable(_START_NS, lambda pid: _START_NS, blind_inspector())
         self.samples = Samples(self.window, self.table)
         self.times = ThreadTimes(self.window, self.table)
         self.times.start(_START_NS)

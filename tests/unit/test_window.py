@@ -139,26 +139,64 @@ def test_processes_that_are_gone_leave_nothing() -> None:
         builder.define("threads", rows_of("threads", (number, number, 1, name)))
         window = builder.close(number + 1)
         assert window.texts == ("", f"process {number}")
-        builder.forget_processes([number])
+        builder.forget([number], [number])
     assert builder.known_rows == 0
-    assert builder.text("another") == 1
+    # Texts are gone through when there are many.
+    assert builder.text("another") < 10_000
 
 
-def test_what_processes_that_are_gone_had_mapped_is_in_no_window_after() -> None:
+def test_stacks_of_processes_that_are_gone_are_lost_ones() -> None:
+    # GIVEN two processes, one of which is forgotten, and whose stack is mentioned once more
     builder = WindowBuilder(Bounds())
     for number in range(2):
         row = (number, number, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)
         builder.define("processes", rows_of("processes", row))
         builder.define("threads", rows_of("threads", (number, number, 1, 0)))
         builder.define("mappings", rows_of("mappings", (number, _NONE, 0, 4096, 0, 0)))
+    addresses = np.array([11], "<u8").view(COLUMNS["addresses"].dtype)
+    row = (5, 0, 0, 0, 0, 1, StackEnd.ROOTED, 0, False, _NONE, 0)
+    builder.define("stacks", rows_of("stacks", row), addresses)
     assert len(builder.close(10).mappings) == 2
-    builder.forget_contents([0])
-    for thread in range(2):  # the one that is gone may still be mentioned
-        builder.add("samples", rows_of("samples", (0, thread, SampleClass.ON_CPU, 1, 10)))
+    builder.forget([0], [0])
+    builder.define("stacks", rows_of("stacks", row), addresses, is_late=True)
+    builder.add("samples", rows_of("samples", (5, 1, SampleClass.ON_CPU, 1, 10)))
     window = builder.close(20)
+    # THEN it is there as lost, and nothing of the process is
     check(window)
+    assert window.stacks[["stop_reason", "process"]].tolist() == [(StackEnd.LOST, 1)]
     assert window.mappings["process"].tolist() == [1]
-    assert window.processes["process"].tolist() == [0, 1]
+    assert window.processes["process"].tolist() == [1]
+
+
+def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:
+    # GIVEN a process in which each window brings 200 functions that no other has
+    builder = WindowBuilder(Bounds(kept_stacks=500))
+    builder.define("processes", rows_of("processes", (3, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
+    builder.define("threads", rows_of("threads", (0, 3, 1, 0)))
+    most = 0
+    for number in range(1, 400):
+        for code in range(200):
+            chain = number << 32 | code
+            name = builder.text(f"f{chain}")
+            builder.define("code_objects", rows_of("code_objects", (3, chain, name, 0, 1)))
+            builder.define("code_lines", rows_of("code_lines", (3, chain, 8, 2)))
+            frames = np.array([(chain, 8, True)], COLUMNS["chain_frames"].dtype)
+            builder.define("chains", rows_of("chains", (chain, 3, 0, 1, 0)), frames)
+        # WHEN the newest is used, and one of the window before
+        addresses = np.zeros(0, COLUMNS["addresses"].dtype)
+        for stack, of in ((2 * number, number), (2 * number + 1, number - 1)):
+            row = (stack, of << 32 | 7, 3, 0, 0, 0, StackEnd.ROOTED, 0, False, _NONE, 0)
+            builder.define("stacks", rows_of("stacks", row), addresses)
+            builder.add("samples", rows_of("samples", (stack, 0, SampleClass.ON_CPU, 1, 1)))
+        window = builder.close(number)
+        check(window)
+        # THEN both have their names,
+        known = set(window.code_objects["code"].tolist())
+        assert {number << 32 | 7, *([number - 1 << 32 | 7] * (number > 1))} <= known
+        builder.forget([], [])
+        most = max(most, builder.known_rows)
+    # and what is kept is bounded.
+    assert most < 80_000
 
 
 def _of_no_thread(rows: np.ndarray) -> np.ndarray:

@@ -60,7 +60,9 @@ class KernelWalkers:
         flags = ["-std=gnu11", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Werror"]
         # All of a header is compiled, and some of it called. What is declared by number is never.
         flags += ["-Wno-unused", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
-        include = [f"-I{_HERE}", f"-I{_BPF}", f"-I{_BPF / 'kernel' / 'include'}"]
+        (folder / "losses.h").write_text(abi.losses_header())
+        folders = (_HERE, _BPF, _BPF / "kernel" / "include", folder)
+        include = [f"-I{path}" for path in folders]
         source = _HERE / "walkers.c"
         subprocess.run(["gcc", *flags, *include, "-o", library, source], check=True)
         self._library = ctypes.CDLL(str(library))

@@ -7,33 +7,21 @@ absolute ones included, stay inside. The file is first opened with O_PATH, which
 what it names, and is only opened for reading once it is known to be a regular file: opening some
 devices is already an action.
 
-It does not protect against a file that shrinks while it is mapped; readers use pread, or live in
-the worker process.
+It does not protect against a file that shrinks while it is mapped: readers use pread. Nor against
+one that never opens, as on a file system that the target serves: that is why the `opener` runs
+this in a child. Imports little, since that is started before a recording, which waits for it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import os
-import platform
 import stat
-from pathlib import Path
-from typing import NamedTuple
 
-
-class _Architecture(NamedTuple):
-    """What differs between machines. From asm/unistd.h of Linux 6.1."""
-
-    openat2: int
-
-
-# System calls added since Linux 5.1 share one number on every architecture but alpha.
-_ARCHITECTURES = {
-    "x86_64": _Architecture(openat2=437),
-    "aarch64": _Architecture(openat2=437),
-}
+# System calls added since Linux 5.1 share one number on every architecture but alpha (asm/unistd.h
+# of Linux 6.1).
+_SYS_OPENAT2 = {"x86_64": 437, "aarch64": 437}.get(os.uname().machine)
 
 # linux/openat2.h, Linux 5.6.
 _RESOLVE_NO_MAGICLINKS = 0x02
@@ -42,7 +30,7 @@ _RESOLVE_IN_ROOT = 0x10
 # The kernel answers EAGAIN when a rename or mount raced with a "..", and asks for a retry.
 _RACE_RETRIES = 8
 
-_LOOK_FLAGS = os.O_PATH | os.O_CLOEXEC
+LOOK_FLAGS = os.O_PATH | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -56,20 +44,17 @@ class _OpenHow(ctypes.Structure):
     )
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _openat2(root_fd: int, path: str, flags: int) -> int:
     """O_PATH descriptor of `path` inside the root; OSError(ENOSYS) where the call is missing."""
-    machine = _ARCHITECTURES.get(platform.machine())
-    if machine is None:
+    if _SYS_OPENAT2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), path)
     how = _OpenHow(flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
     for _ in range(_RACE_RETRIES):
-        result = _libc().syscall(
-            ctypes.c_long(machine.openat2),
+        result = _libc.syscall(
+            ctypes.c_long(_SYS_OPENAT2),
             ctypes.c_int(root_fd),
             ctypes.c_char_p(os.fsencode(path)),
             ctypes.byref(how),
@@ -94,7 +79,7 @@ def _walk(root_fd: int, path: str) -> int:
     current = os.dup(root_fd)
     try:
         for index, part in enumerate(parts):
-            flags = _LOOK_FLAGS | os.O_NOFOLLOW
+            flags = LOOK_FLAGS | os.O_NOFOLLOW
             if index + 1 < len(parts):
                 flags |= os.O_DIRECTORY
             following = os.open(part, flags, dir_fd=current)
@@ -114,38 +99,46 @@ def open_root(root_path: str) -> int:
     Raises:
         OSError: The process is gone or may not be looked at.
     """
-    return os.open(root_path, _LOOK_FLAGS | os.O_DIRECTORY)
+    return os.open(root_path, LOOK_FLAGS | os.O_DIRECTORY)
 
 
-def open_beneath(root_fd: int, path: str, follow_last: bool = True) -> int:
-    """Open a regular file for reading inside a target's root directory.
+def look_beneath(root_fd: int, path: str, follow_last: bool = True) -> int:
+    """Find a file inside a target's root directory; it is not opened for reading.
 
     Args:
         root_fd: The root directory, from `open_root`.
         path: Path as the target sees it. Links are followed as the target would, and ".." stops
             at the root.
-        follow_last: Whether the last part may be a link; otherwise a link is no regular file.
+        follow_last: Whether the last part may be a link; otherwise the link itself is found.
 
     Returns:
-        A descriptor that the caller closes.
+        An O_PATH descriptor that the caller closes.
 
     Raises:
-        OSError: It is missing, not permitted, or not a regular file (EINVAL).
+        OSError: It is missing, or not permitted.
     """
     if "\0" in path:
         raise OSError(errno.EINVAL, "path holds a zero byte", path)
     try:
-        flags = _LOOK_FLAGS if follow_last else _LOOK_FLAGS | os.O_NOFOLLOW
-        place = _openat2(root_fd, path, flags)
+        return _openat2(root_fd, path, LOOK_FLAGS if follow_last else LOOK_FLAGS | os.O_NOFOLLOW)
     except OSError as error:
         # EPERM: sandboxes of 2020 answer so to calls that they do not know.
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
-        place = _walk(root_fd, path)
+    return _walk(root_fd, path)
+
+
+def open_beneath(root_fd: int, path: str, follow_last: bool = True) -> int:
+    """Open a regular file for reading inside a target's root directory, as `look_beneath` finds it.
+
+    Raises:
+        OSError: It is missing, not permitted, or not a regular file (EINVAL).
+    """
+    found = look_beneath(root_fd, path, follow_last)
     try:
-        return reopen_regular(place, path)
+        return reopen_regular(found, path)
     finally:
-        os.close(place)
+        os.close(found)
 
 
 def reopen_regular(place_fd: int, path: str) -> int:
@@ -159,13 +152,13 @@ def reopen_regular(place_fd: int, path: str) -> int:
     return os.open(f"/proc/self/fd/{place_fd}", _READ_FLAGS)
 
 
-def open_regular(path: str | Path) -> int:
+def open_regular(path: str) -> int:
     """Open a file of the host for reading, if it is a regular file.
 
     Raises:
         OSError: As `open_beneath`.
     """
-    place = os.open(path, _LOOK_FLAGS)
+    place = os.open(path, LOOK_FLAGS)
     try:
         return reopen_regular(place, str(path))
     finally:

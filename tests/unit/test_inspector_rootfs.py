@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.symbols import rootfs
+from aiflame.agent.inspector import rootfs
 
 
 @pytest.fixture(params=["openat2", "walk"])
@@ -19,7 +19,7 @@ def root(
 ) -> Iterator[tuple[int, Path]]:
     """A root directory, for the kernel's own resolution and for the fallback."""
     if request.param == "walk":
-        monkeypatch.setattr(rootfs, "_ARCHITECTURES", {})
+        monkeypatch.setattr(rootfs, "_SYS_OPENAT2", None)
     directory = tmp_path / "root"
     (directory / "usr/lib").mkdir(parents=True)
     (tmp_path / "secret").write_text("outside")

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Children that do for the recorder what may never end, and that are killed where it does not.
+
+What a target has, it can make others wait for: a page of its memory, a file on a file system that
+it serves. So the recorder asks a child, one question after the other, and waits a moment for each
+answer. A child that gets nowhere is killed, or left alone where not even that helps, and another
+one takes over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+from aiflame.agent import priority
+
+# A child that has begun answers at once; until then it waits for nothing but its own files.
+_BEGINNING_S = 10.0
+# A child that waits for a processor and not for an answer is waited for.
+_STARVED_PATIENCE_S = 30.0
+# A child that dies of something else: the out-of-memory killer may come twice.
+MAX_DEATHS = 4
+# Children that cannot be killed stay until their file system answers, or ends.
+MAX_STUCK = 256
+# When the recorder ends, for each child.
+_ENDING_S = 0.05
+_MAX_MESSAGE_BYTES = 1 << 18
+_MAX_DESCRIPTORS = 4
+
+# The child imports nothing but this package and the standard library: without site-packages it is
+# ready after 20 ms and not 60.
+_BOOT = (
+    "import sys;"
+    "package = type(sys)('aiflame');"
+    "package.__path__ = [sys.argv.pop(1)];"
+    "sys.modules['aiflame'] = package;"
+    "from aiflame.agent.inspector.{} import main;"
+    "main()"
+)
+
+
+class Message(NamedTuple):
+    """What a child says, and descriptors that come with it: those are the receiver's."""
+
+    data: bytes
+    fds: Sequence[int] = ()
+
+
+class Child:
+    """A child, which runs `main` of a module beside this one.
+
+    Its arguments are the number of its end of the socket, the parent's pid, and the numbers of
+    further descriptors. Its first message is "ready " and what it could not give up, in words.
+
+    Args:
+        module: Name of the module.
+        fds: Descriptors that it gets; they stay the caller's.
+
+    Raises:
+        OSError: There is no memory, or there are too many processes.
+    """
+
+    def __init__(self, module: str, fds: Sequence[int] = ()) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            packages = str(Path(__file__).parents[2])
+            numbers = map(str, (theirs.fileno(), os.getpid(), *fds))
+            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-I", "-S", "-c", _BOOT.format(module), packages, *numbers],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *fds),
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the recorder
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._socket = ours
+        self.is_ready = False
+        priority.hurry_child(self.process.pid)
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Sends a message, to a child that waits for one; descriptors stay the caller's.
+
+        Raises:
+            ConnectionError: It has ended.
+        """
+        socket.send_fds(self._socket, [data], fds)
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """Returns what it says, no data if it has ended, None if it is silent for that long."""
+        poll = select.poll()  # select() knows no descriptor above 1,023
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
+            return None
+        with contextlib.suppress(ConnectionError):
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, fds, _, _ = socket.recv_fds(
+                self._socket, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS, flags
+            )
+            return Message(data, fds)
+        return Message(b"")
+
+    @property
+    def waits_for_a_processor(self) -> bool:
+        """Whether it would get on if it were let."""
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
+            return status.rpartition(") ")[2][:1] == "R"
+        return False
+
+    def end(self) -> None:
+        """Ends it; it may go on to wait where no signal gets through (fs/fuse/dev.c, v6.1)."""
+        self._socket.close()
+        self.process.kill()
+
+
+ChildT = TypeVar("ChildT", bound=Child)
+
+
+class Children(Generic[ChildT]):
+    """One child at a time, started on first use, and another in place of one that has ended.
+
+    Args:
+        make: Starts one.
+
+    Attributes:
+        child: The one that there is, None for none.
+        stuck: How many got nowhere.
+        deaths: How many ended otherwise.
+        failures: What they could not give up before they began, in words.
+    """
+
+    def __init__(self, make: Callable[[], ChildT]) -> None:
+        self._make = make
+        self.child: ChildT | None = None
+        self._ended: list[ChildT] = []
+        self.stuck = self.deaths = 0
+        self.failures = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, None where there is none."""
+        return None if self.child is None else self.child.process.pid
+
+    def start(self) -> ChildT | None:
+        """Returns the child, started now if there is none; None where there can be none."""
+        self._ended = [child for child in self._ended if child.process.poll() is None]
+        if self.child is None and self.deaths < MAX_DEATHS and self.stuck < MAX_STUCK:
+            try:
+                self.child = self._make()
+            except OSError:  # no memory, or too many processes
+                self.deaths = MAX_DEATHS
+        return self.child
+
+    def wait(
+        self, child: ChildT, patience_s: float, progress: Callable[[], int] = lambda: 0
+    ) -> Message | None:
+        """Waits for a message, as long as the child gets on; None where it has come to an end.
+
+        It got nowhere if `stuck` counts one more after that.
+
+        Args:
+            child: What `start` returned.
+            patience_s: How long it may take from one step to the next.
+            progress: Tells at which step it is.
+        """
+        before = -1
+        starved_until_s = time.monotonic() + _STARVED_PATIENCE_S
+        while True:
+            # Half of it: what it is at is looked at, then looked at again.
+            message = child.receive((patience_s if child.is_ready else _BEGINNING_S) / 2)
+            if message is None:
+                now = progress()
+                is_starved = child.waits_for_a_processor and time.monotonic() < starved_until_s
+                if now == before and not is_starved:
+                    self.lose(is_stuck=child.is_ready)
+                    return None
+                before = now
+            elif not message.data:
+                self.lose(is_stuck=False)
+                return None
+            elif child.is_ready:
+                return message
+            else:
+                child.is_ready = True
+                words = message.data.decode(errors="replace").removeprefix("ready ")
+                self.failures = words or self.failures
+
+    def lose(self, *, is_stuck: bool) -> None:
+        """Ends the child, which got nowhere or is none that answers any more."""
+        if is_stuck:
+            self.stuck += 1
+        else:
+            self.deaths += 1
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.child is not None:
+            self.child.end()
+            self._ended.append(self.child)
+            self.child = None
+
+    def close(self) -> None:
+        """Ends the child."""
+        self._leave()
+        for child in self._ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(_ENDING_S)
+        self._ended = []

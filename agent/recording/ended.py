@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forgets processes, threads and files some windows after they have ended, for good.
+
+Their last stacks and sums may come in the window after their end. What windows have said of them is
+not this side's any more: so the memory of a recording is that of what lives, however long it lasts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.recording.window_builder import WindowBuilder
+
+# Windows for which those that have ended are still known.
+_GRACE_WINDOWS = 3
+# How often, in windows, it is looked for those of whose end nobody has told, and for files that
+# nobody has mapped any more. A file is closed at the second time that nobody has.
+_SWEEP_WINDOWS = 60
+
+
+class KeepsImages(Protocol):
+    """Whoever keeps something of each process image."""
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets images, by index."""
+
+
+class KeepsBinaries(Protocol):
+    """Whoever keeps something of each mapped file."""
+
+    def forget_binaries(self, binaries: Collection[int]) -> None:
+        """Forgets files, by index."""
+
+
+class Ended:
+    """What has ended, and is still known.
+
+    Args:
+        programs: Loaded.
+        table: Process table.
+        window: Builds windows.
+        of_images: Keep something of images.
+        of_binaries: Keep something of files.
+        used_binaries: Files that are needed although nobody maps them.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        table: ProcessTable,
+        window: WindowBuilder,
+        of_images: Sequence[KeepsImages],
+        of_binaries: Sequence[KeepsBinaries],
+        used_binaries: Callable[[], Collection[int]],
+    ) -> None:
+        self._programs = programs
+        self._table = table
+        self._window = window
+        self._of_images = of_images
+        self._of_binaries = of_binaries
+        self._used_binaries = used_binaries
+        self._waiting: deque[tuple[list[ProcessImage], list[ThreadInfo]]] = deque()
+        self._windows = 0
+        self._unused: set[int] = set()
+
+    def forget(self) -> None:
+        """To be called when a window was closed, and none has been begun to be filled."""
+        self._windows += 1
+        if self._windows % _SWEEP_WINDOWS == 0:
+            self._table.look_for_ended()
+            self._forget_binaries()
+        self._waiting.append(self._table.take_ended())
+        if len(self._waiting) > _GRACE_WINDOWS:
+            self._forget(*self._waiting.popleft())
+
+    def _forget(self, images: list[ProcessImage], threads: list[ThreadInfo]) -> None:
+        for image in images:
+            for thread in self._table.threads_of(image):
+                threads.append(thread)
+                if not thread.has_ended:
+                    self._take_out(thread)
+        if not images and not threads:
+            return
+        indexes = [image.index for image in images]
+        for keeper in self._of_images if images else ():
+            keeper.forget_images(indexes)
+        self._window.forget(indexes, [thread.index for thread in threads])
+        self._table.forget(images, threads)
+
+    def _take_out(self, thread: ThreadInfo) -> None:
+        """Takes a thread out of the kernel's table of whose end nobody has told."""
+        key = thread.tid.to_bytes(4, "little")
+        state = self._programs.threads.lookup(key)
+        if state is not None and int(state[0]["image"]) == thread.image.image:
+            self._programs.threads.delete(key)
+
+    def _forget_binaries(self) -> None:
+        used = {NO_BINARY, *self._used_binaries(), *self._window.mapped_binaries()}
+        for image in self._table.images.values():
+            used.update(mapping.binary for mapping in image.mappings)
+        unused = self._table.binaries.files.keys() - used
+        gone, self._unused = unused & self._unused, unused - self._unused
+        if not gone:
+            return
+        for keeper in self._of_binaries:
+            keeper.forget_binaries(gone)
+        self._window.forget_binaries(gone)
+        self._table.binaries.forget(gone)
