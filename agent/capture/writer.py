@@ -120,6 +120,11 @@ class CaptureWriter:
         """Removes the mappings of processes, which are then written anew."""
         self._many("DELETE FROM mappings WHERE process_id = ?", ((row,) for row in processes))
 
+    def set_losses(self, rows: Iterable[tuple[str, int, str]]) -> None:
+        """Writes losses as (name, count, meaning) in the place of those that are there."""
+        self._many("DELETE FROM losses", [()])
+        self.put("losses", rows)
+
     def binary_id(self, path: str, build_id: str) -> int:
         """Returns the id of a binary, which is added if it is not there."""
         words = (path, build_id)

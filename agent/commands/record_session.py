@@ -236,7 +236,7 @@ class _Session:
             with SymbolService(cache_dir()) as service:
                 recorder.devices.resolve(service, writer, recorder.images)
             losses = self._losses(recorder, outcome, report)
-            writer.put("losses", loss_rows(losses, recorder.loss_files()))
+            writer.set_losses(loss_rows(losses, recorder.loss_files()))
             writer.put_meta(self._last_facts(outcome, cost))
             writer.commit()
         finally:

@@ -65,7 +65,7 @@ _UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
 
 # What is kept between drains: chains that windows know, as many as these keep, and lines of a
 # process, some MB where code is made all the time.
-_KEPT_CHAINS = 1 << 16
+_KEPT_CHAINS = 1 << 15
 _KEPT_LINES = 1 << 14
 
 _END_LOSSES = {

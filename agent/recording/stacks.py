@@ -22,8 +22,8 @@ from aiflame.agent.processes.table import ProcessImage, ProcessTable
 # likelihood.
 MADE_STACKS = 0x51EE_9E55
 
-# Of which is known that they have come: what the kernel half keeps between two drains, four times.
-_KNOWN_STACKS = 1 << 16
+# Of which is known that they have come: those that windows keep (Bounds.kept_stacks).
+_KNOWN_STACKS = 1 << 15
 
 _STACK_DTYPE = COLUMNS["stacks"].dtype
 _ADDRESS_DTYPE = COLUMNS["addresses"].dtype

@@ -70,8 +70,8 @@ _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 class Bounds:
     """What a window may hold. Past it time is kept, and what it was spent on is lost.
 
-    The defaults are what the kernel half keeps between two drains, and four times that for the
-    stacks of threads that sleep through many windows.
+    The defaults are what the kernel half keeps between two drains, and twice that for the stacks of
+    threads that sleep through many windows.
 
     Attributes:
         stacks: Distinct stacks of samples, those that most time was spent in. Launches, waits and
@@ -86,7 +86,7 @@ class Bounds:
     stacks_of_process: int = 1 << 13
     rows: int = 1 << 16
     events: int = 1 << 16
-    kept_stacks: int = 1 << 16
+    kept_stacks: int = 1 << 15
 
 
 class WindowBuilder:

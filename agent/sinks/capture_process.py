@@ -12,6 +12,7 @@ import json
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from aiflame.agent.symbols.frames import clean_name
 # What is run; tests run something that fails.
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.sinks.capture_worker")
 
+_INT = struct.Struct("=i")
 _LAST_BYTES = 4096
 # How often it is looked whether it gets on, and how long it may not: its symbol reader may take
 # 65 s for one file.
@@ -111,8 +113,9 @@ class CaptureProcess:
         """Sends what there is room for, or all."""
         while self._unsent:
             data, fd = self._unsent[0]
+            rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
             try:
-                socket.send_fds(self._channel, [data], [] if fd is None else [fd], flags)
+                self._channel.sendmsg([data], rights, flags)  # send_fds would leave the flags out
             except BlockingIOError:
                 return
             except OSError:  # it has ended, which `finish` says
@@ -136,8 +139,6 @@ class CaptureProcess:
             self._tell_files()
             self._send({"keep_ns": keep[0], "end_ns": keep[1]})
         self._send({"end": True})
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 0)  # we wait for it now
         self._flush(0)
         self._wait_for_report()
         data = b""

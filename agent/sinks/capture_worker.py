@@ -24,16 +24,12 @@ from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 
-# The target comes first, and the recorder next; once the recorder waits, as anyone else.
-_NICENESS = 10
-
 # Of a message: a path is at most 4,096 bytes, each of which takes six in JSON.
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
 def main(folder: Path, database: Path) -> None:
     """Serves one recording."""
-    os.nice(_NICENESS)
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()
     with SymbolService(cache_dir()) as service:

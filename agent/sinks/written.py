@@ -86,8 +86,9 @@ class WrittenCapture:
             sink.finish()
             if namer is not None:
                 writer.drop_meta(SYMBOLS_FACT)
-            writer.put("losses", _loss_rows(sink.losses))
-            writer.put("losses", _loss_rows(naming))
+            # A stack that was missing in one window may have come in a later one.
+            losses = {**sink.losses, LossKind.STACK_LOST.stored_name: sink.lost_stacks, **naming}
+            writer.set_losses(_loss_rows(losses))
             writer.commit()
         self.close()
         if not self._has_windows:

@@ -30,6 +30,7 @@ from aiflame.agent.python.interpreter import (
     may_hold_interpreter,
 )
 from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.splice import Role, role_of
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.cache import Cache
@@ -42,6 +43,7 @@ from aiflame.agent.symbolize.splicing import (
     NativeFrame,
     PythonChain,
     Splicer,
+    symbol_of,
 )
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, UnnamedStack
 from aiflame.agent.symbols import roots
@@ -147,30 +149,46 @@ class Namer:
             np.array([stack.is_from_switch for stack in stacks], bool),
         )
         blobs = raw.frame_blobs(first, kept, chain_starts, chains)
+        natives = _Natives(raw, places)
         found = []
         for at, (stack, end, blob) in enumerate(zip(stacks, ends.tolist(), blobs, strict=True)):
             named = NamedStack(end, blob, 0)
             if stack.chain or stack.gil:
                 positions = range(int(first[at]), int(kept[at]))
-                natives = _natives(raw, places, at, positions)
-                named = self._spliced(facts, stack, natives, named)
+                start = int(raw.starts[at])
+                inside = raw.place[start + positions.start : start + positions.stop].tolist()
+                named = self._spliced(facts, stack, natives, inside, named)
             found.append(named)
         return found
 
     def _spliced(
-        self, facts: _Facts, stack: UnnamedStack, natives: list[NativeFrame], named: NamedStack
+        self,
+        facts: _Facts,
+        stack: UnnamedStack,
+        known: _Natives,
+        inside: Sequence[int],
+        named: NamedStack,
     ) -> NamedStack:
-        """Combines a stack with its Python half."""
-        interpreter = self._interpreter_of(facts, stack.process)
+        """Combines a stack with its Python half.
+
+        Args:
+            facts: Of the window.
+            stack: As it came.
+            known: Native frames.
+            inside: Which of these it has, leaf first.
+            named: Its native half.
+        """
+        interpreter = facts.interpreter(stack.process, self._interpreter_of)
         if interpreter is None:
             return named
+        natives = [known.get(index, interpreter) for index in inside]
         chain, frames = facts.chain(stack.chain), named.frames
         if chain is not None:
             is_rooted = named.stop_reason in ROOTED_ENDS
-            found = self._splicer.splice(interpreter, natives, chain, is_rooted)
+            found = self._splicer.splice(natives, chain, is_rooted)
             frames = np.array(found[::-1], "<u4").tobytes()
         has_python = chain is not None and any(chain.sources)
-        gil = self._splicer.gil(interpreter, natives, stack.gil, has_python)
+        gil = self._splicer.gil(natives, stack.gil, has_python)
         return NamedStack(named.stop_reason, frames, int(gil))
 
     def _located(self, raw: RawStacks, facts: _Facts) -> list[Location]:
@@ -403,6 +421,16 @@ class _Facts:
         self._chains = {int(row["chain"]): row for row in window.chains}
         self._codes: dict[tuple[int, int], tuple[str, str]] = {}
         self._lines: dict[tuple[int, int, int], int] = {}
+        self._sources: dict[tuple[int, int, int], SourceFrame | None] = {}
+        self._interpreters: dict[int, MappedInterpreter | None] = {}
+
+    def interpreter(
+        self, process: int, find: Callable[[_Facts, int], MappedInterpreter | None]
+    ) -> MappedInterpreter | None:
+        """Returns the interpreter of a process, looked for once."""
+        if process not in self._interpreters:
+            self._interpreters[process] = find(self, process)
+        return self._interpreters[process]
 
     def binary(self, binary: int) -> tuple[str, str]:
         """Returns path and build id of a binary."""
@@ -433,12 +461,19 @@ class _Facts:
         first = int(row["first"])
         rows = self._window.chain_frames[first : first + int(row["depth"])].tolist()
         frames = tuple(PythonFrame(code, position, bool(ends)) for code, position, ends in rows)
-        sources = tuple(self._source(int(row["process"]), frame) for frame in frames)
+        process = int(row["process"])
+        sources = tuple(self._source(process, frame) for frame in frames)
         return PythonChain(frames, sources, int(row["end"]) == abi.PythonEnd.COMPLETE)
 
     def _source(self, process: int, frame: PythonFrame) -> SourceFrame | None:
         if not frame.code_address:
             return None
+        key = (process, frame.code_address, frame.position)
+        if key not in self._sources:
+            self._sources[key] = self._named(process, frame)
+        return self._sources[key]
+
+    def _named(self, process: int, frame: PythonFrame) -> SourceFrame | None:
         self._read_codes()
         names = self._codes.get((process, frame.code_address))
         if names is None:
@@ -456,25 +491,42 @@ class _Facts:
             self._lines[process, code, position] = line
 
 
-def _natives(
-    stacks: RawStacks, places: list[Location], index: int, positions: range
-) -> list[NativeFrame]:
-    """The native frames of one stack, leaf first."""
-    start = int(stacks.starts[index])
-    found = []
-    for at in stacks.place[start + positions.start : start + positions.stop].tolist():
-        place = places[at]
-        found.append(
-            NativeFrame(
-                address=int(stacks.addresses[at]),
-                is_kernel=int(stacks.owners[at]) == KERNEL_OWNER,
-                binary=place.binary,
-                binary_id=place.binary_id,
-                place=place.address,
-                sources=place.sources,
-                label=place.label,
-                frames=place.chain,
-                is_trampoline=place.is_trampoline,
-            )
+class _Natives:
+    """The native frames of a window's Python stacks, each made once.
+
+    Args:
+        stacks: Of the window.
+        places: Their distinct addresses, named.
+    """
+
+    def __init__(self, stacks: RawStacks, places: list[Location]) -> None:
+        self._stacks = stacks
+        self._places = places
+        self._known: dict[tuple[int, int], NativeFrame] = {}
+
+    def get(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
+        """Returns the frame of a distinct address in a process with an interpreter."""
+        key = (index, id(interpreter))  # kernel addresses belong to all processes
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._make(index, interpreter)
+        return known
+
+    def _make(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
+        place = self._places[index]
+        is_kernel = int(self._stacks.owners[index]) == KERNEL_OWNER
+        in_interpreter = place.binary == interpreter.binary
+        is_eval = not is_kernel and interpreter.loaded.is_eval(int(self._stacks.addresses[index]))
+        role = Role.TRAMPOLINE
+        if not place.is_trampoline:
+            role = role_of(symbol_of(place.sources), is_eval, in_interpreter, is_kernel)
+        return NativeFrame(
+            role=role,
+            is_kernel=is_kernel,
+            in_interpreter=in_interpreter,
+            binary_id=place.binary_id,
+            address=place.address,
+            sources=place.sources,
+            label=place.label,
+            frames=place.chain,
         )
-    return found

@@ -15,7 +15,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import FrameKind, GilState
 from aiflame.agent.python import gil as python_gil
 from aiflame.agent.python.interpreter import LoadedInterpreter
-from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
+from aiflame.agent.python.splice import Cuts, Match, Role, splice
 from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.stacks import FrameIds
 from aiflame.agent.symbols.frames import SourceFrame
@@ -52,35 +52,38 @@ class PythonChain:
 
 @dataclass(frozen=True, slots=True)
 class NativeFrame:
-    """One frame of a native stack.
+    """One frame of a native stack of a process with an interpreter.
 
     Attributes:
-        address: Where it is looked up, in the process.
+        role: What it is for that.
         is_kernel: It is a frame of the kernel.
-        binary: Index of the file it is in, -1 for none.
+        in_interpreter: It is in the interpreter's own file.
         binary_id: Id of the file in the capture.
-        place: Its address in the file.
+        address: Where it is in the file.
         sources: Its functions, innermost inlined first; () where no symbol covers it.
         label: What it is shown as there.
         frames: Their ids in the capture, as native or kernel frames, or that of the Python function
             that a trampoline stands for.
-        is_trampoline: It is a stub of CPython's -X perf.
     """
 
-    address: int
+    role: Role
     is_kernel: bool
-    binary: int
+    in_interpreter: bool
     binary_id: int | None
-    place: int
+    address: int
     sources: tuple[SourceFrame, ...]
     label: str
     frames: tuple[int, ...]
-    is_trampoline: bool = False
 
     @property
     def symbol(self) -> str:
         """The function that is not inlined, "" where unknown."""
-        return self.sources[-1].name if self.sources else ""
+        return symbol_of(self.sources)
+
+
+def symbol_of(sources: Sequence[SourceFrame]) -> str:
+    """Returns the function of an address that is not inlined, "" where unknown."""
+    return sources[-1].name if sources else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +111,10 @@ class Splicer:
         return sum(count for match, count in self.matches.items() if match not in _SOUND)
 
     def splice(
-        self,
-        process: MappedInterpreter,
-        natives: Sequence[NativeFrame],
-        chain: PythonChain,
-        is_rooted: bool,
+        self, natives: Sequence[NativeFrame], chain: PythonChain, is_rooted: bool
     ) -> list[int]:
         """Returns the frame ids of a combined stack, leaf first."""
-        roles = [self._role(process, native) for native in natives]
+        roles = [native.role for native in natives]
         cuts = Cuts(native=not is_rooted, python=not chain.is_whole)
         spliced = splice(roles, chain.frames, cuts, with_hidden=True)
         self.matches[spliced.match] += 1
@@ -131,32 +130,18 @@ class Splicer:
                 frames += natives[piece.at].frames
         return frames
 
-    def _role(self, process: MappedInterpreter, native: NativeFrame) -> Role:
-        if native.is_trampoline:
-            return Role.TRAMPOLINE
-        is_eval = not native.is_kernel and process.loaded.is_eval(native.address)
-        in_interpreter = native.binary == process.binary
-        return role_of(native.symbol, is_eval, in_interpreter, native.is_kernel)
-
     def _hidden(self, native: NativeFrame) -> list[int]:
         """The same frames under the kind of those that are left out."""
         kind, binary_id = FrameKind.INTERPRETER, native.binary_id
         sources = native.sources or (SourceFrame(native.label, "", 0, False),)
-        return [self._ids.frame(kind, source, binary_id, native.place) for source in sources]
+        return [self._ids.frame(kind, source, binary_id, native.address) for source in sources]
 
-    def gil(
-        self,
-        process: MappedInterpreter,
-        natives: Sequence[NativeFrame],
-        gil: int,
-        has_python: bool,
-    ) -> GilState:
+    def gil(self, natives: Sequence[NativeFrame], gil: int, has_python: bool) -> GilState:
         """Returns what a thread had to do with the GIL."""
         leaf: list[python_gil.LeafFrame] = []
         for native in natives:
-            if self._role(process, native) is Role.EVAL:
+            if native.role is Role.EVAL:
                 break
             if not native.is_kernel:
-                in_interpreter = native.binary == process.binary
-                leaf.append(python_gil.LeafFrame(native.symbol, in_interpreter))
+                leaf.append(python_gil.LeafFrame(native.symbol, native.in_interpreter))
         return _STATES[python_gil.gil_state(_HOLDS.get(abi.PythonGil(gil)), has_python, leaf)]

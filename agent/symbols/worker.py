@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -69,6 +70,10 @@ _MAX_CANDIDATES = 8
 _MAX_CACHE_FILE_BYTES = 1 << 30
 # Real binaries take four.
 _MAX_QUESTIONS = 64
+
+# A mapped table keeps a descriptor, and one that an error refers to stays until it is collected.
+# A parser may have 64, and a request takes two or three.
+_COLLECT_REQUESTS = 8
 
 _END_BYTES = 4096
 _MAGIC = b"\x7fELF"
@@ -146,7 +151,9 @@ class _RemoteAccess:
 
 def _parse(channel: Channel, timeout_s: float) -> None:
     """What a parser does: answers each request that it is sent with a binary."""
-    while True:
+    for number in itertools.count(1):
+        if number % _COLLECT_REQUESTS == 0:
+            gc.collect()
         question, (fd, text) = channel.receive()
         with os.fdopen(text, "rb") as file:
             request = json.loads(file.read())
