@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Nobody reads on. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_SIGPIPE
-    except Exception as error:
+    except Exception as error:  # a user never sees a traceback but with -vv
         if verbose > 1:
             tell(sys.stderr, traceback.format_exc())
         if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:

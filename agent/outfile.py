@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output files: whole or not there, never somebody else's, and owned by the user behind sudo.
+"""Output files: whole or not there, never somebody else's, and owned by the user who calls sudo.
 
 This is the only way in which aiflame opens what it writes for a user. Root writes into folders of
 others, who may rename, replace and link whatever lies there at any moment. So each step works on
@@ -158,7 +158,7 @@ def write_output(
 
     Raises:
         UsageError: The name is taken and `force` is false, or it cannot be a file's.
-        AiflameError: The file system refused; nothing is left behind.
+        AiflameError: The file system refused; nothing is left of it.
     """
     try:
         with (
@@ -257,7 +257,7 @@ def _open_folder(path: Path) -> int:
                 f"a link of another user's leads to the folder {path}",
                 f"name the folder itself: -o {path.resolve()}/...",
             )
-    except BaseException:
+    except BaseException:  # also a Ctrl-C: the descriptor is nobody else's yet
         os.close(current)
         raise
     return current

@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType, TracebackType
+from types import FrameType
 
 _HIGHEST_NICE = -20
 # The lowest of the real-time priorities: above all that is ordinary, below all that is not.
@@ -196,12 +196,7 @@ class RealTime:
         _set_ordinary(0)
         _real_time.discard(threading.get_native_id())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_allowed:
             self._end()
         self._is_allowed = False

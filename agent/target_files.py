@@ -57,6 +57,10 @@ class RemoteFile(Protocol):
     size_bytes: int
     owner: int
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a read of it got nowhere."""
+
     def read(self, size: int, offset: int) -> bytes:
         """Returns up to `size` bytes; OSError as of pread(2), or that there is no answer."""
 
@@ -67,6 +71,7 @@ class TargetFile:
     Args:
         fd: Descriptor; stays the caller's, its position is left alone.
         remote: What is asked instead of the descriptor, if anything.
+        max_bytes: The budget.
 
     Attributes:
         fd: The descriptor.
@@ -74,14 +79,16 @@ class TargetFile:
         owner: User id; -1 where the file cannot be asked.
     """
 
-    def __init__(self, fd: int, remote: RemoteFile | None = None) -> None:
+    def __init__(
+        self, fd: int, remote: RemoteFile | None = None, max_bytes: int = MAX_BYTES
+    ) -> None:
         self.fd = fd
         self._remote = remote
         if remote is not None:
             self.size_bytes, self.owner = remote.size_bytes, remote.owner
         else:
             self.size_bytes, self.owner = _size_and_owner(fd)
-        self._bytes_left = MAX_BYTES
+        self._bytes_left = max_bytes
         self._deadline_s = float("inf")
 
     def limit_cpu(self, cpu_s: float) -> None:

@@ -24,22 +24,22 @@ enum sample_class {
 	CLASS_PREEMPTED = 3, /* switched out while runnable, to switch-in */
 };
 
-/* How a user stack ended; StackEnd in agent/model/profile.py. */
-enum stack_end {
-	END_ROOTED = 0,
-	END_KERNEL_ONLY = 1,
-	END_NO_FRAME_POINTER = 2,
-	END_UNREADABLE = 3,
-	END_TOO_DEEP = 4,
-	END_NOT_WALKED = 5,
-	END_LOST = 6, /* set by the host half only */
-	END_EXCLUDED = 7,
-	END_ROOTED_BY_TABLE =
+/* How a user stack ended; StopReason in agent/model/profile.py. */
+enum stop_reason {
+	STOP_ROOTED = 0,
+	STOP_KERNEL_ONLY = 1,
+	STOP_NO_FRAME_POINTER = 2,
+	STOP_UNREADABLE = 3,
+	STOP_TOO_DEEP = 4,
+	STOP_NOT_WALKED = 5,
+	STOP_LOST = 6, /* set by the host half only */
+	STOP_EXCLUDED = 7,
+	STOP_ROOTED_BY_TABLE =
 		8, /* a row says that the return address is undefined: the outermost */
-	END_NO_TABLE =
+	STOP_NO_TABLE =
 		9, /* a caller in code that is in no mapping or has neither CFI nor frame pointer */
-	END_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
-	END_ROOTED_BY_HEURISTIC =
+	STOP_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
+	STOP_ROOTED_BY_HEURISTIC =
 		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 };
 
@@ -190,9 +190,9 @@ enum setting {
 	SETTING_MAX,
 };
 
-/* One a CPU: how many wait events it has sent in the second that began at window_ns. */
-struct wait_budget {
-	u64 window_ns;
+/* One a CPU: how many events of a kind it has sent in the second that began at second_ns. */
+struct event_budget {
+	u64 second_ns;
 	u64 sent;
 };
 
@@ -239,7 +239,7 @@ struct stack_record {
 	u32 tgid;
 	u16 kernel_depth; /* frames used of kernel[] */
 	u16 user_depth; /* frames used of user[] */
-	u16 end; /* enum stack_end */
+	u16 end; /* enum stop_reason */
 	u16 kernel_cut; /* 1: more kernel frames than MAX_FRAMES */
 	u32 gil; /* enum python_gil */
 	u64 call_return; /* inside a call of a device API: where that returns to; else 0 */
@@ -370,7 +370,7 @@ struct wait_event {
 
 /* Functions of device APIs that can be told apart; a number is given out for each by the host half. */
 #define API_CALLS_MAX 1024
-/* Places where they are probed, in all files; and APIs. */
+/* Sites where they are probed, in all files; and APIs. */
 #define API_PROBES_MAX 8192
 #define APIS_MAX 8
 /* Of the work and bytes of one call: sums of hostile ones must not overflow. */
@@ -412,7 +412,7 @@ struct api_call {
 	u32 operation; /* Operation in agent/model/gpu.py */
 };
 
-/* One place where a function is probed; its number is the attach cookie. */
+/* One site where a function is probed; its number is the attach cookie. */
 struct api_probe {
 	u64 before_bytes; /* from the probe back to the start of the code that is inside the call */
 	u64 after_bytes; /* and on to its end */

@@ -109,7 +109,7 @@ static __always_inline void read_opencl_grid(struct caller *caller)
 
 	if (dimensions < 1 || dimensions > 3)
 		return;
-	/* One by one: there is no place for constants that an initialiser would be copied from. */
+	/* One by one: there is no section for constants that an initialiser would be copied from. */
 	global[0] = local[0] = 1;
 	global[1] = local[1] = 1;
 	global[2] = local[2] = 1;

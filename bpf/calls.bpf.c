@@ -4,7 +4,7 @@
  *
  * Attach: uprobes at the entry of the functions, or a few instructions past it where that is
  * cheaper and all arguments are still in place; a return probe for functions that make a kernel's
- * handle. The attach cookie is the place's number in `api_probes`.
+ * handle. The attach cookie is the site's number in `api_probes`.
  * Needs: bpf_get_attach_cookie (v5.15) and what walk.h needs.
  * Loses: what its counters say. Where arguments cannot be read the call counts without them.
  *
@@ -17,7 +17,7 @@
 
 BPF_TABLE("hash", struct call_key, struct call_value, calls0, SIZED_BY_HOST);
 BPF_TABLE("hash", struct call_key, struct call_value, calls1, SIZED_BY_HOST);
-BPF_PERCPU_ARRAY(call_budgets, struct wait_budget, 1);
+BPF_PERCPU_ARRAY(call_budgets, struct event_budget, 1);
 /* Slot 0: walk_call, which goes on with a walk; slot 1: walk_call_python. */
 BPF_PROG_ARRAY(call_walkers, 2);
 
@@ -26,9 +26,9 @@ BPF_PROG_ARRAY(call_walkers, 2);
  * return address is. That alone is no proof: what a call that has returned left on the stack may lie
  * unwritten in a later frame. So the caller must be the outer function, or in its library.
  *
- * A function that is called in the same place of the stack is one that the outer function has jumped
+ * A function that is called at the same address of the stack is one that the outer function has jumped
  * to, or the next call of a caller like libffi, which calls all from one instruction: only one that
- * does the same is taken for the first. And one place may be probed twice, through two mounts of one
+ * does the same is taken for the first. And one site may be probed twice, through two mounts of one
  * file: then the probes take turns.
  */
 static __always_inline bool is_nested(struct outer_call *outer, struct api_call *api,
@@ -61,21 +61,6 @@ static __always_inline void begin_call(struct outer_call *now, struct fired *fir
 	now->code_end = ctx->ip + fired->probe->after_bytes;
 	now->call = fired->probe->call;
 	now->probe = fired->number;
-}
-
-static __always_inline bool may_send_call(u64 now_ns, u64 most)
-{
-	u32 zero = 0;
-	struct wait_budget *budget = call_budgets.lookup(&zero);
-
-	if (!budget)
-		return false;
-	if (now_ns - budget->window_ns >= NS_PER_S) {
-		budget->window_ns = now_ns;
-		budget->sent = 0;
-	}
-	budget->sent += 1;
-	return budget->sent <= most;
 }
 
 static __always_inline void add_call(struct caller *caller)
@@ -113,6 +98,7 @@ static __always_inline void add_call(struct caller *caller)
 
 static __always_inline void finish_call(struct caller *caller)
 {
+	u32 zero = 0;
 	u64 most;
 
 	caller->call.stack = finish_capture(&caller->capture);
@@ -120,7 +106,7 @@ static __always_inline void finish_call(struct caller *caller)
 	most = setting(SETTING_CALL_EVENTS);
 	if (!most)
 		return;
-	if (may_send_call(caller->call.ns, most))
+	if (may_send(call_budgets.lookup(&zero), caller->call.ns, most))
 		send(&caller->call, sizeof(caller->call), 0);
 	else
 		count(LOST_CALLS_NOT_LISTED);

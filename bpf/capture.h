@@ -81,11 +81,11 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	record->call_return = 0;
 	walk->depth = 0;
 	walk->is_exact = walk->has_frame_pointer = 1;
-	walk->end = host(WITH_USER_STACKS) ? END_KERNEL_ONLY : END_EXCLUDED;
+	walk->end = host(WITH_USER_STACKS) ? STOP_KERNEL_ONLY : STOP_EXCLUDED;
 	if (!host(WITH_USER_STACKS) || !regs->instruction_pointer)
 		return;
 	note_eval_loop(walk);
-	walk->end = END_TOO_DEEP;
+	walk->end = STOP_TOO_DEEP;
 	walk->depth = 1;
 	record->user[0] = regs->instruction_pointer;
 	walk->hash = hash_step(walk->hash, regs->instruction_pointer);
@@ -135,7 +135,7 @@ static __always_inline bool walk_some(struct capture *capture)
 	u32 i;
 
 	if (!mappings) {
-		walk->end = END_NO_TABLE;
+		walk->end = STOP_NO_TABLE;
 		return true;
 	}
 #pragma clang loop unroll(disable)
@@ -145,7 +145,7 @@ static __always_inline bool walk_some(struct capture *capture)
 		walk->eval_frames += state->is_eval;
 		depth = walk->depth;
 		if (depth >= MAX_FRAMES)
-			return true; /* walk->end is END_TOO_DEEP since the beginning */
+			return true; /* walk->end is STOP_TOO_DEEP since the beginning */
 		if (step(walk, mappings) != STEP_ON)
 			return true;
 		if (state->is_eval)
@@ -196,10 +196,10 @@ static __always_inline u64 finish_capture(struct capture *capture)
 	u64 hash = capture->walk.hash;
 
 	record->end = capture->walk.end;
-	if (record->end == END_ROOTED_BY_TABLE && capture->walk.is_heuristic)
-		record->end = END_ROOTED_BY_HEURISTIC;
+	if (record->end == STOP_ROOTED_BY_TABLE && capture->walk.is_heuristic)
+		record->end = STOP_ROOTED_BY_HEURISTIC;
 	record->user_depth = capture->walk.depth;
-	if (record->end == END_TOO_DEEP)
+	if (record->end == STOP_TOO_DEEP)
 		count(LOST_USER_FRAMES_CUT);
 	if (capture->walk.is_unmapped)
 		ask_for_mappings(record->tgid);

@@ -126,7 +126,7 @@ static __always_inline void push_naming(struct caller *caller, struct naming *no
 	/* What another program left before this thread's exec. */
 	if (caller->namings[0].image != now->image)
 		open = 0;
-	/* One place may be probed twice, through two mounts of one file. */
+	/* One site may be probed twice, through two mounts of one file. */
 	if (open && last->stack_pointer == now->stack_pointer && last->call == now->call)
 		open -= 1;
 	if (open >= NAMINGS_MAX) {

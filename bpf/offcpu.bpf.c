@@ -16,10 +16,9 @@
 #include "callers.h"
 
 #define WAIT_EVENTS_PER_S 1000 /* on each CPU: 10,000 sleepers must not drown process events */
-#define NS_PER_S 1000000000ull
 #define LONGEST_TICK_NS 10000000ull /* CONFIG_HZ=100: how late the scheduler's account can be */
 
-BPF_PERCPU_ARRAY(wait_budgets, struct wait_budget, 1);
+BPF_PERCPU_ARRAY(wait_budgets, struct event_budget, 1);
 BPF_TABLE("hash", u32, struct thread_state, threads, SIZED_BY_HOST);
 
 /* The target's thread that each CPU runs, 0 for none; u64 as per-CPU values are padded to that. */
@@ -69,21 +68,6 @@ static __always_inline struct thread_state *thread_of(u32 tid, void *task, u32 t
 	return thread;
 }
 
-static __always_inline bool may_send_wait(u64 now_ns)
-{
-	u32 zero = 0;
-	struct wait_budget *budget = wait_budgets.lookup(&zero);
-
-	if (!budget)
-		return false;
-	if (now_ns - budget->window_ns >= NS_PER_S) {
-		budget->window_ns = now_ns;
-		budget->sent = 0;
-	}
-	budget->sent += 1;
-	return budget->sent <= WAIT_EVENTS_PER_S;
-}
-
 /* Keeps the interval that ends now for the host half, if it is the first to end past a boundary. */
 static __always_inline void note_crossing(struct thread_state *thread, u64 boundary_ns)
 {
@@ -119,6 +103,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	};
 	u64 waking_ns = thread->waking_ns;
 	struct wait_event event = {};
+	u32 zero = 0;
 
 	if (thread->off_class == CLASS_PREEMPTED) {
 		key.sample_class = CLASS_PREEMPTED;
@@ -137,7 +122,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 		add_sum(&key, past(boundary_ns, waking_ns, now_ns), boundary_ns);
 	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
-	if (!may_send_wait(now_ns)) {
+	if (!may_send(wait_budgets.lookup(&zero), now_ns, WAIT_EVENTS_PER_S)) {
 		count(LOST_WAITS_NOT_LISTED);
 		return;
 	}

@@ -43,6 +43,21 @@ static __always_inline void send(void *event, u64 size, u64 flags)
 		count(LOST_RING_FULL);
 }
 
+#define NS_PER_S 1000000000ull
+
+/* Whether an event may be sent of a kind of which each CPU sends so many a second. */
+static __always_inline bool may_send(struct event_budget *budget, u64 now_ns, u64 most)
+{
+	if (!budget)
+		return false;
+	if (now_ns - budget->second_ns >= NS_PER_S) {
+		budget->second_ns = now_ns;
+		budget->sent = 0;
+	}
+	budget->sent += 1;
+	return budget->sent <= most;
+}
+
 /* The current process if it is to be recorded, else NULL. Runs before anything dearer. */
 static __always_inline struct process_state *current_target(u32 tgid)
 {

@@ -12,7 +12,7 @@
 
 /* Kernel threads (include/linux/sched.h, unchanged since v2.6.27). */
 #define PF_KTHREAD 0x00200000u
-/* Set at the start of do_exit (same place, unchanged since v2.6.12). */
+/* Set at the start of do_exit (at the same line, unchanged since v2.6.12). */
 #define PF_EXITING 0x00000004u
 
 /* Declared by number: BCC's own list of helpers ends with the kernel it was made for. */

@@ -5,7 +5,7 @@
  * leaf, by what looks like a return address.
  *
  * Needs: maps in maps whose inner sizes differ (v5.10), bpf_probe_read_user (v5.5).
- * Loses: nothing silently; each way to end has its stack_end, which is stored with the stack.
+ * Loses: nothing silently; each way to end has its stop_reason, which is stored with the stack.
  *
  * A table is an array of u64 words, which holds three lists. The pages: for each page of code, the
  * half word of the table at which its rows begin, and one past the last, in halves of 32 bits. The
@@ -48,7 +48,7 @@ BPF_TABLE("hash_of_maps$mapping_table", u32, int, process_mappings, SIZED_BY_HOS
 #define KNOWN_ADDRESSES 1024 /* a power of two; 16 KB a CPU */
 
 /*
- * One place is written by walks that come between each other: in a clock tick, and in uprobes of
+ * One slot is written by walks that come between each other: in a clock tick, and in uprobes of
  * threads that take turns on a CPU. So a reader may meet the words of two of them, which `check`
  * tells: it is of the address, of whose it is, and of the rule (Hyatt and Mann 2002, "A lock-less
  * transposition table implementation").
@@ -84,7 +84,7 @@ struct walk {
 	u32 is_exact; /* 0: the instruction pointer is a return address */
 	u32 has_frame_pointer; /* 0: a rule said that it is lost */
 	u32 is_heuristic; /* 1: some caller was found by a checked heuristic */
-	u32 end; /* enum stack_end, once it has ended */
+	u32 end; /* enum stop_reason, once it has ended */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
 	u32 is_eval; /* the frame that is stepped from is one */
 	u64 eval_start[PYTHON_EVAL_RANGES]; /* of the process's interpreter */
@@ -315,7 +315,7 @@ static __always_inline u32 step_without_cfi(struct walk *walk)
 		return is_leaf ? STEP_CHECK : STEP_ON;
 	}
 	if (!is_leaf || !read_word(walk, walk->stack_pointer, &caller))
-		return end_walk(walk, END_NO_TABLE);
+		return end_walk(walk, STOP_NO_TABLE);
 	walk->instruction_pointer = caller;
 	walk->stack_pointer += 8;
 	walk->is_heuristic = 1;
@@ -330,15 +330,15 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 	u32 result;
 
 	if (!walk->instruction_pointer)
-		return end_walk(walk, END_ROOTED); /* the host half judges whether it is */
+		return end_walk(walk, STOP_ROOTED); /* the host half judges whether it is */
 	if (!find_rule_of(walk, mappings, address)) {
 		walk->is_unmapped = 1;
-		return end_walk(walk, END_NO_TABLE);
+		return end_walk(walk, STOP_NO_TABLE);
 	}
 	if (rule->kind == RULE_UNDEFINED_RA)
-		return end_walk(walk, END_ROOTED_BY_TABLE);
+		return end_walk(walk, STOP_ROOTED_BY_TABLE);
 	if (rule->kind == RULE_UNSUPPORTED)
-		return end_walk(walk, END_UNSUPPORTED_RULE);
+		return end_walk(walk, STOP_UNSUPPORTED_RULE);
 	if (rule->kind == RULE_SIGNAL)
 		return step_over_signal(walk, rule);
 	if (rule->kind == RULE_NO_CFI) {
@@ -354,7 +354,7 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 	if (result != STEP_CHECK)
 		return result;
 	if (!is_return_address(walk, mappings, walk->instruction_pointer))
-		return end_walk(walk, END_NO_TABLE);
+		return end_walk(walk, STOP_NO_TABLE);
 	return STEP_ON;
 }
 

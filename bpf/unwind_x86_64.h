@@ -18,7 +18,7 @@ static __always_inline u32 step_over_signal(struct walk *walk, struct unwind_rul
 	if (!read_word(walk, saved, &walk->frame_pointer) ||
 	    !read_word(walk, slot, &stack_pointer) ||
 	    !read_word(walk, slot + 8, &walk->instruction_pointer))
-		return end_walk(walk, END_UNREADABLE);
+		return end_walk(walk, STOP_UNREADABLE);
 	walk->stack_pointer = stack_pointer;
 	walk->has_frame_pointer = 1;
 	walk->is_exact = 1;
@@ -36,21 +36,21 @@ static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *r
 			cfa += 8;
 	} else if (rule->kind != RULE_RSP && rule->kind != RULE_RSP_HEURISTIC) {
 		if (!walk->has_frame_pointer)
-			return end_walk(walk, END_UNSUPPORTED_RULE);
+			return end_walk(walk, STOP_UNSUPPORTED_RULE);
 		cfa = walk->frame_pointer + (s64)rule->cfa_offset;
 		if (rule->kind == RULE_RBP_DEREF && !read_word(walk, cfa, &cfa))
-			return end_walk(walk, END_UNREADABLE);
+			return end_walk(walk, STOP_UNREADABLE);
 	}
 	/* Each call pushes a word: this is what ends a table that goes round in circles. */
 	if (cfa <= walk->stack_pointer || (cfa & 7))
-		return end_walk(walk, END_NO_TABLE);
+		return end_walk(walk, STOP_NO_TABLE);
 	if (!read_word(walk, cfa - 8, &walk->instruction_pointer))
-		return end_walk(walk, END_UNREADABLE);
+		return end_walk(walk, STOP_UNREADABLE);
 	if (rule->rbp_kind == RBP_AT_CFA ||
 	    (rule->rbp_kind == RBP_AT_RBP && walk->has_frame_pointer)) {
 		saved = rule->rbp_kind == RBP_AT_CFA ? cfa : walk->frame_pointer;
 		if (!read_word(walk, saved + (s64)rule->rbp_offset, &walk->frame_pointer))
-			return end_walk(walk, END_UNREADABLE);
+			return end_walk(walk, STOP_UNREADABLE);
 		walk->has_frame_pointer = 1;
 	} else if (rule->rbp_kind != RBP_SAME) {
 		walk->has_frame_pointer = 0;

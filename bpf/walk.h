@@ -6,8 +6,8 @@
  * interrupted context when it was in user mode, else from the pt_regs that the kernel saved at its
  * entry: bpf_task_pt_regs (v5.15), or the top of the kernel stack where that helper is missing.
  *
- * Loses: frames past MAX_FRAMES (END_TOO_DEEP, kernel_cut), frames after an unreadable or
- * non-monotonic frame pointer (END_UNREADABLE, END_NO_FRAME_POINTER). The end is stored with the
+ * Loses: frames past MAX_FRAMES (STOP_TOO_DEEP, kernel_cut), frames after an unreadable or
+ * non-monotonic frame pointer (STOP_UNREADABLE, STOP_NO_FRAME_POINTER). The end is stored with the
  * stack, so that nothing is cut silently.
  *
  * Loops are bounded, not unrolled: BCC has neither subprograms nor bpf_loop.
@@ -37,25 +37,25 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 	u64 frame_pointer = regs->frame_pointer;
 	u64 stack_pointer = regs->stack_pointer;
 
-	record->end = END_TOO_DEEP;
+	record->end = STOP_TOO_DEEP;
 #pragma clang loop unroll(disable)
 	for (; depth < MAX_FRAMES; depth++) {
 		OPAQUE(depth);
 		if (!frame_pointer) {
-			record->end = END_ROOTED;
+			record->end = STOP_ROOTED;
 			break;
 		}
 		/* The stack grows down: a caller's frame lies above. Anything else is no frame pointer. */
 		if (frame_pointer < stack_pointer || (frame_pointer & 7)) {
-			record->end = END_NO_FRAME_POINTER;
+			record->end = STOP_NO_FRAME_POINTER;
 			break;
 		}
 		if (bpf_probe_read_user(&link, sizeof(link), (void *)frame_pointer)) {
-			record->end = END_UNREADABLE;
+			record->end = STOP_UNREADABLE;
 			break;
 		}
 		if (!link.return_address) {
-			record->end = END_ROOTED;
+			record->end = STOP_ROOTED;
 			break;
 		}
 		AT(record->user, depth) = link.return_address;

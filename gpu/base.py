@@ -131,6 +131,11 @@ class Finding:
     cure: str = ""
 
 
+# (source file, line) by DWARF for addresses of a file, which is given by its id, as the file counts
+# them; ("", 0) where nothing is known.
+SourceLines = Callable[[int, Sequence[int]], Sequence[tuple[str, int]]]
+
+
 class Host(Protocol):
     """The recording, as a family sees it.
 
@@ -146,13 +151,6 @@ class Host(Protocol):
         """Returns a context that hands the file out to be read, None where it was not opened.
 
         Whatever is raised in there ends it quietly, and is counted.
-        """
-        ...
-
-    def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
-        """Returns (source file, line) by DWARF for each address as the file counts them.
-
-        To be asked in `Sampler.resolve` only; ("", 0) where nothing is known.
         """
         ...
 
@@ -203,8 +201,14 @@ class Sampler(Protocol):
         """Ends sampling, and gives the host what is left."""
         ...
 
-    def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
-        """Returns a kernel's instructions, None where they cannot be had."""
+    def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
+        """Returns a kernel's instructions, None where they cannot be had.
+
+        Args:
+            code: Which.
+            offsets: Of all samples.
+            lines: Has source lines of files; the recording is over by then.
+        """
         ...
 
 

@@ -15,7 +15,7 @@ _MAX_CHARACTERS = 10_000
 # Host functions that stand for kernels are called __device_stub__NAME by clang (CUDA and HIP);
 # nvcc's are __device_stub_ and the kernel's mangled name.
 _STUB = "__device_stub_"
-_STUB_PLACE = re.compile(r"\d{1,5}(?=__device_stub_)")
+_STUB_LENGTH = re.compile(r"\d{1,5}(?=__device_stub_)")
 _MANGLED = re.compile(r"_Z[NLKS]*\d")
 # GCC's and LLVM's copies of a function, and the versions of a symbol.
 _COPY = re.compile(r"(?:\.(?:constprop|isra|part|cold|llvm|lto_priv)(?:\.\d+)*|@.*)$")
@@ -47,7 +47,7 @@ def name_from_host_symbol(symbol: str, api: str = "") -> str | None:
         return None
     if plain.startswith(_STUB):
         return _after_stub(plain)
-    for match in _STUB_PLACE.finditer(plain):
+    for match in _STUB_LENGTH.finditer(plain):
         # A name before may end in digits as well, so the longest number that fits is the length.
         for start in range(match.start(), match.end()):
             end = match.end() + int(plain[start : match.end()])

@@ -84,13 +84,13 @@ class Frames:
     body: bytearray = field(default_factory=bytearray)
 
     def record(self, identity: int, body: bytes, is_64: bool = False) -> int:
-        place = len(self.body)
+        offset = len(self.body)
         wide = is_64 and not self.is_eh
         content = struct.pack("<Q" if wide else "<I", identity) + body
         content += bytes(-len(content) % 8)
         head = struct.pack("<IQ", 0xFFFFFFFF, len(content)) if is_64 else b""
         self.body += (head or struct.pack("<I", len(content))) + content
-        return place
+        return offset
 
     def cie(
         self,
@@ -110,10 +110,10 @@ class Frames:
         self, cie: int, start: int, size: int, program: bytes = b"", is_64: bool = False
     ) -> None:
         """An FDE with pcrel sdata4 addresses and an empty augmentation."""
-        id_place = len(self.body) + (12 if is_64 else 4)
-        value = start - (self.address + id_place + 4)
+        id_at = len(self.body) + (12 if is_64 else 4)
+        value = start - (self.address + id_at + 4)
         body = struct.pack("<iI", value, size) + b"\0" + program
-        self.record(id_place - cie, body, is_64)
+        self.record(id_at - cie, body, is_64)
 
     def absolute_fde(self, cie: int, start: int, size: int, program: bytes = b"") -> None:
         """An FDE with plain 8-byte addresses, of a CIE without augmentation."""

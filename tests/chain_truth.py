@@ -2,7 +2,7 @@
 """Compares recorded stacks with the tree of functions (`chains`) that made them.
 
 The leaf's function tells its callers, up to the root. What may stand between or above them is the
-C library's, and only where the tree calls it or is called by it; the kernel's signal frame, behind
+C library's, and only where the tree calls it or is called by it; the kernel's signal frame, after
 the handler; and the linkage stub through which a function is called. A stack that was cut has to
 say so, and may not hold anything else.
 """
@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from aiflame.agent.model.profile import FrameKind, Profile, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, StopReason
 from chains import Function, Tree
 
 _OWN = re.compile(r"f_(\d{4})(?:\.(?:cold|part\.0))?")
 _STUB = re.compile(r"f_(\d{4})@plt")
-# Behind the roots, and what the C library calls main from.
+# Past the roots, and what the C library calls main from.
 _ROOT_CALLERS = ["f_main", "f_root", "main"]
 _SIGNAL_CALLERS = ["f_signal", "on_signal"]
 _OWN_NAMES = {*_ROOT_CALLERS, *_SIGNAL_CALLERS}
@@ -51,7 +51,7 @@ def user_frames(profile: Profile, stack: int) -> list[str]:
     return [function.name for function in named if function.kind is FrameKind.NATIVE]
 
 
-def judge(tree: Tree, frames: Sequence[str], end: StackEnd) -> Verdict:
+def judge(tree: Tree, frames: Sequence[str], end: StopReason) -> Verdict:
     """Compares a stack, leaf first, with the truth.
 
     Raises:
@@ -61,9 +61,9 @@ def judge(tree: Tree, frames: Sequence[str], end: StackEnd) -> Verdict:
     try:
         walk.from_leaf()
         if walk.rest():
-            raise Wrong(f"{walk.rest()[:3]} behind the start")
+            raise Wrong(f"{walk.rest()[:3]} past the start")
     except _Cut as cut:
-        if end is StackEnd.ROOTED and walk.depth:
+        if end is StopReason.ROOTED and walk.depth:
             raise Wrong(f"rooted, but without {cut}") from None
     return Verdict(walk.depth > 0, walk.has_signal, walk.depth)
 
@@ -138,7 +138,7 @@ class _Walk:
     def _check_above(self, leaf: Function, above: list[str]) -> None:
         if above and not self._tree.calls_out(leaf):
             stub = _STUB.fullmatch(above[-1])
-            # A linkage stub, or the dynamic linker behind it: it binds at the first call.
+            # A linkage stub, or the dynamic linker that it jumps to: it binds at the first call.
             if stub is not None and self._tree.calls(leaf, int(stub[1])):
                 return
             if not all(map(_is_binding, above)) or not leaf.calls:

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,15 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return built[key]
 
     return build
+
+
+@pytest.fixture(scope="module")
+def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this user's that both computes and waits, for longer than any test takes."""
+    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(scope="session")

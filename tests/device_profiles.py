@@ -29,7 +29,7 @@ from aiflame.agent.model.gpu import (
     StallReason,
     Tier,
 )
-from aiflame.agent.model.profile import Loss, Process, Profile, SampleClass, StackEnd, Thread
+from aiflame.agent.model.profile import Loss, Process, Profile, SampleClass, StopReason, Thread
 from profiles import HOSTILE_NAMES, MS, PROCESSES, THREADS, Sample, process, profile_of
 
 DEVICE = Device("nvidia", "Test 100", Tier.STALLS, "", 0)
@@ -55,7 +55,7 @@ class Launch:
     operation: Operation = Operation.LAUNCH
     bytes: int = 0
     direction: Direction = Direction.UNKNOWN
-    end: StackEnd = StackEnd.ROOTED
+    end: StopReason = StopReason.ROOTED
     interval: int = 0
 
 
@@ -120,9 +120,9 @@ def device_profile_of(
         kernels=tuple(kernels),
         codes=tuple(KernelCode(len(launched) + i, None, 4_096) for i in range(len(sampled))),
         instructions=tuple(
-            Instruction(i, place.offset, place.text, place.file, place.line)
+            Instruction(i, line.offset, line.text, line.file, line.line)
             for i, (_, name) in enumerate(sampled)
-            for place in (code or {}).get(name, ())
+            for line in (code or {}).get(name, ())
         ),
         reasons=tuple(StallReason("nvidia", name) for name in reasons),
         calls=np.array(calls, CALL_DTYPE),

@@ -48,7 +48,7 @@ class Section:
 class Elf:
     """A file under construction; `build()` gives its bytes.
 
-    `text` lies at `text_address` both in memory and, as a segment, at its place in the file.
+    `text` lies at `text_address` both in memory and, as a segment, at its offset in the file.
     `header` overrides fields of the file header by name, to lie.
     """
 
@@ -79,43 +79,42 @@ class Elf:
         sections = [*sections, Section(".shstrtab", names, "strtab")]
         segments = 1 + bool(self.build_id)
         body = bytearray(HEADER_BYTES + segments * SEGMENT_BYTES)
-        places = []
+        offsets = []
         for section in sections:
             body += bytes(-len(body) % 16)
-            places.append(len(body))
+            offsets.append(len(body))
             body += section.data
         body += bytes(-len(body) % 16)
         section_offset = len(body)
         index_of = {section.name: index + 1 for index, section in enumerate(sections)}
         body += bytes(SECTION_BYTES)
-        for section, place in zip(sections, places, strict=True):
+        for section, offset in zip(sections, offsets, strict=True):
             body += struct.pack(
                 "<IIQQQQIIQQ",
                 names.index(b"\0" + section.name.encode() + b"\0") + 1,
                 SHT[section.type],
                 section.flags,
                 section.address,
-                place,
+                offset,
                 len(section.data) if section.size is None else section.size,
                 index_of.get(section.link, 0),
                 0,
                 16,
                 section.entry_size,
             )
-        self._segments(body, sections, places)
+        self._segments(body, sections, offsets)
         self._header(body, section_offset, len(sections) + 1, segments)
         return bytes(body)
 
-    def _segments(self, body: bytearray, sections: list[Section], places: list[int]) -> None:
+    def _segments(self, body: bytearray, sections: list[Section], offsets: list[int]) -> None:
         length = len(self.text)
         address = self.text_address
-        struct.pack_into(
-            "<IIQQQQQQ", body, HEADER_BYTES, 1, 5, places[0], address, address, length, length, 4096
-        )
+        where = (offsets[0], address, address, length, length)
+        struct.pack_into("<IIQQQQQQ", body, HEADER_BYTES, 1, 5, *where, 4096)
         if self.build_id:
             note = len(sections[1].data)
             at = HEADER_BYTES + SEGMENT_BYTES
-            struct.pack_into("<IIQQQQQQ", body, at, 4, 4, places[1], 0, 0, note, note, 4)
+            struct.pack_into("<IIQQQQQQ", body, at, 4, 4, offsets[1], 0, 0, note, note, 4)
 
     def _header(self, body: bytearray, section_offset: int, count: int, segments: int) -> None:
         fields = {

@@ -158,16 +158,16 @@ def decode(data: bytes) -> Decoded:
     for message in map(_message, profile[2]):
         values = _packed(message[2][0])
         assert len(values) == len(types)
-        places = [tables.location(i) for i in _packed(b"".join(message[1]))]
+        locations = [tables.location(i) for i in _packed(b"".join(message[1]))]
         labels = [tables.label(_message(raw)) for raw in message[3]]
         assert len(dict(labels)) == len(labels)
         decoded.samples.append(
             Sample(
-                [place[0] for place in places],
+                [location[0] for location in locations],
                 dict(zip(types, values, strict=True)),
                 dict(labels),
-                [place[1] for place in places],
-                [place[2] for place in places],
+                [location[1] for location in locations],
+                [location[2] for location in locations],
             )
         )
     return decoded

@@ -29,8 +29,8 @@ from aiflame.agent.model.profile import (
     Profile,
     Recording,
     SampleClass,
-    StackEnd,
     Stacks,
+    StopReason,
     Thread,
 )
 
@@ -72,7 +72,7 @@ class Sample:
     ns: int
     klass: SampleClass = SampleClass.ON_CPU
     thread: int = 0
-    end: StackEnd = StackEnd.ROOTED
+    end: StopReason = StopReason.ROOTED
     count: int = 1
     frames: tuple[str, ...] | None = None
     gil: GilState = GilState.NONE
@@ -99,7 +99,7 @@ class _Builder:
     def __init__(self) -> None:
         self.functions: dict[Function, int] = {}
         self.frames: dict[tuple[int, int], int] = {}
-        self.stacks: dict[tuple[tuple[int, ...], StackEnd, GilState], int] = {}
+        self.stacks: dict[tuple[tuple[int, ...], StopReason, GilState], int] = {}
 
     def frame(self, text: str) -> int:
         kind = _PREFIXES.get(text[:3], FrameKind.NATIVE)
@@ -199,8 +199,8 @@ def small_profile() -> Profile:
             thread=1,
             count=5,
         ),
-        Sample("recv", 80 * MS, thread=2, end=StackEnd.NO_FRAME_POINTER, count=8),
-        Sample("[k]kthread", 40 * MS, thread=2, end=StackEnd.KERNEL_ONLY, count=4),
+        Sample("recv", 80 * MS, thread=2, end=StopReason.NO_FRAME_POINTER, count=8),
+        Sample("[k]kthread", 40 * MS, thread=2, end=StopReason.KERNEL_ONLY, count=4),
         losses=(
             Loss("stacks_full", 3, "samples whose stack did not fit; raise --stack-storage-size"),
         ),

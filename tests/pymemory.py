@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a Python process that never was: frames, code objects and strings at chosen places."""
+"""Memory of a Python process that never was: frames, code and strings at chosen addresses."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class ConstructedMemory:
         address = self.allocate(max(128, layout.frame_bytes))
         self.word(address + layout.frame_code, code)
         if layout.position is Position.POINTER:
-            place = code + layout.code_instructions + 2 * instruction
-            self.word(address + layout.frame_position, place)
+            instruction_address = code + layout.code_instructions + 2 * instruction
+            self.word(address + layout.frame_position, instruction_address)
         else:
             value = instruction * (2 if layout.position is Position.LASTI_BYTES else 1)
             self.write(address + layout.frame_position, struct.pack("<i", value))

@@ -27,6 +27,7 @@ ABSENT_HERE = (
     "no OpenCL loader",
     "no nvcc",
     "no CUDA runtime",
+    "no FUSE in this kernel",
 )
 
 

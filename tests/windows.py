@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Operation
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import (
     COLUMNS,
     NO_TIME,
@@ -142,7 +142,7 @@ class RandomRecording:
         for (process, number), stack in self._stacks.items():
             content = self._contents[stack]
             chain = process + 1 if number % 2 else 0
-            row = (stack, chain, process, 0, 0, len(content), StackEnd.ROOTED, 0, False, NONE, 0)
+            row = (stack, chain, process, 0, 0, len(content), StopReason.ROOTED, 0, False, NONE, 0)
             addresses = np.array(content, "<u8").view(COLUMNS["addresses"].dtype)
             builder.define("stacks", rows_of("stacks", row), addresses)
 

@@ -41,7 +41,7 @@ _PAGES_AT_ONCE = 64
 # The longest varint of a row's number that is understood: 2**35 rows.
 _MAX_ROWID_BYTES = 5
 
-# Numbers are loaded as eight bytes, the last of which may be behind the last page, as may be the
+# Numbers are loaded as eight bytes, the last of which may lie past the last page, as may be the
 # number of a row that a damaged page places there.
 _WORD_BYTES = 8
 

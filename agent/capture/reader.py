@@ -42,8 +42,8 @@ from aiflame.agent.model.profile import (
     Profile,
     Recording,
     SampleClass,
-    StackEnd,
     Stacks,
+    StopReason,
     Thread,
 )
 
@@ -215,7 +215,7 @@ class _Reader:
         flat = np.concatenate([np.zeros(0, np.uint32), *parts])
         if is_raw.any():
             flat, offsets = self._with_raw(flat, offsets, is_raw, functions, frames, binary_index)
-        stacks = Stacks(offsets, flat, _values(ends, StackEnd), _values(gils, GilState))
+        stacks = Stacks(offsets, flat, _values(ends, StopReason), _values(gils, GilState))
         return ids, stacks, tuple(functions), np.array(frames, FRAME_DTYPE)
 
     def _with_raw(
@@ -336,7 +336,7 @@ def _sums(values: Integers, starts: npt.NDArray[np.intp]) -> Integers:
     return sums
 
 
-def _values(column: I64, known: type[StackEnd] | type[GilState]) -> npt.NDArray[np.uint8]:
+def _values(column: I64, known: type[StopReason] | type[GilState]) -> npt.NDArray[np.uint8]:
     if bool(((column < 0) | (column > max(known))).any()):
         raise ValueError(f"an unknown {known.__name__} of a stack")
     return column.astype(np.uint8)

@@ -60,7 +60,7 @@ CREATE TABLE functions (
     file TEXT NOT NULL
 );
 
--- A place in a function. address is the binary's own virtual address (0: none), line 0: unknown.
+-- A location in a function. address is the binary's own virtual address (0: none), line 0: unknown.
 CREATE TABLE frames (
     id INTEGER PRIMARY KEY,
     function_id INTEGER NOT NULL REFERENCES functions (id),
@@ -71,7 +71,7 @@ CREATE TABLE frames (
 
 -- addresses: raw u64, little endian, leaf first, kernel_depth kernel ones and then the user ones.
 -- frames: u32 ids of `frames`, little endian, root first, inlined functions expanded; NULL until
--- the symbols were resolved. end_reason: see StackEnd in agent/model/profile.py. gil: 0 no Python on this
+-- the symbols were resolved. end_reason: see StopReason in agent/model/profile.py. gil: 0 no Python on this
 -- stack, 1 its lock held, 2 waited for, 3 released, 4 unknown (since version 2).
 CREATE TABLE stacks (
     id INTEGER PRIMARY KEY,

@@ -26,7 +26,7 @@ class OutputPlan:
 
     Attributes:
         capture: Where the capture goes, None to throw it away.
-        report: Name in FORMATS, None for no picture.
+        report: Name in FORMATS, None for no flame graph.
         report_path: Where that goes.
         force: Replace what exists.
         named: The path that the user gave: that alone may be a device or a FIFO.

@@ -269,7 +269,7 @@ class _Session:
                 self._publish()
             except AiflameError as another:
                 self._printer.say(f"{another}: {another.hint}")
-            except Exception as another:
+            except Exception as another:  # the first error is what is raised, whatever this is
                 path = self._workspace.destination.path
                 self._printer.say(f"{another}; the recording is kept: aiflame recover {path}")
 
@@ -357,7 +357,7 @@ class _Session:
                 is_named = plan.report_path == plan.named
                 write_output(plan.report_path, data, plan.force, is_named=is_named, is_private=True)
                 self._printer.say(f"Wrote {plan.report_path} ({len(data) / 1e6:.1f} MB)")
-        except BaseException as error:
+        except BaseException as error:  # also a Ctrl-C: the capture is published all the same
             self._save(error)
             raise
         self._workspace.is_kept = False

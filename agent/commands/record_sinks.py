@@ -9,6 +9,7 @@ written at the end.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from aiflame.agent.capture.workspace import Workspace
@@ -52,7 +53,10 @@ class RecordSinks:
         self._say = say
         self._keep_ns = keep_ns
         self._segments = SegmentSink(workspace.directory, facts, keep_ns)
-        self._capture: CaptureProcess | None = None if keep_ns is not None else self._start()
+        self._capture: CaptureProcess | None = None
+        if keep_ns is None:
+            with contextlib.suppress(CaptureFailed):  # it is tried again at the end
+                self._capture = self._start()
         self._count = 0
         self._end_ns = 0
         self._report: Report | None = None
@@ -91,24 +95,26 @@ class RecordSinks:
         if not self._count:
             return Report()
         for is_last in (False, True):
-            capture = self._capture
-            if capture is None:
-                self._workspace.database.unlink(missing_ok=True)
-                capture = self._capture = self._start()
-                if self._keep_ns is None:
-                    capture.give(self._count)
             try:
-                keep = None if self._keep_ns is None else (self._keep_ns, self._end_ns)
-                return capture.finish(keep)
-            except CaptureFailed as error:
+                return self._finish()
+            except CaptureFailed as error:  # noqa: PERF203 - twice
                 failure = error
                 if not is_last:
                     self._say(f"warning: {error}: the capture is written once more")
-            finally:
-                capture.close()
-                self._capture = None
         self._write_without_names()
         raise NamesLost(f"no symbol was resolved: {failure}")
+
+    def _finish(self) -> Report:
+        capture, self._capture = self._capture, None
+        if capture is None:
+            self._workspace.database.unlink(missing_ok=True)
+            capture = self._start()
+            if self._keep_ns is None:
+                capture.give(self._count)
+        try:
+            return capture.finish(None if self._keep_ns is None else (self._keep_ns, self._end_ns))
+        finally:
+            capture.close()
 
     def _write_without_names(self) -> None:
         self._workspace.database.unlink(missing_ok=True)
@@ -122,7 +128,7 @@ class RecordSinks:
     def __enter__(self) -> RecordSinks:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._segments.close()
         if self._capture is not None:
             self._capture.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a capture into a picture or into another tool's format.
+"""Turn a capture into a flame graph or into another tool's format.
 
 Needs neither root nor the machine that was recorded; the same capture always gives the same bytes.
 """

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.devices.locations import DeviceLocations
+from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import COLUMNS, NONE, OpenWindow, Timing, rows_of
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
 from aiflame.agent.target_files import GuardedFile
@@ -34,6 +34,7 @@ from aiflame.gpu.base import (
     KernelTime,
     Listing,
     Sampler,
+    SourceLines,
 )
 
 # Of what families count in (gpu.base.Interval).
@@ -61,7 +62,6 @@ class _FamilyHost:
 
     Attributes:
         sampler: The family's half of the recording.
-        service: Answers DWARF questions, once the recording is over.
         losses: Of the family.
     """
 
@@ -80,7 +80,6 @@ class _FamilyHost:
         self._watch = watch
         self._takes: list[Callable[[], None]] = []
         self._times: list[KernelTime] = []
-        self.service: SymbolService | None = None
         self._samples: list[KernelSample] = []
         self.losses: Counter[LossKind] = Counter()
         self.sampler: Sampler = family.start(self)
@@ -91,15 +90,6 @@ class _FamilyHost:
     def opened(self, file: int) -> GuardedFile | None:
         known = self._binaries.files[file]
         return None if known.fd is None else self._binaries.guard.each_file(known.path, known.fd)
-
-    def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
-        known = self._binaries.files[file]
-        if self.service is None or known.fd is None:
-            return [("", 0)] * len(addresses)
-        path = f"/proc/{os.getpid()}/fd/{known.fd}"
-        request = Request(path, known.root, np.array(addresses, np.uint64))
-        (result,) = self.service.resolve_many([request])
-        return [(c[0].file, c[0].line) if c and c[0].line else ("", 0) for c in result.frames]
 
     def watch(self, descriptor: int, take: Callable[[], None]) -> None:
         self._takes.append(take)
@@ -226,17 +216,10 @@ class Devices:
         """To be called at a drain before new stacks are added."""
         self._locations.refresh()
 
-    def add_stack(
-        self,
-        stack: int,
-        image: ProcessImage,
-        user: npt.NDArray[np.uint64],
-        found: npt.NDArray[np.int64],
-        binaries: Iterable[int],
-    ) -> None:
+    def add_stack(self, stack: LocatedStack) -> None:
         """Sees every new stack, as DeviceLocations.add_stack does."""
         if self._families:
-            self._locations.add_stack(stack, image, user, found, binaries)
+            self._locations.add_stack(stack)
 
     def add_sums(
         self, keys: npt.NDArray[Any], values: npt.NDArray[Any], has_come: Callable[[int], bool]
@@ -335,11 +318,19 @@ class Devices:
             images: ELF headers of binaries.
         """
         running_by_name = {running.family.name: running for running in self._running}
-        for running in self._running:
-            running.service = service
+
+        def lines_of(file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
+            known = self._table.binaries.files[file]
+            if known.fd is None:
+                return [("", 0)] * len(addresses)
+            path = f"/proc/{os.getpid()}/fd/{known.fd}"
+            request = Request(path, known.root, np.array(addresses, np.uint64))
+            (result,) = service.resolve_many([request])
+            return [(c[0].file, c[0].line) if c and c[0].line else ("", 0) for c in result.frames]
+
         for (name, key), code in self._codes.items():
             running, offsets = running_by_name[name], frozenset(self._offsets[name, key])
-            listing = self._listing(running, key, offsets)
+            listing = self._listing(running, key, offsets, lines_of)
             size_bytes = 0 if listing is None else listing.size_bytes
             kernel = self._kernel_of[code]
             binary = None if key.file is None else self._binary_id(writer, images, key.file)
@@ -350,8 +341,6 @@ class Devices:
                 for line in lines
             ]
             writer.put("instructions", rows)
-        for running in self._running:
-            running.service = None
 
     def _binary_id(self, writer: CaptureWriter, images: ElfImages, binary: int) -> int:
         elf = images.of(binary)
@@ -359,11 +348,11 @@ class Devices:
         return writer.binary_id(path, "" if elf is None else elf.build_id)
 
     def _listing(
-        self, running: _FamilyHost, key: CodeKey, offsets: frozenset[int]
+        self, running: _FamilyHost, key: CodeKey, offsets: frozenset[int], lines: SourceLines
     ) -> Listing | None:
         path = key.name if key.file is None else running.path(key.file)
         with self._table.binaries.guard.each_file(path):
-            return running.sampler.resolve(key, offsets)
+            return running.sampler.resolve(key, offsets, lines)
         return None
 
     def kernel_names(self) -> dict[int, frozenset[str]]:

@@ -14,9 +14,9 @@ too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,24 @@ U64 = npt.NDArray[np.uint64]
 # Stacks with an address in no known mapping whose addresses are kept for a second look. A process
 # whose stacks are all like that is one of a JIT, and has new ones all the time.
 _MAX_UNKNOWN = 4096
+
+
+class LocatedStack(NamedTuple):
+    """A stack, and what its addresses are in.
+
+    Attributes:
+        stack: Its id.
+        image: Whose it is.
+        user: Its user addresses, leaf first.
+        found: The mapping of each, as ProcessImage.find returns it.
+        binaries: All that it has addresses in.
+    """
+
+    stack: int
+    image: ProcessImage
+    user: U64
+    found: npt.NDArray[np.int64]
+    binaries: Collection[int]
 
 
 @dataclass(slots=True)
@@ -76,33 +94,19 @@ class DeviceLocations:
             if image.exited_ns is None:
                 self._table.read_mappings(image)
 
-    def add_stack(
-        self,
-        stack: int,
-        image: ProcessImage,
-        user: U64,
-        found: npt.NDArray[np.int64],
-        binaries: Iterable[int],
-    ) -> None:
-        """Looks at a new stack.
-
-        Args:
-            stack: Its id.
-            image: Whose it is.
-            user: Its user addresses, leaf first.
-            found: The mapping of each, as ProcessImage.find returns it.
-            binaries: All that it has addresses in.
-        """
+    def add_stack(self, stack: LocatedStack) -> None:
+        """Looks at a new stack."""
+        number, image, user, found, binaries = stack
         is_unknown = bool((found < 0).any())
         if any(map(self._owns, binaries)):
-            self._locate(stack, image, user, found)
+            self._locate(number, image, user, found)
         elif is_unknown and len(self._unknown) < _MAX_UNKNOWN:
-            self._unknown[stack] = image, user.copy()
+            self._unknown[number] = image, user.copy()
         elif is_unknown:
             self.losses[LossKind.DEVICE_STACKS_NOT_KEPT] += 1
-        waiting = self._waiting.pop(stack, None)
-        if waiting is not None and (stack in self._locations or stack in self._unknown):
-            self._sums[stack].update(waiting)
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None and (number in self._locations or number in self._unknown):
+            self._sums[number].update(waiting)
 
     def _locate(
         self, stack: int, image: ProcessImage, user: U64, found: npt.NDArray[np.int64]

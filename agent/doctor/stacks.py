@@ -14,7 +14,7 @@ from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.doctor.bpf import PATIENCE_NS, recording_itself, spin
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel.loader import Programs
-from aiflame.agent.model.profile import ROOTED_ENDS, StackEnd
+from aiflame.agent.model.profile import COMPLETE_REASONS, StopReason
 from aiflame.agent.processes.table import NO_BINARY, ProcessTable
 from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.symbols.store import cache_dir
@@ -49,10 +49,12 @@ def stacks(context: Context) -> Finding:
             programs.process_mappings.delete(os.getpid().to_bytes(4, "little"))
     if not ends:
         return skip("no sample of a busy loop arrived")
-    complete = int(np.isin(ends, ROOTED_ENDS).sum())
+    complete = int(np.isin(ends, COMPLETE_REASONS).sum())
     text = f"{complete} of {len(ends)} stacks of this process are complete"
     if complete < _ENOUGH * len(ends):
-        reasons = sorted({StackEnd(end).label for end in ends} - {end.label for end in ROOTED_ENDS})
+        reasons = sorted(
+            {StopReason(end).label for end in ends} - {end.label for end in COMPLETE_REASONS}
+        )
         return warn(f"{text}; the others end with: {', '.join(reasons)}", None)
     return ok(text)
 

@@ -11,7 +11,7 @@ from aiflame.agent.dumps.model import DumpFrame
 from aiflame.agent.dumps.native import NativeNames
 from aiflame.agent.dumps.pythons import PythonProcess
 from aiflame.agent.dumps.reading import RawThread
-from aiflame.agent.model.profile import FrameKind, StackEnd
+from aiflame.agent.model.profile import FrameKind, StopReason
 from aiflame.agent.processes.table import ProcessImage
 from aiflame.agent.python.gil import GilState, LeafFrame, gil_state
 from aiflame.agent.python.splice import Cuts, Match, Role, role_of, splice
@@ -20,15 +20,15 @@ from aiflame.agent.python.walk import Walk, WalkEnd
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import clean_name
 
-_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC)
+_ROOTED = (StopReason.ROOTED, StopReason.ROOTED_BY_TABLE, StopReason.ROOTED_BY_HEURISTIC)
 _KERNEL = "[kernel]"
 
 
 # Where eval loops and runs of Python frames do not pair one to one.
 _UNPAIRED = {
     Match.NO_EVAL: "not shown, since the native stack has no eval loop",
-    Match.RUNS_MISSING: "fewer calls than eval loops, places are uncertain",
-    Match.EVALS_MISSING: "more calls than eval loops, places are uncertain",
+    Match.RUNS_MISSING: "fewer calls than eval loops, positions are uncertain",
+    Match.EVALS_MISSING: "more calls than eval loops, positions are uncertain",
 }
 
 
@@ -72,16 +72,16 @@ class Joiner:
         if self._python is not None:
             self._python.learn(thread.python for thread in threads if thread.python is not None)
         addresses = {address for thread in threads for address in _looked_up(thread)}
-        places = {address: self._names.place(self._image, address) for address in addresses}
-        self._names.learn(self._image, places.values())
-        for address, place in places.items():
-            self._natives[address] = self._native(address, place)
+        locations = {address: self._names.location(self._image, address) for address in addresses}
+        self._names.learn(self._image, locations.values())
+        for address, location in locations.items():
+            self._natives[address] = self._native(address, location)
 
-    def _native(self, address: int, place: tuple[int, int]) -> _Native:
-        chain = self._names.chain(self._image, place)
+    def _native(self, address: int, location: tuple[int, int]) -> _Native:
+        chain = self._names.chain(self._image, location)
         if self._python is None:
             return _Native(chain, Role.OTHER, False)
-        in_interpreter = place[0] == self._python.binary
+        in_interpreter = location[0] == self._python.binary
         if chain[-1].kind is FrameKind.PYTHON:
             return _Native(chain, Role.TRAMPOLINE, False)
         name = "" if chain[-1].name.startswith("[") else chain[-1].name
@@ -131,8 +131,8 @@ class Joiner:
             else:
                 chain = natives[piece.at].chain
                 found += chain if piece in kept else map(_as_glue, chain)
-        behind = itertools.takewhile(lambda piece: not piece.is_python, pieces)
-        leaf = [natives[piece.at] for piece in behind]
+        after = itertools.takewhile(lambda piece: not piece.is_python, pieces)
+        leaf = [natives[piece.at] for piece in after]
         called = [LeafFrame(native.chain[-1].name, native.in_interpreter) for native in leaf]
         return tuple(found), called, whole.match
 

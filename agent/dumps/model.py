@@ -64,7 +64,7 @@ class ThreadDump:
         gil: What it has to do with the GIL; None in a process without an interpreter.
         frames: Leaf first.
         cut: Why the native stack has no root, "" where it has one.
-        python_cut: Why Python frames are missing or of uncertain place, "" where all is well.
+        python_cut: Why Python frames are missing or of uncertain position, "" where all is well.
         doubt: Why frames may not be of one moment; None where they are.
     """
 

@@ -17,7 +17,6 @@ from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import clean_name
-from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
 
 Chain = tuple[DumpFrame, ...]
@@ -39,7 +38,7 @@ class NativeNames:
         self._chains: dict[tuple[int, int], Chain] = {}  # by binary and its own address
         self._generated: dict[tuple[int, int], Chain] = {}  # by process and address
 
-    def place(self, image: ProcessImage, address: int) -> tuple[int, int]:
+    def location(self, image: ProcessImage, address: int) -> tuple[int, int]:
         """Returns the binary and the address in it; NO_BINARY and the address itself for none."""
         at = int(image.find(np.array([address], np.uint64))[0])
         if at < 0 or image.mappings[at].binary == NO_BINARY:
@@ -47,11 +46,11 @@ class NativeNames:
         mapping = image.mappings[at]
         return mapping.binary, (address - self._images.bias(mapping)) % (1 << 64)
 
-    def learn(self, image: ProcessImage, places: Iterable[tuple[int, int]]) -> None:
-        """Asks for the names of places, all at once."""
+    def learn(self, image: ProcessImage, locations: Iterable[tuple[int, int]]) -> None:
+        """Asks for the names of locations, all at once."""
         wanted: dict[int, list[int]] = {}
         generated = []
-        for binary, address in set(places):
+        for binary, address in set(locations):
             if binary == NO_BINARY:
                 if (image.index, address) not in self._generated:
                     generated.append(address)
@@ -76,13 +75,10 @@ class NativeNames:
     def _learn_generated(self, image: ProcessImage, addresses: list[int]) -> None:
         if not addresses:
             return
-        try:
-            perf_map = PerfMap.load(image.root, image.namespaced_pid, image.owner_uid)
-        except BadPerfMap:
-            perf_map = None
         looked_up = np.array(addresses, np.uint64)
         is_mapped = (image.find(looked_up) >= 0).tolist()
-        names = [None] * len(addresses) if perf_map is None else perf_map.lookup(looked_up)
+        owner = image.root, image.namespaced_pid, image.owner_uid
+        names = self._service.resolve_generated(*owner, looked_up)
         for address, name, known in zip(addresses, names, is_mapped, strict=True):
             text = name or ("[generated code]" if known else "[unmapped memory]")
             frame = DumpFrame(FrameKind.NATIVE, clean_name(text), "", 0, "")
@@ -91,11 +87,11 @@ class NativeNames:
                 frame = DumpFrame(FrameKind.PYTHON, source.name, source.file, 0, "")
             self._generated[image.index, address] = (frame,)
 
-    def chain(self, image: ProcessImage, place: tuple[int, int]) -> Chain:
-        """Returns the frames of a place that was learnt, innermost inlined function first."""
-        if place[0] == NO_BINARY:
-            return self._generated[image.index, place[1]]
-        return self._chains[place]
+    def chain(self, image: ProcessImage, location: tuple[int, int]) -> Chain:
+        """Returns the frames of a location that was learnt, innermost inlined function first."""
+        if location[0] == NO_BINARY:
+            return self._generated[image.index, location[1]]
+        return self._chains[location]
 
     def _unnamed(self, binary: int, address: int) -> DumpFrame:
         path = clean_name(self._table.binaries.files[binary].path)

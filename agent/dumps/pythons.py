@@ -103,14 +103,14 @@ class PythonProcess:
         """Reads where the walks of threads begin; what they read is of this moment or later."""
         layout, pages = self._interpreter.layout, self._pages
         states = (self._states.get(pointer) for pointer in thread_pointers)
-        places = [state.address + layout.thread_frame for state in states if state is not None]
+        addresses = [state.address + layout.thread_frame for state in states if state is not None]
         steps = [0] if layout.cframe_frame == ABSENT else [layout.cframe_frame, 0]
         pages.forget()
         with contextlib.suppress(NoMemoryAccess):
             for offset in steps:
-                pages.fetch(places)
-                places = [(read_u64(pages, place) or 0) + offset for place in places]
-            pages.fetch(places)
+                pages.fetch(addresses)
+                addresses = [(read_u64(pages, address) or 0) + offset for address in addresses]
+            pages.fetch(addresses)
 
     def read(self, thread_pointer: int) -> PythonStack | None:
         """Walks a thread by its FS base; None for a thread without a thread state."""

@@ -110,8 +110,8 @@ def _frame(frame: DumpFrame) -> str:
         name = frame.file.rpartition("/")[2] or "?"
         return f"{frame.name} ({name}:{frame.line})"
     module = frame.module.rpartition("/")[2].strip("[]")
-    place = f"{frame.file.rpartition('/')[2]}:{frame.line}" if frame.file and frame.line else ""
-    where = ", ".join(word for word in (module, place) if word)
+    location = f"{frame.file.rpartition('/')[2]}:{frame.line}" if frame.file and frame.line else ""
+    where = ", ".join(word for word in (module, location) if word)
     return f"{frame.name} ({where})" if where else frame.name
 
 

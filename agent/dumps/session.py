@@ -74,17 +74,22 @@ class DumpSession:
     def __init__(self, cache: Path | None, service: SymbolService) -> None:
         self._begun_ns = time.monotonic_ns()
         service.start()
-        self._program_fd = load_thread_iterator(cache)
-        self._inspector = Inspector()
-        self._inspector.start()
-        self._memory = self._inspector.memory
-        self._table = ProcessTable(0, lambda pid: _IMAGE, self._inspector)
-        self._images = ElfImages(self._table.binaries)
-        self._tables = WaitingTables(self._table.binaries, self._images, cache)
-        self._reader = ThreadReader(
-            self._program_fd, StackWalker(self._tables, self._images), self._memory
-        )
-        self._names = NativeNames(self._table, self._images, service)
+        with contextlib.ExitStack() as parts:
+            self._program_fd = load_thread_iterator(cache)
+            parts.callback(os.close, self._program_fd)
+            self._inspector = Inspector()
+            parts.callback(self._inspector.close)
+            self._inspector.start()
+            self._memory = self._inspector.memory
+            self._table = ProcessTable(0, lambda pid: _IMAGE, self._inspector)
+            parts.callback(self._table.binaries.close)
+            self._images = ElfImages(self._table.binaries)
+            self._tables = WaitingTables(self._table.binaries, self._images, cache)
+            parts.callback(self._tables.close)
+            walker = StackWalker(self._tables, self._images)
+            self._reader = ThreadReader(self._program_fd, walker, self._memory)
+            self._names = NativeNames(self._table, self._images, service)
+            self._parts = parts.pop_all()
         self._clock_offset_ns: int | None = None
 
     @property
@@ -99,10 +104,7 @@ class DumpSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._inspector.close()
-        self._tables.close()
-        self._table.binaries.close()
-        os.close(self._program_fd)
+        self._parts.close()
 
     def take(self, pids: Sequence[int]) -> Dump:
         """Takes a dump of processes.

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import cache_name, load_cached
+from aiflame.agent.unwind.build import load, require_supported
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
@@ -43,6 +44,7 @@ class WaitingTables:
             self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
             cache = Path(self._own_cache.name)
         self._store = Store(cache)
+        self._known = KnownTables(known_directory("unwind"))
         self._builder = TableBuilders(cache, lambda fd: None, lambda binary: 0.0, lambda binary: 0)
         self.without: set[str] = set()
 
@@ -51,23 +53,24 @@ class WaitingTables:
         file, elf = self._binaries.files[binary], self._images.of(binary)
         table = None
         if file.fd is not None and elf is not None:
-            with (
-                self._binaries.guard.each_file(file.path, file.fd) as opened,
-                contextlib.suppress(BadUnwindInfo),
-            ):
-                table = load_cached(opened, elf, self._store)
+            with contextlib.suppress(BadUnwindInfo):
+                require_supported(elf)
+                is_local = file.fd not in self._binaries.guard.remote
+                name = self._known.name(file.fd) if is_local else ""
+                table = load(name, self._store) if name else None
                 if table is None:
-                    path = f"/proc/{os.getpid()}/fd/{file.fd}"
-                    self._build(binary, path, cache_name(opened, elf))
-                    table = load_cached(opened, elf, self._store)
+                    name = self._build(binary, f"/proc/{os.getpid()}/fd/{file.fd}")
+                    table = load(name, self._store) if name else None
         if table is None:
             self.without.add(file.path)
         return table
 
-    def _build(self, binary: int, path: str, name: str) -> None:
-        self._builder.ask(binary, path, name)
+    def _build(self, binary: int, path: str) -> str:
+        """Returns the name of a binary's table, "" where there can be none."""
+        self._builder.ask(binary, path)
         while binary not in self._builder.finished():  # it gives up on a file in the end
             self._builder.wait(_WAIT_S)
+        return self._builder.name(binary)
 
     def is_being_built(self, binary: int) -> bool:
         """Returns False: `table_of` waits."""

@@ -32,6 +32,8 @@ MAX_DEATHS = 4
 MAX_STUCK = 256
 # When the recorder ends, for each child.
 _ENDING_S = 0.05
+# A killed child of 1 GB takes a tenth of that.
+_KILLING_S = 1.0
 _MAX_MESSAGE_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 4
 
@@ -45,6 +47,24 @@ _BOOT = (
     "from aiflame.agent.inspector.{} import main;"
     "main()"
 )
+
+
+def ends(pid: int) -> bool:
+    """Waits for the end of a child that was killed; returns whether there was one in time.
+
+    Where it waits for a file system that does not answer, no signal gets through to it: then it is
+    left alone.
+    """
+    try:
+        process_fd = os.pidfd_open(pid)
+    except OSError:
+        return True  # it was waited for, or there is no descriptor left to find out
+    poll = select.poll()
+    poll.register(process_fd, select.POLLIN)
+    try:
+        return bool(poll.poll(1000 * _KILLING_S))
+    finally:
+        os.close(process_fd)
 
 
 class Message(NamedTuple):

@@ -79,8 +79,8 @@ class _Child(Child):
         """Yields what was read. The child's numbers are not trusted."""
         memory, at = self.shared.memory, worker.DATA_AT
         for index, span in enumerate(spans):
-            place = worker.RESULTS_AT + index * worker.RESULT.size
-            (found,) = worker.RESULT.unpack_from(memory, place)
+            offset = worker.RESULTS_AT + index * worker.RESULT.size
+            (found,) = worker.RESULT.unpack_from(memory, offset)
             if found < 0:
                 yield Answer(b"", min(-found, _MAX_ERROR))
             else:

@@ -250,6 +250,10 @@ class Opener:
             self._stuck[key] = words
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
+    def is_stuck(self, key: str) -> bool:
+        """Whether something was given up, by the name that `read` was told."""
+        return key in self._stuck
+
     def close(self) -> None:
         """Ends the child."""
         self._children.close()
@@ -279,6 +283,11 @@ class RemoteFile:
         self.identity = file.device, file.inode
         self.size_bytes = file.size_bytes
         self.owner = file.owner_uid
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a read of it got nowhere."""
+        return self._opener.is_stuck(self._path)
 
     def read(self, size: int, offset: int) -> bytes:
         """Returns up to `size` bytes.

@@ -35,21 +35,6 @@ _MAX_QUESTION_BYTES = 16384  # two paths of 4,096 bytes each, and more
 # Finds room in a socket's buffer (net.core.wmem_default is 212,992).
 CHUNK_BYTES = 1 << 17
 
-# linux/magic.h, and those of ZFS and bcachefs. Others without a device of blocks ask somebody:
-# another machine, or a program.
-_FUSE = 0x65735546
-_LOCAL = {
-    0x01021994,  # tmpfs
-    0x858458F6,  # ramfs
-    0x958458F6,  # hugetlbfs
-    0x794C7630,  # overlayfs
-    0x61756673,  # aufs
-    0x9123683E,  # btrfs
-    0x2FC12FC1,  # ZFS
-    0xCA451A4E,  # bcachefs
-}
-_STATFS_BYTES = 120  # asm-generic/statfs.h
-
 _PAGE_BYTES = 4096
 _PROT_READ, _MAP_PRIVATE = 1, 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -156,7 +141,7 @@ class _Opener:
         try:
             if not is_wanted(fd):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-            facts, is_local = os.fstat(fd), _is_local(fd)
+            facts, is_local = os.fstat(fd), rootfs.is_local(fd)
             if is_local:
                 self._answer(is_local=True, facts=facts, fds=[fd])
                 return
@@ -233,15 +218,6 @@ def _as_mapped(fd: int) -> tuple[bytes, int]:
             _, _, _, device, inode = line.split(None, 5)[:5]
             return device, int(inode)
     return b"", 0
-
-
-def _is_local(fd: int) -> bool:
-    """Whether reads of a file wait for nobody but this kernel and its disks."""
-    facts = ctypes.create_string_buffer(_STATFS_BYTES)
-    if _libc.fstatfs(fd, facts):
-        return False
-    (kind,) = struct.unpack_from("<q", facts)
-    return kind in _LOCAL or (kind != _FUSE and os.major(os.fstat(fd).st_dev) != 0)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import os
 import stat
+import struct
 
 # System calls added since Linux 5.1 share one number on every architecture but alpha (asm/unistd.h
 # of Linux 6.1).
@@ -26,6 +27,21 @@ _SYS_OPENAT2 = {"x86_64": 437, "aarch64": 437}.get(os.uname().machine)
 # linux/openat2.h, Linux 5.6.
 _RESOLVE_NO_MAGICLINKS = 0x02
 _RESOLVE_IN_ROOT = 0x10
+
+# linux/magic.h, and those of ZFS and bcachefs. Others without a device of blocks ask somebody:
+# another machine, or a program.
+_FUSE = 0x65735546
+_LOCAL = {
+    0x01021994,  # tmpfs
+    0x858458F6,  # ramfs
+    0x958458F6,  # hugetlbfs
+    0x794C7630,  # overlayfs
+    0x61756673,  # aufs
+    0x9123683E,  # btrfs
+    0x2FC12FC1,  # ZFS
+    0xCA451A4E,  # bcachefs
+}
+_STATFS_BYTES = 120  # asm-generic/statfs.h
 
 # The kernel answers EAGAIN when a rename or mount raced with a "..", and asks for a retry.
 _RACE_RETRIES = 8
@@ -141,15 +157,15 @@ def open_beneath(root_fd: int, path: str, follow_last: bool = True) -> int:
         os.close(found)
 
 
-def reopen_regular(place_fd: int, path: str) -> int:
+def reopen_regular(path_fd: int, path: str) -> int:
     """Turn an O_PATH descriptor into one for reading, if it is a regular file.
 
     Raises:
         OSError: EINVAL for anything but a regular file, or what the kernel says.
     """
-    if not stat.S_ISREG(os.fstat(place_fd).st_mode):
+    if not stat.S_ISREG(os.fstat(path_fd).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
-    return os.open(f"/proc/self/fd/{place_fd}", _READ_FLAGS)
+    return os.open(f"/proc/self/fd/{path_fd}", _READ_FLAGS)
 
 
 def open_regular(path: str) -> int:
@@ -158,8 +174,17 @@ def open_regular(path: str) -> int:
     Raises:
         OSError: As `open_beneath`.
     """
-    place = os.open(path, LOOK_FLAGS)
+    path_fd = os.open(path, LOOK_FLAGS)
     try:
-        return reopen_regular(place, str(path))
+        return reopen_regular(path_fd, str(path))
     finally:
-        os.close(place)
+        os.close(path_fd)
+
+
+def is_local(fd: int) -> bool:
+    """Whether reads of a file wait for nobody but this kernel and its disks."""
+    facts = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.fstatfs(fd, facts):
+        return False
+    (kind,) = struct.unpack_from("<q", facts)
+    return kind in _LOCAL or (kind != _FUSE and os.major(os.fstat(fd).st_dev) != 0)

@@ -86,11 +86,11 @@ class Btf:
     def _index(self, at: int, length: int) -> None:
         unpack = struct.Struct("<II").unpack_from
         end, blob = at + length, self._blob
-        append_place, append_name = self._type_at.append, self._names.append
+        append_offset, append_name = self._type_at.append, self._names.append
         while at < end:
             name, info = unpack(blob, at)
             kind = info >> 24 & 0x1F
-            append_place(at)
+            append_offset(at)
             append_name(name)
             member_bytes = _BYTES_PER_MEMBER.get(kind)
             if member_bytes is None:

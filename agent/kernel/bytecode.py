@@ -229,7 +229,7 @@ class Loader:
         map_fds: Descriptors of the maps by name: those that the wanted programs use.
 
     Raises:
-        Refused: The kernel does not take a map; none is left behind then.
+        Refused: The kernel does not take a map; none is left then.
     """
 
     def __init__(self, bytecode: Bytecode, host: Host, wanted: Collection[str]) -> None:
@@ -272,7 +272,7 @@ class Loader:
             instead: Descriptors of maps to take for those of `map_fds`, by name.
 
         Raises:
-            Refused: The kernel does not take one; none is left behind then.
+            Refused: The kernel does not take one; none is left then.
         """
         programs = [self._bytecode.program(name) for name in names]
         # The longest first, so that no thread is left with one at the end.

@@ -188,7 +188,7 @@ def require_btf() -> None:
 
 
 def require_compiler() -> str:
-    """Imports bcc as a recording does, in a child; returns its version and place.
+    """Imports bcc as a recording does, in a child; returns its version and path.
 
     Raises:
         EnvironmentUnfit: It is missing, broken, or PyPI's unrelated package of the same name.

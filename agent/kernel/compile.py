@@ -3,8 +3,8 @@
 
 `python -m aiflame.agent.kernel.compile` writes the bytecode to standard output: the build does
 so once for the package, and the recorder where a package came without. A process of its own, since
-LLVM leaves some 120 MB behind; the compiler's own text goes to standard error. Nothing is loaded,
-but BCC makes maps while it compiles, so it takes root or CAP_BPF.
+LLVM keeps some 120 MB; the compiler's own text goes to standard error. Nothing is loaded, but BCC
+makes maps while it compiles, so it takes root or CAP_BPF.
 
 BCC rewrites map accesses in the main file only, so the files of bpf/ are pasted together first,
 with #line directives so that messages name the real files.

@@ -159,7 +159,7 @@ class Map:
     def _many(
         self, command: int, keys: npt.NDArray[Any], values: npt.NDArray[Any] | None
     ) -> list[int]:
-        """Goes on behind an entry that is refused; one by one where the kernel has no batches.
+        """Goes on after an entry that is refused; one by one where the kernel has no batches.
 
         Returns:
             The indexes of those that were refused.
@@ -315,7 +315,7 @@ def uprobe_event_type() -> int:
 
 
 def open_uprobe(path: str, offset: int, event_type: int, is_return: bool = False) -> int:
-    """Opens an event that fires wherever any process executes one place of a file.
+    """Opens an event that fires wherever any process executes one offset of a file.
 
     Args:
         path: Of the file; a link in /proc/self/fd will do.
@@ -359,15 +359,15 @@ def link_event(event_fd: int, program_fd: int, cookie: int) -> int:
 
 
 def link_uprobes(
-    path: str, places: Sequence[tuple[int, int]], program_fd: int, is_return: bool = False
+    path: str, sites: Sequence[tuple[int, int]], program_fd: int, is_return: bool = False
 ) -> int:
-    """Runs a program at many places of a file, as open_uprobe and link_event do at one.
+    """Runs a program at many sites of a file, as open_uprobe and link_event do at one.
 
     The kernel takes all off at once, where each event has it wait for all processors.
 
     Args:
         path: As for open_uprobe.
-        places: Offset and number of each.
+        sites: Offset and number of each.
         program_fd: Loaded for TRACE_UPROBE_MULTI.
         is_return: At the return.
 
@@ -378,14 +378,14 @@ def link_uprobes(
         OSError: The kernel refuses one of them, and takes none.
     """
     name = ctypes.create_string_buffer(os.fsencode(path))
-    offsets = ctypes.create_string_buffer(struct.pack(f"<{len(places)}Q", *(p[0] for p in places)))
-    cookies = ctypes.create_string_buffer(struct.pack(f"<{len(places)}Q", *(p[1] for p in places)))
+    offsets = ctypes.create_string_buffer(struct.pack(f"<{len(sites)}Q", *(p[0] for p in sites)))
+    cookies = ctypes.create_string_buffer(struct.pack(f"<{len(sites)}Q", *(p[1] for p in sites)))
     # uprobe_multi of union bpf_attr: path, offsets, ref_ctr_offsets, cookies, cnt, flags, pid.
     pointers = (ctypes.addressof(name), ctypes.addressof(offsets), 0, ctypes.addressof(cookies))
     return bpf(
         _LINK_CREATE,
         struct.pack("<IIII", program_fd, 0, TRACE_UPROBE_MULTI, 0)
-        + struct.pack("<QQQQIII4x", *pointers, len(places), int(is_return), 0),
+        + struct.pack("<QQQQIII4x", *pointers, len(sites), int(is_return), 0),
     )
 
 

@@ -91,8 +91,8 @@ def load_iterator(instructions: bytes, function_type: int) -> int:
     licence = ctypes.create_string_buffer(_LICENCE)
     count = len(instructions) // _INSTRUCTION_BYTES
     attributes = bytearray(120)  # to attach_prog_fd, of v5.5 (include/uapi/linux/bpf.h)
-    places = (ctypes.addressof(code), ctypes.addressof(licence))
-    struct.pack_into("<IIQQ", attributes, 0, _PROG_TYPE_TRACING, count, *places)
+    addresses = (ctypes.addressof(code), ctypes.addressof(licence))
+    struct.pack_into("<IIQQ", attributes, 0, _PROG_TYPE_TRACING, count, *addresses)
     struct.pack_into("<I", attributes, 68, _TRACE_ITER)
     struct.pack_into("<I", attributes, 108, function_type)
     return _load(bytes(attributes))

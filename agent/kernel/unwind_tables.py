@@ -14,7 +14,6 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ from aiflame.agent.unwind.table import UnwindTable
 _MAPPINGS_LIMIT_BYTES = 128 << 20
 
 
-class TablePlace(NamedTuple):
+class LoadedTable(NamedTuple):
     """Where a binary's table is; addresses count from its first page."""
 
     slot: int
@@ -76,7 +75,7 @@ class KernelTables:
         self.free_bytes = limit_bytes
         self.free_mapping_bytes = mappings_limit_bytes
         self._losses = losses
-        self.places: dict[int, TablePlace] = {}
+        self.loaded: dict[int, LoadedTable] = {}
         self._bytes: dict[int, int] = {}
         self._free_slots = list(range(abi.TABLES_MAX - 1, -1, -1))
         self._mapping_bytes: dict[int, int] = {}  # by pid
@@ -119,7 +118,7 @@ class KernelTables:
                 slot = self._free_slots.pop()
                 fds[slot], binaries[slot] = array.fd, binary
                 pages = len(table.page_first_row) - 1
-                self.places[binary] = TablePlace(slot, table.base_page, pages)
+                self.loaded[binary] = LoadedTable(slot, table.base_page, pages)
                 self._bytes[binary] = table_bytes(table)
                 self.free_bytes -= table_bytes(table)
                 is_cut = is_last_array(array.fd)
@@ -131,13 +130,13 @@ class KernelTables:
 
     def remove(self, binaries: Collection[int]) -> None:
         """Takes tables out. No process may have mappings with them any more."""
-        slots = [self.places[binary].slot for binary in binaries]
+        slots = [self.loaded[binary].slot for binary in binaries]
         self._programs.unwind_tables.delete_many(slots)
         self._return_tables(binaries)
 
     def _return_tables(self, binaries: Collection[int]) -> None:
         """Gives back what tables that are not in the kernel take."""
-        self._free_slots[:0] = [self.places.pop(binary).slot for binary in binaries]
+        self._free_slots[:0] = [self.loaded.pop(binary).slot for binary in binaries]
         self.free_bytes += sum(self._bytes.pop(binary) for binary in binaries)
 
     def set_mappings(self, slots_by_pid: Mapping[int, npt.NDArray[Any]]) -> None:
@@ -267,12 +266,7 @@ class _Array:
     def __enter__(self) -> _Array:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self.fd)
 
 

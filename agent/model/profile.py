@@ -52,8 +52,8 @@ class SampleClass(enum.IntEnum):
         return self.name.lower().replace("_", " ").replace("on cpu", "on-CPU")
 
 
-class StackEnd(enum.IntEnum):
-    """How the walk of a user stack ended. Values are shared with bpf/aiflame.h."""
+class StopReason(enum.IntEnum):
+    """Why the walk of a user stack stopped. Values are shared with bpf/aiflame.h."""
 
     ROOTED = 0  # reached the outermost frame
     KERNEL_ONLY = 1  # a kernel thread: there is no user stack
@@ -74,8 +74,8 @@ class StackEnd(enum.IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-# Ends at which a stack is whole.
-ROOTED_ENDS = (StackEnd.ROOTED, StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC)
+# Those of complete stacks.
+COMPLETE_REASONS = (StopReason.ROOTED, StopReason.ROOTED_BY_TABLE, StopReason.ROOTED_BY_HEURISTIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class TimeRange:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The facts about a recording that every report shows under its picture.
+    """The facts about a recording that every report shows under its flame graph.
 
     `duration_ns`, `started_unix_ns` and the recorder's own cost are what they say; `facts` holds
     further lines for the reader (kernel, host, command, limits), in order. `time_range` is set
@@ -216,9 +216,9 @@ class Stacks:
     """All distinct stacks, root first, in compressed rows.
 
     The frames of stack `i` are `frames[offsets[i]:offsets[i + 1]]`, indexes into `Profile.frames`.
-    Inlined functions are expanded. `ends[i]` is a `StackEnd`, `gil[i]` a `GilState`.
+    Inlined functions are expanded. `ends[i]` is a `StopReason`, `gil[i]` a `GilState`.
 
-    The frames that a Python evaluation loop was in stand right behind the frame of that loop,
+    The frames that a Python evaluation loop was in stand right after the frame of that loop,
     which is of kind INTERPRETER, as is the glue around it: every view leaves out what it does not
     show.
     """

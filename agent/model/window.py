@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Direction, Operation, Tier
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 
 Rows = npt.NDArray[np.void]
 
@@ -105,7 +105,7 @@ MAPPING_DTYPE = np.dtype(
     ]
 )
 # `kernel_depth` and then `user_depth` addresses from `addresses[first]` on, each half leaf first.
-# stop_reason: a StackEnd; is_kernel_cut: kernel frames are missing between the halves; gil: enum
+# stop_reason: a StopReason; is_kernel_cut: kernel frames are missing between the halves; gil: enum
 # python_gil of bpf/aiflame.h; call, call_return: the device API function that the stack is inside
 # of, whose address is among the others, and where it returns to; NONE and 0 where it is in none.
 STACK_DTYPE = np.dtype(
@@ -597,7 +597,7 @@ def _check_references(window: Window, name: str) -> None:
 
 def _check_values(window: Window) -> None:
     known: dict[tuple[str, str], Iterable[int]] = {
-        ("stacks", "stop_reason"): StackEnd,
+        ("stacks", "stop_reason"): StopReason,
         ("stacks", "gil"): range(_GIL_VALUES),
         ("samples", "kind"): SampleClass,
         ("functions", "operation"): Operation,

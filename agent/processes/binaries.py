@@ -54,7 +54,7 @@ class BinaryTable:
         self._fds: set[int] = set()
 
     def of_mapping(self, pid: int, line: MapsLine) -> BinaryFile | None:
-        """Returns the file behind a mapping, None for anonymous memory.
+        """Returns the file that a mapping shows, None for anonymous memory.
 
         The file is opened now if this is the first mapping of it that is seen.
         """
@@ -80,6 +80,11 @@ class BinaryTable:
         self.files[index] = file
         self._by_identity[identity] = file
         return file
+
+    def readable(self, file: BinaryFile) -> int | None:
+        """Returns a file's descriptor for a child to read, None where a read of it got nowhere."""
+        remote = None if file.fd is None else self.guard.remote.get(file.fd)
+        return None if remote is not None and remote.is_stuck else file.fd
 
     def forget(self, binaries: Collection[int]) -> None:
         """Closes files that nobody maps any more; their indexes are not used again."""

@@ -32,7 +32,7 @@ class SudoUser:
 
 
 def sudo_user() -> SudoUser | None:
-    """Returns the user behind sudo, None when there is none."""
+    """Returns the user who calls sudo, None when there is none."""
     ids = sudo_ids()
     if ids is None or ids[0] == 0:
         return None

@@ -20,7 +20,7 @@ _MAX_KALLSYMS_BYTES = 64 << 20
 
 
 class KernelFrame(NamedTuple):
-    """A place in the kernel, as /proc shows it.
+    """A location in the kernel, as /proc shows it.
 
     Attributes:
         name: Of the function.

@@ -2,8 +2,8 @@
 """Walks stacks of sleeping threads, as the kernel half walks those of threads that it meets.
 
 By the same tables, to the same ends, and in the form in which the kernel half stores frames.
-Threads of a pool sleep in the same few places, so what a table says of an address is kept: a frame
-then costs a few microseconds.
+Threads of a pool sleep in the same few functions, so what a table says of an address is kept: then
+a frame costs a few microseconds.
 
 Not here: where registers and memory come from, and whether they are of one moment.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aiflame.agent.inspector.memory_worker import PAGE_BYTES
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
@@ -31,12 +31,12 @@ _MAX_CODE_PAGES = 256
 
 # The end that the kernel half gives the same stack, once it is judged (raw_stacks.py).
 _ENDS = {
-    walk.WalkEnd.ROOTED: StackEnd.ROOTED_BY_TABLE,
-    walk.WalkEnd.NO_TABLE: StackEnd.NO_TABLE,
-    walk.WalkEnd.UNREADABLE: StackEnd.UNREADABLE,
-    walk.WalkEnd.TOO_DEEP: StackEnd.TOO_DEEP,
-    walk.WalkEnd.UNSUPPORTED: StackEnd.UNSUPPORTED_RULE,
-    walk.WalkEnd.BAD_ADDRESS: StackEnd.NO_FRAME_POINTER,
+    walk.WalkEnd.ROOTED: StopReason.ROOTED_BY_TABLE,
+    walk.WalkEnd.NO_TABLE: StopReason.NO_TABLE,
+    walk.WalkEnd.UNREADABLE: StopReason.UNREADABLE,
+    walk.WalkEnd.TOO_DEEP: StopReason.TOO_DEEP,
+    walk.WalkEnd.UNSUPPORTED: StopReason.UNSUPPORTED_RULE,
+    walk.WalkEnd.BAD_ADDRESS: StopReason.NO_FRAME_POINTER,
 }
 
 
@@ -61,7 +61,7 @@ class WalkedThread:
     """
 
     addresses: tuple[int, ...]
-    end: StackEnd
+    end: StopReason
     lacks: frozenset[int]
 
 
@@ -155,8 +155,8 @@ class StackWalker:
         addresses = (leaf.address, *(caller.address + caller.is_exact for caller in callers))
         end = _ENDS[found.end]
         is_heuristic = any(frame.found_by is walk.FoundBy.HEURISTIC for frame in callers)
-        if end is StackEnd.ROOTED_BY_TABLE and is_heuristic:
-            end = StackEnd.ROOTED_BY_HEURISTIC
+        if end is StopReason.ROOTED_BY_TABLE and is_heuristic:
+            end = StopReason.ROOTED_BY_HEURISTIC
         return WalkedThread(addresses, end, frozenset(self._lacking))
 
     def _walker_of(self, image: ProcessImage) -> _ProcessWalker:

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import cache_name, load_cached
+from aiflame.agent.unwind.build import load, require_supported
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, RULES_CUT, UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
@@ -69,6 +69,8 @@ class UnwindTables:
         self._table = table
         self.images = ElfImages(table.binaries)
         self._store = Store(cache)
+        self._known = KnownTables(known_directory("unwind"))
+        self._names: dict[int, str] = {}  # of tables of files that were read before
         self._own_cache: tempfile.TemporaryDirectory[str] | None = None
         if cache is None or not self._store.usable:
             self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
@@ -109,7 +111,7 @@ class UnwindTables:
         known = (self._settled, self._noted, self._without, self._wanted, self._short)
         for some in known:
             some.difference_update(binaries)
-        self._kernel.remove([binary for binary in binaries if binary in self._kernel.places])
+        self._kernel.remove([binary for binary in binaries if binary in self._kernel.loaded])
         self.images.forget_binaries(binaries)
 
     def note_used(self, hits: Counter[int]) -> None:
@@ -119,7 +121,7 @@ class UnwindTables:
         for binary in hits:
             self._used_at[binary] = self._drains
             is_out = binary in self._settled and binary not in self._without
-            if is_out and binary not in self._kernel.places:
+            if is_out and binary not in self._kernel.loaded:
                 self._wanted.add(binary)
 
     def poll(self) -> None:
@@ -141,7 +143,7 @@ class UnwindTables:
             self._gone.clear()
         if self._queued:
             self._enter_tables()
-            for binary in self._wanted - self._kernel.places.keys() - self._short:
+            for binary in self._wanted - self._kernel.loaded.keys() - self._short:
                 self._short.add(binary)
                 self._blame(binary, LossKind.UNWIND_MEMORY_FULL, 1)
             images, self._queued = self._queued, {}
@@ -154,7 +156,7 @@ class UnwindTables:
         found: dict[int, UnwindTable] = {}
         size_bytes = wanted_bytes = 0
         for binary in {m.binary for image in self._queued.values() for m in image.mappings}:
-            if binary == NO_BINARY or binary in self._kernel.places or binary in self._without:
+            if binary == NO_BINARY or binary in self._kernel.loaded or binary in self._without:
                 continue
             table = self._cached(binary)
             if table is None:
@@ -191,19 +193,9 @@ class UnwindTables:
             self._blame(binary, kind, 1)
             self._without.add(binary)
         else:
-            self._build(binary, fd, elf)
-        return table
-
-    def _build(self, binary: int, fd: int, elf: ElfImage) -> None:
-        """Has a table built; the name by which it is found is not its parser's to choose."""
-        file = self._table.binaries.files[binary]
-        with self._table.binaries.guard.each_file(file.path, fd) as opened:
-            name = cache_name(opened, elf)
             self._building.add(binary)
-            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}", name)
-            return
-        self._settled.add(binary)
-        self._without.add(binary)
+            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
+        return table
 
     def _note_drops(self, binary: int, table: UnwindTable) -> None:
         """Counts what is missing in a table, once."""
@@ -225,9 +217,12 @@ class UnwindTables:
         file, elf = self._table.binaries.files[binary], self.images.of(binary)
         if file.fd is None or elf is None:
             return None
-        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-            return load_cached(opened, elf, self._store)
-        return None
+        require_supported(elf)
+        name = self._builder.name(binary) or self._names.get(binary)
+        if name is None:
+            is_local = file.fd not in self._table.binaries.guard.remote
+            name = self._names[binary] = self._known.name(file.fd) if is_local else ""
+        return load(name, self._store) if name else None
 
     def _urgency(self, binary: int) -> float:
         """What building a table is worth: samples that need it, by the time that it takes."""
@@ -249,7 +244,7 @@ class UnwindTables:
         """
         needed_bytes = size_bytes - self._kernel.free_bytes
         needed_slots = tables - self._kernel.free_slots
-        oldest = sorted(self._kernel.places, key=lambda binary: self._used_at.get(binary, 0))
+        oldest = sorted(self._kernel.loaded, key=lambda binary: self._used_at.get(binary, 0))
         leaving: set[int] = set()
         for binary in oldest:
             is_enough = needed_bytes <= 0 and needed_slots <= 0
@@ -280,11 +275,11 @@ class UnwindTables:
         slots[0]["start"], slots[0]["end"], slots[0]["bias"] = image.image, count, identity
         slots["start"][1:], slots["end"][1:] = image.bounds[:, :count]
         for row, mapping in enumerate(image.mappings[:count], 1):
-            place = self._kernel.places.get(mapping.binary)
-            if place is not None:
-                bias = self.images.bias(mapping) + (place.base_page << PAGE_SHIFT)
+            loaded = self._kernel.loaded.get(mapping.binary)
+            if loaded is not None:
+                bias = self.images.bias(mapping) + (loaded.base_page << PAGE_SHIFT)
                 slots[row]["bias"] = bias % (1 << 64)
-                slots[row]["table"], slots[row]["pages"] = place.slot, place.pages
+                slots[row]["table"], slots[row]["pages"] = loaded.slot, loaded.pages
         return slots
 
     def table_of(self, binary: int) -> UnwindTable | None:

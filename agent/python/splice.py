@@ -53,7 +53,7 @@ class Match(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """One frame of the combined stack: which list it is from, and its place there.
+    """One frame of the combined stack: which list it is from, and its position there.
 
     Hidden are native frames of the interpreter that a reader can do without: eval loops that became
     Python frames, and glue between them.
@@ -152,7 +152,7 @@ def splice(
         keep_glue: Keep the interpreter's own frames. Without, glue is kept where no user-space
             frame is on the leaf side of it, since time is spent in it then, unnamed frames where
             no Python frame is, and trampolines where their Python frame is not known.
-        with_hidden: Also return what is left out, marked as hidden; eval loops stand behind the
+        with_hidden: Also return what is left out, marked as hidden; eval loops stand after the
             Python frames that replace them.
     """
     runs = _runs(pythons)
@@ -182,7 +182,7 @@ def _glue(roles: Sequence[Role], pairs: dict[int, list[int]], match: Match) -> s
     for index, role in enumerate(roles):
         has_python = has_python or index in pairs
         if role is Role.EVAL:
-            # Behind the end of a cut chain trampolines are all that is known of Python.
+            # Past the end of a cut chain trampolines are all that is known of Python.
             is_known = index in pairs or match is not Match.PYTHON_CUT
         if (
             (role is Role.GLUE and has_user_leaf)
@@ -208,7 +208,7 @@ def _runs(pythons: Sequence[PythonFrame]) -> list[range]:
 
 
 def _pair(evals: list[int], runs: int, cuts: Cuts) -> tuple[Match, dict[int, list[int]], list[int]]:
-    """Runs by the native index that they replace, and those that follow behind the root."""
+    """Runs by the native index that they replace, and those that follow the root."""
     if not runs:
         return Match.NO_PYTHON, {}, []
     count = len(evals)

@@ -85,12 +85,12 @@ class ProcessFacts:
     def _tell_mappings(self, image: ProcessImage) -> None:
         rows = []
         for mapping in image.mappings:
-            place = (mapping.start, mapping.end, mapping.file_offset)
+            span = (mapping.start, mapping.end, mapping.file_offset)
             if mapping.binary == NO_BINARY:
-                rows.append((image.index, NONE, *place, 0))
+                rows.append((image.index, NONE, *span, 0))
                 continue
             self.tell_binary(mapping.binary)
-            rows.append((image.index, mapping.binary, *place, self._images.bias(mapping) % _UINT64))
+            rows.append((image.index, mapping.binary, *span, self._images.bias(mapping) % _UINT64))
         self._window.define("mappings", np.array(rows, COLUMNS["mappings"].dtype))
 
     def forget_images(self, images: Collection[int]) -> None:

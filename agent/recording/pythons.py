@@ -56,7 +56,7 @@ _YOUNG_NS = 1_000_000_000
 _YOUNG_INTERVAL_NS = 20_000_000
 _IDLE_INTERVAL_NS = 1_000_000_000
 
-# Name and file of the code that the interpreter itself runs behind a class's __init__
+# Name and file of the code that the interpreter itself runs after a class's __init__
 # (_Py_InitCleanup, v3.13.0 Python/specialize.c): no Python frame to anybody.
 _CLEANUP_NAME = "__init__"
 
@@ -225,9 +225,9 @@ class PythonProcesses:
                 offsets.append(layout.cframe_frame)
             with contextlib.suppress(NoMemoryAccess):
                 for offset in offsets:
-                    places = [pointer + offset for pointer in found]
-                    pages.fetch(places)
-                    found = [read_u64(pages, place) or 0 for place in places]
+                    addresses = [pointer + offset for pointer in found]
+                    pages.fetch(addresses)
+                    found = [read_u64(pages, address) or 0 for address in addresses]
                 pages.fetch(found)
 
     def of_thread(self, image: ProcessImage, thread_pointer: int) -> ThreadPython | None:

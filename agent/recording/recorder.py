@@ -216,7 +216,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._parts.close()
 
     def start(self, duration_ns: int | None) -> None:

@@ -24,7 +24,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.sysbpf import BPF_NOEXIST
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.kernel_frames import KernelFrame, kernel_addresses, kernel_frames
 from aiflame.agent.processes.snapshots import PIECE_BYTES, Snapshot, Snapshots
@@ -241,7 +241,7 @@ class Sleepers:
     ) -> WalkedThread | None:
         """Walks a thread; None while too little is known of its process."""
         if not snapshot.registers.has_user_half:
-            return WalkedThread((), StackEnd.KERNEL_ONLY, frozenset())
+            return WalkedThread((), StopReason.KERNEL_ONLY, frozenset())
         image = self._table.known(sleeper.pid, self._table.first_image)
         if self._walker is None or image is None or not image.was_read:
             return None
@@ -299,7 +299,7 @@ class Sleepers:
                 is_lost = self._snapshots is not None and not self._snapshots.are_possible
                 self.losses[LossKind.SLEEPERS_NOT_WALKED] += is_lost and sleeper.is_asleep
             else:
-                is_cut = sleeper.walked.end is StackEnd.TOO_DEEP
+                is_cut = sleeper.walked.end is StopReason.TOO_DEEP
                 self.losses[LossKind.USER_FRAMES_CUT] += is_cut
 
     def missed(self) -> list[tuple[int, int]]:
@@ -334,11 +334,11 @@ class Sleepers:
                 self._pythons.look(image)  # the kernel half walks no more
         self._pythons.poll()
 
-    def end_of(self, sleeper: Sleeper) -> StackEnd:
+    def end_of(self, sleeper: Sleeper) -> StopReason:
         """Returns how a thread's user stack ended."""
         if self._walker is None:
-            return StackEnd.EXCLUDED
-        return StackEnd.NOT_WALKED if sleeper.walked is None else sleeper.walked.end
+            return StopReason.EXCLUDED
+        return StopReason.NOT_WALKED if sleeper.walked is None else sleeper.walked.end
 
     def keep_python(self, stack: int, image: ProcessImage, python: ThreadPython) -> None:
         """Keeps the Python half of a made-up stack under its id."""

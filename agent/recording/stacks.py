@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.devices.locations import LocatedStack
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.model.window import COLUMNS, NO_CHAIN, NONE, OpenWindow
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 
@@ -32,15 +33,8 @@ _ADDRESS_DTYPE = COLUMNS["addresses"].dtype
 class SeesStacks(Protocol):
     """Whoever has to know of every new stack."""
 
-    def add_stack(
-        self,
-        stack: int,
-        image: ProcessImage,
-        user: npt.NDArray[np.uint64],
-        found: npt.NDArray[np.int64],
-        binaries: Sequence[int],
-    ) -> None:
-        """Sees a stack: its id, image, user addresses, their mappings, and its binaries."""
+    def add_stack(self, stack: LocatedStack) -> None:
+        """Sees a stack."""
 
 
 class CompletesCalls(Protocol):
@@ -68,7 +62,7 @@ class MadeStack:
     image: ProcessImage
     kernel: Sequence[int]
     user: Sequence[int]
-    end: StackEnd
+    end: StopReason
     chain: int = NO_CHAIN
     gil: int = 0
 
@@ -120,7 +114,7 @@ class Stacks:
                 unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
             self._note(stack, binaries)
             for observer in self._observers:
-                observer.add_stack(stack, image, user, found, binaries)
+                observer.add_stack(LocatedStack(stack, image, user, found, binaries))
             kernel = record["kernel"][: int(record["kernel_depth"])]
             parts += [kernel, user]
             rows.append(

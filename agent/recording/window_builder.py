@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.model.window import (
     COLUMNS,
     NO_CHAIN,
@@ -490,5 +490,5 @@ def _lost(column: str, number: int, process: int) -> bytes:
     row = np.zeros(1, COLUMNS[column].dtype)
     row[COLUMNS[column].key[0]], row["process"] = number, process
     if column == "stacks":
-        row["stop_reason"], row["call"] = StackEnd.LOST, NONE
+        row["stop_reason"], row["call"] = StopReason.LOST, NONE
     return row.tobytes()

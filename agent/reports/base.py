@@ -2,7 +2,7 @@
 """What every report is given, and what it has to be.
 
 A report is a pure function of a profile and its options: no clock, no host name, no file system.
-The same capture gives the same bytes, so two pictures can be compared and golden tests hold.
+The same capture gives the same bytes, so two flame graphs can be compared and golden tests hold.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def _stalls(profile: Profile, samples: DeviceSamples) -> Iterable[Sequence[Cell]
     ):
         kernel = gpu.codes[code].kernel
         process = profile.processes[gpu.kernels[kernel].process]
-        place = known.get((code, offset))
-        text, file, line = (place.text, place.file, place.line) if place is not None else ("",) * 3
+        found = known.get((code, offset))
+        text, file, line = (found.text, found.file, found.line) if found is not None else ("",) * 3
         yield (
             *(samples.names[kernel].whole, process.name, process.pid, f"0x{offset:x}"),
             *(text, file, line or "", gpu.reasons[reason].name),

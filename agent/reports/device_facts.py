@@ -24,7 +24,7 @@ def amount(view: View, weight: int) -> str:
 
 
 def subtitle(profile: Profile, samples: DeviceSamples) -> str:
-    """Return what the whole of a picture of device samples is."""
+    """Return what the whole of a flame graph of device samples is."""
     whole = int(samples.count.sum())
     kernels = counted(len(set(samples.kernel.tolist())), "kernel")
     return f"100 % = {counted(whole, 'device sample')} of {kernels}, {lasted(profile.recording)}"
@@ -72,7 +72,7 @@ def has_device(gpu: GpuProfile) -> bool:
 
 
 def absence(profile: Profile) -> str:
-    """Return why there is no picture of device samples; "" where there is one."""
+    """Return why there is no flame graph of device samples; "" where there is one."""
     gpu, recording = profile.gpu, profile.recording
     if len(gpu.samples):
         return ""
@@ -90,5 +90,5 @@ def absence(profile: Profile) -> str:
 
 
 def notes(profile: Profile, samples: DeviceSamples) -> list[str]:
-    """Return the lines under a picture of device samples."""
+    """Return the lines under a flame graph of device samples."""
     return [attribution(profile, samples)] if len(samples) else [absence(profile)]

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, GpuProfile
-from aiflame.agent.model.profile import ROOTED_ENDS, SPAN_DTYPE, Profile, StackEnd, Stacks
+from aiflame.agent.model.profile import COMPLETE_REASONS, SPAN_DTYPE, Profile, Stacks, StopReason
 from aiflame.agent.reports.base import Leaf, ReportOptions, View
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import (
     I64,
-    TRUNCATED_ENDS,
+    TRUNCATED_REASONS,
     LabelTable,
     Rows,
     join,
@@ -134,7 +134,7 @@ def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples
     """Return device samples as they are shown."""
     table = LabelTable(profile)
     processes = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
-    end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
+    end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
     unknown = table.add([UNKNOWN_LAUNCH])
     is_known = samples.stack >= 0
     shown = _with_an_empty_one(shown_stacks(profile, options.frames, options.hide_importlib))
@@ -142,7 +142,7 @@ def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples
     ends = shown.ends[stack].astype(np.int64)
     heads = [
         processes.start + samples.process,
-        np.where(is_known & np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1),
+        np.where(is_known & np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1),
         np.where(is_known, -1, unknown.start),
     ]
     boundary = np.full(len(samples), table.add([BOUNDARY], Category.BOUNDARY).start, np.int64)
@@ -174,18 +174,18 @@ def _with_an_empty_one(stacks: Stacks) -> Stacks:
     return Stacks(
         np.append(stacks.offsets, stacks.offsets[-1:]),
         stacks.frames,
-        np.append(stacks.ends, np.uint8(ROOTED_ENDS[0])),
+        np.append(stacks.ends, np.uint8(COMPLETE_REASONS[0])),
         np.append(stacks.gil, np.uint8(0)),
     )
 
 
 def _levels(options: ReportOptions) -> list[Role]:
     # From the leaf, the reason is to be found first.
-    place = [Role.INSTRUCTION, Role.REASON, Role.OFFSET]
+    roles = [Role.INSTRUCTION, Role.REASON, Role.OFFSET]
     leaves = {
-        Leaf.OFFSET: [place[2], *place[:2]] if options.inverted else place,
-        Leaf.INSTRUCTION: place[:2],
-        Leaf.STALL: place[1:2],
+        Leaf.OFFSET: [roles[2], *roles[:2]] if options.inverted else roles,
+        Leaf.INSTRUCTION: roles[:2],
+        Leaf.STALL: roles[1:2],
     }
     return [Role.KERNEL, Role.SOURCE, *leaves[options.leaf]]
 
@@ -202,8 +202,8 @@ def _below_the_boundary(table: LabelTable, samples: DeviceSamples) -> dict[Role,
         Role.KERNEL: _labels(table, names, Category.DEVICE_CODE)[samples.kernel],
         Role.SOURCE: source,
         Role.INSTRUCTION: text,
-        Role.REASON: _labels(table, reasons, Category.DEVICE_PLACE)[samples.reason],
-        Role.OFFSET: _labels(table, offsets, Category.DEVICE_PLACE)[at],
+        Role.REASON: _labels(table, reasons, Category.DEVICE_LOCATION)[samples.reason],
+        Role.OFFSET: _labels(table, offsets, Category.DEVICE_LOCATION)[at],
     }
 
 
@@ -213,13 +213,13 @@ def _instruction_labels(table: LabelTable, samples: DeviceSamples) -> tuple[I64,
     values, at = np.unique(samples.offset, return_inverse=True)
     keys, row = np.unique(samples.code * max(1, len(values)) + at, return_inverse=True)
     codes, offsets = keys // max(1, len(values)), values[keys % max(1, len(values))]
-    places = zip(codes.tolist(), offsets.tolist(), strict=True)
-    found = [known.get(place) for place in places]
+    located = zip(codes.tolist(), offsets.tolist(), strict=True)
+    found = [known.get(key) for key in located]
     lines = [source_label(i.file, i.line) if i is not None else "" for i in found]
     texts = [showable(i.text) if i is not None and i.text else "" for i in found]
     return (
         _labels(table, lines, Category.DEVICE_CODE)[row],
-        _labels(table, texts, Category.DEVICE_PLACE)[row],
+        _labels(table, texts, Category.DEVICE_LOCATION)[row],
     )
 
 

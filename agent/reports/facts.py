@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said in words around a picture: title, what its whole is, what is missing from it.
+"""What is said in words around a flame graph: title, what its whole is, what is missing from it.
 
 Each number comes with its unit and each percentage names its whole.
 """
@@ -14,9 +14,9 @@ import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
-from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+from aiflame.agent.reports.rows import TRUNCATED_REASONS, showable
 
-# Below this many samples a picture says little; flame graph tools have long warned at 100.
+# Below this many samples a flame graph says little; flame graph tools have long warned at 100.
 FEW_SAMPLES = 100
 
 # Where stacks are cut, in a line: more is in `aiflame stats`.
@@ -67,7 +67,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def left_out(nodes: int, reason: str, ns: int, whole_ns: int) -> str:
-    """Return the sentence about frames that a picture does not show."""
+    """Return the sentence about frames that a flame graph does not show."""
     return (
         f"Left out: {counted(nodes, 'frame')}, {reason}; the frames they belong to keep their"
         f" time, {percent(ns, whole_ns)} of the whole."
@@ -75,12 +75,12 @@ def left_out(nodes: int, reason: str, ns: int, whole_ns: int) -> str:
 
 
 def title(profile: Profile, options: ReportOptions) -> str:
-    """Return the title of a picture."""
+    """Return the title of a flame graph."""
     return showable(options.title or f"aiflame: {profile.recording.target}")
 
 
 def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
-    """Return what the whole of the picture is."""
+    """Return what the whole of the flame graph is."""
     threads = counted(len(np.unique(profile.samples["thread"])), "thread")
     return (
         f"100 % = {duration(whole_ns)} of {options.view.label}"
@@ -90,7 +90,7 @@ def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
 
 def complete_share(profile: Profile) -> tuple[int, int]:
     """Return the time in stacks walked to their root, and the time in all stacks, in ns."""
-    truncated = np.isin(profile.stacks.ends, TRUNCATED_ENDS)[profile.samples["stack"]]
+    truncated = np.isin(profile.stacks.ends, TRUNCATED_REASONS)[profile.samples["stack"]]
     ns = profile.samples["ns"]
     whole = int(ns.sum())
     return whole - int(ns[truncated].sum()), whole
@@ -137,7 +137,7 @@ def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str
         profile: The profile.
         stack_ns: Time of each stack, shape (stacks,).
     """
-    cut = np.isin(profile.stacks.ends, TRUNCATED_ENDS) & (stack_ns > 0)
+    cut = np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0)
     sums: dict[str, int] = {}
     for stack in np.flatnonzero(cut).tolist():
         module = _outermost_module(profile, stack)
@@ -174,7 +174,7 @@ def cut_short(profile: Profile) -> str:
 
 
 def warnings(profile: Profile) -> list[str]:
-    """Return what a reader should know before trusting the picture, one sentence each."""
+    """Return what a reader should know before trusting the flame graph, one sentence each."""
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
     samples = int(profile.samples["count"][on_cpu].sum())
     recording = profile.recording

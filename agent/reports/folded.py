@@ -24,7 +24,7 @@ from aiflame.agent.reports.rows import Labels
 from aiflame.agent.reports.summed import summed_paths
 
 _SUFFIXES = {FrameKind.KERNEL: "_[k]", FrameKind.PYTHON: "_[p]"}
-_DEVICE_SUFFIXES = {Category.DEVICE_CODE: "_[G]", Category.DEVICE_PLACE: "_[g]"}
+_DEVICE_SUFFIXES = {Category.DEVICE_CODE: "_[G]", Category.DEVICE_LOCATION: "_[g]"}
 
 
 class FoldedReport:

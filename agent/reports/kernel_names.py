@@ -2,7 +2,7 @@
 """Kernels' names as they are read: demangled, and shortened where templates make them long.
 
 A capture has linkage names. The whole readable name is kept beside the short one, and two kernels
-that would get the same short name keep their whole ones, so that no picture takes them for one.
+that would get the same short name keep their whole ones, so that no flame graph takes them for one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiflame.agent.reports.rows import MAX_NAME_CHARS
 # C++ and Rust.
 _MANGLED = ("_Z", "_R")
 
-# A kernel's name without its templates fits into half a picture.
+# A kernel's name without its templates fits into half a flame graph.
 _SHORT_CHARS = 80
 
 # Each takes the deepest brackets away; real names have some dozens.
@@ -33,7 +33,7 @@ _QUALIFIERS = re.compile(r"(?:\b[A-Za-z_]\w*::|\(anonymous namespace\)::)+(?=[A-
 class KernelName:
     """How a kernel is called."""
 
-    short: str  # in pictures
+    short: str  # in flame graphs
     whole: str  # demangled; the linkage name where that is all there is
 
 

@@ -41,7 +41,7 @@ MAX_NODES = 2_000_000
 # What is repeated for each of their frames stays in the processor's cache.
 _STACKS_AT_ONCE = 2_048
 
-# Lines listed in a tooltip: the point is the hottest place, not a listing.
+# Lines listed in a tooltip: the point is the hottest line, not a listing.
 HOT_LINES = 3
 
 
@@ -227,9 +227,9 @@ def pack_labels(writer: Writer, profile: Profile, labels: Labels, used: I64) -> 
 
 def _pack_lines(writer: Writer, profile: Profile, labels: Labels, used: I64) -> None:
     found, line, ns = _hot_lines(profile, labels)
-    place = np.full(len(labels), -1, dtype=np.int64)
-    place[used] = np.arange(len(used))
-    label = place[found]
+    position = np.full(len(labels), -1, dtype=np.int64)
+    position[used] = np.arange(len(used))
+    label = position[found]
     order = np.flatnonzero(label >= 0)
     order = order[np.argsort(label[order], kind="stable")]
     writer.integers("line_label", label[order], is_delta=True)

@@ -94,9 +94,9 @@ def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used
     for name, column in columns.items():
         writer.integers(f"kernel_{name}", np.array(column, np.uint64))
     writer.text("kernel_names", [showable(entry.name.whole) for entry in entries])
-    place = {kernel: i for i, kernel in enumerate(stats)}
+    position = {kernel: i for i, kernel in enumerate(stats)}
     # Code that was never sampled belongs to none.
-    owners = [place.get(int(same[code.kernel]), len(place)) for code in samples.gpu.codes]
+    owners = [position.get(int(same[code.kernel]), len(position)) for code in samples.gpu.codes]
     writer.integers("code_kernel", np.array(owners, np.int64))
 
 
@@ -111,15 +111,15 @@ def _pack_instructions(writer: Writer, samples: DeviceSamples) -> None:
     ]
     listed.sort(key=lambda i: (i.code, i.offset))
     texts = {text: n for n, text in enumerate(dict.fromkeys(i.text for i in listed))}
-    places = [source_label(i.file, i.line) for i in listed]
-    sources = {text: n for n, text in enumerate(dict.fromkeys(places))}
+    lines = [source_label(i.file, i.line) for i in listed]
+    sources = {text: n for n, text in enumerate(dict.fromkeys(lines))}
     writer.text("texts", [showable(text) if text else "" for text in texts])
     writer.text("sources", list(sources))
     columns = {
         "at_code": [i.code for i in listed],
         "at_offset": [i.offset for i in listed],
         "at_text": [texts[i.text] for i in listed],
-        "at_source": [sources[place] for place in places],
+        "at_source": [sources[line] for line in lines],
         "hit_code": samples.code,
         "hit_offset": samples.offset,
         "hit_reason": samples.reason,

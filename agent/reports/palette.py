@@ -3,7 +3,7 @@
 
 The hues are those readers of flame graphs know: kernel orange, C++ yellow, C and other native code
 red, Python pink. Time off the CPU is blue, whatever waits there. The shade comes from the name
-alone, so two pictures of the same program can be compared, and golden tests hold.
+alone, so two flame graphs of the same program can be compared, and golden tests hold.
 
 Every fill is light enough for `INK` to be read on it: at least 4.5:1 (WCAG 2.1, 1.4.3), which a
 test computes for the whole table.
@@ -39,7 +39,7 @@ class Category(enum.IntEnum):
     WAITING_TO_RUN = 6
     PREEMPTED = 7
     DEVICE_CODE = 8  # kernel and source line
-    DEVICE_PLACE = 9  # instruction, stall reason, offset
+    DEVICE_LOCATION = 9  # instruction, stall reason, offset
     BOUNDARY = 10  # between the launching stack and the kernel
 
 
@@ -59,7 +59,7 @@ CATEGORIES = (
 )
 
 # Frames that stand for something on a device.
-DEVICE_CATEGORIES = (Category.DEVICE_CODE, Category.DEVICE_PLACE)
+DEVICE_CATEGORIES = (Category.DEVICE_CODE, Category.DEVICE_LOCATION)
 
 # Off-CPU classes, by the category of the marker that stands for them.
 CLASS_CATEGORY = {
@@ -78,7 +78,7 @@ _ON_CPU = {
     Category.MARKER: (210, 0.04, 0.72, 0.78),
     # The aqua, the green and the light grey of published AI flame graphs.
     Category.DEVICE_CODE: (180, 0.52, 0.56, 0.66),
-    Category.DEVICE_PLACE: (120, 0.55, 0.60, 0.71),
+    Category.DEVICE_LOCATION: (120, 0.55, 0.60, 0.71),
     Category.BOUNDARY: (0, 0, 200 / 255, 200 / 255),
 }
 
@@ -108,7 +108,7 @@ def category_of(kind: int, name: str) -> Category:
 
 
 def shade_of(name: str) -> int:
-    """Return the shade, 0 to SHADES - 1, that `name` has in every picture."""
+    """Return the shade, 0 to SHADES - 1, that `name` has in every flame graph."""
     return zlib.crc32(name.encode("utf-8", "replace")) % SHADES
 
 

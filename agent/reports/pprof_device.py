@@ -54,21 +54,21 @@ def encode_device(profile: Profile, options: ReportOptions) -> Iterator[bytes]:
     profile = replace(profile, stacks=stacks)
     strings = StringTable()
     locations = Locations(profile, np.unique(samples.stack[samples.stack >= 0]).astype(np.uint32))
-    places = _Places(profile, samples, locations)
+    device_locations = _DeviceLocations(profile, samples, locations)
     parts = [message_field(ProfileField.SAMPLE_TYPE, value_type(strings, *_TYPE))]
-    parts += _samples(profile, samples, places, strings)
+    parts += _samples(profile, samples, device_locations, strings)
     parts += mappings(profile, locations, strings)
-    parts += places.mapping(strings)
+    parts += device_locations.mapping(strings)
     parts += locations.encoded()
-    parts += places.encoded()
+    parts += device_locations.encoded()
     parts += functions(profile, locations, strings)
-    parts += places.functions(strings)
+    parts += device_locations.functions(strings)
     parts += facts(profile, options, strings, Period(*_TYPE, 1, _TYPE[0]))
     parts += [message_field(ProfileField.STRING_TABLE, text) for text in strings.encoded()]
     yield b"".join(parts)
 
 
-class _Places:
+class _DeviceLocations:
     """The locations on devices, and the one of an unknown launch; numbered after all others."""
 
     def __init__(self, profile: Profile, samples: DeviceSamples, locations: Locations) -> None:
@@ -85,8 +85,8 @@ class _Places:
 
     def stack(self, code: int, offset: int, stack: int) -> bytes:
         """Return the locations of a sample, leaf first, as a field of it."""
-        place = self._ids.setdefault((code, offset), len(self._ids))
-        leaf = packed(SampleField.LOCATION_ID, [self._first_location + 1 + place])
+        location = self._ids.setdefault((code, offset), len(self._ids))
+        leaf = packed(SampleField.LOCATION_ID, [self._first_location + 1 + location])
         if stack < 0:
             return leaf + packed(SampleField.LOCATION_ID, [self._first_location])
         # A repeated field may come in pieces.
@@ -100,7 +100,7 @@ class _Places:
     def encoded(self) -> Iterator[bytes]:
         """Yield the Location messages."""
         yield self._location(self._first_location, b"", self._first_function, 0)
-        for (code, offset), place in self._ids.items():
+        for (code, offset), location in self._ids.items():
             known = self.instructions.get((code, offset))
             file, line = (known.file, known.line) if known is not None else ("", 0)
             kernel = self._samples.gpu.codes[code].kernel
@@ -108,16 +108,16 @@ class _Places:
             head = varint_field(LocationField.MAPPING_ID, self._mapping)
             head += varint_field(LocationField.ADDRESS, offset)
             yield self._location(
-                self._first_location + 1 + place, head, self._first_function + 1 + number, line
+                self._first_location + 1 + location, head, self._first_function + 1 + number, line
             )
 
     @staticmethod
     def _location(number: int, head: bytes, function_id: int, line: int) -> bytes:
-        place = varint_field(LineField.FUNCTION_ID, function_id) + varint_field(
-            LineField.LINE, line
-        )
+        source = varint_field(LineField.FUNCTION_ID, function_id)
+        source += varint_field(LineField.LINE, line)
         body = varint_field(LocationField.ID, number) + head
-        return message_field(ProfileField.LOCATION, body + message_field(LocationField.LINE, place))
+        body += message_field(LocationField.LINE, source)
+        return message_field(ProfileField.LOCATION, body)
 
     def functions(self, strings: StringTable) -> Iterator[bytes]:
         """Yield the Function messages; after `encoded`, which numbers them."""
@@ -128,7 +128,10 @@ class _Places:
 
 
 def _samples(
-    profile: Profile, samples: DeviceSamples, places: _Places, strings: StringTable
+    profile: Profile,
+    samples: DeviceSamples,
+    device_locations: _DeviceLocations,
+    strings: StringTable,
 ) -> Iterable[bytes]:
     columns = (
         *(samples.stack, samples.code, samples.offset, samples.kernel, samples.reason),
@@ -137,7 +140,7 @@ def _samples(
     for row in zip(*(column.tolist() for column in columns), strict=True):
         stack, code, offset, kernel, reason, category, device, certainty, count = row
         process = profile.processes[samples.gpu.kernels[kernel].process]
-        known = places.instructions.get((code, offset))
+        known = device_locations.instructions.get((code, offset))
         texts = {
             "stall_reason": samples.gpu.reasons[reason].name,
             "stall_category": StallCategory(category).label,
@@ -148,7 +151,7 @@ def _samples(
             "process": process.name,
             "container": process.container_id,
         }
-        body = places.stack(code, offset, stack) + packed(SampleField.VALUE, [count])
+        body = device_locations.stack(code, offset, stack) + packed(SampleField.VALUE, [count])
         for key, text in texts.items():
             if text:
                 body += label(strings, key, text=showable(text))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import Binary, FrameKind, Profile, StackEnd
+from aiflame.agent.model.profile import Binary, FrameKind, Profile, StopReason
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.facts import range_words
 from aiflame.agent.reports.protowire import (
@@ -22,7 +22,7 @@ from aiflame.agent.reports.protowire import (
     varint_field,
     varints,
 )
-from aiflame.agent.reports.rows import TRUNCATED_ENDS, showable
+from aiflame.agent.reports.rows import TRUNCATED_REASONS, showable
 from aiflame.agent.reports.selection import by_frame
 
 
@@ -113,7 +113,7 @@ def value_type(strings: StringTable, name: str, unit: str) -> bytes:
 
 
 class Locations:
-    """The places of the stacks in use.
+    """The locations of the stacks in use.
 
     `of_stack` has the location ids of each stack as a field of a Sample.
 
@@ -126,10 +126,10 @@ class Locations:
         self._profile = profile
         self.gil_states = profile.stacks.gil
         self._first_marker = len(profile.frames) + 1
-        self._first_inlined = self._first_marker + len(StackEnd)
+        self._first_inlined = self._first_marker + len(StopReason)
         self._inlined: dict[tuple[int, ...], int] = {}
         self.used_frames: set[int] = set()
-        self.markers: list[StackEnd] = []
+        self.markers: list[StopReason] = []
         self._single: set[int] = set()
         self.of_stack: dict[int, bytes] = {}
         # A frame opens a location unless it was inlined into the one before.
@@ -141,8 +141,8 @@ class Locations:
 
     def _mark_ends(self, used: I64) -> None:
         for end in dict.fromkeys(self._profile.stacks.ends[used].tolist()):
-            if StackEnd(end) in TRUNCATED_ENDS:
-                self.markers.append(StackEnd(end))
+            if StopReason(end) in TRUNCATED_REASONS:
+                self.markers.append(StopReason(end))
 
     def _add(self, used: I64, opens: npt.NDArray[np.bool_]) -> None:
         """Encodes some stacks: all at once those in which each frame is a location of its own."""
@@ -154,7 +154,7 @@ class Locations:
         # Leaf first, as the format wants it.
         at = np.repeat(starts + lengths - 1 + before, lengths) - np.arange(len(owner))
         frames = stacks.frames[at]
-        is_simple = ~np.isin(stacks.ends[used], TRUNCATED_ENDS)
+        is_simple = ~np.isin(stacks.ends[used], TRUNCATED_REASONS)
         is_simple[owner[~opens[at]]] = False
         self.used_frames.update(np.unique(frames).tolist())
         self._single.update(np.unique(frames[is_simple[owner]]).tolist())
@@ -174,8 +174,8 @@ class Locations:
         ids: list[int] = []
         if start < stop:
             ids = self._grouped(stacks.frames[start:stop].tolist(), opens[start:stop].tolist())
-        end = StackEnd(int(stacks.ends[stack]))
-        if end in TRUNCATED_ENDS:
+        end = StopReason(int(stacks.ends[stack]))
+        if end in TRUNCATED_REASONS:
             ids.insert(0, self._marker(end))
         ids.reverse()
         return ids
@@ -193,7 +193,7 @@ class Locations:
                 ids.append(self._first_inlined + position)
         return ids
 
-    def _marker(self, end: StackEnd) -> int:
+    def _marker(self, end: StopReason) -> int:
         return self._first_marker + int(end)
 
     @property
@@ -204,9 +204,9 @@ class Locations:
     @property
     def next_function(self) -> int:
         """The first function id that is not in use here."""
-        return len(self._profile.functions) + 1 + len(StackEnd)
+        return len(self._profile.functions) + 1 + len(StopReason)
 
-    def marker_function(self, end: StackEnd) -> int:
+    def marker_function(self, end: StopReason) -> int:
         """Return the id of the function that stands for the end of a cut stack."""
         return len(self._profile.functions) + 1 + int(end)
 

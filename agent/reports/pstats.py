@@ -6,7 +6,7 @@ marshalled dictionary: (file, line, function) to (primitive calls, calls, own se
 callees, callers), callers being (file, line, function) to (calls, primitive calls, own seconds,
 seconds with callees).
 
-A sampler sees no calls. In their place are samples, and intervals of time off the CPU: a primitive
+A sampler sees no calls. Instead there are samples, and intervals of time off the CPU: a primitive
 one for each stack that the function is in, and one for each of its frames there. The line is the
 lowest that was seen executing. Native code counts as its Python caller's own; what no Python frame
 called stands under `[no Python frames]`, since the module refuses an empty file.
@@ -25,14 +25,14 @@ from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.python_frames import I64, U64, PythonFrames, python_frames
 from aiflame.agent.reports.rows import showable
 
-_Place = tuple[str, int, str]
+_Label = tuple[str, int, str]
 _Figures = tuple[int, int, float, float]
 
 # Before 3, marshal writes an object in full each time, so that the same data gives the same bytes.
 _MARSHAL_VERSION = 2
 
 # "~" stands where cProfile knows no file.
-_NO_PYTHON: _Place = ("~", 0, "[no Python frames]")
+_NO_PYTHON: _Label = ("~", 0, "[no Python frames]")
 
 
 class PstatsReport:
@@ -49,13 +49,13 @@ class PstatsReport:
         sums = _Sums(*(_by_stack(profile, samples, name) for name in ("count", "ns")))
         functions = profile.frames["function"][found.frame].astype(np.int64)
         keys, of = np.unique(functions, return_inverse=True)
-        places = _places(profile, keys)
-        callers: dict[_Place, dict[_Place, _Figures]] = {}
+        labels = _labels(profile, keys)
+        callers: dict[_Label, dict[_Label, _Figures]] = {}
         for caller, callee, (cc, nc, tt, ct) in _calls(found, sums, of, len(keys)):
-            callers.setdefault(places[callee], {})[places[caller]] = (nc, cc, tt, ct)
-        document: dict[_Place, tuple[int, int, float, float, dict[_Place, _Figures]]] = {
-            place: (*figures, callers.get(place, {}))
-            for place, figures in zip(places, sums.figures(found, of, len(keys)), strict=True)
+            callers.setdefault(labels[callee], {})[labels[caller]] = (nc, cc, tt, ct)
+        document: dict[_Label, tuple[int, int, float, float, dict[_Label, _Figures]]] = {
+            label: (*figures, callers.get(label, {}))
+            for label, figures in zip(labels, sums.figures(found, of, len(keys)), strict=True)
             if figures[0]
         }
         seen = np.isin(np.arange(len(profile.stacks)), found.stack)
@@ -87,22 +87,22 @@ def _by_stack(profile: Profile, samples: npt.NDArray[np.void], name: str) -> U64
     return sums
 
 
-def _places(profile: Profile, functions: I64) -> list[_Place]:
+def _labels(profile: Profile, functions: I64) -> list[_Label]:
     lines = np.full(len(profile.functions), 1 << 32, dtype=np.int64)
     known = profile.frames[profile.frames["line"] > 0]
     np.minimum.at(lines, known["function"], known["line"])
-    places: list[_Place] = []
-    taken: set[_Place] = set()
+    labels: list[_Label] = []
+    taken: set[_Label] = set()
     for i in functions.tolist():
         function, line = profile.functions[i], int(lines[i])
         name = showable(function.name)
-        place = (showable(function.file or "~"), 0 if line >> 32 else line, name)
+        label = (showable(function.file or "~"), 0 if line >> 32 else line, name)
         # What differs only in what cannot be shown stays apart.
-        while place in taken:
-            place = (place[0], place[1], f"{place[2]}'")
-        taken.add(place)
-        places.append(place)
-    return places
+        while label in taken:
+            label = (label[0], label[1], f"{label[2]}'")
+        taken.add(label)
+        labels.append(label)
+    return labels
 
 
 def _calls(

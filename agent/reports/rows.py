@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import (
-    ROOTED_ENDS,
+    COMPLETE_REASONS,
     FrameKind,
     Function,
     Profile,
     SampleClass,
-    StackEnd,
     Stacks,
+    StopReason,
 )
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
@@ -37,10 +37,12 @@ from aiflame.agent.reports.selection import shown_stacks
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 
-# Ends after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED are
-# whole as they are: there is no user stack, or none was asked for.
-TRUNCATED_ENDS = tuple(
-    end for end in StackEnd if end not in (*ROOTED_ENDS, StackEnd.KERNEL_ONLY, StackEnd.EXCLUDED)
+# Stop reasons after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED
+# are of complete stacks: there is no user half, or none was asked for.
+TRUNCATED_REASONS = tuple(
+    reason
+    for reason in StopReason
+    if reason not in (*COMPLETE_REASONS, StopReason.KERNEL_ONLY, StopReason.EXCLUDED)
 )
 
 # The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.
@@ -82,7 +84,7 @@ def label_of(function: Function, line: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The texts of frames, sorted, so that the order of ids is the order in a picture."""
+    """The texts of frames, sorted, so that the order of ids is the order in a flame graph."""
 
     names: tuple[str, ...]
     kinds: npt.NDArray[np.uint8]  # FrameKind
@@ -128,7 +130,7 @@ class Rows:
 
 
 class LabelTable:
-    """Every label a picture may need, first in the order of making, then sorted."""
+    """Every label a flame graph may need, first in the order of making, then sorted."""
 
     def __init__(self, profile: Profile) -> None:
         is_python = np.array([f.kind is FrameKind.PYTHON for f in profile.functions], np.bool_)
@@ -188,7 +190,7 @@ def rows_of(
     table = LabelTable(profile)
     process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in profile.threads])
-    end_ids = table.add([f"[truncated: {end.label}]" for end in StackEnd])
+    end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
     tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
@@ -197,7 +199,7 @@ def rows_of(
     if per_thread:
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
-    columns.append(np.where(np.isin(ends, TRUNCATED_ENDS), end_ids.start + ends, -1))
+    columns.append(np.where(np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1))
     offsets, path_labels = join(columns, shown, table.of_frame, rank, stacks)
     tail = tail_of[samples["klass"], samples["stack"]]
     return Rows(
@@ -269,7 +271,7 @@ def join(
     np.cumsum(heads + lengths + tails, out=offsets[1:])
     flat = np.empty(offsets[-1], dtype=np.uint32)
     label_of_frame = rank[of_frame].astype(np.uint32)
-    places = offsets[:-1] + heads
+    begins = offsets[:-1] + heads
     # Some at a time: whole columns of positions would be the largest arrays of a report.
     for first in range(0, len(stacks), _PATHS_AT_ONCE):
         part = slice(first, first + _PATHS_AT_ONCE)
@@ -278,7 +280,7 @@ def join(
         number = np.arange(length.sum())
         before = np.cumsum(length) - length
         source = number + np.repeat(starts[part] - before, length)
-        target = number + np.repeat(places[part] - before, length)
+        target = number + np.repeat(begins[part] - before, length)
         flat[target] = label_of_frame[shown.frames[source]]
     at = _put(columns, rank, offsets[:-1], flat)
     _put(after, rank, at + lengths, flat)

@@ -8,7 +8,7 @@ first and is shown first. Weights are nanoseconds. Device samples follow as prof
 whose weights are counts; `--view gpu` leaves out those of time. speedscope colours frames by their
 file, so a device stack's leaf has its stall category for one. Samples are summed stacks in the
 order of their names, not in time: of speedscope's views, Left Heavy and Sandwich say what the
-picture means.
+flame graph means.
 
 Frames are merged as in every report: Python's by line, all others by function. speedscope takes
 frames of different lines for different frames, so a frame carries a line only where all samples of

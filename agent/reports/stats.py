@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
@@ -211,21 +211,21 @@ def _user_leaf(profile: Profile, stack: int) -> str:
     start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
     name = ""
     for frame in reversed(profile.stacks.frames[start:stop].tolist()):
-        place = profile.frames[frame]
-        function = profile.functions[int(place["function"])]
+        row = profile.frames[frame]
+        function = profile.functions[int(row["function"])]
         name = name or function.name
         if function.kind not in (FrameKind.KERNEL, FrameKind.INTERPRETER):
-            return label_of(function, int(place["line"]))
+            return label_of(function, int(row["line"]))
     return showable(name) if name else "[no stack]"
 
 
 def _ends(profile: Profile, view: View) -> Table:
     stack_ns = ns_by_stack(profile, view)
     ends = profile.stacks.ends
-    sums = {end: int(stack_ns[ends == end].sum()) for end in StackEnd}
-    counts = {end: int(((ends == end) & (stack_ns > 0)).sum()) for end in StackEnd}
+    sums = {end: int(stack_ns[ends == end].sum()) for end in StopReason}
+    counts = {end: int(((ends == end) & (stack_ns > 0)).sum()) for end in StopReason}
     whole = int(stack_ns.sum())
-    order = [end for end in StackEnd if counts[end]]
+    order = [end for end in StopReason if counts[end]]
     return Table(
         "How stacks ended",
         f"100 % = {duration(whole)} of {view.label}; rooted: walked to the thread's start",

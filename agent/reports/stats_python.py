@@ -65,8 +65,8 @@ def _top(
         times = (ms(own), percent(own, whole), ms(total), percent(total, whole))
         # Lines have a column of their own: in a narrow terminal the ends of long names are cut.
         file = showable(function.file) if function.file else ""
-        place = [f"{file.rpartition('/')[2]}:{line}"] if what == "line" else []
-        rows.append((*times, *place, showable(function.name), file))
+        location = [f"{file.rpartition('/')[2]}:{line}"] if what == "line" else []
+        rows.append((*times, *location, showable(function.name), file))
     return Table(
         f"Top Python {what}s, {view.label}",
         f"100 % = {duration(whole)} of {view.label}, summed over threads; self: it was the"

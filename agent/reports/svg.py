@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flame graph as one SVG file, for browsers, documents and README files.
 
-The picture is whole without script, so it works as an image too. Opened in a browser it behaves
+The flame graph is whole without script, so it works as an image too. Opened in a browser it behaves
 the way readers of flame graphs expect: a click zooms, Ctrl-F searches by regular expression and
 says what share matched, Ctrl-I toggles case, and the address keeps zoom and search.
 
 Narrow frames are left out (`ReportOptions.min_width_pct`), which bounds the file's size; the
-picture says how many. The html format keeps them.
+graph says how many. The html format keeps them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from aiflame.gpu.stalls import StallCategory
 
 WIDTH_PX = 1200  # the width readers of flame graphs know; it also fits a README
 ROW_PX = 16
-PAD_PX = 10  # around the picture
+PAD_PX = 10  # around the flame graph
 TOP_PX = 62  # title, subtitle and buttons
-LINE_PX = 18  # of the text below the picture
+LINE_PX = 18  # of the text below the flame graph
 CHAR_PX = 7.25  # a 12 px monospace font is 0.6 em wide, DejaVu Sans Mono a little more
 TEXT_PAD_PX = 3
 TITLE_CHARS = 96  # at 17 px, between the buttons
@@ -59,7 +59,7 @@ class _Device:
 
 
 @dataclass(frozen=True, slots=True)
-class _Picture:
+class _Graph:
     profile: Profile
     options: ReportOptions
     tree: Tree
@@ -95,16 +95,16 @@ class SvgReport:
         """Return the whole file."""
         width = MIN_WIDTH_PCT if options.min_width_pct is None else options.min_width_pct
         if options.view is View.GPU:
-            picture = _device_picture(profile, options, width)
+            graph = _device_graph(profile, options, width)
         else:
             tree, _ = build(rows_for(profile, options))
             if options.inverted:
                 tree = invert(tree)
-            picture = _Picture(profile, options, *prune(tree, width))
-        return "\n".join(_document(picture)).encode()
+            graph = _Graph(profile, options, *prune(tree, width))
+        return "\n".join(_document(graph)).encode()
 
 
-def _device_picture(profile: Profile, options: ReportOptions, width: float) -> _Picture:
+def _device_graph(profile: Profile, options: ReportOptions, width: float) -> _Graph:
     samples = device_samples(profile)
     made = device_rows(profile, options, samples)
     full, node = build(from_the_leaf(made.rows) if options.inverted else made.rows)
@@ -112,17 +112,17 @@ def _device_picture(profile: Profile, options: ReportOptions, width: float) -> _
     certainties = stall_colors.by_node(full, node, samples.certainty, samples.count)
     tree, cut = prune(full, width)
     device = _Device(samples, made.roles.tolist(), stalls[cut.kept], certainties[cut.kept])
-    return _Picture(profile, options, tree, cut, device)
+    return _Graph(profile, options, tree, cut, device)
 
 
-def _document(picture: _Picture) -> Iterator[str]:
-    notes = list(_notes(picture))
-    graph_px = picture.rows * ROW_PX
+def _document(graph: _Graph) -> Iterator[str]:
+    notes = list(_notes(graph))
+    graph_px = graph.rows * ROW_PX
     below_px = TOP_PX + graph_px + LINE_PX + 4
     height = below_px + LINE_PX * (len(notes) + 1) + PAD_PX
-    title = facts.title(picture.profile, picture.options)
+    title = facts.title(graph.profile, graph.options)
     heading = html.escape(_cut(title, TITLE_CHARS))
-    subtitle = html.escape(picture.subtitle)
+    subtitle = html.escape(graph.subtitle)
     page = files("aiflame.agent.reports") / "page"
     yield '<?xml version="1.0" encoding="UTF-8"?>'
     yield (
@@ -143,9 +143,9 @@ def _document(picture: _Picture) -> Iterator[str]:
     yield f'<text id="details" x="{PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
     yield f'<text id="matched" x="{WIDTH_PX - PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
     yield '<g id="frames">'
-    yield from _frames(picture)
+    yield from _frames(graph)
     yield "</g>"
-    yield from _legend(picture, below_px + 12)
+    yield from _legend(graph, below_px + 12)
     for i, note in enumerate(notes):
         y = below_px + LINE_PX * (i + 1) + 12
         text = html.escape(_cut(note, NOTE_CHARS))
@@ -155,17 +155,17 @@ def _document(picture: _Picture) -> Iterator[str]:
     yield "</svg>\n"
 
 
-def _notes(picture: _Picture) -> Iterable[str]:
-    yield from facts.warnings(picture.profile)
-    if picture.cut.nodes:
-        width = picture.options.min_width_pct
+def _notes(graph: _Graph) -> Iterable[str]:
+    yield from facts.warnings(graph.profile)
+    if graph.cut.nodes:
+        width = graph.options.min_width_pct
         share = MIN_WIDTH_PCT if width is None else width
         reason = f"each under {share:g} % of the whole"
-        yield facts.left_out(picture.cut.nodes, reason, picture.cut.ns, picture.whole_ns)
-    if picture.device is not None:
-        yield from device_facts.notes(picture.profile, picture.device.samples)
-    complete, whole = facts.complete_share(picture.profile)
-    recording = picture.profile.recording
+        yield facts.left_out(graph.cut.nodes, reason, graph.cut.ns, graph.whole_ns)
+    if graph.device is not None:
+        yield from device_facts.notes(graph.profile, graph.device.samples)
+    complete, whole = facts.complete_share(graph.profile)
+    recording = graph.profile.recording
     own = facts.percent(recording.recorder_cpu_ns, recording.duration_ns)
     yield (
         f"Complete stacks: {facts.percent(complete, whole)} of the recorded time."
@@ -173,20 +173,20 @@ def _notes(picture: _Picture) -> Iterable[str]:
     )
 
 
-def _legend_entries(picture: _Picture) -> list[tuple[str, str]]:
-    if picture.device is not None and picture.options.shows_stalls:
-        sums = dict(zip(StallCategory, picture.device.stalls[0].tolist(), strict=False))
+def _legend_entries(graph: _Graph) -> list[tuple[str, str]]:
+    if graph.device is not None and graph.options.shows_stalls:
+        sums = dict(zip(StallCategory, graph.device.stalls[0].tolist(), strict=False))
         return [
-            (f"{category.label} {facts.percent(count, picture.whole_ns)}", category.color)
+            (f"{category.label} {facts.percent(count, graph.whole_ns)}", category.color)
             for category, count in sorted(sums.items(), key=lambda item: (-item[1], item[0]))
             if count
         ]
     shown = [Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER]
-    if picture.options.view is View.GPU:
+    if graph.options.view is View.GPU:
         shown += (Category.BOUNDARY, *palette.DEVICE_CATEGORIES)
     middle = palette.SHADES // 2
     entries = [(palette.CATEGORIES[c], palette.fill(c, middle, False)) for c in shown]
-    if picture.options.view in (View.WALL, View.OFFCPU):
+    if graph.options.view in (View.WALL, View.OFFCPU):
         off_cpu = palette.fill(Category.NATIVE, middle, True)
         entries.append(("blue part of a frame: off the CPU", off_cpu))
         entries += [
@@ -196,16 +196,16 @@ def _legend_entries(picture: _Picture) -> list[tuple[str, str]]:
     return entries
 
 
-def _legend(picture: _Picture, baseline: int) -> Iterator[str]:
+def _legend(graph: _Graph, baseline: int) -> Iterator[str]:
     x = float(PAD_PX)
-    for text, fill in _legend_entries(picture):
+    for text, fill in _legend_entries(graph):
         yield f'<rect x="{x:g}" y="{baseline - 10}" width="12" height="12" fill="{fill}"/>'
         yield f'<text class="note" x="{x + 16:g}" y="{baseline}">{text}</text>'
         x += 34 + CHAR_PX * len(text)
 
 
-def _frames(picture: _Picture) -> Iterator[str]:
-    tree, whole = picture.tree, max(1, picture.whole_ns)
+def _frames(graph: _Graph) -> Iterator[str]:
+    tree, whole = graph.tree, max(1, graph.whole_ns)
     scale = (WIDTH_PX - 2 * PAD_PX) / whole
     names, on_fill, off_fill = _faces(tree)
     columns = zip(
@@ -215,19 +215,19 @@ def _frames(picture: _Picture) -> Iterator[str]:
         (tree.total_ns * scale).tolist(),
         tree.total_ns.tolist(),
         tree.off_ns.tolist(),
-        _stalls(picture),
+        _stalls(graph),
         strict=True,
     )
     # Flames rise from the bottom; merged from the leaf they hang from the top.
-    bottom = TOP_PX + (picture.rows - 1) * ROW_PX
+    bottom = TOP_PX + (graph.rows - 1) * ROW_PX
     for label, depth, x, width, total, off, stall in columns:
-        y = TOP_PX + depth * ROW_PX if picture.options.inverted else bottom - depth * ROW_PX
+        y = TOP_PX + depth * ROW_PX if graph.options.inverted else bottom - depth * ROW_PX
         on_width = width * (total - off) / total if total else width
         share = f", {facts.percent(off, total)} off-CPU" if off else stall.words
         fill = stall.fill or (off_fill[label] if off == total and total else on_fill[label])
         yield (
             f"<g><title>{html.escape(names[label])}"
-            f" ({picture.amount(total)}, {facts.percent(total, whole)}{share})</title>"
+            f" ({graph.amount(total)}, {facts.percent(total, whole)}{share})</title>"
             f'<rect x="{x:.4f}" y="{y}" width="{width:.4f}" height="{ROW_PX - 1}" fill="{fill}"/>'
         )
         if 0 < off < total:
@@ -246,12 +246,12 @@ class _StallFace:
     ink: str = ""  # attribute of the text
 
 
-def _stalls(picture: _Picture) -> Iterator[_StallFace]:
+def _stalls(graph: _Graph) -> Iterator[_StallFace]:
     # One for each node; nothing in them but in the GPU view.
-    if picture.device is None:
-        yield from repeat(_StallFace(), len(picture.tree))
+    if graph.device is None:
+        yield from repeat(_StallFace(), len(graph.tree))
         return
-    tree, device = picture.tree, picture.device
+    tree, device = graph.tree, graph.device
     categories = [*tree.labels.categories.tolist(), int(Category.MARKER)]
     columns = (tree.label.tolist(), tree.total_ns.tolist(), device.stalls, device.certainties)
     for label, total, counts, certain in zip(*columns, strict=True):
@@ -260,7 +260,7 @@ def _stalls(picture: _Picture) -> Iterator[_StallFace]:
         if label >= 0 and device.roles[label] == Role.KERNEL:
             words += f"; launch stack {device_facts.certainty_words(certain.tolist())}"
         fill, ink = stall_colors.fill(Category(categories[label]), stall, total)
-        if not picture.options.shows_stalls:
+        if not graph.options.shows_stalls:
             fill, ink = "", ""
         yield _StallFace(words, fill, f' style="fill:{ink}"' if ink == stall_colors.INKS[1] else "")
 

@@ -6,7 +6,7 @@ sorting all rows of the level at once. So a million samples in a hundred thousan
 some dozens of numpy sorts, and no Python statement runs once per stack.
 
 Nodes are numbered in preorder, children by name. A subtree is then one range of ids, totals are
-differences of one running sum, and a picture is drawn in one pass; and the numbers depend on
+differences of one running sum, and a flame graph is drawn in one pass; and the numbers depend on
 nothing but the profile.
 """
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.gpu import Direction
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import NO_STACK, NO_TIME, NONE, Rows, Timing, Window
 from aiflame.agent.sinks.index import Index
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
@@ -177,7 +177,7 @@ class CaptureSink:
             if known is not None and stack not in self._lost:
                 continue
             found = window.stacks[at]
-            is_lost = int(found["stop_reason"]) == StackEnd.LOST
+            is_lost = int(found["stop_reason"]) == StopReason.LOST
             if known is None:
                 known = self._rows.add(stack)
             elif is_lost:
@@ -218,7 +218,7 @@ class CaptureSink:
         row = self._rows.find(stack if stack != NO_STACK else -1 - process)
         if row is None:
             row = self._rows.add(-1 - process)
-            end, frames = int(StackEnd.NOT_WALKED), None if self._namer is None else b""
+            end, frames = int(StopReason.NOT_WALKED), None if self._namer is None else b""
             self._writer.put("stacks", [(row, process, 0, end, b"", frames, 0)])
         return row
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.inspector.child import ends
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report, report_of
@@ -48,6 +49,9 @@ class CaptureProcess:
         folder: Of the segments; of the recorder alone.
         database: Where the capture goes.
         table: Knows the files that processes have mapped.
+
+    Raises:
+        CaptureFailed: It cannot be started.
     """
 
     def __init__(self, folder: Path, database: Path, table: ProcessTable) -> None:
@@ -57,8 +61,8 @@ class CaptureProcess:
         self._unsent: deque[tuple[bytes, int | None]] = deque()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        with theirs:
+        try:
+            self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             self._process = subprocess.Popen(  # noqa: S603 - a module of our own
                 [*COMMAND, str(folder), str(database)],
                 stdin=theirs.fileno(),
@@ -68,6 +72,11 @@ class CaptureProcess:
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C ends the recording, not its capture
             )
+        except OSError as error:
+            ours.close()
+            raise CaptureFailed(f"no process can be started: {error.strerror}") from error
+        finally:
+            theirs.close()
 
     @property
     def pid(self) -> int:
@@ -92,11 +101,12 @@ class CaptureProcess:
             del self._told[index]
             self._send({"closed": index})
         for index, file in files.items():
-            if index in self._told and file.fd == self._told[index]:
+            readable = self._table.binaries.readable(file)
+            if index in self._told and readable == self._told[index]:
                 continue
-            self._told[index] = file.fd
+            self._told[index] = readable
             # The recorder may close it before this is sent.
-            fd = None if file.fd is None else os.dup(file.fd)
+            fd = None if readable is None else os.dup(readable)
             self._send({"binary": index, "root": file.root}, fd)
         makers = {image.index: image for image in self._table.images.values() if image.makes_code}
         for index in makers.keys() - self._told_processes:
@@ -176,7 +186,8 @@ class CaptureProcess:
         self._channel.close()
         if self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+            if ends(self._process.pid):
+                self._process.wait()
         self._errors.close()
 
 

@@ -8,6 +8,7 @@ there are more of them, and brings the files that they mention. It ends when the
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aiflame.agent.capture.writer import DiskFull
+from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.segments import FollowedWindows, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
@@ -61,7 +63,8 @@ def _messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, A
             sys.exit(1)  # the recorder has ended
         message = json.loads(data)
         if "binary" in message:
-            files.add(message["binary"], OpenFile(fds[0] if fds else None, message["root"]))
+            fd = _readable(fds[0]) if fds else None
+            files.add(message["binary"], OpenFile(fd, message["root"]))
         elif "process" in message:
             files.add_process(message["process"], JitProcess(message["root"], message["uid"]))
         elif "closed" in message:
@@ -72,6 +75,18 @@ def _messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, A
             return
         else:
             yield message
+
+
+def _readable(fd: int) -> int | None:
+    """Returns a descriptor to read from; the recorder opens no file of which reads may hang."""
+    if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_PATH:
+        return fd
+    try:
+        return reopen_regular(fd, "")
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.inspector.rootfs import open_regular
-from aiflame.agent.symbols.perfmap import PerfMap
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 
@@ -41,12 +40,8 @@ class Files(Protocol):
     def open(self, binary: int, path: str, build_id: str) -> OpenFile:
         """Returns a mapped file; its descriptor stays this object's."""
 
-    def perf_map(self, process: int, namespaced_pid: int) -> PerfMap | None:
-        """Reads the perf map of a process, None for none.
-
-        Raises:
-            BadPerfMap: There is one that may not be used.
-        """
+    def jit_process(self, process: int) -> JitProcess | None:
+        """Returns where the perf map of a process lies, None where that is not known."""
 
 
 class GivenFiles:
@@ -81,10 +76,9 @@ class GivenFiles:
         """As `Files.open`."""
         return self._files.get(binary, NO_FILE)
 
-    def perf_map(self, process: int, namespaced_pid: int) -> PerfMap | None:
-        """As `Files.perf_map`."""
-        jit = self._processes.get(process)
-        return None if jit is None else PerfMap.load(jit.root, namespaced_pid, jit.uid)
+    def jit_process(self, process: int) -> JitProcess | None:
+        """As `Files.jit_process`."""
+        return self._processes.get(process)
 
     def close(self) -> None:
         """Closes every file."""
@@ -107,7 +101,7 @@ class FoundFiles:
             self._files[key] = OpenFile(_open_same(path, build_id), "/")
         return self._files[key]
 
-    def perf_map(self, process: int, namespaced_pid: int) -> PerfMap | None:
+    def jit_process(self, process: int) -> JitProcess | None:
         """None: what has the process's id by now may be another."""
         return None
 

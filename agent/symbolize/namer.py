@@ -22,7 +22,7 @@ import numpy as np
 from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
+from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.model.window import NONE, Rows, Window
 from aiflame.agent.python.interpreter import (
     Interpreter,
@@ -49,7 +49,6 @@ from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, Unn
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
-from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
 from aiflame.agent.symbols.service import Request, SymbolService
 from aiflame.agent.target_files import FileGuard
 
@@ -115,14 +114,12 @@ class Namer:
         self._headers: Cache[int, ElfImage | None] = Cache(_KEPT_FILES)
         self._interpreters: Cache[int, Interpreter | None] = Cache(_KEPT_FILES)
         self._processes: Cache[tuple[int, bytes], MappedProcess] = Cache(_KEPT_PROCESSES)
-        self._jit_losses: dict[LossKind, set[int]] = {}
         self._losses: Counter[LossKind] = Counter()
 
     @property
     def losses(self) -> Counter[LossKind]:
         """What could not be named."""
         found = Counter(self._losses)
-        found.update({kind: len(processes) for kind, processes in self._jit_losses.items()})
         found[LossKind.PYTHON_MISFIT] = self._splicer.misfits
         for problem in self._service.problems:
             found[problem.reason] += 1
@@ -184,7 +181,7 @@ class Namer:
         natives = [known.get(index, interpreter) for index in inside]
         chain, frames = facts.chain(stack.chain), named.frames
         if chain is not None:
-            is_rooted = named.stop_reason in ROOTED_ENDS
+            is_rooted = named.stop_reason in COMPLETE_REASONS
             found = self._splicer.splice(natives, chain, is_rooted)
             frames = np.array(found[::-1], "<u4").tobytes()
         has_python = chain is not None and any(chain.sources)
@@ -277,22 +274,14 @@ class Namer:
             return names
         of_runtime = np.flatnonzero((found >= 0) & (mapped.rows["binary"][found] == NONE))
         if len(of_runtime):
-            perf_map = self._perf_map(process, facts.namespaced_pid(process))
-            if perf_map is not None:
-                known = perf_map.lookup(addresses[of_runtime])
+            jit = self._files.jit_process(process)
+            if jit is not None:
+                pid = facts.namespaced_pid(process)
+                wanted = addresses[of_runtime]
+                known = self._service.resolve_generated(jit.root, pid, jit.uid, wanted)
                 for at, name in zip(of_runtime.tolist(), known, strict=True):
                     names[at] = name
         return names
-
-    def _perf_map(self, process: int, namespaced_pid: int) -> PerfMap | None:
-        try:
-            found = self._files.perf_map(process, namespaced_pid)
-        except BadPerfMap:
-            self._jit_losses.setdefault(LossKind.PERF_MAP_REFUSED, set()).add(process)
-            return None
-        if found is not None and (found.malformed_lines or found.skipped_bytes):
-            self._jit_losses.setdefault(LossKind.PERF_MAP_CUT, set()).add(process)
-        return found
 
     def _generated(self, name: str | None, address: int) -> Location:
         place = self._labelled(name or "[generated code]", None, address)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 
 KERNEL_OWNER = 0xFFFF_FFFF
 
@@ -30,7 +30,7 @@ class RawStacks:
         ids: Row ids, shape (n,).
         starts: First address of each stack, shape (n + 1,).
         kernel_depths: How many of them are the kernel's, shape (n,).
-        ends: StackEnd of each, shape (n,).
+        ends: StopReason of each, shape (n,).
         positions: Distance from the leaf, shape (m,).
         place: Index of each address among the distinct places, shape (m,).
         owners: Process image or KERNEL_OWNER of each place, shape (u,).
@@ -129,17 +129,22 @@ class RawStacks:
         ends = self.ends.copy()
         by_pointer = np.isin(
             ends,
-            [StackEnd.ROOTED, StackEnd.NO_FRAME_POINTER, StackEnd.UNREADABLE, StackEnd.NO_TABLE],
+            [
+                StopReason.ROOTED,
+                StopReason.NO_FRAME_POINTER,
+                StopReason.UNREADABLE,
+                StopReason.NO_TABLE,
+            ],
         )
-        ends[(kept < self.lengths) & (ends != StackEnd.KERNEL_ONLY)] = StackEnd.NO_FRAME_POINTER
+        ends[(kept < self.lengths) & (ends != StopReason.KERNEL_ONLY)] = StopReason.NO_FRAME_POINTER
         has_user = kept > self.kernel_depths
         last = np.where(has_user, self.starts[:-1] + kept - 1, 0)
         is_rooted = np.zeros(len(ends), bool)
         if len(self.place):
             is_rooted = has_user & is_thread_start[self.place[last]]
-        ends[by_pointer & is_rooted] = StackEnd.ROOTED
-        ends[ends == StackEnd.ROOTED_BY_TABLE] = StackEnd.ROOTED
-        ends[by_pointer & ~is_rooted & (ends == StackEnd.ROOTED)] = StackEnd.NO_FRAME_POINTER
+        ends[by_pointer & is_rooted] = StopReason.ROOTED
+        ends[ends == StopReason.ROOTED_BY_TABLE] = StopReason.ROOTED
+        ends[by_pointer & ~is_rooted & (ends == StopReason.ROOTED)] = StopReason.NO_FRAME_POINTER
         return ends
 
     def frame_blobs(

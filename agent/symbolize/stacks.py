@@ -19,7 +19,7 @@ class UnnamedStack(NamedTuple):
     Attributes:
         process: Number of its process in the window.
         kernel_depth: How many of the addresses are the kernel's.
-        stop_reason: A StackEnd.
+        stop_reason: A StopReason.
         addresses: Little-endian u64, leaf first: the kernel's, then the user's.
         chain, gil: Of its Python half, as STACK_DTYPE has them.
         is_from_switch: It was taken at a context switch.
@@ -38,7 +38,7 @@ class NamedStack(NamedTuple):
     """What it has become.
 
     Attributes:
-        stop_reason: A StackEnd, judged by the names.
+        stop_reason: A StopReason, judged by the names.
         frames: Ids of frames, little-endian u32, root first.
         gil: A model.profile.GilState.
     """

@@ -3,5 +3,5 @@
 
 Whatever a target supplies is hostile here. The parsers that run in the recorder (`elf`,
 `kallsyms`, `perfmap`) read bounded amounts with plain reads; everything heavier runs in a child
-process behind `service`, where a crash, a loop or a greedy file costs one binary its names.
+process that `service` starts, where a crash, a loop or a greedy file costs one binary its names.
 """

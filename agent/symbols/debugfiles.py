@@ -69,13 +69,23 @@ class OpenElf:
     @property
     def has_symbols(self) -> bool:
         """Has a full symbol table."""
-        section = self.image.section(".symtab")
-        return section is not None and section.size > 0
+        return has_symbols(self.image)
 
     @property
     def has_lines(self) -> bool:
         """Has DWARF with functions."""
-        return any(self.image.section(name) for name in (".debug_info", ".zdebug_info"))
+        return has_lines(self.image)
+
+
+def has_symbols(image: ElfImage) -> bool:
+    """Whether a file has a full symbol table."""
+    section = image.section(".symtab")
+    return section is not None and section.size > 0
+
+
+def has_lines(image: ElfImage) -> bool:
+    """Whether a file has DWARF with functions."""
+    return any(image.section(name) for name in (".debug_info", ".zdebug_info"))
 
 
 class Candidate(NamedTuple):

@@ -9,6 +9,8 @@ target's root and never through a link in its last part; it must be a regular fi
 that belongs to the target's own user. A link or a second name (where fs.protected_hardlinks is 0)
 would show the target's user a file that only somebody else may read. Of an oversized file the end
 is read, and of too many lines the last: they describe the code that is there now.
+
+`open_perf_map` is for a process that opens files, `PerfMap` for one without rights (`worker`).
 """
 
 from __future__ import annotations
@@ -38,6 +40,47 @@ class BadPerfMap(AiflameError):
     """There is a map, but it may not be used."""
 
 
+def perf_map_path(namespaced_pid: int) -> str:
+    """Where a process's map is, by the pid that it has inside its own pid namespace."""
+    return f"/tmp/perf-{namespaced_pid}.map"  # noqa: S108 - the place is the interface
+
+
+def open_perf_map(root_path: str, path: str, uid: int) -> int | None:
+    """Opens the map of a process; the caller closes it.
+
+    Args:
+        root_path: Its root directory, /proc/PID/root.
+        path: From `perf_map_path`.
+        uid: Its user id, as the host sees it.
+
+    Returns:
+        None where there is no map.
+
+    Raises:
+        BadPerfMap: It is a link, no regular file, belongs to someone else, has a second name, or
+            cannot be opened.
+    """
+    try:
+        root = open_root(root_path)
+    except OSError:
+        return None  # The process is gone, and its root with it.
+    try:
+        fd = open_beneath(root, path, follow_last=False)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadPerfMap(f"{path}: {error.strerror}") from error
+    finally:
+        os.close(root)
+    facts = os.fstat(fd)
+    if facts.st_uid == uid and facts.st_nlink <= 1:
+        return fd
+    os.close(fd)
+    if facts.st_uid != uid:
+        raise BadPerfMap(f"{path}: belongs to user {facts.st_uid}, not to {uid}")
+    raise BadPerfMap(f"{path}: has {facts.st_nlink} names (hard links)")
+
+
 @dataclass(frozen=True, slots=True)
 class PerfMap:
     """The functions of one process's JITs, by process virtual address.
@@ -55,49 +98,15 @@ class PerfMap:
     _names: U64  # where in the text, and how many bytes; shape (functions, 2)
 
     @classmethod
-    def load(
-        cls, root_path: str, namespaced_pid: int, uid: int, max_bytes: int = DEFAULT_MAX_BYTES
-    ) -> PerfMap | None:
-        """Read the map of a process.
-
-        Args:
-            root_path: Its root directory, /proc/PID/root.
-            namespaced_pid: Its pid inside its own pid namespace (the last NSpid).
-            uid: Its user id, as the host sees it.
-            max_bytes: How much of the end of the file is read.
-
-        Returns:
-            None where there is no map.
+    def read(cls, fd: int, max_bytes: int = DEFAULT_MAX_BYTES) -> PerfMap:
+        """Reads the end of an open map.
 
         Raises:
-            BadPerfMap: It is a link, no regular file, belongs to someone else, has a second name,
-                or cannot be read.
+            OSError: It cannot be read.
         """
-        path = f"/tmp/perf-{namespaced_pid}.map"  # noqa: S108 - the place is the interface
-        try:
-            root = open_root(root_path)
-        except OSError:
-            return None  # The process is gone, and its root with it.
-        try:
-            fd = open_beneath(root, path, follow_last=False)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise BadPerfMap(f"{path}: {error.strerror}") from error
-        finally:
-            os.close(root)
-        try:
-            facts = os.fstat(fd)
-            if facts.st_uid != uid:
-                raise BadPerfMap(f"{path}: belongs to user {facts.st_uid}, not to {uid}")
-            if facts.st_nlink > 1:
-                raise BadPerfMap(f"{path}: has {facts.st_nlink} names (hard links)")
-            skipped = max(0, facts.st_size - max_bytes)
-            return cls.parse(_read(fd, skipped, facts.st_size), skipped)
-        except OSError as error:
-            raise BadPerfMap(f"{path}: {error.strerror}") from error
-        finally:
-            os.close(fd)
+        size = os.fstat(fd).st_size
+        skipped = max(0, size - max_bytes)
+        return cls.parse(_read(fd, skipped, size), skipped)
 
     @classmethod
     def parse(cls, text: bytes, skipped_bytes: int = 0) -> PerfMap:

@@ -25,14 +25,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.inspector.child import ends
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, SourceFrame
+from aiflame.agent.symbols.perfmap import perf_map_path
 
 U64 = npt.NDArray[np.uint64]
 
@@ -77,6 +78,7 @@ class _Pending:
     path: str
     root_path: str
     addresses: U64 | None  # None only warms
+    perf_map_uid: int | None = None  # whose perf map the path is, None for a binary
 
     def message(self, plain: bool) -> bytes:
         return protocol.encode(
@@ -86,6 +88,7 @@ class _Pending:
                 "root": self.root_path,
                 "addresses": None if self.addresses is None else self.addresses.tolist(),
                 "plain": plain,
+                "perf_map_uid": self.perf_map_uid,
             }
         )
 
@@ -126,7 +129,7 @@ class SymbolService:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._deadline = 0.0
-        self._strikes: dict[str, int] = {}
+        self._strikes: dict[tuple[str, str], int] = {}  # by path and root
         self._done: dict[int, list[tuple[SourceFrame, ...]]] = {}
         self.problems: list[Problem] = []
         self.cpu_ns = 0
@@ -135,12 +138,7 @@ class SymbolService:
     def __enter__(self) -> SymbolService:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -172,6 +170,28 @@ class SymbolService:
             yield Result(request, self._done.pop(number))
         self._prioritize(_NICENESS_WARMING)
 
+    def resolve_generated(
+        self, root_path: str, namespaced_pid: int, uid: int, addresses: U64
+    ) -> list[str | None]:
+        """Names of code that a JIT made, from the perf map of its process.
+
+        Args:
+            root_path: The process's root directory, "" where it is not known.
+            namespaced_pid: Its pid inside its own pid namespace.
+            uid: Its user id, as the host sees it.
+            addresses: Virtual addresses of the process, shape (n,).
+
+        Returns:
+            For each address its name, None where there is none.
+        """
+        if not root_path or not len(addresses):
+            return [None] * len(addresses)
+        path = perf_map_path(namespaced_pid)
+        number = self._enqueue(path, root_path, addresses, uid)
+        while number not in self._done:
+            self._pump(max(0.0, self._deadline - time.monotonic()))
+        return [chain[0].name if chain else None for chain in self._done.pop(number)]
+
     def close(self) -> None:
         """End the worker and add up its CPU time. May be called twice."""
         if self._process is not None and not self._queue:
@@ -185,10 +205,12 @@ class SymbolService:
         self._queue.clear()
         self._reap()
 
-    def _enqueue(self, path: str, root_path: str, addresses: U64 | None) -> int:
+    def _enqueue(
+        self, path: str, root_path: str, addresses: U64 | None, perf_map_uid: int | None = None
+    ) -> int:
         self._next_number += 1
-        pending = _Pending(self._next_number, path, root_path, addresses)
-        strikes = self._strikes.get(path, 0)
+        pending = _Pending(self._next_number, path, root_path, addresses, perf_map_uid)
+        strikes = self._strikes.get((path, root_path), 0)
         if strikes > 1 or not self._running():
             self._give_up(pending)
             return pending.number
@@ -318,7 +340,7 @@ class SymbolService:
             self._strike(self._queue[0], how)
         waiting, self._queue = self._queue, deque()
         for pending in waiting:
-            strikes = self._strikes.get(pending.path, 0)
+            strikes = self._strikes.get((pending.path, pending.root_path), 0)
             if strikes > 1 or not self._running():
                 self._give_up(pending)
                 continue
@@ -327,8 +349,8 @@ class SymbolService:
         self._deadline = time.monotonic() + self._patience_s
 
     def _strike(self, pending: _Pending, how: str) -> None:
-        strikes = self._strikes.get(pending.path, 0) + 1
-        self._strikes[pending.path] = strikes
+        strikes = self._strikes.get((pending.path, pending.root_path), 0) + 1
+        self._strikes[pending.path, pending.root_path] = strikes
         reason = LossKind.SYMBOLIZER_GAVE_UP if strikes == 1 else LossKind.SYMBOLIZER_DIED
         self.problems.append(Problem(reason, f"{pending.path}: {how}"))
 
@@ -340,9 +362,10 @@ class SymbolService:
             return "the worker could not be started"
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        self.cpu_ns += round((usage.ru_utime + usage.ru_stime) * 1e9)
+        if ends(process.pid):
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            self.cpu_ns += round((usage.ru_utime + usage.ru_stime) * 1e9)
         for pipe in _pipes(process):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -356,13 +379,13 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def _ending(code: int, errors: IO[bytes] | None) -> str:
+def _ending(code: int | None, errors: IO[bytes] | None) -> str:
     last = b""
     if errors is not None:
         with errors:
             errors.seek(0)
             last = (errors.read(65536).strip().splitlines() or [b""])[-1]
-    if code in (-signal.SIGPROF, -signal.SIGKILL):
+    if code is None or code in (-signal.SIGPROF, -signal.SIGKILL):
         return "took too long, or was killed"
     how = f"signal {-code}" if code < 0 else f"exit status {code}"
     return f"{how} {last[:200].decode('utf-8', 'replace')}".strip()

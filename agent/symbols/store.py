@@ -125,6 +125,14 @@ class Store:
         self._trim(self._directory)
         return True
 
+    def holds(self, part: str) -> bool:
+        """Whether there is a file with this in its name."""
+        if self._directory is None:
+            return False
+        with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
+            return any(part in entry.name for entry in entries)
+        return False
+
     def remove(self, name: str) -> None:
         """Forget a file, for instance a damaged one."""
         if self._directory is not None:

@@ -4,8 +4,9 @@
 Started by `service` as `python -m aiflame.agent.symbols.worker CACHE MEMORY_BYTES TIMEOUT_S`;
 requests come on standard input, answers go to standard output (`protocol`). A parser
 (`inspector.parser`) gets the binary as a descriptor and asks for all else: candidates for a debug
-file, and files of the cache, which it can only give names that hold its own binary's digest. This
-process looks at no byte of a target but for that digest and checksums.
+file, and files of the cache, all of whose names hold a digest of the binary and the candidates. It
+writes to the cache only what it made of copies, which have the bytes of that digest and no others
+(`elf.contents`). This process looks at no byte of a target but for digests, checksums and headers.
 
 A parser has a limit of its address space, and a timer that ends it when it takes too much CPU time.
 When one dies, so does the worker, in the same way: `service` starts another. It ends when its
@@ -32,7 +33,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from aiflame.agent.demangle import Demangler
-from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.contents import Contents, for_symbols
+from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.inspector.parser import (
     BadMessage,
     Channel,
@@ -42,8 +44,10 @@ from aiflame.agent.inspector.parser import (
     end_as,
 )
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.debugfiles import Candidate, open_candidates
-from aiflame.agent.symbols.frames import Problem, clean_name
+from aiflame.agent.symbols.debugfiles import Candidate, has_lines, has_symbols
+from aiflame.agent.symbols.frames import Problem, RawFrame, clean_name
+from aiflame.agent.symbols.known import KnownTables, known_directory
+from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap, open_perf_map
 from aiflame.agent.symbols.protocol import (
     LENGTH,
     MAX_MESSAGE_BYTES,
@@ -57,12 +61,11 @@ from aiflame.agent.symbols.protocol import (
 )
 from aiflame.agent.symbols.resolve import DirectAccess, Resolver, readable
 from aiflame.agent.symbols.store import Store
+from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# What a parser may ask for. A build id is at most 64 bytes, a name in a link a file name.
-_BUILD_ID = re.compile(r"[0-9a-f]{0,128}")
-_LINK = re.compile(r"(?!\.{1,2}$)[^/\0]{0,255}")
+# What a parser may ask for.
 _CACHE_NAME = re.compile(r"([0-9a-fx-]{1,80})(\.[a-z]{1,16})")
 # Two roots with four locations each.
 _MAX_CANDIDATES = 8
@@ -75,8 +78,9 @@ _MAX_QUESTIONS = 64
 # A parser may have 64, and a request takes two or three.
 _COLLECT_REQUESTS = 8
 
-_END_BYTES = 4096
-_MAGIC = b"\x7fELF"
+_DIGEST_CHARACTERS = 32
+# What this process reads itself of a file: 1.5 GB for a digest, and the same for a copy.
+_MAX_FILE_BYTES = 4 << 30
 
 
 class _RemoteStore:
@@ -133,9 +137,8 @@ class _RemoteAccess:
         return self._inside
 
     def candidates(self, image: ElfImage, inside: str, root_path: str) -> Iterator[Candidate]:
-        """As `open_candidates`, where the other side knows inside what."""
-        link = "" if image.debuglink is None else image.debuglink.name
-        self._channel.send({"ask": "debug", "build_id": image.build_id, "link": link})
+        """As `open_candidates`, which the other side has done."""
+        self._channel.send({"ask": "debug"})
         message, fds = self._channel.receive()
         self._given = [
             Candidate(path, is_linked, fd)
@@ -158,7 +161,11 @@ def _parse(channel: Channel, timeout_s: float) -> None:
         with os.fdopen(text, "rb") as file:
             request = json.loads(file.read())
         signal.setitimer(signal.ITIMER_PROF, timeout_s)
-        answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
+        if request["perf_map_uid"] is None:
+            answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
+        else:
+            answer = _generated(fd, request)
+            os.close(fd)
         signal.setitimer(signal.ITIMER_PROF, 0)
         answer["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         with _in_memory(answer) as file:
@@ -178,6 +185,17 @@ def _parsed(access: _RemoteAccess, request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def _generated(fd: int, request: dict[str, Any]) -> dict[str, Any]:
+    perf_map = PerfMap.read(fd)
+    addresses = np.array(request["addresses"], dtype=np.uint64)
+    names = perf_map.lookup(addresses)
+    answer = pack_raw([() if name is None else (RawFrame(name, "", 0),) for name in names])
+    is_cut = perf_map.malformed_lines or perf_map.skipped_bytes
+    problems = [Problem(LossKind.PERF_MAP_CUT, request["path"])] if is_cut else []
+    answer["problems"] = pack_problems(problems)
+    return answer
+
+
 def _in_memory(message: dict[str, Any]) -> BinaryIO:
     """Returns a file in memory that holds a message, to be read from its beginning."""
     file = os.fdopen(os.memfd_create("message", os.MFD_CLOEXEC), "w+b")
@@ -186,31 +204,131 @@ def _in_memory(message: dict[str, Any]) -> BinaryIO:
     return file
 
 
+class _Files:
+    """A binary and what may be its debug files, as their parser gets them.
+
+    Args:
+        access: Opens files.
+        known: Digests of files that were read before.
+        incomplete: Digests of files some of whose tables are not in the cache.
+        fd: Of the binary.
+        inside: Its path inside the target's root.
+        root_path: Of that root.
+
+    Attributes:
+        handed: What the parser reads of each: the binary, then the candidates.
+        candidates: The files themselves.
+        digest: Of all of them; "" where one is too large or damaged, and nothing is cached.
+        are_copies: Whether the parser's files are copies, so that what it makes may be stored.
+        problems: What is no debug file.
+    """
+
+    def __init__(
+        self,
+        access: DirectAccess,
+        known: KnownTables,
+        incomplete: set[str],
+        fd: int,
+        inside: str,
+        root_path: str,
+    ) -> None:
+        self._access = access
+        self._known = known
+        self._incomplete = incomplete
+        self.handed = [fd]
+        self.candidates: list[Candidate] = []
+        self.digest = ""
+        self.are_copies = False
+        self.problems: list[Problem] = []
+        self._stack = contextlib.ExitStack()
+        try:
+            self._find(fd, inside, root_path)
+        except (BadTargetFile, OSError):  # its parser will say why
+            return
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _find(self, fd: int, inside: str, root_path: str) -> None:
+        image = ElfImage.read(TargetFile(fd))
+        if not (has_symbols(image) and has_lines(image)):
+            for candidate in self._access.candidates(image, inside, root_path):
+                self._stack.callback(os.close, candidate.fd)
+                self._add(candidate)
+        fds = [fd, *(candidate.fd for candidate in self.candidates)]
+        self.handed = fds
+        store = self._access.store
+        # Where nothing begins with its build id, a digest alone would be taken in vain.
+        may_be_held = not image.build_id or store.holds(image.build_id[:40])
+        digest = _joined(self._digest(one) for one in fds) if may_be_held else ""
+        if not digest or digest in self._incomplete or not store.holds(digest):
+            copies = [self._copied(one) for one in fds]
+            digest = _joined(digest for _, digest in copies)
+            self.handed = [copy for copy, _ in copies]
+            self.are_copies = True
+        self.digest = digest
+
+    def note_missing(self) -> None:
+        """Takes note that a table is not in the cache."""
+        if not self.are_copies:
+            self._incomplete.add(self.digest)
+
+    def _add(self, candidate: Candidate) -> None:
+        # A name in a link may be that of any file beside the binary.
+        try:
+            ElfImage.read(TargetFile(candidate.fd))
+        except BadElf as error:
+            words = clean_name(f"{candidate.path}: {error}")
+            self.problems.append(Problem(LossKind.BAD_DEBUG_FILE, words))
+            return
+        if len(self.candidates) < _MAX_CANDIDATES:
+            self.candidates.append(candidate)
+
+    def _digest(self, fd: int) -> str:
+        digest = self._known.name(fd)
+        if not digest:
+            before = os.fstat(fd)
+            file, parts = _parts(fd)
+            digest = parts.digest(file).hex()
+            self._known.keep(before, fd, digest)
+        return digest
+
+    def _copied(self, fd: int) -> tuple[int, str]:
+        before = os.fstat(fd)
+        file, parts = _parts(fd)
+        copy, digest = parts.copied(file)
+        self._stack.callback(os.close, copy)
+        self._known.keep(before, fd, digest.hex())
+        return copy, digest.hex()
+
+
+def _parts(fd: int) -> tuple[TargetFile, Contents]:
+    file = TargetFile(fd, max_bytes=_MAX_FILE_BYTES)
+    return file, for_symbols(file, ElfImage.read(file))
+
+
+def _joined(digests: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:_DIGEST_CHARACTERS]
+
+
 class _Opener:
     """Answers the questions of one parser.
 
     Args:
-        access: Opens files.
-        fd: Of the binary.
-        inside: Its path inside the target's root.
-        root_path: Of that root.
+        access: Has the cache.
+        files: What the parser has, and may have.
     """
 
-    def __init__(self, access: DirectAccess, fd: int, inside: str, root_path: str) -> None:
+    def __init__(self, access: DirectAccess, files: _Files) -> None:
         self._access = access
         self._store: Store = access.store
-        self._inside = inside
-        self._root_path = root_path
-        self._digest = _digest(fd)
-        self._candidates: list[Candidate] = []
-        self.problems: list[Problem] = []
-
-    def __enter__(self) -> _Opener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for candidate in self._candidates:
-            os.close(candidate.fd)
+        self._files = files
 
     def answer(self, channel: Channel, message: dict[str, Any], fds: list[int]) -> None:
         """Answers one question.
@@ -233,24 +351,12 @@ class _Opener:
         except (KeyError, IndexError, TypeError) as error:
             raise BadMessage(f"{type(error).__name__}: {error}") from error
 
-    def _debug(self, channel: Channel, message: dict[str, Any], _: list[int]) -> None:
-        build_id, link = str(message["build_id"]), str(message["link"])
-        if self._candidates or not (_BUILD_ID.fullmatch(build_id) and _LINK.fullmatch(link)):
-            raise BadMessage("not what a binary has")
-        for candidate in open_candidates(build_id, link, self._inside, self._root_path):
-            # A name in a link may be that of any file beside the binary.
-            if os.pread(candidate.fd, len(_MAGIC), 0) == _MAGIC:
-                self._candidates.append(candidate)
-            else:
-                os.close(candidate.fd)
-                words = clean_name(f"{candidate.path}: not an ELF file")
-                self.problems.append(Problem(LossKind.BAD_DEBUG_FILE, words))
-        found = [candidate[:2] for candidate in self._candidates[:_MAX_CANDIDATES]]
-        fds = [candidate.fd for candidate in self._candidates[:_MAX_CANDIDATES]]
-        channel.send({"found": found}, fds)
+    def _debug(self, channel: Channel, _: dict[str, Any], __: list[int]) -> None:
+        found = [candidate[:2] for candidate in self._files.candidates]
+        channel.send({"found": found}, self._files.handed[1:])
 
     def _checksum(self, channel: Channel, message: dict[str, Any], _: list[int]) -> None:
-        candidate = self._candidates[int(message["at"])]
+        candidate = self._files.candidates[int(message["at"])]
         channel.send({"crc": self._access.checksum(candidate)})
 
     def _name(self, message: dict[str, Any]) -> str:
@@ -258,30 +364,26 @@ class _Opener:
         found = _CACHE_NAME.fullmatch(str(message["name"]))
         if found is None:
             raise BadMessage("no name of a cache file")
-        return f"{found[1]}-{self._digest}{found[2]}"
+        return f"{found[1]}-{self._files.digest}{found[2]}"
 
     def _open(self, channel: Channel, message: dict[str, Any], _: list[int]) -> None:
-        fd = self._store.descriptor(self._name(message))
+        name = self._name(message)
+        fd = self._store.descriptor(name) if self._files.digest else None
+        if fd is None:
+            self._files.note_missing()
         channel.send({}, [] if fd is None else [fd])
         if fd is not None:
             os.close(fd)
 
     def _write(self, channel: Channel, message: dict[str, Any], fds: list[int]) -> None:
-        chunks = contents(fds[0], _MAX_CACHE_FILE_BYTES)
-        channel.send({"written": self._store.write(self._name(message), chunks)})
+        name, is_written = self._name(message), False
+        if self._files.digest and self._files.are_copies:
+            is_written = self._store.write(name, contents(fds[0], _MAX_CACHE_FILE_BYTES))
+        channel.send({"written": is_written})
 
     def _remove(self, channel: Channel, message: dict[str, Any], _: list[int]) -> None:
         self._store.remove(self._name(message))
         channel.send({})
-
-
-def _digest(fd: int) -> str:
-    """Returns a digest of a file's ends and length."""
-    size = os.fstat(fd).st_size
-    digest = hashlib.sha256(size.to_bytes(8, "little"))
-    for offset in (0, max(0, size - _END_BYTES)):
-        digest.update(os.pread(fd, _END_BYTES, offset))
-    return digest.hexdigest()[:16]
 
 
 class Worker:
@@ -294,6 +396,8 @@ class Worker:
 
     def __init__(self, cache: Path | None, timeout_s: float) -> None:
         self._access = DirectAccess(cache)
+        self._known = KnownTables(known_directory("symbols"))
+        self._incomplete: set[str] = set()
         self._demangler = Demangler()
         self._parsers = Parsers(lambda channel: _parse(channel, timeout_s))
         self._peak_rss_bytes = 0
@@ -307,11 +411,16 @@ class Worker:
         path = request["path"]
         count = 0 if request["addresses"] is None else len(request["addresses"])
         try:
-            fd = self._access.open(path)
+            fd = self._opened(request)
         except OSError as error:
             words = clean_name(f"{path}: {error.strerror}")
             problem = Problem(LossKind.UNREADABLE_BINARY, words)
             return self._reply(request, [()] * count, [problem])
+        except BadPerfMap as error:
+            problem = Problem(LossKind.PERF_MAP_REFUSED, clean_name(str(error)))
+            return self._reply(request, [()] * count, [problem])
+        if fd is None:
+            return self._reply(request, [()] * count, [])
         try:
             answer = self._parsed(request, fd)
         except (BadMessage, IndexError, KeyError, TypeError, ValueError) as error:
@@ -321,19 +430,27 @@ class Worker:
         chains = unpack_raw(answer, count) if count else []
         return self._reply(request, chains, unpack_problems(answer))
 
+    def _opened(self, request: dict[str, Any]) -> int | None:
+        """Opens a binary, or a perf map; returns None where there is no map."""
+        if request["perf_map_uid"] is None:
+            return self._access.open(request["path"])
+        return open_perf_map(request["root"], request["path"], int(request["perf_map_uid"]))
+
     def _parsed(self, request: dict[str, Any], fd: int) -> dict[str, Any]:
         """Has a binary parsed; returns what its parser answers."""
-        inside = self._access.path_inside(request["path"])
+        inside, root = self._access.path_inside(request["path"]), str(request["root"])
         with (
-            _Opener(self._access, fd, inside, request["root"]) as opener,
+            _Files(self._access, self._known, self._incomplete, fd, inside, root) as files,
             self._parsers.of(fd) as parser,
         ):
+            opener = _Opener(self._access, files)
             try:
                 with _in_memory(request) as text:
-                    parser.channel.send({"inside": inside}, [fd, text.fileno()])
+                    parser.channel.send({"inside": inside}, [files.handed[0], text.fileno()])
                 for _ in range(_MAX_QUESTIONS):
                     answer = self._answered(parser, opener)
                     if answer is not None:
+                        answer["problems"] += pack_problems(files.problems)
                         return answer
             except (EOFError, ConnectionError):
                 end_as(parser.end() or 1)
@@ -350,7 +467,6 @@ class Worker:
         finally:
             for fd in fds:
                 os.close(fd)
-        answer["problems"] += pack_problems(opener.problems)
         self._peak_rss_bytes = max(self._peak_rss_bytes, int(answer["peak_rss_bytes"]))
         return answer
 
@@ -359,7 +475,8 @@ class Worker:
     ) -> dict[str, Any]:
         reply: dict[str, Any] = {}
         if request["addresses"] is not None:
-            demangler = None if request["plain"] else self._demangler
+            is_plain = request["plain"] or request["perf_map_uid"] is not None
+            demangler = None if is_plain else self._demangler
             reply = pack_frames(readable(chains, demangler))
             if demangler is not None and demangler.failures:
                 path = clean_name(request["path"])

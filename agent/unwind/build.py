@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.elf.contents import for_unwinding
 from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.symbols.store import Cache, store_key
+from aiflame.agent.symbols.store import Cache
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.heuristics import with_functions_without_cfi
@@ -28,20 +29,19 @@ from aiflame.agent.unwind.records import (
     BadUnwindInfo,
     parse_section,
 )
-from aiflame.agent.unwind.sections import FrameSection, code_ranges, frame_sections
+from aiflame.agent.unwind.sections import code_ranges, frame_sections
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout: two versions of aiflame may share a cache.
-_SUFFIX = ".unwind04"
-# The head of .eh_frame tells where functions lie; all of .eh_frame would take too long.
-_FINGERPRINT_BYTES = 1024 * 1024
+_SUFFIX = ".unwind05"
+_NO_BUILD_ID = "x"
 
 
 def load_or_build(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTable:
     """The unwind table of an open ELF file.
 
     Args:
-        file: The file.
+        file: The file, which must not change meanwhile.
         image: Its headers.
         store: The cache on disk.
 
@@ -52,67 +52,62 @@ def load_or_build(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTabl
         BadUnwindInfo: The file is for another machine, or over a limit.
         BadTargetFile: As `TargetFile.read`.
     """
-    found = _found(file, image, store)
-    if found.table is not None:
-        return found.table
-    table = build(file, image, found.sections)
-    store.write(found.name, table.to_chunks(found.identity))
+    name = table_name(image, for_unwinding(file, image).digest(file))
+    table = load(name, store)
+    if table is None:
+        table = build(file, image)
+        store.write(name, table.to_chunks(identity_of(name)))
     return table
 
 
-def load_cached(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTable | None:
-    """The same, but None where it would have to be built."""
-    return _found(file, image, store).table
+def table_name(image: ElfImage, digest: bytes) -> str:
+    """How the cache calls the table of a file: by its build id, for the reader, and its contents.
+
+    Args:
+        image: Headers of the file.
+        digest: Of what `for_unwinding` tells.
+    """
+    return f"{image.build_id[:40] or _NO_BUILD_ID}-{digest.hex()[:48]}{_SUFFIX}"
 
 
-class _Found(NamedTuple):
-    """What a cache has of a file, and what its table is made of and kept under."""
-
-    sections: list[FrameSection]
-    identity: bytes
-    name: str
-    table: UnwindTable | None
+def identity_of(name: str) -> bytes:
+    """Returns what a table of that name holds, to be told from one that was renamed."""
+    return hashlib.sha256(name.encode()).digest()
 
 
-def _found(file: TargetFile, image: ElfImage, store: Cache) -> _Found:
-    if (image.machine, image.bits) != (arch.MACHINE, 64):
-        raise BadUnwindInfo(f"no unwind rules for {image.machine}, {image.bits} bits")
-    sections = frame_sections(file, image)
-    identity = _identity(file, image, sections)
-    name = _name(image, identity)
-    mapping, table = store.open(name), None
+def load(name: str, store: Cache) -> UnwindTable | None:
+    """Returns a table of the cache by its name, None where it has none."""
+    mapping = store.open(name)
     if mapping is not None:
         try:
-            table = UnwindTable.from_mapping(mapping, identity)
+            return UnwindTable.from_mapping(mapping, identity_of(name))
         except CorruptTable:
             store.remove(name)
-    return _Found(sections, identity, name, table)
+    return None
 
 
-def cache_name(file: TargetFile, image: ElfImage) -> str:
-    """How the cache calls the table of a file.
+def require_supported(image: ElfImage) -> None:
+    """Refuses a file for another machine.
 
     Raises:
-        BadTargetFile: As `TargetFile.read`.
+        BadUnwindInfo: It is for one.
     """
-    return _name(image, _identity(file, image, frame_sections(file, image)))
+    if (image.machine, image.bits) != (arch.MACHINE, 64):
+        raise BadUnwindInfo(f"no unwind rules for {image.machine}, {image.bits} bits")
 
 
-def _name(image: ElfImage, identity: bytes) -> str:
-    return store_key(image.cache_key, identity.hex()) + _SUFFIX
-
-
-def build(file: TargetFile, image: ElfImage, sections: list[FrameSection]) -> UnwindTable:
+def build(file: TargetFile, image: ElfImage) -> UnwindTable:
     """Make the table without the cache.
 
     Raises:
-        BadUnwindInfo: The file is over a limit.
+        BadUnwindInfo: The file is for another machine, or over a limit.
         BadTargetFile: As `TargetFile.read`.
     """
+    require_supported(image)
     drops: Counter[str] = Counter()
     code = code_ranges(image)
     found: list[_Functions] = []
-    for section in sections:
+    for section in frame_sections(file, image):
         if section.is_compressed:
             drops["compressed section"] += 1
             continue
@@ -129,17 +124,6 @@ def build(file: TargetFile, image: ElfImage, sections: list[FrameSection]) -> Un
     addresses, states = _states(every, chosen)
     addresses, states = with_functions_without_cfi(file, image, addresses, states, drops)
     return UnwindTable.of_states(addresses, states, drops)
-
-
-def _identity(file: TargetFile, image: ElfImage, sections: list[FrameSection]) -> bytes:
-    """Tells binaries apart even if they copy each other's build id."""
-    digest = hashlib.sha256(image.cache_key.encode())
-    for section in sections:
-        digest.update(b"%d %d %d;" % (section.address, section.file_offset, section.size))
-        half = min(section.size, _FINGERPRINT_BYTES)
-        digest.update(file.read(half, section.file_offset))
-        digest.update(file.read(half, section.file_offset + section.size - half))
-    return digest.digest()
 
 
 class _Functions:

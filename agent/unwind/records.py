@@ -154,28 +154,28 @@ def _follow(data: bytes, size: int, is_eh: bool, drops: Counter[str]) -> _Chain:
     position, terminators = 0, 0
     while position + 4 <= size and len(found) < limit:
         length, identity = _WORDS(data, position)
-        id_place = position + 4
+        id_at = position + 4
         if length == 0:
             terminators += 1
             position += 4
             if terminators > _MAX_TERMINATORS:
                 break
             continue
-        body = id_place + 4
+        body = id_at + 4
         if length >= _FIRST_RESERVED:
             if length != _ESCAPE_64:
                 break
-            (length, identity), id_place = _QUADS(data, id_place), position + 12
+            (length, identity), id_at = _QUADS(data, id_at), position + 12
             # In .eh_frame the id stays 4 bytes wide.
-            body = id_place + (4 if is_eh else 8)
+            body = id_at + (4 if is_eh else 8)
             identity = identity & 0xFFFF_FFFF if is_eh else identity
         elif not is_eh and identity == 0xFFFF_FFFF:
             identity = arch.ALL_BITS
-        end = id_place + length
+        end = id_at + length
         if end > size:
             break
         if body <= end:
-            found.extend((position, id_place, body, end, identity))
+            found.extend((position, id_at, body, end, identity))
         else:
             drops["bad record"] += 1
         position = end

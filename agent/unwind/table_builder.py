@@ -18,8 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from aiflame.agent.inspector.child import ends
+
 # libtorch_cpu takes a second; what takes this long on any machine is a file made to.
 _TIMEOUT_S = 60.0
+
+# What the child's answer begins with where there is a table; then comes its name.
+BUILT = "built "
 
 # An interpreter takes 0.1 s; compilers and PyTorch, which take seconds, are larger by far.
 _SMALL_FILE_BYTES = 32 << 20
@@ -46,16 +51,19 @@ class TableBuilders:
         self._small = TableBuilder(cache, watch, urgency)
         self._large = TableBuilder(cache, watch, urgency)
 
-    def ask(self, binary: int, path: str, name: str) -> None:
+    def ask(self, binary: int, path: str) -> None:
         """Queues a binary, unless it is queued already.
 
         Args:
             binary: Its index.
             path: An openable path.
-            name: Of its table in the cache.
         """
         is_small = self._size_bytes(binary) <= _SMALL_FILE_BYTES
-        (self._small if is_small else self._large).ask(binary, path, name)
+        (self._small if is_small else self._large).ask(binary, path)
+
+    def name(self, binary: int) -> str:
+        """Returns how the cache calls the table that was built of a binary, "" if there is none."""
+        return self._small.names.get(binary) or self._large.names.get(binary, "")
 
     def finished(self) -> list[int]:
         """Returns the binaries that are done with, whether there is a table now or not."""
@@ -90,6 +98,10 @@ class TableBuilder:
         cache: Directory in which tables are built.
         watch: Told of the descriptor that becomes readable when `finished` has something to say.
         urgency: Of a binary; the greatest is built next.
+
+    Attributes:
+        given_up: Those whose child died twice, took too long, or could not be started.
+        names: How the cache calls the tables that were built.
     """
 
     def __init__(
@@ -107,11 +119,12 @@ class TableBuilder:
         self._struck: set[int] = set()
         self._lost: list[int] = []
         self.given_up: set[int] = set()
+        self.names: dict[int, str] = {}
 
-    def ask(self, binary: int, path: str, name: str) -> None:
+    def ask(self, binary: int, path: str) -> None:
         """As `TableBuilders.ask`."""
         if binary != self._current:
-            self._queue.setdefault(binary, f"{name} {path}")
+            self._queue.setdefault(binary, path)
         self._ask_next()
 
     def _ask_next(self) -> None:
@@ -171,6 +184,9 @@ class TableBuilder:
                     done.append(self._current)
             elif self._is_asked:
                 done.append(self._current)
+                words = answer.decode(errors="replace").rstrip("\n")
+                if words.startswith(BUILT):
+                    self.names[self._current] = words.removeprefix(BUILT)
             self._is_asked, self._current = False, -1
             self._ask_next()
         lost, self._lost = self._lost, []
@@ -199,7 +215,8 @@ class TableBuilder:
         if self._child is None:
             return
         self._child.kill()
-        self._child.wait()
+        if ends(self._child.pid):
+            self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):  # what it did not read is flushed

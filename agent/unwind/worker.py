@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds unwind tables into the cache (`python -m aiflame.agent.unwind.worker CACHE`).
 
-It reads a line for each file, the name that its table is to have in the cache and a path, and
-answers each with a line once the table is there, or cannot be. This process opens files and writes
-the cache, and parses nothing: parsers without rights do (`inspector.parser`). One that dies takes
-this process with it, and is started again; a file costs only itself.
+It reads a path a line, and answers with a line: the name of the file's table once it is in the
+cache, or why there is none. This process opens files, copies what a table is made of, and writes
+the cache. It reads no more than headers itself: parsers without rights do the rest
+(`inspector.parser`), and get the copy. One that dies takes this process with it, and is started
+again; a file costs only itself.
 """
 
 from __future__ import annotations
@@ -12,61 +13,49 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import mmap
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import capstone  # noqa: F401 - parsers use it, and cannot open its files
+from aiflame.agent.elf.contents import for_unwinding
 from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.parser import BadMessage, Channel, Parsers, contents, end_as
+from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
-from aiflame.agent.unwind.build import load_or_build
+from aiflame.agent.unwind.build import build, identity_of, load, table_name
 from aiflame.agent.unwind.records import BadUnwindInfo
+from aiflame.agent.unwind.table_builder import BUILT
 
 # libtorch_cpu takes 1 s and 370 MB; a hostile file may end the worker, which is started again.
 _MAX_MEMORY_BYTES = 4 << 30
 # The table of libtorch_cpu has 15 MB.
 _MAX_TABLE_BYTES = 1 << 30
 _MAX_WORDS = 200
+# What it reads itself: all that the largest file has for a table, twice.
+_MAX_FILE_BYTES = 4 << 30
+_END = "\n"
 # Low: the target comes first.
 _NICENESS = 10
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class _Answer:
-    """Stands for the cache where a table is built: an empty one, of one file that is open."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def open(self, name: str) -> mmap.mmap | None:
-        """Finds nothing."""
-
-    def write(self, name: str, chunks: Iterable[bytes | memoryview | mmap.mmap]) -> bool:
-        """Writes the file."""
-        with os.fdopen(self._fd, "wb", closefd=False) as file:
-            for chunk in chunks:
-                file.write(chunk)
-        return True
-
-    def remove(self, name: str) -> None:
-        """Does nothing."""
-
-
 def _parse(channel: Channel) -> None:
     """What a parser does: builds the table of each file that it is sent."""
     while True:
-        _, (fd, answer) = channel.receive()
+        message, (fd, answer) = channel.receive()
         why = ""
         try:
             file = TargetFile(fd)
-            load_or_build(file, ElfImage.read(file), _Answer(answer))
+            table = build(file, ElfImage.read(file))
+            with os.fdopen(answer, "wb", closefd=False) as result:
+                for chunk in table.to_chunks(identity_of(str(message["name"]))):
+                    result.write(chunk)
         except (BadTargetFile, BadUnwindInfo, OSError) as error:
             why = str(error) or "damaged"
         finally:
@@ -75,24 +64,65 @@ def _parse(channel: Channel) -> None:
         channel.send({"failed": why[:_MAX_WORDS]})
 
 
-def _build(parsers: Parsers, store: Store, name: str, path: str) -> str:
-    """Returns why a table could not be built, "" if it is in the cache."""
-    with contextlib.ExitStack() as stack:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        stack.callback(os.close, fd)
-        answer = os.memfd_create("table", os.MFD_CLOEXEC)
-        stack.callback(os.close, answer)
-        parser = stack.enter_context(parsers.of(fd))
-        try:
-            parser.channel.send({}, (fd, answer))
-            message, _ = parser.channel.receive()
-        except (EOFError, BadMessage, ConnectionError):
-            end_as(parser.end() or 1)
-        why = str(message.get("failed", "no answer"))
-        # What it holds is checked by whoever uses it (`UnwindTable.from_mapping`).
-        if not why and not store.write(name, contents(answer, _MAX_TABLE_BYTES)):
-            return "the cache cannot be written"
-        return why
+class _Builder:
+    """Has tables built.
+
+    Args:
+        directory: Of the cache.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._store = Store(directory)
+        self._known = KnownTables(known_directory("unwind"))
+        self._parsers = Parsers(_parse)
+
+    def build(self, path: str) -> str:
+        """Returns the name of a file's table, which is in the cache.
+
+        Raises:
+            _NotBuilt: There can be none.
+            OSError: The file cannot be opened.
+            BadTargetFile: It is damaged.
+        """
+        with contextlib.ExitStack() as stack:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            before = os.fstat(fd)
+            file = TargetFile(fd, max_bytes=_MAX_FILE_BYTES)
+            image = ElfImage.read(file)
+            parts = for_unwinding(file, image)
+            name = ""
+            # Where nothing begins with its build id, a digest alone would be taken in vain.
+            if not image.build_id or self._store.holds(image.build_id[:40]):
+                name = table_name(image, parts.digest(file))
+            if not name or load(name, self._store) is None:
+                copy, digest = parts.copied(file)
+                stack.callback(os.close, copy)
+                name = table_name(image, digest)
+                self._make(name, fd, copy)
+            self._known.keep(before, fd, name)
+            return name
+
+    def _make(self, name: str, fd: int, copy: int) -> None:
+        with contextlib.ExitStack() as stack:
+            answer = os.memfd_create("table", os.MFD_CLOEXEC)
+            stack.callback(os.close, answer)
+            parser = stack.enter_context(self._parsers.of(fd))
+            try:
+                parser.channel.send({"name": name}, (copy, answer))
+                message, _ = parser.channel.receive()
+            except (EOFError, BadMessage, ConnectionError):
+                end_as(parser.end() or 1)
+            why = str(message.get("failed", "no answer"))
+            if why:
+                raise _NotBuilt(why)
+            # What it holds is checked by whoever uses it (`UnwindTable.from_mapping`).
+            if not self._store.write(name, contents(answer, _MAX_TABLE_BYTES)):
+                raise _NotBuilt("the cache cannot be written")
+
+
+class _NotBuilt(AiflameError):
+    """There is no table, and why."""
 
 
 def main() -> None:
@@ -101,16 +131,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICENESS)
-    store, parsers = Store(Path(sys.argv[1])), Parsers(_parse)
+    builder = _Builder(Path(sys.argv[1]))
     gc.freeze()  # forks share what is there, as long as it is not written to
     for line in sys.stdin:
-        name, _, path = line.rstrip("\n").partition(" ")
         try:
-            why = _build(parsers, store, name, path)
-        except (OSError, BadMessage) as error:
-            why = str(error)
-        answer = f"failed: {why}".partition("\n")[0] if why else "built"
-        sys.stdout.write(f"{answer}\n")
+            answer = f"{BUILT}{builder.build(line.rstrip(_END))}"
+        except (_NotBuilt, BadTargetFile, OSError, BadMessage) as error:
+            answer = f"failed: {error}".partition(_END)[0]
+        sys.stdout.write(f"{answer}{_END}")
         sys.stdout.flush()
 
 

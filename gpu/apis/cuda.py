@@ -29,7 +29,7 @@ from aiflame.gpu.apis.calls import (
     with_variants,
 )
 
-# cudaLaunchConfig_t and CUlaunchConfig: the stream lies behind six numbers and the shared memory's
+# cudaLaunchConfig_t and CUlaunchConfig: the stream lies after six numbers and the shared memory's
 # size, which is 8 bytes in one, and 4 and padding in the other.
 _CONFIG_STREAM = Argument(0, offset=32)
 

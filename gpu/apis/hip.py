@@ -23,7 +23,7 @@ from aiflame.gpu.apis.calls import (
     with_variants,
 )
 
-# hipLaunchConfig_t and HIP_LAUNCH_CONFIG: the stream lies behind six numbers and the shared
+# hipLaunchConfig_t and HIP_LAUNCH_CONFIG: the stream lies after six numbers and the shared
 # memory's size, which is 8 bytes in one, and 4 and padding in the other.
 _CONFIG_STREAM = Argument(0, offset=32)
 

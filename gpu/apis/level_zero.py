@@ -55,6 +55,6 @@ API = Api(
         # (module, descriptor, kernel out); ze_kernel_desc_t: type, next, flags, name
         Naming("zeKernelCreate", Argument(1, offset=24), HandleFrom.POINTED, handle=Argument(2)),
     ),
-    # Drivers and layers behind the loader export the same names, or are called by table.
+    # Drivers and layers below the loader export the same names, or are called by table.
     skip_files=r"libze_intel_|libze_tracing_layer|libze_validation_layer|libze_null",
 )

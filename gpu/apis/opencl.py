@@ -71,6 +71,6 @@ API = Api(
         Naming("clCloneKernel", None, HandleFrom.RETURNED, alias=Argument(0)),
     ),
     libraries=("libOpenCL.so",),
-    # The implementations behind the loader export the same names, or are called by table.
+    # The implementations below the loader export the same names, or are called by table.
     skip_files=r"libpocl\.so|libnvidia-opencl|libamdocl|libigdrcl|libintelocl",
 )

@@ -193,6 +193,6 @@ def _rows(
     found["certainty"][found["stack"] == NONE] = Certainty.UNATTRIBUTED
     found["count"][: len(whole)] = samples["count"][whole]
     found["count"][len(whole) :] = parts.count
-    place = (found["sample"].astype(np.int64) << 32) | found["stack"]
-    ordered: npt.NDArray[np.void] = found[np.argsort(place)]
+    key = (found["sample"].astype(np.int64) << 32) | found["stack"]
+    ordered: npt.NDArray[np.void] = found[np.argsort(key)]
     return ordered

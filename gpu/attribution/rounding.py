@@ -51,7 +51,7 @@ class _Level:
     """Every range of parties of some width that has any in a pool, and its two halves.
 
     All of shape (ranges,). A half is a number of the next level, whose right one is the number
-    behind the left one where both exist.
+    after the left one where both exist.
     """
 
     left: I64
@@ -68,7 +68,7 @@ def _levels(pools: Pools) -> tuple[list[_Level], int]:
     while int(low.max(initial=0)) > 0:
         width *= 2
         above = low // width * width
-        # Halves of one range are neighbours, so a range begins where its pool or place differs.
+        # Halves of one range are neighbours, so a range begins where its pool or position differs.
         is_first = np.append(True, (np.diff(pool) != 0) | (np.diff(above) != 0))
         first = np.flatnonzero(is_first)
         last = np.append(first[1:], len(low)) - 1

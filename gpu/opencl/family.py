@@ -8,11 +8,20 @@ which nothing is told. So there is one reason, "issuing". Other implementations 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from aiflame.agent.losses import LossKind
-from aiflame.gpu.base import CodeKey, CpuSample, Finding, Host, Interval, KernelSample, Listing
+from aiflame.gpu.base import (
+    CodeKey,
+    CpuSample,
+    Finding,
+    Host,
+    Interval,
+    KernelSample,
+    Listing,
+    SourceLines,
+)
 from aiflame.gpu.opencl import platforms
 from aiflame.gpu.opencl.disassembly import decode
 from aiflame.gpu.opencl.kernel_file import (
@@ -112,17 +121,12 @@ class OpenClSampler:
     def stop(self) -> None:
         """There is nothing left: samples come with drains only."""
 
-    def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
+    def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
         """Returns the functions that have samples."""
         kernel = None if code.file is None else self._kernels.get(code.file)
         if kernel is None or code.file is None:
             return None
-        host, file = self._host, code.file
-
-        def lines_at(addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
-            return host.lines(file, addresses)
-
-        listing = make_listing(kernel, offsets, lines_at)
+        listing = make_listing(kernel, offsets, partial(lines, code.file))
         if listing is None:
-            host.lose(LossKind.KERNEL_NOT_DISASSEMBLED)
+            self._host.lose(LossKind.KERNEL_NOT_DISASSEMBLED)
         return listing

@@ -19,17 +19,17 @@ from aiflame.gpu.opencl.kernel_file import Function, KernelFile
 # More than anyone reads; a kernel that is unrolled into more is shown around its samples.
 MAX_INSTRUCTIONS = 20_000
 
-# Of two copies that agree less, lines would be guesses. Those seen agree in 0.9 and more.
+# Of two copies that agree less, lines would be wrong ones. Those seen agree in 0.9 and more.
 _LEAST_AGREEMENT = 0.8
 # The comparison takes time by the square of the length: a second for this many.
 _MAX_COMPARED = 4000
 
-Places = Sequence[tuple[str, int]]
+Lines = Sequence[tuple[str, int]]
 _UNKNOWN = ("", 0)
 
 
 def make_listing(
-    file: KernelFile, offsets: frozenset[int], lines_at: Callable[[Sequence[int]], Places]
+    file: KernelFile, offsets: frozenset[int], lines_at: Callable[[Sequence[int]], Lines]
 ) -> Listing | None:
     """Returns the functions that have samples, None where there is nothing to show.
 
@@ -46,8 +46,8 @@ def make_listing(
             instructions = decode(file, function)
             found += zip(instructions, _lines(file, function, instructions, lines_at), strict=True)
     lines = [
-        Line(file.offset_of(instruction.address) or 0, text_of(file, instruction), *place)
-        for instruction, place in _nearest(found, addresses)
+        Line(file.offset_of(instruction.address) or 0, text_of(file, instruction), *source)
+        for instruction, source in _nearest(found, addresses)
     ]
     if not lines:
         return None
@@ -63,8 +63,8 @@ def _nearest(
     hits = [at for at, (instruction, _) in enumerate(found) if instruction.address in sampled]
     every = np.arange(len(found))
     bounds = np.array([-len(found), *hits, 2 * len(found)])
-    behind = np.searchsorted(bounds, every)
-    distance = np.minimum(np.abs(bounds[behind] - every), np.abs(every - bounds[behind - 1]))
+    after = np.searchsorted(bounds, every)
+    distance = np.minimum(np.abs(bounds[after] - every), np.abs(every - bounds[after - 1]))
     chosen = np.sort(np.argsort(distance, kind="stable")[:MAX_INSTRUCTIONS])
     return [found[at] for at in chosen.tolist()]
 
@@ -73,23 +73,23 @@ def _lines(
     file: KernelFile,
     function: Function,
     instructions: list[Decoded],
-    lines_at: Callable[[Sequence[int]], Places],
-) -> Places:
-    places = lines_at([instruction.address for instruction in instructions])
-    if any(line for _, line in places) or not function.name.startswith(f"{file.body_name}_work"):
-        return places
+    lines_at: Callable[[Sequence[int]], Lines],
+) -> Lines:
+    sources = lines_at([instruction.address for instruction in instructions])
+    if any(line for _, line in sources) or not function.name.startswith(f"{file.body_name}_work"):
+        return sources
     body = file.function_named(file.body_name)
     if body is None:
-        return places
+        return sources
     original = decode(file, body)
-    original_places = lines_at([instruction.address for instruction in original])
-    if not any(line for _, line in original_places):
-        return places
-    return lay_over(original, original_places, instructions)
+    original_sources = lines_at([instruction.address for instruction in original])
+    if not any(line for _, line in original_sources):
+        return sources
+    return lay_over(original, original_sources, instructions)
 
 
-def lay_over(original: list[Decoded], places: Places, copy: list[Decoded]) -> Places:
-    """Returns the places of a copy of some code, unknown where it differs from the original."""
+def lay_over(original: list[Decoded], sources: Lines, copy: list[Decoded]) -> Lines:
+    """Returns the sources of a copy of some code, unknown where it differs from the original."""
     if max(len(original), len(copy)) > _MAX_COMPARED:
         return [_UNKNOWN] * len(copy)
     matcher = SequenceMatcher(
@@ -99,7 +99,7 @@ def lay_over(original: list[Decoded], places: Places, copy: list[Decoded]) -> Pl
     if matcher.ratio() < _LEAST_AGREEMENT:
         return found
     for begin, at, length in matcher.get_matching_blocks():
-        found[at : at + length] = places[begin : begin + length]
+        found[at : at + length] = sources[begin : begin + length]
     return found
 
 

@@ -63,9 +63,9 @@ def _libraries(folder: Path) -> Iterator[str]:
 
 def _version(library: str) -> str:
     """Returns PoCL's version, "" where its library does not say."""
-    places = [Path(library)] if library.startswith("/") else []
-    places += [Path(f, library) for f in (*_LIBRARY_FOLDERS, *_MORE_LIBRARY_FOLDERS)]
-    return next(filter(None, map(_version_in, places)), "")
+    candidates = [Path(library)] if library.startswith("/") else []
+    candidates += [Path(f, library) for f in (*_LIBRARY_FOLDERS, *_MORE_LIBRARY_FOLDERS)]
+    return next(filter(None, map(_version_in, candidates)), "")
 
 
 def _version_in(path: Path) -> str:

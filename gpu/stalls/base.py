@@ -57,7 +57,7 @@ class Vocabulary:
     Attributes:
         names: Category by reason, in small letters.
         prefixes: What may stand before a name; the first that fits is taken off.
-        suffixes: What may stand behind it.
+        suffixes: What may follow it.
     """
 
     names: Mapping[str, StallCategory]

@@ -36,15 +36,15 @@ class Ring:
         self._laps = laps
         self._turns = [threading.Semaphore(0) for _ in range(threads)]
         self._arrived = threading.Semaphore(0)
-        for place in range(threads):
-            threading.Thread(target=self._work, args=(place,), daemon=True).start()
+        for turn in range(threads):
+            threading.Thread(target=self._work, args=(turn,), daemon=True).start()
 
-    def _work(self, place: int) -> None:
+    def _work(self, turn: int) -> None:
         left, right = torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)
-        following = place + _BATONS
+        following = turn + _BATONS
         lap = 0
         while True:
-            self._turns[place].acquire()
+            self._turns[turn].acquire()
             for _ in range(_STEPS):
                 (left @ right).relu().sum()
             lap += 1
@@ -58,8 +58,8 @@ class Ring:
     def round(self) -> tuple[float, float]:
         """Lets every thread work; returns seconds by the wall and of CPU time."""
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        for place in range(_BATONS):
-            self._turns[place].release()
+        for turn in range(_BATONS):
+            self._turns[turn].release()
         for _ in range(_BATONS):
             self._arrived.acquire()
         return time.perf_counter() - wall_s, time.process_time() - cpu_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a large capture takes to become a picture, and in how much memory."""
+"""How long a large capture takes to become a flame graph, and in how much memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profilers, each started until it is live and stopped without leaving anything behind."""
+"""The profilers, each started until it is live and stopped without a trace."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _read(path: Path) -> str:
 
 
 def _after_name(stat: str) -> list[str]:
-    """The fields behind the name in brackets: state, parent and so on (proc_pid_stat(5))."""
+    """The fields after the name in brackets: state, parent and so on (proc_pid_stat(5))."""
     return stat.rpartition(")")[2].split()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a user waits: to be attached, and from the end of a recording to its picture."""
+"""How long a user waits: to be attached, and from the end of a recording to its flame graph."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bench.tools import Running, Tool
 
 _ROUNDS = 3
 _RECORDED_S = 1.0
-_PICTURE = "bench.html"
-_PICTURE_AIM_S = 1.0
+_PAGE = "bench.html"
+_PAGE_AIM_S = 1.0
 
 # An empty file system over the cache, in a mount namespace of its own: the user's stays as it is.
 _COLD = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs bench /var/cache && exec "$@"', "sh")
@@ -29,13 +29,13 @@ left it. The kernel's page cache is warm in both. The recording ends 1 s after "
 @dataclass(frozen=True, slots=True)
 class _Run:
     attached_s: float  # from the start of the command
-    picture_s: float  # from the end of the recording
-    whole_s: float  # from the start of the command to the picture
+    flame_graph_s: float  # from the end of the recording
+    whole_s: float  # from the start of the command to the flame graph
 
 
 def _run(tool: Tool, folder: Path) -> _Run:
     with Running(tool, folder) as running:
-        written_s = running.await_output(f"Wrote {_PICTURE}")
+        written_s = running.await_output(f"Wrote {_PAGE}")
         running.wait()
     return _Run(
         running.live_s - running.started_s,
@@ -53,7 +53,7 @@ def _row(what: str, runs: Sequence[_Run], tool: Tool) -> tuple[str, ...]:
     return (
         what,
         spread([run.attached_s for run in runs], 2),
-        spread([run.picture_s for run in runs], 2),
+        spread([run.flame_graph_s for run in runs], 2),
         spread([run.whole_s for run in runs], 2),
         code(tool.words),
     )
@@ -72,7 +72,13 @@ def measure(busy: Path, folder: Path) -> list[Table]:
                 tool = _tool(*target, cold=state == "cold")
                 runs = [_run(tool, folder) for _ in range(_ROUNDS)]
                 rows.append(_row(f"{what}, {state}", runs, warm))
-                seconds = statistics.median(run.picture_s for run in runs)
-                aims.append(Aim(f"picture of {what}, {state}", seconds, _PICTURE_AIM_S, "s"))
-    columns = ("target", "start to attached", "end to picture", "start to picture", "command")
+                seconds = statistics.median(run.flame_graph_s for run in runs)
+                aims.append(Aim(f"flame graph of {what}, {state}", seconds, _PAGE_AIM_S, "s"))
+    columns = (
+        "target",
+        "start to attached",
+        "end to flame graph",
+        "start to flame graph",
+        "command",
+    )
     return [Table("Waiting", _INTRO, columns, rows, aims)]

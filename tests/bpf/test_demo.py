@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo` records is what its picture is said to show."""
+"""What `make demo` records is what its flame graph is said to show."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_each_call_site_of_the_demo_gets_samples_of_its_kernel(tmp_path: Path) -
         names = [frame.name for frame in frames if frame.file.endswith("inference.py")]
         caller = next(name for name in reversed(names) if not name.startswith("Device."))
         found[gpu.kernels[gpu.codes[sample["code"]].kernel].name].add(caller)
-    # THEN they are spread over all places that launch the kernel, and no other
+    # THEN they are spread over all lines that launch the kernel, and no other
     assert found["matmul"] == _SITES["matmul"]
     assert all(found[kernel] <= _SITES[kernel] for kernel in found)
     # AND lines are those of the file of kernels

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 from recordings import Ended, Recording, Workload, count_of, frames_of
 from support import WORKLOADS
 
@@ -68,7 +68,7 @@ def _assert_stacks_of(ended: Ended, side: str) -> None:
             wanted = [f"{side}_inner", f"{side}_outer", "enter", "visit", "main"]
             assert frames[at : at + 5] == wanted
             # The first samples come before the tables.
-            found += int(row["count"]) * (profile.stacks.ends[row["stack"]] == StackEnd.ROOTED)
+            found += int(row["count"]) * (profile.stacks.ends[row["stack"]] == StopReason.ROOTED)
     assert found > 0.4 * _CPU_MS * _HZ / 1000
 
 
@@ -124,7 +124,7 @@ def test_sixty_five_thousand_mappings_are_all_known(hostile: Path, tmp_path: Pat
     assert "Traceback" not in ended.stderr
     profile = ended.profile
     assert not profile.losses
-    rooted = profile.stacks.ends[profile.samples["stack"]] == StackEnd.ROOTED
+    rooted = profile.stacks.ends[profile.samples["stack"]] == StopReason.ROOTED
     # The first samples come before the mappings are read.
     assert profile.samples["count"][rooted].sum() > 0.5 * _CPU_MS * _HZ / 1000
     assert count_of(profile, "compute") > 0.8 * _CPU_MS * _HZ / 1000

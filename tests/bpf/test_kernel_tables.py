@@ -86,7 +86,7 @@ def test_tables_are_written_whole(flags: int, maps: Maps) -> None:
     tables = KernelTables(programs, 64 << 20, Counter())
     table = _table(200_000)
     tables.enter({7: table})
-    content = _content(programs.unwind_tables, tables.places[7].slot, _U64)
+    content = _content(programs.unwind_tables, tables.loaded[7].slot, _U64)
     assert len(content) == table_bytes(table)
     halves = np.frombuffer(content, np.uint32)
     pages = len(table.page_first_row)

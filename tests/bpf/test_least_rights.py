@@ -15,7 +15,7 @@ import pytest
 from aiflame.agent import rights
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.doctor.checks import CHECKS
-from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind
+from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.rights import Capability
 from recordings import Recording, Workload, children_of, frames_of, public_folder, stacks_with
 from support import AIFLAME, wait_until
@@ -67,15 +67,6 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of root's."""
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture(scope="module")
 def hidden(
     workload: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[subprocess.Popen[bytes]]:
@@ -102,7 +93,7 @@ def test_the_least_rights_record_complete_stacks_with_names(
     profile = read_capture(folder / "run.aiflame")
     rows = profile.samples[stacks_with(profile, "forward_pass")[profile.samples["stack"]]]
     assert len(rows) > 0, said
-    assert np.isin(np.asarray(profile.stacks.ends)[rows["stack"]], ROOTED_ENDS).all()
+    assert np.isin(np.asarray(profile.stacks.ends)[rows["stack"]], COMPLETE_REASONS).all()
     assert {"worker", "forward_pass"} <= {
         frame for stack in set(rows["stack"].tolist()) for frame in frames_of(profile, stack)
     }

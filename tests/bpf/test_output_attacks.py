@@ -53,14 +53,6 @@ def protection(request: pytest.FixtureRequest) -> Iterator[None]:
                 (_SYSCTLS / name).write_text(text)
 
 
-@pytest.fixture(scope="module")
-def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
-
-
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """The user's folder."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a recording ends: by signals, by force, for want of space; and what it leaves behind."""
+"""How a recording ends: by signals, by force, for want of space; and what it leaves."""
 
 from __future__ import annotations
 

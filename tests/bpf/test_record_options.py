@@ -9,20 +9,12 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
 from recordings import Workload, public_folder
 
 pytestmark = pytest.mark.bpf
 
 RunAiflame = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(scope="module")
-def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
 
 
 @pytest.fixture
@@ -58,9 +50,9 @@ def test_kernel_frames_only(
     profile, _ = _record(run_aiflame, tmp_path, busy.pid, "-K")
     assert FrameKind.NATIVE not in _kinds(profile)
     assert FrameKind.KERNEL in _kinds(profile)
-    ends = {StackEnd(end) for end in profile.stacks.ends}
-    assert StackEnd.EXCLUDED in ends
-    assert StackEnd.ROOTED not in ends
+    ends = {StopReason(end) for end in profile.stacks.ends}
+    assert StopReason.EXCLUDED in ends
+    assert StopReason.ROOTED not in ends
 
 
 def test_without_off_cpu_time(

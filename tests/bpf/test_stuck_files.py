@@ -7,14 +7,16 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from aiflame.agent.model.profile import Profile
 from recordings import Ended, Recording, frames_of, public_folder
-from support import AIFLAME
+from support import AIFLAME, WORKLOADS
 
 pytestmark = pytest.mark.bpf
 
@@ -116,3 +118,56 @@ def test_a_file_that_never_opens_stops_no_dump(copies: tuple[Path, Path]) -> Non
         )
     assert "clone3" in dump.stdout
     assert str(stuck) in dump.stderr
+
+
+class _Served(NamedTuple):
+    """A program on a file system that a process serves, and where to write what it is silent on."""
+
+    program: Path
+    pid: int
+    silence: Path
+
+
+@pytest.fixture
+def served(copies: tuple[Path, Path]) -> Iterator[_Served]:
+    if not Path("/dev/fuse").exists():
+        pytest.skip("no FUSE in this kernel")
+    source, _ = copies
+    mount, silence = source.with_name("mount"), source.with_name("silence")
+    mount.mkdir()
+    command = [sys.executable, WORKLOADS / "fuseserver.py", source, mount, silence]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    program = mount / "program"
+    process = subprocess.Popen([program, "600"], stdout=subprocess.DEVNULL)
+    try:
+        yield _Served(program, process.pid, silence)
+    finally:
+        # First: whoever waits for an answer gets an error then, and can be killed.
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        process.kill()
+        process.wait()
+        subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def test_a_file_on_a_served_file_system_has_names(served: _Served, tmp_path: Path) -> None:
+    arguments = ("-p", served.pid, "-F", 499, "-d", 1)
+    with Recording(tmp_path, *arguments, patience_s=_PATIENCE_S) as recording:
+        ended = recording.wait()
+    assert "forward_pass" in _names(ended.profile, served.pid)
+    assert "files_stuck" not in {loss.name for loss in ended.profile.losses}
+
+
+# OPEN, and READ: linux/fuse.h.
+@pytest.mark.parametrize("silent_on", ["14", "15"], ids=["open", "read"])
+def test_a_file_system_that_does_not_answer_stops_no_recording(
+    served: _Served, tmp_path: Path, silent_on: str
+) -> None:
+    served.silence.write_text(silent_on)
+    with Recording(tmp_path, "-p", served.pid, "-d", 1, patience_s=_PATIENCE_S) as recording:
+        ended = recording.wait()
+    count, words = _loss(ended)
+    assert (count, str(served.program) in words) == (1, True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import ROOTED_ENDS, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass, StopReason
 from recordings import (
     Workload,
     count_of,
@@ -81,7 +81,7 @@ def test_every_stack_leads_to_the_start_of_its_thread(run: Run) -> None:
             continue  # deeper than is kept, see below
         if not {"shares", "descend", "main"} & {*frames}:
             continue  # the C library's own code, before and after the workload's
-        assert run.profile.stacks.ends[stack] in ROOTED_ENDS, frames
+        assert run.profile.stacks.ends[stack] in COMPLETE_REASONS, frames
         assert frames[0] in {*_STARTS, "_start"}, frames
         assert {"diver", "shares", "main"} & {*frames[:4]}, frames
         checked += 1
@@ -104,7 +104,7 @@ def test_what_is_deeper_than_is_kept_says_so(run: Run) -> None:
     deepest = [row for row in on_cpu if frames_of(run.profile, row["stack"]).count("descend") > 100]
     assert deepest
     for row in deepest:
-        assert run.profile.stacks.ends[row["stack"]] == StackEnd.TOO_DEEP
+        assert run.profile.stacks.ends[row["stack"]] == StopReason.TOO_DEEP
         assert "diver" not in frames_of(run.profile, row["stack"])
     losses = {loss.name: loss.count for loss in run.profile.losses}
     assert losses["user_frames_cut"] >= sum(int(row["count"]) for row in deepest)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from aiflame.agent.elf.contents import for_unwinding
 from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.symbols.store import Store, cache_dir
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import load_cached
+from aiflame.agent.unwind.build import load, table_name
 from chain_truth import Verdict, Wrong, judge, user_frames
 from chains import Shape, Tree, make_tree
 from recordings import Recording, Workload
@@ -89,8 +90,10 @@ def _build(folder: Path, tree: Tree, variant: Variant) -> Path:
 
 def _has_table(binary: Path) -> bool:
     with binary.open("rb") as file:
-        image = ElfImage.from_fd(file.fileno())
-        return load_cached(TargetFile(file.fileno()), image, Store(cache_dir())) is not None
+        opened = TargetFile(file.fileno())
+        image = ElfImage.read(opened)
+        name = table_name(image, for_unwinding(opened, image).digest(opened))
+        return load(name, Store(cache_dir())) is not None
 
 
 def _mapped_files(pid: int) -> set[Path]:
@@ -137,17 +140,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(profile, trees, pids)
 
 
-def _judged(run: Run, name: str) -> tuple[Counter[StackEnd], Counter[Verdict]]:
+def _judged(run: Run, name: str) -> tuple[Counter[StopReason], Counter[Verdict]]:
     """Judges all on-CPU samples of a program; returns samples by end and by verdict."""
     profile, wrong = run.profile, []
-    ends: Counter[StackEnd] = Counter()
+    ends: Counter[StopReason] = Counter()
     verdicts: Counter[Verdict] = Counter()
     for row in profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]:
         thread = profile.threads[row["thread"]]
         if profile.processes[thread.process].pid != run.pids[name]:
             continue
         frames = user_frames(profile, int(row["stack"]))
-        end = StackEnd(profile.stacks.ends[row["stack"]])
+        end = StopReason(profile.stacks.ends[row["stack"]])
         if frames and "settle" in frames[:3]:
             continue
         ends[end] += int(row["count"])
@@ -168,7 +171,7 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, name: str) -> N
     # A sample a period; a machine with other work may be late with some.
     assert samples > 0.85 * (VARIANTS[name].cpu_ms - _SETTLED_MS) * _HZ / 1000
     # The rest: prologues of functions that realign their stack, lazy binding.
-    assert ends[StackEnd.ROOTED] >= 0.995 * samples, ends
+    assert ends[StopReason.ROOTED] >= 0.995 * samples, ends
     assert sum(n for verdict, n in verdicts.items() if verdict.is_judged) > 0.8 * samples
     assert sum(n for verdict, n in verdicts.items() if verdict.has_signal) > 0.005 * samples
     assert max(verdict.depth for verdict in verdicts) > 25

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from aiflame.agent.model.gpu import NONE, Direction, Operation
-from aiflame.agent.model.profile import ROOTED_ENDS, Profile, SampleClass
+from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.gpu.attribution import Certainty, attribute
 from recordings import (
@@ -126,7 +126,7 @@ def test_each_wait_is_counted_too(late: Run) -> None:
 def test_stacks_of_calls_are_whole(which: str, request: pytest.FixtureRequest) -> None:
     profile = request.getfixturevalue(which).profile
     ends = {int(profile.stacks.ends[stack]) for stack in set(profile.gpu.calls["stack"].tolist())}
-    assert ends <= set(ROOTED_ENDS)
+    assert ends <= set(COMPLETE_REASONS)
 
 
 def test_python_lines_stand_before_the_launch(python: Run) -> None:

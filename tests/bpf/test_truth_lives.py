@@ -143,7 +143,7 @@ def test_a_storm_of_processes_is_weathered(
     assert len(seen) + lost >= 0.95 * processes, profile.losses
     assert all(loss.meaning for loss in profile.losses)
 
-    # The recorder, whose pid is known, and its own children are not in the picture.
+    # The recorder, whose pid is known, and its own children are not in the flame graph.
     pids = {profile.processes[profile.threads[i].process].pid for i in profile.samples["thread"]}
     assert recording.pid not in pids
     assert recording.pid not in {process.parent_pid for process in profile.processes}

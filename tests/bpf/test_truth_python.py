@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from aiflame.agent.model.profile import (
-    ROOTED_ENDS,
+    COMPLETE_REASONS,
     FrameKind,
     GilState,
     Profile,
@@ -180,14 +180,14 @@ def test_native_frames_stand_around_the_python_ones(one: One) -> None:
         if "b" not in [frame.name for frame in python_frames_of(profile, stack)[-1:]]:
             continue
         begin, end = profile.stacks.offsets[stack : stack + 2]
-        places = profile.frames["function"][profile.stacks.frames[begin:end]]
-        functions = [profile.functions[place] for place in places]
+        indexes = profile.frames["function"][profile.stacks.frames[begin:end]]
+        functions = [profile.functions[index] for index in indexes]
         kinds = [function.kind for function in functions]
         first, leaf = kinds.index(FrameKind.PYTHON), functions[-1]
         assert functions[0].name == "_start" and kinds[0] is FrameKind.NATIVE
         assert FrameKind.INTERPRETER in kinds[:first]
         assert functions[first].name == "<module>"
-        assert profile.stacks.ends[stack] in ROOTED_ENDS
+        assert profile.stacks.ends[stack] in COMPLETE_REASONS
         assert profile.stacks.gil[stack] == GilState.HELD
         # Of a stripped interpreter functions have no names, but are there.
         if leaf.kind in (FrameKind.NATIVE, FrameKind.KERNEL):

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
 from interpreters import VERSIONS, executable, find_executable
 from pychains import Tree
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
@@ -34,7 +34,7 @@ _UNREADABLE = "[unreadable Python frame]"
 # A version and its options.
 _TARGETS = {version: [version] for version in VERSIONS}
 _TARGETS |= {f"{version} -X perf": [version, "-X", "perf"] for version in ("3.12", "3.13")}
-_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_HEURISTIC)
+_ROOTED = (StopReason.ROOTED, StopReason.ROOTED_BY_HEURISTIC)
 
 
 class Run(NamedTuple):
@@ -121,7 +121,7 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, target: str) ->
 def test_stubs_of_perf_neither_end_a_stack_nor_show(run: Run, target: str) -> None:
     executable(_TARGETS[target][0])
     profile = run.profile
-    ends: Counter[StackEnd] = Counter()
+    ends: Counter[StopReason] = Counter()
     hidden = 0
     for row in rows_of_process(profile, run.pids[target], SampleClass.ON_CPU):
         begin, end = profile.stacks.offsets[row["stack"] : row["stack"] + 2]
@@ -130,9 +130,9 @@ def test_stubs_of_perf_neither_end_a_stack_nor_show(run: Run, target: str) -> No
             if function.name.startswith("py::"):
                 assert function.kind is FrameKind.INTERPRETER
                 hidden += 1
-        ends[StackEnd(profile.stacks.ends[row["stack"]])] += int(row["count"])
+        ends[StopReason(profile.stacks.ends[row["stack"]])] += int(row["count"])
     assert hidden > len(profile.stacks) / 10
     # Frames that are kept do not suffice for the deepest: each Python call is five native ones.
-    assert ends[StackEnd.TOO_DEEP] < 0.2 * ends.total(), ends
+    assert ends[StopReason.TOO_DEEP] < 0.2 * ends.total(), ends
     rooted = sum(ends[end] for end in _ROOTED)
-    assert rooted > 0.999 * (ends.total() - ends[StackEnd.TOO_DEEP]), ends
+    assert rooted > 0.999 * (ends.total() - ends[StopReason.TOO_DEEP]), ends

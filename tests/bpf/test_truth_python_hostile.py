@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
-from aiflame.agent.model.profile import ROOTED_ENDS, Profile, SampleClass
+from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS
 from interpreters import VERSIONS, executable, find_executable
 from recordings import (
@@ -69,7 +69,7 @@ def chains(request: pytest.FixtureRequest, run: Run) -> Counter[tuple[str, ...]]
     for row in rows_of_process(run.profile, run.pids[version], SampleClass.ON_CPU):
         names = tuple(frame.name for frame in python_frames_of(run.profile, int(row["stack"])))
         if names[-1:] == ("spin",):
-            assert run.profile.stacks.ends[row["stack"]] in ROOTED_ENDS
+            assert run.profile.stacks.ends[row["stack"]] in COMPLETE_REASONS
             assert "_start" in frames_of(run.profile, int(row["stack"]))[:1]
             found[names] += int(row["count"])
     return found

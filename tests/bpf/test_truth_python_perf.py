@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model.profile import GilState, SampleClass, StackEnd
+from aiflame.agent.model.profile import GilState, SampleClass, StopReason
 from interpreters import executable
 from pychains import Tree
 from recordings import Recording, Workload, python_frames_of, record_workload, rows_of_process
@@ -28,7 +28,7 @@ _THREADS = WORKLOADS / "pythreads.py"
 _CHAINS = WORKLOADS / "pychains.py"
 _OPTIONS = ("-X", "perf")
 _VERSIONS = ("3.12", "3.13")
-_ROOTED = (StackEnd.ROOTED, StackEnd.ROOTED_BY_HEURISTIC)
+_ROOTED = (StopReason.ROOTED, StopReason.ROOTED_BY_HEURISTIC)
 _SLEEPERS = 500
 _FUNCTIONS = 40
 _CPU_MS = 300

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
 from recordings import Recording, Workload, frames_of, rows_of
 
 pytestmark = pytest.mark.bpf
@@ -75,7 +75,7 @@ def _assert_asleep_all_the_time(profile: Profile, pid: int) -> None:
         assert row["klass"] == SampleClass.BLOCKED, thread
         assert int(row["ns"]) == pytest.approx(profile.recording.duration_ns, rel=0.2)
         assert _chain(profile, row["stack"]) == _truth(thread), thread
-        assert profile.stacks.ends[row["stack"]] == StackEnd.ROOTED, thread
+        assert profile.stacks.ends[row["stack"]] == StopReason.ROOTED, thread
 
 
 def test_threads_that_never_wake_up_have_their_whole_stacks(
@@ -117,9 +117,9 @@ def test_what_threads_slept_in_before_they_woke_up_is_known(
         assert sleepers.truth()["threads"] == len(_THREADS)
         profile = recording.stop().profile
     for thread in _THREADS:
-        whole = (_truth(thread), StackEnd.ROOTED)
+        whole = (_truth(thread), StopReason.ROOTED)
         # Without tables nobody knew of a handler's other stack while it was there to be read.
-        cut = (_truth(thread)[-3:], StackEnd.UNREADABLE)
+        cut = (_truth(thread)[-3:], StopReason.UNREADABLE)
         may_be_cut = how == "first" and thread.startswith("handler")
         before = [
             row
@@ -128,7 +128,7 @@ def test_what_threads_slept_in_before_they_woke_up_is_known(
             in ((whole, cut) if may_be_cut else (whole,))
         ]
         assert sum(int(row["count"]) for row in before) == 1, thread
-    assert StackEnd.NOT_WALKED not in profile.stacks.ends
+    assert StopReason.NOT_WALKED not in profile.stacks.ends
 
 
 def test_user_stacks_that_are_not_asked_for_are_not_read(
@@ -139,7 +139,7 @@ def test_user_stacks_that_are_not_asked_for_are_not_read(
     assert {profile.functions[index].kind for index in profile.frames["function"]} == {
         FrameKind.KERNEL
     }
-    assert set(profile.stacks.ends.tolist()) == {StackEnd.EXCLUDED}
+    assert set(profile.stacks.ends.tolist()) == {StopReason.EXCLUDED}
 
 
 def test_ten_thousand_sleeping_threads_have_their_whole_stacks(
@@ -150,7 +150,7 @@ def test_ten_thousand_sleeping_threads_have_their_whole_stacks(
             profile = _record(tmp_path, "-p", crowd.pid, *options)
             rows = rows_of(profile, "wait_on_futex", None, SampleClass.BLOCKED)
             assert len(np.unique(rows["thread"])) >= len(profile.threads) - 1 > 0
-            assert set(profile.stacks.ends.tolist()) == {StackEnd.ROOTED}
+            assert set(profile.stacks.ends.tolist()) == {StopReason.ROOTED}
             (chain,) = {tuple(frames_of(profile, int(row["stack"]))) for row in rows}
             assert chain.count("call_deeper") == 5
             # A machine that is too busy to get them all in time says how many are missing.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import support
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.profile import Profile, StackEnd
+from aiflame.agent.model.profile import Profile, StopReason
 from recordings import Workload, frames_of, record_workload, rows_of
 
 pytestmark = pytest.mark.bpf
@@ -25,9 +25,9 @@ _PYTHON = "/usr/bin/python3"
 _BUSY = "import json\nwhile True: json.dumps(list(range(200)))"
 
 
-def walked_share(profile: Profile, end: StackEnd) -> float:
+def walked_share(profile: Profile, end: StopReason) -> float:
     """Returns the share of time in stacks with this end, among those that were walked at all."""
-    walked = ~np.isin(profile.stacks.ends, [StackEnd.NOT_WALKED, StackEnd.KERNEL_ONLY])
+    walked = ~np.isin(profile.stacks.ends, [StopReason.NOT_WALKED, StopReason.KERNEL_ONLY])
     rows = profile.samples[walked[profile.samples["stack"]]]
     has_end = profile.stacks.ends[rows["stack"]] == end
     return float(rows["ns"][has_end].sum() / rows["ns"].sum())
@@ -50,7 +50,7 @@ def test_pythons_own_code_is_walked_to_its_start(
         subprocess.run([*command, *options], check=True, timeout=120)
     profile = read_capture(tmp_path / "second.aiflame")
     # One in two hundred may be caught in a lazy binding stub or in the dynamic loader.
-    assert walked_share(profile, StackEnd.ROOTED) > 0.995
+    assert walked_share(profile, StopReason.ROOTED) > 0.995
     assert not profile.losses
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.reports.causes import Cause, classify
 from recordings import (
     OFF_CPU,
@@ -73,7 +73,7 @@ def test_waits_for_a_mutex_last_as_long_as_the_thread_says(run: Run) -> None:
     # Of the whole thread: the C library's lock hides its callers. The thread's wait for its first
     # turn, before it could measure anything, has no stack.
     off_cpu = rows_of(run.profile, None, "locks", *OFF_CPU)
-    off_cpu = off_cpu[run.profile.stacks.ends[off_cpu["stack"]] != StackEnd.NOT_WALKED]
+    off_cpu = off_cpu[run.profile.stacks.ends[off_cpu["stack"]] != StopReason.NOT_WALKED]
     truth_ns = run.truth["locks.wall_ns"] - run.truth["locks.cpu_ns"]
     assert int(off_cpu["ns"].sum()) == pytest.approx(truth_ns, rel=0.02)
 
@@ -144,7 +144,7 @@ def test_a_thread_asleep_since_before_the_recording_is_there(run: Run) -> None:
     assert int(row["ns"]) == pytest.approx(run.profile.recording.duration_ns, rel=0.01)
 
     # Its stack was walked from outside.
-    assert run.profile.stacks.ends[row["stack"]] == StackEnd.ROOTED
+    assert run.profile.stacks.ends[row["stack"]] == StopReason.ROOTED
     assert "wait_for_ever" in frames_of(run.profile, row["stack"])
     assert classify(run.profile)[row["stack"]] == Cause.PIPE_SOCKET
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from recordings import Ended, Recording, Workload, rows_of
 from support import WORKLOADS
 
@@ -78,10 +78,10 @@ def test_tables_that_samples_need_take_the_place_of_others(
     # THEN both were walked while they ran, though the second not at once
     for side in ("left", "right"):
         rows = rows_of(profile, f"{side}_inner")
-        rooted = profile.stacks.ends[rows["stack"]] == StackEnd.ROOTED
+        rooted = profile.stacks.ends[rows["stack"]] == StopReason.ROOTED
         assert rows["count"][rooted].sum() > 50
         assert np.isin(
-            profile.stacks.ends[rows["stack"]], [StackEnd.ROOTED, StackEnd.NO_TABLE]
+            profile.stacks.ends[rows["stack"]], [StopReason.ROOTED, StopReason.NO_TABLE]
         ).all()
     # AND who had to wait is named
     (loss,) = profile.losses

@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.gpu import Operation
-from aiflame.agent.model.profile import ROOTED_ENDS, FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import (
+    COMPLETE_REASONS,
+    FrameKind,
+    Profile,
+    SampleClass,
+    StopReason,
+)
 from recordings import OFF_CPU, frames_of, off_cpu_by_thread
 
 # Of a thousand samples in two functions, 3.7 standard deviations. An emulated machine that does not
@@ -155,7 +161,7 @@ class _Threads:
     def complete_and_whole_ns(self) -> tuple[int, int]:
         """Nanoseconds with complete stacks, and all."""
         ends = self._profile.stacks.ends[self._rows["stack"]]
-        whole = np.isin(ends, [*ROOTED_ENDS, StackEnd.KERNEL_ONLY])
+        whole = np.isin(ends, [*COMPLETE_REASONS, StopReason.KERNEL_ONLY])
         return int(self._rows["ns"][whole].sum()), int(self._rows["ns"].sum())
 
 

@@ -30,13 +30,13 @@ def test_lines_are_those_of_the_interpreter(python: Path) -> None:
         said = json.loads(text)
         table = bytes.fromhex(said["table"])
         expected = [line or NO_LINE for line in said["lines"]]
-        # Each place where the line changes, and its neighbours, and some between: a table is
+        # Each index where the line changes, and its neighbours, and some between: a table is
         # walked from its start for each answer.
-        places = {0, len(expected) - 1} | set(range(0, len(expected), 16))
+        indexes = {0, len(expected) - 1} | set(range(0, len(expected), 16))
         for index in range(1, len(expected)):
             if expected[index] != expected[index - 1]:
-                places |= {index - 1, index}
-        for index in sorted(places):
+                indexes |= {index - 1, index}
+        for index in sorted(indexes):
             line = line_of(kind, table, said["first"], 2 * index)
             assert line == expected[index], (said["first"], index)
             compared += 1

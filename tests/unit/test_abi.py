@@ -56,7 +56,7 @@ _DTYPES = {
     "kernel_named_event": abi.KERNEL_NAMED_DTYPE,
 }
 # Structs that the host half only hands through as so many bytes.
-_KERNEL_ONLY = {"wait_budget", "kernel_name_key"}
+_KERNEL_ONLY = {"event_budget", "kernel_name_key"}
 
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,
@@ -92,7 +92,7 @@ _CONSTANTS = {
     **{f"HOST_{member.name}": member.value for member in abi.HostConstant},
     **{f"FILTER_{member.name}": member.value for member in abi.Filter},
     **{f"CLASS_{member.name}": member.value for member in model.SampleClass},
-    **{f"END_{member.name}": member.value for member in model.StackEnd},
+    **{f"STOP_{member.name}": member.value for member in model.StopReason},
     **{f"EVENT_{member.name}": member.value for member in abi.EventType},
     **{f"PROCESS_{member.name}": member.value for member in abi.ProcessFlag},
     **{f"SETTING_{member.name}": member.value for member in abi.Setting},

@@ -149,8 +149,8 @@ def test_damaged_files_are_refused_or_harmless(find: Find) -> None:
     random = np.random.default_rng(7)
     for _ in range(400):
         data = bytearray(whole)
-        for place in random.integers(0, len(data), 3).tolist():
-            data[place] = int(random.integers(256))
+        for offset in random.integers(0, len(data), 3).tolist():
+            data[offset] = int(random.integers(256))
         cut = int(random.integers(1, len(data))) if random.random() < 0.3 else len(data)
         # WHEN they are read THEN nothing but a refusal is raised
         try:

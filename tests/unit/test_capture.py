@@ -545,8 +545,8 @@ def test_a_capture_with_bytes_changed_is_read_or_refused(
 ) -> None:
     whole = capture.read_bytes()
     codes = []
-    for place in range(100, len(whole), 499):
-        capture.write_bytes(whole[:place] + b"\xa5" * 9 + whole[place + 9 :])
+    for offset in range(100, len(whole), 499):
+        capture.write_bytes(whole[:offset] + b"\xa5" * 9 + whole[offset + 9 :])
         codes.append(cli.main(["report", str(capture), "-f", "folded", "-o", "-"]))
         assert "internal error" not in capsys.readouterr().err
     assert set(codes) == {0, 1}

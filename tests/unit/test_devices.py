@@ -17,7 +17,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices import choice as device_choice
 from aiflame.agent.devices.devices import Devices
-from aiflame.agent.devices.locations import DeviceLocations
+from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
@@ -44,6 +44,7 @@ from aiflame.gpu.base import (
     Line,
     Listing,
     Sampler,
+    SourceLines,
 )
 from support import blind_inspector
 
@@ -77,7 +78,8 @@ def _map(image: ProcessImage, start: int, binary: int) -> None:
 def _add_stack(locations: DeviceLocations, stack: int, image: ProcessImage, *user: int) -> None:
     addresses = np.array(user, np.uint64)
     found = image.find(addresses)
-    locations.add_stack(stack, image, addresses, found, set(image.binaries_at(found)))
+    binaries = set(image.binaries_at(found))
+    locations.add_stack(LocatedStack(stack, image, addresses, found, binaries))
 
 
 def _sums(*rows: tuple[int, int, SampleClass, int]) -> tuple[Any, Any]:
@@ -229,7 +231,7 @@ class _Sampler:
     def stop(self) -> None:
         self._host.lose(LossKind.KERNEL_NOT_OPENED)
 
-    def resolve(self, code: CodeKey, offsets: frozenset[int]) -> Listing | None:
+    def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
         if code.name == "dark":
             return None
         return Listing(100, tuple(Line(o, f"nop {o}\n", "toy.c", 3) for o in sorted(offsets)))

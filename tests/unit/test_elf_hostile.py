@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.records import SYMBOL
 from aiflame.agent.target_files import MAX_CPU_S, FileGuard, TargetFile
 from elfbytes import ALLOC_EXEC, FUNC, GLOBAL, HEADER_BYTES, Elf, Section, Symbol
 from hostile import run
@@ -30,17 +31,6 @@ unsigned long Py_Version = 0x030b02f0;
 char _PyRuntime[4096];
 """
 
-
-_SYMBOL = np.dtype(
-    [
-        ("name", "<u4"),
-        ("info", "u1"),
-        ("other", "u1"),
-        ("section", "<u2"),
-        ("value", "<u8"),
-        ("size", "<u8"),
-    ]
-)
 
 # What a file may take, one more step between two looks at the clock, and a crowded machine.
 _MOST_CPU_S = 3 * MAX_CPU_S
@@ -81,7 +71,7 @@ def _table(name: str, data: bytes, kind: str = "symtab", size: int | None = None
 
 def _symbols(count: int, step: int = 1, size: int = 1 << 40) -> bytes:
     """Records of `count` functions, `step` bytes apart, whose names overlap."""
-    records = np.zeros(count + 1, _SYMBOL)
+    records = np.zeros(count + 1, SYMBOL[64])
     records["name"][1:] = np.arange(1, count + 1)
     records["info"][1:] = GLOBAL << 4 | FUNC
     records["section"][1:] = 1

@@ -38,14 +38,14 @@ void _pocl_kernel_half_workgroup_one_workgroup(float **data, int n)
 }
 """
 _NAME = "half_workgroup_one"  # a name that looks like that of a work group's function
-_PLACE = f"cache/AB/CDEFGH/{_NAME}/64-1-1-goffs0-smallgrid/{_NAME}.so"
+_PATH = f"cache/AB/CDEFGH/{_NAME}/64-1-1-goffs0-smallgrid/{_NAME}.so"
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kernel")
     (folder / "kernel.c").write_text(_SOURCE)
-    path = folder / _PLACE
+    path = folder / _PATH
     path.parent.mkdir(parents=True)
     command = [
         "gcc",
@@ -90,9 +90,6 @@ class _Host:
     def opened(self, file: int) -> GuardedFile | None:
         return None if self._fd is None else FileGuard().each_file(self._path, self._fd)
 
-    def lines(self, file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
-        return [("half.cl", address) for address in addresses]
-
     def watch(self, descriptor: int, take: Callable[[], None]) -> None:
         raise AssertionError("samples come with drains only")
 
@@ -108,6 +105,10 @@ class _Host:
 
 def _owns(path: str, fd: int | None) -> bool:
     return OpenClSampler(_Host(path, fd)).owns(0)
+
+
+def _lines(file: int, addresses: Sequence[int]) -> list[tuple[str, int]]:
+    return [("half.cl", address) for address in addresses]
 
 
 def _nowhere(addresses: Sequence[int]) -> list[tuple[str, int]]:
@@ -239,7 +240,7 @@ def test_listing_has_the_functions_that_were_sampled(
 ) -> None:
     sampler = OpenClSampler(_Host(str(built), descriptor))
     assert sampler.owns(0)
-    found = sampler.resolve(CodeKey(0, 0, _NAME), frozenset({0}))
+    found = sampler.resolve(CodeKey(0, 0, _NAME), frozenset({0}), _lines)
     assert found is not None
     assert found.size_bytes == len(kernel.code)
     offsets = [line.offset for line in found.lines]
@@ -285,11 +286,11 @@ def test_lines_are_laid_over_a_copy_with_other_registers() -> None:
         Decoded(111, "jne", "0x67"),
         Decoded(113, "ret", ""),
     ]
-    places = [("a.cl", line) for line in range(1, 8)]
-    assert lay_over(original, places, copy) == places[1:]
+    sources = [("a.cl", line) for line in range(1, 8)]
+    assert lay_over(original, sources, copy) == sources[1:]
     # Code that has little in common gets no lines at all.
     other = [Decoded(at, "imul", "eax, ecx") for at in range(7)]
-    assert lay_over(original, places, other) == [("", 0)] * 7
+    assert lay_over(original, sources, other) == [("", 0)] * 7
 
 
 def test_pocl_is_found_and_comes_first(tmp_path: Path) -> None:

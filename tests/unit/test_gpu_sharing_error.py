@@ -71,7 +71,7 @@ def test_samples_of_an_unseen_launcher_alone_stay_unattributed() -> None:
     scenario = _BY_NAME["late attach, a third caller unnamed"]
     alone = simulate(type(scenario)("alone", scenario.callers[2:], duration_s=5))
     rows = attribute_by(alone, "work+fit")
-    # THEN its samples are in the picture, and said to be of nobody.
+    # THEN its samples are in the flame graph, and said to be of nobody.
     assert set(rows["certainty"].tolist()) == {Certainty.UNATTRIBUTED}
     assert int(rows["count"].sum()) == int(alone.gpu.samples["count"].sum()) > 100
 

@@ -9,11 +9,13 @@ import errno
 import mmap
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from aiflame.agent.inspector import child
 from aiflame.agent.inspector import opener as inspector_opener
 from aiflame.agent.inspector.opener import OpenedFile, Opener, RemoteFile
 from aiflame.agent.losses import LossKind
@@ -197,7 +199,21 @@ def test_what_may_never_be_read_is_read_by_the_child(
     with pytest.raises(BadTargetFile, match="timed out"):
         fresh.read(5, 0)
     assert opener.loss_files[LossKind.FILES_STUCK] == {_REMOTE}
+    assert file.is_stuck
     os.close(opened.fd)
+
+
+def test_a_child_that_no_signal_gets_through_to_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(child, "_KILLING_S", 0.1)
+    process = subprocess.Popen(["sleep", "600"])
+    assert not child.ends(process.pid)
+    process.kill()
+    monkeypatch.setattr(child, "_KILLING_S", 60.0)
+    assert child.ends(process.pid)
+    process.wait()
+    assert child.ends(process.pid)
 
 
 def test_the_child_can_do_nothing_but_open(opener: Opener) -> None:

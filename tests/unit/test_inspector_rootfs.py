@@ -84,7 +84,7 @@ def test_zero_byte_in_a_path_is_refused(root: tuple[int, Path]) -> None:
         rootfs.open_beneath(root[0], "/usr\0/lib")
 
 
-def test_no_descriptor_is_left_behind(root: tuple[int, Path]) -> None:
+def test_no_descriptor_is_left_open(root: tuple[int, Path]) -> None:
     (root[1] / "file").write_text("x")
     os.mkfifo(root[1] / "fifo")
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - its entries vanish while listed

@@ -60,8 +60,8 @@ def test_pages_hold_what_was_written(
     _make(path, rows, page_bytes)
     with _tables(path) as tables:
         found = tables.columns("t", ("c", "a"))
-    for column, place in zip(found, (2, 0), strict=True):
-        assert column.tolist() == [NULL if row[place] is None else row[place] for row in rows]
+    for column, at in zip(found, (2, 0), strict=True):
+        assert column.tolist() == [NULL if row[at] is None else row[at] for row in rows]
 
 
 @pytest.mark.usefixtures("without_sqlite")

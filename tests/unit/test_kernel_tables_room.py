@@ -77,13 +77,13 @@ class _Kernel:
 
     def rule_of(self, tables: KernelTables, binary: int, address: int) -> tuple[int, ...]:
         """Searches a table as bpf/unwind.h does."""
-        place = tables.places[binary]
-        words = np.frombuffer(self.unwind_tables.content[place.slot], "<u8")
+        loaded = tables.loaded[binary]
+        words = np.frombuffer(self.unwind_tables.content[loaded.slot], "<u8")
         halves = words.view("<u4")
-        page = (address >> PAGE_SHIFT) - place.base_page
+        page = (address >> PAGE_SHIFT) - loaded.base_page
         rows = halves[halves[page] : halves[page + 1]]
         row = rows[(rows & 0xFFFF) <= address % (1 << PAGE_SHIFT)][-1]
-        rule = words[(place.pages + 2) // 2 + (int(row) >> 16)]
+        rule = words[(loaded.pages + 2) // 2 + (int(row) >> 16)]
         found: tuple[int, ...] = np.array([rule]).view(RULE)[0].item()
         return found
 
@@ -147,16 +147,16 @@ def test_a_table_that_the_kernel_refuses_is_not_there(kernel: Any) -> None:
     tables = KernelTables(kernel, 4 << 20, Counter())
     kernel.unwind_tables.refuses = {0}
     tables.enter({1: _table(10), 2: _table(10)})
-    assert list(tables.places) == [2]
+    assert list(tables.loaded) == [2]
     assert tables.free_bytes == (4 << 20) - table_bytes(_table(10))
     # WHEN there is room again
     kernel.unwind_tables.refuses = set()
     tables.enter({1: _table(10)})
-    assert len({place.slot for place in tables.places.values()}) == 2
+    assert len({loaded.slot for loaded in tables.loaded.values()}) == 2
 
 
 @pytest.mark.parametrize("why", ["no memory", "refused"])
-def test_mappings_that_find_no_room_leave_none_behind(kernel: Any, why: str) -> None:
+def test_mappings_that_find_no_room_leave_none(kernel: Any, why: str) -> None:
     losses: Counter[LossKind] = Counter()
     tables = KernelTables(kernel, 0, losses)
     free_bytes = tables.free_mapping_bytes
@@ -208,7 +208,7 @@ class _Files:
     def __init__(self, kernel: Any, table: UnwindTable) -> None:
         self._processes = ProcessTable(1, lambda pid: 1, blind_inspector())
         self.tables = UnwindTables(kernel, self._processes, None, 64 << 20, lambda fd: None)
-        self.entered = self.tables._kernel.places
+        self.entered = self.tables._kernel.loaded
         self._table = table
         self.tables._cached = self._cached  # type: ignore[method-assign]
         self.tables.images = SimpleNamespace(bias=lambda mapping: 0)  # type: ignore[assignment]

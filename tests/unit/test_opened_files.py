@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who opens files. What runs as root opens those of others in few places, which take care.
+"""Who opens files. What runs as root opens those of others in few modules, which take care.
 
 Outputs are opened by `outfile`, files of targets by `inspector`, what
 the kernel tells by `kernelfs`. Whoever is listed here besides opens nothing that another user can

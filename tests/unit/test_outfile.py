@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output files are whole or not there, and belong to the user behind sudo."""
+"""Output files are whole or not there, and belong to the user who calls sudo."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def sudo_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sudo_user")
-def test_files_belong_to_the_user_behind_sudo(tmp_path: Path, monkeypatch) -> None:
+def test_files_belong_to_the_user_who_calls_sudo(tmp_path: Path, monkeypatch) -> None:
     chown = _Chown(monkeypatch)
     outfile.write_output(tmp_path / "a", b"x", force=False)
     outfile.make_folder(tmp_path / "b")
@@ -280,7 +280,7 @@ def test_files_belong_to_the_user_behind_sudo(tmp_path: Path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize(("uid", "gid"), [("", ""), ("1000", ""), ("-1", "-1"), ("x", "1")])
-def test_no_user_behind_sudo(tmp_path: Path, monkeypatch, uid: str, gid: str) -> None:
+def test_no_user_who_calls_sudo(tmp_path: Path, monkeypatch, uid: str, gid: str) -> None:
     chown = _Chown(monkeypatch)
     monkeypatch.setenv("SUDO_UID", uid)
     monkeypatch.setenv("SUDO_GID", gid)

@@ -119,7 +119,7 @@ def test_entry_is_taken_where_an_argument_could_be_lost(what: str, code: str) ->
         ("jrcxz to it", "e3 f6"),
         ("jmp with four bytes", "e9 f3 ff ff ff"),
         ("jne with four bytes", "0f 85 f2 ff ff ff"),
-        ("jmp before it, behind the entry", "eb f5"),
+        ("jmp before it, past the entry", "eb f5"),
     ],
 )
 def test_site_inside_a_loop_is_refused(what: str, jump: str) -> None:
@@ -168,7 +168,7 @@ def test_a_no_operation_that_is_refused_gets_no_probe() -> None:
     assert _site(jumped_to, NopTreatment()) == ProbeSite(0, 0, False)
 
 
-def test_code_behind_that_cannot_be_read_may_jump_back() -> None:
+def test_code_after_it_that_cannot_be_read_may_jump_back() -> None:
     assert _site("48 89 f8 53 06 c3") == ProbeSite(0, 0, False)
 
 

@@ -105,11 +105,11 @@ def test_what_is_known_is_nothing_new(found: list[Mapping]) -> None:
             Mapping(0x1000, 0x9000, 0, NO_BINARY),
             [Mapping(0x1000, 0x9000, 0, NO_BINARY)],
         ),
-        (  # the same place with another file: dlclose, then dlopen
+        (  # the same addresses with another file: dlclose, then dlopen
             Mapping(0x1000, 0x5000, 0, _OTHER),
             [Mapping(0x1000, 0x5000, 0, _OTHER), _KNOWN[1]],
         ),
-        (  # the same place of the same file, but another part of it
+        (  # the same addresses of the same file, but another part of it
             Mapping(0x1000, 0x5000, 0x7000, _LIB),
             [Mapping(0x1000, 0x5000, 0x7000, _LIB), _KNOWN[1]],
         ),

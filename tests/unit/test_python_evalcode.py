@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eval loop's moved parts, told by their jumps without symbols; and thread keys' places."""
+"""The eval loop's moved parts, told by their jumps without symbols; and thread keys' offsets."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_cold_parts_are_found_without_symbols_as_with_them(library: Path) -> Non
     assert found == named
 
 
-def test_a_jump_is_seen_at_any_place() -> None:
+def test_a_jump_is_seen_at_any_offset() -> None:
     code = (
         b"\x90\xe9" + struct.pack("<i", 0x1000) + b"\x0f\x84" + struct.pack("<i", -0x20) + b"\x90"
     )
@@ -96,5 +96,5 @@ RUNTIME = AddressRange(0x9000, 0xA000)
         (b"", None),
     ],
 )
-def test_thread_keys_place(code: bytes, expected: int | None) -> None:
+def test_thread_keys_offset(code: bytes, expected: int | None) -> None:
     assert key_operand(code, 0x1000, RUNTIME) == expected

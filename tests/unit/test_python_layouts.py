@@ -98,8 +98,8 @@ def test_random_offsets_are_refused_or_bounded() -> None:
         accepted += 1
         # All that the kernel half reads of a frame, in words.
         assert layout.frame_bytes <= 112
-        places = (layout.frame_code, layout.frame_previous, layout.frame_position)
-        assert all(place % 8 == 0 for place in places)
+        offsets = (layout.frame_code, layout.frame_previous, layout.frame_position)
+        assert all(place % 8 == 0 for place in offsets)
     assert accepted < 300
 
 

@@ -14,7 +14,7 @@ _FOLDED = (GLUE, Role.UNNAMED, Role.TRAMPOLINE)
 
 
 def _pythons(text: str) -> list[PythonFrame]:
-    """One frame a letter; a dot behind it ends the run; a dot alone is an empty run."""
+    """One frame a letter; a dot after it ends the run; a dot alone is an empty run."""
     found: list[PythonFrame] = []
     for index, letter in enumerate(text):
         if letter != ".":

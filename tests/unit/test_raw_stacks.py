@@ -12,14 +12,18 @@ import struct
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.symbolize.raw_stacks import KERNEL_OWNER, RawStacks
 
 _KERNEL = 0xFFFF_FFFF_8100_0000
 
 
 def _row(
-    row_id: int, process: int, kernel: list[int], user: list[int], end: StackEnd = StackEnd.ROOTED
+    row_id: int,
+    process: int,
+    kernel: list[int],
+    user: list[int],
+    end: StopReason = StopReason.ROOTED,
 ) -> tuple[int, int, int, int, bytes]:
     addresses = [*kernel, *user]
     return row_id, process, len(kernel), int(end), struct.pack(f"<{len(addresses)}Q", *addresses)
@@ -91,7 +95,7 @@ def test_nothing_but_empty_stacks(rows: list) -> None:
     first = stacks.first_kept(none, np.ones(len(rows), bool))
     assert kept.tolist() == first.tolist() == [0] * len(rows)
     ends = stacks.judged_ends(kept, none)
-    assert ends.tolist() == [StackEnd.NO_FRAME_POINTER] * len(rows)
+    assert ends.tolist() == [StopReason.NO_FRAME_POINTER] * len(rows)
     starts, frames = np.zeros(1, np.int64), np.zeros(0, np.int64)
     assert stacks.frame_blobs(first, kept, starts, frames) == [b""] * len(rows)
 
@@ -135,29 +139,29 @@ _START = 0x9000
     ("end", "user", "judged"),
     [
         # The last frame decides, whichever way the frame pointers ended.
-        (StackEnd.ROOTED, [0x10, _START], StackEnd.ROOTED),
-        (StackEnd.NO_FRAME_POINTER, [0x10, _START], StackEnd.ROOTED),
-        (StackEnd.UNREADABLE, [0x10, _START], StackEnd.ROOTED),
-        (StackEnd.ROOTED, [0x10, 0x20], StackEnd.NO_FRAME_POINTER),
-        (StackEnd.NO_FRAME_POINTER, [0x10, 0x20], StackEnd.NO_FRAME_POINTER),
-        (StackEnd.UNREADABLE, [0x10, 0x20], StackEnd.UNREADABLE),
-        (StackEnd.ROOTED, [_START - 1], StackEnd.ROOTED),  # the leaf itself
+        (StopReason.ROOTED, [0x10, _START], StopReason.ROOTED),
+        (StopReason.NO_FRAME_POINTER, [0x10, _START], StopReason.ROOTED),
+        (StopReason.UNREADABLE, [0x10, _START], StopReason.ROOTED),
+        (StopReason.ROOTED, [0x10, 0x20], StopReason.NO_FRAME_POINTER),
+        (StopReason.NO_FRAME_POINTER, [0x10, 0x20], StopReason.NO_FRAME_POINTER),
+        (StopReason.UNREADABLE, [0x10, 0x20], StopReason.UNREADABLE),
+        (StopReason.ROOTED, [_START - 1], StopReason.ROOTED),  # the leaf itself
         # Junk after the start, and instead of it.
-        (StackEnd.ROOTED, [0x10, _START, 0x666], StackEnd.ROOTED),
-        (StackEnd.UNREADABLE, [0x10, 0x666, _START], StackEnd.NO_FRAME_POINTER),
+        (StopReason.ROOTED, [0x10, _START, 0x666], StopReason.ROOTED),
+        (StopReason.UNREADABLE, [0x10, 0x666, _START], StopReason.NO_FRAME_POINTER),
         # What no frame can tell.
-        (StackEnd.TOO_DEEP, [0x10, 0x20], StackEnd.TOO_DEEP),
-        (StackEnd.KERNEL_ONLY, [], StackEnd.KERNEL_ONLY),
-        (StackEnd.NOT_WALKED, [], StackEnd.NOT_WALKED),
-        (StackEnd.LOST, [], StackEnd.LOST),
-        (StackEnd.EXCLUDED, [], StackEnd.EXCLUDED),
-        (StackEnd.UNREADABLE, [], StackEnd.UNREADABLE),
-        (StackEnd.ROOTED, [], StackEnd.NO_FRAME_POINTER),
+        (StopReason.TOO_DEEP, [0x10, 0x20], StopReason.TOO_DEEP),
+        (StopReason.KERNEL_ONLY, [], StopReason.KERNEL_ONLY),
+        (StopReason.NOT_WALKED, [], StopReason.NOT_WALKED),
+        (StopReason.LOST, [], StopReason.LOST),
+        (StopReason.EXCLUDED, [], StopReason.EXCLUDED),
+        (StopReason.UNREADABLE, [], StopReason.UNREADABLE),
+        (StopReason.ROOTED, [], StopReason.NO_FRAME_POINTER),
     ],
 )
 @pytest.mark.parametrize("kernel", [[], [_KERNEL, _START]])
 def test_how_a_stack_really_ended(
-    end: StackEnd, user: list[int], judged: StackEnd, kernel: list[int]
+    end: StopReason, user: list[int], judged: StopReason, kernel: list[int]
 ) -> None:
     # GIVEN the stack between two others, so that no array's edge helps
     other = _row(0, 1, [], [0x10, _START])
@@ -166,7 +170,7 @@ def test_how_a_stack_really_ended(
     is_code = _flags(stacks, 0x10, 0x0F, 0x1F, _START - 1)
     ends = stacks.judged_ends(stacks.kept_lengths(is_code), _flags(stacks, _START - 1))
     # THEN
-    assert [StackEnd(value) for value in ends] == [StackEnd.ROOTED, judged, StackEnd.ROOTED]
+    assert [StopReason(value) for value in ends] == [StopReason.ROOTED, judged, StopReason.ROOTED]
 
 
 def test_frames_are_root_first_with_inlined_functions_inside_their_callers() -> None:
@@ -191,7 +195,7 @@ def test_frames_are_root_first_with_inlined_functions_inside_their_callers() -> 
 def _random_row(dice: random.Random, row_id: int) -> tuple[int, int, int, int, bytes]:
     kernel = [_KERNEL + dice.randrange(40) for _ in range(dice.choice((0, 0, 1, 5)))]
     user = [0x1000 + dice.randrange(60) for _ in range(dice.choice((0, 1, 3, 127)))]
-    return _row(row_id, dice.randrange(4), kernel, user, StackEnd(dice.randrange(8)))
+    return _row(row_id, dice.randrange(4), kernel, user, StopReason(dice.randrange(8)))
 
 
 @pytest.mark.parametrize("seed", range(20))

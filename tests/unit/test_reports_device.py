@@ -16,7 +16,7 @@ import pytest
 from aiflame.agent.commands import report as verb
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model.gpu import Device, Kernel, Tier
-from aiflame.agent.model.profile import Loss, Profile, StackEnd
+from aiflame.agent.model.profile import Loss, Profile, StopReason
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
 from aiflame.agent.reports.csv_tables import csv_files, safe
@@ -78,7 +78,7 @@ def test_folded_device_samples_are_as_reviewed() -> None:
     assert_golden("device.folded", FORMATS["folded"].render(small_device_profile(), _GPU))
 
 
-def test_what_nobody_launched_stays_in_the_picture() -> None:
+def test_what_nobody_launched_stays_in_the_flame_graph() -> None:
     profile = device_profile_of(runs=[Ran("ghost", 0, 5, "selected", process=1)])
     assert _folded(profile, plain=True) == [
         "client (200);[unknown launch];-;ghost;selected;0x0 5",
@@ -86,7 +86,7 @@ def test_what_nobody_launched_stays_in_the_picture() -> None:
 
 
 def test_a_cut_launching_stack_says_so() -> None:
-    launch = Launch("launch", "k", 1, end=StackEnd.NO_TABLE)
+    launch = Launch("launch", "k", 1, end=StopReason.NO_TABLE)
     (line,) = _folded(device_profile_of([launch], [Ran("k", 0, 5)]), plain=True)
     assert line == "server (100);[truncated: no table];launch;-;k;selected;0x0 5"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import TIME_VIEWS
 from aiflame.agent.reports.rows import rows_for, rows_of
@@ -320,7 +320,7 @@ def test_page_draws_the_chosen_frames(frames: Frames, hides: bool) -> None:
         Sample("_start;[i]glue;[i]eval;[p]_run@<frozen runpy>:1;[p]f@/a.py:2;a", 5 * MS, thread=1),
         Sample("_start;[i]eval;[p]_run@<frozen runpy>:1;[p]f@/a.py:2;[i]glue;b", 6 * MS),
         Sample("[i]eval", 7 * MS, SampleClass.PREEMPTED),
-        Sample("recv", 8 * MS, thread=2, end=StackEnd.NO_TABLE),
+        Sample("recv", 8 * MS, thread=2, end=StopReason.NO_TABLE),
     )
     chosen = ReportOptions(frames=frames, hide_importlib=hides)
     tree = build(rows_for(profile, chosen))[0]

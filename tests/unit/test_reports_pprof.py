@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import FRAME_DTYPE, Binary, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FRAME_DTYPE, Binary, Profile, SampleClass, StopReason
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.protowire import packed, varint, varint_field
 from goldens import assert_golden
@@ -133,12 +133,12 @@ def test_a_function_called_and_inlined_has_two_locations() -> None:
 
 
 def test_a_cut_stack_says_so_at_its_root() -> None:
-    (sample,) = _decoded(profile_of(Sample("work", 1, end=StackEnd.TOO_DEEP))).samples
+    (sample,) = _decoded(profile_of(Sample("work", 1, end=StopReason.TOO_DEEP))).samples
     assert sample.lines == ["work", "[truncated: too deep]"]
 
 
 def test_a_stack_without_frames_keeps_its_time() -> None:
-    (sample,) = _decoded(profile_of(Sample("", 5, end=StackEnd.LOST))).samples
+    (sample,) = _decoded(profile_of(Sample("", 5, end=StopReason.LOST))).samples
     assert sample.lines == ["[truncated: lost]"]
     assert sample.values["wall/nanoseconds"] == 5
 

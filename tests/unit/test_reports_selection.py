@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python frames in pictures: their labels, and which frames are shown."""
+"""Python frames in flame graphs: their labels, and which frames are shown."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from aiflame.agent.model.profile import FrameKind, Function, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Function, SampleClass, StopReason
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions
 from aiflame.agent.reports.palette import Category, category_of, fill
 from aiflame.agent.reports.rows import label_of
@@ -76,7 +76,7 @@ def test_causes_are_known_where_their_frames_are_not_shown() -> None:
 
 
 def test_markers_stay_in_every_selection() -> None:
-    profile = profile_of(Sample("main;[p]f@/a.py:3;[m][truncated: x]", 5, end=StackEnd.NO_TABLE))
+    profile = profile_of(Sample("main;[p]f@/a.py:3;[m][truncated: x]", 5, end=StopReason.NO_TABLE))
     assert _folded(profile, frames=Frames.PYTHON) == [
         "server (100);[truncated: no table];f (a.py:3);[truncated: x] 5"
     ]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiflame.agent.commands import stats as verb
-from aiflame.agent.model.profile import WAIT_DTYPE, Loss, Profile, SampleClass, StackEnd, Thread
+from aiflame.agent.model.profile import WAIT_DTYPE, Loss, Profile, SampleClass, StopReason, Thread
 from aiflame.agent.reports.base import TIME_VIEWS, View
 from aiflame.agent.reports.facts import missing_line, warnings
 from aiflame.agent.reports.stats import tables
@@ -108,9 +108,9 @@ def test_longest_waits_come_first_and_name_their_caller() -> None:
 
 def test_modules_that_cut_stacks_are_weighed_by_time() -> None:
     profile = profile_of(
-        Sample("work", 30 * MS, end=StackEnd.NO_FRAME_POINTER),
-        Sample("", 10 * MS, end=StackEnd.LOST),
-        Sample("[k]kthread", 60 * MS, end=StackEnd.KERNEL_ONLY),
+        Sample("work", 30 * MS, end=StopReason.NO_FRAME_POINTER),
+        Sample("", 10 * MS, end=StopReason.LOST),
+        Sample("[k]kthread", 60 * MS, end=StopReason.KERNEL_ONLY),
     )
     assert _table(profile, "Modules").rows == (
         ("30.00", "75.0 %", "server"),

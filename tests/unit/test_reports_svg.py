@@ -124,13 +124,13 @@ def test_a_long_title_is_cut_between_characters() -> None:
     assert root.find(f"{NS}text[@class='title']").text == "<" * 94 + ".."  # type: ignore[union-attr]
 
 
-def test_empty_profile_gives_a_picture_that_says_so() -> None:
+def test_empty_profile_gives_a_flame_graph_that_says_so() -> None:
     root = parsed(empty_profile())
     assert list(frames(root)) == ["all (0 ns, 0.00 %)"]
     assert "Nothing was recorded" in words(root)
 
 
-def test_losses_and_own_cost_are_under_the_picture() -> None:
+def test_losses_and_own_cost_are_under_the_flame_graph() -> None:
     said = words(parsed(small_profile()))
     assert "Lost stacks_full: 3" in said
     assert "Complete stacks: 95.40 % of the recorded time." in said
@@ -143,7 +143,7 @@ def test_view_is_named_in_the_subtitle() -> None:
     assert "blocked" not in said
 
 
-def test_ten_thousand_frames_deep_is_still_one_picture() -> None:
+def test_ten_thousand_frames_deep_is_still_one_flame_graph() -> None:
     assert len(frames(parsed(deep_profile(10_000)))) == 10_002
 
 

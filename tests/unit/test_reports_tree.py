@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.rows import MAX_NAME_CHARS, rows_of, showable
 from aiflame.agent.reports.tree import Tree, build, invert, kept_above, prune
@@ -27,7 +27,7 @@ Outline = list[tuple[int, str, int, int]]
 
 
 def outline(tree: Tree) -> Outline:
-    """(depth, name, total in ms, of which off-CPU in ms), as one would read the picture."""
+    """(depth, name, total in ms, of which off-CPU in ms), as one would read the flame graph."""
     return [
         (
             int(tree.depth[i]),
@@ -101,9 +101,9 @@ def test_view_chooses_what_is_counted(view: View, total_ms: int, off_ms: int) ->
     assert outline(tree_of(*samples, view=view))[0] == (0, "all", total_ms, off_ms)
 
 
-@pytest.mark.parametrize("end", list(StackEnd))
-def test_cut_stack_is_never_taken_for_a_whole_one(end: StackEnd) -> None:
-    is_whole = end in (StackEnd.KERNEL_ONLY, StackEnd.EXCLUDED) or "rooted" in end.label
+@pytest.mark.parametrize("end", list(StopReason))
+def test_cut_stack_is_never_taken_for_a_whole_one(end: StopReason) -> None:
+    is_whole = end in (StopReason.KERNEL_ONLY, StopReason.EXCLUDED) or "rooted" in end.label
     mark = "" if is_whole else f";[truncated: {end.label}]"
     assert shown(Sample("leaf", MS, end=end)) == [f"server (100){mark};leaf"]
     assert shown(Sample("leaf", MS, end=end), per_thread=True) == [
@@ -128,7 +128,7 @@ def test_threads_of_a_process_share_frames_unless_asked_for() -> None:
 
 
 def test_a_lost_stack_keeps_its_time() -> None:
-    assert shown(Sample("", MS, SampleClass.BLOCKED, end=StackEnd.LOST)) == [
+    assert shown(Sample("", MS, SampleClass.BLOCKED, end=StopReason.LOST)) == [
         "server (100);[truncated: lost];[blocked: other]"
     ]
 

@@ -90,7 +90,7 @@ def _jump(at: int, to: int) -> bytes:
         ({0x100: _TO_EXIT[:2] + b"\xe9"}, None),
         ({0x101: _STORE_0X630}, None),
         ({}, None),
-        # Jumps to nowhere: before the file, behind it, to a jump.
+        # Jumps to nowhere: before the file, past it, to a jump.
         ({0x100: _jump(0x100, -1)}, None),
         ({0x100: _jump(0x100, -0x7FFF_0000)}, None),
         ({0x100: _jump(0x100, 0x7FFF_0000)}, None),

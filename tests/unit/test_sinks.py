@@ -14,7 +14,7 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
-from aiflame.agent.model.profile import Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NONE, Window, concatenate, rows_of
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.sinks.capture import CaptureSink
@@ -103,7 +103,7 @@ def _builder() -> WindowBuilder:
 
 
 def _define_stack(builder: WindowBuilder, stack: int, *, is_late: bool = False) -> None:
-    row = (stack, 0, 0, 0, 0, 1, StackEnd.ROOTED, 0, False, NONE, 0)
+    row = (stack, 0, 0, 0, 0, 1, StopReason.ROOTED, 0, False, NONE, 0)
     addresses = np.array([0x1234], "<u8").view(COLUMNS["addresses"].dtype)
     builder.define("stacks", rows_of("stacks", row), addresses, is_late=is_late)
 
@@ -113,7 +113,7 @@ def test_a_stack_that_comes_late_is_not_lost() -> None:
     builder = _builder()
     builder.add("samples", rows_of("samples", (99, 0, SampleClass.ON_CPU, 4, 40)))
     first = builder.close(1000)
-    assert first.stacks["stop_reason"].tolist() == [StackEnd.LOST]
+    assert first.stacks["stop_reason"].tolist() == [StopReason.LOST]
     _define_stack(builder, 99, is_late=True)
     profile = _captured([first, builder.close(2000, is_last=True)])
     ((key, value),) = _times(profile).items()
@@ -150,7 +150,7 @@ def test_newer_mappings_lie_over_older_ones() -> None:
     builder.define("mappings", rows_of("mappings", (0, 0, 0x1000, 0x9000, 0, 0x1000)))
     builder.define("mappings", rows_of("mappings", (0, 1, 0x3000, 0x4000, 0, 0x3000)))
     for at, stack in ((0x1100, 1), (0x3100, 2), (0x5100, 3)):
-        row = (stack, 0, 0, 0, 0, 1, StackEnd.ROOTED, 0, False, NONE, 0)
+        row = (stack, 0, 0, 0, 0, 1, StopReason.ROOTED, 0, False, NONE, 0)
         builder.define(
             "stacks", rows_of("stacks", row), np.array([at], "<u8").view(COLUMNS["addresses"].dtype)
         )

@@ -19,7 +19,7 @@ from aiflame.agent import kernelfs
 from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes import procfs, snapshots, threads
 from aiflame.agent.processes.snapshots import Snapshots
 from aiflame.agent.processes.table import ProcessTable
@@ -177,14 +177,14 @@ def waiting_tid() -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("is_walked", "end", "missing"),
-    [(True, StackEnd.NOT_WALKED, 1), (False, StackEnd.EXCLUDED, 0)],
+    [(True, StopReason.NOT_WALKED, 1), (False, StopReason.EXCLUDED, 0)],
 )
 def test_kernels_without_the_iterator_are_said_to_be(
     waiting_tid: int,
     wait_until: Any,
     monkeypatch: pytest.MonkeyPatch,
     is_walked: bool,
-    end: StackEnd,
+    end: StopReason,
     missing: int,
 ) -> None:
     here = os.getpid()

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from aiflame.agent.inspector import rootfs
+from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols import perfmap
-from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap
+from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap, open_perf_map, perf_map_path
+from aiflame.agent.symbols.service import SymbolService
 
 
 def look(perf_map: PerfMap | None, *addresses: int) -> list[str | None]:
@@ -27,9 +30,19 @@ def write(root: Path, text: bytes) -> Path:
     return path
 
 
+def load(root: str, pid: int, uid: int, **limits: int) -> PerfMap | None:
+    fd = open_perf_map(root, perf_map_path(pid), uid)
+    if fd is None:
+        return None
+    try:
+        return PerfMap.read(fd, **limits)
+    finally:
+        os.close(fd)
+
+
 def test_names_with_spaces_and_prefixes(tmp_path: Path) -> None:
     write(tmp_path, b"1000 10 py::main:/a b.py\n0x2000 0x20 LazyCompile:~f a.js:1\n")
-    found = PerfMap.load(str(tmp_path), 7, os.getuid())
+    found = load(str(tmp_path), 7, os.getuid())
     assert look(found, 0xFFF, 0x1000, 0x100F, 0x1010, 0x201F, 2**64 - 1) == [
         None,
         "py::main:/a b.py",
@@ -97,8 +110,8 @@ def test_a_million_functions_over_each_other_take_no_longer_than_others() -> Non
 
 
 def test_no_map_is_no_error(tmp_path: Path) -> None:
-    assert PerfMap.load(str(tmp_path), 7, 0) is None
-    assert PerfMap.load(str(tmp_path / "gone"), 7, 0) is None
+    assert load(str(tmp_path), 7, 0) is None
+    assert load(str(tmp_path / "gone"), 7, 0) is None
 
 
 @pytest.mark.parametrize("target", ["/secret", "../secret", "../../secret", "missing"])
@@ -109,7 +122,7 @@ def test_a_link_is_refused_wherever_it_leads(tmp_path: Path, target: str) -> Non
     (root / "secret").write_text("1000 10 secret\n")
     (root / "tmp/perf-7.map").symlink_to(target)
     with pytest.raises(BadPerfMap, match="not a regular file"):
-        PerfMap.load(str(root), 7, os.getuid())
+        load(str(root), 7, os.getuid())
 
 
 def test_a_link_is_refused_without_openat2(tmp_path: Path, monkeypatch) -> None:
@@ -118,7 +131,7 @@ def test_a_link_is_refused_without_openat2(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "tmp/perf-7.map").symlink_to("../secret")
     monkeypatch.setattr(rootfs, "_SYS_OPENAT2", None)
     with pytest.raises(BadPerfMap, match="symbolic links"):
-        PerfMap.load(str(tmp_path), 7, os.getuid())
+        load(str(tmp_path), 7, os.getuid())
 
 
 def test_a_second_name_of_a_file_is_refused(tmp_path: Path) -> None:
@@ -126,14 +139,14 @@ def test_a_second_name_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp/perf-7.map").hardlink_to(tmp_path / "secret")
     with pytest.raises(BadPerfMap, match="2 names"):
-        PerfMap.load(str(tmp_path), 7, os.getuid())
+        load(str(tmp_path), 7, os.getuid())
 
 
 def test_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     os.mkfifo(tmp_path / "tmp/perf-7.map")
     with pytest.raises(BadPerfMap, match="not a regular file"):
-        PerfMap.load(str(tmp_path), 7, os.getuid())
+        load(str(tmp_path), 7, os.getuid())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a file away")
@@ -141,16 +154,16 @@ def test_map_of_another_user_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, b"1000 10 forged\n")
     os.chown(path, 1234, 1234)
     with pytest.raises(BadPerfMap, match="user 1234"):
-        PerfMap.load(str(tmp_path), 7, 1000)
-    assert look(PerfMap.load(str(tmp_path), 7, 1234), 0x1000) == ["forged"]
+        load(str(tmp_path), 7, 1000)
+    assert look(load(str(tmp_path), 7, 1234), 0x1000) == ["forged"]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to own a file")
 def test_a_file_of_root_is_for_processes_of_root_only(tmp_path: Path) -> None:
     write(tmp_path, b"1000 10 roots\n")
     with pytest.raises(BadPerfMap, match="user 0"):
-        PerfMap.load(str(tmp_path), 7, 1000)
-    assert look(PerfMap.load(str(tmp_path), 7, 0), 0x1000) == ["roots"]
+        load(str(tmp_path), 7, 1000)
+    assert look(load(str(tmp_path), 7, 0), 0x1000) == ["roots"]
 
 
 def test_end_of_an_oversized_file_is_read(tmp_path: Path) -> None:
@@ -161,7 +174,56 @@ def test_end_of_an_oversized_file_is_read(tmp_path: Path) -> None:
         file.seek(size)
         file.write(b"\n2000 10 tail\n")
     began = time.thread_time()
-    found = PerfMap.load(str(tmp_path), 7, os.getuid(), max_bytes=1024 * 1024)
+    found = load(str(tmp_path), 7, os.getuid(), max_bytes=1024 * 1024)
     assert time.thread_time() - began < 2
     assert look(found, 0x1000, 0x2000) == [None, "tail"]
     assert found is not None and found.skipped_bytes == size + 14 - 1024 * 1024
+
+
+def test_a_process_without_rights_reads_it(tmp_path: Path) -> None:
+    addresses = np.array([0x1000, 0x5000], np.uint64)
+    with SymbolService(None) as service:
+
+        def names(root: Path | str, pid: int, uid: int) -> list[str | None]:
+            return service.resolve_generated(str(root), pid, uid, addresses)
+
+        write(tmp_path, b"1000 10 _Z3onev of a JIT\nnonsense\n")
+        assert names(tmp_path, 7, os.getuid()) == ["_Z3onev of a JIT", None]
+        assert [problem.reason for problem in service.problems] == [LossKind.PERF_MAP_CUT]
+        # AND where there is none, or it may not be read, there are no names
+        assert names(tmp_path, 8, os.getuid()) == [None, None]
+        assert names("", 7, os.getuid()) == [None, None]
+        assert names(tmp_path, 7, os.getuid() + 1) == [None, None]
+        assert service.problems[-1].reason is LossKind.PERF_MAP_REFUSED
+
+
+def test_a_map_that_kills_its_parser_costs_its_own_names(tmp_path: Path) -> None:
+    # GIVEN one that takes too long, and another of the same name in another container
+    script = tmp_path / "worker.py"
+    script.write_text(_SLOW_WORKER)
+    for name, text in (("slow", b"1000 10 endless\n"), ("sound", b"1000 10 sound\n")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, text)
+    addresses = np.array([0x1000], np.uint64)
+    command = (sys.executable, str(script))
+    with SymbolService(None, timeout_s=0.5, command=command) as service:
+        found = [
+            service.resolve_generated(str(tmp_path / name), 7, os.getuid(), addresses)
+            for name in ("slow", "sound", "slow")
+        ]
+    assert found == [[None], ["sound"], [None]]
+    assert LossKind.SYMBOLIZER_DIED in {problem.reason for problem in service.problems}
+
+
+_SLOW_WORKER = """\
+import sys
+from aiflame.agent.symbols import worker
+from aiflame.agent.symbols.perfmap import PerfMap
+sound = PerfMap.lookup
+def lookup(self, addresses):
+    while b"endless" in self._text:
+        pass
+    return sound(self, addresses)
+PerfMap.lookup = lookup
+worker.main(sys.argv[1:])
+"""

@@ -111,21 +111,21 @@ def test_debug_file_by_build_id_in_the_target_root(tmp_path: Path) -> None:
     start = address_of(program, OUTERMOST)
     notes = subprocess.run(["readelf", "-n", program], capture_output=True, text=True, check=True)
     build_id = notes.stdout.split("Build ID: ")[1].split()[0]
-    place = f"root/usr/lib/debug/.build-id/{build_id[:2]}/{build_id[2:]}.debug"
-    split_debug(program, tmp_path / place, link=False)
+    path = f"root/usr/lib/debug/.build-id/{build_id[:2]}/{build_id[2:]}.debug"
+    split_debug(program, tmp_path / path, link=False)
     assert resolve(Resolver(None), program, start) == [[]]
     found = resolve(Resolver(None), program, start, root=str(tmp_path / "root"))
     assert found[0][-1] == "shop::outermost(int)"
 
 
-@pytest.mark.parametrize("place", ["{dir}/shop.dbg", "{dir}/.debug/shop.dbg", "debug"])
-def test_debug_file_by_link(tmp_path: Path, place: str) -> None:
-    """GIVEN a link with a checksum, THEN each of its three places is tried beneath the root."""
+@pytest.mark.parametrize("path", ["{dir}/shop.dbg", "{dir}/.debug/shop.dbg", "debug"])
+def test_debug_file_by_link(tmp_path: Path, path: str) -> None:
+    """GIVEN a link with a checksum, THEN each of its three paths is tried beneath the root."""
     program = build(tmp_path, "-g", "-Wl,--build-id=none")
     start = address_of(program, OUTERMOST)
     root = tmp_path / "root"
-    place = place.format(dir="{dir}") if place != "debug" else "/usr/lib/debug{dir}/shop.dbg"
-    debug = Path(str(root) + place.format(dir=tmp_path))
+    path = path.format(dir="{dir}") if path != "debug" else "/usr/lib/debug{dir}/shop.dbg"
+    debug = Path(str(root) + path.format(dir=tmp_path))
     split_debug(program, debug, link=True)
     resolver = Resolver(None)
     fd = os.open(program, os.O_RDONLY)
@@ -144,9 +144,9 @@ def test_debug_file_by_link(tmp_path: Path, place: str) -> None:
 def test_debug_file_of_another_build_is_refused(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_bytes(Elf(build_id=b"1" * 20).build())
-    place = tmp_path / "root/usr/lib/debug/.build-id/31" / ("31" * 19 + ".debug")
-    place.parent.mkdir(parents=True)
-    place.write_bytes(Elf(build_id=b"2" * 20, symbols=[Symbol("forged", 0x1000, 16)]).build())
+    path = tmp_path / "root/usr/lib/debug/.build-id/31" / ("31" * 19 + ".debug")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(Elf(build_id=b"2" * 20, symbols=[Symbol("forged", 0x1000, 16)]).build())
     resolver = Resolver(None)
     assert resolve(resolver, program, 0x1000, root=str(tmp_path / "root")) == [[]]
     assert [problem.reason for problem in resolver.problems] == [LossKind.BAD_DEBUG_FILE]

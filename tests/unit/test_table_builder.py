@@ -16,7 +16,6 @@ from recordings import children_of
 from support import wait_until
 
 _FILE = "/bin/true"
-_NAME = "true.unwind"
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def test_an_idle_child_that_dies_does_not_wake_its_watcher_for_ever(
     builder: TableBuilder, watched: select.epoll
 ) -> None:
     # GIVEN a child that has built a table and waits
-    builder.ask(0, _FILE, _NAME)
+    builder.ask(0, _FILE)
     assert _finish(builder, 1) == [0]
     # WHEN it is killed, and whoever watches it looks once
     _kill()
@@ -80,13 +79,13 @@ def test_an_idle_child_that_dies_does_not_wake_its_watcher_for_ever(
     assert builder.finished() == []
     # THEN there is nothing more to see, and the next table is built by another child
     assert watched.poll(0) == []
-    builder.ask(1, _FILE, _NAME)
+    builder.ask(1, _FILE)
     assert _finish(builder, 1) == [1]
     assert builder.given_up == set()
 
 
 def test_a_child_that_is_killed_at_work_is_replaced(builder: TableBuilder, tmp_path: Path) -> None:
-    builder.ask(0, _FILE, _NAME)
+    builder.ask(0, _FILE)
     _kill()
     assert _finish(builder, 1) == [0]
     assert _tables(tmp_path)
@@ -94,7 +93,7 @@ def test_a_child_that_is_killed_at_work_is_replaced(builder: TableBuilder, tmp_p
 
 
 def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder) -> None:
-    builder.ask(0, _FILE, _NAME)
+    builder.ask(0, _FILE)
     _kill()
     wait_until(lambda: not builder.finished() and _children(), 60)
     _kill()
@@ -108,7 +107,7 @@ def test_without_descriptors_nothing_is_built_and_nothing_raised(builder: TableB
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
     try:
-        builder.ask(0, _FILE, _NAME)
+        builder.ask(0, _FILE)
         done = builder.finished()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

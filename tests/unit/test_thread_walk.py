@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiflame.agent.inspector.memory import Span
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
@@ -43,8 +43,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
     frames.fde(cie, _ROOT, 0x100, b"\x07" + uleb(RIP))
     frames.fde(cie, _PLAIN, 0x100, def_cfa_offset(32))
     signal = cfa_expression(b"\x77" + sleb(160) + b"\x06")
-    for register, place in ((RBP, 120), (RSP, 160), (RIP, 168)):
-        signal += expression(register, b"\x77" + sleb(place))
+    for register, offset in ((RBP, 120), (RSP, 160), (RIP, 168)):
+        signal += expression(register, b"\x77" + sleb(offset))
     frames.fde(signal_cie, _SIGNAL, 0x100, signal)
     return table_of(elf_with(frames), tmp_path_factory.mktemp("thread_walk"))
 
@@ -79,22 +79,22 @@ def _walk(
 ) -> WalkedThread:
     """Walks from a leaf with the stack pointer at _STACK; `words` are by distance from there."""
     piece = bytearray(max(words, default=0) + 8)
-    for place, word in words.items():
-        struct.pack_into("<Q", piece, place, word)
+    for offset, word in words.items():
+        struct.pack_into("<Q", piece, offset, word)
     registers = ThreadRegisters(1, 2, 3, 4, leaf, _STACK, frame, 0, 0, 41, 42, 1, 0, b"sleeper")
     memory = StackMemory(Span(41, 42, _STACK, len(piece)), bytes(piece), None)
     return walker.walk_thread(image, registers, memory)
 
 
-def _code(function: int, behind: int = 8) -> int:
-    return _BIAS + function + behind
+def _code(function: int, after: int = 8) -> int:
+    return _BIAS + function + after
 
 
 def test_from_the_leaf_to_where_the_thread_started(table: UnwindTable) -> None:
     words = {24: _code(_PLAIN), 56: _code(_PLAIN, 20), 88: _code(_ROOT)}
     found = _walk(_walker(_Tables(table)), _image(), _code(_PLAIN, 0), words)
     chain = (_code(_PLAIN, 0), _code(_PLAIN), _code(_PLAIN, 20), _code(_ROOT))
-    assert found == WalkedThread(chain, StackEnd.ROOTED_BY_TABLE, frozenset())
+    assert found == WalkedThread(chain, StopReason.ROOTED_BY_TABLE, frozenset())
 
 
 def test_an_interrupted_function_is_found_at_its_very_first_byte(table: UnwindTable) -> None:
@@ -105,18 +105,18 @@ def test_an_interrupted_function_is_found_at_its_very_first_byte(table: UnwindTa
     # THEN it is stored so that the look-up one byte before hits it
     interrupted = _code(_PLAIN, 0) + 1
     assert found.addresses == (_code(_PLAIN), _code(_SIGNAL), interrupted, _code(_ROOT))
-    assert found.end == StackEnd.ROOTED_BY_TABLE
+    assert found.end == StopReason.ROOTED_BY_TABLE
 
 
 def test_a_table_that_is_still_being_built_is_named_and_asked_again(table: UnwindTable) -> None:
     tables, image, words = _Tables(None), _image(), {24: _code(_ROOT)}
     walker = _walker(tables)
     found = _walk(walker, image, _code(_PLAIN), words)
-    assert (found.lacks, found.end) == (frozenset({_BINARY}), StackEnd.NO_TABLE)
+    assert (found.lacks, found.end) == (frozenset({_BINARY}), StopReason.NO_TABLE)
     # WHEN it has come
     tables.table = table
     found = _walk(walker, image, _code(_PLAIN), words)
-    assert (found.lacks, found.end) == (frozenset(), StackEnd.ROOTED_BY_TABLE)
+    assert (found.lacks, found.end) == (frozenset(), StopReason.ROOTED_BY_TABLE)
 
 
 def test_mappings_that_come_later_are_used(table: UnwindTable) -> None:
@@ -130,15 +130,15 @@ def test_mappings_that_come_later_are_used(table: UnwindTable) -> None:
 @pytest.mark.parametrize(
     ("leaf", "words", "end"),
     [
-        (_code(_PLAIN), {}, StackEnd.UNREADABLE),
-        (_code(_PLAIN), {24: 0xDEAD}, StackEnd.NO_FRAME_POINTER),
-        (_code(_PLAIN), {24: 0}, StackEnd.NO_FRAME_POINTER),
-        (_JIT, {}, StackEnd.NO_TABLE),
-        (0xDEAD, {}, StackEnd.NO_FRAME_POINTER),
+        (_code(_PLAIN), {}, StopReason.UNREADABLE),
+        (_code(_PLAIN), {24: 0xDEAD}, StopReason.NO_FRAME_POINTER),
+        (_code(_PLAIN), {24: 0}, StopReason.NO_FRAME_POINTER),
+        (_JIT, {}, StopReason.NO_TABLE),
+        (0xDEAD, {}, StopReason.NO_FRAME_POINTER),
     ],
 )
 def test_stacks_that_lead_nowhere_keep_their_leaf(
-    table: UnwindTable, leaf: int, words: dict[int, int], end: StackEnd
+    table: UnwindTable, leaf: int, words: dict[int, int], end: StopReason
 ) -> None:
     found = _walk(_walker(_Tables(table)), _image(), leaf, words)
     assert found == WalkedThread((leaf,), end, frozenset())
@@ -153,4 +153,4 @@ def test_generated_code_is_walked_by_frame_pointer(table: UnwindTable) -> None:
 def test_recursion_is_cut_where_sampled_stacks_are(table: UnwindTable) -> None:
     words = {24 + 32 * index: _code(_PLAIN) for index in range(300)}
     found = _walk(_walker(_Tables(table)), _image(), _code(_PLAIN), words)
-    assert (len(found.addresses), found.end) == (127, StackEnd.TOO_DEEP)
+    assert (len(found.addresses), found.end) == (127, StopReason.TOO_DEEP)

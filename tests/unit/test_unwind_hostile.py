@@ -114,9 +114,9 @@ def test_parents_that_are_none(tmp_path: Path, parent: int) -> None:
     frames = Frames()
     cie = frames.cie()
     frames.fde(cie, TEXT, 64)
-    place = len(frames.body)
+    offset = len(frames.body)
     frames.fde(cie, TEXT + 64, 64)
-    struct.pack_into("<I", frames.body, place + 4, parent)
+    struct.pack_into("<I", frames.body, offset + 4, parent)
     found = table_of(elf_with(frames), tmp_path)
     assert found.drops == {"bad CIE": 1} and len(found) == 2
 
@@ -132,7 +132,7 @@ def test_an_fde_as_parent(tmp_path: Path) -> None:
     assert table_of(elf_with(frames), tmp_path).drops == {"bad CIE": 2}
 
 
-def test_operands_behind_the_end(tmp_path: Path) -> None:
+def test_operands_past_the_end(tmp_path: Path) -> None:
     frames = Frames()
     cie = frames.cie()
     endless = b"\x0e" + b"\xff" * 4

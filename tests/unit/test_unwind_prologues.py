@@ -100,7 +100,7 @@ def test_prologues_agree_with_the_compilers_own_cfi(tmp_path: Path, level: str) 
 def test_what_cfi_says_is_never_overruled(tmp_path: Path) -> None:
     told = _built(tmp_path, "told", "-O2")
     table = _table(told)
-    kinds = {table.lookup(place).kind for name in _FUNCTIONS for place in _instructions(told, name)}
+    kinds = {table.lookup(pc).kind for name in _FUNCTIONS for pc in _instructions(told, name)}
     assert kinds <= {RuleKind.RSP, RuleKind.RBP}
 
 

@@ -147,9 +147,9 @@ def test_other_expressions_end_the_walk(tmp_path: Path, body: bytes) -> None:
 def test_signal_frame(tmp_path: Path) -> None:
     # GIVEN the description that glibc gives of __restore_rt
     program = cfa_expression(b"\x77" + sleb(160) + b"\x06")
-    places = {8: 40, RBP: 120, 3: 128, RSP: 160, RIP: 168}
-    for register, place in places.items():
-        program += expression(register, b"\x77" + sleb(place))
+    offsets = {8: 40, RBP: 120, 3: 128, RSP: 160, RIP: 168}
+    for register, saved_at in offsets.items():
+        program += expression(register, b"\x77" + sleb(saved_at))
     table = of_program(tmp_path, program, augmentation=b"zRS", program=def_cfa(RSP, 8))
     assert table.lookup(TEXT) == Rule(RuleKind.SIGNAL, RbpKind.AT_RSP, 120, 160)
 
@@ -227,7 +227,7 @@ def test_the_later_of_overlapping_functions_rules_from_its_start(tmp_path: Path)
     assert table.drops == {"overlapped": 2}
 
 
-def test_rows_behind_the_function_are_cut(tmp_path: Path) -> None:
+def test_rows_past_the_function_are_cut(tmp_path: Path) -> None:
     frames = Frames()
     frames.fde(frames.cie(), TEXT, 16, advance(16) + def_cfa_offset(64) + advance(9))
     table = table_of(elf_with(frames), tmp_path)
@@ -245,7 +245,7 @@ def test_functions_outside_code_are_dropped(tmp_path: Path, start: int, size: in
 
 
 def test_every_page_begins_with_the_rule_in_force(tmp_path: Path) -> None:
-    # GIVEN a function that reaches over two page borders, and one behind a gap
+    # GIVEN a function that reaches over two page borders, and one after a gap
     frames = Frames()
     cie = frames.cie()
     frames.fde(cie, TEXT + 0x100, 0x320, def_cfa_offset(64))
@@ -343,7 +343,7 @@ def test_a_table_of_another_binary_is_refused(tmp_path: Path) -> None:
 
 
 def test_file_without_section_headers(tmp_path: Path) -> None:
-    # GIVEN a file with a segment PT_GNU_EH_FRAME in place of section headers
+    # GIVEN a file with a segment PT_GNU_EH_FRAME instead of section headers
     frames = Frames()
     frames.fde(frames.cie(program=USUAL), TEXT, 64, PROLOGUE)
     header = b"\x01\x1b\x03\x3b" + struct.pack("<i", 4) + bytes(frames.body)
@@ -357,10 +357,10 @@ def test_file_without_section_headers(tmp_path: Path) -> None:
     struct.pack_into("<I", sound, 48, 0)
     struct.pack_into("<HHH", sound, 52, 64, 56, 3)
     frames_at = at + 3 * 56
-    place = (frames_at, FRAMES_HDR, FRAMES_HDR, len(header), len(header), 4)
+    header_row = (frames_at, FRAMES_HDR, FRAMES_HDR, len(header), len(header), 4)
     sound += load
-    sound += struct.pack("<IIQQQQQQ", 1, 4, *place)
-    sound += struct.pack("<IIQQQQQQ", 0x6474E550, 4, *place)
+    sound += struct.pack("<IIQQQQQQ", 1, 4, *header_row)
+    sound += struct.pack("<IIQQQQQQ", 0x6474E550, 4, *header_row)
     table = table_of(bytes(sound) + header, tmp_path)
     assert table.lookup(TEXT + 1) == rsp(16, -16)
 
@@ -376,7 +376,7 @@ FRAMES_HDR = Frames().address - 8
         ("ff2500000000 6800000000 e900000000", [(0, 16), (6, 24), (16, 11)]),
         # endbr64; push $0; bnd jmp head; nop
         ("f30f1efa 6800000000 f2e900000000 90", [(0, 16), (6, 24), (16, 9)]),
-        # no stub behind the head
+        # no stub after the head
         ("", [(0, 16), (6, 24)]),
     ],
 )

@@ -44,8 +44,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
     realigned = expression(RBP, b"\x76\0") + cfa_expression(b"\x76" + sleb(-8) + b"\x06")
     frames.fde(cie, REALIGNED, 0x100, realigned)
     signal = cfa_expression(b"\x77" + sleb(160) + b"\x06")
-    for register, place in ((RBP, 120), (RSP, 160), (RIP, 168)):
-        signal += expression(register, b"\x77" + sleb(place))
+    for register, offset in ((RBP, 120), (RSP, 160), (RIP, 168)):
+        signal += expression(register, b"\x77" + sleb(offset))
     frames.fde(signal_cie, SIGNAL, 0x100, signal)
     frames.fde(cie, ODD, 0x100, cfa_expression(b"\x70\0"))
     frames.fde(cie, LOSES_RBP, 0x100, b"\x07" + uleb(RBP))
@@ -59,7 +59,7 @@ def walk(
 
     All code is calls: 8-aligned addresses follow one, others do not.
     """
-    memory = {STACK + place: word for place, word in words.items()}
+    memory = {STACK + offset: word for offset, word in words.items()}
     mappings = [
         Mapping(BIAS + TEXT, BIAS + TEXT + 0x1000, BIAS, library),
         Mapping(JIT, JIT + 0x1000, 0, None),
@@ -73,8 +73,8 @@ def walk(
     return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, rbp)
 
 
-def code(place: int, behind: int = 8) -> int:
-    return BIAS + place + behind
+def code(offset: int, after: int = 8) -> int:
+    return BIAS + offset + after
 
 
 def addresses(found: Walk) -> list[int]:
@@ -89,11 +89,11 @@ def test_from_leaf_to_root(library: UnwindTable) -> None:
     assert [frame.is_exact for frame in found.frames] == [True, False, False, False]
 
 
-@pytest.mark.parametrize(("behind", "slot"), [(0, 0), (10, 0), (11, 8), (15, 8)])
+@pytest.mark.parametrize(("after", "slot"), [(0, 0), (10, 0), (11, 8), (15, 8)])
 def test_linkage_stub_before_and_after_its_push(
-    library: UnwindTable, behind: int, slot: int
+    library: UnwindTable, after: int, slot: int
 ) -> None:
-    found = walk(library, {slot: code(ROOT)}, (code(STUB, behind), 0, 0))
+    found = walk(library, {slot: code(ROOT)}, (code(STUB, after), 0, 0))
     assert found.end == WalkEnd.ROOTED
 
 
@@ -153,7 +153,7 @@ def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTa
         ({0: STACK, 8: code(PLAIN)}, (code(NO_CFI), 0x100, STACK), WalkEnd.NO_TABLE, 1),
         ({0: 0, 8: 0xDEAD}, (JIT, 0, STACK), WalkEnd.NO_TABLE, 1),
         ({}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
-        # On top of a leaf's stack: code, but behind no call; a call, but no code.
+        # On top of a leaf's stack: code, but after no call; a call, but no code.
         ({0: JIT + 9}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
         ({0: 0xDEAD0}, (JIT, 0, 0), WalkEnd.NO_TABLE, 1),
         # Only a leaf's: here the caller is in code without CFI.

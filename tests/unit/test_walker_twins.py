@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from aiflame.agent.kernel import abi
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.python import walk as python_walk
 from aiflame.agent.python.debugoffsets import read_layout
 from aiflame.agent.python.layouts import ABSENT, SHIM_OWNER, Layout, table_layout
@@ -37,12 +37,12 @@ _CODE_BYTES, _STACK_WORDS = 0x800, 48
 
 # The ends that Python tells apart where the kernel half leaves it to the host.
 _KERNEL_ENDS = {
-    WalkEnd.ROOTED: {StackEnd.ROOTED_BY_TABLE, StackEnd.ROOTED_BY_HEURISTIC},
-    WalkEnd.NO_TABLE: {StackEnd.NO_TABLE, StackEnd.ROOTED},
-    WalkEnd.BAD_ADDRESS: {StackEnd.NO_TABLE, StackEnd.ROOTED},
-    WalkEnd.UNREADABLE: {StackEnd.UNREADABLE},
-    WalkEnd.UNSUPPORTED: {StackEnd.UNSUPPORTED_RULE},
-    WalkEnd.TOO_DEEP: {StackEnd.TOO_DEEP},
+    WalkEnd.ROOTED: {StopReason.ROOTED_BY_TABLE, StopReason.ROOTED_BY_HEURISTIC},
+    WalkEnd.NO_TABLE: {StopReason.NO_TABLE, StopReason.ROOTED},
+    WalkEnd.BAD_ADDRESS: {StopReason.NO_TABLE, StopReason.ROOTED},
+    WalkEnd.UNREADABLE: {StopReason.UNREADABLE},
+    WalkEnd.UNSUPPORTED: {StopReason.UNSUPPORTED_RULE},
+    WalkEnd.TOO_DEEP: {StopReason.TOO_DEEP},
 }
 
 
@@ -183,7 +183,7 @@ def test_native_walks_agree(kernel: KernelWalkers, world: World) -> None:
     assert walked[0] == walked[1]
     addresses, end = walked[0]
     expected, expected_end, is_heuristic = _python_stack(world)
-    if end is StackEnd.TOO_DEEP:
+    if end is StopReason.TOO_DEEP:
         # Python looks at where the last frame is, too.
         assert addresses[: len(expected)] == expected and len(expected) >= abi.MAX_FRAMES - 1
         return
@@ -194,7 +194,7 @@ def test_native_walks_agree(kernel: KernelWalkers, world: World) -> None:
     assert addresses == expected
     assert end in _KERNEL_ENDS[expected_end]
     if expected_end is WalkEnd.ROOTED:
-        assert (end is StackEnd.ROOTED_BY_HEURISTIC) == is_heuristic
+        assert (end is StopReason.ROOTED_BY_HEURISTIC) == is_heuristic
 
 
 def test_what_is_known_of_an_address_is_of_one_writer(kernel: KernelWalkers) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from aiflame.agent.model.profile import SampleClass, StackEnd
+from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import (
     COLUMNS,
     NO_STACK,
@@ -104,7 +104,7 @@ def test_a_sleeper_has_its_stack_in_every_window() -> None:
     builder.define("processes", rows_of("processes", (0, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
     builder.define("threads", rows_of("threads", (0, 0, 1, 0)))
     addresses = np.array([11, 12], "<u8").view(COLUMNS["addresses"].dtype)
-    row = (5, 0, 0, 0, 1, 1, StackEnd.ROOTED, 0, False, _NONE, 0)
+    row = (5, 0, 0, 0, 1, 1, StopReason.ROOTED, 0, False, _NONE, 0)
     builder.define("stacks", rows_of("stacks", row), addresses)
     for end_ns in (10, 20, 30):
         builder.add("samples", rows_of("samples", (5, 0, SampleClass.BLOCKED, 0, 10)))
@@ -124,7 +124,7 @@ def test_a_stack_that_never_came_is_lost_and_its_time_is_not() -> None:
     builder.add("samples", rows_of("samples", (99, 0, SampleClass.ON_CPU, 4, 40)))
     window = builder.close(1000)
     check(window)
-    assert window.stacks["stop_reason"].tolist() == [StackEnd.LOST]
+    assert window.stacks["stop_reason"].tolist() == [StopReason.LOST]
     assert window.stacks["process"].tolist() == [3]
     assert _losses(window) == {"stack_lost": 1}
 
@@ -154,7 +154,7 @@ def test_stacks_of_processes_that_are_gone_are_lost_ones() -> None:
         builder.define("threads", rows_of("threads", (number, number, 1, 0)))
         builder.define("mappings", rows_of("mappings", (number, _NONE, 0, 4096, 0, 0)))
     addresses = np.array([11], "<u8").view(COLUMNS["addresses"].dtype)
-    row = (5, 0, 0, 0, 0, 1, StackEnd.ROOTED, 0, False, _NONE, 0)
+    row = (5, 0, 0, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
     builder.define("stacks", rows_of("stacks", row), addresses)
     assert len(builder.close(10).mappings) == 2
     builder.forget([0], [0])
@@ -163,7 +163,7 @@ def test_stacks_of_processes_that_are_gone_are_lost_ones() -> None:
     window = builder.close(20)
     # THEN it is there as lost, and nothing of the process is
     check(window)
-    assert window.stacks[["stop_reason", "process"]].tolist() == [(StackEnd.LOST, 1)]
+    assert window.stacks[["stop_reason", "process"]].tolist() == [(StopReason.LOST, 1)]
     assert window.mappings["process"].tolist() == [1]
     assert window.processes["process"].tolist() == [1]
 
@@ -185,7 +185,7 @@ def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> Non
         # WHEN the newest is used, and one of the window before
         addresses = np.zeros(0, COLUMNS["addresses"].dtype)
         for stack, of in ((2 * number, number), (2 * number + 1, number - 1)):
-            row = (stack, of << 32 | 7, 3, 0, 0, 0, StackEnd.ROOTED, 0, False, _NONE, 0)
+            row = (stack, of << 32 | 7, 3, 0, 0, 0, StopReason.ROOTED, 0, False, _NONE, 0)
             builder.define("stacks", rows_of("stacks", row), addresses)
             builder.add("samples", rows_of("samples", (stack, 0, SampleClass.ON_CPU, 1, 1)))
         window = builder.close(number)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel import unwind_tables as kernel_tables
 from aiflame.agent.kernel.unwind_tables import table_bytes
-from aiflame.agent.model.profile import StackEnd
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.unwind.table import PAGE_SHIFT, UnwindTable
 
 _HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ class Stack(NamedTuple):
     """Addresses, leaf first, and why there are no more."""
 
     addresses: list[int]
-    end: StackEnd
+    end: StopReason
 
 
 class PythonFrames(NamedTuple):
@@ -105,7 +105,7 @@ class KernelWalkers:
         record = np.zeros(1, abi.STACK_DTYPE)
         self._library.walk_stack(_pointer(record), *map(ctypes.c_uint64, (rip, rsp, rbp)))
         depth = int(record[0]["user_depth"])
-        return Stack(record[0]["user"][:depth].tolist(), StackEnd(int(record[0]["end"])))
+        return Stack(record[0]["user"][:depth].tolist(), StopReason(int(record[0]["end"])))
 
     def known_address(self, address: int) -> npt.NDArray[np.uint64]:
         """Returns the two words in which the next walk finds what is known of an address."""

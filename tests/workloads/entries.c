@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Functions named like those of a device API, each with another first instruction; all are called
- * as often as the argument says, each from a place of its own.
+ * as often as the argument says, each from a line of its own.
  */
 #define _GNU_SOURCE
 #include "truth.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of inference.py. Lines are read in a picture: one thing each.
+// The kernels of inference.py. Lines are read in a flame graph: one thing each.
 
 __kernel void matmul(__global const float *left, __global const float4 *right,
 		     __global float4 *out, int depth, int columns)

@@ -2,7 +2,7 @@
 """A toy language model on an OpenCL device, to be recorded: what `make demo` shows.
 
 What looks like half a block of a transformer makes tokens one after another. `matmul` is launched
-from four places and `softmax` from two, so that a picture has to tell them apart; `gelu` and
+from four lines and `softmax` from two, so that a flame graph has to tell them apart; `gelu` and
 `layer_norm` from one each. All work items of a kernel do the same work, so that sharing by their
 number is right. The CPU's part is to choose a token by its weight.
 

@@ -3,7 +3,7 @@
 
 A frame's link to its caller is only used when the frame is left: until then it may hold anything.
 Where that link is: struct _frame.f_back (Include/frameobject.h of 3.8, 3.9; 3.10's
-Include/cpython/frameobject.h), and from 3.11 on _PyInterpreterFrame.previous behind
+Include/cpython/frameobject.h), and from 3.11 on _PyInterpreterFrame.previous after
 PyFrameObject.f_frame (Include/internal/pycore_frame.h). It has to run on CPython 3.8.
 """
 
@@ -16,7 +16,7 @@ import pytruth
 CPU_MS = 150
 LONG_NAME = "x" * 1_000_000
 MARKUP = "</script><b>\x1b[31m;\n\x00\u202e&"
-# Of a frame object, behind its head: f_back before 3.11 (and ob_size), f_frame from then on.
+# Of a frame object, after its head: f_back before 3.11 (and ob_size), f_frame from then on.
 LINK = 24
 PREVIOUS = 48 if sys.version_info[:2] == (3, 11) else 8
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state of the page, kept behind the # of its address, so that it can be sent as a link and
+// The state of the page, kept after the # of its address, so that it can be sent as a link and
 // the browser's Back goes back. What equals the report's own options is left out.
 "use strict";
 

@@ -48,7 +48,7 @@ function stallFace(faces, tree, node) {
 
 // ---- trees -------------------------------------------------------------------------------------
 
-// The weighed tree with its places of samples in the order of LEAF_ORDER, so that what is merged
+// The weighed tree with its locations of samples in the order of LEAF_ORDER, so that what is merged
 // from the leaf begins with the reason.
 function reasonFirst(tree, data) {
   const rank = (label) => LEAF_ORDER.indexOf(data.role[label]);
@@ -85,10 +85,10 @@ function reasonFirst(tree, data) {
     const end = [...(tails[i] || [])].sort((a, b) => rank(a) - rank(b)).reduce(step, at[i]);
     moved.push(i, end);
   }
-  const { made, place } = arranged(parent, label, levels);
+  const { made, position } = arranged(parent, label, levels);
   const sums = zeroClasses(made.n, own.length);
   for (let k = 0; k < own.length; k++) {
-    for (let m = 0; m < moved.length; m += 2) sums[k][place[moved[m + 1]]] += own[k][moved[m]];
+    for (let m = 0; m < moved.length; m += 2) sums[k][position[moved[m + 1]]] += own[k][moved[m]];
     for (let i = made.n - 1; i > 0; i--) sums[k][made.parent[i]] += sums[k][i];
   }
   return { ...made, klass: sums, labels: tree.labels };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One flame graph on a canvas. Only what is at least a pixel wide is looked at: narrower
 // neighbours are drawn together as one strip, and what lies under a strip not at all, so the cost
-// of a picture is bounded by its area, not by the recording.
+// of a flame graph is bounded by its area, not by the recording.
 "use strict";
 
 const ROW_PX = 18;
@@ -170,11 +170,11 @@ class Graph {
     if (!box) return;
     pen.strokeStyle = this.faces.ink;
     pen.lineWidth = width + 2;
-    const place = [box.x + 1, this.top(box) + 1, Math.max(1, box.width - 3), ROW_PX - 3];
-    pen.strokeRect(...place);
+    const rectangle = [box.x + 1, this.top(box) + 1, Math.max(1, box.width - 3), ROW_PX - 3];
+    pen.strokeRect(...rectangle);
     pen.strokeStyle = "#ffffff";
     pen.lineWidth = width;
-    pen.strokeRect(...place);
+    pen.strokeRect(...rectangle);
   }
 
   isHit(label) {
@@ -191,9 +191,9 @@ class Graph {
   }
 
   boxAt(event) {
-    const place = this.canvas.getBoundingClientRect();
-    const x = event.clientX - place.left;
-    const y = event.clientY - place.top;
+    const canvas = this.canvas.getBoundingClientRect();
+    const x = event.clientX - canvas.left;
+    const y = event.clientY - canvas.top;
     return this.boxes.find((box) => {
       const top = this.top(box);
       return y >= top && y < top + ROW_PX && x >= box.x && x < box.x + box.width;

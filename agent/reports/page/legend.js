@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The legend: what the colours mean, and how much of the picture each one is.
+// The legend: what the colours mean, and how much of the flame graph each one is.
 "use strict";
 
 const NAMED_REASONS = 4; // of a category, in the vendor's words

@@ -146,12 +146,12 @@ function selected(tree, data, hidden) {
     }
     at[i] = ids.get(key);
   }
-  const { made, place } = arranged(parent, label, levels);
-  const rowNode = Int32Array.from(data.row_node, (node) => place[at[node]]);
+  const { made, position } = arranged(parent, label, levels);
+  const rowNode = Int32Array.from(data.row_node, (node) => position[at[node]]);
   return { tree: { ...made, labels: tree.labels }, data: { ...data, row_node: rowNode } };
 }
 
-// A tree of nodes in any order; `levels` lists them by depth. `place` is where each one went.
+// A tree of nodes in any order; `levels` lists them by depth. `position` is where each one went.
 function arranged(parent, label, levels) {
   const order = [];
   const rank = new Int32Array(parent.length);
@@ -161,7 +161,7 @@ function arranged(parent, label, levels) {
   }
   const above = order.map((id) => (id ? rank[parent[id]] : -1));
   const made = preorder(above, order.map((id) => label[id]), []);
-  return { made, place: rank.map((at) => made.place[at]) };
+  return { made, position: rank.map((at) => made.position[at]) };
 }
 
 function zeroClasses(n, classes) {
@@ -182,7 +182,7 @@ function weigh(tree, data, wanted) {
   return { ...tree, klass };
 }
 
-// Adds what a picture of one view needs: total, off-CPU part and place on the x axis.
+// Adds what a flame graph of one view needs: total, off-CPU part and position on the x axis.
 function lay(tree, view) {
   const total = new Float64Array(tree.n);
   const off = new Float64Array(tree.n);
@@ -254,20 +254,20 @@ function preorder(parent, label, klass) {
   const n = parent.length;
   const size = new Int32Array(n).fill(1);
   for (let i = n - 1; i > 0; i--) size[parent[i]] += size[i];
-  const place = new Int32Array(n);
+  const position = new Int32Array(n);
   const next = new Int32Array(n);
   const tree = {
     n, label: new Int32Array(n), parent: new Int32Array(n), depth: new Int32Array(n),
-    end: new Int32Array(n), klass: zeroClasses(n, klass.length), place,
+    end: new Int32Array(n), klass: zeroClasses(n, klass.length), position,
   };
   for (let i = 0; i < n; i++) {
     const up = parent[i];
-    if (i > 0) { place[i] = next[up]; next[up] += size[i]; }
-    next[i] = place[i] + 1;
-    const at = place[i];
+    if (i > 0) { position[i] = next[up]; next[up] += size[i]; }
+    next[i] = position[i] + 1;
+    const at = position[i];
     tree.label[at] = label[i];
-    tree.parent[at] = i > 0 ? place[up] : -1;
-    tree.depth[at] = i > 0 ? tree.depth[place[up]] + 1 : 0;
+    tree.parent[at] = i > 0 ? position[up] : -1;
+    tree.depth[at] = i > 0 ? tree.depth[position[up]] + 1 : 0;
     tree.end[at] = at + size[i];
     for (let k = 0; k < klass.length; k++) tree.klass[k][at] = klass[k][i];
   }

@@ -117,7 +117,7 @@ class Page {
     return this.sets.time.data.threads.map((t, i) => (choice[0] === "p" ? t.process === id : i === id));
   }
 
-  // ---- from state to picture -----------------------------------------------------------------
+  // ---- from state to flame graph -----------------------------------------------------------------
 
   update() {
     if (!this.plain) {
@@ -412,5 +412,5 @@ async function start() {
 
 start().catch((error) => {
   byId("failure").hidden = false;
-  byId("failure").textContent = "The picture could not be drawn: " + error.message;
+  byId("failure").textContent = "The flame graph could not be drawn: " + error.message;
 });

@@ -128,7 +128,7 @@
     try {
       history.replaceState(null, "", text ? "#" + text : location.pathname + location.search);
     } catch (error) {
-      // A picture inside another page may not change the address; it works without.
+      // A flame graph inside another page may not change the address; it works without.
       if (error.name !== "SecurityError") throw error;
     }
   }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole pictures, compared with files that a reviewer can open.
+"""Whole flame graphs, compared with files that a reviewer can open.
 
 After a wanted change: pytest tests/golden --update-golden, then look at the files.
 
-Kept is what depends on the profile: the picture of an SVG without its script, and of a page its
+Kept is what depends on the profile: the drawing of an SVG without its script, and of a page its
 data and settings, unpacked, since a zlib of another make may pack the same data otherwise.
 """
 
@@ -32,7 +32,7 @@ from profiles import (
     timed_profile,
 )
 
-FOLDER = Path(__file__).parent / "pictures"
+FOLDER = Path(__file__).parent / "graphs"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ CASES = [
 ]
 
 
-def picture(case: Case) -> str:
+def drawing(case: Case) -> str:
     """The part of a report that is kept."""
     form = case.file.rpartition(".")[2]
     text = FORMATS[form].render(case.profile(), case.options).decode()
@@ -103,15 +103,15 @@ def block(page: str, identity: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.file)
-def test_picture_is_as_reviewed(case: Case, update_golden: bool) -> None:
+def test_flame_graph_is_as_reviewed(case: Case, update_golden: bool) -> None:
     file = FOLDER / case.file.replace(".html", ".html.json")
-    drawn = picture(case)
+    drawn = drawing(case)
     if update_golden:
         FOLDER.mkdir(exist_ok=True)
         file.write_text(drawn, "utf-8")
     assert drawn == file.read_text("utf-8")
 
 
-def test_no_picture_is_left_over() -> None:
+def test_no_flame_graph_is_left_over() -> None:
     wanted = {case.file.replace(".html", ".html.json") for case in CASES}
     assert {file.name for file in FOLDER.iterdir()} == wanted

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StackEnd
+from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
 from aiflame.agent.processes.procfs import comm, process_ids
 from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import in_cgroup, made_groups
@@ -43,7 +43,7 @@ def _assert_functions_have_names(profile: Profile, truth: dict[str, int]) -> Non
         assert len(profile.binaries[found.binary].build_id) == 40
         # Not all: the loader, which finds the clock at its first call, has no frame pointers.
         rows = rows_of(profile, function, None, SampleClass.ON_CPU)
-        rooted = rows[profile.stacks.ends[rows["stack"]] == StackEnd.ROOTED]
+        rooted = rows[profile.stacks.ends[rows["stack"]] == StopReason.ROOTED]
         assert rooted["count"].sum() >= 0.9 * rows["count"].sum()
 
 
@@ -154,8 +154,8 @@ def test_a_kernel_thread_has_kernel_frames_only(tmp_path: Path) -> None:
         profile = recording.wait().profile
     kinds = {profile.functions[function].kind for function in profile.frames["function"]}
     assert kinds == {FrameKind.KERNEL}
-    ends = {StackEnd(end) for end in profile.stacks.ends}
-    assert StackEnd.KERNEL_ONLY in ends
-    assert ends <= {StackEnd.KERNEL_ONLY, StackEnd.NOT_WALKED}
+    ends = {StopReason(end) for end in profile.stacks.ends}
+    assert StopReason.KERNEL_ONLY in ends
+    assert ends <= {StopReason.KERNEL_ONLY, StopReason.NOT_WALKED}
     (process,) = profile.processes
     assert (process.executable, process.command_line) == ("", "")
