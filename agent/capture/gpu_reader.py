@@ -31,6 +31,13 @@ from aiflame.agent.model.gpu import (
 
 I64 = npt.NDArray[np.int64]
 
+# Of the tables that are read row by row, what no number in them is.
+_NEGATIVE = {
+    "devices": "period_ns < 0",
+    "kernel_codes": "size_bytes < 0",
+    "instructions": "offset < 0 OR line < 0",
+}
+
 # Sums of these columns are taken in 64 bits.
 _LARGEST_SUM = 2**63
 
@@ -57,6 +64,10 @@ class GpuReader:
 
     def profile(self) -> GpuProfile:
         """Returns it all."""
+        for table, condition in _NEGATIVE.items():
+            query = f"SELECT 1 FROM {table} WHERE {condition} LIMIT 1"  # noqa: S608 - our own names
+            if self._database.execute(query).fetchone():
+                raise ValueError("a negative number")
         return GpuProfile(
             devices=tuple(
                 Device(family, name, Tier(tier), limit, period_ns)

@@ -3,7 +3,7 @@
 
 SQLite hands out rows one by one, and Python makes an object of each number: for a million samples
 that takes longer than all the rest of a report. The file format is fixed and simple, so numpy
-decodes some hundred pages at once: https://www.sqlite.org/fileformat2.html, sections 1.6 (pages)
+decodes some dozens of pages at once: https://www.sqlite.org/fileformat2.html, sections 1.6 (pages)
 and 2.1 (records).
 
 A table that holds anything but integers of one page's rows is left to SQLite: what is here only has
@@ -148,14 +148,20 @@ def _leaf_pages(pages: _Pages, table: str) -> Iterator[U8]:
     """Yields the pages with a table's rows, some at a time and in order; see `_Pages.read`."""
     level = np.array([pages.root(table)])
     for _ in range(_MAX_LEVELS):
+        parts = (
+            pages.read(level[start : start + _PAGES_AT_ONCE])
+            for start in range(0, len(level), _PAGES_AT_ONCE)
+        )
         if pages.read(level[:1])[0] == _LEAF_PAGE:
-            for start in range(0, len(level), _PAGES_AT_ONCE):
-                yield pages.read(level[start : start + _PAGES_AT_ONCE])
+            yield from parts
             return
-        above = pages.read(level)[:-_WORD_BYTES].reshape(-1, pages.size)
-        level = np.concatenate([_children(page) for page in above])
-        if len(level) > pages.count:
-            break
+        below: list[I64] = []
+        for part in parts:
+            above = part[:-_WORD_BYTES].reshape(-1, pages.size)
+            below += [_children(page) for page in above]
+            if sum(map(len, below)) > pages.count:
+                raise _NotUnderstoodError
+        level = np.concatenate(below)
     raise _NotUnderstoodError
 
 

@@ -171,13 +171,13 @@ class _Reader:
             facts.append(("incomplete", "the recording did not end in order"))
         return Recording(
             aiflame_version=meta["aiflame_version"],
-            started_unix_ns=int(meta["started_unix_ns"]),
-            duration_ns=int(meta.get("duration_ns", 0)),
-            period_ns=int(meta["period_ns"]),
+            started_unix_ns=_number(meta["started_unix_ns"]),
+            duration_ns=_number(meta.get("duration_ns", "0")),
+            period_ns=_number(meta["period_ns"]),
             command=meta["command"],
             target=meta["target"],
-            recorder_cpu_ns=int(meta.get("recorder_cpu_ns", 0)),
-            recorder_peak_rss_bytes=int(meta.get("recorder_peak_rss_bytes", 0)),
+            recorder_cpu_ns=_number(meta.get("recorder_cpu_ns", "0")),
+            recorder_peak_rss_bytes=_number(meta.get("recorder_peak_rss_bytes", "0")),
             facts=tuple(facts),
         )
 
@@ -301,6 +301,14 @@ class _Reader:
         rows["blocked_ns"] = blocked_ns[order]
         rows["runnable_ns"] = runnable_ns[order]
         return rows
+
+
+def _number(text: str) -> int:
+    """Returns a number of the recording; the largest are as those of its tables."""
+    number = int(text)
+    if not 0 <= number < 1 << _INT64_BITS:
+        raise ValueError("a number of the recording is out of range")
+    return number
 
 
 def _order(keys: I64, interval: Integers) -> npt.NDArray[np.intp]:

@@ -44,9 +44,14 @@ _FRAME = struct.Struct("<II")
 _HEAD = struct.Struct("<I")
 # The fastest: a second of a busy host, some 400 KB, takes 5 ms and becomes a fifth.
 _COMPRESSION_LEVEL = 1
-# A window's bounds keep it far below: past it, a length is damage.
-_MAX_FRAME_BYTES = _MAX_WINDOW_BYTES = 1 << 28
-# Of addresses or Python frames in one window, which rows of a forged one may share.
+# What is larger than any window is damage. Of the largest, 2**14 stacks of samples are 50 MB if all
+# are as deep as can be, and 2**16 each of launches, calls and waits 20 MB.
+_MAX_FRAME_BYTES = _MAX_WINDOW_BYTES = 1 << 27
+# Of a column: a host with thousands of processes has a million mappings.
+_MAX_ROWS = 1 << 22
+# Of stacks or chains: five times those of the largest window.
+_MAX_OWNERS = 1 << 20
+# Of addresses or Python frames, which rows of a forged window may share.
 _MAX_PARTS = 1 << 24
 _NUMBERS = np.dtype("<u4")
 
@@ -272,8 +277,9 @@ class SegmentReader:
         new: dict[str, Rows] = {}
         numbers: dict[str, npt.NDArray[np.int64]] = {}
         for (name, column), (rows, mentioned) in zip(COLUMNS.items(), head["counts"], strict=True):
-            if rows < 0 or mentioned < 0:  # numpy would take all that is left
-                raise BadWindow(f"{name}: a count below 0")
+            most = _MAX_OWNERS if column.parts else _MAX_PARTS if name in _PARTS else _MAX_ROWS
+            if not (0 <= rows <= most and 0 <= mentioned <= (most if name in _SHARED else 0)):
+                raise BadWindow(f"{name}: more rows than any window has, or fewer than none")
             new[name] = np.frombuffer(data, column.dtype, rows, at)
             at += new[name].nbytes
             steps = np.frombuffer(data, _NUMBERS, mentioned, at)

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import Operation
 from aiflame.agent.model.profile import Binary, FrameKind, Function, GilState, Profile
+from aiflame.agent.reports.selection import by_frame
 from aiflame.gpu.apis import APIS
 
 
@@ -195,6 +196,8 @@ _LIBC_PREFIXES = ("libc.", "libc-", "libpthread", "ld-musl", "ld-linux")
 
 I64 = npt.NDArray[np.int64]
 
+_ROWS_AT_ONCE = 2_048
+
 _NO_RULE = np.uint8(255)
 
 
@@ -279,9 +282,13 @@ def _last_by_row(positions: I64, rows: I64, n_rows: int) -> I64:
 def _count_by_row(is_counted: npt.NDArray[np.bool_], offsets: I64) -> I64:
     """Return how many elements of each row `offsets[i]:offsets[i + 1]` are true."""
     counts = np.zeros(len(offsets) - 1, dtype=np.int64)
-    rows = np.flatnonzero(np.diff(offsets))
-    if len(rows):
-        counts[rows] = np.add.reduceat(is_counted, offsets[rows], dtype=np.int64)
+    # Some at a time: numpy makes numbers of 64 bits of all that it adds up.
+    for first in range(0, len(counts), _ROWS_AT_ONCE):
+        ends = offsets[first : first + _ROWS_AT_ONCE + 1]
+        rows = np.flatnonzero(np.diff(ends))
+        if len(rows):
+            part, starts = is_counted[ends[0] : ends[-1]], ends[rows] - ends[0]
+            counts[first + rows] = np.add.reduceat(part, starts, dtype=np.int64)
     return counts
 
 
@@ -296,8 +303,8 @@ def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     kinds = np.array([f.kind for f in profile.functions], dtype=np.uint8)
     function_ids = profile.frames["function"]
     offsets = profile.stacks.offsets.astype(np.int64)
-    frame_causes = causes[function_ids][profile.stacks.frames]
-    is_kernel = (kinds[function_ids] == FrameKind.KERNEL)[profile.stacks.frames]
+    frame_causes = by_frame(causes[function_ids], profile.stacks)
+    is_kernel = by_frame(kinds[function_ids] == FrameKind.KERNEL, profile.stacks)
 
     # Few frames have a rule: all that follows is about these.
     at = np.flatnonzero(frame_causes != _NO_RULE)
@@ -314,7 +321,7 @@ def classify(profile: Profile) -> npt.NDArray[np.uint8]:
     result[(fault >= 0) & (result != Cause.OTHER)] = Cause.PAGE_FAULT
     waits = np.array([is_device_wait(f) for f in profile.functions], np.bool_)
     if waits.any():
-        waiting = np.flatnonzero(waits[function_ids][profile.stacks.frames])
+        waiting = np.flatnonzero(by_frame(waits[function_ids], profile.stacks))
         result[np.searchsorted(offsets, waiting, side="right") - 1] = Cause.GPU_WAIT
     # The recording saw who had it.
     result[profile.stacks.gil == GilState.WAITING] = Cause.GIL

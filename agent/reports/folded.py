@@ -37,11 +37,14 @@ class FoldedReport:
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the lines, in the order of their bytes; nothing at all where nothing was seen."""
         rows = shown_rows(profile, options)
-        names = _names(rows.labels, options.plain)
-        totals: defaultdict[str, int] = defaultdict(int)
+        names = [name.encode() for name in _names(rows.labels, options.plain)]
+        totals: defaultdict[bytes, int] = defaultdict(int)
         for entry in summed_paths(rows):
-            totals[";".join([names[label] for label in entry.labels])] += entry.ns
-        lines = sorted(f"{stack} {ns}\n".encode() for stack, ns in totals.items())
+            totals[b";".join([names[label] for label in entry.labels])] += entry.ns
+        lines = []
+        while totals:  # never all of both: a line is as long as its stack is deep
+            lines.append(b"%b %d\n" % totals.popitem())
+        lines.sort()
         return b"".join(lines)
 
 

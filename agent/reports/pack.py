@@ -27,6 +27,7 @@ from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import palette
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.buckets import Pieces
+from aiflame.agent.reports.distinct import distinct
 from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for, showable
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, outline
@@ -152,19 +153,22 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
     writer.integers("label", number[tree.label])
     pack_labels(writer, profile, rows.labels, used)
     _pack_lines(writer, profile, rows.labels, used)
-    kinds = np.unique(rows.tail[rows.tail >= 0])
-    kind = np.where(rows.tail < 0, 0, np.searchsorted(kinds, rows.tail) + 1)
-    row = pack_rows(writer, node, rows.thread, kind)
+    tails, kinds = rows.tail, _kinds_of_time(rows)
+    thread, weight = rows.thread, rows.ns
+    del rows  # its paths are as large as all the rest
+    distinct_tails = np.unique(tails[tails >= 0])
+    kind = np.where(tails < 0, 0, np.searchsorted(distinct_tails, tails) + 1)
+    row = pack_rows(writer, node, thread, kind)
     index = {
         "classes": len(SampleClass),
-        "kinds": _kinds_of_time(rows),
+        "kinds": kinds,
         "threads": [
             {"process": t.process, "name": f"{showable(t.name)} ({t.tid})"} for t in profile.threads
         ],
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
     }
-    return Draft(writer, index, tree.cut, "row_ns", row, rows.ns, profile.spans)
+    return Draft(writer, index, tree.cut, "row_ns", row, weight, profile.spans)
 
 
 def _kinds_of_time(rows: Rows) -> list[dict[str, Any]]:
@@ -190,12 +194,16 @@ def pack_rows(writer: Writer, node: I64, thread: npt.NDArray[np.uint32], kind: I
         The row that each weight belongs to.
     """
     n_kinds, n_threads = int(kind.max(initial=0)) + 1, int(thread.max(initial=0)) + 1
-    keys, row = np.unique((node * n_threads + thread) * n_kinds + kind, return_inverse=True)
+    limit = (int(node.max(initial=0)) + 1) * n_threads * n_kinds
+    keys = node * n_threads
+    keys += thread
+    keys *= n_kinds
+    keys += kind
+    keys, row = distinct(keys, limit)
     writer.integers("row_node", keys // (n_threads * n_kinds), is_delta=True)
     writer.integers("row_thread", keys // n_kinds % n_threads)
     writer.integers("row_kind", keys % n_kinds)
-    found: I64 = row.astype(np.int64)
-    return found
+    return row
 
 
 def pack_labels(writer: Writer, profile: Profile, labels: Labels, used: I64) -> None:

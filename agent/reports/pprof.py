@@ -18,8 +18,9 @@ Addresses are the binary's own virtual addresses, without the load bias.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise, starmap
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,12 @@ from aiflame.agent.reports.pprof_parts import (
     mappings,
     value_type,
 )
-from aiflame.agent.reports.protowire import StringTable, message_field, packed
+from aiflame.agent.reports.protowire import (
+    StringTable,
+    message_field,
+    message_opening,
+    varints,
+)
 from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.selection import shown_stacks
 
@@ -55,6 +61,9 @@ _DEFAULT_TYPE = {View.WALL: "wall", View.CPU: "on_cpu", View.OFFCPU: "off_cpu"}
 # zlib's default: a level higher costs three times the time for 3 % of the size.
 _GZIP_LEVEL = 6
 
+# So many are Python objects at a time.
+_SAMPLES_AT_ONCE = 8_192
+
 
 class PprofReport:
     """Writes gzipped profile.proto; see the module."""
@@ -66,32 +75,29 @@ class PprofReport:
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the gzip file, with no time and no name in its header."""
         encode = encode_device if options.view is View.GPU else _encode
-        encoded = encode(profile, options)
         # wbits 31 asks zlib for the gzip container; gzip.compress would write the clock.
         compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
-        return compressor.compress(encoded) + compressor.flush()
+        packed = [compressor.compress(part) for part in encode(profile, options)]
+        return b"".join(packed) + compressor.flush()
 
 
-def _encode(profile: Profile, options: ReportOptions) -> bytes:
+def _encode(profile: Profile, options: ReportOptions) -> Iterator[bytes]:
     samples = profile.samples[options.view.selects(profile.samples["klass"])]
     causes = classify(profile)
     stacks = shown_stacks(profile, options.frames, options.hide_importlib)
     profile = replace(profile, stacks=stacks)
     strings = StringTable()
-    parts = [
-        message_field(ProfileField.SAMPLE_TYPE, value_type(strings, *names))
-        for names in _SAMPLE_TYPES
-    ]
+    for names in _SAMPLE_TYPES:
+        yield message_field(ProfileField.SAMPLE_TYPE, value_type(strings, *names))
     locations = Locations(profile, samples["stack"])
-    parts += _samples(samples, causes, locations, _Labels(profile, strings))
-    parts += mappings(profile, locations, strings)
-    parts += locations.encoded()
-    parts += functions(profile, locations, strings)
+    yield from _samples(samples, causes, locations, _Labels(profile, strings))
+    yield from mappings(profile, locations, strings)
+    yield b"".join(locations.encoded())
+    yield b"".join(functions(profile, locations, strings))
     period_ns = profile.recording.period_ns
     period = Period("on_cpu", "nanoseconds", period_ns, _DEFAULT_TYPE[options.view])
-    parts += facts(profile, options, strings, period)
-    parts += [message_field(ProfileField.STRING_TABLE, text) for text in strings.encoded()]
-    return b"".join(parts)
+    yield from facts(profile, options, strings, period)
+    yield b"".join(message_field(ProfileField.STRING_TABLE, text) for text in strings.encoded())
 
 
 def _samples(
@@ -99,18 +105,49 @@ def _samples(
     causes: npt.NDArray[np.uint8],
     locations: Locations,
     labels: _Labels,
-) -> Iterable[bytes]:
-    gil_states = locations.gil_states
+) -> Iterator[bytes]:
     order = np.lexsort((samples["klass"], samples["thread"], samples["stack"]))
-    fields = ("stack", "thread", "klass", "count", "ns")
-    columns = [samples[name][order].tolist() for name in fields]
-    for stack, thread, klass, count, ns in zip(*columns, strict=True):
-        on_cpu = klass == SampleClass.ON_CPU
-        values = (count, ns, 0, 0, ns) if on_cpu else (0, 0, count, ns, ns)
-        cause = int(causes[stack]) if klass == SampleClass.BLOCKED else -1
-        body = locations.of_stack[stack] + packed(SampleField.VALUE, values)
-        gil = int(gil_states[stack])
-        yield message_field(ProfileField.SAMPLE, body + labels.encoded(thread, klass, cause, gil))
+    opening: dict[int, bytes] = {}  # of a message, by its length
+    for first in range(0, len(order), _SAMPLES_AT_ONCE):
+        part = samples[order[first : first + _SAMPLES_AT_ONCE]]
+        stack = part["stack"]
+        is_blocked = part["klass"] == SampleClass.BLOCKED
+        cause = np.where(is_blocked, causes[stack].astype(np.int64), -1)
+        keys = zip(
+            part["thread"].tolist(),
+            part["klass"].tolist(),
+            cause.tolist(),
+            locations.gil_states[stack].tolist(),
+            strict=True,
+        )
+        places = map(locations.of_stack.__getitem__, stack.tolist())
+        fields = zip(places, _values(part), starmap(labels.encoded, keys), strict=True)
+        pieces: list[bytes] = []
+        for place, values, label_fields in fields:
+            length = len(place) + len(values) + len(label_fields)
+            if length not in opening:
+                opening[length] = message_opening(ProfileField.SAMPLE, length)
+            pieces += (opening[length], place, values, label_fields)
+        yield b"".join(pieces)
+
+
+def _values(samples: npt.NDArray[np.void]) -> Iterator[bytes]:
+    """Yield the values of samples as fields of these."""
+    is_on = samples["klass"] == SampleClass.ON_CPU
+    nothing = np.zeros(len(samples), np.uint64)
+    columns = (
+        np.where(is_on, samples["count"], nothing),
+        np.where(is_on, samples["ns"], nothing),
+        np.where(is_on, nothing, samples["count"]),
+        np.where(is_on, nothing, samples["ns"]),
+        samples["ns"],
+    )
+    encoded, starts = varints(np.stack(columns, axis=1).ravel())
+    ends = starts[:: len(columns)].tolist()
+    # No number takes more than ten bytes: the lengths of these fields are one byte each.
+    openings = [message_opening(SampleField.VALUE, n) for n in range(10 * len(columns) + 1)]
+    for begin, end in pairwise(ends):
+        yield openings[end - begin] + encoded[begin:end]
 
 
 class _Labels:

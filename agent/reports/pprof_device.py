@@ -47,8 +47,8 @@ _DEVICE_MAPPING = "[device]"
 _U64_MAX = (1 << 64) - 1
 
 
-def encode_device(profile: Profile, options: ReportOptions) -> bytes:
-    """Return the Profile message of a profile's device samples."""
+def encode_device(profile: Profile, options: ReportOptions) -> Iterator[bytes]:
+    """Yield the Profile message of a profile's device samples."""
     samples = device_samples(profile)
     stacks = shown_stacks(profile, options.frames, options.hide_importlib)
     profile = replace(profile, stacks=stacks)
@@ -65,7 +65,7 @@ def encode_device(profile: Profile, options: ReportOptions) -> bytes:
     parts += device_locations.functions(strings)
     parts += facts(profile, options, strings, Period(*_TYPE, 1, _TYPE[0]))
     parts += [message_field(ProfileField.STRING_TABLE, text) for text in strings.encoded()]
-    return b"".join(parts)
+    yield b"".join(parts)
 
 
 class _DeviceLocations:

@@ -14,8 +14,16 @@ import numpy.typing as npt
 from aiflame.agent.model.profile import Binary, FrameKind, Profile, StopReason
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.facts import range_words
-from aiflame.agent.reports.protowire import StringTable, message_field, packed, varint_field
+from aiflame.agent.reports.protowire import (
+    I64,
+    StringTable,
+    message_field,
+    packed,
+    varint_field,
+    varints,
+)
 from aiflame.agent.reports.rows import TRUNCATED_REASONS, showable
+from aiflame.agent.reports.selection import by_frame
 
 
 class ProfileField:
@@ -70,6 +78,9 @@ class FunctionField:
 
 _U64_MAX = (1 << 64) - 1
 
+# Arrays of their frames stay in the processor's cache.
+_STACKS_AT_ONCE = 2_048
+
 # In brackets, as other readers write mappings that are no files.
 _PYTHON_MAPPING = "[python]"
 
@@ -122,21 +133,47 @@ class Locations:
         self._single: set[int] = set()
         self.of_stack: dict[int, bytes] = {}
         # A frame opens a location unless it was inlined into the one before.
-        opens = ~profile.frames["inlined"][profile.stacks.frames]
-        for stack in np.unique(stacks).tolist():
-            self.of_stack[stack] = packed(SampleField.LOCATION_ID, self._ids(stack, opens))
+        opens = by_frame(~profile.frames["inlined"], profile.stacks)
+        used = np.unique(stacks).astype(np.int64)
+        self._mark_ends(used)
+        for first in range(0, len(used), _STACKS_AT_ONCE):
+            self._add(used[first : first + _STACKS_AT_ONCE], opens)
+
+    def _mark_ends(self, used: I64) -> None:
+        for end in dict.fromkeys(self._profile.stacks.ends[used].tolist()):
+            if StopReason(end) in TRUNCATED_REASONS:
+                self.markers.append(StopReason(end))
+
+    def _add(self, used: I64, opens: npt.NDArray[np.bool_]) -> None:
+        """Encodes some stacks: all at once those in which each frame is a location of its own."""
+        stacks = self._profile.stacks
+        starts = stacks.offsets[used].astype(np.int64)
+        lengths = stacks.offsets[used + 1].astype(np.int64) - starts
+        before = np.cumsum(lengths) - lengths
+        owner = np.repeat(np.arange(len(used)), lengths)
+        # Leaf first, as the format wants it.
+        at = np.repeat(starts + lengths - 1 + before, lengths) - np.arange(len(owner))
+        frames = stacks.frames[at]
+        is_simple = ~np.isin(stacks.ends[used], TRUNCATED_REASONS)
+        is_simple[owner[~opens[at]]] = False
+        self.used_frames.update(np.unique(frames).tolist())
+        self._single.update(np.unique(frames[is_simple[owner]]).tolist())
+        encoded, ends = varints(frames.astype(np.uint64) + np.uint64(1))
+        begins, ends = ends[before], ends[before + lengths]
+        columns = (used.tolist(), is_simple.tolist(), begins.tolist(), ends.tolist())
+        for stack, simple, begin, end in zip(*columns, strict=True):
+            self.of_stack[stack] = (
+                message_field(SampleField.LOCATION_ID, encoded[begin:end])
+                if simple
+                else packed(SampleField.LOCATION_ID, self._ids(stack, opens))
+            )
 
     def _ids(self, stack: int, opens: npt.NDArray[np.bool_]) -> list[int]:
-        # Leaf first, as the format wants it.
         stacks = self._profile.stacks
         start, stop = (int(offset) for offset in stacks.offsets[stack : stack + 2])
-        frames = stacks.frames[start:stop].tolist()
-        self.used_frames.update(frames)
-        if opens[start:stop].all():
-            self._single.update(frames)
-            ids = [frame + 1 for frame in frames]
-        else:
-            ids = self._grouped(frames, opens[start:stop].tolist())
+        ids: list[int] = []
+        if start < stop:
+            ids = self._grouped(stacks.frames[start:stop].tolist(), opens[start:stop].tolist())
         end = StopReason(int(stacks.ends[stack]))
         if end in TRUNCATED_REASONS:
             ids.insert(0, self._marker(end))
@@ -157,8 +194,6 @@ class Locations:
         return ids
 
     def _marker(self, end: StopReason) -> int:
-        if end not in self.markers:
-            self.markers.append(end)
         return self._first_marker + int(end)
 
     @property

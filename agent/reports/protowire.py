@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
 
 _VARINT, _BYTES = 0, 2
 
@@ -38,12 +44,40 @@ def varint_field(number: int, value: int, keep_zero: bool = False) -> bytes:
 
 def message_field(number: int, body: bytes) -> bytes:
     """Encode a message, string or bytes field; an empty one is written too."""
-    return varint(number << 3 | _BYTES) + varint(len(body)) + body
+    return message_opening(number, len(body)) + body
+
+
+def message_opening(number: int, length: int) -> bytes:
+    """Encode what stands before a message, string or bytes field of some length."""
+    return varint(number << 3 | _BYTES) + varint(length)
 
 
 def packed(number: int, values: Iterable[int]) -> bytes:
     """Encode a repeated scalar field in packed form."""
     return message_field(number, b"".join(map(varint, values)))
+
+
+def varints(values: npt.NDArray[np.unsignedinteger[Any]]) -> tuple[bytes, I64]:
+    """Encode many numbers at once.
+
+    Returns:
+        All of them one after the other, and where each begins and the last ends.
+    """
+    values = values.astype(np.uint64)
+    sizes = np.ones(len(values), dtype=np.int64)
+    for bits in range(7, 64, 7):
+        longer = values >> np.uint64(bits) > 0
+        if not longer.any():
+            break
+        sizes += longer
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    out = np.empty(starts[-1], dtype=np.uint8)
+    for place in range(int(sizes.max(initial=0))):
+        chosen = np.flatnonzero(sizes > place)
+        part = (values[chosen] >> np.uint64(7 * place)).astype(np.uint8) & 0x7F
+        goes_on = sizes[chosen] > place + 1
+        out[starts[chosen] + place] = part | goes_on.astype(np.uint8) << 7
+    return out.tobytes(), starts
 
 
 class StringTable:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import FrameKind, Profile
-from aiflame.agent.reports.selection import is_import_machinery
+from aiflame.agent.reports.selection import by_frame, is_import_machinery
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -66,7 +66,7 @@ def python_frames(profile: Profile, hide_importlib: bool = False) -> PythonFrame
         dtype=np.bool_,
     )
     stacks = profile.stacks
-    kept = wanted[profile.frames["function"]][stacks.frames]
+    kept = by_frame(wanted[profile.frames["function"]], stacks)
     lengths = np.diff(stacks.offsets.astype(np.int64))
     stack = np.repeat(np.arange(len(stacks), dtype=np.int64), lengths)[kept]
     is_leaf = np.ones(len(stack), dtype=np.bool_)

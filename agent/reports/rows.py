@@ -30,6 +30,7 @@ from aiflame.agent.model.profile import (
 )
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
+from aiflame.agent.reports.distinct import distinct
 from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
 from aiflame.agent.reports.selection import shown_stacks
 
@@ -46,9 +47,6 @@ TRUNCATED_REASONS = tuple(
 
 # The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.
 MAX_NAME_CHARS = 4_096
-
-# How many times as many keys as rows a table of all keys may have.
-_MAX_TABLE = 4
 
 # Their positions stay in the processor's cache.
 _PATHS_AT_ONCE = 2_048
@@ -196,21 +194,14 @@ def rows_of(
     tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
-    # A path is one stack under one process, or under one thread.
-    thread = samples["thread"].astype(np.int64)
-    stack = samples["stack"].astype(np.int64)
-    head = thread if per_thread else process_of[thread]
-    radix = max(1, len(profile.stacks))
-    n_heads = len(profile.threads if per_thread else profile.processes)
-    pairs, path_of = _distinct(head * radix + stack, n_heads * radix)
-    heads, stacks = pairs // radix, pairs % radix
+    heads, stacks, path_of = _paths(profile, samples, None if per_thread else process_of)
     columns = [process_ids.start + (process_of[heads] if per_thread else heads)]
     if per_thread:
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)
     columns.append(np.where(np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1))
     offsets, path_labels = join(columns, shown, table.of_frame, rank, stacks)
-    tail = tail_of[samples["klass"], stack]
+    tail = tail_of[samples["klass"], samples["stack"]]
     return Rows(
         labels,
         offsets,
@@ -221,18 +212,20 @@ def rows_of(
     )
 
 
-def _distinct(keys: I64, limit: int) -> tuple[I64, I64]:
-    """Return what `np.unique` does, and its inverse; `limit` is above all keys, none is negative.
-
-    Most often there are about as many possible keys as there are rows: then nothing is sorted.
-    """
-    if limit > _MAX_TABLE * (1 + len(keys)):
-        distinct, index = np.unique(keys, return_inverse=True)
-        return distinct, index.astype(np.int64)
-    is_there = np.zeros(limit, np.bool_)
-    is_there[keys] = True
-    index_of = np.cumsum(is_there, dtype=np.int64) - 1
-    return np.flatnonzero(is_there), index_of[keys]
+def _paths(
+    profile: Profile, samples: npt.NDArray[np.void], process_of: I64 | None
+) -> tuple[I64, I64, I64]:
+    # The head and the stack of each path, and the path of each sample. A path is one stack under
+    # one process or, without processes, under one thread.
+    keys = samples["thread"].astype(np.int64)
+    n_heads = len(profile.threads)
+    if process_of is not None:
+        keys, n_heads = process_of[keys], len(profile.processes)
+    radix = max(1, len(profile.stacks))
+    keys *= radix
+    keys += samples["stack"]
+    pairs, path_of = distinct(keys, n_heads * radix)
+    return pairs // radix, pairs % radix, path_of
 
 
 def _tails(profile: Profile, table: LabelTable, has_blocked: bool) -> I64:

@@ -11,10 +11,15 @@ Causes of waits are not found here: they are read from the whole stack.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import FrameKind, Function, Profile, Stacks
 from aiflame.agent.reports.base import Frames
+
+# Their indexes stay in the processor's cache.
+_FRAMES_AT_ONCE = 1 << 16
 
 _HIDDEN_KINDS = {
     Frames.BOTH: (FrameKind.INTERPRETER,),
@@ -53,6 +58,17 @@ def is_import_machinery(function: Function) -> bool:
     )
 
 
+def by_frame(of_frame: npt.NDArray[Any], stacks: Stacks) -> npt.NDArray[Any]:
+    """Return what is known of each frame, for each frame of each stack."""
+    frames = stacks.frames
+    found = np.empty(len(frames), of_frame.dtype)
+    # Some at a time: numpy makes indexes of 64 bits of all that it is given.
+    for first in range(0, len(frames), _FRAMES_AT_ONCE):
+        part = slice(first, first + _FRAMES_AT_ONCE)
+        found[part] = of_frame[frames[part]]
+    return found
+
+
 def shown_stacks(profile: Profile, frames: Frames, hide_importlib: bool = False) -> Stacks:
     """Return the stacks of a profile with the chosen frames, as many and in the same order."""
     hidden = hidden_kinds(frames)
@@ -67,7 +83,7 @@ def shown_stacks(profile: Profile, frames: Frames, hide_importlib: bool = False)
         dtype=np.bool_,
     )
     stacks = profile.stacks
-    kept: npt.NDArray[np.bool_] = keeps[profile.frames["function"]][stacks.frames]
+    kept: npt.NDArray[np.bool_] = by_frame(keeps[profile.frames["function"]], stacks)
     before = np.concatenate(([np.uint64(0)], np.cumsum(kept, dtype=np.uint64)))
     offsets = before[stacks.offsets.astype(np.int64)].astype(np.uint64)
     return Stacks(offsets, stacks.frames[kept], stacks.ends, stacks.gil)

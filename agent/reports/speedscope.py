@@ -50,7 +50,7 @@ class SpeedscopeReport:
             profiles += _device_profiles(profile, options, used)
         if not profiles:
             # speedscope refuses a file without profiles.
-            profiles = [_sampled("no samples", {}, [], "nanoseconds")]
+            profiles = [_sampled("no samples", [], [], "nanoseconds")]
         recording = profile.recording
         when = "" if recording.time_range is None else f", {range_words(recording)}"
         document = {
@@ -74,18 +74,13 @@ class _FrameTable:
 
     def of(self, labels: Labels) -> Callable[[int], int]:
         """Return what gives the number of the frame of a label."""
-        known: dict[int, int] = {}
-        lines = _only_lines(self._profile, labels)
+        return _Numbers(self, labels, _only_lines(self._profile, labels)).__getitem__
 
-        def find(label: int) -> int:
-            if label not in known:
-                function = int(labels.functions[label])
-                file = self._profile.functions[function].file if function >= 0 else ""
-                line = int(lines[label]) if file else 0
-                known[label] = self._add(labels.names[label], showable(file) if file else "", line)
-            return known[label]
-
-        return find
+    def number(self, labels: Labels, label: int, line: int) -> int:
+        """Return the number of a frame that is used for the first time."""
+        function = int(labels.functions[label])
+        file = self._profile.functions[function].file if function >= 0 else ""
+        return self._add(labels.names[label], showable(file) if file else "", line if file else 0)
 
     def leaf(self, name: str, category: str) -> int:
         """Return the number of a frame that has a stall category for its file."""
@@ -102,6 +97,18 @@ class _FrameTable:
             frame["line"] = line
         self.frames.append(frame)
         return len(self.frames) - 1
+
+
+class _Numbers(dict[int, int]):
+    """The number of the frame of each label, given when it is first asked for."""
+
+    def __init__(self, frames: _FrameTable, labels: Labels, lines: npt.NDArray[np.int64]) -> None:
+        super().__init__()
+        self._frames, self._labels, self._lines = frames, labels, lines
+
+    def __missing__(self, label: int) -> int:
+        self[label] = self._frames.number(self._labels, label, int(self._lines[label]))
+        return self[label]
 
 
 def _only_lines(profile: Profile, labels: Labels) -> npt.NDArray[np.int64]:
@@ -138,8 +145,9 @@ def _time_profiles(
     # Label ids are in the order of names, so this is the order of names level by level.
     made = []
     for g in order:
-        numbers = [[frame(label) for label in path] for path in sorted(sums[g])]
-        made.append(_sampled(names[g], sums[g], numbers, "nanoseconds"))
+        paths = sorted(sums[g])
+        numbers = [list(map(frame, path)) for path in paths]
+        made.append(_sampled(names[g], [sums[g][path] for path in paths], numbers, "nanoseconds"))
     return made
 
 
@@ -159,12 +167,13 @@ def _device_profiles(
     made = []
     for process in sorted(sums, key=lambda p: (-sum(sums[p].values()), p)):
         numbers = []
-        for *above, last, category in sorted(sums[process]):
+        paths = sorted(sums[process])
+        for *above, last, category in paths:
             leaf = frames.leaf(rows.labels.names[last], StallCategory(category).label)
             numbers.append([*(frame(label) for label in above), leaf])
         found = profile.processes[process]
         name = f"{showable(found.name)} ({found.pid}), device samples"
-        made.append(_sampled(name, sums[process], numbers, "none"))
+        made.append(_sampled(name, [sums[process][path] for path in paths], numbers, "none"))
     return made
 
 
@@ -172,16 +181,14 @@ def _name(rows: Rows, heads: list[int]) -> str:
     return " / ".join(rows.labels.names[label] for label in heads)
 
 
-def _sampled(
-    name: str, stacks: dict[tuple[int, ...], int], numbers: list[list[int]], unit: str
-) -> dict[str, Any]:
-    # `numbers` has the frames of the stacks in the order of their keys.
+def _sampled(name: str, weights: list[int], numbers: list[list[int]], unit: str) -> dict[str, Any]:
+    # `numbers` has the frames of the stacks that weigh so much.
     return {
         "type": "sampled",
         "name": name,
         "unit": unit,
         "startValue": 0,
-        "endValue": sum(stacks.values()),
+        "endValue": sum(weights),
         "samples": numbers,
-        "weights": [stacks[path] for path in sorted(stacks)],
+        "weights": weights,
     }

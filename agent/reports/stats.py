@@ -24,6 +24,9 @@ from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
 
 U64 = npt.NDArray[np.uint64]
 
+# Arrays of their frames stay in the processor's cache.
+_STACKS_AT_ONCE = 2_048
+
 
 def tables(
     profile: Profile,
@@ -86,16 +89,21 @@ def _self_and_total(profile: Profile, stack_ns: U64) -> tuple[U64, U64]:
     stacks = profile.stacks
     n_functions = len(profile.functions)
     offsets = stacks.offsets.astype(np.int64)
-    functions = profile.frames["function"].astype(np.int64)[stacks.frames]
+    function_of = profile.frames["function"].astype(np.int64)
     self_ns = np.zeros(n_functions, dtype=np.uint64)
     total_ns = np.zeros(n_functions, dtype=np.uint64)
     walked = np.flatnonzero((np.diff(offsets) > 0) & (stack_ns > 0))
-    np.add.at(self_ns, functions[offsets[walked + 1] - 1], stack_ns[walked])
-    # A function that calls itself counts once a stack.
-    owner = np.repeat(np.arange(len(stacks), dtype=np.int64), np.diff(offsets))
-    spent = stack_ns[owner] > 0
-    pairs = np.unique(owner[spent] * max(1, n_functions) + functions[spent])
-    np.add.at(total_ns, pairs % max(1, n_functions), stack_ns[pairs // max(1, n_functions)])
+    np.add.at(self_ns, function_of[stacks.frames[offsets[walked + 1] - 1]], stack_ns[walked])
+    radix = max(1, n_functions)
+    # Some at a time: what has an entry for each frame of each stack is larger than all the rest.
+    for first in range(0, len(stacks), _STACKS_AT_ONCE):
+        ends = offsets[first : first + _STACKS_AT_ONCE + 1]
+        owner = np.repeat(np.arange(first, first + len(ends) - 1), np.diff(ends))
+        functions = function_of[stacks.frames[ends[0] : ends[-1]]]
+        spent = stack_ns[owner] > 0
+        # A function that calls itself counts once a stack.
+        pairs = np.unique(owner[spent] * radix + functions[spent])
+        np.add.at(total_ns, pairs % radix, stack_ns[pairs // radix])
     return self_ns, total_ns
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.reports.distinct import distinct
 from aiflame.agent.reports.rows import U32, Labels, Rows
 
 I32 = npt.NDArray[np.int32]
@@ -102,11 +103,11 @@ class _Grower:
         Returns:
             For each row, the index within this level of the node it comes to.
         """
-        nodes, index = np.unique(parents * self._radix + labels, return_inverse=True)
+        limit = len(self._levels[-1][0]) * self._radix
+        nodes, index = distinct(parents * self._radix + labels, limit)
         level = nodes // self._radix, nodes % self._radix
         self._levels.append((level[0].astype(np.int32), level[1].astype(np.int32)))
-        result: I64 = index.astype(np.int64)
-        return result
+        return index
 
     def finish(self) -> _Shape:
         """Number the nodes in preorder."""

@@ -31,7 +31,7 @@ def capture_of_windows(
         with_names: Else stacks show modules and addresses.
 
     Raises:
-        BadSegment: There is no window.
+        BadSegment: There is no window, or one that says what none can.
         AiflameError: The capture cannot be written.
     """
     if not with_names:
@@ -45,9 +45,14 @@ def _write(
     capture: WrittenCapture, windows: Iterable[Window], facts: Mapping[str, str | int]
 ) -> None:
     with closing(capture):
+        if not isinstance(facts.get("started_unix_ns", 0), int):
+            raise BadSegment("its header is damaged")
         count = 0
         for window in windows:
-            capture.put(window, facts)
+            try:
+                capture.put(window, facts)
+            except OverflowError as error:  # SQLite's integers have a sign
+                raise BadSegment(f"a window in it is damaged ({error})") from error
             count += 1
         if not count:
             raise BadSegment("there is no window in it")

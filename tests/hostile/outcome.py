@@ -21,6 +21,7 @@ class Outcome:
         reads: How often one was read, by one reader each.
         refused: Why, how often.
         unforeseen: Exceptions that nobody thought of, by their text.
+        first_cases: The first case with each of these.
         slowest_s: The most CPU time that one reader took for one case.
         slowest: Which reader, and which case.
     """
@@ -30,6 +31,7 @@ class Outcome:
     reads: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     unforeseen: Counter[str] = field(default_factory=Counter)
+    first_cases: dict[str, int] = field(default_factory=dict)
     slowest_s: float = 0.0
     slowest: str = ""
 
@@ -64,10 +66,17 @@ class Outcome:
             "reads": self.reads,
             "refused": sum(self.refused.values()),
             "unforeseen": dict(self.unforeseen.most_common(20)),
+            "first_cases": self.first_cases,
             "slowest_s": round(self.slowest_s, 3),
             "slowest": self.slowest,
             "peak_bytes": peak_bytes(),
         }
+
+
+def forget_peak() -> None:
+    """Has the peak begin anew: what was made to be read takes memory, too."""
+    # Documentation/filesystems/proc.rst, clear_refs.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_bytes() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,17 @@ def test_where_there_is_nothing_that_is_said(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:header])
     with pytest.raises(BadSegment, match="no window"):
         capture_of_windows(tmp_path / "run.aiflame", RecordedWindows(tmp_path), _FACTS)
+
+
+def test_facts_and_numbers_that_no_recording_has_are_refused(tmp_path: Path) -> None:
+    (window,) = RandomRecording(3).cut([])
+    with pytest.raises(BadSegment, match="header"):
+        capture_of_windows(tmp_path / "a", [window], {"started_unix_ns": "nan"}, with_names=False)
+    samples = window.samples.copy()
+    samples["weight_ns"] = (1 << 64) - 1
+    forged = replace(window, samples=samples)
+    with pytest.raises(BadSegment, match="damaged"):
+        capture_of_windows(tmp_path / "b", [forged], _FACTS, with_names=False)
 
 
 def test_a_full_disk_is_said_and_leaves_whole_windows(

@@ -199,11 +199,18 @@ def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> Non
     assert most < 80_000
 
 
+def _of_no_thread(rows: np.ndarray) -> np.ndarray:
+    rows = rows.copy()
+    rows["thread"] = _NONE
+    return rows
+
+
 @pytest.mark.parametrize(
     ("breaks", "says"),
     [
         (lambda w: replace(w, stacks=w.stacks[:0]), "stack .* is not in stacks"),
         (lambda w: replace(w, threads=w.threads[:0]), "thread .* is not in threads"),
+        (lambda w: replace(w, samples=_of_no_thread(w.samples)), "thread .* is not in threads"),
         (lambda w: replace(w, addresses=w.addresses[:-1]), "past the end of addresses"),
         (lambda w: replace(w, texts=("",)), "is no text"),
         (lambda w: replace(w, end_ns=w.start_ns - 1), "ends at"),
