@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,7 +58,7 @@ class CaptureProcess:
         self._table = table
         self._told: dict[int, int | None] = {}  # descriptors, by number of the file
         self._told_processes: set[int] = set()
-        self._unsent: deque[tuple[bytes, int | None]] = deque()
+        self._windows = 0  # of which it has not been told
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
         try:
@@ -78,62 +78,61 @@ class CaptureProcess:
         finally:
             theirs.close()
 
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended early."""
-        return self._process.poll() is not None
-
     def give(self, windows: int) -> None:
         """Tells that there are more windows in the segments; never waits."""
-        self._tell_files()
-        self._send({"windows": windows})
-        self._flush()
+        self._windows += windows
+        self._tell(socket.MSG_DONTWAIT)
 
-    def _tell_files(self) -> None:
-        """Tells of files and processes that are new."""
+    def _tell(self, flags: int) -> bool:
+        """Tells of files and processes that are new, and then of windows.
+
+        Returns:
+            Whether there was room for all; what is left is told the next time.
+        """
+        for message, fd in self._files():
+            if not self._send(message, flags, fd):
+                return False
+        for message in self._processes():
+            if not self._send(message, flags):
+                return False
+        if self._windows and not self._send({"windows": self._windows}, flags):
+            return False
+        self._windows = 0
+        return True
+
+    def _files(self) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """Yields what there is to say of files; what is asked for next has been said."""
         files = self._table.binaries.files
-        for index in self._told.keys() - files.keys():
+        for index in [*(self._told.keys() - files.keys())]:
+            yield {"closed": index}, None
             del self._told[index]
-            self._send({"closed": index})
         for index, file in files.items():
             readable = self._table.binaries.readable(file)
-            if index in self._told and readable == self._told[index]:
-                continue
-            self._told[index] = readable
-            # The recorder may close it before this is sent.
-            fd = None if readable is None else os.dup(readable)
-            self._send({"binary": index, "root": file.root}, fd)
+            if index not in self._told or readable != self._told[index]:
+                yield {"binary": index, "root": file.root}, readable
+                self._told[index] = readable
+
+    def _processes(self) -> Iterator[dict[str, Any]]:
         makers = {image.index: image for image in self._table.images.values() if image.makes_code}
         for index in makers.keys() - self._told_processes:
             image = makers[index]
-            self._send({"process": index, "root": image.root, "uid": image.owner_uid})
+            yield {"process": index, "root": image.root, "uid": image.owner_uid}
+            self._told_processes.add(index)
         for index in self._told_processes - makers.keys():
-            self._send({"gone": index})
-        self._told_processes = set(makers)
+            yield {"gone": index}
+            self._told_processes.remove(index)
 
-    def _send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        self._unsent.append((json.dumps(message).encode(), fd))
-
-    def _flush(self, flags: int = socket.MSG_DONTWAIT) -> None:
-        """Sends what there is room for, or all."""
-        while self._unsent:
-            data, fd = self._unsent[0]
-            rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
-            try:
-                self._channel.sendmsg([data], rights, flags)  # send_fds would leave the flags out
-            except BlockingIOError:
-                return
-            except OSError:  # it has ended, which `finish` says
-                self._drop_unsent()
-                return
-            self._unsent.popleft()
-            if fd is not None:
-                os.close(fd)
+    def _send(self, message: dict[str, Any], flags: int, fd: int | None = None) -> bool:
+        """Sends a message; returns whether there was room for it."""
+        rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
+        try:
+            # socket.send_fds leaves the flags out.
+            self._channel.sendmsg([json.dumps(message).encode()], rights, flags)
+        except BlockingIOError:
+            return False
+        except OSError:  # it has ended, which `finish` says
+            pass
+        return True
 
     def finish(self, keep: tuple[int, int] | None = None) -> Report:
         """Waits until the capture is written.
@@ -145,11 +144,10 @@ class CaptureProcess:
         Raises:
             CaptureFailed: It is not written, or not to its end.
         """
+        self._tell(0)
         if keep is not None:
-            self._tell_files()
-            self._send({"keep_ns": keep[0], "end_ns": keep[1]})
-        self._send({"end": True})
-        self._flush(0)
+            self._send({"keep_ns": keep[0], "end_ns": keep[1]}, 0)
+        self._send({"end": True}, 0)
         self._wait_for_report()
         data = b""
         with contextlib.suppress(OSError):
@@ -166,7 +164,9 @@ class CaptureProcess:
             CaptureFailed: It waits for something that does not come, a file on a dead server.
         """
         used_s, since_s = -1.0, time.monotonic()
-        while not select.select([self._channel], [], [], _LOOK_S)[0]:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        while not poll.poll(1000 * _LOOK_S):
             now_s = procfs.cpu_s(self._process.pid)
             if now_s != used_s:
                 used_s, since_s = now_s, time.monotonic()
@@ -174,15 +174,8 @@ class CaptureProcess:
                 self._process.kill()
                 raise CaptureFailed("it waits for a file that cannot be read")
 
-    def _drop_unsent(self) -> None:
-        for _, fd in self._unsent:
-            if fd is not None:
-                os.close(fd)
-        self._unsent.clear()
-
     def close(self) -> None:
         """Ends it, whether it is finished or not."""
-        self._drop_unsent()
         self._channel.close()
         if self._process.poll() is None:
             self._process.kill()
