@@ -23,6 +23,9 @@ from aiflame.agent.inspector.child import ends
 # libtorch_cpu takes a second; what takes this long on any machine is a file made to.
 _TIMEOUT_S = 60.0
 
+# A child has 40 MB, and takes 0.15 s to start anew.
+_IDLE_S = 10.0
+
 # What the child's answer begins with where there is a table; then comes its name.
 BUILT = "built "
 
@@ -114,7 +117,7 @@ class TableBuilder:
         self._current = -1
         self._question = ""
         self._child: subprocess.Popen[bytes] | None = None
-        self._deadline = 0.0
+        self._deadline = self._idle_since = 0.0
         self._is_asked = False
         self._struck: set[int] = set()
         self._lost: list[int] = []
@@ -188,7 +191,10 @@ class TableBuilder:
                 if words.startswith(BUILT):
                     self.names[self._current] = words.removeprefix(BUILT)
             self._is_asked, self._current = False, -1
+            self._idle_since = time.monotonic()
             self._ask_next()
+        if not self._is_asked and time.monotonic() - self._idle_since > _IDLE_S:
+            self.close()  # most recordings meet new files at their start only
         lost, self._lost = self._lost, []
         return [*done, *lost]
 
