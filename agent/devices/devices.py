@@ -236,7 +236,8 @@ class Devices:
             end_ns: Of the window, since the start.
         """
         by_family = defaultdict(list)
-        for sample in self._locations.take():
+        # Those of a window have no order; the files of kernels are numbered as they were made.
+        for sample in sorted(self._locations.take(), key=lambda sample: sample.file):
             by_family[self._owner(sample.file)].append(sample)
         for running in self._running:
             running.poll()
