@@ -321,3 +321,7 @@ class LossKind(enum.Enum):
         self.in_kernel = entry.in_kernel
         self.is_of_time = entry.is_of_time
         self.is_of_device = entry.is_of_device
+
+
+# By the names that captures and windows have.
+KINDS_BY_NAME = {kind.stored_name: kind for kind in LossKind}

@@ -34,7 +34,7 @@ from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
-from aiflame.agent.losses import LossKind
+from aiflame.agent.losses import KINDS_BY_NAME, LossKind
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
 from aiflame.agent.processes.targets import Target
@@ -60,9 +60,6 @@ _OF_WINDOWS = (
     LossKind.PYTHON_CHAIN_LOST,
     LossKind.CALL_SIZES_CUT,
 )
-
-
-_KINDS = {kind.stored_name: kind for kind in LossKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +234,7 @@ class _Session:
                 recorder.devices.resolve(service, writer, recorder.images)
             losses = self._losses(recorder, outcome, report)
             writer.set_losses(loss_rows(losses, recorder.loss_files()))
-            writer.put_meta(self._last_facts(outcome, cost))
+            writer.put_meta(self._last_facts(outcome, cost, report))
             writer.commit()
         finally:
             writer.close()
@@ -325,7 +322,7 @@ class _Session:
         }
 
     def _losses(self, recorder: Recorder, outcome: Outcome, report: Report) -> Counter[LossKind]:
-        named = Counter({_KINDS[name]: n for name, n in report.naming_losses.items()})
+        named = Counter({KINDS_BY_NAME[name]: n for name, n in report.naming_losses.items()})
         losses = outcome.losses + recorder.losses() + named
         losses[LossKind.SAMPLING_SKIPPED] = sum(c.recursion_misses for c in outcome.costs.values())
         losses[LossKind.STACK_LOST] = report.lost_stacks
@@ -333,12 +330,14 @@ class _Session:
             losses[kind] = report.window_losses.get(kind.stored_name, 0)
         return losses
 
-    def _last_facts(self, outcome: Outcome, cost: _RunningCost) -> dict[str, str | int]:
+    def _last_facts(
+        self, outcome: Outcome, cost: _RunningCost, report: Report
+    ) -> dict[str, str | int]:
         running_share = percent(cost.cpu_ns, cost.wall_ns)
         counters = outcome.counters
         return {
             "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
-            "recorder_peak_rss_bytes": cost.peak_rss_bytes,
+            "recorder_peak_rss_bytes": cost.peak_rss_bytes + report.peak_rss_bytes,
             f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
             f"{FACT_PREFIX}stacks walked before their tables came": counters[
                 abi.Counter.WITHOUT_TABLES

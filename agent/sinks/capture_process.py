@@ -81,21 +81,21 @@ class CaptureProcess:
     def give(self, windows: int) -> None:
         """Tells that there are more windows in the segments; never waits."""
         self._windows += windows
-        self._tell(socket.MSG_DONTWAIT)
+        self._tell()
 
-    def _tell(self, flags: int) -> bool:
+    def _tell(self) -> bool:
         """Tells of files and processes that are new, and then of windows.
 
         Returns:
             Whether there was room for all; what is left is told the next time.
         """
         for message, fd in self._files():
-            if not self._send(message, flags, fd):
+            if not self._send(message, fd):
                 return False
         for message in self._processes():
-            if not self._send(message, flags):
+            if not self._send(message):
                 return False
-        if self._windows and not self._send({"windows": self._windows}, flags):
+        if self._windows and not self._send({"windows": self._windows}):
             return False
         self._windows = 0
         return True
@@ -122,12 +122,13 @@ class CaptureProcess:
             yield {"gone": index}
             self._told_processes.remove(index)
 
-    def _send(self, message: dict[str, Any], flags: int, fd: int | None = None) -> bool:
-        """Sends a message; returns whether there was room for it."""
+    def _send(self, message: dict[str, Any], fd: int | None = None) -> bool:
+        """Sends a message, without waiting; returns whether there was room for it."""
         rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
         try:
             # socket.send_fds leaves the flags out.
-            self._channel.sendmsg([json.dumps(message).encode()], rights, flags)
+            data = json.dumps(message).encode()
+            self._channel.sendmsg([data], rights, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:  # it has ended, which `finish` says
@@ -144,11 +145,15 @@ class CaptureProcess:
         Raises:
             CaptureFailed: It is not written, or not to its end.
         """
-        self._tell(0)
+        while not self._tell():
+            self._wait_for(select.POLLOUT)
+        last: list[dict[str, Any]] = [{"end": True}]
         if keep is not None:
-            self._send({"keep_ns": keep[0], "end_ns": keep[1]}, 0)
-        self._send({"end": True}, 0)
-        self._wait_for_report()
+            last.insert(0, {"keep_ns": keep[0], "end_ns": keep[1]})
+        for message in last:
+            while not self._send(message):
+                self._wait_for(select.POLLOUT)
+        self._wait_for(select.POLLIN)
         data = b""
         with contextlib.suppress(OSError):
             data = self._channel.recv(MAX_REPORT_BYTES)
@@ -157,15 +162,18 @@ class CaptureProcess:
             raise CaptureFailed(_last_words(self._errors) or f"exit status {code}")
         return report_of(data)
 
-    def _wait_for_report(self) -> None:
-        """Waits for what it says last, as long as it gets on.
+    def _wait_for(self, events: int) -> None:
+        """Waits until it takes a message, or says something, as long as it gets on.
+
+        Args:
+            events: Of poll(2).
 
         Raises:
             CaptureFailed: It waits for something that does not come, a file on a dead server.
         """
         used_s, since_s = -1.0, time.monotonic()
         poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
+        poll.register(self._channel, events)
         while not poll.poll(1000 * _LOOK_S):
             now_s = procfs.cpu_s(self._process.pid)
             if now_s != used_s:

@@ -16,7 +16,6 @@ class Report:
     """What there is to say of a capture that was written.
 
     Attributes:
-        end_ns: Where it ends, since its beginning.
         lost_stacks: How many stacks never came.
         window_losses: As windows have them, by name.
         naming_losses: What could not be named, by name.
@@ -25,7 +24,6 @@ class Report:
         disk_full: Why not all windows are in it, "" where they are.
     """
 
-    end_ns: int = 0
     lost_stacks: int = 0
     window_losses: dict[str, int] = field(default_factory=dict)
     naming_losses: dict[str, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiflame.agent.capture.schema import SYMBOLS_FACT
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.losses import LossKind
+from aiflame.agent.losses import KINDS_BY_NAME, LossKind
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.sinks.capture_report import Report
@@ -18,8 +18,6 @@ from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbolize.files import Files
 from aiflame.agent.symbolize.namer import Namer
 from aiflame.agent.symbols.service import SymbolService
-
-_KINDS = {kind.stored_name: kind for kind in LossKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,6 @@ class WrittenCapture:
             self._path.unlink(missing_ok=True)
         problems = [] if service is None else service.problems
         return Report(
-            end_ns=sink.end_ns,
             lost_stacks=sink.lost_stacks,
             window_losses=dict(sink.losses),
             naming_losses=naming,
@@ -117,7 +114,7 @@ def _peak_rss_bytes() -> int:
 
 def _loss_rows(losses: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
     for name, count in losses.items():
-        kind = _KINDS.get(name)
+        kind = KINDS_BY_NAME.get(name)
         words = "" if kind is None else "; ".join(filter(None, (kind.meaning, kind.cure)))
         if count:
             yield name, count, words

@@ -245,7 +245,7 @@ class _Files:
             self._find(fd, inside, root_path)
         except (BadTargetFile, OSError):  # its parser will say why
             return
-        except BaseException:
+        except BaseException:  # whatever ends it, its descriptors are closed
             self._stack.close()
             raise
 
