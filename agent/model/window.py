@@ -518,11 +518,24 @@ class Window:
         return found
 
 
-class OpenWindow(Protocol):
-    """Where those who learn something of a recording put it, for the window that is open."""
+class FactsTaker(Protocol):
+    """Where facts go that hold for more than one window."""
 
     def text(self, words: str) -> int:
         """Returns what stands for a text in the rows that are added here."""
+
+    def define(self, column: str, rows: Rows, parts: Rows | None = None) -> None:
+        """Adds facts, or what they have become.
+
+        Args:
+            column: Its name.
+            rows: Of it.
+            parts: For stacks and chains, the addresses or frames that `first` counts in.
+        """
+
+
+class OpenWindow(FactsTaker, Protocol):
+    """Where those who learn something of a recording put it, for the window that is open."""
 
     def define(
         self, column: str, rows: Rows, parts: Rows | None = None, *, is_late: bool = False
@@ -530,9 +543,7 @@ class OpenWindow(Protocol):
         """Adds facts, or what they have become.
 
         Args:
-            column: Its name.
-            rows: Of it.
-            parts: For stacks and chains, the addresses or frames that `first` counts in.
+            column, rows, parts: As `FactsTaker.define` has them.
             is_late: Earlier windows mentioned them as lost: they are given although no row does.
         """
 

@@ -37,13 +37,13 @@ from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
+from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
-from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
