@@ -208,9 +208,9 @@ class CaptureSink:
             named = self._namer.name(window, stacks)
         rows = []
         for (row, stack), found in zip(new, named, strict=True):
-            end, frames, gil = (stack.stop_reason, None, 0) if found is None else found
+            end = stack.stop_reason if found is None else found.stop_reason
             raw = (stack.process, stack.kernel_depth, end, stack.addresses)
-            rows.append((row, *raw, frames, gil))
+            rows.append((row, *raw, *((None, 0) if found is None else (found.frames, found.gil))))
         self._writer.put("stacks", rows)
 
     def _row_of(self, stack: int, process: int) -> int:

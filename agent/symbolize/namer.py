@@ -24,6 +24,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.model.window import NONE, Rows, Window
+from aiflame.agent.python.codes import UNREADABLE_FRAME
 from aiflame.agent.python.interpreter import (
     Interpreter,
     find_interpreter,
@@ -38,7 +39,6 @@ from aiflame.agent.symbolize.files import Files
 from aiflame.agent.symbolize.mapped import MappedProcess
 from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.symbolize.splicing import (
-    UNREADABLE_SOURCE,
     MappedInterpreter,
     NativeFrame,
     PythonChain,
@@ -179,14 +179,13 @@ class Namer:
         if interpreter is None:
             return named
         natives = [known.get(index, interpreter) for index in inside]
-        chain, frames = facts.chain(stack.chain), named.frames
+        chain = facts.chain(stack.chain)
         if chain is not None:
             is_rooted = named.stop_reason in COMPLETE_REASONS
-            found = self._splicer.splice(natives, chain, is_rooted)
-            frames = np.array(found[::-1], "<u4").tobytes()
+            found, match = self._splicer.splice(natives, chain, is_rooted)
+            named = named._replace(frames=np.array(found[::-1], "<u4").tobytes(), match=match)
         has_python = chain is not None and any(chain.sources)
-        gil = self._splicer.gil(natives, stack.gil, has_python)
-        return NamedStack(named.stop_reason, frames, int(gil))
+        return named._replace(gil=int(self._splicer.gil(natives, stack.gil, has_python)))
 
     def _located(self, raw: RawStacks, facts: _Facts) -> list[Location]:
         """Names each distinct address."""
@@ -466,7 +465,7 @@ class _Facts:
         self._read_codes()
         names = self._codes.get((process, frame.code_address))
         if names is None:
-            return UNREADABLE_SOURCE
+            return UNREADABLE_FRAME
         line = self._lines.get((process, frame.code_address, frame.position), 0)
         return SourceFrame(*names, line, False) if names[0] else None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.python.splice import Match
 from aiflame.agent.symbols.frames import SourceFrame
 
 # Stands in the addresses of a stack where kernel frames are missing between the kernel's and the
@@ -41,11 +42,13 @@ class NamedStack(NamedTuple):
         stop_reason: A StopReason, judged by the names.
         frames: Ids of frames, little-endian u32, root first.
         gil: A model.profile.GilState.
+        match: How its Python half fitted, None for none.
     """
 
     stop_reason: int
     frames: bytes
     gil: int
+    match: Match | None = None
 
 
 class FrameIds(Protocol):

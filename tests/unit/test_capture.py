@@ -381,7 +381,7 @@ def _with_python(path: Path) -> Path:
 
 def test_python_in_stacks(tmp_path: Path) -> None:
     profile = read_capture(_with_python(tmp_path / "run.aiflame"))
-    assert profile.stacks.gil.tolist() == [GilState.HELD, GilState.UNKNOWN, GilState.NONE]
+    assert profile.stacks.gil.tolist() == [GilState.HELD, GilState.UNKNOWN, GilState.NO_PYTHON]
     start, stop = profile.stacks.offsets[:2]
     assert [
         (profile.functions[profile.frames["function"][frame]].kind, profile.frames["line"][frame])
@@ -390,7 +390,7 @@ def test_python_in_stacks(tmp_path: Path) -> None:
 
 
 def test_a_capture_without_python_has_no_gil(capture: Path) -> None:
-    assert read_capture(capture).stacks.gil.tolist() == [GilState.NONE] * 3
+    assert read_capture(capture).stacks.gil.tolist() == [GilState.NO_PYTHON] * 3
 
 
 def test_a_capture_of_the_schema_before_python(capture: Path) -> None:
@@ -399,7 +399,7 @@ def test_a_capture_of_the_schema_before_python(capture: Path) -> None:
     profile = read_capture(capture)
     assert profile.functions == before.functions
     assert profile.stacks.frames.tolist() == before.stacks.frames.tolist()
-    assert profile.stacks.gil.tolist() == [GilState.NONE] * 3
+    assert profile.stacks.gil.tolist() == [GilState.NO_PYTHON] * 3
 
 
 def test_a_capture_of_this_schema_needs_all_its_columns(

@@ -60,7 +60,7 @@ _MAY_IMPORT = {
         "target_files",
     },
     "unwind": {"elf", "errors", "inspector", "model", "symbols", "target_files"},
-    "python": {"elf", "errors", "symbols", "target_files", "unwind"},
+    "python": {"elf", "errors", "model", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
@@ -69,7 +69,7 @@ _MAY_IMPORT = {
     "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
-        *("kernel", "processes", "python", "reports", "symbols", "unwind"),
+        *("kernel", "processes", "python", "reports", "symbolize", "symbols", "unwind"),
         *_LEAVES,
     },
     "recording": {
