@@ -26,6 +26,7 @@ from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel.loader import load_thread_iterator
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes import procfs
+from aiflame.agent.processes.cached_tables import CachedTables
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker
@@ -71,9 +72,9 @@ class DumpSession:
             self._table = ProcessTable(0, lambda pid: _IMAGE, self._inspector)
             parts.callback(self._table.binaries.close)
             self._images = ElfImages(self._table.binaries)
-            self._tables = WaitingTables(self._table.binaries, self._images, cache)
-            parts.callback(self._tables.close)
-            walker = StackWalker(self._tables, self._images)
+            tables = CachedTables(self._table.binaries, self._images, cache)
+            parts.callback(tables.close)
+            walker = StackWalker(WaitingTables(tables), self._images)
             self._reader = ThreadReader(self._program_fd, walker, self._memory)
             self._namer = ThreadNamer(self._table, self._images, service)
             self._parts = parts.pop_all()
