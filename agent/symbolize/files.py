@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -53,16 +54,12 @@ class GivenFiles:
 
     def add(self, binary: int, file: OpenFile) -> None:
         """Takes a file over."""
-        before = self._files.get(binary)
-        if before is not None and before.fd is not None:
-            os.close(before.fd)
+        self.forget(binary)
         self._files[binary] = file
 
     def forget(self, binary: int) -> None:
         """Closes a file that nobody maps any more."""
-        file = self._files.pop(binary, NO_FILE)
-        if file.fd is not None:
-            os.close(file.fd)
+        _close([self._files.pop(binary, NO_FILE)])
 
     def add_process(self, process: int, jit: JitProcess) -> None:
         """Takes note of a process that makes code."""
@@ -82,9 +79,7 @@ class GivenFiles:
 
     def close(self) -> None:
         """Closes every file."""
-        for file in self._files.values():
-            if file.fd is not None:
-                os.close(file.fd)
+        _close(self._files.values())
         self._files.clear()
 
 
@@ -107,10 +102,14 @@ class FoundFiles:
 
     def close(self) -> None:
         """Closes every file."""
-        for file in self._files.values():
-            if file.fd is not None:
-                os.close(file.fd)
+        _close(self._files.values())
         self._files.clear()
+
+
+def _close(files: Iterable[OpenFile]) -> None:
+    for file in files:
+        if file.fd is not None:
+            os.close(file.fd)
 
 
 def _open_same(path: str, build_id: str) -> int | None:
