@@ -18,7 +18,7 @@ class OpenFile(NamedTuple):
 
     Attributes:
         fd: None where it could not be opened.
-        root: Openable path of a root directory in which its debug files may lie, or "".
+        root: Openable path of a root directory in which its debug files may be, or "".
     """
 
     fd: int | None
@@ -26,7 +26,7 @@ class OpenFile(NamedTuple):
 
 
 class JitProcess(NamedTuple):
-    """A process that makes code: where its perf map lies, and to whom it belongs."""
+    """A process that makes code: under which root its perf map is, and to whom it belongs."""
 
     root: str
     uid: int
@@ -42,7 +42,7 @@ class Files(Protocol):
         """Returns a mapped file; its descriptor stays this object's."""
 
     def jit_process(self, process: int) -> JitProcess | None:
-        """Returns where the perf map of a process lies, None where that is not known."""
+        """Returns where the perf map of a process is, None where that is not known."""
 
 
 class GivenFiles:

@@ -21,7 +21,7 @@ class MappedProcess:
     """The mappings of one process.
 
     Args:
-        rows: MAPPING_DTYPE, the newest last: newer ones lie over older ones.
+        rows: MAPPING_DTYPE, the newest last: newer ones replace older ones where they overlap.
 
     Attributes:
         rows: MAPPING_DTYPE, disjoint and in address order.

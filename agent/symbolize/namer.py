@@ -4,8 +4,8 @@
 Pure but for caches: all that is known of processes comes from the window itself, so that a
 recording is named while it goes on, after it was killed, or on another day, by one and the same
 code. User-space names come from the symbol service, a child process, kernel names from kallsyms,
-code in anonymous memory from the target's perf-PID.map. Stacks are then cut where a frame-pointer
-walk went astray, and judged.
+code in anonymous memory from the target's perf-PID.map. Stacks are then truncated where a walk by
+frame pointers left the code of the process, and it is told which ones are complete.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Location:
 
 
 # Stands for one that is not named yet.
-_NOWHERE = Location()
+_UNNAMED = Location()
 
 
 class Namer:
@@ -137,7 +137,8 @@ class Namer:
         raw = RawStacks.of_rows(rows)
         locations = self._located(raw, facts)
         kept = raw.kept_lengths(np.array([location.is_mapped for location in locations], bool))
-        ends = raw.judged_ends(kept, np.array([location.is_start for location in locations], bool))
+        is_start = np.array([location.is_start for location in locations], bool)
+        stop_reasons = raw.final_stop_reasons(kept, is_start).tolist()
         sizes = np.array([len(location.chain) for location in locations], np.int64)
         chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         chains = np.array([frame for location in locations for frame in location.chain], np.int64)
@@ -145,11 +146,11 @@ class Namer:
             np.array([location.is_tracing for location in locations], bool),
             np.array([stack.is_from_switch for stack in stacks], bool),
         )
-        blobs = raw.frame_blobs(first, kept, chain_starts, chains)
+        frames = raw.frame_ids(first, kept, chain_starts, chains)
         natives = _Natives(raw, locations)
         found = []
-        for at, (stack, end, blob) in enumerate(zip(stacks, ends.tolist(), blobs, strict=True)):
-            named = NamedStack(end, blob, 0)
+        for at, stack in enumerate(stacks):
+            named = NamedStack(stop_reasons[at], frames[at], 0)
             if stack.chain or stack.gil:
                 positions = range(int(first[at]), int(kept[at]))
                 start = int(raw.starts[at])
@@ -189,7 +190,7 @@ class Namer:
 
     def _located(self, raw: RawStacks, facts: _Facts) -> list[Location]:
         """Names each distinct address."""
-        locations = [_NOWHERE] * len(raw.addresses)
+        locations = [_UNNAMED] * len(raw.addresses)
         in_binaries: dict[int, list[tuple[int, int]]] = {}
         for owner in np.unique(raw.owners).tolist():
             indexes = np.flatnonzero(raw.owners == owner)
@@ -261,7 +262,7 @@ class Namer:
                 continue
             own = (address - int(mapping["bias"])) % (1 << 64)
             in_binaries.setdefault(int(mapping["binary"]), []).append((own, index))
-            locations.append(_NOWHERE)
+            locations.append(_UNNAMED)
         return locations
 
     def _jit_names(
@@ -489,7 +490,7 @@ class _Natives:
 
     def __init__(self, stacks: RawStacks, locations: list[Location]) -> None:
         self._stacks = stacks
-        self._places = locations
+        self._locations = locations
         self._known: dict[tuple[int, int], NativeFrame] = {}
 
     def get(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
@@ -501,7 +502,7 @@ class _Natives:
         return known
 
     def _make(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
-        location = self._places[index]
+        location = self._locations[index]
         is_kernel = int(self._stacks.owners[index]) == KERNEL_OWNER
         in_interpreter = location.binary == interpreter.binary
         is_eval = not is_kernel and interpreter.loaded.is_eval(int(self._stacks.addresses[index]))

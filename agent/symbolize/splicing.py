@@ -20,7 +20,7 @@ from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.stacks import FrameIds
 from aiflame.agent.symbols.frames import SourceFrame
 
-# Ways to fit that leave no doubt, or only about the leaf of the moment.
+# Ways to pair them that are certain, or uncertain at the leaf only.
 _SOUND = (Match.EXACT, Match.NO_PYTHON, Match.LEAF_RACE, Match.PYTHON_CUT, Match.NATIVE_CUT)
 _HOLDS = {abi.PythonGil.HELD: True, abi.PythonGil.NOT_HELD: False}
 
@@ -85,7 +85,7 @@ class MappedInterpreter:
 
 
 class Splicer:
-    """Combines stacks, and keeps count of how well they fitted.
+    """Combines stacks, and counts how runs of Python frames and eval loops were paired.
 
     Args:
         ids: Of frames.

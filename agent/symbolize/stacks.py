@@ -39,10 +39,10 @@ class NamedStack(NamedTuple):
     """What it has become.
 
     Attributes:
-        stop_reason: A StopReason, judged by the names.
+        stop_reason: A StopReason; names tell whether the last frame is a thread's first.
         frames: Ids of frames, little-endian u32, root first.
         gil: A model.profile.GilState.
-        match: How its Python half fitted, None for none.
+        match: How Python frames and eval loops were paired, None without Python frames.
     """
 
     stop_reason: int

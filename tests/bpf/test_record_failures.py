@@ -69,7 +69,7 @@ def _record_failing(
         (f"{_RECORDING}.recorder:give_all_sleepers", 1, True, False),
         ("aiflame.agent.symbols.service:SymbolService.resolve_many", 1, False, False),
         ("aiflame.agent.symbolize.namer:Namer.name", 2, False, False),
-        ("aiflame.agent.symbolize.namer:RawStacks.judged_ends", 1, False, False),
+        ("aiflame.agent.symbolize.namer:RawStacks.final_stop_reasons", 1, False, False),
         ("aiflame.agent.devices.devices:Devices.resolve", 1, True, False),
         ("aiflame.agent.launches.calls:ApiCalls.finish", 3, True, False),
         (f"{_SESSION}:loss_rows", 1, True, False),
