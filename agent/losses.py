@@ -257,6 +257,9 @@ class LossKind(enum.Enum):
     PERF_MAP_REFUSED = _Entry(
         "a perf-PID.map was a link, or not a regular file of the target; not used"
     )
+    JIT_SYMBOLS_FULL = _Entry(
+        "names of generated code that a recording which is killed does not have"
+    )
     PERF_MAP_CUT = _Entry("a perf-PID.map was too large or malformed; a part of it was not used")
 
     # Python frames.

@@ -138,10 +138,9 @@ CODE_OBJECT_DTYPE = np.dtype(
 CODE_LINE_DTYPE = np.dtype(
     [("process", "<u4"), ("code", "<u8"), ("position", "<i4"), ("line", "<u4")]
 )
-# What a witness read of a perf map.
-JIT_SYMBOL_DTYPE = np.dtype(
-    [("process", "<u4"), ("start", "<u8"), ("size_bytes", "<u4"), ("name", "<u4")]
-)
+# What a perf map says of an address of a stack. The collector leaves it empty: who names windows
+# reads perf maps, and keeps what it found (`sinks.jit_symbols`).
+JIT_SYMBOL_DTYPE = np.dtype([("process", "<u4"), ("address", "<u8"), ("name", "<u4")])
 # Thread time by (stack, thread, kind). kind: a SampleClass. On CPU, count samples that weigh
 # weight_ns together; off CPU, the parts of count intervals that lie inside the window, exact.
 SAMPLE_DTYPE = np.dtype(
@@ -374,7 +373,7 @@ COLUMNS: Mapping[str, Column] = {
     ),
     "jit_symbols": Column(
         JIT_SYMBOL_DTYPE,
-        key=("process", "start"),
+        key=("process", "address"),
         refers={"process": "processes"},
         texts=("name",),
     ),

@@ -48,7 +48,7 @@ _EVENTS = tuple(name for name, c in COLUMNS.items() if not c.key and name not in
 # Facts that no row refers to: they come with their process, those of Python code with the chains
 # that have it.
 _OF_CODE = ("code_objects", "code_lines")
-_OF_PROCESSES = ("mappings", *_OF_CODE, "jit_symbols")
+_OF_PROCESSES = ("mappings", *_OF_CODE)
 # Of Python code: beyond, what no chain has that is kept is dropped.
 _MOST_CODE_ROWS = 1 << 15
 # Texts beyond what was left when they were last gone through.

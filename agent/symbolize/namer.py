@@ -94,6 +94,8 @@ class Namer:
 
     Attributes:
         losses: What could not be named.
+        jit_symbols: What perf maps said of addresses of the stacks that were named last, by process
+            and address.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Namer:
         self._interpreters: Cache[int, Interpreter | None] = Cache(_KEPT_FILES)
         self._processes: Cache[tuple[int, bytes], MappedProcess] = Cache(_KEPT_PROCESSES)
         self._losses: Counter[LossKind] = Counter()
+        self.jit_symbols: dict[tuple[int, int], str] = {}
 
     @property
     def losses(self) -> Counter[LossKind]:
@@ -127,6 +130,7 @@ class Namer:
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order."""
+        self.jit_symbols = {}
         if not stacks:
             return []
         facts = _Facts(window, self._mapped)
@@ -268,19 +272,25 @@ class Namer:
     def _jit_names(
         self, facts: _Facts, process: int, addresses: U64, mapped: MappedProcess, found: I64
     ) -> list[str | None]:
-        """Names code that a runtime made, by the perf-PID.map where it wrote one."""
+        """Names code that a runtime made, by the perf-PID.map where it wrote one.
+
+        Else by what the window has of it: the process and its map may be gone.
+        """
         names: list[str | None] = [None] * len(addresses)
         if not len(mapped.rows):
             return names
         of_runtime = np.flatnonzero((found >= 0) & (mapped.rows["binary"][found] == NONE))
-        if len(of_runtime):
-            jit = self._files.jit_process(process)
-            if jit is not None:
-                pid = facts.namespaced_pid(process)
-                wanted = addresses[of_runtime]
-                known = self._service.resolve_generated(jit.root, pid, jit.uid, wanted)
-                for at, name in zip(of_runtime.tolist(), known, strict=True):
-                    names[at] = name
+        if not len(of_runtime):
+            return names
+        wanted, jit = addresses[of_runtime], self._files.jit_process(process)
+        read: list[str | None] = [None] * len(wanted)
+        if jit is not None:
+            pid = facts.namespaced_pid(process)
+            read = self._service.resolve_generated(jit.root, pid, jit.uid, wanted)
+        for at, address, name in zip(of_runtime.tolist(), wanted.tolist(), read, strict=True):
+            if name is not None:
+                self.jit_symbols[process, address] = name
+            names[at] = name or facts.jit_symbol(process, address)
         return names
 
     def _generated(self, name: str | None, address: int) -> Location:
@@ -412,6 +422,14 @@ class _Facts:
         self._lines: dict[tuple[int, int, int], int] = {}
         self._sources: dict[tuple[int, int, int], SourceFrame | None] = {}
         self._interpreters: dict[int, MappedInterpreter | None] = {}
+        self._jit_symbols = {
+            (process, address): texts[name]
+            for process, address, name in window.jit_symbols.tolist()
+        }
+
+    def jit_symbol(self, process: int, address: int) -> str | None:
+        """Returns what an address of generated code is called, None where that is not known."""
+        return self._jit_symbols.get((process, address))
 
     def interpreter(
         self, process: int, find: Callable[[_Facts, int], MappedInterpreter | None]

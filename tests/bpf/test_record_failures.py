@@ -230,6 +230,31 @@ def test_a_killed_recording_is_found_and_finished(
     assert run_aiflame("recover", "run.aiflame").returncode == 1
 
 
+def test_a_killed_recording_names_generated_code_of_a_process_that_is_gone(
+    workload: Callable[..., Path], tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    # GIVEN a program that runs code of which its perf map tells the name
+    with subprocess.Popen([workload("generated")], stdout=subprocess.PIPE) as target:
+        assert target.stdout is not None
+        assert target.stdout.readline() == b"ready\n"
+        maps = Path(f"/proc/{target.pid}/maps").read_text()
+        code = next(line for line in maps.splitlines() if " rwxp " in line).partition("-")[0]
+        perf_map = Path(f"/tmp/perf-{target.pid}.map")  # noqa: S108 - the interface
+        perf_map.write_text(f"{code} 1000 Generated::spin\n")
+        try:
+            # WHEN its recording is killed, and then it and its map are gone
+            with _recording(tmp_path, target.pid) as recording:
+                wait_until(lambda: any(len(w.jit_symbols) for w in recording.windows()), 60)
+                recording.stop(signal.SIGKILL)
+        finally:
+            perf_map.unlink()
+            target.kill()
+    # THEN the name is in what is recovered
+    recovered = run_aiflame("recover", "run.aiflame")
+    assert recovered.returncode == 0, recovered.stderr
+    assert "Generated::spin" in _names(read_capture(tmp_path / "run.aiflame"))
+
+
 def test_the_next_command_finishes_a_killed_recording(
     killed: Path, run_aiflame: RunAiflame
 ) -> None:
