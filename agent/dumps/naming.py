@@ -57,7 +57,7 @@ class ThreadNamer:
     """
 
     def __init__(self, table: ProcessTable, images: ElfImages, service: SymbolService) -> None:
-        self._window = _DumpWindow()
+        self._window = DumpWindow()
         self._processes = ProcessFacts(self._window, table, images)
         self._pythons = PythonFacts(self._window, Counter[LossKind]())
         self._frames = _Frames()
@@ -120,7 +120,7 @@ def _kernel_frame(frame: KernelFrame) -> DumpFrame:
     return DumpFrame(FrameKind.KERNEL, clean_name(frame.name), "", 0, clean_name(frame.path))
 
 
-class _DumpWindow:
+class DumpWindow:
     """A window that is facts alone: what the namer needs to know of processes."""
 
     def __init__(self) -> None:
