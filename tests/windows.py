@@ -163,7 +163,7 @@ class RandomRecording:
                 builder.add("call_events", rows_of("call_events", row))
         for number, at_ns in enumerate(self._queue_waits):
             if begin_ns <= at_ns < end_ns:
-                row = (process, thread, number % 3, 1, at_ns - 1, at_ns)
+                row = (process, number % 3, at_ns - 1, at_ns)
                 builder.add("queue_waits", rows_of("queue_waits", row))
         for number, at_ns in enumerate(self._device_times):
             if begin_ns <= at_ns < end_ns:

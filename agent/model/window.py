@@ -242,9 +242,7 @@ CALL_EVENT_DTYPE = np.dtype(
 QUEUE_WAIT_DTYPE = np.dtype(
     [
         ("process", "<u4"),
-        ("thread", "<u4"),
         ("queue", "<u8"),
-        ("function", "<u4"),
         ("begin_ns", "<i8"),
         ("end_ns", "<i8"),
     ]
@@ -419,10 +417,7 @@ COLUMNS: Mapping[str, Column] = {
             "kernel": "kernels",
         },
     ),
-    "queue_waits": Column(
-        QUEUE_WAIT_DTYPE,
-        refers={"process": "processes", "thread": "threads", "function": "functions"},
-    ),
+    "queue_waits": Column(QUEUE_WAIT_DTYPE, refers={"process": "processes"}),
     "device_samples": Column(
         DEVICE_SAMPLE_DTYPE,
         key=("device", "code", "offset", "reason", "launch_id", "timing", "begin_ns", "end_ns"),

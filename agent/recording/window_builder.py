@@ -32,7 +32,6 @@ from aiflame.agent.model.window import (
     Rows,
     Window,
     added_up,
-    join_runs,
     lengths,
     newest,
 )
@@ -223,7 +222,6 @@ class WindowBuilder:
             name: self._bounded_measures(name) for name in _MEASURES if name != "losses"
         }
         columns |= {name: _joined(self._open[name], COLUMNS[name].dtype) for name in _EVENTS}
-        columns["launches"] = join_runs(columns["launches"], columns["queue_waits"])
         self._bound_stacks(columns)
         self._add_stacks(columns)
         self._add_facts(columns, changed)

@@ -66,7 +66,7 @@ _MAY_IMPORT = {
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
     "sinks": {"capture", "processes", "symbolize", "symbols", *_LEAVES},
     "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
-    "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
+    "devices": {"capture", "kernel", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
         *("kernel", "processes", "python", "reports", "symbolize", "symbols", "unwind"),
