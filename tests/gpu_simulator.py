@@ -241,15 +241,14 @@ def without_work(simulated: Simulated) -> Simulated:
     return replace(simulated, gpu=replace(simulated.gpu, calls=calls))
 
 
-RULES = ("count", "count+fit", "work", "work+fit", "time")
+RULES = ("count", "work", "time")
 
 
 def attribute_by(simulated: Simulated, rule: str) -> np.ndarray:
     """Attributes by one of RULES."""
-    basis, _, fit = rule.partition("+")
-    seen = without_work(simulated) if basis == "count" else simulated
-    times = simulated.times if basis == "time" else None
-    return attribute(seen.gpu, times, fit=fit == "fit")
+    seen = without_work(simulated) if rule == "count" else simulated
+    times = simulated.times if rule == "time" else None
+    return attribute(seen.gpu, times)
 
 
 _SITES = (Caller(200, 3_000), Caller(200, 1_000))

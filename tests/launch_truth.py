@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE
-from aiflame.agent.model.profile import Profile
+from aiflame.agent.model.profile import NS_PER_S, Profile
 from aiflame.gpu.attribution import Certainty, attribute
 from recordings import Recording, Workload, frames_of
 from support import WORKLOADS
@@ -154,9 +154,17 @@ def measure(profile: Profile) -> Measured:
     )
 
 
+def without_times(profile: Profile) -> Profile:
+    """Returns the same recording of a device that tells the second of a sample alone."""
+    samples = profile.gpu.samples.copy()
+    samples["begin_ns"] = samples["interval"].astype(np.uint64) * NS_PER_S
+    samples["end_ns"] = samples["begin_ns"] + NS_PER_S
+    return replace(profile, gpu=replace(profile.gpu, samples=samples))
+
+
 def main() -> None:
     """Prints the table."""
-    print("| scenario | samples | off | wrong stack | exact | exact, and wrong | no stack |")
+    print("| scenario | samples | off | one by one | exact | exact, wrong | off without times |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -164,8 +172,9 @@ def main() -> None:
         for scenario in SCENARIOS:
             if len(sys.argv) > 1 and sys.argv[1] not in scenario.name:
                 continue
-            m = measure(record(scenario, program, folder))
-            shares = (m.off, m.wrong, m.exact, m.exact_wrong, m.unattributed)
+            profile = record(replace(scenario, options=("-F", "499")), program, folder)
+            m, untimed = measure(profile), measure(without_times(profile))
+            shares = (m.off, m.wrong, m.exact, m.exact_wrong, untimed.off)
             words = (f"{100 * share:.1f} %" for share in shares)
             print("|", " | ".join((scenario.name, str(m.samples), *words)), "|", flush=True)
 

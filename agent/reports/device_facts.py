@@ -12,7 +12,7 @@ from aiflame.agent.reports.base import View
 from aiflame.agent.reports.device_rows import DeviceSamples
 from aiflame.agent.reports.facts import counted, duration, lasted, percent, range_words
 from aiflame.agent.reports.rows import showable
-from aiflame.gpu.attribution import Certainty
+from aiflame.gpu.attribution import ERROR_BY_ORDER, ERROR_BY_SECOND, Certainty
 
 # Losses that count device samples. Others of devices cost a sample its words only.
 _LOSSES = frozenset(kind.stored_name for kind in LossKind if kind.is_of_device)
@@ -38,7 +38,11 @@ def attribution(profile: Profile, samples: DeviceSamples) -> str:
         for c in Certainty
     )
     when = "" if profile.recording.time_range is None else " in the whole recording"
-    return f"Attribution: {shares}, {lost(profile):,} lost{when}."
+    words = f"Attribution: {shares}, {lost(profile):,} lost{when}."
+    if not samples.count[samples.certainty == Certainty.SHARED].sum():
+        return words
+    has_order = bool((profile.gpu.launches["queue"] != 0).any())
+    return f"{words} Shared: an estimate, {ERROR_BY_ORDER if has_order else ERROR_BY_SECOND}."
 
 
 def certainty_words(counts: Sequence[int]) -> str:

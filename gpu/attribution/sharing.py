@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """By which weights the stacks that launched one kernel share its samples of one second.
 
-A second's samples belong to what was launched in it. The weights are, in this order: measured time
-on the device, work items, number of launches; the first that is known for all of a kernel's
-launches. What a work item or a launch costs is then fitted to how a kernel's samples follow its
-launches from second to second (fit.py), since it need not be the same for every stack.
+This is for samples of which only the second is known, or launches whose order is not. A second's
+samples belong to what was launched in it. The weights are, in this order: measured time on the
+device, work items, number of launches; the first that is known for all of a kernel's launches.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.gpu.attribution.fit import Rows, Seen, fitted
 from aiflame.gpu.attribution.launches import Launches, Mask, starts_of_runs
 from aiflame.gpu.attribution.rounding import Pools
 
@@ -97,22 +95,17 @@ def _known_for_kernel(windows: Windows, values: F64) -> Mask:
     return is_known
 
 
-def pools_of(windows: Windows, times_ns: F64, seen: Seen | None) -> Pools:
+def pools_of(windows: Windows, times_ns: F64) -> Pools:
     """Decides the weights.
 
     Args:
         windows: Not empty.
         times_ns: Time on the device of one launch as measured, NaN where it was not, shape
             (launches,).
-        seen: Of each window, to fit costs to; None: they are not fitted. They never are where times
-            are known.
     """
     launches = windows.launches
     has_time = _known_for_kernel(windows, times_ns)
     has_work = _known_for_kernel(windows, launches.work)
     weight = np.where(has_work, launches.work, launches.count)
-    if seen is not None:
-        rows = Rows(windows.window, windows.kernel, windows.party, weight)
-        weight = weight * fitted(rows, seen)
     weight = np.where(has_time, times_ns * launches.count, weight)
     return Pools(windows.window, windows.party, weight, len(windows.keys))

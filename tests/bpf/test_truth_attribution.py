@@ -10,7 +10,7 @@ from pathlib import Path
 import launch_truth
 import numpy as np
 import pytest
-from launch_truth import SCENARIOS, Measured, Scenario, measure
+from launch_truth import SCENARIOS, Measured, Scenario, measure, without_times
 
 pytestmark = pytest.mark.bpf
 
@@ -36,6 +36,14 @@ _QUEUED = [
 @pytest.fixture(scope="module")
 def program(workload: Callable[..., Path]) -> Path:
     return workload("clsites", "-lOpenCL")
+
+
+def test_without_times_a_second_is_shared_by_work(program: Path, tmp_path: Path) -> None:
+    shorter = replace(_BY_NAME["4 sites, 1 ms, one by one"], length_ms=_LENGTH_MS)
+    profile = launch_truth.record(replace(shorter, options=("-F", "997")), program, tmp_path)
+    found = measure(without_times(profile))
+    assert found.exact == 0
+    assert found.off < 0.03 + 4 * 0.5 / np.sqrt(found.samples)
 
 
 def _measure(name: str, program: Path, folder: Path) -> Measured:

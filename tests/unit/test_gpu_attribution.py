@@ -236,32 +236,6 @@ def test_counts_beyond_the_precision_of_floats_are_kept_to_the_unit() -> None:
     assert set(rows["stack"].tolist()) == {7, 8}
 
 
-def test_costs_are_learnt_where_the_mixture_changes() -> None:
-    # GIVEN launches of unknown size, of which those of stack 8 take three times as long
-    seconds = range(40)
-    counts = [(100, 20) if i % 2 else (30, 60) for i in seconds]
-    calls = [call(7, count=counts[i][0], interval=i) for i in seconds]
-    calls += [call(8, count=counts[i][1], interval=i) for i in seconds]
-    gpu = gpu_of(calls, [sample(a + 3 * b, interval=i) for i, (a, b) in enumerate(counts)])
-    # WHEN costs are fitted THEN the true ones come out, 2,600 and 4,800
-    found = by_stack(gpu)
-    assert abs(found[8] - 4_800) < 50
-    # and the plain rule, which cannot know, gives stack 8 a second's 60/90 or 20/120.
-    plain = attribute(gpu, fit=False)
-    assert int(plain["count"][plain["stack"] == 8].sum()) == 3_333
-
-
-def test_seconds_in_which_the_device_was_not_looked_at_teach_nothing() -> None:
-    # GIVEN the same, and as many seconds again without any samples, in which stack 7 launches
-    seconds = range(40)
-    counts = [(100, 20) if i % 2 else (30, 60) for i in seconds]
-    calls = [call(7, count=counts[i][0], interval=i) for i in seconds]
-    calls += [call(8, count=counts[i][1], interval=i) for i in seconds]
-    calls += [call(7, count=500, interval=100 + i) for i in seconds]
-    gpu = gpu_of(calls, [sample(a + 3 * b, interval=i) for i, (a, b) in enumerate(counts)])
-    assert abs(by_stack(gpu)[8] - 4_800) < 50
-
-
 def test_each_part_says_how_its_stack_is_known() -> None:
     gpu = gpu_of(
         [call(7), call(8), call(7, kernel=OTHER)],

@@ -15,21 +15,21 @@ _BOUNDS = {
     "two call sites, sizes 3:1": (0.01, 0.27, 0.01),  # nothing tells which of two is larger
     "two call sites, 130 samples": (0.10, 0.35, 0.10),  # chance alone is off by that much
     "cost not linear, steady mixture": (0.11, 0.36, 0.01),
-    "cost not linear, mixture changes": (0.02, 0.02, 0.01),
-    "linear cost, mixture changes": (0.01, 0.02, 0.01),
-    "linear cost, mixture changes, 130 samples": (0.10, 0.24, 0.10),
-    "cost independent of size": (0.01, 0.01, 0.01),
-    "sizes scatter, cost not linear": (0.02, 0.02, 0.01),
-    "ten call sites": (0.02, 0.10, 0.02),
-    "ten call sites, cost not linear": (0.10, 0.14, 0.02),
-    "two queues side by side": (0.01, 0.01, 0.01),
+    "cost not linear, mixture changes": (0.09, 0.28, 0.01),
+    "linear cost, mixture changes": (0.01, 0.21, 0.01),
+    "linear cost, mixture changes, 130 samples": (0.10, 0.28, 0.10),
+    "cost independent of size": (0.20, 0.01, 0.01),
+    "sizes scatter, cost not linear": (0.09, 0.28, 0.01),
+    "ten call sites": (0.02, 0.21, 0.02),
+    "ten call sites, cost not linear": (0.10, 0.29, 0.02),
+    "two queues side by side": (0.01, 0.21, 0.01),
     # Of a queue's backlog nothing is known.
     "queue behind by some seconds": (0.12, 0.28, 0.12),
     "device drops samples of busy seconds": (0.02, 0.20, 0.02),
-    "late attach, all named": (0.01, 0.02, 0.01),
+    "late attach, all named": (0.01, 0.23, 0.01),
     # A fifth of the samples belongs to launches that could not be named.
     "late attach, a third caller unnamed": (0.22, 0.33, 0.22),
-    "20 % of launches not counted": (0.01, 0.02, 0.01),
+    "20 % of launches not counted": (0.01, 0.21, 0.01),
 }
 
 
@@ -44,38 +44,21 @@ def test_every_scenario_has_a_bound() -> None:
 
 @pytest.mark.parametrize("name", _BY_NAME)
 def test_sharing_is_as_exact_as_stated(name: str, simulated: dict[str, Simulated]) -> None:
-    rules = ("work+fit", "count+fit", "time")
+    rules = ("work", "count", "time")
     for rule, bound in zip(rules, _BOUNDS[name], strict=True):
         assert error(simulated[name], attribute_by(simulated[name], rule)) <= bound, rule
-
-
-@pytest.mark.parametrize("name", _BY_NAME)
-@pytest.mark.parametrize("basis", ["work", "count"])
-def test_fitting_is_never_worse_than_the_plain_rule(
-    name: str, basis: str, simulated: dict[str, Simulated]
-) -> None:
-    plain = error(simulated[name], attribute_by(simulated[name], basis))
-    fitted = error(simulated[name], attribute_by(simulated[name], f"{basis}+fit"))
-    assert fitted <= plain + 0.01
-
-
-@pytest.mark.parametrize("name", ["cost not linear, mixture changes", "cost independent of size"])
-def test_fitting_pays_where_mixtures_change(name: str, simulated: dict[str, Simulated]) -> None:
-    plain = error(simulated[name], attribute_by(simulated[name], "work"))
-    fitted = error(simulated[name], attribute_by(simulated[name], "work+fit"))
-    assert fitted < plain / 4
 
 
 def test_samples_of_an_unseen_launcher_alone_stay_unattributed() -> None:
     # GIVEN a kernel whose only caller's handle has no name
     scenario = _BY_NAME["late attach, a third caller unnamed"]
     alone = simulate(type(scenario)("alone", scenario.callers[2:], duration_s=5))
-    rows = attribute_by(alone, "work+fit")
+    rows = attribute_by(alone, "work")
     # THEN its samples are in the flame graph, and said to be of nobody.
     assert set(rows["certainty"].tolist()) == {Certainty.UNATTRIBUTED}
     assert int(rows["count"].sum()) == int(alone.gpu.samples["count"].sum()) > 100
 
 
 def test_a_shared_sample_says_so(simulated: dict[str, Simulated]) -> None:
-    rows = attribute_by(simulated["two call sites, sizes 3:1"], "work+fit")
+    rows = attribute_by(simulated["two call sites, sizes 3:1"], "work")
     assert set(rows["certainty"].tolist()) == {Certainty.SHARED}
