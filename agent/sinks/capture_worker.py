@@ -51,6 +51,7 @@ def main(folder: Path, database: Path) -> None:
                     capture.put(window, following.facts)
                 except DiskFull as error:
                     disk_full = str(error)
+            service.poll()
         report = capture.finish(disk_full)
         channel.sendall(report.message())
 
