@@ -13,23 +13,20 @@ import platform
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiflame.agent import __version__, priority
-from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
-from aiflame.agent.capture.workspace import Destination, Workspace
-from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands.record_copy import Copies
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
-from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.devices.choice import AUTO, NONE, choose_families
-from aiflame.agent.errors import Aborted, AiflameError
+from aiflame.agent.errors import Aborted, AiflameError, DiskFull
 from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
@@ -41,7 +38,7 @@ from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.reports import FORMATS, ReportOptions
-from aiflame.agent.reports.facts import complete_share, cut_short, duration, missing_line, percent
+from aiflame.agent.reports.words import duration, percent
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
@@ -139,7 +136,7 @@ def record(
             " late, and samples may find no room"
         )
     families = choose_families(options.gpu)
-    mention_unfinished(printer.say)
+    _mention_unfinished(printer.say)
     destination = Destination(
         path=plan.kept_path.absolute(),
         command=options.command_words,
@@ -155,6 +152,15 @@ def record(
         profile = session.report()
         session.summarise(profile)
     return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
+
+
+def _mention_unfinished(say: Callable[[str], None]) -> None:
+    """Says that there are unfinished recordings, if there are."""
+    with unfinished() as found:
+        paths = [str(workspace.destination.path) for workspace in found]
+    if paths:
+        which = paths[0] if len(paths) == 1 else f"{len(paths)} recordings"
+        say(f"killed earlier, and not finished: {which}; see: aiflame recover")
 
 
 class _Session:
@@ -225,6 +231,8 @@ class _Session:
         self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, cost: _RunningCost
     ) -> None:
         """Completes the capture by what windows do not say."""
+        from aiflame.agent.capture.writer import CaptureWriter  # not while it records
+
         report = sinks.complete()
         for problem in report.problems:
             self._printer.detail(problem)
@@ -348,6 +356,8 @@ class _Session:
 
     def report(self) -> Profile:
         """Renders the page; where that fails, there is a capture that it can be made from."""
+        from aiflame.agent.capture.reader import read_capture  # not while it records
+
         plan = self._plan
         try:
             profile = read_capture(self._workspace.database)
@@ -364,6 +374,9 @@ class _Session:
 
     def summarise(self, profile: Profile) -> None:
         """Prints what was recorded, what was lost, what it cost, and what to run next."""
+        # Not while it records, as what makes reports takes 3 MB.
+        from aiflame.agent.reports.facts import complete_share, cut_short, missing_line
+
         say, recording = self._printer.say, profile.recording
         on_cpu = profile.samples["klass"] == 0
         ns = profile.samples["ns"]

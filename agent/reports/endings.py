@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aiflame.agent.errors import UsageError
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import showable
 
 # Several names are in use for some formats.
 ENDINGS = {

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.capture.writer import DiskFull
+from aiflame.agent.errors import DiskFull
 from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.segments import FollowedWindows, RecordedWindows, newest
