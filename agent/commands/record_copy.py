@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
+
 
 class Copies:
     """Starts copies of one recording, one after the other.
@@ -39,7 +41,7 @@ class Copies:
                 [*command, str(self._folder), str(path), str(self._keep_ns or 0)],
                 stdin=subprocess.DEVNULL,
                 cwd="/",  # python -m would import from the working directory first
-                start_new_session=True,  # Ctrl-C ends the recording, not a copy of it
+                **OWN_PROCESS_GROUP,
             )
         except OSError as error:
             return f"no copy was written: {error.strerror}"

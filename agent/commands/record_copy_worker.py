@@ -8,6 +8,7 @@ KEEP_NS`.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ def main(folder: Path, capture: Path, keep_ns: int) -> None:
         AiflameError: It cannot be written.
     """
     os.nice(_NICENESS)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may write to the terminal all the same
     windows = RecordedWindows(folder)
     wanted = iter(windows)
     if keep_ns:

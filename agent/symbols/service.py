@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.inspector.child import ends
 from aiflame.agent.losses import LossKind
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, SourceFrame
 from aiflame.agent.symbols.perfmap import perf_map_path
@@ -261,7 +262,7 @@ class SymbolService:
                 cwd="/",
                 # One thread, so that the worker may fork; numpy would start one per CPU.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
+                **OWN_PROCESS_GROUP,
             )
         except OSError as error:
             if errors is not None:
