@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiflame.agent import __version__, priority
+from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands.record_copy import Copies
@@ -126,6 +127,7 @@ def record(
         Aborted: A second Ctrl-C.
         Exception: Anything else, after what was recorded has been written.
     """
+    map_large_blocks()
     descriptors.raise_limit()
     checks.require_all()
     give_up_rights()
@@ -199,6 +201,7 @@ class _Session:
                     )
                 )
                 self._say_attached()
+                give_back_freed_memory()  # programs and tables are in the kernel
             except Aborted:
                 raise Aborted("aborted: nothing was written") from None
             try:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.errors import DiskFull
 from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.model.window import Window
@@ -51,6 +52,8 @@ def main(folder: Path, database: Path) -> None:
                     capture.put(window, following.facts)
                 except DiskFull as error:
                     disk_full = str(error)
+                if not window.start_ns:  # the first names all that sleeps, and reads kernel names
+                    give_back_freed_memory()
             service.poll()
         report = capture.finish(disk_full)
         channel.sendall(report.message())
