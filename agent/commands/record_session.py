@@ -55,6 +55,7 @@ _OF_WINDOWS = (
     LossKind.WINDOW_STACKS_FULL,
     LossKind.WINDOW_ROWS_FULL,
     LossKind.WINDOW_EVENTS_FULL,
+    LossKind.WINDOW_TOO_LARGE,
     LossKind.PYTHON_CHAIN_LOST,
     LossKind.CALL_SIZES_CUT,
 )

@@ -57,7 +57,7 @@ _MAY_IMPORT = {
     "process_group": set(),
     "rights": {"errors", "priority"},
     "inspector": {"losses", "priority", "process_group"},
-    "capture": {"errors", "model", "outfile"},
+    "capture": {"errors", "losses", "model", "outfile"},
     "elf": {"target_files"},
     "symbols": {
         *("demangle", "elf", "errors", "inspector", "kernelfs", "losses", "model", "outfile"),
