@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiflame.agent import __version__, priority
 from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
@@ -44,6 +46,9 @@ from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.base import Family
+
+if TYPE_CHECKING:
+    from aiflame.agent.capture.writer import CaptureWriter
 
 _NO_SAMPLES_EXIT = 4
 
@@ -235,12 +240,10 @@ class _Session:
         self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, cost: _RunningCost
     ) -> None:
         """Completes the capture by what windows do not say."""
-        from aiflame.agent.capture.writer import CaptureWriter  # not while it records
-
         report = sinks.complete()
         for problem in report.problems:
             self._printer.detail(problem)
-        writer = CaptureWriter(self._workspace.database, is_new=False)
+        writer = _opened(self._workspace.database)
         try:
             with SymbolService(cache_dir()) as service:
                 recorder.devices.resolve(service, writer, recorder.images)
@@ -412,6 +415,13 @@ class _Session:
         say(f"aiflame used {cpu_s:.2f} CPU seconds in all, and {rss_mb:.0f} MB while recording.")
         if self._plan.capture is not None:
             say(f"Next: aiflame stats {self._plan.capture}")
+
+
+def _opened(database: Path) -> CaptureWriter:
+    """Opens a capture to add to it."""
+    from aiflame.agent.capture.writer import CaptureWriter  # and SQLite: not while it records
+
+    return CaptureWriter(database, is_new=False)
 
 
 def _own_cpu_ns() -> int:
