@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import platform
 import resource
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -240,6 +242,8 @@ class _Session:
         self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, cost: _RunningCost
     ) -> None:
         """Completes the capture by what windows do not say."""
+        with contextlib.suppress(RuntimeError):  # no more threads may be started
+            threading.Thread(target=_import_reports, args=(self._plan.report,), daemon=True).start()
         report = sinks.complete()
         for problem in report.problems:
             self._printer.detail(problem)
@@ -422,6 +426,17 @@ def _opened(database: Path) -> CaptureWriter:
     from aiflame.agent.capture.writer import CaptureWriter  # and SQLite: not while it records
 
     return CaptureWriter(database, is_new=False)
+
+
+def _import_reports(form: str | None) -> None:
+    """Imports what is needed next, while the capture is waited for."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    with contextlib.suppress(Exception):  # where it is needed, this is raised again
+        from aiflame.agent.capture import reader, writer  # noqa: F401
+        from aiflame.agent.reports import facts  # noqa: F401
+
+        if form is not None:
+            FORMATS[form]
 
 
 def _own_cpu_ns() -> int:
