@@ -22,7 +22,7 @@ from aiflame.agent.errors import DiskFull
 from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.capture_report import Report
-from aiflame.agent.sinks.segments import FollowedWindows, RecordedWindows, newest
+from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
 from aiflame.agent.symbols.service import SymbolService
@@ -38,6 +38,7 @@ def main(folder: Path, database: Path) -> None:
     files = GivenFiles()
     with SymbolService(cache_dir()) as service:
         capture: WrittenCapture | None = None
+        jit_symbols = JitSymbolSink(folder)
         following = FollowedWindows(folder)
         disk_full = ""
         for message in _messages(channel, files):
@@ -57,9 +58,12 @@ def main(folder: Path, database: Path) -> None:
                     capture.put(window)
                 except DiskFull as error:
                     disk_full = str(error)
+                else:
+                    jit_symbols.put(window, capture.jit_symbols)
                 if not window.start_ns:  # the first names all that sleeps, and reads kernel names
                     give_back_freed_memory()
             service.poll()
+        jit_symbols.close()
         report = Report(disk_full=disk_full) if capture is None else capture.finish(disk_full)
         channel.sendall(report.message())
 

@@ -220,9 +220,8 @@ class _Files:
 
     def map(self, *binaries: int) -> None:
         image = self._processes.image(2, 1, name="program")
-        image.mappings = [Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries]
-        bounds = np.array([[m.start, m.end] for m in image.mappings], np.uint64)
-        image._starts, image._ends = bounds.T
+        image.mappings = []
+        image.replace_mappings([Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries])
         self.tables.push(image)
         self.tables.poll()
 

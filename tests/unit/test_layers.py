@@ -66,16 +66,16 @@ _MAY_IMPORT = {
     "unwind": {
         *("elf", "errors", "inspector", "model", "process_group", "symbols", "target_files"),
     },
-    "python": {"elf", "errors", "symbols", "target_files", "unwind"},
+    "python": {"elf", "errors", "model", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
     "sinks": {"capture", "processes", "symbolize", "symbols", *_LEAVES},
     "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
-    "devices": {"capture", "launches", "processes", "symbols", *_LEAVES},
+    "devices": {"capture", "kernel", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
     "dumps": {
-        *("kernel", "processes", "python", "reports", "symbols", "unwind"),
+        *("kernel", "processes", "python", "reports", "symbolize", "symbols", "unwind"),
         *_LEAVES,
     },
     "recording": {
