@@ -39,6 +39,10 @@ class CaptureError(AiflameError):
     """A capture is cut, foreign, or of a schema that this version does not read."""
 
 
+class DiskFull(AiflameError):
+    """A disk is full; what was written before is kept."""
+
+
 class Aborted(AiflameError):
     """A second Ctrl-C: stop at once, leave no file."""
 

@@ -8,7 +8,6 @@ They are the kernel's word, of no size, and may be gone or refused at any moment
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 # The kernel fills at most a page of most files in one read, but more of maps.
@@ -41,13 +40,3 @@ def read_bytes(path: str | Path) -> bytes:
         OSError: It cannot be read.
     """
     return Path(path).read_bytes()
-
-
-def lines(path: str | Path) -> Iterator[bytes]:
-    """Yields the lines of a file that is too long to be kept.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    with Path(path).open("rb") as file:
-        yield from file

@@ -200,6 +200,11 @@ class LossKind(enum.Enum):
     WINDOW_ROWS_FULL = _Entry(
         "samples of devices at too many different instructions", is_of_device=True
     )
+    WINDOW_TOO_LARGE = _Entry(
+        "mappings and code of the processes that have most of it, in windows that would be too"
+        " large to be read again: frames there have no names; or a whole window, where that was"
+        " not enough"
+    )
     PYTHON_CHAIN_LOST = _Entry("Python frames of stacks that never left the kernel")
 
     # Unwind tables.

@@ -22,11 +22,13 @@ import json
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import (
     COLUMNS,
     BadWindow,
@@ -36,6 +38,7 @@ from aiflame.agent.model.window import (
     check,
     lengths,
     packed,
+    rows_of,
     with_texts,
 )
 
@@ -47,6 +50,9 @@ _COMPRESSION_LEVEL = 1
 # What is larger than any window is damage. Of the largest, 2**14 stacks of samples are 50 MB if all
 # are as deep as can be, and 2**16 each of launches, calls and waits 20 MB.
 _MAX_FRAME_BYTES = _MAX_WINDOW_BYTES = 1 << 27
+# What is written is a little less: a frame may be larger than what it holds, by some hundredths of
+# a percent (zlib.h, compressBound), and has a head.
+_MOST_WRITTEN_BYTES = _MAX_WINDOW_BYTES - (1 << 20)
 # Of a column: a host with thousands of processes has a million mappings.
 _MAX_ROWS = 1 << 22
 # Of stacks or chains: five times those of the largest window.
@@ -59,6 +65,9 @@ _NUMBERS = np.dtype("<u4")
 _SHARED = tuple(name for name, c in COLUMNS.items() if c.key and not c.adds)
 _PARTS = frozenset(column.parts for column in COLUMNS.values() if column.parts)
 
+
+# What is known of processes besides that they are there: nothing refers to it.
+_OF_PROCESSES = ("mappings", "code_objects", "code_lines", "jit_symbols")
 
 # What decoding lets through on a window that was forged to fit its checksum.
 _DAMAGE = (
@@ -108,13 +117,13 @@ class SegmentWriter:
         return sum(map(len, self._seen.values()))
 
     def write(self, window: Window) -> None:
-        """Appends a window: it is in the file whole, or not at all.
+        """Appends a window, `reduced` to what readers take: it is in the file whole, or not at all.
 
         Raises:
             OSError: It cannot be written, for instance since the disk is full. The segment ends
                 there: another is needed for what follows.
         """
-        payload = zlib.compress(self._encoded(window), _COMPRESSION_LEVEL)
+        payload = zlib.compress(self._encoded(reduced(window)), _COMPRESSION_LEVEL)
         frame = _FRAME.pack(len(payload), zlib.crc32(payload))
         try:
             self._append(frame + payload)
@@ -185,6 +194,78 @@ class SegmentWriter:
         )
         numbers = np.fromiter(found, _NUMBERS, len(rows))
         return numbers >= before, numbers
+
+
+def reduced(window: Window) -> Window:
+    """Returns a window without what would make it larger than readers take; counts that.
+
+    First to go is what is known of the processes of which most is known: where a million mappings
+    are one process's, the others keep theirs. Where even all of that is not enough, the window only
+    says how much is missing.
+    """
+    left_bytes = _MOST_WRITTEN_BYTES - _size_bytes(window)
+    left_rows = {name: _most_rows(name) - len(window.rows(name)) for name in COLUMNS}
+    if _fits(left_bytes, left_rows):
+        return window
+    known = {name: Counter(window.rows(name)["process"].tolist()) for name in _OF_PROCESSES}
+    row_bytes = {name: COLUMNS[name].dtype.itemsize + _NUMBERS.itemsize for name in _OF_PROCESSES}
+    bytes_of: Counter[int] = Counter()
+    for name, rows_of_process in known.items():
+        for process, count in rows_of_process.items():
+            bytes_of[process] += count * row_bytes[name]
+    leaving = []
+    for process, size_bytes in bytes_of.most_common():
+        leaving.append(process)
+        left_bytes += size_bytes
+        for name in _OF_PROCESSES:
+            left_rows[name] += known[name][process]
+        if _fits(left_bytes, left_rows):
+            columns = {name: window.rows(name) for name in COLUMNS}
+            for name in _OF_PROCESSES:
+                columns[name] = columns[name][~np.isin(columns[name]["process"], leaving)]
+            count = sum(known[name][process] for name in known for process in leaving)
+            return _with_loss(window, columns, count)
+    weight_ns = int(window.samples["weight_ns"].sum())
+    return _with_loss(window, {"losses": window.losses}, 1, weight_ns)
+
+
+def _fits(left_bytes: int, left_rows: Mapping[str, int]) -> bool:
+    return left_bytes >= 0 and min(left_rows.values()) >= 0
+
+
+def _most_rows(name: str) -> int:
+    return _MAX_OWNERS if COLUMNS[name].parts else _MAX_PARTS if name in _PARTS else _MAX_ROWS
+
+
+def _size_bytes(window: Window) -> int:
+    """Returns what a window takes at most before it is compressed."""
+    rows = sum(window.rows(name).nbytes for name in COLUMNS)
+    numbers = sum(_NUMBERS.itemsize * len(window.rows(name)) for name in _SHARED)
+    # In JSON a character takes up to twelve bytes, and a text two quotes and a comma with a space.
+    texts = sum(12 * len(text) + 4 for text in window.texts)
+    if texts > _MOST_WRITTEN_BYTES // 4:
+        texts = len(json.dumps(window.texts))
+    return rows + numbers + texts
+
+
+def _with_loss(window: Window, columns: dict[str, Rows], count: int, thread_ns: int = 0) -> Window:
+    """Returns a window of other columns, with a loss of what it was too large for."""
+    texts = (*window.texts, LossKind.WINDOW_TOO_LARGE.stored_name)
+    loss = rows_of("losses", (len(texts) - 1, count, thread_ns))
+    columns["losses"] = np.concatenate([columns["losses"], loss])
+    used = [columns[name][text] for name in columns for text in COLUMNS[name].texts]
+    found = np.unique(np.concatenate([np.zeros(1, _NUMBERS), *used]))
+    translation = np.zeros(len(texts), _NUMBERS)
+    translation[found] = np.arange(len(found))
+    return Window.of(
+        window.number,
+        window.start_ns,
+        window.end_ns,
+        {name: with_texts(rows, COLUMNS[name], translation) for name, rows in columns.items()},
+        texts=tuple(texts[index] for index in found.tolist()),
+        is_last=window.is_last,
+        cost=window.cost,
+    )
 
 
 class SegmentReader:
@@ -277,7 +358,7 @@ class SegmentReader:
         new: dict[str, Rows] = {}
         numbers: dict[str, npt.NDArray[np.int64]] = {}
         for (name, column), (rows, mentioned) in zip(COLUMNS.items(), head["counts"], strict=True):
-            most = _MAX_OWNERS if column.parts else _MAX_PARTS if name in _PARTS else _MAX_ROWS
+            most = _most_rows(name)
             if not (0 <= rows <= most and 0 <= mentioned <= (most if name in _SHARED else 0)):
                 raise BadWindow(f"{name}: more rows than any window has, or fewer than none")
             new[name] = np.frombuffer(data, column.dtype, rows, at)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION, schema_sql
-from aiflame.agent.errors import AiflameError
+from aiflame.agent.errors import AiflameError, DiskFull
 
 # Columns of each table that rows are given for: the first ones of schema.sql.
 _COLUMNS = {
@@ -40,10 +40,6 @@ _COLUMNS = {
     "device_samples": 9,
     "kernel_times": 8,
 }
-
-
-class DiskFull(AiflameError):
-    """The capture's disk is full; what was committed before is kept."""
 
 
 class CaptureWriter:

@@ -14,7 +14,7 @@ from aiflame.agent.capture.workspace import running
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.profile import Profile
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import RecordedWindows, are_segments
 
 

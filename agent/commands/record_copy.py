@@ -1,31 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of a recording that goes on: what it has written by now, as a capture and a page.
 
-A process of its own, so that nothing is missed meanwhile
-(`python -m aiflame.agent.commands.record_copy FOLDER CAPTURE KEEP_NS`).
+A process of its own writes them (`record_copy_worker`), so that nothing is missed meanwhile.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.capture.segment import BadSegment
-from aiflame.agent.commands.messages import tell
-from aiflame.agent.errors import AiflameError
-from aiflame.agent.outfile import sudo_ids, write_output
-from aiflame.agent.reports import FORMATS, ReportOptions
-from aiflame.agent.reports.rows import showable
-from aiflame.agent.sinks.rebuilt import capture_of_windows
-from aiflame.agent.sinks.segments import RecordedWindows, newest
-
-# The target comes first, and the recorder next.
-_NICENESS = 10
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
 
 
 class Copies:
@@ -49,13 +35,13 @@ class Copies:
             return "a copy is still being written"
         now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = self._capture.with_name(f"{self._capture.stem}-{now}{self._capture.suffix}")
-        command = [sys.executable, "-m", "aiflame.agent.commands.record_copy"]
+        command = [sys.executable, "-m", "aiflame.agent.commands.record_copy_worker"]
         try:
             self._child = subprocess.Popen(  # noqa: S603 - a module of our own
                 [*command, str(self._folder), str(path), str(self._keep_ns or 0)],
                 stdin=subprocess.DEVNULL,
                 cwd="/",  # python -m would import from the working directory first
-                start_new_session=True,  # Ctrl-C ends the recording, not a copy of it
+                **OWN_PROCESS_GROUP,
             )
         except OSError as error:
             return f"no copy was written: {error.strerror}"
@@ -65,35 +51,3 @@ class Copies:
         """Waits until the last one is written."""
         if self._child is not None:
             self._child.wait()
-
-
-def main(folder: Path, capture: Path, keep_ns: int) -> None:
-    """Writes a capture, and a page beside it.
-
-    Raises:
-        AiflameError: It cannot be written.
-    """
-    os.nice(_NICENESS)
-    windows = RecordedWindows(folder)
-    wanted = iter(windows)
-    if keep_ns:
-        # Ends of windows are looked at first: that is one pass through the newest segments.
-        end_ns = max((window.end_ns for window in RecordedWindows(folder)), default=0)
-        wanted = newest(wanted, keep_ns, end_ns)
-    with tempfile.TemporaryDirectory() as name:  # for this user only
-        database = Path(name) / "capture.aiflame"
-        capture_of_windows(database, wanted, windows.facts)
-        with database.open("rb") as file:
-            write_output(capture, file, force=False, is_private=True, owner=sudo_ids())
-        page = FORMATS["html"].render(read_capture(database), ReportOptions())
-    path = capture.with_suffix(FORMATS["html"].extension)
-    write_output(path, page, force=False, is_private=True, owner=sudo_ids())
-    tell(sys.stderr, f"Wrote {showable(str(capture))}, {showable(path.name)}\n")
-
-
-if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
-    except (AiflameError, BadSegment) as error:
-        tell(sys.stderr, f"aiflame: no copy was written: {error}\n")
-        sys.exit(1)

@@ -9,8 +9,12 @@ from pathlib import Path
 
 from aiflame.agent.errors import UsageError
 from aiflame.agent.outfile import refuse_existing
-from aiflame.agent.reports import FORMATS
-from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
+from aiflame.agent.reports.endings import (
+    ending_of,
+    format_of_name,
+    no_format_for,
+    refuse_other_ending,
+)
 
 CAPTURE_ENDING = ".aiflame"
 _CAPTURE_FORMAT = "aiflame"
@@ -86,12 +90,12 @@ def _plan(path: Path, is_named: bool, format_name: str | None, force: bool) -> O
     if format_name == _CAPTURE_FORMAT:
         return OutputPlan(path, None, None, force, named)
     if format_name is not None:
-        beside = path.with_suffix(FORMATS[format_name].extension)
+        beside = path.with_suffix(ending_of(format_name))
         return OutputPlan(
             None, format_name, path if is_named and not is_capture else beside, force, named
         )
     if is_capture:
-        report_path = path.with_suffix(FORMATS[_DEFAULT_FORMAT].extension)
+        report_path = path.with_suffix(ending_of(_DEFAULT_FORMAT))
         return OutputPlan(path, _DEFAULT_FORMAT, report_path, force, named)
     implied = format_of_name(path.name)
     if implied is None:

@@ -7,8 +7,7 @@ from typing import TextIO
 
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.recording.recorder import Progress
-from aiflame.agent.reports.facts import duration
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import duration, showable
 
 # Where there is no terminal, a line for each of these keeps a log readable.
 _PLAIN_LINE_EVERY_S = 10

@@ -11,25 +11,27 @@ from __future__ import annotations
 import contextlib
 import platform
 import resource
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiflame.agent import __version__, priority
-from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
-from aiflame.agent.capture.workspace import Destination, Workspace
-from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands.record_copy import Copies
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
-from aiflame.agent.commands.recover import mention_unfinished
 from aiflame.agent.devices.choice import AUTO, NONE, choose_families
-from aiflame.agent.errors import Aborted, AiflameError
+from aiflame.agent.errors import Aborted, AiflameError, DiskFull
 from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
@@ -41,11 +43,14 @@ from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.reports import FORMATS, ReportOptions
-from aiflame.agent.reports.facts import complete_share, cut_short, duration, missing_line, percent
+from aiflame.agent.reports.words import duration, percent
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.base import Family
+
+if TYPE_CHECKING:
+    from aiflame.agent.capture.writer import CaptureWriter
 
 _NO_SAMPLES_EXIT = 4
 
@@ -57,6 +62,7 @@ _OF_WINDOWS = (
     LossKind.WINDOW_STACKS_FULL,
     LossKind.WINDOW_ROWS_FULL,
     LossKind.WINDOW_EVENTS_FULL,
+    LossKind.WINDOW_TOO_LARGE,
     LossKind.PYTHON_CHAIN_LOST,
     LossKind.CALL_SIZES_CUT,
 )
@@ -129,6 +135,7 @@ def record(
         Aborted: A second Ctrl-C.
         Exception: Anything else, after what was recorded has been written.
     """
+    map_large_blocks()
     descriptors.raise_limit()
     checks.require_all()
     give_up_rights()
@@ -139,7 +146,7 @@ def record(
             " late, and samples may find no room"
         )
     families = choose_families(options.gpu)
-    mention_unfinished(printer.say)
+    _mention_unfinished(printer.say)
     destination = Destination(
         path=plan.kept_path.absolute(),
         command=options.command_words,
@@ -155,6 +162,15 @@ def record(
         profile = session.report()
         session.summarise(profile)
     return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
+
+
+def _mention_unfinished(say: Callable[[str], None]) -> None:
+    """Says that there are unfinished recordings, if there are."""
+    with unfinished() as found:
+        paths = [str(workspace.destination.path) for workspace in found]
+    if paths:
+        which = paths[0] if len(paths) == 1 else f"{len(paths)} recordings"
+        say(f"killed earlier, and not finished: {which}; see: aiflame recover")
 
 
 class _Session:
@@ -193,6 +209,7 @@ class _Session:
                     )
                 )
                 self._say_attached()
+                give_back_freed_memory()  # programs and tables are in the kernel
             except Aborted:
                 raise Aborted("aborted: nothing was written") from None
             try:
@@ -225,10 +242,12 @@ class _Session:
         self, recorder: Recorder, sinks: RecordSinks, outcome: Outcome, cost: _RunningCost
     ) -> None:
         """Completes the capture by what windows do not say."""
+        with contextlib.suppress(RuntimeError):  # no more threads may be started
+            threading.Thread(target=_import_reports, args=(self._plan.report,), daemon=True).start()
         report = sinks.complete()
         for problem in report.problems:
             self._printer.detail(problem)
-        writer = CaptureWriter(self._workspace.database, is_new=False)
+        writer = _opened(self._workspace.database)
         try:
             with SymbolService(cache_dir()) as service:
                 recorder.devices.resolve(service, writer, recorder.images)
@@ -348,6 +367,8 @@ class _Session:
 
     def report(self) -> Profile:
         """Renders the page; where that fails, there is a capture that it can be made from."""
+        from aiflame.agent.capture.reader import read_capture  # not while it records
+
         plan = self._plan
         try:
             profile = read_capture(self._workspace.database)
@@ -364,6 +385,9 @@ class _Session:
 
     def summarise(self, profile: Profile) -> None:
         """Prints what was recorded, what was lost, what it cost, and what to run next."""
+        # Not while it records, as what makes reports takes 3 MB.
+        from aiflame.agent.reports.facts import complete_share, cut_short, missing_line
+
         say, recording = self._printer.say, profile.recording
         on_cpu = profile.samples["klass"] == 0
         ns = profile.samples["ns"]
@@ -395,6 +419,24 @@ class _Session:
         say(f"aiflame used {cpu_s:.2f} CPU seconds in all, and {rss_mb:.0f} MB while recording.")
         if self._plan.capture is not None:
             say(f"Next: aiflame stats {self._plan.capture}")
+
+
+def _opened(database: Path) -> CaptureWriter:
+    """Opens a capture to add to it."""
+    from aiflame.agent.capture.writer import CaptureWriter  # and SQLite: not while it records
+
+    return CaptureWriter(database, is_new=False)
+
+
+def _import_reports(form: str | None) -> None:
+    """Imports what is needed next, while the capture is waited for."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    with contextlib.suppress(Exception):  # where it is needed, this is raised again
+        from aiflame.agent.capture import reader, writer  # noqa: F401
+        from aiflame.agent.reports import facts  # noqa: F401
+
+        if form is not None:
+            FORMATS[form]
 
 
 def _own_cpu_ns() -> int:

@@ -13,13 +13,11 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from aiflame.agent.capture.workspace import Workspace
-from aiflame.agent.capture.writer import DiskFull
-from aiflame.agent.errors import AiflameError
+from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.capture_process import CaptureFailed, CaptureProcess
 from aiflame.agent.sinks.capture_report import Report
-from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink, newest
 
 Facts = Mapping[str, str | int]
@@ -117,6 +115,8 @@ class RecordSinks:
             capture.close()
 
     def _write_without_names(self) -> None:
+        from aiflame.agent.sinks.rebuilt import capture_of_windows  # mostly there is no need
+
         self._workspace.database.unlink(missing_ok=True)
         recorded = RecordedWindows(self._workspace.directory)
         windows = iter(recorded)

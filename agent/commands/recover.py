@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from aiflame.agent.capture.workspace import Workspace, unfinished
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.outfile import sudo_ids
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import RecordedWindows
 
 NAME = "recover"
@@ -64,15 +63,6 @@ def run(args: argparse.Namespace) -> int:
             return 0
         _finish(workspace, args.output, args.force)
     return 0
-
-
-def mention_unfinished(say: Callable[[str], None]) -> None:
-    """Says that there are unfinished recordings, if there are."""
-    with unfinished() as found:
-        paths = [str(workspace.destination.path) for workspace in found]
-    if paths:
-        which = paths[0] if len(paths) == 1 else f"{len(paths)} recordings"
-        say(f"killed earlier, and not finished: {which}; see: aiflame recover")
 
 
 def finish_if_killed(path: Path) -> None:

@@ -25,7 +25,7 @@ from aiflame.agent.reports.base import ColorBy, Leaf
 from aiflame.agent.reports.csv_tables import csv_files
 from aiflame.agent.reports.device_facts import absence
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import are_segments
 
 NAME = "report"

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
@@ -36,6 +35,9 @@ from aiflame.gpu.base import (
     Sampler,
     SourceLines,
 )
+
+if TYPE_CHECKING:  # SQLite is for the end
+    from aiflame.agent.capture.writer import CaptureWriter
 
 # Of what families count in (gpu.base.Interval).
 _INTERVAL_NS = 1_000_000_000

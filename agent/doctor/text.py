@@ -8,7 +8,7 @@ from typing import Any
 
 from aiflame.agent.doctor.base import Result, Status
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import showable
 
 # Raised when a field changes its meaning or goes; new fields and new checks do not count.
 SCHEMA = 1

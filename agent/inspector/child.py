@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from aiflame.agent import priority
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
 
 # A child that has begun answers at once; until then it waits for nothing but its own files.
 _BEGINNING_S = 10.0
@@ -100,7 +101,7 @@ class Child:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *fds),
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is for the recorder
+                **OWN_PROCESS_GROUP,
             )
         except OSError:
             ours.close()

@@ -239,7 +239,7 @@ class _Array:
 
     Attributes:
         fd: Of the map.
-        memory: What is to be in it, as bytes: `write` brings there what is not there already.
+        memory: What is to be in it, as bytes, until `write` brings it there.
     """
 
     def __init__(self, value_bytes: int, entries: int, flags: int) -> None:
@@ -256,12 +256,19 @@ class _Array:
             self.memory = np.frombuffer(self._mapped, np.uint8, size_bytes)
 
     def write(self) -> None:
-        """Raises OSError where the kernel does not take it."""
+        """Ends the filling.
+
+        Raises:
+            OSError: The kernel does not take it.
+        """
         if self._mapped is None:
             entries, value_bytes = self._shape
             value = np.dtype((np.void, value_bytes))
             array = Map(self.fd, np.dtype(np.uint32), value, entries)
             array.write(self.memory.view(value))
+        # The tables of a process are entered together, and would all be resident here until then.
+        del self.memory
+        self._mapped = None
 
     def __enter__(self) -> _Array:
         return self

@@ -24,10 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import capstone
 import numpy as np
 from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment
-from capstone import x86_const as x86
+
+# capstone is imported where it is used: it takes 6 MB, and recordings without a device API need it
+# not.
 
 # How far into a function the probe may be; prologues that save all registers take 20 bytes.
 _MAX_OFFSET_BYTES = 32
@@ -134,6 +135,8 @@ def choose_site(
 
 def _instructions(code: bytes, address: int) -> list[Any]:
     """Returns the first instructions, as far as they can be decoded."""
+    import capstone
+
     decoder = capstone.Cs(capstone.CS_ARCH_X86, capstone.CS_MODE_64)
     decoder.detail = True
     return list(decoder.disasm(code[: _NEAR_BYTES + _MAX_INSTRUCTION_BYTES], address))
@@ -161,13 +164,15 @@ def _is_always_emulated(data: bytes) -> bool:
 
 def _growth(instruction: Any, stack_bytes: int) -> int | None:
     """Returns by how much an instruction grows the stack, None where it may do harm."""
+    from capstone import CS_AC_WRITE, x86_const
+
     if instruction.prefix[0] or instruction.mnemonic not in ("push", *_HARMLESS):
         return None  # a lock or a repetition; or unknown
     operands = instruction.operands
     if instruction.mnemonic == "push":
         return 8 if operands[0].size == 8 else None
     if instruction.mnemonic in ("sub", "add") and _is_stack_pointer(instruction, operands[0]):
-        if operands[1].type != x86.X86_OP_IMM or operands[0].size != 8:
+        if operands[1].type != x86_const.X86_OP_IMM or operands[0].size != 8:
             return None
         immediate = operands[1].imm if instruction.mnemonic == "sub" else -operands[1].imm
         return int(immediate) if immediate >= 0 else None
@@ -176,14 +181,17 @@ def _growth(instruction: Any, stack_bytes: int) -> int | None:
     if names & (_ARGUMENT_REGISTERS | _STACK_POINTER):
         return None
     for operand in operands:
-        is_written = operand.type == x86.X86_OP_MEM and operand.access & capstone.CS_AC_WRITE
+        is_memory = operand.type == x86_const.X86_OP_MEM
+        is_written = is_memory and operand.access & CS_AC_WRITE
         if is_written and not _is_own_frame(instruction, operand, stack_bytes):
             return None
     return 0
 
 
 def _is_stack_pointer(instruction: Any, operand: Any) -> bool:
-    return operand.type == x86.X86_OP_REG and instruction.reg_name(operand.reg) in _STACK_POINTER
+    from capstone.x86_const import X86_OP_REG
+
+    return operand.type == X86_OP_REG and instruction.reg_name(operand.reg) in _STACK_POINTER
 
 
 def _is_own_frame(instruction: Any, operand: Any, stack_bytes: int) -> bool:
@@ -198,12 +206,14 @@ def _is_own_frame(instruction: Any, operand: Any, stack_bytes: int) -> bool:
 
 def _is_jumped_to(code: bytes, near: list[Any], offset: int) -> bool:
     """Whether anything jumps past the entry, up to and including an offset in the prologue."""
+    from capstone import CS_GRP_BRANCH_RELATIVE
+
     entry = near[0].address
     decoded = near[-1].address + near[-1].size - entry
     if decoded < min(len(code), _NEAR_BYTES):
         return True  # what could not be decoded may be anything
     for instruction in near:
-        if instruction.group(capstone.CS_GRP_BRANCH_RELATIVE):
+        if instruction.group(CS_GRP_BRANCH_RELATIVE):
             target = instruction.operands[0].imm - entry
             if 0 < target <= offset:
                 return True

@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.elf.contents import for_unwinding
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.processes.binaries import VDSO_PATH, BinaryFile, BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import load, require_supported
+from aiflame.agent.unwind.build import load, require_supported, table_name
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
 
@@ -62,9 +64,21 @@ class CachedTables:
         require_supported(elf)
         name = self._builder.name(binary) or self._names.get(binary)
         if name is None:
-            is_local = file.fd not in self._binaries.guard.remote
-            name = self._names[binary] = self._known.name(file.fd) if is_local else ""
+            name = self._names[binary] = self._known_name(file, elf)
         return load(name, self._store) if name else None
+
+    def _known_name(self, file: BinaryFile, elf: ElfImage) -> str:
+        """Returns the name of a table without reading all that it is made of, "" for none."""
+        guard = self._binaries.guard
+        if file.fd is None or file.fd in guard.remote:
+            return ""
+        if file.path == VDSO_PATH:
+            # Each recording has a file of its own with it, of 8 KB: a builder would be started each
+            # time only to find it in the cache.
+            with guard.each_file(file.path, file.fd) as opened:
+                return table_name(elf, for_unwinding(opened, elf).digest(opened))
+            return ""
+        return self._known.name(file.fd)
 
     def build(self, binary: int) -> bool:
         """Has a binary's table built; returns False for a file that cannot be read."""

@@ -20,8 +20,9 @@ from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
 from aiflame.agent.reports.kernel_stats import KernelStats, kernel_stats
-from aiflame.agent.reports.rows import label_of, showable
+from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.words import showable
 from aiflame.gpu.stalls import category_of
 
 Cell = str | int | float

@@ -10,8 +10,8 @@ from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.device_rows import DeviceSamples
-from aiflame.agent.reports.facts import counted, duration, lasted, percent, range_words
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.facts import counted, lasted, range_words
+from aiflame.agent.reports.words import duration, percent, showable
 from aiflame.gpu.attribution import ERROR_BY_ORDER, ERROR_BY_SECOND, Certainty
 
 # Losses that count device samples. Others of devices cost a sample its words only.

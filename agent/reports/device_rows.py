@@ -30,9 +30,9 @@ from aiflame.agent.reports.rows import (
     Rows,
     join,
     rows_for,
-    showable,
 )
 from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.words import showable
 from aiflame.gpu.attribution import attribute
 from aiflame.gpu.stalls import category_of
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from aiflame.agent.errors import UsageError
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import showable
 
-# Several names are in use for some formats.
+# Several names are in use for some formats; the first of each is what its files are called.
 ENDINGS = {
     ".html": "html",
     ".htm": "html",
@@ -27,6 +27,11 @@ def format_of_name(name: str) -> str | None:
     """Returns the format that a file name's ending means, None for no format's."""
     lower = name.lower()
     return next((form for ending, form in ENDINGS.items() if lower.endswith(ending)), None)
+
+
+def ending_of(form: str) -> str:
+    """Returns how a file of a format is called, without importing what makes it."""
+    return next(ending for ending, name in ENDINGS.items() if name == form)
 
 
 def refuse_other_ending(chosen: str, output: str) -> None:

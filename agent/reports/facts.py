@@ -14,7 +14,8 @@ import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
-from aiflame.agent.reports.rows import TRUNCATED_REASONS, showable
+from aiflame.agent.reports.rows import TRUNCATED_REASONS
+from aiflame.agent.reports.words import duration, percent, showable
 
 # Below this many samples a flame graph says little; flame graph tools have long warned at 100.
 FEW_SAMPLES = 100
@@ -25,16 +26,6 @@ _LEAST_SHARE = 0.0005
 
 # Losses that cost time. Others cost frames, names or single events.
 _LOSSES_OF_TIME = frozenset(kind.stored_name for kind in LossKind if kind.is_of_time)
-
-_UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"))
-
-
-def duration(ns: int) -> str:
-    """Return a time with three decimals in the largest unit it reaches: "1.234 s"."""
-    for size, unit in _UNITS:
-        if ns >= size:
-            return f"{ns / size:,.3f} {unit}"
-    return f"{ns} ns"
 
 
 def moment(ns: int) -> str:
@@ -54,11 +45,6 @@ def lasted(recording: Recording) -> str:
     if recording.time_range is None:
         return f"recorded in {duration(recording.duration_ns)}"
     return f"{range_words(recording)} recorded"
-
-
-def percent(part: int, whole: int) -> str:
-    """Return a share with two decimals, "0.00 %" of nothing."""
-    return f"{100 * part / whole if whole else 0:.2f} %"
 
 
 def counted(number: int, noun: str) -> str:

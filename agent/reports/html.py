@@ -30,8 +30,8 @@ from aiflame.agent.reports.kernel_stats import launch_calls
 from aiflame.agent.reports.pack import MAX_NODES, Packed, draft
 from aiflame.agent.reports.pack_device import draft_device
 from aiflame.agent.reports.palette import Category
-from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.selection import has_python
+from aiflame.agent.reports.words import showable
 
 # In this order they are one program: data and trees, drawing, words, state, the page.
 _SCRIPTS = (

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from aiflame.agent.demangle import Demangler
 from aiflame.agent.model.gpu import Kernel
-from aiflame.agent.reports.rows import MAX_NAME_CHARS
+from aiflame.agent.reports.words import MAX_NAME_CHARS
 
 # C++ and Rust.
 _MANGLED = ("_Z", "_R")

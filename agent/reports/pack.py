@@ -28,9 +28,10 @@ from aiflame.agent.reports import palette
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.buckets import Pieces
 from aiflame.agent.reports.distinct import distinct
-from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for, showable
+from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, outline
+from aiflame.agent.reports.words import showable
 
 # Level 4 is within a tenth of level 9 on byte planes, at a fifth of its time.
 _ZLIB_LEVEL = 4

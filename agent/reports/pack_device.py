@@ -24,9 +24,10 @@ from aiflame.agent.reports.device_rows import (
 )
 from aiflame.agent.reports.kernel_stats import identities, kernel_stats
 from aiflame.agent.reports.pack import MAX_NODES, Draft, Writer, pack_labels, pack_rows
-from aiflame.agent.reports.rows import I64, showable
+from aiflame.agent.reports.rows import I64
 from aiflame.agent.reports.selection import hidden_kinds
 from aiflame.agent.reports.tree import outline
+from aiflame.agent.reports.words import showable
 from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory, category_of
 

@@ -45,8 +45,8 @@ from aiflame.agent.reports.protowire import (
     message_opening,
     varints,
 )
-from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.words import showable
 
 # pprof's convention: counts first. `wall` saves adding two columns, which no reader can do.
 _SAMPLE_TYPES = (

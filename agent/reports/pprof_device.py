@@ -34,8 +34,8 @@ from aiflame.agent.reports.pprof_parts import (
     value_type,
 )
 from aiflame.agent.reports.protowire import StringTable, message_field, packed, varint_field
-from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.words import showable
 from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory
 

@@ -22,8 +22,9 @@ from aiflame.agent.reports.protowire import (
     varint_field,
     varints,
 )
-from aiflame.agent.reports.rows import TRUNCATED_REASONS, showable
+from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.reports.selection import by_frame
+from aiflame.agent.reports.words import showable
 
 
 class ProfileField:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.python_frames import I64, U64, PythonFrames, python_frames
-from aiflame.agent.reports.rows import showable
+from aiflame.agent.reports.words import showable
 
 _Label = tuple[str, int, str]
 _Figures = tuple[int, int, float, float]

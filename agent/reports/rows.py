@@ -13,7 +13,6 @@ few, are made one by one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.distinct import distinct
 from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
 from aiflame.agent.reports.selection import shown_stacks
+from aiflame.agent.reports.words import showable
 
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
@@ -45,30 +45,8 @@ TRUNCATED_REASONS = tuple(
     if reason not in (*COMPLETE_REASONS, StopReason.KERNEL_ONLY, StopReason.EXCLUDED)
 )
 
-# The longest C++ names in libtorch are near 4,000 characters; a hostile one may be megabytes.
-MAX_NAME_CHARS = 4_096
-
 # Their positions stay in the processor's cache.
 _PATHS_AT_ONCE = 2_048
-
-# Control characters and noncharacters (XML 1.0 section 2.2 forbids most of them), lone
-# surrogates, and the bidirectional overrides, with which a name could rewrite its neighbours.
-_UNSHOWABLE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
-)
-
-
-def showable(name: str) -> str:
-    """Return `name` as it may be shown: one line, valid Unicode, of bounded length.
-
-    What can't be shown becomes U+FFFD, and a cut says how long the name was; an empty name becomes
-    `[unnamed]`.
-    """
-    if 0 < len(name) <= MAX_NAME_CHARS and name.isascii() and name.isprintable():
-        return name  # as nearly all are, at a third of the time
-    if len(name) > MAX_NAME_CHARS:
-        name = f"{name[:MAX_NAME_CHARS]}... ({len(name)} characters)"
-    return _UNSHOWABLE.sub("\ufffd", name) or "[unnamed]"
 
 
 def label_of(function: Function, line: int) -> str:

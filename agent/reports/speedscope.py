@@ -28,8 +28,9 @@ from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import device_rows, device_samples
 from aiflame.agent.reports.facts import range_words
-from aiflame.agent.reports.rows import Labels, Rows, rows_for, showable
+from aiflame.agent.reports.rows import Labels, Rows, rows_for
 from aiflame.agent.reports.summed import summed_paths
+from aiflame.agent.reports.words import showable
 from aiflame.gpu.stalls import StallCategory
 
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"

@@ -15,12 +15,13 @@ from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopRea
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
-from aiflame.agent.reports.facts import cut_modules, duration, module_of, recording_facts
-from aiflame.agent.reports.rows import label_of, showable
+from aiflame.agent.reports.facts import cut_modules, module_of, recording_facts
+from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.stats_device import device_tables
 from aiflame.agent.reports.stats_python import python_tables
 from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
+from aiflame.agent.reports.words import duration, showable
 
 U64 = npt.NDArray[np.uint64]
 

@@ -16,11 +16,12 @@ from aiflame.agent.reports.base import Frames
 from aiflame.agent.reports.causes import Cause, classify, is_device_wait
 from aiflame.agent.reports.device_facts import absence, attribution
 from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH, DeviceSamples, device_samples
-from aiflame.agent.reports.facts import counted, duration
+from aiflame.agent.reports.facts import counted
 from aiflame.agent.reports.kernel_stats import kernel_stats, launch_calls
-from aiflame.agent.reports.rows import label_of, showable
+from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.table import Table, ms, percent
+from aiflame.agent.reports.words import duration, showable
 from aiflame.gpu.stalls import StallCategory
 
 # Frames of a launching stack in one line, innermost first.

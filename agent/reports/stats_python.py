@@ -6,10 +6,9 @@ from __future__ import annotations
 import numpy as np
 from aiflame.agent.model.profile import GilState, Profile
 from aiflame.agent.reports.base import View
-from aiflame.agent.reports.facts import duration
 from aiflame.agent.reports.python_frames import I64, PythonFrames, python_frames
-from aiflame.agent.reports.rows import showable
 from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
+from aiflame.agent.reports.words import duration, showable
 
 _STATE_HEADINGS = {
     GilState.HELD: ">held",

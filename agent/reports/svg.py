@@ -31,6 +31,7 @@ from aiflame.agent.reports.device_rows import (
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import rows_for
 from aiflame.agent.reports.tree import U64, Cut, Tree, build, invert, prune
+from aiflame.agent.reports.words import percent
 from aiflame.gpu.stalls import StallCategory
 
 WIDTH_PX = 1200  # the width readers of flame graphs know; it also fits a README
@@ -166,9 +167,9 @@ def _notes(graph: _Graph) -> Iterable[str]:
         yield from device_facts.notes(graph.profile, graph.device.samples)
     complete, whole = facts.complete_share(graph.profile)
     recording = graph.profile.recording
-    own = facts.percent(recording.recorder_cpu_ns, recording.duration_ns)
+    own = percent(recording.recorder_cpu_ns, recording.duration_ns)
     yield (
-        f"Complete stacks: {facts.percent(complete, whole)} of the recorded time."
+        f"Complete stacks: {percent(complete, whole)} of the recorded time."
         f" The recorder itself took {own} of one CPU. aiflame {recording.aiflame_version}"
     )
 
@@ -177,7 +178,7 @@ def _legend_entries(graph: _Graph) -> list[tuple[str, str]]:
     if graph.device is not None and graph.options.shows_stalls:
         sums = dict(zip(StallCategory, graph.device.stalls[0].tolist(), strict=False))
         return [
-            (f"{category.label} {facts.percent(count, graph.whole_ns)}", category.color)
+            (f"{category.label} {percent(count, graph.whole_ns)}", category.color)
             for category, count in sorted(sums.items(), key=lambda item: (-item[1], item[0]))
             if count
         ]
@@ -223,11 +224,11 @@ def _frames(graph: _Graph) -> Iterator[str]:
     for label, depth, x, width, total, off, stall in columns:
         y = TOP_PX + depth * ROW_PX if graph.options.inverted else bottom - depth * ROW_PX
         on_width = width * (total - off) / total if total else width
-        share = f", {facts.percent(off, total)} off-CPU" if off else stall.words
+        share = f", {percent(off, total)} off-CPU" if off else stall.words
         fill = stall.fill or (off_fill[label] if off == total and total else on_fill[label])
         yield (
             f"<g><title>{html.escape(names[label])}"
-            f" ({graph.amount(total)}, {facts.percent(total, whole)}{share})</title>"
+            f" ({graph.amount(total)}, {percent(total, whole)}{share})</title>"
             f'<rect x="{x:.4f}" y="{y}" width="{width:.4f}" height="{ROW_PX - 1}" fill="{fill}"/>'
         )
         if 0 < off < total:
@@ -256,7 +257,7 @@ def _stalls(graph: _Graph) -> Iterator[_StallFace]:
     columns = (tree.label.tolist(), tree.total_ns.tolist(), device.stalls, device.certainties)
     for label, total, counts, certain in zip(*columns, strict=True):
         stall = stall_colors.largest(counts)
-        words = f", {facts.percent(stall.count, total)} {stall.category.label}" if total else ""
+        words = f", {percent(stall.count, total)} {stall.category.label}" if total else ""
         if label >= 0 and device.roles[label] == Role.KERNEL:
             words += f"; launch stack {device_facts.certainty_words(certain.tolist())}"
         fill, ink = stall_colors.fill(Category(categories[label]), stall, total)

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.child import ends
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report, report_of
@@ -70,7 +71,7 @@ class CaptureProcess:
                 stderr=self._errors,
                 cwd="/",  # python -m would import from the working directory first
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C ends the recording, not its capture
+                **OWN_PROCESS_GROUP,
             )
         except OSError as error:
             ours.close()

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from aiflame.agent.capture.writer import DiskFull
+from aiflame.agent.allocator import give_back_freed_memory
+from aiflame.agent.errors import DiskFull
 from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
@@ -35,7 +37,7 @@ def main(folder: Path, database: Path) -> None:
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()
     with SymbolService(cache_dir()) as service:
-        capture = WrittenCapture(database, Naming(files, service))
+        capture: WrittenCapture | None = None
         jit_symbols = JitSymbolSink(folder)
         following = FollowedWindows(folder)
         disk_full = ""
@@ -49,13 +51,20 @@ def main(folder: Path, database: Path) -> None:
                 if disk_full:
                     continue
                 try:
-                    capture.put(window, following.facts)
+                    if capture is None:
+                        naming = Naming(files, service)
+                        facts = following.facts
+                        capture = WrittenCapture(database, window.start_ns, facts, naming)
+                    capture.put(window)
                 except DiskFull as error:
                     disk_full = str(error)
                 else:
                     jit_symbols.put(window, capture.jit_symbols)
+                if not window.start_ns:  # the first names all that sleeps, and reads kernel names
+                    give_back_freed_memory()
+            service.poll()
         jit_symbols.close()
-        report = capture.finish(disk_full)
+        report = Report(disk_full=disk_full) if capture is None else capture.finish(disk_full)
         channel.sendall(report.message())
 
 

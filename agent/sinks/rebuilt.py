@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from aiflame.agent.capture.segment import BadSegment
@@ -35,25 +36,34 @@ def capture_of_windows(
         AiflameError: The capture cannot be written.
     """
     if not with_names:
-        _write(WrittenCapture(path), windows, facts)
+        _write(path, windows, facts)
         return
     with SymbolService(cache_dir()) as service, closing(FoundFiles()) as files:
-        _write(WrittenCapture(path, Naming(files, service)), windows, facts)
+        _write(path, windows, facts, Naming(files, service))
 
 
 def _write(
-    capture: WrittenCapture, windows: Iterable[Window], facts: Mapping[str, str | int]
+    path: Path,
+    windows: Iterable[Window],
+    facts: Mapping[str, str | int],
+    naming: Naming | None = None,
 ) -> None:
-    with closing(capture):
-        if not isinstance(facts.get("started_unix_ns", 0), int):
-            raise BadSegment("its header is damaged")
-        count = 0
-        for window in windows:
-            try:
-                capture.put(window, facts)
-            except OverflowError as error:  # SQLite's integers have a sign
-                raise BadSegment(f"a window in it is damaged ({error})") from error
-            count += 1
-        if not count:
-            raise BadSegment("there is no window in it")
+    if not isinstance(facts.get("started_unix_ns", 0), int):
+        raise BadSegment("its header is damaged")
+    left = iter(windows)
+    first = next(left, None)
+    if first is None:
+        raise BadSegment("there is no window in it")
+    with _damage(), closing(WrittenCapture(path, first.start_ns, facts, naming)) as capture:
+        for window in itertools.chain((first,), left):
+            capture.put(window)
         capture.finish()
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Says of what SQLite cannot store that it is damage: its integers have a sign."""
+    try:
+        yield
+    except OverflowError as error:
+        raise BadSegment(f"a window in it is damaged ({error})") from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from aiflame.agent.capture.segment import MAGIC, BadSegment, SegmentReader, SegmentWriter
-from aiflame.agent.capture.writer import DiskFull
+from aiflame.agent.errors import DiskFull
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.jit_symbols import jit_window, with_jit_symbols
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,33 +34,48 @@ class WrittenCapture:
 
     Args:
         path: Where nothing is; in a folder that nobody else may write to.
+        start_ns: Where its first window begins.
+        facts: Of the recording.
         naming: Without it stacks show modules and addresses.
+
+    Raises:
+        DiskFull: It cannot be written.
+        AiflameError: It cannot be made.
     """
 
-    def __init__(self, path: Path, naming: Naming | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        start_ns: int,
+        facts: Mapping[str, str | int],
+        naming: Naming | None = None,
+    ) -> None:
         self._path = path
-        self._names = Names()
+        names = Names()
         self._service = None if naming is None else naming.service
-        self._namer = None if naming is None else Namer(naming.files, naming.service, self._names)
-        self._writer: CaptureWriter | None = None
-        self._sink: CaptureSink | None = None
+        self._namer = None if naming is None else Namer(naming.files, naming.service, names)
+        try:
+            with contextlib.ExitStack() as parts:
+                self._writer = CaptureWriter(path)
+                parts.callback(self._writer.close)
+                self._sink = CaptureSink(self._writer, start_ns, names, self._namer)
+                began_ns = int(facts.get("started_unix_ns", 0)) + start_ns
+                self._writer.put_meta({**facts, "started_unix_ns": began_ns})
+                self._parts = parts.pop_all()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         self._has_windows = False
 
-    def put(self, window: Window, facts: Mapping[str, str | int]) -> None:
+    def put(self, window: Window) -> None:
         """Writes a window.
 
         Args:
             window: The one after the window before.
-            facts: Of the recording.
 
         Raises:
             DiskFull: It is not in the capture; all before are.
         """
-        if self._writer is None or self._sink is None:
-            self._writer = CaptureWriter(self._path)
-            self._sink = CaptureSink(self._writer, window.start_ns, self._names, self._namer)
-            began_ns = int(facts.get("started_unix_ns", 0)) + window.start_ns
-            self._writer.put_meta({**facts, "started_unix_ns": began_ns})
         self._sink.put(window)
         self._writer.put_meta({"duration_ns": self._sink.end_ns})
         self._writer.commit()
@@ -78,8 +94,6 @@ class WrittenCapture:
                 the file is removed.
         """
         sink, writer, namer, service = self._sink, self._writer, self._namer, self._service
-        if sink is None or writer is None:
-            return Report(disk_full=disk_full)
         naming: dict[str, int] = {}
         if namer is not None:
             naming = {kind.stored_name: count for kind, count in namer.losses.items() if count}
@@ -108,9 +122,7 @@ class WrittenCapture:
 
     def close(self) -> None:
         """Closes the file, whether it is finished or not."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._parts.close()
 
 
 def _peak_rss_bytes() -> int:

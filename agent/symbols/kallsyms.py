@@ -8,7 +8,6 @@ list while they are loaded: load it again after one came or went.
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +19,13 @@ from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.intervals import Disjoint, find
 
 U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
 
 # nm(1): text, weak, and indirect functions; upper case is global. A global name wins an address.
-_TYPE_SCORE = {b"T": 3, b"W": 2, b"t": 1, b"w": 1, b"i": 1}
+_TYPE_SCORES = {ord("T"): 3, ord("W"): 2, ord("t"): 1, ord("w"): 1, ord("i"): 1}
+# A line is `ffffffff81000000 T name`, of a module with a tab and `[module]` after it: "%px %c %s"
+# (kernel/kallsyms.c s_show, v6.18), and %px has 16 digits.
+_DIGITS, _TYPE_AT, _NAME_AT = 16, 17, 19
 # The longest kernel functions have some 100 KB; what follows a longer gap is another mapping.
 _MAX_GAP_BYTES = 2 * 1024 * 1024
 _MAX_LAST_BYTES = 1024 * 1024
@@ -31,8 +34,8 @@ _MAX_LAST_BYTES = 1024 * 1024
 _MARKS = frozenset(
     b"_text _stext _etext _sinittext _einittext __init_begin __init_end _end".split()
 )
+_LONGEST_MARK = len("__pi__sinittext")
 _KERNEL = b"[kernel]"
-_MAX_MODULES = 65_535
 
 
 class KernelSymbolsHidden(EnvironmentUnfit):
@@ -49,13 +52,17 @@ class KernelName(NamedTuple):
 class KernelSymbols:
     """Functions of the kernel, its modules and its BPF programs, by address.
 
-    Names stay in one block of bytes until they are asked for: 120,000 Python strings would be
-    half of the recorder's memory.
+    Names stay in the text of the list until they are asked for: 120,000 Python strings would be
+    half of the memory of who names.
+
+    Args:
+        ranges: Of addresses; their rows are where in the text their names begin.
+        text: The list.
     """
 
-    def __init__(self, ranges: Disjoint, list_: _List) -> None:
+    def __init__(self, ranges: Disjoint, text: bytes) -> None:
         self._ranges = ranges
-        self._list = list_
+        self._text = text
 
     def __len__(self) -> int:
         return len(self._ranges.starts)
@@ -68,81 +75,96 @@ class KernelSymbols:
             KernelSymbolsHidden: All addresses are zero.
             EnvironmentUnfit: The list cannot be read, or holds no function.
         """
-        found = _List()
         try:
-            for line in kernelfs.lines(path):
-                found.add(line)
+            text = kernelfs.read_bytes(path)
         except OSError as error:
             raise EnvironmentUnfit(f"cannot read {path}: {error.strerror}") from error
-        if not found.addresses:
+        found = _List(text)
+        if not len(found.addresses):
             raise EnvironmentUnfit(f"{path} holds no kernel function")
-        if not any(found.addresses):
+        if not found.addresses.any():
             raise KernelSymbolsHidden(
                 "kernel function names are hidden: kernel.kptr_restrict",
                 "sudo sysctl kernel.kptr_restrict=1",
             )
-        return cls(_ranges(found), found)
+        return cls(_ranges(found), text)
 
     def lookup(self, addresses: U64) -> list[KernelName | None]:
         """Names for kernel addresses, shape (n,); None outside every function."""
         found = find(self._ranges, addresses)
         rows = self._ranges.rows[found].tolist() if len(self) else [0] * len(found)
         return [
-            self._list.name(row) if hit >= 0 else None
+            self._name(row) if hit >= 0 else None
             for hit, row in zip(found.tolist(), rows, strict=True)
         ]
 
+    def _name(self, begin: int) -> KernelName:
+        line = self._text[begin : self._text.index(b"\n", begin)]
+        name, _, module = line.partition(b"\t")
+        module = module.strip(b"[]") or _KERNEL
+        return KernelName(*(clean_name(part.decode("utf-8", "replace")) for part in (name, module)))
+
 
 class _List:
-    """The columns of the list, one entry per function or mark."""
+    """The functions and marks of the list; lines of another form are skipped.
 
-    def __init__(self) -> None:
-        self.addresses = array("Q")
-        self.scores = array("b")
-        self._name_ends = array("Q")
-        self._names = bytearray()
-        self._module_of = array("H")
-        self._modules: dict[bytes, int] = {_KERNEL: 0}
+    Attributes:
+        addresses: Of each.
+        scores: How well it names its address, 0 for a mark.
+        lengths: Of the names, in bytes.
+        name_at: Where in the text they begin.
+    """
 
-    def add(self, line: bytes) -> None:
-        """Take one line, `address type name`, then a tab and `[module]`; others are skipped."""
-        fields = line.split()
-        if len(fields) < 3 or fields[1] not in _TYPE_SCORE:
-            return
-        try:
-            address = int(fields[0], 16)
-        except ValueError:
-            return
-        if not 0 <= address < 1 << 64:
-            return
-        name = fields[2]
-        module = fields[3].strip(b"[]") if len(fields) > 3 else _KERNEL
-        self.addresses.append(address)
-        mark = name.removeprefix(b"__pi_") in _MARKS
-        self.scores.append(0 if mark else _TYPE_SCORE[fields[1]])
-        self._names += name
-        self._name_ends.append(len(self._names))
-        # A kernel has a few hundred modules; more than 65,535 cannot be loaded.
-        number = self._modules.setdefault(module, len(self._modules))
-        self._module_of.append(min(number, _MAX_MODULES))
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        letters = np.frombuffer(text, np.uint8)
+        ends = np.flatnonzero(letters == ord("\n"))
+        starts = np.append(0, ends[:-1] + 1)[: len(ends)]
+        has_name = ends - starts > _NAME_AT
+        starts, ends = starts[has_name], ends[has_name]
+        self.scores = _scores_by_type()[letters[starts + _TYPE_AT]]
+        is_wanted = self.scores > 0
+        for space in (_TYPE_AT - 1, _TYPE_AT + 1):
+            is_wanted &= letters[starts + space] == ord(" ")
+        self.addresses = np.zeros(len(starts), np.uint64)
+        values = _values_by_digit()
+        for digit in range(_DIGITS):
+            value = values[letters[starts + digit]]
+            is_wanted &= value < 16
+            self.addresses = self.addresses << np.uint64(4) | value
+        tabs = np.append(np.flatnonzero(letters == ord("\t")), len(text))
+        self.name_at = starts + _NAME_AT
+        name_ends = np.minimum(tabs[np.searchsorted(tabs, self.name_at)], ends)
+        self.lengths = name_ends - self.name_at
+        may_be_mark = (letters[self.name_at] == ord("_")) & (self.lengths <= _LONGEST_MARK)
+        for row in np.flatnonzero(is_wanted & may_be_mark).tolist():
+            if self.raw_name(row).removeprefix(b"__pi_") in _MARKS:
+                self.scores[row] = 0
+        self.addresses, self.scores = self.addresses[is_wanted], self.scores[is_wanted]
+        self.name_at, self.lengths = self.name_at[is_wanted], self.lengths[is_wanted]
 
     def raw_name(self, row: int) -> bytes:
-        return bytes(self._names[self._name_ends[row - 1] if row else 0 : self._name_ends[row]])
+        begin = int(self.name_at[row])
+        return self._text[begin : begin + int(self.lengths[row])]
 
-    def lengths(self) -> npt.NDArray[np.int64]:
-        return np.diff(np.frombuffer(self._name_ends, dtype=np.uint64).astype(np.int64), prepend=0)
 
-    def name(self, row: int) -> KernelName:
-        module = list(self._modules)[self._module_of[row]]
-        name = self.raw_name(row).decode("utf-8", "replace")
-        return KernelName(clean_name(name), clean_name(module.decode("utf-8", "replace")))
+def _scores_by_type() -> I64:
+    scores = np.zeros(256, np.int64)
+    for letter, score in _TYPE_SCORES.items():
+        scores[letter] = score
+    return scores
+
+
+def _values_by_digit() -> U64:
+    values = np.full(256, 16, np.uint64)
+    for value, letter in enumerate(b"0123456789abcdef"):
+        values[letter] = value
+    return values
 
 
 def _ranges(found: _List) -> Disjoint:
     """Each address once, under its best name, reaching to the next."""
-    addresses = np.frombuffer(found.addresses, dtype=np.uint64)
-    scores = np.frombuffer(found.scores, dtype=np.int8).astype(np.int64)
-    lengths = found.lengths()
+    addresses, scores, lengths = found.addresses, found.scores, found.lengths
     # Of several names at one address: global before local, then the shortest, then by alphabet.
     order = np.lexsort((lengths, -scores, addresses))
     starts, first, counts = np.unique(addresses[order], return_index=True, return_counts=True)
@@ -158,4 +180,4 @@ def _ranges(found: _List) -> Disjoint:
     far = np.flatnonzero(ends - starts > np.uint64(_MAX_GAP_BYTES))
     ends[far] = starts[far] + np.uint64(_MAX_LAST_BYTES)
     real = scores[rows] > 0
-    return Disjoint(starts[real], ends[real], rows[real])
+    return Disjoint(starts[real], ends[real], found.name_at[rows[real]])

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.inspector.child import ends
 from aiflame.agent.losses import LossKind
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, SourceFrame
 from aiflame.agent.symbols.perfmap import perf_map_path
@@ -51,7 +52,11 @@ _ENDING_S = 1.0
 # waits, the worker runs as anyone else.
 _NICENESS_WARMING, _NICENESS_WAITED_FOR = 10, 0
 # A worker that cannot even start must not be tried for ever.
-_MAX_STARTS = 40
+_MAX_DEATHS = 40
+# A worker and its children take 100 MB, and 0.15 s of CPU time to start. One that was needed again
+# gets twice as long the next time: a host that now and then shows something new does not start
+# workers all day.
+_IDLE_S = 10.0
 _READ_BYTES = 1024 * 1024
 
 
@@ -101,6 +106,7 @@ class SymbolService:
         timeout_s: CPU seconds that one binary may take.
         memory_bytes: Address space of the worker.
         command: What to run instead of the worker module; it gets the same arguments.
+        idle_s: After so long without a question `poll` ends the worker; twice as long each time.
 
     Attributes:
         problems: What went wrong so far, in order.
@@ -115,6 +121,7 @@ class SymbolService:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         command: Sequence[str] = (),
+        idle_s: float = _IDLE_S,
     ) -> None:
         worker = command or (sys.executable, "-m", "aiflame.agent.symbols.worker")
         directory = "" if cache is None else str(cache.absolute())
@@ -123,7 +130,9 @@ class SymbolService:
         self._niceness = _NICENESS_WARMING
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
-        self._starts = 0
+        self._deaths = 0
+        self._idle_s = idle_s
+        self._answered_s = 0.0  # when it last answered, or was started
         self._next_number = 0
         self._queue: deque[_Pending] = deque()
         self._outgoing = bytearray()
@@ -148,7 +157,7 @@ class SymbolService:
 
     def start(self) -> None:
         """Start the worker now, for a caller that needs `pid` early."""
-        if self._process is None and self._starts < _MAX_STARTS:
+        if self._process is None and self._deaths < _MAX_DEATHS:
             self._spawn()
 
     def warm(self, path: str, root_path: str) -> None:
@@ -157,8 +166,12 @@ class SymbolService:
         self.poll()
 
     def poll(self) -> None:
-        """Take in answers that have arrived; never waits."""
+        """Take in answers that have arrived, without waiting; end a worker that is idle."""
         self._pump(0.0)
+        idle_s = time.monotonic() - self._answered_s
+        if self._process is not None and not self._queue and idle_s >= self._idle_s:
+            self._idle_s *= 2
+            self._end_idle()
 
     def resolve_many(self, requests: Sequence[Request]) -> Iterator[Result]:
         """Answers in the order of the requests, each as soon as it is there."""
@@ -194,15 +207,22 @@ class SymbolService:
 
     def close(self) -> None:
         """End the worker and add up its CPU time. May be called twice."""
-        if self._process is not None and not self._queue:
-            # Idle: it ends by itself, and waits for the child that demangles, whose CPU time is
-            # then part of its own.
-            stdin, stdout = _pipes(self._process)
-            stdin.close()
-            with selectors.PollSelector() as selector:
-                selector.register(stdout, selectors.EVENT_READ)
-                selector.select(_ENDING_S)
+        if not self._queue:
+            self._end_idle()
         self._queue.clear()
+        self._reap()
+
+    def _end_idle(self) -> None:
+        """End a worker that owes nothing."""
+        if self._process is None:
+            return
+        # It ends by itself, and waits for the child that demangles, whose CPU time is then part of
+        # its own.
+        stdin, stdout = _pipes(self._process)
+        stdin.close()
+        with selectors.PollSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            selector.select(_ENDING_S)
         self._reap()
 
     def _enqueue(
@@ -229,7 +249,6 @@ class SymbolService:
             self._done[pending.number] = [()] * len(pending.addresses)
 
     def _spawn(self) -> None:
-        self._starts += 1
         errors: IO[bytes] | None = None
         # From "/", as `python -m` puts the working directory first on the module path: a root
         # shell in someone else's directory must not import that directory's modules.
@@ -243,12 +262,12 @@ class SymbolService:
                 cwd="/",
                 # One thread, so that the worker may fork; numpy would start one per CPU.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
+                **OWN_PROCESS_GROUP,
             )
         except OSError as error:
             if errors is not None:
                 errors.close()
-            self._starts = _MAX_STARTS
+            self._deaths = _MAX_DEATHS
             self.problems.append(
                 Problem(LossKind.SYMBOLIZER_DIED, f"cannot start: {error.strerror}")
             )
@@ -256,6 +275,7 @@ class SymbolService:
         for pipe in _pipes(process):
             os.set_blocking(pipe.fileno(), False)
         self._process, self._errors = process, errors
+        self._answered_s = time.monotonic()
         self._incoming.clear()
         self._prioritize(self._niceness)
 
@@ -331,11 +351,13 @@ class SymbolService:
         # Warming and resolving the same binary meet the same problem.
         self.problems += [problem for problem in problems if problem not in self.problems]
         self._queue.popleft()
-        self._deadline = time.monotonic() + self._patience_s
+        self._answered_s = time.monotonic()
+        self._deadline = self._answered_s + self._patience_s
 
     def _restart(self) -> None:
         """Replace the worker and ask again for what it owed, the culprit with less effort."""
         how = self._reap()
+        self._deaths += 1
         if self._queue:
             self._strike(self._queue[0], how)
         waiting, self._queue = self._queue, deque()

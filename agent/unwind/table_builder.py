@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from aiflame.agent.inspector.child import ends
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
 
 # libtorch_cpu takes a second; what takes this long on any machine is a file made to.
 _TIMEOUT_S = 60.0
@@ -158,7 +159,7 @@ class TableBuilder:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is for the recorder
+                **OWN_PROCESS_GROUP,
                 # One thread, so that the worker may fork; numpy would start one per CPU.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
             )

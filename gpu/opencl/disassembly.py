@@ -7,13 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import capstone
 from aiflame.gpu.opencl.kernel_file import Function, KernelFile
-
-_MODES = {
-    "X86_64": (capstone.CS_ARCH_X86, capstone.CS_MODE_64),
-    "AARCH64": (capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM),
-}
 
 # Capstone does some 300,000 a second; functions of real kernels have at most some 10,000.
 _MAX_BYTES = 1 << 20
@@ -33,7 +27,13 @@ class Decoded(NamedTuple):
 
 @lru_cache(maxsize=4)
 def _decoder(machine: str) -> Any:
-    mode = _MODES.get(machine)
+    import capstone  # 6 MB, which recordings without a device do without
+
+    modes = {
+        "X86_64": (capstone.CS_ARCH_X86, capstone.CS_MODE_64),
+        "AARCH64": (capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM),
+    }
+    mode = modes.get(machine)
     if mode is None:
         return None
     decoder = capstone.Cs(*mode)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
-from recordings import Workload, public_folder
+from recordings import Recording, Workload, children_of, public_folder
 
 pytestmark = pytest.mark.bpf
 
@@ -224,3 +224,22 @@ def test_missing_capabilities_are_said_with_the_cure_that_helps(
     assert done.returncode == 0, done.stderr
     (said,) = (line for line in done.stderr.splitlines() if "kernel_symbols_hidden" in line)
     assert "CAP_SYSLOG" in said and "sysctl" not in said
+
+
+def test_of_files_that_were_recorded_before_no_table_is_built(tmp_path: Path) -> None:
+    # GIVEN a program of the system, all of whose tables are in the cache, that of the vDSO as well
+    sleeping = subprocess.Popen(["sleep", "600"])
+    try:
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            with Recording(tmp_path / name, "-p", sleeping.pid) as recording:
+                commands = [
+                    Path(f"/proc/{child}/cmdline").read_text()
+                    for child in children_of(recording.pid)
+                ]
+                recording.stop()
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+    assert any("capture_worker" in command for command in commands)
+    assert not any("unwind.worker" in command for command in commands)

@@ -15,8 +15,8 @@ import pytest
 from aiflame.agent import cli
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
-from aiflame.agent.capture.writer import CaptureWriter, DiskFull
-from aiflame.agent.errors import AiflameError, CaptureError
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.errors import AiflameError, CaptureError, DiskFull
 from aiflame.agent.model.gpu import (
     NO_END,
     NONE,

@@ -196,6 +196,19 @@ def test_only_the_chosen_verb_is_imported() -> None:
     assert done.stderr == "aiflame: no such capture: /nonexistent\n"
 
 
+def test_a_recording_imports_nothing_of_what_comes_after_it() -> None:
+    code = "import sys, aiflame.agent.commands.record; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    needless = (
+        "sqlite3",
+        "capstone",
+        "rich",
+        "aiflame.agent.symbolize",
+        "aiflame.agent.reports.rows",
+    )
+    assert [name for name in done.stdout.split() if name in needless] == []
+
+
 def test_as_a_module() -> None:
     done = subprocess.run([*AIFLAME, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"aiflame {__version__}\n"

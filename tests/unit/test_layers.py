@@ -29,6 +29,7 @@ _MODULES = _modules("agent")
 _GPU_MODULES = _modules("gpu")
 # What each part may import of agent/, itself aside. A part is a folder, or a module at the top.
 _LEAVES = {
+    "allocator",
     "demangle",
     "errors",
     "kernelfs",
@@ -36,6 +37,7 @@ _LEAVES = {
     "model",
     "outfile",
     "priority",
+    "process_group",
     "rights",
     "inspector",
     "target_files",
@@ -43,6 +45,7 @@ _LEAVES = {
 }
 _MAY_IMPORT = {
     "": set(),
+    "allocator": set(),
     "demangle": {"inspector", "kernelfs"},
     "errors": set(),
     "kernelfs": set(),
@@ -51,15 +54,18 @@ _MAY_IMPORT = {
     "outfile": {"errors"},
     "target_files": {"errors"},
     "priority": set(),
+    "process_group": set(),
     "rights": {"errors", "priority"},
-    "inspector": {"losses", "priority"},
-    "capture": {"errors", "model", "outfile"},
+    "inspector": {"losses", "priority", "process_group"},
+    "capture": {"errors", "losses", "model", "outfile"},
     "elf": {"target_files"},
     "symbols": {
         *("demangle", "elf", "errors", "inspector", "kernelfs", "losses", "model", "outfile"),
-        "target_files",
+        *("process_group", "target_files"),
     },
-    "unwind": {"elf", "errors", "inspector", "model", "symbols", "target_files"},
+    "unwind": {
+        *("elf", "errors", "inspector", "model", "process_group", "symbols", "target_files"),
+    },
     "python": {"elf", "errors", "model", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},

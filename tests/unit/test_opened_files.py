@@ -44,7 +44,7 @@ _MAY_OPEN = {
     "agent/capture/columns.py": "a database in memory",
     "agent/sinks/segments.py": "the segments of a recording",
     "agent/commands/captures.py": "a private directory, for what segments are made into",
-    "agent/commands/record_copy.py": "the same",
+    "agent/commands/record_copy_worker.py": "the same",
     "agent/symbols/store.py": "the cache",
     "agent/processes/cached_tables.py": "a private directory, where there is no cache",
     "agent/symbols/service.py": "a file without a name, for the last words of a child",

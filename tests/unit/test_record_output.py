@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.reports import FORMATS
+from aiflame.agent.reports.endings import ending_of
 
 _DEFAULT = "aiflame-server-100-20260102T030405Z"
 
@@ -197,3 +199,8 @@ def test_a_name_that_a_process_chose_is_only_a_name(folder: Path, stem: str, nam
 def test_a_name_that_is_too_long() -> None:
     with pytest.raises(AiflameError, match="file name too long"):
         _plan("x" * 300 + ".svg", None)
+
+
+def test_a_format_is_called_what_its_report_says() -> None:
+    for name, report in FORMATS.items():
+        assert ending_of(name) == report.extension

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.reports.base import View
-from aiflame.agent.reports.rows import MAX_NAME_CHARS, rows_of, showable
+from aiflame.agent.reports.rows import rows_of
 from aiflame.agent.reports.tree import Tree, build, invert, kept_above, prune
+from aiflame.agent.reports.words import MAX_NAME_CHARS, showable
 from profiles import (
     HOSTILE_NAMES,
     MS,

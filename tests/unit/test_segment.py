@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import resource
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from aiflame.agent.capture import segment
 from aiflame.agent.capture.segment import BadSegment, SegmentReader, SegmentWriter
-from aiflame.agent.model.window import COLUMNS, Window, check
+from aiflame.agent.model.window import COLUMNS, NONE, Window, check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import RandomRecording, same_windows
@@ -180,3 +181,56 @@ def test_every_column_is_in_the_random_recordings() -> None:
             seen |= {name for name in COLUMNS if len(window.rows(name))}
     assert seen == set(COLUMNS)
     assert np.dtype("<u4") in {COLUMNS["threads"].dtype[name] for name in ("thread", "name")}
+
+
+def _limit(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    monkeypatch.setattr(segment, "_MAX_WINDOW_BYTES", size_bytes + 4096)
+    monkeypatch.setattr(segment, "_MOST_WRITTEN_BYTES", size_bytes)
+
+
+def _losses(window: Window) -> dict[str, int]:
+    rows = window.losses[["name", "count"]].tolist()
+    return {window.texts[name]: count for name, count in rows}
+
+
+def test_a_process_that_maps_too_much_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN windows that a reader takes, and in the second more mappings of one process than it does
+    first, second, third = RandomRecording(7).windows(3)
+    process = int(second.processes["process"][0])
+    many = np.zeros(5000, COLUMNS["mappings"].dtype)
+    many["process"], many["start"], many["binary"] = process, np.arange(5000), NONE
+    others = second.mappings[second.mappings["process"] != process]
+    grown = dataclasses.replace(second, mappings=np.concatenate([others, many]))
+    check(grown)
+    _limit(monkeypatch, 60_000)
+    # WHEN they are written THEN all are read again
+    data, _ = _written(tmp_path, [first, grown, third])
+    found, damage = _read(data)
+    assert not damage
+    assert len(found) == 3
+    same_windows(found[0], first)
+    same_windows(found[2], third)
+    # AND nothing but what is known of that process is missing, which is counted
+    check(found[1])
+    assert sorted(found[1].mappings["process"]) == sorted(others["process"])
+    assert found[1].samples["weight_ns"].sum() == second.samples["weight_ns"].sum()
+    assert len(found[1].stacks) == len(second.stacks)
+    assert _losses(found[1])["window_too_large"] >= len(many)
+
+
+def test_of_a_window_that_cannot_be_reduced_its_loss_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = RandomRecording(7).windows(3)
+    _limit(monkeypatch, 100)
+    data, _ = _written(tmp_path, windows)
+    found, damage = _read(data)
+    assert not damage
+    for window, written in zip(found, windows, strict=True):
+        check(window)
+        assert (window.number, window.end_ns) == (written.number, written.end_ns)
+        assert _losses(window) == {**_losses(written), "window_too_large": 1}
+        lost_ns = window.losses["thread_ns"].sum() - written.losses["thread_ns"].sum()
+        assert lost_ns == written.samples["weight_ns"].sum()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.segment import BadSegment
-from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.errors import DiskFull
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NONE, Window, check, concatenate, rows_of

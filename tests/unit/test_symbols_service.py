@@ -186,6 +186,30 @@ def test_killed_while_idle_is_started_again(tmp_path: Path) -> None:
         assert service.pid not in (None, first)
 
 
+def test_an_idle_worker_ends_and_another_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiflame.agent.symbols.service._MAX_DEATHS", 1)  # which this is not
+    request = binary(tmp_path, "one")
+    with SymbolService(tmp_path / "cache", idle_s=0.0) as service:
+        for _ in range(3):
+            assert names(service, request) == [[["one()"], []]]
+            cpu_ns = service.cpu_ns
+            service.poll()
+            assert service.pid is None
+            assert service.cpu_ns > cpu_ns
+        assert service.problems == []
+
+
+def test_a_worker_that_answered_just_now_is_not_idle(tmp_path: Path) -> None:
+    request = binary(tmp_path, "one")
+    with SymbolService(tmp_path / "cache", idle_s=3600.0) as service:
+        names(service, request)
+        before = service.pid
+        service.poll()
+        assert before is not None and service.pid == before
+
+
 def test_worker_that_cannot_start_costs_names_not_the_recording(tmp_path: Path) -> None:
     requests = [binary(tmp_path, f"b{i}") for i in range(3)]
     with SymbolService(None, command=("/bin/false",)) as service:
@@ -221,7 +245,8 @@ def test_worker_has_its_limits(tmp_path: Path) -> None:
         assert service.pid is not None
         limits = resource.prlimit(service.pid, resource.RLIMIT_AS)
         assert limits == (3 << 30, 3 << 30)
-        assert os.getsid(service.pid) == service.pid
+        assert os.getpgid(service.pid) == service.pid  # Ctrl-C is not for it
+        assert os.getsid(service.pid) == os.getsid(0)  # new sessions may starve
         assert os.readlink(f"/proc/{service.pid}/cwd") == "/"  # noqa: PTH115
 
 

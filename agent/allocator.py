@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that was freed goes back to the kernel.
+
+glibc learns from the first large block that is freed to keep those like it, up to 32 MB
+(mallopt(3)). That is cheaper than to map each anew; but what a recording needs for a moment at its
+start would stay resident to its end. Other C libraries keep less, and have none of this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+# malloc.h, glibc 2.36.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+# What maps are read into is larger, and mostly stays untouched: the kernel gives out zeroed pages,
+# while a block that was used before must be zeroed as a whole. Arrays of a window are smaller.
+_LARGE_BYTES = 1 << 20
+
+
+def map_large_blocks() -> None:
+    """Has each large block mapped for itself, and unmapped when it is freed."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Returns what is kept of freed memory; takes a few milliseconds."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
