@@ -74,7 +74,7 @@ class ApiCalls:
         self._programs = programs
         self._table = table
         self._images = images
-        self.probes = ApiProbes(programs, table.binaries.guard)
+        self.probes = ApiProbes(programs, table.binaries.facts)
         self._names = KernelNames(table, images, kernels, window)
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
@@ -92,9 +92,8 @@ class ApiCalls:
         for binary in sorted({mapping.binary for mapping in image.mappings} - {NO_BINARY}):
             descriptor = files[binary].fd
             if descriptor is not None and binary not in self._identities:
-                image_of_file = self._images.of(binary)
                 path = files[binary].path
-                self._identities[binary] = self.probes.look(descriptor, path, image_of_file)
+                self._identities[binary] = self.probes.look(descriptor, path)
 
     def with_call(
         self, image: ProcessImage, user: npt.NDArray[np.uint64], slot: int, return_address: int

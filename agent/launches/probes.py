@@ -9,7 +9,6 @@ system keeps them: a program that is started by the recorder loses no launch.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -18,16 +17,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector.rootfs import open_regular
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.probe_sites import choose_site
-from aiflame.agent.launches.symbols import ApiFunction, find_functions
+from aiflame.agent.launches.questions import Functions, ProbedFunction, functions_among
 from aiflame.agent.losses import LossKind
-from aiflame.agent.target_files import FileGuard
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
 
@@ -50,12 +49,18 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def functions_of(apis: Sequence[Api]) -> Question[Functions]:
+    """Which functions of some APIs a file defines."""
+    calls = {call.symbol for api in apis for call in api.calls}
+    return functions_among(calls | {naming.symbol for api in apis for naming in api.namings})
+
+
 class ApiProbes:
     """All probes of a recording.
 
     Args:
         programs: Loaded programs.
-        guard: Inside which files are read.
+        facts: Tells which functions are in a file.
         apis: Whose functions are probed.
 
     Raises:
@@ -68,18 +73,18 @@ class ApiProbes:
         ranges: File offset and size of each probed function, by file and slot.
     """
 
-    def __init__(self, programs: Programs, guard: FileGuard, apis: Sequence[Api] = APIS) -> None:
+    def __init__(self, programs: Programs, facts: FileFacts, apis: Sequence[Api] = APIS) -> None:
         if len(apis) > abi.APIS_MAX:
             raise ValueError(f"{len(apis)} device APIs, and room for {abi.APIS_MAX} (APIS_MAX)")
         self._programs = programs
-        self._guard = guard
+        self._facts = facts
         self._apis = tuple(apis)
         self._wanted: dict[str, list[tuple[Api, Call | Naming]]] = {}
         for api in apis:
             functions: tuple[Call | Naming, ...] = (*api.calls, *api.namings)
             for function in functions:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
-        self._names = frozenset(self._wanted)
+        self._question = functions_of(apis)
         self._seen: set[FileIdentity] = set()
         self.ranges: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
@@ -100,37 +105,34 @@ class ApiProbes:
         finally:
             os.close(descriptor)
 
-    def look(self, descriptor: int, path: str, image: ElfImage | None = None) -> FileIdentity:
+    def look(self, descriptor: int, path: str) -> FileIdentity:
         """Probes what is found in an open file, once for each file; returns which file it is.
 
         Args:
             descriptor: Of the file.
             path: What it is called, for messages.
-            image: Its headers, where the caller has them already.
         """
-        remote = self._guard.remote.get(descriptor)
+        remote = self._facts.guard.remote.get(descriptor)
         identity = file_identity(descriptor) if remote is None else remote.identity
         if identity in self._seen:
             return identity
         self._seen.add(identity)
         name = path.rpartition("/")[2]
         probes: list[Probe] = []
-        guarded = self._guard.each_file(path, descriptor)
-        with guarded as file, contextlib.suppress(NotElf):  # a script, or code that a runtime made
-            found = find_functions(file, self._names, image)
-            wanted = [
-                (located, api, function)
-                for located in found.values()
-                for api, function in self._wanted[located.name]
-                if not (api.skip_files and re.search(api.skip_files, name))
-            ]
-            if wanted:
-                self._programs.expect_calls()  # which takes longer than what follows
-            try:
-                for located, api, function in wanted:
-                    probes += self._probes(identity, located, api, function)
-            except TooManyFunctions:
-                self._failed(path, "more functions than there is room for")
+        found = self._facts.ask(path, descriptor, self._question) or {}
+        wanted = [
+            (located, api, function)
+            for located in found.values()
+            for api, function in self._wanted[located.name]
+            if not (api.skip_files and re.search(api.skip_files, name))
+        ]
+        if wanted:
+            self._programs.expect_calls()  # which takes longer than what follows
+        try:
+            for located, api, function in wanted:
+                probes += self._probes(identity, located, api, function)
+        except TooManyFunctions:
+            self._failed(path, "more functions than there is room for")
         if probes and remote is not None:
             # The kernel reads the file to put them on, and no signal gets through to that.
             self._failed(path, "its file system may not answer", len(probes))
@@ -148,7 +150,7 @@ class ApiProbes:
             self._failed(path, _reason(one.error))
 
     def _probes(
-        self, file: FileIdentity, located: ApiFunction, api: Api, function: Call | Naming
+        self, file: FileIdentity, located: ProbedFunction, api: Api, function: Call | Naming
     ) -> list[Probe]:
         """Describes the probes of a function to the kernel half."""
         slot = self._slot(api, function)
@@ -157,13 +159,13 @@ class ApiProbes:
         number = self._described
         self._described += 1
         nops = self._programs.uprobes.answers.nops
-        chosen = choose_site(located.code, located.file_offset, nops)
+        chosen = choose_site(located.prologue, nops)
         self.ranges[file, slot] = (located.file_offset, located.size_bytes)
         program = "on_naming" if isinstance(function, Naming) else "on_call"
         probes = [Probe(program, located, chosen, slot, number)]
         self._links.describe(probes[0])
         if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
-            back = choose_site(located.code, located.file_offset, nops, for_return=True)
+            back = choose_site(located.prologue, nops, for_return=True)
             probes.append(Probe("on_named", located, back, slot, number))
         return probes
 

@@ -8,15 +8,21 @@ can be read when the recording has ended.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from aiflame.agent.elf.headers import HEADERS
+from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.inspector.memory import Span
 from aiflame.agent.inspector.opener import RemoteFile
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.processes.procfs import MapsLine
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.target_files import FileGuard
+
+T = TypeVar("T")
 
 VDSO_PATH = "[vdso]"
 DELETED = " (deleted)"
@@ -40,12 +46,19 @@ class BinaryTable:
 
     Args:
         inspector: Opens them.
-        guard: Inside which the files are read; one of its own where none is given.
+        guard: Keeps account of them; one of its own where none is given.
+        standard: What is asked about each that is asked about at all, besides its headers.
     """
 
-    def __init__(self, inspector: Inspector, guard: FileGuard | None = None) -> None:
+    def __init__(
+        self,
+        inspector: Inspector,
+        guard: FileGuard | None = None,
+        standard: Sequence[Question[Any]] = (),
+    ) -> None:
         self._inspector = inspector
         self.guard = guard or FileGuard()
+        self.facts = FileFacts(self.guard, (HEADERS, *standard), facts_directory())
         self.files: dict[int, BinaryFile] = {}  # by index
         self._next = 0
         self.unopened = 0
@@ -80,6 +93,11 @@ class BinaryTable:
         self.files[index] = file
         self._by_identity[identity] = file
         return file
+
+    def ask(self, binary: int, question: Question[T]) -> T | None:
+        """Answers a question about a file; None where it could not be opened, or is bad."""
+        file = self.files[binary]
+        return None if file.fd is None else self.facts.ask(file.path, file.fd, question)
 
     def readable(self, file: BinaryFile) -> int | None:
         """Returns a file's descriptor for a child to read, None where a read of it got nowhere."""
@@ -140,7 +158,8 @@ class BinaryTable:
         return self._roots[identity]
 
     def close(self) -> None:
-        """Closes every file."""
+        """Closes every file, and ends those who read them."""
+        self.facts.close()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()

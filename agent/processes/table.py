@@ -8,12 +8,13 @@ were replaced stay where newer ones do not cover them: old samples still mean th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
@@ -139,7 +140,8 @@ class ProcessTable:
             `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
         inspector: Opens files of targets, and reads their memory.
-        guard: Inside which those files are read; one of its own where none is given.
+        guard: Keeps account of those files; one of its own where none is given.
+        questions: What is asked about each of them, besides its headers.
     """
 
     def __init__(
@@ -148,13 +150,14 @@ class ProcessTable:
         current_image: Callable[[int], int | None],
         inspector: Inspector,
         guard: FileGuard | None = None,
+        questions: Sequence[Question[Any]] = (),
     ) -> None:
         self.start_ns = self.first_image = start_ns
         self._current_image = current_image
         self.images: dict[int, ProcessImage] = {}  # by index
         self._opener = inspector.opener
         self.memory = inspector.memory
-        self.binaries = BinaryTable(inspector, guard)
+        self.binaries = BinaryTable(inspector, guard, questions)
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid

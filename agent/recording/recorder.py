@@ -33,6 +33,7 @@ from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.gpu_kernels import KernelTable
+from aiflame.agent.launches.probes import functions_of
 from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
@@ -53,6 +54,7 @@ from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
+from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -165,7 +167,11 @@ class Recorder:
         """Makes what turns what comes from the kernel into windows."""
         options, programs, window = self._options, self._programs, self._window
         table = self.table = ProcessTable(
-            time.monotonic_ns(), self._current_image, self._inspector, self._guard
+            time.monotonic_ns(),
+            self._current_image,
+            self._inspector,
+            self._guard,
+            [functions_of(APIS)] if options.calls else [],
         )
         parts.callback(table.binaries.close)
         self.samples = Samples(window, table)

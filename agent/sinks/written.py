@@ -103,6 +103,8 @@ class WrittenCapture:
 
     def close(self) -> None:
         """Closes the file, whether it is finished or not."""
+        if self._namer is not None:
+            self._namer.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

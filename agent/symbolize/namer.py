@@ -13,23 +13,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.model.window import NONE, Rows, Window
-from aiflame.agent.python.interpreter import (
-    Interpreter,
-    find_interpreter,
-    may_hold_interpreter,
-)
-from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.interpreter import Interpreter, may_hold_interpreter
+from aiflame.agent.python.questions import interpreter_in
 from aiflame.agent.python.splice import Role, role_of
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
@@ -47,6 +41,7 @@ from aiflame.agent.symbolize.splicing import (
 )
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, UnnamedStack
 from aiflame.agent.symbols import roots
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.service import Request, SymbolService
@@ -107,11 +102,11 @@ class Namer:
         self._service = service
         self._ids = ids
         self._guard = guard or FileGuard()
+        self._file_facts = FileFacts(self._guard, (), facts_directory(), is_urgent=False)
         self._splicer = Splicer(ids)
         self._kernel_symbols: KernelSymbols | None = None
         self._is_kernel_hidden = False
         self._locations: Cache[tuple[int, int], Location] = Cache(_KEPT_ADDRESSES)
-        self._headers: Cache[int, ElfImage | None] = Cache(_KEPT_FILES)
         self._interpreters: Cache[int, Interpreter | None] = Cache(_KEPT_FILES)
         self._processes: Cache[tuple[int, bytes], MappedProcess] = Cache(_KEPT_PROCESSES)
         self._losses: Counter[LossKind] = Counter()
@@ -124,6 +119,10 @@ class Namer:
         for problem in self._service.problems:
             found[problem.reason] += 1
         return found
+
+    def close(self) -> None:
+        """Ends those who read files."""
+        self._file_facts.close()
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order."""
@@ -305,16 +304,25 @@ class Namer:
                 requests.append(Request(path, file.root, np.array(new, np.uint64)))
                 asked.append((binary, new))
         named: dict[tuple[int, int], tuple[SourceFrame, ...]] = {}
+        by_code: dict[tuple[int, int], tuple[str, bool]] = {}
         for (binary, new), result in zip(asked, self._service.resolve_many(requests), strict=True):
             named.update(zip(((binary, own) for own in new), result.frames, strict=True))
+            unnamed = [own for own, chain in zip(new, result.frames, strict=True) if not chain]
+            by_code.update(self._names_by_code(facts, binary, unnamed))
         for binary, pairs in wanted.items():
             for own, index in pairs:
                 key = (binary, own)
-                make = partial(self._in_binary, facts, binary, own, named.get(key, ()))
+                known = by_code.get(key, ("", False))
+                make = partial(self._in_binary, facts, binary, own, named.get(key, ()), known)
                 locations[index] = self._locations.get(key, make)
 
     def _in_binary(
-        self, facts: _Facts, binary: int, address: int, chain: tuple[SourceFrame, ...]
+        self,
+        facts: _Facts,
+        binary: int,
+        address: int,
+        chain: tuple[SourceFrame, ...],
+        by_code: tuple[str, bool],
     ) -> Location:
         path, build_id = facts.binary(binary)
         binary_id = self._ids.binary(path, build_id)
@@ -325,7 +333,7 @@ class Namer:
             location = Location(frames, sources=chain)
             location.is_start = roots.is_start_name(chain[-1].name)
         else:
-            name, is_start = self._name_by_code(facts, binary, address)
+            name, is_start = by_code
             module = path.rpartition("/")[2]
             shown = name or clean_name(f"[{module}+{address:#x}]")
             location = self._labelled(shown, binary_id, address)
@@ -333,30 +341,23 @@ class Namer:
         location.binary, location.binary_id, location.address = binary, binary_id, address
         return location
 
-    def _name_by_code(self, facts: _Facts, binary: int, address: int) -> tuple[str, bool]:
-        """Names an address without a symbol that is known by its code, "" if it is not.
+    def _names_by_code(
+        self, facts: _Facts, binary: int, addresses: Sequence[int]
+    ) -> Iterator[tuple[tuple[int, int], tuple[str, bool]]]:
+        """Yields what addresses without a symbol are called that are known by their code.
 
-        Returns:
-            The name, and whether threads or processes start there.
+        Yields:
+            The binary and the address; the name, and whether threads or processes start there.
         """
         path, build_id = facts.binary(binary)
-        elf, fd = self._header(facts, binary), self._files.open(binary, path, build_id).fd
-        if elf is None or fd is None:
-            return "", False
-        with self._guard.each_file(path, fd) as file:
-            return roots.name_by_code(file, elf, address)
-        return "", False
-
-    def _header(self, facts: _Facts, binary: int) -> ElfImage | None:
-        return self._headers.get(binary, partial(self._read_header, facts, binary))
-
-    def _read_header(self, facts: _Facts, binary: int) -> ElfImage | None:
-        path, build_id = facts.binary(binary)
         fd = self._files.open(binary, path, build_id).fd
-        if fd is not None:
-            with self._guard.each_file(path, fd) as file, suppress(NotElf):
-                return ElfImage.read(file)
-        return None
+        if fd is None:
+            return
+        questions = [roots.name_at(address) for address in addresses]
+        answers = self._file_facts.ask_all(path, fd, questions)
+        for address, found in zip(addresses, answers, strict=True):
+            if found is not None:
+                yield (binary, address), found
 
     def _interpreter_of(self, facts: _Facts, process: int) -> MappedInterpreter | None:
         executable = facts.executable(process)
@@ -377,12 +378,9 @@ class Namer:
 
     def _read_interpreter(self, facts: _Facts, binary: int) -> Interpreter | None:
         path, build_id = facts.binary(binary)
-        elf, fd = self._header(facts, binary), self._files.open(binary, path, build_id).fd
-        if elf is None or fd is None:
-            return None
-        with self._guard.each_file(path, fd) as file, suppress(UnsupportedPython):
-            return find_interpreter(file, elf, path.rpartition("/")[2])
-        return None
+        fd = self._files.open(binary, path, build_id).fd
+        found = None if fd is None else self._file_facts.ask(path, fd, interpreter_in(path))
+        return found if isinstance(found, Interpreter) else None
 
     def _labelled(self, name: str, binary: int | None, address: int) -> Location:
         source = SourceFrame(name, "", 0, False)

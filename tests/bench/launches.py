@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.kernel.uprobe_tries import UprobeTries
-from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.probe_sites import choose_site, read_prologue
 from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.symbols.store import cache_dir
@@ -64,7 +64,7 @@ def _site() -> tuple[Path, int]:
         if _SYMBOL in found:
             function = found[_SYMBOL]
             nops = UprobeTries(cache_dir()).answers.nops
-            chosen = choose_site(function.code, function.file_offset, nops)
+            chosen = choose_site(read_prologue(function.code, function.file_offset), nops)
             return path.resolve(), chosen.offset_bytes
     raise RuntimeError("no OpenCL loader: apt-get install ocl-icd-libopencl1")
 

@@ -16,7 +16,7 @@ from aiflame.agent.elf.dynamic import read_dependencies
 from aiflame.agent.elf.functions import FunctionNames
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.kernel.uprobe_tries import NopTreatment
-from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.probe_sites import choose_site, read_prologue
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.python.interpreter import find_interpreter
 from aiflame.agent.python.layouts import UnsupportedPython
@@ -156,8 +156,8 @@ def _symbol_table(file: TargetFile, image: ElfImage) -> None:
 
 
 def _api_functions(file: TargetFile, image: ElfImage) -> None:
-    for found in find_functions(file, _API_NAMES, image).values():
-        choose_site(found.code, found.file_offset, NopTreatment())
+    for found in find_functions(file, _API_NAMES).values():
+        choose_site(read_prologue(found.code, found.file_offset), NopTreatment())
         assert 0 <= found.before_bytes < 1 << 64 and 0 <= found.after_bytes < 1 << 64
 
 
