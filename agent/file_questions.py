@@ -34,6 +34,7 @@ class Question(Generic[T]):
         is_kept: Whether the answer is worth keeping until the machine is booted.
 
     Attributes:
+        read: The function.
         name: Of the function, with its module.
         key: Under which answers are kept.
     """
@@ -46,6 +47,7 @@ class Question(Generic[T]):
         *,
         is_kept: bool = True,
     ) -> None:
+        self.read = read
         self.arguments = arguments
         self.is_kept = is_kept
         self.name = f"{read.__module__}:{read.__name__}"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from aiflame.agent.elf.image import NotElf
@@ -16,8 +16,11 @@ from aiflame.agent.launches.probe_sites import (
     Step,
     read_prologue,
 )
-from aiflame.agent.launches.symbols import find_functions
+from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.target_files import TargetFile
+
+# What a symbol says of sizes may be anything; offsets are added to them, in 64 bits.
+_MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,12 @@ def functions(file: TargetFile, *names: str) -> Json:
         found = find_functions(file, frozenset(names))
     except NotElf:  # a script, or code that a runtime made
         return []
-    return [
-        (
-            *(one.name, one.file_offset, one.size_bytes, one.before_bytes, one.after_bytes),
-            *read_prologue(one.code, one.file_offset),
-        )
-        for one in found.values()
-    ]
+    return [(one.name, *_numbers(one), *read_prologue(one.code, 0)) for one in found.values()]
+
+
+def _numbers(function: ApiFunction) -> Iterator[int]:
+    sizes = (function.size_bytes, function.before_bytes, function.after_bytes)
+    return (min(number, _MOST_BYTES) for number in (function.file_offset, *sizes))
 
 
 def functions_among(names: Collection[str]) -> Question[Functions]:
@@ -74,7 +76,8 @@ def _function(
         Step(whole(at, MAX_OFFSET_BYTES), whole(stack, MAX_STACK_BYTES + 1), Emulation(emulation))
         for at, stack, emulation in rows(steps, MAX_OFFSET_BYTES)
     ]
-    # The kernel half adds offsets to these.
-    offset, size, before, after = (whole(one, 1 << 63) for one in (offset, size, before, after))
+    offset, size, before, after = (
+        whole(one, _MOST_BYTES + 1) for one in (offset, size, before, after)
+    )
     prologue = Prologue(tuple(found), whole(jumped_to, MAX_OFFSET_BYTES + 1, 1))
     return ProbedFunction(name, offset, size, before, after, prologue)

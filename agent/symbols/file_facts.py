@@ -38,6 +38,8 @@ _RECENT_FILES = 16
 _MOST_QUESTIONS = 256
 # Of one file: addresses in code without symbols are many.
 _MAX_KEPT = 1024
+# The instructions of a kernel of a thousand lines.
+_MAX_ANSWER_CHARACTERS = 128 << 10
 # Of files that are told by their contents: a vDSO has 8 KB.
 _MAX_COPIED_BYTES = 64 << 10
 
@@ -49,6 +51,7 @@ _MODULES = (
     "aiflame.agent.python.questions",
     "aiflame.agent.symbols.roots",
     "aiflame.agent.launches.questions",
+    "aiflame.gpu.opencl.disassembly",
     "aiflame.gpu.opencl.kernel_file",
 )
 
@@ -188,7 +191,7 @@ class FileFacts:
             except BadAnswer as error:
                 self.guard.blame(path, str(error))
                 continue
-            if question.is_kept and len(known) < _MAX_KEPT:
+            if question.is_kept and len(known) < _MAX_KEPT and _is_small(answer["answer"]):
                 known[question.key] = answer["answer"]
         return found
 
@@ -200,6 +203,10 @@ class FileFacts:
 def facts_directory() -> Path | None:
     """Where answers are kept; None for nowhere."""
     return known_directory("facts")
+
+
+def _is_small(answer: Json) -> bool:
+    return len(json.dumps(answer, separators=(",", ":"))) <= _MAX_ANSWER_CHARACTERS
 
 
 def _copy(fd: int) -> bytes | None:
