@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.gpu_kernel_names import KernelNames
@@ -81,10 +82,10 @@ class ApiCalls:
         self._addresses: dict[tuple[int, int], _FoundFunction] = {}  # by image and slot
         self._functions_told: set[int] = set()
 
-    def prepare(self, runtimes: Iterable[Path]) -> None:
+    def prepare(self, runtimes: Iterable[Path], opener: Opener) -> None:
         """Probes files that may hold runtimes, before a process maps them."""
         for path in runtimes:
-            self.probes.look_at_path(path)
+            self.probes.look_at_path(path, opener)
 
     def look(self, image: ProcessImage) -> None:
         """Probes what a process has mapped."""

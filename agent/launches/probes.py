@@ -9,6 +9,7 @@ system keeps them: a program that is started by the recorder loses no launch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -19,10 +20,11 @@ from pathlib import Path
 import numpy as np
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.file_questions import Question
-from aiflame.agent.inspector.rootfs import open_regular
+from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.links import ApiLinks, Probe
+from aiflame.agent.launches.opening import opened_at
 from aiflame.agent.launches.probe_sites import choose_site
 from aiflame.agent.launches.questions import Functions, ProbedFunction, functions_among
 from aiflame.agent.losses import LossKind
@@ -94,16 +96,10 @@ class ApiProbes:
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
 
-    def look_at_path(self, path: Path) -> None:
+    def look_at_path(self, path: Path, opener: Opener) -> None:
         """Probes a file that may be mapped later; one that is not there is none."""
-        try:
-            descriptor = open_regular(str(path))
-        except OSError:
-            return
-        try:
+        with contextlib.suppress(OSError), opened_at(str(path), opener, self._facts) as descriptor:
             self.look(descriptor, str(path))
-        finally:
-            os.close(descriptor)
 
     def look(self, descriptor: int, path: str) -> FileIdentity:
         """Probes what is found in an open file, once for each file; returns which file it is.

@@ -8,9 +8,9 @@ can be read when the recording has ended.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiflame.agent.elf.headers import HEADERS
 from aiflame.agent.file_questions import Question
@@ -46,19 +46,13 @@ class BinaryTable:
 
     Args:
         inspector: Opens them.
-        guard: Keeps account of them; one of its own where none is given.
-        standard: What is asked about each that is asked about at all, besides its headers.
+        facts: Answers questions about them; it is closed with them.
     """
 
-    def __init__(
-        self,
-        inspector: Inspector,
-        guard: FileGuard | None = None,
-        standard: Sequence[Question[Any]] = (),
-    ) -> None:
+    def __init__(self, inspector: Inspector, facts: FileFacts | None = None) -> None:
         self._inspector = inspector
-        self.guard = guard or FileGuard()
-        self.facts = FileFacts(self.guard, (HEADERS, *standard), facts_directory())
+        self.facts = facts or FileFacts(FileGuard(), (HEADERS,), facts_directory())
+        self.guard = self.facts.guard
         self.files: dict[int, BinaryFile] = {}  # by index
         self._next = 0
         self.unopened = 0

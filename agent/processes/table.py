@@ -8,17 +8,16 @@ were replaced stay where newer ones do not cover them: old samples still mean th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
-from aiflame.agent.target_files import FileGuard
+from aiflame.agent.symbols.file_facts import FileFacts
 from intervaltree import Interval, IntervalTree
 
 # Anonymous executable memory: code that a JIT made.
@@ -140,8 +139,7 @@ class ProcessTable:
             `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
         inspector: Opens files of targets, and reads their memory.
-        guard: Keeps account of those files; one of its own where none is given.
-        questions: What is asked about each of them, besides its headers.
+        facts: Answers questions about those files; it is closed with them.
     """
 
     def __init__(
@@ -149,15 +147,14 @@ class ProcessTable:
         start_ns: int,
         current_image: Callable[[int], int | None],
         inspector: Inspector,
-        guard: FileGuard | None = None,
-        questions: Sequence[Question[Any]] = (),
+        facts: FileFacts | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
         self._current_image = current_image
         self.images: dict[int, ProcessImage] = {}  # by index
         self._opener = inspector.opener
         self.memory = inspector.memory
-        self.binaries = BinaryTable(inspector, guard, questions)
+        self.binaries = BinaryTable(inspector, facts)
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid

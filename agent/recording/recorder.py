@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
+from aiflame.agent.elf.headers import HEADERS
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
@@ -52,6 +53,7 @@ from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_s
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
@@ -154,8 +156,12 @@ class Recorder:
         self._inspector.start()  # it is ready by the time that the programs are
         self._programs: Programs = load_programs(options, cache_dir())
         parts.callback(self._programs.close)
+        questions = (HEADERS, functions_of(APIS)) if options.calls else (HEADERS,)
+        self._file_facts = FileFacts(self._guard, questions, facts_directory())
+        parts.callback(self._file_facts.close)
         words = () if command is None else command.words
-        self._runtimes = runtime_files(words, self._guard) if options.calls else []
+        opener = self._inspector.opener
+        self._runtimes = runtime_files(words, opener, self._file_facts) if options.calls else []
         if self._runtimes:
             self._programs.expect_calls()
         self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
@@ -170,8 +176,7 @@ class Recorder:
             time.monotonic_ns(),
             self._current_image,
             self._inspector,
-            self._guard,
-            [functions_of(APIS)] if options.calls else [],
+            self._file_facts,
         )
         parts.callback(table.binaries.close)
         self.samples = Samples(window, table)
@@ -270,7 +275,7 @@ class Recorder:
             for image in known:
                 self.tables.push(image)
         self.tables.poll()
-        self.calls.prepare(self._runtimes)
+        self.calls.prepare(self._runtimes, self._inspector.opener)
         for image in known:
             self._look(image)
         self.tables.wait_before_start()

@@ -46,6 +46,7 @@ _MAX_COPIED_BYTES = 64 << 10
 # The functions that questions name are in these, and what they need: parsers can import nothing.
 # By name, since they know this module or are above it.
 _MODULES = (
+    "aiflame.agent.elf.dynamic",
     "aiflame.agent.elf.headers",
     "aiflame.agent.elf.functions",
     "aiflame.agent.python.questions",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.kernel.uprobe_tries import (
@@ -84,7 +85,8 @@ def _run(programs: Programs, program: Path) -> dict[int, int]:
 def _probe_and_run(programs: Programs, program: Path) -> tuple[dict[str, int], ApiProbes]:
     facts = FileFacts(FileGuard())
     probes = ApiProbes(programs, facts)
-    probes.look_at_path(program)
+    with Inspector() as inspector:
+        probes.look_at_path(program, inspector.opener)
     facts.close()
     counts = _run(programs, program)
     probes.close()
