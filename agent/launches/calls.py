@@ -92,9 +92,12 @@ class ApiCalls:
         files = self._table.binaries.files
         for binary in sorted({mapping.binary for mapping in image.mappings} - {NO_BINARY}):
             descriptor = files[binary].fd
-            if descriptor is not None and binary not in self._identities:
+            identity = self._identities.get(binary)
+            is_new = identity is None or self.probes.may_pay(identity, image.pid)
+            if descriptor is not None and is_new:
                 path = files[binary].path
-                self._identities[binary] = self.probes.look(descriptor, path)
+                found = self.probes.look(descriptor, path, image.pid, image.payer)
+                self._identities[binary] = found
 
     def with_call(
         self, image: ProcessImage, user: npt.NDArray[np.uint64], slot: int, return_address: int

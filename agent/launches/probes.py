@@ -28,9 +28,12 @@ from aiflame.agent.launches.opening import opened_at
 from aiflame.agent.launches.probe_sites import choose_site
 from aiflame.agent.launches.questions import Functions, ProbedFunction, functions_among
 from aiflame.agent.losses import LossKind
+from aiflame.agent.processes.shares import Shares
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
+
+_UNPAID = "more functions than one process or user may have probed"
 
 # Device and inode.
 FileIdentity = tuple[int, int]
@@ -93,6 +96,8 @@ class ApiProbes:
         self.functions: list[tuple[Api, Call | Naming]] = []
         self._links = ApiLinks(programs)
         self._described = 0
+        self._shares = Shares(lambda: abi.API_PROBES_MAX)
+        self._unpaid: dict[FileIdentity, set[int]] = {}  # files, and who could not pay for them
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
 
@@ -101,16 +106,22 @@ class ApiProbes:
         with contextlib.suppress(OSError), opened_at(str(path), opener, self._facts) as descriptor:
             self.look(descriptor, str(path))
 
-    def look(self, descriptor: int, path: str) -> FileIdentity:
+    def may_pay(self, file: FileIdentity, pid: int) -> bool:
+        """Whether a file has no probes for want of a share, and this process was not asked yet."""
+        return file in self._unpaid and pid not in self._unpaid[file]
+
+    def look(self, descriptor: int, path: str, pid: int = 0, payer: str = "") -> FileIdentity:
         """Probes what is found in an open file, once for each file; returns which file it is.
 
         Args:
             descriptor: Of the file.
             path: What it is called, for messages.
+            pid: Who has mapped it, 0 for nobody.
+            payer: As of `payer_of`; "" for a file that the system or the command itself has.
         """
         remote = self._facts.guard.remote.get(descriptor)
         identity = file_identity(descriptor) if remote is None else remote.identity
-        if identity in self._seen:
+        if identity in self._seen and not self.may_pay(identity, pid):
             return identity
         self._seen.add(identity)
         name = path.rpartition("/")[2]
@@ -122,6 +133,15 @@ class ApiProbes:
             for api, function in self._wanted[located.name]
             if not (api.skip_files and re.search(api.skip_files, name))
         ]
+        if payer and not self._shares.take(pid, payer, len(wanted)):
+            # Another one may pay for a library that many map.
+            if identity not in self._unpaid:
+                self._failed(path, _UNPAID, len(wanted))
+            self._unpaid.setdefault(identity, set()).add(pid)
+            return identity
+        if self._unpaid.pop(identity, None) is not None:
+            self.losses[LossKind.CALLS_NOT_PROBED] -= len(wanted)
+            self.loss_files[LossKind.CALLS_NOT_PROBED].discard(f"{path} ({_UNPAID})")
         if wanted:
             self._programs.expect_calls()  # which takes longer than what follows
         try:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.shares import payer_of
 from aiflame.agent.symbols.file_facts import FileFacts
 from intervaltree import Interval, IntervalTree
 
@@ -91,6 +92,11 @@ class ProcessImage:
         binaries = self._binaries[found[found >= 0]]
         known: list[int] = binaries[binaries != NO_BINARY].tolist()
         return known
+
+    @property
+    def payer(self) -> str:
+        """Who pays for what it takes of what all processes share."""
+        return payer_of(self.cgroup, self.owner_uid)
 
     def replace_mappings(self, found: list[Mapping]) -> bool:
         """Lays what was found over what is known; returns whether any of it was new.
@@ -269,7 +275,7 @@ class ProcessTable:
         image.parent_pid = image.parent_pid or procfs.parent_pid(pid)
         image.namespaced_pid = procfs.namespaced_pid(pid)
         image.owner_uid = procfs.owner_uid(pid)
-        image.root = self.binaries.root_of(pid)
+        image.root = self.binaries.root_of(pid, image.payer)
 
     def _inherit(self, image: ProcessImage) -> None:
         """A forked child that is gone had its parent's mappings, unless it called exec."""
@@ -287,8 +293,9 @@ class ProcessTable:
         asked after the read, so that one image never gets another's mappings.
         """
         found = []
+        payer = image.payer
         for line in procfs.executable_mappings(self._opener, image.pid):
-            file = self.binaries.of_mapping(image.pid, line)
+            file = self.binaries.of_mapping(image.pid, payer, line)
             binary = NO_BINARY if file is None else file.index
             found.append(Mapping(line.start, line.end, line.offset, binary))
         if not self.is_current(image):
