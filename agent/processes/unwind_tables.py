@@ -4,7 +4,8 @@
 Tables come from the cache on disk at once; one that has to be built is built by a child process,
 those that samples need most first, while the recorder goes on draining and stacks are walked by
 frame pointer. When the kernel's share of memory is used up, tables that no sample has needed for
-the longest time make room. After an exec the kernel half uses no mappings until the new image's
+the longest time make room, then those of users, containers and processes that have more than their
+share. After an exec the kernel half uses no mappings until the new image's
 are there.
 
 Changes are collected, and made by `poll`: `kernel/unwind_tables` tells why.
@@ -17,8 +18,8 @@ import os
 import secrets
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,18 @@ _DRAINS_IN_USE = 3
 
 # A program of the user's own takes half of that, most of it to start the builder.
 _BEFORE_START_NS = 500_000_000
+
+
+# What shares are counted in: fine enough for the smallest table.
+_WHOLE = 1 << 32
+
+
+def _payer(image: ProcessImage) -> Hashable:
+    return image.payer
+
+
+def _process(image: ProcessImage) -> Hashable:
+    return image.pid
 
 
 class UnwindTables:
@@ -78,6 +91,7 @@ class UnwindTables:
             cache = Path(self._own_cache.name)
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
+        self._limit_bytes = limit_bytes
         self._kernel = KernelTables(programs, limit_bytes, self.losses)
         self._hits: Counter[int] = Counter()  # stacks that each binary was in, over all drains
         self._builder = TableBuilders(cache, watch, self._urgency, self._size_bytes)
@@ -253,6 +267,13 @@ class UnwindTables:
             leaving.add(binary)
             needed_bytes -= self._kernel.size_bytes(binary)
             needed_slots -= 1
+        for payer in (_payer, _process):  # one user or container, then one process of it
+            for binary in self._excess(payer, leaving):
+                if needed_bytes <= 0 and needed_slots <= 0:
+                    break
+                leaving.add(binary)
+                needed_bytes -= self._kernel.size_bytes(binary)
+                needed_slots -= 1
         if not leaving:
             return
         users = [
@@ -264,6 +285,44 @@ class UnwindTables:
         self._kernel.remove(leaving)
         for image in users:
             self._queued.setdefault(image.pid, image)
+
+    def _excess(
+        self, payer_of: Callable[[ProcessImage], Hashable], leaving: Collection[int]
+    ) -> list[int]:
+        """Returns tables in use of those that have more than their share, as others need room.
+
+        Only what nobody else maps; those that samples need least come first. None where all that
+        is wanted is of those that have their share themselves.
+        """
+        wanted = self._wanted - self._short  # once each: it takes a look at all mappings
+        if not wanted:
+            return []
+        payers: defaultdict[int, set[Hashable]] = defaultdict(set)
+        for image in {**self._pushed, **self._queued}.values():
+            for mapping in image.mappings:
+                payers[mapping.binary].add(payer_of(image))
+        held: Counter[Hashable] = Counter()
+        own = {}
+        for binary in self._kernel.loaded.keys() - leaving:
+            if len(payers[binary]) == 1:
+                (own[binary],) = payers[binary]
+                held[own[binary]] += self._part(binary)
+        share = _WHOLE // max(len(set().union(*payers.values())), 1)
+        asking = set().union(*(payers[binary] for binary in wanted))
+        if all(held[payer] >= share for payer in asking):
+            return []
+        found = []
+        for binary in sorted(own, key=lambda binary: self._hits[binary]):
+            payer = own[binary]
+            if payer not in asking and held[payer] - self._part(binary) >= share:
+                held[payer] -= self._part(binary)
+                found.append(binary)
+        return found
+
+    def _part(self, binary: int) -> int:
+        """How much of the memory for tables, or of the slots, a table takes; of `_WHOLE`."""
+        of_bytes = _WHOLE * self._kernel.size_bytes(binary) // max(self._limit_bytes, 1)
+        return max(of_bytes, _WHOLE // abi.TABLES_MAX)
 
     def _slots(self, image: ProcessImage) -> npt.NDArray[np.void]:
         """A process's mappings as the kernel half reads them."""
