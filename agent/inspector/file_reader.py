@@ -124,6 +124,7 @@ class _Forks:
                 continue
             self._parsers[parser.pid] = parser
             channel.send({"pid": parser.pid}, [parser.channel.fileno()])
+            parser.channel.close()  # it is whoever asked's alone, and the parser ends with it
 
     def close(self) -> None:
         """Ends all parsers; their CPU time is this process's own then."""

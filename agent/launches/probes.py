@@ -35,6 +35,9 @@ from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
 
 _UNPAID = "more functions than one process or user may have probed"
 
+# Processes that are asked to pay for one file.
+_MOST_ASKED = 256
+
 # Device and inode.
 FileIdentity = tuple[int, int]
 
@@ -108,7 +111,8 @@ class ApiProbes:
 
     def may_pay(self, file: FileIdentity, pid: int) -> bool:
         """Whether a file has no probes for want of a share, and this process was not asked yet."""
-        return file in self._unpaid and pid not in self._unpaid[file]
+        asked = self._unpaid.get(file)
+        return asked is not None and pid not in asked and len(asked) < _MOST_ASKED
 
     def look(self, descriptor: int, path: str, pid: int = 0, payer: str = "") -> FileIdentity:
         """Probes what is found in an open file, once for each file; returns which file it is.
@@ -133,7 +137,7 @@ class ApiProbes:
             for api, function in self._wanted[located.name]
             if not (api.skip_files and re.search(api.skip_files, name))
         ]
-        if payer and not self._shares.take(pid, payer, len(wanted)):
+        if wanted and payer and not self._shares.take(pid, payer, len(wanted)):
             # Another one may pay for a library that many map.
             if identity not in self._unpaid:
                 self._failed(path, _UNPAID, len(wanted))

@@ -79,5 +79,9 @@ class Shares:
     def give_back(self, pid: int, payer: str, count: int = 1) -> None:
         """Gives back what was taken."""
         self._taken -= count
-        self._of_process -= Counter({pid: count})
-        self._of_payer -= Counter({payer: count})
+        self._of_process[pid] -= count
+        self._of_payer[payer] -= count
+        if not self._of_process[pid]:
+            del self._of_process[pid]
+        if not self._of_payer[payer]:
+            del self._of_payer[payer]

@@ -48,6 +48,9 @@ _DRAINS_IN_USE = 3
 _BEFORE_START_NS = 500_000_000
 
 
+# Of whom it is known how long their tables took: services come and go.
+_MAX_PAYERS = 1024
+
 # What shares are counted in: fine enough for the smallest table.
 _WHOLE = 1 << 32
 
@@ -97,6 +100,8 @@ class UnwindTables:
         self._builder = TableBuilders(cache, watch, self._urgency, self._size_bytes)
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
+        self._payers: defaultdict[int, set[str]] = defaultdict(set)  # who maps a binary
+        self._spent_s: defaultdict[str, float] = defaultdict(float)  # on tables of a payer
         self._noted: set[int] = set()  # those of which it was counted what is missing
         self._without: set[int] = set()  # those among them that have none
         self._wanted: set[int] = set()  # needed by samples, but out of the kernel
@@ -122,6 +127,7 @@ class UnwindTables:
         for binary in binaries:
             self._hits.pop(binary, None)
             self._used_at.pop(binary, None)
+            self._payers.pop(binary, None)
         known = (self._settled, self._noted, self._without, self._wanted, self._short)
         for some in known:
             some.difference_update(binaries)
@@ -141,6 +147,8 @@ class UnwindTables:
     def poll(self) -> None:
         """Makes the changes that are due, and takes in tables that were built; never waits."""
         built = self._builder.finished()
+        for binary, spent_s in self._builder.take_spent_s().items():
+            self._charge(self._payers.get(binary, ()), spent_s)
         self._settled.update(built)
         self._building.difference_update(built)
         if built or self._wanted:
@@ -169,6 +177,10 @@ class UnwindTables:
         """Brings the tables that queued images map and the cache has, as far as there is room."""
         found: dict[int, UnwindTable] = {}
         size_bytes = wanted_bytes = 0
+        for image in self._queued.values():
+            for mapping in image.mappings:
+                if mapping.binary != NO_BINARY:
+                    self._payers[mapping.binary].add(image.payer)
         for binary in {m.binary for image in self._queued.values() for m in image.mappings}:
             if binary == NO_BINARY or binary in self._kernel.loaded or binary in self._without:
                 continue
@@ -238,9 +250,20 @@ class UnwindTables:
             name = self._names[binary] = self._known.name(file.fd) if is_local else ""
         return load(name, self._store) if name else None
 
+    def _charge(self, payers: Collection[str], spent_s: float) -> None:
+        for payer in payers:
+            self._spent_s[payer] += spent_s / len(payers)
+        if len(self._spent_s) > _MAX_PAYERS:
+            del self._spent_s[min(self._spent_s, key=self._spent_s.__getitem__)]
+
     def _urgency(self, binary: int) -> float:
-        """What building a table is worth: samples that need it, by the time that it takes."""
-        return (self._hits[binary] + 1) / self._size_bytes(binary)
+        """What building a table is worth: samples that need it, by the time that it takes.
+
+        Less for whoever has had much built: one file may be made to take a minute.
+        """
+        payers = self._payers.get(binary, ())
+        spent_s = min((self._spent_s.get(payer, 0.0) for payer in payers), default=0.0)
+        return (self._hits[binary] + 1) / self._size_bytes(binary) / (1 + spent_s)
 
     def _size_bytes(self, binary: int) -> int:
         elf = self.images.of(binary)

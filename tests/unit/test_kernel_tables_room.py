@@ -291,3 +291,24 @@ def test_tables_in_use_of_one_leave_room_for_others(
     assert set(files.entered) == settled
     assert files.tables.losses[LossKind.UNWIND_MEMORY_FULL] >= 1
     files.tables.close()
+
+
+def test_whoever_has_much_built_waits_for_others(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN one user whose files are as urgent as another's, and one that both map
+    files = _Files(kernel, _table(10))
+    monkeypatch.setattr(files.tables, "_size_bytes", lambda binary: 1000)
+    files.map(1, 2, 3, pid=2, cgroup=_HOSTILE)
+    files.map(3, 4, pid=3, cgroup=_HONEST)
+    urgency = files.tables._urgency
+    assert len({urgency(binary) for binary in (1, 2, 3, 4)}) == 1
+    # WHEN one of the first one's takes a minute
+    monkeypatch.setattr(files.tables._builder, "take_spent_s", lambda: {1: 60.0})
+    files.tables.poll()
+    # THEN what others map comes first, whoever maps it as well
+    assert urgency(2) < urgency(3) == urgency(4)
+    # AND samples still decide among one's own
+    files.tables.note_used(Counter({2: 5}))
+    assert urgency(1) < urgency(2)
+    files.tables.close()
