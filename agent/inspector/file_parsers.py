@@ -29,8 +29,8 @@ from aiflame.agent.target_files import MAX_BYTES, BadTargetFile, RemoteFile
 
 # The system's files, the user's, and those of two containers.
 _MAX_PARSERS = 4
-# The listing of a kernel that was unrolled without measure has 10 MB.
-_MAX_ANSWER_BYTES = 64 << 20
+# A function of 200,000 instructions; as many bytes of nothing but brackets take 30 times that.
+_MAX_ANSWER_BYTES = 8 << 20
 # A file that crashes one parser may have met another one's fate; two are its own doing.
 _TRIES = 2
 # It imports 0.2 s long.
@@ -125,6 +125,12 @@ class FileParsers:
             if time.monotonic() - begun_s > cpu_s:
                 raise NoAnswer("takes longer to read than any real file")
         raise NoAnswer(why)
+
+    def distrust(self, fd: int, remote: RemoteFile | None) -> None:
+        """Ends the parser of a file, which gave an answer that no sound one gives."""
+        group = None if remote is not None else group_of(fd)
+        if group is not None and group in self._by_group:
+            self._end(self._by_group[group])
 
     def _asked(
         self,

@@ -102,21 +102,21 @@ class FileFacts:
     def ask_all(self, path: str, fd: int, questions: Sequence[Question[T]]) -> list[T | None]:
         """Answers questions about one file, likewise."""
         found: list[T | None] = []
-        for begin in range(0, len(questions), _MOST_QUESTIONS):
-            some = self._some(path, fd, questions[begin : begin + _MOST_QUESTIONS])
-            found += some
+        try:
+            for begin in range(0, len(questions), _MOST_QUESTIONS):
+                some = self._some(path, fd, questions[begin : begin + _MOST_QUESTIONS])
+                found += some
+        except OSError as error:  # of the file, or there is no room for another descriptor
+            self.guard.blame(path, f"cannot read: {error.strerror}")
+            found += [None] * (len(questions) - len(found))
         return found
 
     def _some(self, path: str, fd: int, questions: Sequence[Question[T]]) -> list[T | None]:
         if fd in self.guard.remote:
             return self._with_known(path, fd, questions, {})
         with contextlib.ExitStack() as stack:
-            try:
-                copy = _copy(fd)
-                name = _name(fd) if copy is None else _digest(copy)
-            except OSError as error:
-                self.guard.blame(path, f"cannot read: {error.strerror}")
-                return [None] * len(questions)
+            copy = _copy(fd)
+            name = _name(fd) if copy is None else _digest(copy)
             known = self._answers(name) if name else {}
             known_before = len(known)
             if copy is not None and not all(question.key in known for question in questions):
@@ -190,6 +190,7 @@ class FileFacts:
             try:
                 found[question.key] = question.checked(answer["answer"])
             except BadAnswer as error:
+                self._parsers.distrust(fd, remote)
                 self.guard.blame(path, str(error))
                 continue
             if question.is_kept and len(known) < _MAX_KEPT and _is_small(answer["answer"]):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -209,6 +210,27 @@ def test_a_lie_is_not_kept(files: _Files) -> None:
         assert facts.ask("/file", fd, question) is None
         assert facts.starts == 1
     assert files.guard.bad == {"/file": "no such number"}
+
+
+def test_a_parser_that_lies_is_not_asked_again(files: _Files) -> None:
+    fd = files.make("file", b"x")
+    who = _question(answers.who, is_kept=False)
+    first = files.facts.ask("/file", fd, who)
+    assert files.facts.ask("/file", fd, who) == first
+    assert files.facts.ask("/file", fd, Question(answers.lie, whole, ("no number",))) is None
+    assert files.facts.ask("/file", fd, who) != first
+
+
+def test_without_descriptors_a_file_is_not_read(
+    files: _Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    fd = files.make("file", b"x")
+    monkeypatch.setattr(file_parsers, "group_of", refuse)
+    assert files.facts.ask("/file", fd, _question(answers.first_byte)) is None
+    assert files.guard.bad == {"/file": "cannot read: Too many open files"}
 
 
 def test_a_known_answer_of_another_version_is_asked_for_again(files: _Files) -> None:
