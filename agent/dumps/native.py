@@ -101,7 +101,9 @@ class NativeNames:
 
     def _name_by_code(self, binary: int, address: int) -> str:
         """Names what stripped libraries have at the root of every stack."""
-        if self._images.of(binary) is None:
+        file, elf = self._table.binaries.files[binary], self._images.of(binary)
+        if file.fd is None or elf is None:
             return ""
-        name, _ = self._table.binaries.ask(binary, roots.name_at(address)) or ("", False)
-        return name
+        with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
+            return roots.name_by_code(opened, elf, address)[0]
+        return ""

@@ -23,9 +23,15 @@ class Headers:
     build_id: str
     machine: str
     bits: int
+    entry: int
     size_bytes: int
     loads: tuple[Segment, ...]
     damage: str
+
+    def file_offset_of(self, address: int) -> int | None:
+        """As `ElfImage.file_offset_of`."""
+        load = next((load for load in self.loads if load.holds(address)), None)
+        return None if load is None else load.file_offset_of(address)
 
     def bias(self, start: int, file_offset: int) -> int:
         """As `ElfImage.bias`."""
@@ -39,20 +45,21 @@ def headers(file: TargetFile) -> Json:
     except NotElf:
         return None
     loads = [(*load[1:4], load.executable) for load in image.loads]
-    facts = (image.build_id, image.machine, image.bits, image.size_bytes)
+    facts = (image.build_id, image.machine, image.bits, image.entry, image.size_bytes)
     return [*facts, loads, image.damage[:_MAX_REASON_CHARACTERS]]
 
 
 def _checked(answer: Json) -> Headers | None:
     if answer is None:
         return None
-    build_id, machine, bits, size_bytes, loads, damage = answer
+    build_id, machine, bits, entry, size_bytes, loads, damage = answer
     if not _BUILD_ID.fullmatch(build_id) or not _MACHINE.fullmatch(machine) or bits not in (32, 64):
         raise BadAnswer("no headers")
     return Headers(
         build_id=build_id,
         machine=machine,
         bits=bits,
+        entry=whole(entry),
         size_bytes=whole(size_bytes),
         loads=tuple(
             Segment(elf.PT_LOAD, whole(offset), whole(address), whole(size), flag(executable))

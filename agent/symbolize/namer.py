@@ -13,11 +13,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from aiflame.agent.elf.headers import HEADERS, Headers
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
@@ -107,6 +108,7 @@ class Namer:
         self._kernel_symbols: KernelSymbols | None = None
         self._is_kernel_hidden = False
         self._locations: Cache[tuple[int, int], Location] = Cache(_KEPT_ADDRESSES)
+        self._headers: Cache[int, Headers | None] = Cache(_KEPT_FILES)
         self._interpreters: Cache[int, Interpreter | None] = Cache(_KEPT_FILES)
         self._processes: Cache[tuple[int, bytes], MappedProcess] = Cache(_KEPT_PROCESSES)
         self._losses: Counter[LossKind] = Counter()
@@ -304,16 +306,12 @@ class Namer:
                 requests.append(Request(path, file.root, np.array(new, np.uint64)))
                 asked.append((binary, new))
         named: dict[tuple[int, int], tuple[SourceFrame, ...]] = {}
-        by_code: dict[tuple[int, int], tuple[str, bool]] = {}
         for (binary, new), result in zip(asked, self._service.resolve_many(requests), strict=True):
             named.update(zip(((binary, own) for own in new), result.frames, strict=True))
-            unnamed = [own for own, chain in zip(new, result.frames, strict=True) if not chain]
-            by_code.update(self._names_by_code(facts, binary, unnamed))
         for binary, pairs in wanted.items():
             for own, index in pairs:
                 key = (binary, own)
-                known = by_code.get(key, ("", False))
-                make = partial(self._in_binary, facts, binary, own, named.get(key, ()), known)
+                make = partial(self._in_binary, facts, binary, own, named.get(key, ()))
                 locations[index] = self._locations.get(key, make)
 
     def _in_binary(
@@ -322,7 +320,6 @@ class Namer:
         binary: int,
         address: int,
         chain: tuple[SourceFrame, ...],
-        by_code: tuple[str, bool],
     ) -> Location:
         path, build_id = facts.binary(binary)
         binary_id = self._ids.binary(path, build_id)
@@ -333,7 +330,7 @@ class Namer:
             location = Location(frames, sources=chain)
             location.is_start = roots.is_start_name(chain[-1].name)
         else:
-            name, is_start = by_code
+            name, is_start = self._name_by_code(facts, binary, address)
             module = path.rpartition("/")[2]
             shown = name or clean_name(f"[{module}+{address:#x}]")
             location = self._labelled(shown, binary_id, address)
@@ -341,23 +338,23 @@ class Namer:
         location.binary, location.binary_id, location.address = binary, binary_id, address
         return location
 
-    def _names_by_code(
-        self, facts: _Facts, binary: int, addresses: Sequence[int]
-    ) -> Iterator[tuple[tuple[int, int], tuple[str, bool]]]:
-        """Yields what addresses without a symbol are called that are known by their code.
+    def _name_by_code(self, facts: _Facts, binary: int, address: int) -> tuple[str, bool]:
+        """Names an address without a symbol that is known by its code, "" if it is not.
 
-        Yields:
-            The binary and the address; the name, and whether threads or processes start there.
+        Returns:
+            The name, and whether threads or processes start there.
         """
         path, build_id = facts.binary(binary)
         fd = self._files.open(binary, path, build_id).fd
-        if fd is None:
-            return
-        questions = [roots.name_at(address) for address in addresses]
-        answers = self._file_facts.ask_all(path, fd, questions)
-        for address, found in zip(addresses, answers, strict=True):
-            if found is not None:
-                yield (binary, address), found
+        headers = self._headers.get(binary, partial(self._read_headers, path, fd))
+        if headers is None or fd is None:
+            return "", False
+        with self._guard.each_file(path, fd) as file:
+            return roots.name_by_code(file, headers, address)
+        return "", False
+
+    def _read_headers(self, path: str, fd: int | None) -> Headers | None:
+        return None if fd is None else self._file_facts.ask(path, fd, HEADERS)
 
     def _interpreter_of(self, facts: _Facts, process: int) -> MappedInterpreter | None:
         executable = facts.executable(process)

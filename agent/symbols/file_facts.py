@@ -34,9 +34,7 @@ _MAX_BYTES = 16 << 20
 _MAX_FILE_BYTES = 256 << 10
 # Files whose answers are at hand: each is asked about three times in a row.
 _RECENT_FILES = 16
-# In one message to a parser, which has room for 64 KB.
-_MOST_QUESTIONS = 256
-# Of one file: addresses in code without symbols are many.
+# Of one file: a kernel may have as many functions that are sampled.
 _MAX_KEPT = 1024
 # The instructions of a kernel of a thousand lines.
 _MAX_ANSWER_CHARACTERS = 128 << 10
@@ -50,7 +48,6 @@ _MODULES = (
     "aiflame.agent.elf.headers",
     "aiflame.agent.elf.functions",
     "aiflame.agent.python.questions",
-    "aiflame.agent.symbols.roots",
     "aiflame.agent.launches.questions",
     "aiflame.gpu.opencl.disassembly",
     "aiflame.gpu.opencl.kernel_file",
@@ -97,50 +94,34 @@ class FileFacts:
             fd: Of the file.
             question: The question.
         """
-        return self.ask_all(path, fd, [question])[0]
-
-    def ask_all(self, path: str, fd: int, questions: Sequence[Question[T]]) -> list[T | None]:
-        """Answers questions about one file, likewise."""
-        found: list[T | None] = []
         try:
-            for begin in range(0, len(questions), _MOST_QUESTIONS):
-                some = self._some(path, fd, questions[begin : begin + _MOST_QUESTIONS])
-                found += some
+            return self._answer(path, fd, question)
         except OSError as error:  # of the file, or there is no room for another descriptor
             self.guard.blame(path, f"cannot read: {error.strerror}")
-            found += [None] * (len(questions) - len(found))
-        return found
+        return None
 
-    def _some(self, path: str, fd: int, questions: Sequence[Question[T]]) -> list[T | None]:
+    def _answer(self, path: str, fd: int, question: Question[T]) -> T | None:
         if fd in self.guard.remote:
-            return self._with_known(path, fd, questions, {})
+            return self._asked(path, fd, question, {})
         with contextlib.ExitStack() as stack:
             copy = _copy(fd)
             name = _name(fd) if copy is None else _digest(copy)
             known = self._answers(name) if name else {}
+            with contextlib.suppress(BadAnswer, KeyError):
+                return question.checked(known[question.key])
+            known.pop(question.key, None)  # of another version of this program
             known_before = len(known)
-            if copy is not None and not all(question.key in known for question in questions):
+            if copy is not None:
                 fd = os.memfd_create("copy", os.MFD_CLOEXEC)
                 stack.callback(os.close, fd)
                 os.write(fd, copy)
             before = os.fstat(fd)
-            found = self._with_known(path, fd, questions, known)
+            found = self._asked(path, fd, question, known)
             if len(known) > known_before and (copy is not None or is_settled(before, fd)):
-                self._known.keep(name, json.dumps([_FORMAT, known], separators=(",", ":")))
+                # The process that names stacks asks about the same files meanwhile.
+                every = {**self._kept(name), **known}
+                self._known.keep(name, json.dumps([_FORMAT, every], separators=(",", ":")))
             return found
-
-    def _with_known(
-        self, path: str, fd: int, questions: Sequence[Question[T]], known: dict[str, Json]
-    ) -> list[T | None]:
-        """Answers from what is known, and has the rest answered."""
-        found: dict[str, T] = {}
-        for question in questions:
-            with contextlib.suppress(BadAnswer, KeyError):  # of another version of this program
-                found[question.key] = question.checked(known[question.key])
-        missing = [question for question in questions if question.key not in found]
-        if missing:
-            found.update(self._asked(path, fd, missing, known))
-        return [found.get(question.key) for question in questions]
 
     def _answers(self, name: str) -> dict[str, Json]:
         """Returns what is known of a file."""
@@ -158,43 +139,42 @@ class FileFacts:
                 return known
         return {}
 
-    def _asked(
-        self, path: str, fd: int, questions: Sequence[Question[T]], known: dict[str, Json]
-    ) -> dict[str, T]:
-        """Has questions answered, and the standard ones with them; returns answers by key.
+    def _asked(self, path: str, fd: int, question: Question[T], known: dict[str, Json]) -> T | None:
+        """Has a question answered, and the standard ones with it.
 
         Args:
             path: What the file is called.
             fd: Of the file.
-            questions: The questions.
+            question: The question.
             known: Is filled in.
         """
         remote = self.guard.remote.get(fd)
         owner = TargetFile(fd, remote).owner
-        keys = {question.key for question in questions}
-        every: list[Question[Any]] = [*questions]
-        every += [one for one in self._standard if one.key not in known and one.key not in keys]
+        standard = [one for one in self._standard if one.key not in {question.key, *known}]
+        questions: list[Question[Any]] = [question, *standard]
         cpu_s = self.guard.allowance_s(owner)
         try:
-            answers, used_s = self._parsers.ask(fd, remote, every, cpu_s)
+            answers, used_s = self._parsers.ask(fd, remote, questions, cpu_s)
         except NoAnswer as error:
             self.guard.charge(owner, cpu_s)
             self.guard.blame(path, str(error))
-            return {}
+            return None
         self.guard.charge(owner, used_s)
-        found: dict[str, T] = {}
-        for question, answer in zip(every, answers, strict=True):
+        found: T | None = None
+        for one, answer in zip(questions, answers, strict=True):
             if "bad" in answer:
                 self.guard.blame(path, answer["bad"])
                 continue
             try:
-                found[question.key] = question.checked(answer["answer"])
+                checked = one.checked(answer["answer"])
             except BadAnswer as error:
                 self._parsers.distrust(fd, remote)
                 self.guard.blame(path, str(error))
                 continue
-            if question.is_kept and len(known) < _MAX_KEPT and _is_small(answer["answer"]):
-                known[question.key] = answer["answer"]
+            if one is question:
+                found = checked
+            if one.is_kept and len(known) < _MAX_KEPT and _is_small(answer["answer"]):
+                known[one.key] = answer["answer"]
         return found
 
     def close(self) -> None:

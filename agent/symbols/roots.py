@@ -9,12 +9,11 @@ x86-64: nptl/pthread_create.c, sysdeps/nptl/libc_start_call_main.h, clone3.S). A
 
 from __future__ import annotations
 
-import functools
 import re
 import struct
 
-from aiflame.agent.elf.image import ElfImage, NotElf
-from aiflame.agent.file_questions import BadAnswer, Json, Question, flag
+from aiflame.agent.elf.headers import Headers
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.target_files import TargetFile
 
 _START_NAMES = re.compile(
@@ -53,8 +52,10 @@ def is_start_name(name: str) -> bool:
     return _START_NAMES.fullmatch(name) is not None
 
 
-def name_by_code(file: TargetFile, image: ElfImage, address: int) -> tuple[str, bool]:
+def name_by_code(file: TargetFile, image: ElfImage | Headers, address: int) -> tuple[str, bool]:
     """Names code without a symbol that is known by its instructions.
+
+    It compares ten bytes with a few that are known, and nothing else is made of them.
 
     Args:
         file: The file.
@@ -76,32 +77,6 @@ def name_by_code(file: TargetFile, image: ElfImage, address: int) -> tuple[str, 
         return "__restore_rt", False
     start = start_name_in_libc(file, offset + 1)
     return start or "", start is not None
-
-
-def name(file: TargetFile, address: int) -> Json:
-    """As `name_by_code`, for a file whose headers are not at hand."""
-    try:
-        return name_by_code(file, _image(file), address)
-    except NotElf:
-        return ["", False]
-
-
-@functools.lru_cache(maxsize=1)
-def _image(file: TargetFile) -> ElfImage:
-    """The headers, which are read once for many addresses."""
-    return ElfImage.read(file)
-
-
-def _name(answer: Json) -> tuple[str, bool]:
-    known, is_start = answer
-    if known not in ("", "_start", "__restore_rt", *_AFTER_CALL):
-        raise BadAnswer("no such name")
-    return known, flag(is_start)
-
-
-def name_at(address: int) -> Question[tuple[str, bool]]:
-    """As `name_by_code`."""
-    return Question(name, _name, (address,))
 
 
 def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:

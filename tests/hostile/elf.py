@@ -22,7 +22,7 @@ from aiflame.agent.file_questions import Question
 from aiflame.agent.launches.questions import functions_among
 from aiflame.agent.python.interpreter import Interpreter
 from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, interpreter_in
-from aiflame.agent.symbols.roots import name_at
+from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.symbols.table import SymbolSource, SymbolTable
 from aiflame.agent.target_files import FileGuard, TargetFile
@@ -155,7 +155,6 @@ def _questions(image: ElfImage | None) -> Iterator[Question[Any]]:
     for load in image.loads[:4]:
         begin, end = load.virtual_address, load.virtual_address + load.file_size
         yield instructions_of(Function(begin, min(end, begin + 4096), "f"))
-        yield from (name_at(address) for address in (begin, end - 1) if address >= 0)
 
 
 def _asked(question: Question[Any], file: TargetFile) -> None:
@@ -168,7 +167,13 @@ def _asked(question: Question[Any], file: TargetFile) -> None:
             answer.bias(0x7F00_0000_0000, load.file_offset)
 
 
-_READERS = (_unwind_table, _symbol_table, read_dependencies)
+def _by_code(file: TargetFile, image: ElfImage) -> None:
+    for load in image.loads:
+        for address in (load.virtual_address, load.virtual_address + load.file_size - 1):
+            roots.name_by_code(file, image, address)
+
+
+_READERS = (_by_code, _unwind_table, _symbol_table, read_dependencies)
 
 
 def read_mutations(

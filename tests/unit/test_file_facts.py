@@ -93,6 +93,18 @@ def test_an_answer_is_known_until_the_machine_is_booted(files: _Files) -> None:
     assert facts.starts == 1
 
 
+def test_what_several_recordings_ask_is_known(files: _Files) -> None:
+    # GIVEN two that know nothing of a file, and each ask about it
+    fd, other = files.make("file", b"first"), files.new_facts()
+    numbers = [_question(answers.lie, number) for number in range(4)]
+    for facts, number in ((files.facts, 0), (other, 1), (files.facts, 2), (other, 3)):
+        facts.ask("/file", fd, numbers[number])
+    # THEN the next one knows what both were answered
+    facts = files.new_facts()
+    assert [facts.ask("/file", fd, number) for number in numbers] == [0, 1, 2, 3]
+    assert facts.starts == 0
+
+
 def test_arguments_are_part_of_a_question(files: _Files) -> None:
     fd = files.make("file", b"x")
     assert [files.facts.ask("/file", fd, _question(answers.lie, n)) for n in (1, 2, 1)] == [1, 2, 1]
@@ -183,22 +195,25 @@ _LIES: list[Any] = [
     "x",
     [],
     {},
-    ["", "X86_64", 64, 1],
-    ["", "X86_64", 65, 1, [], ""],
-    ["zz", "X86_64", 64, 1, [], ""],
-    ["", "../X", 64, 1, [], ""],
-    ["", "X86_64", 64, -1, [], ""],
-    ["", "X86_64", 64, 1.5, [], ""],
-    ["", "X86_64", 64, True, [], ""],
-    ["", "X86_64", 64, 1, [[0, 0, 1 << 64, True]], ""],
-    ["", "X86_64", 64, 1, [[0, 0, 1, 1]], ""],
-    ["", "X86_64", 64, 1, [[0, 0, 1, True]] * 1000, ""],
-    ["", "X86_64", 64, 1, [], "x" * 1000],
+    ["", "X86_64", 64, 0, 1],
+    ["", "X86_64", 64, -1, 1, [], ""],
+    ["", "X86_64", 64, None, 1, [], ""],
+    ["", "X86_64", 65, 0, 1, [], ""],
+    ["zz", "X86_64", 64, 0, 1, [], ""],
+    ["", "../X", 64, 0, 1, [], ""],
+    ["", "X86_64", 64, 0, -1, [], ""],
+    ["", "X86_64", 64, 0, 1.5, [], ""],
+    ["", "X86_64", 64, 0, True, [], ""],
+    ["", "X86_64", 64, 0, 1, [[0, 0, 1 << 64, True]], ""],
+    ["", "X86_64", 64, 0, 1, [[0, 0, 1, 1]], ""],
+    ["", "X86_64", 64, 0, 1, [[0, 0, 1, True]] * 1000, ""],
+    ["", "X86_64", 64, 0, 1, [], "x" * 1000],
 ]
 
 
 @pytest.mark.parametrize("answer", _LIES)
 def test_headers_that_no_parser_finds_are_refused(answer: Any) -> None:
+    assert HEADERS.checked(["", "X86_64", 64, 0, 1, [[0, 0, 1, True]], ""]) is not None
     with pytest.raises(BadAnswer):
         HEADERS.checked(answer)
 
