@@ -99,6 +99,17 @@ class LossKind(enum.Enum):
         "calls of device APIs beyond 100,000 a second: they are counted, but not listed one by one",
         in_kernel=True,
     )
+    LAUNCHES_NOT_TIMED = _Entry(
+        "launches beyond 8,192 a second that differ from the one before on their queue: they are"
+        " counted, without their order and time, and samples of such a second are shared",
+        in_kernel=True,
+    )
+    SAMPLES_NOT_TIMED = _Entry(
+        "samples of processes whose CPUs are a device, beyond 10,000 a second and CPU: they are"
+        " counted, and of the second alone it is known when they were",
+        cure="lower -F",
+        in_kernel=True,
+    )
     CALLERS_FULL = _Entry(
         "calls of device APIs by more than 1,024 threads: those of further ones are missing",
         in_kernel=True,
@@ -256,6 +267,9 @@ class LossKind(enum.Enum):
     )
     PERF_MAP_REFUSED = _Entry(
         "a perf-PID.map was a link, or not a regular file of the target; not used"
+    )
+    JIT_SYMBOLS_FULL = _Entry(
+        "names of generated code that a recording which is killed does not have"
     )
     PERF_MAP_CUT = _Entry("a perf-PID.map was too large or malformed; a part of it was not used")
 

@@ -117,6 +117,7 @@ enum event_type {
 	EVENT_DRAIN = 5, /* stacks or sums are filling: do not wait for the interval to end */
 	EVENT_CALL = 6, /* a call of a device API, where each was asked for */
 	EVENT_KERNEL_NAMED = 7, /* a device API tied a name to a kernel's handle */
+	EVENT_SAMPLE = 8, /* an on-CPU sample of a process whose samples have a time */
 };
 
 /* Bits of process_state.flags. */
@@ -187,6 +188,9 @@ enum setting {
 	SETTING_WAIT_EVENT_NS = 7, /* waits from this length on are sent one by one */
 	SETTING_CALL_EVENTS = 8, /* API calls sent one by one each second and CPU; 0 for none */
 	SETTING_BOUNDARY_BEFORE_NS = 9, /* set before SETTING_BOUNDARY_NS is, to what that was */
+	SETTING_TIMED_SAMPLES = 10, /* EVENT_SAMPLE of each second and CPU; 0 for none */
+	/* Runs of launches that are told apart each second and CPU; 0: launches have no order. */
+	SETTING_LAUNCH_RUNS = 11,
 	SETTING_MAX,
 };
 
@@ -389,6 +393,15 @@ struct wait_event {
 #define HANDLE_POINTED 1
 #define HANDLE_RETURNED 2
 
+/* What a call has waited for when it returns; WaitsFor in gpu/apis/base.py. */
+#define WAITS_FOR_NOTHING 0
+#define WAITS_FOR_QUEUE 1 /* all that was on the queue that is its argument */
+#define WAITS_FOR_PROCESS 2 /* all that was on any queue of the process */
+#define WAITS_FOR_EVENTS 3 /* (count, list): launches of these events, and what was before each */
+
+/* OPERATION_LAUNCH is Operation.LAUNCH in agent/model/gpu.py. */
+#define OPERATION_LAUNCH 0
+
 /* Argument in gpu/apis/base.py. */
 struct api_argument {
 	u8 is_used;
@@ -406,10 +419,14 @@ struct api_call {
 	struct api_argument kind; /* of a copy */
 	struct api_argument name; /* of a naming */
 	struct api_argument alias; /* of a naming: a handle that has the name */
+	struct api_argument event; /* of a launch: where its event will be */
+	struct api_argument blocking; /* it waits only where this is not 0 */
 	u32 grid; /* GRID_* */
 	u32 handle_from; /* HANDLE_*, of a naming */
 	u32 api; /* number of its API, below APIS_MAX */
 	u32 operation; /* Operation in agent/model/gpu.py */
+	u32 waits_for; /* WAITS_FOR_* */
+	u32 unused;
 };
 
 /* One site where a function is probed; its number is the attach cookie. */
@@ -424,6 +441,8 @@ struct call_key {
 	u64 stack; /* id in `stacks` */
 	u64 image;
 	u64 kernel; /* handle or host address; 0 for what is no launch */
+	u64 queue; /* of a launch */
+	u64 run; /* of a launch: time of the first of its run, 0 where runs are not told apart */
 	u32 tgid;
 	u32 tid;
 	u32 call; /* slot in `api_calls` */
@@ -437,6 +456,37 @@ struct call_value {
 	u64 count;
 	u64 work; /* work items in all */
 	u64 bytes;
+	u64 first_ns; /* from here on of launches */
+	u64 last_ns;
+	u64 waited_from_ns; /* what was on the queue then */
+	u64 waited_until_ns; /* had ended by then; 0: not known */
+};
+
+/* A queue, or all of a process (ALL_QUEUES). */
+struct queue_key {
+	u64 image;
+	u64 queue;
+	u64 tgid;
+};
+
+/* As queues of a process: no queue has these handles. CUDA's cudaStreamLegacy is 1 (driver_types.h). */
+#define ALL_QUEUES (~0ull)
+#define DEFAULT_QUEUE 1
+
+/* What is known of a queue: the run of launches that is open, and the last wait that is over. */
+struct queue_state {
+	u64 run; /* time of its first launch; 0: none */
+	u64 run_hash; /* the same for equal launches */
+	u64 waited_from_ns;
+	u64 waited_until_ns;
+};
+
+/* An on-CPU sample with its time. It is counted with its stack as all others are. */
+struct sample_event {
+	u32 type;
+	u32 tid;
+	u64 stack;
+	u64 ns;
 };
 
 struct call_event {

@@ -37,8 +37,30 @@ struct naming {
 	u64 call; /* slot in `api_calls` */
 };
 
+/* A wait that has begun: it is over when its thread makes its next call. */
+struct queue_wait {
+	u64 queue;
+	u64 from_ns; /* what was on the queue then will have ended; 0: no wait */
+};
+
+/* A launch whose event a thread may wait for. */
+struct launch_event {
+	u64 queue;
+	u64 ns;
+	u64 event_at; /* where its event is, once the launch has returned */
+};
+
+/* Of a thread; a power of two. */
+#define LAUNCH_EVENTS_MAX 4
+
 struct caller {
 	struct capture capture;
+	struct queue_wait wait;
+	struct launch_event launches[LAUNCH_EVENTS_MAX]; /* the last ones */
+	u64 launch_count;
+	/* The call in work. */
+	u64 is_launch;
+	u64 queue; /* DEFAULT_QUEUE for that which has no handle */
 	/* The call in work. */
 	struct call_event call;
 	u64 work;

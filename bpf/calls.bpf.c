@@ -17,7 +17,10 @@
 
 BPF_TABLE("hash", struct call_key, struct call_value, calls0, SIZED_BY_HOST);
 BPF_TABLE("hash", struct call_key, struct call_value, calls1, SIZED_BY_HOST);
+/* Those that have not been used for long make way for others. */
+BPF_TABLE("lru_hash", struct queue_key, struct queue_state, queues, SIZED_BY_HOST);
 BPF_PERCPU_ARRAY(call_budgets, struct event_budget, 1);
+BPF_PERCPU_ARRAY(run_budgets, struct event_budget, 1);
 /* Slot 0: walk_call, which goes on with a walk; slot 1: walk_call_python. */
 BPF_PROG_ARRAY(call_walkers, 2);
 
@@ -63,6 +66,129 @@ static __always_inline void begin_call(struct outer_call *now, struct fired *fir
 	now->probe = fired->number;
 }
 
+/* Returns what is known of a queue, made where nothing is; NULL where there is no room. */
+static __always_inline struct queue_state *queue_of(struct call_event *call, u64 queue)
+{
+	struct queue_key key = { .image = call->image, .queue = queue, .tgid = call->tgid };
+	struct queue_state *state = queues.lookup(&key);
+	struct queue_state none = {};
+
+	if (state)
+		return state;
+	queues.insert(&key, &none);
+	return queues.lookup(&key);
+}
+
+/* A thread that makes a call has returned from the wait that it was in. */
+static __always_inline void end_wait(struct caller *caller, struct call_event *call, u64 now_ns)
+{
+	struct queue_state *state;
+
+	if (!caller->wait.from_ns)
+		return;
+	state = queue_of(call, caller->wait.queue);
+	if (state && caller->wait.from_ns > state->waited_from_ns) {
+		state->waited_from_ns = caller->wait.from_ns;
+		state->waited_until_ns = now_ns;
+	}
+	caller->wait.from_ns = 0;
+}
+
+/* Notes the launch, of those that a thread knows the event of, which it waits for by an event. */
+static __always_inline void wait_for_event(struct caller *caller)
+{
+	u64 count = caller->arguments[0], list[LAUNCH_EVENTS_MAX], event, i, j, known;
+	struct launch_event *launch;
+
+	/* One by one: there is no section for constants that an initialiser would be copied from. */
+	list[0] = list[1] = list[2] = list[3] = 0;
+	if (count > LAUNCH_EVENTS_MAX)
+		count = LAUNCH_EVENTS_MAX;
+	count *= 8;
+	/* In assembly: the compiler knows the bound and would leave it out, verifiers do not. */
+	asm volatile("%0 &= 63" : "+r"(count));
+	if (count > sizeof(list) || !count ||
+	    bpf_probe_read_user(list, count, (void *)caller->arguments[1]))
+		return;
+#pragma clang loop unroll(full)
+	for (i = 1; i <= LAUNCH_EVENTS_MAX; i++) {
+		known = caller->launch_count - i;
+		launch = &AT(caller->launches, known);
+		if (known >= caller->launch_count || !launch->event_at ||
+		    bpf_probe_read_user(&event, sizeof(event), (void *)launch->event_at) || !event)
+			continue;
+#pragma clang loop unroll(full)
+		for (j = 0; j < LAUNCH_EVENTS_MAX; j++) {
+			if (list[j] != event)
+				continue;
+			caller->wait.queue = launch->queue;
+			caller->wait.from_ns = launch->ns;
+			return;
+		}
+	}
+}
+
+/* Notes what the call that begins will have waited for when it returns. */
+static __always_inline void begin_wait(struct caller *caller, struct api_call *api)
+{
+	u32 waits_for = api->waits_for;
+
+	if (waits_for == WAITS_FOR_NOTHING)
+		return;
+	if (api->blocking.is_used && !value_of(caller, &api->blocking))
+		return;
+	if (waits_for == WAITS_FOR_EVENTS) {
+		wait_for_event(caller);
+		return;
+	}
+	caller->wait.queue = waits_for == WAITS_FOR_QUEUE ? caller->queue : ALL_QUEUES;
+	caller->wait.from_ns = caller->call.ns;
+}
+
+/* Keeps where the event of a launch will be. */
+static __always_inline void note_event(struct caller *caller, struct api_call *api)
+{
+	struct launch_event *launch = &AT(caller->launches, caller->launch_count);
+
+	if (!api->event.is_used)
+		return;
+	launch->queue = caller->queue;
+	launch->ns = caller->call.ns;
+	launch->event_at = argument(caller, api->event.number);
+	caller->launch_count += 1;
+}
+
+/* Finds the run that a launch is of, and what had ended on its queue before. */
+static __always_inline void note_launch(struct call_key *key, struct call_value *value,
+					struct call_event *call, u64 most_runs)
+{
+	struct queue_key all_key = { .image = call->image,
+				     .queue = ALL_QUEUES,
+				     .tgid = call->tgid };
+	struct queue_state *state = queue_of(call, key->queue), *all = queues.lookup(&all_key);
+	u64 hash = hash_step(hash_step(key->stack, key->kernel), (u64)key->tid << 32 | key->call);
+	u32 zero = 0;
+
+	value->first_ns = value->last_ns = call->ns;
+	if (!state)
+		return;
+	if (all && all->waited_from_ns > state->waited_from_ns) {
+		state->waited_from_ns = all->waited_from_ns;
+		state->waited_until_ns = all->waited_until_ns;
+	}
+	if (!state->run || state->run_hash != hash || state->waited_until_ns > state->run) {
+		state->run_hash = hash;
+		state->run = call->ns;
+		if (!may_send(run_budgets.lookup(&zero), call->ns, most_runs)) {
+			state->run = 0;
+			count(LOST_LAUNCHES_NOT_TIMED);
+		}
+	}
+	key->run = state->run;
+	value->waited_from_ns = state->waited_from_ns;
+	value->waited_until_ns = state->waited_until_ns;
+}
+
 static __always_inline void add_call(struct caller *caller)
 {
 	struct call_event *call = &caller->call;
@@ -70,6 +196,7 @@ static __always_inline void add_call(struct caller *caller)
 	struct call_value first = { .count = 1 };
 	struct call_value *value;
 	bool is_second = writes_second(boundary_at(bpf_ktime_get_ns()));
+	u64 most_runs;
 
 	key.stack = call->stack;
 	key.image = call->image;
@@ -80,6 +207,11 @@ static __always_inline void add_call(struct caller *caller)
 	key.kind = call->kind;
 	first.work = caller->work;
 	first.bytes = call->bytes;
+	most_runs = setting(SETTING_LAUNCH_RUNS);
+	if (caller->is_launch && most_runs) {
+		key.queue = caller->queue;
+		note_launch(&key, &first, call, most_runs);
+	}
 	if (is_second)
 		value = calls1.lookup(&key);
 	else
@@ -88,6 +220,7 @@ static __always_inline void add_call(struct caller *caller)
 		__sync_fetch_and_add(&value->count, 1);
 		__sync_fetch_and_add(&value->work, first.work);
 		__sync_fetch_and_add(&value->bytes, first.bytes);
+		value->last_ns = first.last_ns;
 		return;
 	}
 	if (is_second ? calls1.insert(&key, &first) : calls0.insert(&key, &first))
@@ -180,6 +313,7 @@ int on_call(struct pt_regs *ctx)
 	announce(process, tgid);
 	*outer = now;
 	caller->last_api = api->api;
+	caller->is_launch = api->operation == OPERATION_LAUNCH;
 	__builtin_memset(&caller->call, 0, sizeof(caller->call));
 	caller->work = 0;
 	caller->call.type = EVENT_CALL;
@@ -190,10 +324,18 @@ int on_call(struct pt_regs *ctx)
 	caller->call.ns = now_ns;
 	caller->call.kernel = value_of(caller, &api->kernel);
 	caller->call.queue = value_of(caller, &api->queue);
+	caller->queue = caller->call.queue;
+	if (!caller->queue && api->queue.is_used)
+		caller->queue = DEFAULT_QUEUE;
 	caller->call.bytes = capped(value_of(caller, &api->bytes));
 	caller->call.kind = value_of(caller, &api->kind);
 	name_kernel(&caller->call);
 	read_grid(caller, api->grid);
+	if (setting(SETTING_LAUNCH_RUNS)) {
+		end_wait(caller, &caller->call, now_ns);
+		begin_wait(caller, api);
+		note_event(caller, api);
+	}
 	user_regs_from(&regs, ctx);
 	begin_capture_in(&caller->capture, ctx, &regs, false, id, process->image);
 	step_to_caller(&caller->capture, &now);

@@ -20,15 +20,37 @@ struct perf_event_context {
 
 /* Slot 0: walk_sample, which goes on with a walk; slot 1: walk_sample_python. */
 BPF_PROG_ARRAY(sample_walkers, 2);
+/* Whose samples are of a device that is made of CPUs, by process id; written by the host half. */
+BPF_TABLE("hash", u32, u32, timed_processes, SIZED_BY_HOST);
+BPF_PERCPU_ARRAY(sample_budgets, struct event_budget, 1);
+
+/* Tells when a sample was taken, of processes of which that is asked. */
+static __always_inline void send_sample(struct sum_key *key, u64 now_ns)
+{
+	struct sample_event event = { .type = EVENT_SAMPLE, .tid = key->tid, .ns = now_ns };
+	u64 most = setting(SETTING_TIMED_SAMPLES);
+	u32 zero = 0;
+
+	if (!most || !timed_processes.lookup(&key->tgid))
+		return;
+	event.stack = key->stack;
+	/* They are read with the next event that wakes the host half, or with the window. */
+	if (may_send(sample_budgets.lookup(&zero), now_ns, most))
+		send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
+	else
+		count(LOST_SAMPLES_NOT_TIMED);
+}
 
 static __always_inline void finish_sample(struct capture *capture)
 {
 	struct sum_key key = { .tgid = capture->walk.tgid, .tid = capture->walk.tid };
+	u64 now_ns = bpf_ktime_get_ns();
 
 	key.image = capture->walk.image;
 	key.stack = finish_capture(capture);
 	key.sample_class = CLASS_ON_CPU;
-	add_sum(&key, setting(SETTING_PERIOD_NS), boundary_at(bpf_ktime_get_ns()));
+	add_sum(&key, setting(SETTING_PERIOD_NS), boundary_at(now_ns));
+	send_sample(&key, now_ns);
 }
 
 /* Tail-called with a capture in per-CPU memory. */

@@ -32,6 +32,7 @@ class CpuSample:
         is_caller: That frame had called something outside the file: `address` is the last byte of
             the call, not the first of an instruction.
         count: How many.
+        taken_ns: When, monotonic; 0 where only the interval is known.
     """
 
     process: int
@@ -40,6 +41,7 @@ class CpuSample:
     address: int
     is_caller: bool
     count: int
+    taken_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,11 @@ class CodeKey:
 
 @dataclass(frozen=True, slots=True)
 class KernelSample:
-    """Samples of one instruction; fields as in agent/model/gpu.py."""
+    """Samples of one instruction; fields as in agent/model/gpu.py.
+
+    They were taken between begin_ns and end_ns, monotonic, which are the same where the moment is
+    known; 0 where only the interval is.
+    """
 
     interval: int
     device: int  # index into what `detect` found
@@ -70,6 +76,8 @@ class KernelSample:
     reason: str
     count: int
     launch_id: int = 0
+    begin_ns: int = 0
+    end_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ device_profile_of(
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     DEVICE_SAMPLE_DTYPE,
@@ -29,8 +30,30 @@ from aiflame.agent.model.gpu import (
     StallReason,
     Tier,
 )
-from aiflame.agent.model.profile import Loss, Process, Profile, SampleClass, StopReason, Thread
+from aiflame.agent.model.profile import (
+    NS_PER_S,
+    Loss,
+    Process,
+    Profile,
+    SampleClass,
+    StopReason,
+    Thread,
+)
 from profiles import HOSTILE_NAMES, MS, PROCESSES, THREADS, Sample, process, profile_of
+
+
+def device_samples(rows: Iterable[tuple[int, ...]]) -> npt.NDArray[np.void]:
+    """Samples of which only the second is known.
+
+    Args:
+        rows: Interval, device, code, offset, reason, launch_id, count.
+    """
+    found = [
+        (second, *what, second * NS_PER_S, (second + 1) * NS_PER_S, count)
+        for second, *what, count in rows
+    ]
+    return np.array(found, DEVICE_SAMPLE_DTYPE)
+
 
 DEVICE = Device("nvidia", "Test 100", Tier.STALLS, "", 0)
 
@@ -126,15 +149,12 @@ def device_profile_of(
         ),
         reasons=tuple(StallReason("nvidia", name) for name in reasons),
         calls=np.array(calls, CALL_DTYPE),
-        samples=np.array(
-            [
-                (
-                    *(x.interval, 0, sampled.index((x.process, x.kernel)), x.offset),
-                    *(reasons.index(x.reason), 0, x.count),
-                )
-                for x in runs
-            ],
-            DEVICE_SAMPLE_DTYPE,
+        samples=device_samples(
+            (
+                *(x.interval, 0, sampled.index((x.process, x.kernel)), x.offset),
+                *(reasons.index(x.reason), 0, x.count),
+            )
+            for x in runs
         ),
     )
     kept = profile.samples[profile.samples["count"] > 0]

@@ -188,6 +188,8 @@ def simulate(scenario: Scenario, seed: int = 1) -> Simulated:
     samples = np.zeros(len(keys), DEVICE_SAMPLE_DTYPE)
     for i, column in enumerate(("interval", "code", "offset", "reason")):
         samples[column] = keys[:, i]
+    samples["begin_ns"] = samples["interval"].astype(np.uint64) * SECOND
+    samples["end_ns"] = samples["begin_ns"] + SECOND
     samples["count"] = [sum(counts.values()) for counts in truth]
     times = np.zeros(len(names), TIME_DTYPE)
     times["stack"] = times["kernel"] = np.arange(len(names))

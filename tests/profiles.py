@@ -75,7 +75,7 @@ class Sample:
     end: StopReason = StopReason.ROOTED
     count: int = 1
     frames: tuple[str, ...] | None = None
-    gil: GilState = GilState.NONE
+    gil: GilState = GilState.NO_PYTHON
     first_s: int | None = None
     seconds: int = 1
 

@@ -25,6 +25,7 @@ from aiflame.agent.model.window import (
     rows_of,
 )
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.sinks.jit_symbols import jit_window, with_jit_symbols
 
 _END_NS = 10_000_000_000
 _PERIOD_NS = 10_000_000
@@ -96,7 +97,8 @@ class RandomRecording:
             cost = Cost(end_ns - begin_ns, 1, 1 << 20)
             found.append(builder.close(end_ns, is_last=end_ns == _END_NS, cost=cost))
             begin_ns = end_ns
-        return found
+        names = [jit_window(window, _jit_symbols(window)) for window in found]
+        return [*with_jit_symbols(iter(found), iter(names))]
 
     def repeated(self, count: int) -> list[Window]:
         """Returns windows in which nothing is new after the first."""
@@ -131,7 +133,6 @@ class RandomRecording:
             builder.define("mappings", rows_of("mappings", (process, 0, 4096, 8192, 0, 0)))
             builder.define("code_objects", rows_of("code_objects", (process, 9, name, 0, 3)))
             builder.define("code_lines", rows_of("code_lines", (process, 9, 2, 4)))
-            builder.define("jit_symbols", rows_of("jit_symbols", (process, 7, 8, name)))
             builder.define("kernels", rows_of("kernels", (process, process, 0, name, 0)))
             builder.define("codes", rows_of("codes", (process, process, 0)))
             frames = rows_of("chain_frames", (9, 2, True), (9, 4, False))
@@ -162,7 +163,7 @@ class RandomRecording:
                 builder.add("call_events", rows_of("call_events", row))
         for number, at_ns in enumerate(self._queue_waits):
             if begin_ns <= at_ns < end_ns:
-                row = (process, thread, number % 3, 1, at_ns - 1, at_ns)
+                row = (process, number % 3, at_ns - 1, at_ns)
                 builder.add("queue_waits", rows_of("queue_waits", row))
         for number, at_ns in enumerate(self._device_times):
             if begin_ns <= at_ns < end_ns:
@@ -216,6 +217,10 @@ def content(window: Window) -> dict[str, list[tuple[Any, ...]]]:
             rows.append(tuple(values.items()))
         found[name] = sorted(rows, key=repr)
     return found
+
+
+def _jit_symbols(window: Window) -> dict[tuple[int, int], str]:
+    return {(process, 7): f"jitted {process}" for process in window.processes["process"].tolist()}
 
 
 def same_windows(one: Window, other: Window) -> None:

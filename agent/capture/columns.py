@@ -12,14 +12,16 @@ import contextlib
 import sqlite3
 
 from aiflame.agent.capture.schema import (
+    COLUMNS_SINCE_VERSION_5,
     SINCE_VERSION_2,
     SINCE_VERSION_3,
     SINCE_VERSION_4,
+    SINCE_VERSION_5,
     schema_sql,
 )
 
 _READ_AS_INTEGERS = frozenset(
-    {"samples", "waits", "api_calls", "api_events", "device_samples", "kernel_times"}
+    {"samples", "waits", "api_calls", "api_events", "device_samples", "kernel_times", "launches"}
 )
 
 
@@ -60,11 +62,13 @@ def _conditions(version: int) -> dict[str, str]:
             table: " OR ".join(
                 _is_wrong(name, kind, bool(not_null or key))
                 for _, name, kind, not_null, _, key in empty.execute(f"PRAGMA table_info({table})")
-                if version > 1 or (table, name) not in SINCE_VERSION_2
+                if (version > 1 or (table, name) not in SINCE_VERSION_2)
+                and (version > 4 or (table, name) not in COLUMNS_SINCE_VERSION_5)
             )
             for (table,) in tables
             if (version > 2 or table not in SINCE_VERSION_3)
             and (version > 3 or table not in SINCE_VERSION_4)
+            and (version > 4 or table not in SINCE_VERSION_5)
         }
 
 

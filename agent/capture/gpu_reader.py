@@ -16,6 +16,8 @@ from aiflame.agent.model.gpu import (
     CALL_EVENT_DTYPE,
     DEVICE_SAMPLE_DTYPE,
     KERNEL_TIME_DTYPE,
+    LAUNCH_DTYPE,
+    NO_END,
     NONE,
     ApiFunction,
     Device,
@@ -28,6 +30,7 @@ from aiflame.agent.model.gpu import (
     StallReason,
     Tier,
 )
+from aiflame.agent.model.profile import NS_PER_S
 
 I64 = npt.NDArray[np.int64]
 
@@ -41,6 +44,9 @@ _NEGATIVE = {
 # Sums of these columns are taken in 64 bits.
 _LARGEST_SUM = 2**63
 
+# Seconds that are numbers of nanoseconds.
+_LAST_INTERVAL = 2**32
+
 
 class GpuReader:
     """Reads it once.
@@ -48,18 +54,16 @@ class GpuReader:
     Args:
         database: An open capture of a version that has it, its columns checked.
         tables: The same capture.
-        has_times: Its version has kernel times.
+        version: Of its schema.
 
     Raises:
         ValueError, sqlite3.Error: From every method, for a damaged capture.
     """
 
-    def __init__(
-        self, database: sqlite3.Connection, tables: IntegerTables, *, has_times: bool
-    ) -> None:
+    def __init__(self, database: sqlite3.Connection, tables: IntegerTables, version: int) -> None:
         self._database = database
         self._tables = tables
-        self._has_times = has_times
+        self._version = version
         self._ids: dict[str, I64] = {}
 
     def profile(self) -> GpuProfile:
@@ -101,6 +105,7 @@ class GpuReader:
             ),
             calls=self._calls(),
             events=self._events(),
+            launches=self._launches(),
             samples=self._samples(),
             times=self._times(),
         )
@@ -129,7 +134,7 @@ class GpuReader:
 
     def _columns(self, table: str, columns: Sequence[str]) -> dict[str, I64]:
         found = dict(zip(columns, self._tables.columns(table, columns), strict=True))
-        least = {"kernel_id": NULL}
+        least = {"kernel_id": NULL, "ended_ns": NULL}
         if any(bool((found[name] < least.get(name, 0)).any()) for name in columns):
             raise ValueError("a negative number")
         return found
@@ -186,8 +191,16 @@ class GpuReader:
         return records
 
     def _samples(self) -> npt.NDArray[np.void]:
-        names = ("interval", "device_id", "code_id", "offset", "reason_id", "launch_id", "count")
+        names = ["interval", "device_id", "code_id", "offset", "reason_id", "launch_id", "count"]
+        if self._version > 4:
+            names += ["begin_ns", "end_ns"]
         found = self._columns("device_samples", names)
+        if self._version < 5:
+            seconds = found["interval"].astype(np.int64)
+            found["begin_ns"] = np.minimum(seconds, _LAST_INTERVAL) * NS_PER_S
+            found["end_ns"] = found["begin_ns"] + NS_PER_S
+        if bool((found["begin_ns"] > found["end_ns"]).any()):
+            raise ValueError("a device sample that ends before it begins")
         if float(np.sum(found["count"], dtype=float)) >= _LARGEST_SUM:
             raise ValueError("more device samples than there can be")
         launches = int(self._rows("SELECT count(*) FROM api_events")[0][0])
@@ -195,8 +208,24 @@ class GpuReader:
             raise ValueError("a device sample of a launch that is missing")
         return self._filled(DEVICE_SAMPLE_DTYPE, found, _SAMPLE_TABLES)
 
+    def _launches(self) -> npt.NDArray[np.void]:
+        if self._version < 5:
+            return np.zeros(0, LAUNCH_DTYPE)
+        names = ("stack_id", "thread_id", "function_id", "kernel_id", "queue", "first_ns")
+        found = self._columns("launches", (*names, "last_ns", "ended_ns", "count", "work"))
+        if bool((found["kernel_id"] < 0).any()):
+            raise ValueError("a launch of no kernel")
+        if bool((found["first_ns"] > found["last_ns"]).any()):
+            raise ValueError("a launch that ends before it begins")
+        if any(float(np.sum(found[n], dtype=float)) >= _LARGEST_SUM for n in ("count", "work")):
+            raise ValueError("more launches than there can be")
+        found["ended_ns"] = np.where(
+            found["ended_ns"] < 0, NO_END, found["ended_ns"].astype(np.int64)
+        )
+        return self._filled(LAUNCH_DTYPE, found, _CALL_TABLES)
+
     def _times(self) -> npt.NDArray[np.void]:
-        if not self._has_times:
+        if self._version < 4:
             return np.zeros(0, KERNEL_TIME_DTYPE)
         names = ("device_id", "kernel_id", "queue", "launch_id", "begin_ns", "end_ns", "count")
         found = self._columns("kernel_times", (*names, "duration_ns"))

@@ -154,7 +154,7 @@ class _Reader:
             samples=samples,
             waits=waits,
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
-            gpu=GpuReader(self._database, self._tables, has_times=self._version > 3).profile()
+            gpu=GpuReader(self._database, self._tables, self._version).profile()
             if self._version > 2
             else GpuProfile(),
             spans=spread_waits(spans, samples, waits),

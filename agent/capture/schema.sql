@@ -192,7 +192,25 @@ CREATE TABLE api_events (
     bytes INTEGER NOT NULL
 );
 
--- Samples of kernels. launch_id: 0, or 1 + the row of api_events in the order of its rowids.
+-- Launches in their order on each queue (since version 5): `count` equal ones that follow each other,
+-- the first enqueued at first_ns, the last at last_ns; ended_ns: when all had ended at the latest,
+-- NULL where nothing tells. queue: the handle of the stream or queue; 0: in no order. Those that cannot have been on
+-- a device when it was sampled are left out: api_calls counts all.
+CREATE TABLE launches (
+    stack_id INTEGER NOT NULL REFERENCES stacks (id),
+    thread_id INTEGER NOT NULL REFERENCES threads (id),
+    function_id INTEGER NOT NULL REFERENCES api_functions (id),
+    kernel_id INTEGER NOT NULL REFERENCES kernels (id),
+    queue INTEGER NOT NULL,
+    first_ns INTEGER NOT NULL,
+    last_ns INTEGER NOT NULL,
+    ended_ns INTEGER,
+    count INTEGER NOT NULL,
+    work INTEGER NOT NULL
+);
+
+-- Samples of kernels. launch_id: 0, or 1 + the row of api_events in the order of its rowids. Taken
+-- between begin_ns and end_ns (since version 5), which are the same where the moment is known.
 CREATE TABLE device_samples (
     interval INTEGER NOT NULL,
     device_id INTEGER NOT NULL REFERENCES devices (id),
@@ -200,6 +218,8 @@ CREATE TABLE device_samples (
     offset INTEGER NOT NULL,
     reason_id INTEGER NOT NULL REFERENCES stall_reasons (id),
     launch_id INTEGER NOT NULL,
+    begin_ns INTEGER NOT NULL,
+    end_ns INTEGER NOT NULL,
     count INTEGER NOT NULL
 );
 

@@ -36,7 +36,8 @@ _COLUMNS = {
     "stall_reasons": 3,
     "api_calls": 9,
     "api_events": 14,
-    "device_samples": 7,
+    "launches": 10,
+    "device_samples": 9,
     "kernel_times": 8,
 }
 

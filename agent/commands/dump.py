@@ -27,7 +27,7 @@ NAME = "dump"
 EPILOG = """\
 Frames are printed leaf first. A wait is counted from when the thread last left a CPU, to about a
 millisecond. Of a thread that is on a CPU only the Python frames can be read, and they may have
-moved while they were; each such thread is marked.
+changed meanwhile; each such thread is marked.
 
 EXAMPLES
   sudo aiflame dump -p 1234                  # Python and native frames of each thread

@@ -34,11 +34,11 @@ from aiflame.agent.reports import FORMATS
 NAME = "record"
 
 EPILOG = """\
-Needs root, or CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE. What is missing without another one:
+Needs root, or CAP_BPF, CAP_PERFMON and CAP_SYS_PTRACE. What is missing without each other one:
   CAP_DAC_READ_SEARCH      names and frames of other users' processes
   CAP_SYSLOG               names of kernel functions
   CAP_CHECKPOINT_RESTORE   names of mapped files that were deleted or replaced
-  CAP_SYS_NICE             being in time on a busy machine
+  CAP_SYS_NICE             keeping up on a busy machine
   CAP_SYS_ADMIN            kernel frames of threads asleep since before; on some kernels calls
                            of device APIs, and sampling (Ubuntu, at kernel.perf_event_paranoid 4)
 `aiflame doctor` says which of them matter here. Root gives up all others before it begins.
@@ -48,7 +48,7 @@ EXAMPLES
   sudo aiflame record -p 1234 -d 30 -o run.aiflame
   sudo aiflame record -a -d 10 -F 199           # every process
   sudo aiflame record --container 4f2a9c -d 10  # or by its name; docker, podman, Kubernetes
-  sudo aiflame record --unit nginx -d 10        # a service of systemd's
+  sudo aiflame record --unit nginx -d 10        # a systemd service
   sudo aiflame record --comm nginx -d 10        # all processes of that name
   sudo aiflame record -d 10 -- python3 -c 'while True: pass'
   sudo aiflame record -p 1234 -d 5 -o run.svg   # only the flame graph
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a running container: its name, or the first 4 or more digits of its id",
     )
     target.add_argument(
-        "--unit", metavar="NAME", type=_name, help="a running service or scope of systemd's"
+        "--unit", metavar="NAME", type=_name, help="a running systemd service or scope"
     )
     target.add_argument(
         "--comm",
@@ -173,7 +173,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         "--keep",
         metavar="TIME",
         type=duration_ns,
-        help="flight recorder: of a recording that runs on and on, keep only the newest; SIGUSR1"
+        help="flight recorder: keep only the newest part of the recording, this long; SIGUSR1"
         " writes a copy (default: keep all)",
     )
     group.add_argument(
@@ -185,7 +185,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trace",
         action="store_true",
-        help="also list calls of device APIs one by one (default: sums only)",
+        help="also list calls of device APIs one by one (default: count them)",
     )
     group.add_argument(
         "--gpu",
@@ -200,7 +200,11 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 def _add_advanced(group: argparse._ArgumentGroup) -> None:
     for name, default, what in (
         ("--stack-storage-size", 16384, "distinct stacks kept between two reads, 2 KB each"),
-        ("--hash-storage-size", 65536, "(stack, thread, class) sums kept between two reads"),
+        (
+            "--hash-storage-size",
+            65536,
+            "aggregates by stack, thread and class kept between two reads",
+        ),
         ("--thread-storage-size", 65536, "threads whose off-CPU time is followed"),
     ):
         group.add_argument(

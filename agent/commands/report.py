@@ -156,7 +156,7 @@ def _add_devices(devices: argparse._ArgumentGroup) -> None:
     devices.add_argument(
         "--leaf",
         choices=[leaf.value for leaf in Leaf],
-        help=f"how far --view gpu tells device samples apart (default: {Leaf.OFFSET.value})",
+        help=f"last frame of device samples in --view gpu (default: {Leaf.OFFSET.value})",
     )
     devices.add_argument(
         "--color-by",

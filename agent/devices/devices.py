@@ -23,7 +23,7 @@ from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import COLUMNS, NONE, OpenWindow, Timing, rows_of
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
 from aiflame.gpu.base import (
@@ -140,6 +140,7 @@ class Devices:
         cpu_period_ns: What one CPU sample stands for.
         tell_binary: Tells windows of a binary, by its index.
         watch: Has `poll` called soon after a descriptor became readable.
+        time_samples: Has `take_sample` told of the samples of a process, by its pid.
 
     Attributes:
         samples: Device samples so far.
@@ -155,6 +156,7 @@ class Devices:
         cpu_period_ns: int,
         tell_binary: Callable[[int], None],
         watch: Callable[[int], None],
+        time_samples: Callable[[int], None],
     ) -> None:
         self._tell_binary = tell_binary
         self._watch = watch
@@ -170,8 +172,10 @@ class Devices:
         self._reasons: dict[tuple[str, str], int] = {}
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
         self._locations = DeviceLocations(
-            table, images, lambda file: self._owner(file) is not None, self._runs_by
+            table, images, lambda file: self._owner(file) is not None, self._runs_kernels
         )
+        self._timed: set[int] = set()
+        self._time_samples = time_samples
         self._kernel_ns_left = _MAX_KERNEL_NS
         self.samples = 0
 
@@ -186,6 +190,8 @@ class Devices:
             self._running.append(_FamilyHost(family, first, devices, binaries, self._watch))
             first += len(devices)
         self._tell_devices()
+        for image in self._table.images.values():
+            self.look(image)
 
     def _tell_devices(self) -> None:
         text = self._window.text
@@ -231,6 +237,31 @@ class Devices:
         if self._families:
             self._locations.add_sums(keys, values, has_come)
 
+    def look(self, image: ProcessImage) -> None:
+        """Asks for the times of a process's samples, if it may run a device's kernels.
+
+        Before the start it is too early: then all are looked at.
+        """
+        if image.index not in self._timed and self._runs_kernels(image):
+            self._timed.add(image.index)
+            self._time_samples(image.pid)
+
+    def _runs_kernels(self, image: ProcessImage) -> bool:
+        binaries = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
+        return any(map(self._runs_by, binaries))
+
+    def take_sample(self, stack: int, tid: int, ns: int, has_come: Callable[[int], bool]) -> None:
+        """Takes the time of one of the samples that `add_sums` brings.
+
+        Args:
+            stack: Its id.
+            tid: Of its thread.
+            ns: When it was taken, monotonic.
+            has_come: As for `add_sums`.
+        """
+        if self._families:
+            self._locations.add_time(stack, tid, ns, has_come)
+
     def drain(self, interval: int, end_ns: int) -> None:
         """Takes in what families sampled.
 
@@ -240,7 +271,8 @@ class Devices:
         """
         by_family = defaultdict(list)
         # Those of a window have no order; the files of kernels are numbered as they were made.
-        for sample in sorted(self._locations.take(), key=lambda sample: sample.file):
+        found = self._locations.take(self._table.start_ns + end_ns)
+        for sample in sorted(found, key=lambda sample: sample.file):
             by_family[self._owner(sample.file)].append(sample)
         for running in self._running:
             running.poll()
@@ -261,8 +293,7 @@ class Devices:
             self._offsets[running.family.name, sample.code].add(sample.offset)
             reason = self._reason(running.family.name, sample.reason)
             device = running.first + sample.device
-            begin_ns = sample.interval * _INTERVAL_NS
-            times = (Timing.INTERVAL, min(begin_ns, end_ns), min(begin_ns + _INTERVAL_NS, end_ns))
+            times = self._times(sample, end_ns)
             what = (device, code, sample.offset, reason, sample.launch_id)
             rows.append((*what, *times, sample.count))
             self.samples += sample.count
@@ -270,6 +301,18 @@ class Devices:
             self._found_late(running)
         self._window.add("device_samples", np.array(rows, COLUMNS["device_samples"].dtype))
         self._take_times(running, end_ns)
+
+    def _times(self, sample: KernelSample, end_ns: int) -> tuple[Timing, int, int]:
+        """Returns what is known of when a sample was taken, since the start."""
+        if sample.end_ns:
+            start_ns = self._table.start_ns
+            between = (sample.begin_ns - start_ns, sample.end_ns - start_ns)
+            timing = Timing.INSTANT if sample.begin_ns == sample.end_ns else Timing.INTERVAL
+        else:
+            begin_ns = sample.interval * _INTERVAL_NS
+            timing, between = Timing.INTERVAL, (begin_ns, begin_ns + _INTERVAL_NS)
+        first_ns, last_ns = (min(max(ns, 0), end_ns) for ns in between)
+        return timing, first_ns, last_ns
 
     def _take_times(self, running: _FamilyHost, end_ns: int) -> None:
         start_ns, rows = self._table.start_ns, []
@@ -373,6 +416,7 @@ class Devices:
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets process images that have ended; what was sampled of them is kept."""
         self._locations.forget_images(images)
+        self._timed.difference_update(images)
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more."""

@@ -13,9 +13,10 @@ too.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +67,7 @@ class DeviceLocations:
         table: Process table of the recording.
         images: ELF headers of its binaries.
         owns: Whether a binary, by index, is a device family's.
-        runs_by: Whether a process that maps a binary may run kernels of a device family.
+        runs_kernels: Whether a process may run kernels of a device family.
     """
 
     def __init__(
@@ -74,18 +75,22 @@ class DeviceLocations:
         table: ProcessTable,
         images: ElfImages,
         owns: Callable[[int], bool],
-        runs_by: Callable[[int], bool],
+        runs_kernels: Callable[[ProcessImage], bool],
     ) -> None:
         self._table = table
         self._images = images
         self._owns = owns
-        self._runs_by = runs_by
+        self._runs_kernels = runs_kernels
         self._locations: dict[int, _Location] = {}
         self._unknown: dict[int, tuple[ProcessImage, U64]] = {}
         self._with_kernels: dict[int, ProcessImage] = {}
         # Samples by stack and thread: of one interval, and of stacks that have not come.
         self._sums: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._waiting: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        # When samples were taken, by stack and thread, ascending.
+        self._times: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self.losses: Counter[LossKind] = Counter()
 
     def refresh(self) -> None:
@@ -142,10 +147,19 @@ class DeviceLocations:
             elif stack and not has_come(stack):
                 self._waiting[stack][tid] += count
 
-    def take(self) -> list[CpuSample]:
-        """Returns the samples since the last call, those of late stacks among them."""
+    def add_time(self, stack: int, tid: int, ns: int, has_come: Callable[[int], bool]) -> None:
+        """Takes the time of one of the samples that `add_sums` counts, monotonic."""
+        if stack in self._locations or stack in self._unknown or not has_come(stack):
+            self._times[stack][tid].append(ns)
+
+    def take(self, until_ns: int) -> list[CpuSample]:
+        """Returns the samples since the last call, those of late stacks among them.
+
+        Args:
+            until_ns: Where the window ends, monotonic: times after it are kept for the next one.
+        """
         self._look_again()
-        found: Counter[tuple[int, int, int, int, bool]] = Counter()
+        found: list[CpuSample] = []
         for stack, by_thread in self._sums.items():
             location = self._locations.get(stack)
             if location is None:
@@ -158,10 +172,34 @@ class DeviceLocations:
                 continue
             location.binary = now[0]
             for tid, count in by_thread.items():
-                key = (location.image.index, tid, *now, location.is_caller)
-                found[key] += count
+                times = self._taken_at(stack, tid, until_ns)[:count]
+                untimed = CpuSample(
+                    location.image.index, tid, *now, location.is_caller, count - len(times)
+                )
+                found += [untimed] if untimed.count else []
+                found += [replace(untimed, count=1, taken_ns=ns) for ns in times]
         self._sums.clear()
-        return [CpuSample(*key, count) for key, count in found.items()]
+        self._drop_times(until_ns)
+        return found
+
+    def _taken_at(self, stack: int, tid: int, until_ns: int) -> list[int]:
+        """Takes the times of a stack's samples up to a time."""
+        times = self._times[stack][tid] if stack in self._times else []
+        first_after = bisect_right(times, until_ns)
+        taken = times[:first_after]
+        del times[:first_after]
+        return taken
+
+    def _drop_times(self, until_ns: int) -> None:
+        """Drops times of samples that are none of a device."""
+        for stack in [stack for stack in self._times if stack not in self._waiting]:
+            by_thread = self._times[stack]
+            for tid in list(by_thread):
+                del by_thread[tid][: bisect_right(by_thread[tid], until_ns)]
+                if not by_thread[tid]:
+                    del by_thread[tid]
+            if not by_thread:
+                del self._times[stack]
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets process images that have ended."""
@@ -179,10 +217,6 @@ class DeviceLocations:
             if stack not in self._locations and int(found[0]) < 0 and self._runs_kernels(image):
                 self.losses[LossKind.DEVICE_CODE_NOT_MAPPED] += sum(self._sums[stack].values())
         self._unknown.clear()
-
-    def _runs_kernels(self, image: ProcessImage) -> bool:
-        binaries = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
-        return any(map(self._runs_by, binaries))
 
     def _now_at(self, location: _Location) -> tuple[int, int] | None:
         """Returns the binary that is at a location, and the address as it counts; None for none."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from aiflame.agent.model.profile import FrameKind
-from aiflame.agent.python.gil import GilState
+from aiflame.agent.model.profile import FrameKind, GilState
 
 
 class ThreadState(enum.Enum):

@@ -10,52 +10,47 @@ Reads of a thread that runs meanwhile may be torn; the caller knows which thread
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
-from aiflame.agent.dumps.model import DumpFrame
-from aiflame.agent.model.profile import FrameKind
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
 from aiflame.agent.processes.process_memory import ProcessMemory
+from aiflame.agent.processes.python_facts import ProcessCode
+from aiflame.agent.processes.python_threads import (
+    UNREADABLE_THREAD,
+    ThreadPython,
+    fetch_leaf_frames,
+    walk_thread,
+)
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
-from aiflame.agent.python.codes import Code, CodeReader
-from aiflame.agent.python.gil import gil_holder, is_held_by
+from aiflame.agent.python.codes import CodeReader
+from aiflame.agent.python.gil import gil_holder
 from aiflame.agent.python.interpreter import LoadedInterpreter
-from aiflame.agent.python.layouts import ABSENT
-from aiflame.agent.python.memory import BatchMemory, NoMemoryAccess, Pages, read_u64
+from aiflame.agent.python.memory import BatchMemory, NoMemoryAccess, Pages
 from aiflame.agent.python.threads import ThreadState, list_threads
-from aiflame.agent.python.walk import PythonFrame, Walk, WalkEnd, leaf_frame, walk
-
-_UNREAD = Walk((), WalkEnd.UNREADABLE)
-
-
-class PythonStack(NamedTuple):
-    """Python frames of one thread, and whether it holds the GIL (None: not known)."""
-
-    walk: Walk
-    holds_gil: bool | None
+from aiflame.agent.python.walk import leaf_frame
 
 
 class PythonProcess:
     """The interpreter of one process.
 
     Args:
+        process: Number of the process in windows.
         interpreter: With the addresses of the process.
-        binary: Index of the interpreter's file.
         memory: Of the process.
+
+    Attributes:
+        code: Its code objects.
+        is_complete: The list of its threads was read to the end.
     """
 
-    def __init__(self, interpreter: LoadedInterpreter, binary: int, memory: BatchMemory) -> None:
-        self.binary = binary
+    def __init__(self, process: int, interpreter: LoadedInterpreter, memory: BatchMemory) -> None:
         self._interpreter = interpreter
         self._memory = memory
         self._pages = Pages(memory)
-        self._codes = CodeReader(memory, interpreter.layout)
-        self._named: dict[int, Code | None] = {}
         self._states: dict[int, ThreadState] = {}
         self._holders: dict[int, int | None] = {}
+        self.code = ProcessCode(process, CodeReader(memory, interpreter.layout))
         self.is_complete = True
 
     @property
@@ -66,11 +61,7 @@ class PythonProcess:
     @property
     def drops(self) -> dict[str, int]:
         """How many code objects were not read as they are, by reason (see `CodeReader`)."""
-        return {reason: count for reason, count in self._codes.drops.items() if count}
-
-    def is_eval(self, address: int) -> bool:
-        """Whether an address is in the eval loop's code."""
-        return self._interpreter.is_eval(address)
+        return {reason: count for reason, count in self.code.reader.drops.items() if count}
 
     def refresh(self) -> None:
         """Reads which threads there are."""
@@ -101,47 +92,21 @@ class PythonProcess:
 
     def prepare(self, thread_pointers: Iterable[int]) -> None:
         """Reads where the walks of threads begin; what they read is of this moment or later."""
-        layout, pages = self._interpreter.layout, self._pages
         states = (self._states.get(pointer) for pointer in thread_pointers)
-        addresses = [state.address + layout.thread_frame for state in states if state is not None]
-        steps = [0] if layout.cframe_frame == ABSENT else [layout.cframe_frame, 0]
-        pages.forget()
-        with contextlib.suppress(NoMemoryAccess):
-            for offset in steps:
-                pages.fetch(addresses)
-                addresses = [(read_u64(pages, address) or 0) + offset for address in addresses]
-            pages.fetch(addresses)
+        addresses = [state.address for state in states if state is not None]
+        self._pages.forget()
+        fetch_leaf_frames(self._pages, self._interpreter.layout, addresses)
 
-    def read(self, thread_pointer: int) -> PythonStack | None:
+    def read(self, thread_pointer: int) -> ThreadPython | None:
         """Walks a thread by its FS base; None for a thread without a thread state."""
         state = self._states.get(thread_pointer)
         if state is None:
             return None
         layout, holder = self._interpreter.layout, self._holders.get(state.interpreter)
-        holds: bool | None = None
         try:
-            walked = walk(self._pages, layout, state.address)
-            holds = is_held_by(self._memory, layout, holder, state.address)
+            return walk_thread(self._pages, self._memory, layout, state.address, holder)
         except NoMemoryAccess:
-            walked = _UNREAD
-        return PythonStack(walked, holds)
-
-    def learn(self, stacks: Iterable[PythonStack]) -> None:
-        """Reads what the frames of stacks are called; to be called before `frame`."""
-        frames = (frame for stack in stacks for frame in stack.walk.frames)
-        addresses = list({frame.code_address for frame in frames if frame.code_address})
-        self._named = {}
-        with contextlib.suppress(NoMemoryAccess):
-            codes = self._codes.read_many(addresses)
-            self._named = dict(zip(addresses, codes, strict=True))
-
-    def frame(self, frame: PythonFrame) -> DumpFrame:
-        """Names a frame."""
-        code = self._named.get(frame.code_address)
-        if code is None:
-            return DumpFrame(FrameKind.PYTHON, "[unreadable Python function]", "", 0, "")
-        line = self._codes.line(code, frame.position)
-        return DumpFrame(FrameKind.PYTHON, code.qualname, code.filename, line, "")
+            return UNREADABLE_THREAD
 
 
 def find_python(
@@ -164,4 +129,4 @@ def find_python(
     found = finder.find(image)
     if found is None:
         return None
-    return PythonProcess(found.loaded, found.binary, ProcessMemory(table.memory, tid))
+    return PythonProcess(image.index, found.loaded, ProcessMemory(table.memory, tid))

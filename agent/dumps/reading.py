@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiflame.agent.dumps.model import Doubt
-from aiflame.agent.dumps.pythons import PythonProcess, PythonStack
+from aiflame.agent.dumps.pythons import PythonProcess
 from aiflame.agent.inspector.memory import RemoteMemory, Span
-from aiflame.agent.processes.kernel_frames import kernel_frames
+from aiflame.agent.processes.kernel_frames import KernelFrame, kernel_frames
+from aiflame.agent.processes.python_threads import ThreadPython
 from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import ProcessImage
 from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
@@ -48,10 +49,27 @@ class RawThread:
 
     registers: ThreadRegisters
     read_ns: int
-    kernel: tuple[str, ...]
+    kernel: tuple[KernelFrame, ...]
     walked: WalkedThread | None
-    python: PythonStack | None
+    python: ThreadPython | None
     doubt: Doubt | None
+
+
+@dataclass(slots=True)
+class Target:
+    """A process of a dump.
+
+    Attributes:
+        image: With its mappings.
+        python: Its interpreter.
+        notes: What is missing, in words.
+        threads: As last read.
+    """
+
+    image: ProcessImage
+    python: PythonProcess | None = None
+    notes: list[str] = field(default_factory=list)
+    threads: list[RawThread] = field(default_factory=list)
 
 
 class ThreadReader:
@@ -119,7 +137,7 @@ class ThreadReader:
         if registers.is_on_cpu:
             return RawThread(registers, read_ns, (), None, stack, Doubt.RUNNING)
         # One that was switched out is in the kernel, and its registers of user space are saved.
-        kernel = tuple(frame.name for frame in kernel_frames(registers.pid, registers.tid))
+        kernel = kernel_frames(registers.pid, registers.tid)
         walked = None
         if registers.has_user_half:
             walked = self._walker.walk_thread(image, registers, memory)

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aiflame.agent.dumps.model import Dump, DumpFrame, ProcessDump, ThreadDump
-from aiflame.agent.model.profile import FrameKind
-from aiflame.agent.python.gil import GilState
+from aiflame.agent.model.profile import FrameKind, GilState
 
 # Of the JSON form; raised when a field changes its meaning or goes. New ones may come without.
 SCHEMA, SCHEMA_VERSION = "aiflame-dump", 1
@@ -147,7 +146,7 @@ def _thread_object(thread: ThreadDump) -> dict[str, Any]:
         "cause": thread.cause or None,
         "wait_channel": thread.wait_channel or None,
         "waited_ns": thread.waited_ns,
-        "gil": None if thread.gil is None else thread.gil.value,
+        "gil": None if thread.gil is None else thread.gil.name.lower(),
         "doubt": None if thread.doubt is None else thread.doubt.name.lower(),
         "cut": thread.cut or None,
         "python_cut": thread.python_cut or None,

@@ -15,11 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from aiflame.agent.dumps.joining import Joined, Joiner
 from aiflame.agent.dumps.model import Dump, ProcessDump, ThreadDump
-from aiflame.agent.dumps.native import NativeNames
-from aiflame.agent.dumps.pythons import PythonProcess, find_python
-from aiflame.agent.dumps.reading import RawThread, ThreadReader
+from aiflame.agent.dumps.naming import NamedThread, ThreadNamer
+from aiflame.agent.dumps.pythons import find_python
+from aiflame.agent.dumps.reading import RawThread, Target, ThreadReader
 from aiflame.agent.dumps.tables import WaitingTables
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit
@@ -27,27 +26,16 @@ from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel.loader import load_thread_iterator
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes import procfs
+from aiflame.agent.processes.cached_tables import CachedTables
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import thread_registers
-from aiflame.agent.python.gil import GilState
-from aiflame.agent.reports.causes import CAUSES, Cause
 from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService
 
 # There is no recording that would tell images of one pid apart.
 _IMAGE = 1
-
-
-class _Target:
-    """One process."""
-
-    def __init__(self, image: ProcessImage) -> None:
-        self.image = image
-        self.python: PythonProcess | None = None
-        self.notes: list[str] = []
-        self.threads: list[RawThread] = []
 
 
 @contextlib.contextmanager
@@ -84,11 +72,11 @@ class DumpSession:
             self._table = ProcessTable(0, lambda pid: _IMAGE, self._inspector)
             parts.callback(self._table.binaries.close)
             self._images = ElfImages(self._table.binaries)
-            self._tables = WaitingTables(self._table.binaries, self._images, cache)
-            parts.callback(self._tables.close)
-            walker = StackWalker(self._tables, self._images)
+            tables = CachedTables(self._table.binaries, self._images, cache)
+            parts.callback(tables.close)
+            walker = StackWalker(WaitingTables(tables), self._images)
             self._reader = ThreadReader(self._program_fd, walker, self._memory)
-            self._names = NativeNames(self._table, self._images, service)
+            self._namer = ThreadNamer(self._table, self._images, service)
             self._parts = parts.pop_all()
         self._clock_offset_ns: int | None = None
 
@@ -132,8 +120,8 @@ class DumpSession:
             raise AiflameError(f"no thread could be read: process {gone} has ended")
         return Dump(processes, ready_ns - self._begun_ns, read_ns - ready_ns, named_ns - ready_ns)
 
-    def _target(self, pid: int) -> _Target:
-        target = _Target(self._table.seen(pid, _IMAGE, 0, "", 0))
+    def _target(self, pid: int) -> Target:
+        target = Target(self._table.seen(pid, _IMAGE, 0, "", 0))
         alive = thread_registers(self._program_fd, [pid])
         if alive:
             target.python = find_python(
@@ -141,27 +129,22 @@ class DumpSession:
             )
         return target
 
-    def _read(self, targets: Sequence[_Target]) -> None:
+    def _read(self, targets: Sequence[Target]) -> None:
         for target in targets:
             target.threads = self._reader.read(target.image, target.python)
 
-    def _named(self, targets: Sequence[_Target]) -> tuple[ProcessDump, ...]:
-        found = []
-        for target in targets:
-            joiner = Joiner(target.image, self._names, target.python)
-            joiner.learn(target.threads)
-            found.append(self._process(target, joiner))
-        return tuple(found)
+    def _named(self, targets: Sequence[Target]) -> tuple[ProcessDump, ...]:
+        named = self._namer.name(targets)
+        return tuple(map(self._process, targets, named))
 
-    def _process(self, target: _Target, joiner: Joiner) -> ProcessDump:
+    def _process(self, target: Target, named: Sequence[NamedThread]) -> ProcessDump:
         image, python = target.image, target.python
-        joined = [joiner.join(thread) for thread in target.threads]
-        distinct = list({id(found): found for found in joined}.values())
-        stacks = [found.frames for found in distinct]
-        causes = dict(zip(map(id, distinct), causes_of(stacks), strict=True))
+        distinct = list({id(found): found for found in named}.values())
+        causes = causes_of([(found.frames, found.gil) for found in distinct])
+        cause_of = dict(zip(map(id, distinct), causes, strict=True))
         threads = tuple(
-            self._thread(raw, found, causes[id(found)])
-            for raw, found in zip(target.threads, joined, strict=True)
+            self._thread(raw, found, cause_of[id(found)], python is not None)
+            for raw, found in zip(target.threads, named, strict=True)
         )
         notes = list(target.notes)
         if not threads:
@@ -181,20 +164,20 @@ class DumpSession:
             threads,
         )
 
-    def _thread(self, raw: RawThread, found: Joined, cause: str) -> ThreadDump:
+    def _thread(
+        self, raw: RawThread, found: NamedThread, cause: str, has_interpreter: bool
+    ) -> ThreadDump:
         registers = raw.registers
         waited = waited_ns(registers, raw.read_ns, self._clock_offset_ns)
-        if found.gil is GilState.WAITING:
-            cause = CAUSES[Cause.GIL]  # for reports, too, it is none of the program's locks
         is_waiting = waited is not None or registers.is_asleep
         return ThreadDump(
             registers.tid,
             clean_name(registers.comm.decode(errors="replace")),
             state_of(registers),
             cause if is_waiting else "",
-            clean_name(raw.kernel[0]) if raw.kernel and is_waiting else "",
+            clean_name(raw.kernel[0].name) if raw.kernel and is_waiting else "",
             waited,
-            found.gil,
+            found.gil if has_interpreter else None,
             found.frames,
             found.cut,
             found.python_cut,

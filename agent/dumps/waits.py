@@ -13,6 +13,7 @@ from aiflame.agent.model.profile import (
     WAIT_DTYPE,
     Binary,
     Function,
+    GilState,
     Profile,
     Recording,
     Stacks,
@@ -58,23 +59,24 @@ def waited_ns(registers: ThreadRegisters, read_ns: int, clock_offset_ns: int | N
     return max(waited, 0) if waited > -_CLOCK_ERROR_NS else None
 
 
-def causes_of(stacks: Sequence[Sequence[DumpFrame]]) -> list[str]:
+def causes_of(stacks: Sequence[tuple[Sequence[DumpFrame], GilState]]) -> list[str]:
     """Returns for each stack what its thread waits for, "" where nothing tells.
 
     Args:
-        stacks: Leaf first.
+        stacks: Frames leaf first, and what the thread has to do with the GIL.
     """
     binaries: dict[str, int] = {}
     functions: dict[Function, int] = {}
     rows: list[int] = []
-    for stack in stacks:
+    for stack, _ in stacks:
         for frame in reversed(stack):
             binary = binaries.setdefault(frame.module, len(binaries)) if frame.module else None
             function = Function(frame.kind, frame.name, binary, "")
             rows.append(functions.setdefault(function, len(functions)))
     frames = np.zeros(len(functions), FRAME_DTYPE)
     frames["function"] = np.arange(len(functions))
-    offsets = np.cumsum([0, *map(len, stacks)]).astype(np.uint64)
+    offsets = np.cumsum([0, *(len(stack) for stack, _ in stacks)]).astype(np.uint64)
+    gil = np.array([state for _, state in stacks], np.uint8)
     profile = Profile(
         Recording("", 0, 0, 0, "", "", 0, 0, ()),
         (),
@@ -82,7 +84,7 @@ def causes_of(stacks: Sequence[Sequence[DumpFrame]]) -> list[str]:
         tuple(Binary(path, "") for path in binaries),
         tuple(functions),
         frames,
-        Stacks(offsets, np.array(rows, np.uint32), np.zeros(len(stacks), np.uint8)),
+        Stacks(offsets, np.array(rows, np.uint32), np.zeros(len(stacks), np.uint8), gil),
         np.zeros(0, SAMPLE_DTYPE),
         np.zeros(0, WAIT_DTYPE),
     )

@@ -26,6 +26,7 @@ class EventType(enum.IntEnum):
     DRAIN = 5
     CALL = 6
     KERNEL_NAMED = 7
+    SAMPLE = 8
 
 
 class ProcessFlag(enum.IntFlag):
@@ -54,6 +55,8 @@ class Setting(enum.IntEnum):
     WAIT_EVENT_NS = 7
     CALL_EVENTS = 8
     BOUNDARY_BEFORE_NS = 9
+    TIMED_SAMPLES = 10
+    LAUNCH_RUNS = 11
 
 
 class HostConstant(enum.IntEnum):
@@ -139,6 +142,8 @@ API_CALLS_MAX = 1024
 API_PROBES_MAX = 8192
 APIS_MAX = 8
 CALL_SIZE_MAX = 1 << 46
+ALL_QUEUES = 2**64 - 1
+DEFAULT_QUEUE = 1
 # Calls listed one by one each second, over all CPUs.
 CALL_EVENTS_PER_S = 100_000
 # What the kernel half reads of a kernel's name.
@@ -319,10 +324,14 @@ API_CALL_DTYPE = np.dtype(
         ("kind", API_ARGUMENT_DTYPE),
         ("name", API_ARGUMENT_DTYPE),
         ("alias", API_ARGUMENT_DTYPE),
+        ("event", API_ARGUMENT_DTYPE),
+        ("blocking", API_ARGUMENT_DTYPE),
         ("grid", "<u4"),
         ("handle_from", "<u4"),
         ("api", "<u4"),
         ("operation", "<u4"),
+        ("waits_for", "<u4"),
+        ("unused", "<u4"),
     ]
 )
 API_PROBE_DTYPE = np.dtype(
@@ -333,13 +342,35 @@ CALL_KEY_DTYPE = np.dtype(
         ("stack", "<u8"),
         ("image", "<u8"),
         ("kernel", "<u8"),
+        ("queue", "<u8"),
+        ("run", "<u8"),
         ("tgid", "<u4"),
         ("tid", "<u4"),
         ("call", "<u4"),
         ("kind", "<u4"),
     ]
 )
-CALL_VALUE_DTYPE = np.dtype([("count", "<u8"), ("work", "<u8"), ("bytes", "<u8")])
+CALL_VALUE_DTYPE = np.dtype(
+    [
+        ("count", "<u8"),
+        ("work", "<u8"),
+        ("bytes", "<u8"),
+        ("first_ns", "<u8"),
+        ("last_ns", "<u8"),
+        ("waited_from_ns", "<u8"),
+        ("waited_until_ns", "<u8"),
+    ]
+)
+QUEUE_KEY_DTYPE = np.dtype([("image", "<u8"), ("queue", "<u8"), ("tgid", "<u8")])
+QUEUE_STATE_DTYPE = np.dtype(
+    [
+        ("run", "<u8"),
+        ("run_hash", "<u8"),
+        ("waited_from_ns", "<u8"),
+        ("waited_until_ns", "<u8"),
+    ]
+)
+SAMPLE_EVENT_DTYPE = np.dtype([("type", "<u4"), ("tid", "<u4"), ("stack", "<u8"), ("ns", "<u8")])
 CALL_EVENT_DTYPE = np.dtype(
     [
         ("type", "<u4"),

@@ -34,6 +34,10 @@ _COMPILE_TIMEOUT_S = 120
 _CALLERS_MAX = 1024
 # Names of GPU kernels that are known at a time: past it, the least recently used are forgotten.
 _KERNEL_NAMES_MAX = 16384
+# Queues of devices whose launches are put in order: past it, the least recently used are forgotten.
+_QUEUES_MAX = 4096
+# Processes whose samples have a time: those that run a device's kernels on CPUs.
+_TIMED_PROCESSES_MAX = 1024
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
 
 
@@ -126,6 +130,10 @@ class Programs:
             Map(map_fds[name], abi.CALL_KEY_DTYPE, abi.CALL_VALUE_DTYPE, options.calls_max)
             for name in ("calls0", "calls1")
         )
+        self.queues = Map(
+            map_fds["queues"], abi.QUEUE_KEY_DTYPE, abi.QUEUE_STATE_DTYPE, _QUEUES_MAX
+        )
+        self.timed_processes = known("timed_processes", pid, number, _TIMED_PROCESSES_MAX)
 
     def _set_options(self, options: ProgramOptions) -> None:
         """Writes what may change while the programs run."""
@@ -323,6 +331,8 @@ def map_entries(options: ProgramOptions) -> dict[str, int]:
         "calls1": options.calls_max,
         "callers": _CALLERS_MAX,
         "kernel_names": _KERNEL_NAMES_MAX,
+        "queues": _QUEUES_MAX,
+        "timed_processes": _TIMED_PROCESSES_MAX,
     }
     return {
         "stacks": options.stacks_max,

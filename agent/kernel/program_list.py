@@ -54,6 +54,8 @@ MAPS = (
     "pythons",
     "python_chains",
     "sample_walkers",
+    "timed_processes",
+    "sample_budgets",
     "switch_walkers",
     "api_calls",
     "api_probes",
@@ -61,7 +63,9 @@ MAPS = (
     "new_caller",
     "calls0",
     "calls1",
+    "queues",
     "call_budgets",
+    "run_budgets",
     "call_walkers",
     "kernel_names",
 )

@@ -23,10 +23,22 @@ from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.launches.probes import ApiProbes, FileIdentity
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Direction, Operation
-from aiflame.agent.model.window import CALL_EVENT_DTYPE, COLUMNS, NONE, OpenWindow, rows_of
+from aiflame.agent.model.window import (
+    CALL_EVENT_DTYPE,
+    COLUMNS,
+    NONE,
+    OpenWindow,
+    Rows,
+    added_up,
+    rows_of,
+)
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.gpu.apis.base import Api, Call
+
+# An odd number: products tell apart what they are made of (Knuth, The Art of Computer Programming
+# 3, 6.4).
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 # What the row of a call depends on.
 _ROW_OF = ("call", "stack", "kind", "tgid", "image", "tid", "kernel")
@@ -50,6 +62,28 @@ class _Described(NamedTuple):
     function: int
     kernel: int
     direction: int
+
+
+# The same in columns.
+_DESCRIBED_DTYPE = np.dtype(
+    [
+        ("process", "<u4"),
+        ("thread", "<u4"),
+        ("stack", "<u8"),
+        ("function", "<u4"),
+        ("kernel", "<u4"),
+        ("direction", "u1"),
+    ]
+)
+
+
+def _filled(column: str, calls: Rows) -> Rows:
+    """Returns rows of a column with what it has of described calls."""
+    rows = np.zeros(len(calls), COLUMNS[column].dtype)
+    for name in _DESCRIBED_DTYPE.names or ():
+        if name in (rows.dtype.names or ()):
+            rows[name] = calls[name]
+    return rows
 
 
 class ApiCalls:
@@ -81,6 +115,8 @@ class ApiCalls:
         self._identities: dict[int, FileIdentity] = {}
         self._addresses: dict[tuple[int, int], _FoundFunction] = {}  # by image and slot
         self._functions_told: set[int] = set()
+        # When the last wait that was told of a process's queue was over.
+        self._told_waits: dict[tuple[int, int], int] = {}
 
     def prepare(self, runtimes: Iterable[Path], opener: Opener) -> None:
         """Probes files that may hold runtimes, before a process maps them."""
@@ -156,21 +192,83 @@ class ApiCalls:
             idle: Which of the two maps of sums the kernel half does not write.
         """
         keys, values = self._programs.calls[idle].take_all()
-        calls, launches = [], []
-        for key, value in zip(keys, values, strict=True):
-            call = self._described(key)
-            if call is None:
-                continue
-            count = int(value["count"])
-            if call.kernel == NONE:
-                what = (call.function, call.thread, call.stack, call.direction)
-                calls.append((*what, count, int(value["bytes"])))
-            else:
-                who = (call.process, call.thread, 0, call.stack, call.function, call.kernel)
-                launches.append((*who, 0, begin_ns, end_ns, count, int(value["work"])))
-        self._window.add("calls", np.array(calls, COLUMNS["calls"].dtype))
-        self._window.add("launches", np.array(launches, COLUMNS["launches"].dtype))
+        described, which = self._distinct(keys)
+        is_known = described["process"] != NONE
+        is_launch = described["kernel"] != NONE
+        keeps = is_known[which] & ~is_launch[which]
+        calls = _filled("calls", described[which[keeps]])
+        calls["count"], calls["bytes"] = values["count"][keeps], values["bytes"][keeps]
+        self._window.add("calls", added_up(calls, COLUMNS["calls"]))
+        keeps = is_known[which] & is_launch[which]
+        self._add_launches(described[which[keeps]], keys[keeps], values[keeps], (begin_ns, end_ns))
+        self._add_waits(end_ns)
         self._window.add("call_events", np.array(list(self._listed()), CALL_EVENT_DTYPE))
+
+    def _distinct(self, keys: Rows) -> tuple[Rows, npt.NDArray[np.intp]]:
+        """Describes calls, each of several runs once.
+
+        Returns:
+            _DESCRIBED_DTYPE, with a process of NONE for what is not known; and which of them each
+            key is.
+        """
+        mixed = np.zeros(len(keys), np.uint64)
+        for name in _ROW_OF:
+            mixed = (mixed ^ keys[name]) * _MIX
+            mixed ^= mixed >> np.uint64(32)
+        _, first, which = np.unique(mixed, return_index=True, return_inverse=True)
+        found = np.zeros(len(first), _DESCRIBED_DTYPE)
+        found["process"] = NONE
+        for at, key in enumerate(keys[first]):
+            call = self._described(key)
+            if call is not None:
+                found[at] = call
+        return found, which
+
+    def _add_launches(
+        self, calls: Rows, keys: Rows, values: Rows, window_ns: tuple[int, int]
+    ) -> None:
+        rows = _filled("launches", calls)
+        # Those that are not told apart have no order on their queue.
+        rows["queue"] = np.where(keys["run"] > 0, keys["queue"], 0)
+        names = (("enqueued_ns", "first_ns"), ("last_enqueued_ns", "last_ns"))
+        for (name, ns), bound_ns in zip(names, window_ns, strict=True):
+            at_ns = values[ns].astype(np.int64) - self._table.start_ns
+            rows[name] = np.where(values[ns] > 0, np.clip(at_ns, 0, window_ns[1]), bound_ns)
+        rows["count"], rows["work"] = values["count"], values["work"]
+        self._window.add("launches", rows[np.argsort(rows["enqueued_ns"], kind="stable")])
+        waits = _filled("queue_waits", calls)
+        waits["queue"] = keys["queue"]
+        self._tell_waits(waits, values, window_ns[1])
+
+    def _add_waits(self, end_ns: int) -> None:
+        """Adds the last waits of queues on which nothing was launched afterwards."""
+        keys, states = self._programs.queues.read_all()
+        waits = np.zeros(len(keys), COLUMNS["queue_waits"].dtype)
+        is_known = np.zeros(len(keys), bool)
+        for at, key in enumerate(keys):
+            image = self._table.known(int(key["tgid"]), int(key["image"]))
+            is_known[at] = image is not None
+            if image is None:
+                self._programs.queues.delete(key.tobytes())
+            else:
+                waits["process"][at] = image.index
+        waits["queue"] = np.where(keys["queue"] == abi.ALL_QUEUES, 0, keys["queue"])
+        self._tell_waits(waits[is_known], states[is_known], end_ns)
+
+    def _tell_waits(self, waits: Rows, values: Rows, end_ns: int) -> None:
+        """Adds waits that are over by the window's end and were not told before."""
+        start_ns = self._table.start_ns
+        begin_ns = values["waited_from_ns"].astype(np.int64) - start_ns
+        waits["begin_ns"] = np.maximum(begin_ns, 0)
+        waits["end_ns"] = values["waited_until_ns"].astype(np.int64) - start_ns
+        waits = np.unique(waits[(waits["end_ns"] >= 0) & (waits["end_ns"] <= end_ns)])
+        rows = []
+        for row in waits[np.argsort(waits["end_ns"], kind="stable")]:
+            queue = int(row["process"]), int(row["queue"])
+            if self._told_waits.get(queue, -1) < int(row["end_ns"]):
+                self._told_waits[queue] = int(row["end_ns"])
+                rows.append(row)
+        self._window.add("queue_waits", np.array(rows, COLUMNS["queue_waits"].dtype))
 
     def _listed(self) -> Iterator[tuple[int, ...]]:
         """Yields calls that came one by one, as many as a ring brings in a second."""
@@ -230,9 +328,9 @@ class ApiCalls:
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets process images that have ended."""
-        gone = {key for key in self._addresses if key[0] in images}
-        for key in gone:
-            del self._addresses[key]
+        for known in (self._addresses, self._told_waits):
+            for key in [key for key in known if key[0] in images]:
+                del known[key]
         self._names.forget_images(images)
 
     def forget_binaries(self, binaries: Collection[int]) -> None:

@@ -234,9 +234,12 @@ def _describe(row: np.void, function: Call | Naming) -> None:
             ("queue", function.queue),
             ("bytes", function.bytes),
             ("kind", function.kind),
+            ("event", function.event),
+            ("blocking", function.blocking),
         )
         row["grid"] = int(function.grid)
         row["operation"] = int(function.operation)
+        row["waits_for"] = int(function.waits_for)
     for field, argument in arguments:
         if argument is not None:
             row[field] = (

@@ -140,8 +140,29 @@ CALL_EVENT_DTYPE = np.dtype(
     ]
 )
 
-# Samples of kernels by (interval, device, code, offset, reason, launch_id). `launch_id` is 0 where
-# the hardware tells none, else the number of a launch: row `launch_id - 1` of `events`.
+# Launches in their order on each queue: `count` equal ones that follow each other, the first
+# enqueued at first_ns, the last at last_ns, all ended by ended_ns, NO_END where nothing tells. Of
+# queue 0 are those whose order was not kept: others may lie between them. Only those that may have
+# run when a device was sampled; none in captures of old, which `calls` stand in for.
+NO_END = np.iinfo(np.int64).max
+LAUNCH_DTYPE = np.dtype(
+    [
+        ("stack", "<u4"),
+        ("thread", "<u4"),
+        ("function", "<u4"),
+        ("kernel", "<u4"),
+        ("queue", "<u8"),
+        ("first_ns", "<i8"),
+        ("last_ns", "<i8"),
+        ("ended_ns", "<i8"),
+        ("count", "<u8"),
+        ("work", "<u8"),
+    ]
+)
+
+# Samples of kernels, taken between begin_ns and end_ns, which are the same where the moment is
+# known. `launch_id` is 0 where the hardware tells none, else the number of a launch: row
+# `launch_id - 1` of `events`.
 DEVICE_SAMPLE_DTYPE = np.dtype(
     [
         ("interval", "<u4"),
@@ -150,6 +171,8 @@ DEVICE_SAMPLE_DTYPE = np.dtype(
         ("offset", "<u8"),
         ("reason", "<u4"),
         ("launch_id", "<u8"),
+        ("begin_ns", "<u8"),
+        ("end_ns", "<u8"),
         ("count", "<u8"),
     ]
 )
@@ -190,6 +213,7 @@ class GpuProfile:
     reasons: tuple[StallReason, ...] = ()
     calls: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_DTYPE))
     events: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_EVENT_DTYPE))
+    launches: npt.NDArray[np.void] = field(default_factory=lambda: _empty(LAUNCH_DTYPE))
     samples: npt.NDArray[np.void] = field(default_factory=lambda: _empty(DEVICE_SAMPLE_DTYPE))
     times: npt.NDArray[np.void] = field(default_factory=lambda: _empty(KERNEL_TIME_DTYPE))
     attributed: npt.NDArray[np.void] | None = None

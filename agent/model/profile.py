@@ -31,7 +31,7 @@ class FrameKind(enum.IntEnum):
 class GilState(enum.IntEnum):
     """What a thread had to do with its interpreter's lock when a stack was taken."""
 
-    NONE = 0  # no Python on this stack
+    NO_PYTHON = 0  # on this stack
     HELD = 1
     WAITING = 2  # wants it: another thread has it
     RELEASED = 3  # gave it up, for a system call or for native code that needs no interpreter
@@ -226,7 +226,7 @@ class Stacks:
     offsets: npt.NDArray[np.uint64]  # shape (stacks + 1,)
     frames: npt.NDArray[np.uint32]  # shape (offsets[-1],)
     ends: npt.NDArray[np.uint8]  # shape (stacks,)
-    gil: npt.NDArray[np.uint8] = field(default_factory=_no_gil)  # shape (stacks,); empty: all NONE
+    gil: npt.NDArray[np.uint8] = field(default_factory=_no_gil)  # shape (stacks,); empty: NO_PYTHON
 
     def __post_init__(self) -> None:
         if not len(self.gil):

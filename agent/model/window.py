@@ -138,10 +138,9 @@ CODE_OBJECT_DTYPE = np.dtype(
 CODE_LINE_DTYPE = np.dtype(
     [("process", "<u4"), ("code", "<u8"), ("position", "<i4"), ("line", "<u4")]
 )
-# What a witness read of a perf map.
-JIT_SYMBOL_DTYPE = np.dtype(
-    [("process", "<u4"), ("start", "<u8"), ("size_bytes", "<u4"), ("name", "<u4")]
-)
+# What a perf map says of an address of a stack. The collector leaves it empty: who names windows
+# reads perf maps, and keeps what it found (`sinks.jit_symbols`).
+JIT_SYMBOL_DTYPE = np.dtype([("process", "<u4"), ("address", "<u8"), ("name", "<u4")])
 # Thread time by (stack, thread, kind). kind: a SampleClass. On CPU, count samples that weigh
 # weight_ns together; off CPU, the parts of count intervals that lie inside the window, exact.
 SAMPLE_DTYPE = np.dtype(
@@ -243,9 +242,7 @@ CALL_EVENT_DTYPE = np.dtype(
 QUEUE_WAIT_DTYPE = np.dtype(
     [
         ("process", "<u4"),
-        ("thread", "<u4"),
         ("queue", "<u8"),
-        ("function", "<u4"),
         ("begin_ns", "<i8"),
         ("end_ns", "<i8"),
     ]
@@ -374,7 +371,7 @@ COLUMNS: Mapping[str, Column] = {
     ),
     "jit_symbols": Column(
         JIT_SYMBOL_DTYPE,
-        key=("process", "start"),
+        key=("process", "address"),
         refers={"process": "processes"},
         texts=("name",),
     ),
@@ -420,10 +417,7 @@ COLUMNS: Mapping[str, Column] = {
             "kernel": "kernels",
         },
     ),
-    "queue_waits": Column(
-        QUEUE_WAIT_DTYPE,
-        refers={"process": "processes", "thread": "threads", "function": "functions"},
-    ),
+    "queue_waits": Column(QUEUE_WAIT_DTYPE, refers={"process": "processes"}),
     "device_samples": Column(
         DEVICE_SAMPLE_DTYPE,
         key=("device", "code", "offset", "reason", "launch_id", "timing", "begin_ns", "end_ns"),
@@ -518,11 +512,24 @@ class Window:
         return found
 
 
-class OpenWindow(Protocol):
-    """Where those who learn something of a recording put it, for the window that is open."""
+class FactsTaker(Protocol):
+    """Where facts go that hold for more than one window."""
 
     def text(self, words: str) -> int:
         """Returns what stands for a text in the rows that are added here."""
+
+    def define(self, column: str, rows: Rows, parts: Rows | None = None) -> None:
+        """Adds facts, or what they have become.
+
+        Args:
+            column: Its name.
+            rows: Of it.
+            parts: For stacks and chains, the addresses or frames that `first` counts in.
+        """
+
+
+class OpenWindow(FactsTaker, Protocol):
+    """Where those who learn something of a recording put it, for the window that is open."""
 
     def define(
         self, column: str, rows: Rows, parts: Rows | None = None, *, is_late: bool = False
@@ -530,9 +537,7 @@ class OpenWindow(Protocol):
         """Adds facts, or what they have become.
 
         Args:
-            column: Its name.
-            rows: Of it.
-            parts: For stacks and chains, the addresses or frames that `first` counts in.
+            column, rows, parts: As `FactsTaker.define` has them.
             is_late: Earlier windows mentioned them as lost: they are given although no row does.
         """
 

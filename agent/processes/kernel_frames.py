@@ -32,6 +32,11 @@ class KernelFrame(NamedTuple):
     offset: int
     module: str
 
+    @property
+    def path(self) -> str:
+        """What stands for its binary: the module in brackets, or "[kernel]"."""
+        return f"[{'kernel' if self.module in ('', _ANY_MODULE) else self.module}]"
+
 
 def kernel_frames(pid: int, tid: int) -> tuple[KernelFrame, ...]:
     """Returns the kernel frames of a sleeping thread, leaf first."""

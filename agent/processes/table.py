@@ -8,7 +8,7 @@ were replaced stay where newer ones do not cover them: old samples still mean th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.shares import payer_of
 from aiflame.agent.symbols.file_facts import FileFacts
+from aiflame.agent.symbols.intervals import Disjoint, find
 from intervaltree import Interval, IntervalTree
 
 # Anonymous executable memory: code that a JIT made.
@@ -35,6 +36,12 @@ class Mapping(NamedTuple):
     end: int
     file_offset: int
     binary: int
+
+
+def _ranges_of(mappings: Sequence[Mapping]) -> Disjoint:
+    starts = np.array([mapping.start for mapping in mappings], np.uint64)
+    ends = np.array([mapping.end for mapping in mappings], np.uint64)
+    return Disjoint(starts, ends, np.arange(len(mappings)))
 
 
 @dataclass(slots=True)
@@ -62,18 +69,13 @@ class ProcessImage:
     fruitless_reads: int = 0
     reads_to_skip: int = 0
     mappings: list[Mapping] = field(default_factory=list)
-    _starts: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    _ends: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    _ranges: Disjoint = field(default_factory=lambda: _ranges_of([]))
     _binaries: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     _makes_code: bool = False
 
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Returns for each address the index of its mapping in `mappings`, -1 for none."""
-        if not self.mappings:
-            return np.full(len(addresses), -1, np.int64)
-        at = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
-        inside = (at >= 0) & (addresses < self._ends[np.maximum(at, 0)])
-        return np.where(inside, at, -1)
+        return find(self._ranges, addresses)
 
     @property
     def makes_code(self) -> bool:
@@ -83,12 +85,10 @@ class ProcessImage:
     @property
     def bounds(self) -> npt.NDArray[np.uint64]:
         """Starts and ends of the mappings, shape (2, mappings)."""
-        return np.stack([self._starts, self._ends])
+        return np.stack([self._ranges.starts, self._ranges.ends])
 
     def binaries_at(self, found: npt.NDArray[np.int64]) -> list[int]:
         """Returns the binaries of mappings that `find` found, one for each address in a file."""
-        if not self.mappings:
-            return []
         binaries = self._binaries[found[found >= 0]]
         known: list[int] = binaries[binaries != NO_BINARY].tolist()
         return known
@@ -112,8 +112,7 @@ class ProcessImage:
             if gone.overlaps(mapping.start, mapping.end):
                 gone.chop(mapping.start, mapping.end)
         self.mappings = sorted(fresh | {_remainder(interval) for interval in gone})
-        self._starts = np.array([mapping.start for mapping in self.mappings], np.uint64)
-        self._ends = np.array([mapping.end for mapping in self.mappings], np.uint64)
+        self._ranges = _ranges_of(self.mappings)
         self._binaries = np.array([mapping.binary for mapping in self.mappings], np.int64)
         self._makes_code = bool((self._binaries == NO_BINARY).any())
         return True

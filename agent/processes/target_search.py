@@ -142,7 +142,7 @@ def _chosen_containers(seen: list[_Seen], wanted: str) -> list[_Seen]:
 
 
 def find_unit(wanted: str) -> Found:
-    """Finds a running service or scope of systemd's: the host's, else one of a user or container.
+    """Finds a running systemd service or scope: the host's, else one of a user or container.
 
     Args:
         wanted: Its name, with or without its type.

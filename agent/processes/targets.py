@@ -110,7 +110,7 @@ def target_of_container(wanted: str) -> Target:
 
 
 def target_of_unit(wanted: str) -> Target:
-    """Makes a target of a running service or scope of systemd's, with or without its type.
+    """Makes a target of a running systemd service or scope, with or without its type.
 
     Raises:
         UsageError: None is called so, or more than one is.

@@ -29,7 +29,7 @@ _MAX_KEPT_RULES = 1 << 16
 # Code that heuristics look at, of one process: 1 MB.
 _MAX_CODE_PAGES = 256
 
-# The end that the kernel half gives the same stack, once it is judged (raw_stacks.py).
+# The stop reasons that the kernel half gives the same stacks.
 _ENDS = {
     walk.WalkEnd.ROOTED: StopReason.ROOTED_BY_TABLE,
     walk.WalkEnd.NO_TABLE: StopReason.NO_TABLE,

@@ -14,9 +14,7 @@ Changes are collected, and made by `poll`: `kernel/unwind_tables` tells why.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable
@@ -28,14 +26,11 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.losses import LossKind
+from aiflame.agent.processes.cached_tables import CachedTables
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.symbols.known import KnownTables, known_directory
-from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import load, require_supported
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import DAMAGE, PAGE_SHIFT, RULES_CUT, UnwindTable
-from aiflame.agent.unwind.table_builder import TableBuilders
 
 # A process may have 65,530 mappings (vm.max_map_count); the kernel half halves 17 times.
 _MAX_MAPPINGS = (1 << 16) - 1
@@ -84,20 +79,12 @@ class UnwindTables:
     ) -> None:
         self._table = table
         self.images = ElfImages(table.binaries)
-        self._store = Store(cache)
-        self._known = KnownTables(known_directory("unwind"))
-        self._names: dict[int, str] = {}  # of tables of files that were read before
-        self._own_cache: tempfile.TemporaryDirectory[str] | None = None
-        if cache is None or not self._store.usable:
-            self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
-            self._store = Store(Path(self._own_cache.name))
-            cache = Path(self._own_cache.name)
+        self._cache = CachedTables(table.binaries, self.images, cache, watch, self._urgency)
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
         self._limit_bytes = limit_bytes
         self._kernel = KernelTables(programs, limit_bytes, self.losses)
         self._hits: Counter[int] = Counter()  # stacks that each binary was in, over all drains
-        self._builder = TableBuilders(cache, watch, self._urgency, self._size_bytes)
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
         self._payers: defaultdict[int, set[str]] = defaultdict(set)  # who maps a binary
@@ -146,8 +133,8 @@ class UnwindTables:
 
     def poll(self) -> None:
         """Makes the changes that are due, and takes in tables that were built; never waits."""
-        built = self._builder.finished()
-        for binary, spent_s in self._builder.take_spent_s().items():
+        built = self._cache.finished()
+        for binary, spent_s in self._cache.take_spent_s().items():
             self._charge(self._payers.get(binary, ()), spent_s)
         self._settled.update(built)
         self._building.difference_update(built)
@@ -200,27 +187,26 @@ class UnwindTables:
         """Returns a binary's table from the cache; has it built where it is not there."""
         if binary in self._building:
             return None
-        fd, elf = self._table.binaries.files[binary].fd, self.images.of(binary)
-        table = None
         try:
-            table = self._load(binary)
+            table = self._cache.load(binary)
         except BadUnwindInfo:
             self._blame(binary, LossKind.BAD_UNWIND_INFO, 1)
-            elf = None
+            self._settled.add(binary)
+            self._without.add(binary)
+            return None
         if table is not None:
             self._note_drops(binary, table)
             self._settled.add(binary)
-        elif fd is None or elf is None:
-            self._settled.add(binary)
-            self._without.add(binary)
         elif binary in self._settled:  # it was to be built, and could not be
-            is_given_up = binary in self._builder.given_up
+            is_given_up = self._cache.is_given_up(binary)
             kind = LossKind.UNWIND_TABLE_NOT_BUILT if is_given_up else LossKind.BAD_UNWIND_INFO
             self._blame(binary, kind, 1)
             self._without.add(binary)
-        else:
+        elif self._cache.build(binary):
             self._building.add(binary)
-            self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
+        else:
+            self._settled.add(binary)
+            self._without.add(binary)
         return table
 
     def _note_drops(self, binary: int, table: UnwindTable) -> None:
@@ -233,22 +219,6 @@ class UnwindTables:
             self._blame(binary, LossKind.BAD_UNWIND_RECORDS, damage)
         if table.drops.get(RULES_CUT):
             self._blame(binary, LossKind.UNWIND_RULES_CUT, table.drops[RULES_CUT])
-
-    def _load(self, binary: int) -> UnwindTable | None:
-        """Returns a binary's table, None where the cache has none.
-
-        Raises:
-            BadUnwindInfo: None can be made.
-        """
-        file, elf = self._table.binaries.files[binary], self.images.of(binary)
-        if file.fd is None or elf is None:
-            return None
-        require_supported(elf)
-        name = self._builder.name(binary) or self._names.get(binary)
-        if name is None:
-            is_local = file.fd not in self._table.binaries.guard.remote
-            name = self._names[binary] = self._known.name(file.fd) if is_local else ""
-        return load(name, self._store) if name else None
 
     def _charge(self, payers: Collection[str], spent_s: float) -> None:
         for payer in payers:
@@ -263,11 +233,7 @@ class UnwindTables:
         """
         payers = self._payers.get(binary, ())
         spent_s = min((self._spent_s.get(payer, 0.0) for payer in payers), default=0.0)
-        return (self._hits[binary] + 1) / self._size_bytes(binary) / (1 + spent_s)
-
-    def _size_bytes(self, binary: int) -> int:
-        elf = self.images.of(binary)
-        return elf.size_bytes if elf is not None else 1
+        return (self._hits[binary] + 1) / self._cache.size_bytes(binary) / (1 + spent_s)
 
     def _blame(self, binary: int, kind: LossKind, count: int) -> None:
         self.losses[kind] += count
@@ -367,7 +333,7 @@ class UnwindTables:
     def table_of(self, binary: int) -> UnwindTable | None:
         """Returns a binary's table for a walk in Python, None where there is none in the cache."""
         with contextlib.suppress(BadUnwindInfo):  # counted when it was to be entered
-            return self._load(binary)
+            return self._cache.load(binary)
         return None
 
     def is_being_built(self, binary: int) -> bool:
@@ -383,7 +349,7 @@ class UnwindTables:
         """
         while any(binary not in self._settled for binary in binaries):
             left_ns = deadline_ns - time.monotonic_ns()
-            if left_ns <= 0 or not self._builder.wait(left_ns / 1e9):
+            if left_ns <= 0 or not self._cache.wait(left_ns / 1e9):
                 return False
             self.poll()
         return True
@@ -395,7 +361,5 @@ class UnwindTables:
         self.wait(binaries - {NO_BINARY}, time.monotonic_ns() + _BEFORE_START_NS)
 
     def close(self) -> None:
-        """Ends the builder. The kernel frees the tables with the maps that hold them."""
-        self._builder.close()
-        if self._own_cache is not None:
-            self._own_cache.cleanup()
+        """Ends the builder of tables. The kernel frees the tables with the maps that hold them."""
+        self._cache.close()

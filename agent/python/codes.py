@@ -25,7 +25,10 @@ from aiflame.agent.python.memory import (
     sound_address,
 )
 from aiflame.agent.python.walk import NO_POSITION
-from aiflame.agent.symbols.frames import MAX_NAME_CHARS, clean_name
+from aiflame.agent.symbols.frames import MAX_NAME_CHARS, SourceFrame, clean_name
+
+# Stands for a frame of which no code object could be read.
+UNREADABLE_FRAME = SourceFrame("[unreadable Python frame]", "", 0, False)
 
 # A large program has some 50,000 code objects, of which a tenth is seen to run; 500 bytes each.
 MAX_CACHED = 1 << 14

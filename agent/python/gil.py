@@ -7,24 +7,14 @@ of its stack. Of a free-threaded build nothing is said.
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from aiflame.agent.model.profile import GilState
 from aiflame.agent.python.layouts import ABSENT, ACTIVE_FLAG, GilHolder, Layout
 from aiflame.agent.python.memory import Memory, read_i32, read_u64
 from aiflame.agent.python.threads import ThreadState
-
-
-class GilState(enum.Enum):
-    """What a thread has to do with the GIL; the values appear in reports."""
-
-    HELD = "held"
-    WAITING = "waiting"
-    RELEASED = "released"
-    NO_PYTHON = "no_python"
-    UNKNOWN = "unknown"
 
 
 class LeafFrame(NamedTuple):

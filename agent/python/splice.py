@@ -69,15 +69,12 @@ class Spliced:
     """A combined stack.
 
     Attributes:
-        pieces: Leaf first.
+        pieces: Leaf first. Eval loops stand after the Python frames that they ran.
         match: How it was made.
-        folded: Native frames of the interpreter that were left out; eval frames that became
-            Python frames are not among them.
     """
 
     pieces: tuple[Piece, ...]
     match: Match
-    folded: int
 
 
 class Cuts(NamedTuple):
@@ -140,8 +137,6 @@ def splice(
     roles: Sequence[Role],
     pythons: Sequence[PythonFrame],
     cuts: Cuts = Cuts(),  # noqa: B008  (immutable)
-    keep_glue: bool = False,
-    with_hidden: bool = False,
 ) -> Spliced:
     """Combine one native stack and the Python frames of the same instant, leaf first both.
 
@@ -149,29 +144,27 @@ def splice(
         roles: Of the native frames, kernel frames among them.
         pythons: The Python frames.
         cuts: Which of the two is incomplete at its root.
-        keep_glue: Keep the interpreter's own frames. Without, glue is kept where no user-space
-            frame is on the leaf side of it, since time is spent in it then, unnamed frames where
-            no Python frame is, and trampolines where their Python frame is not known.
-        with_hidden: Also return what is left out, marked as hidden; eval loops stand after the
-            Python frames that replace them.
+
+    Returns:
+        All frames. Hidden is glue, but where no user-space frame is on the leaf side of it, since
+        time is spent in it then; unnamed frames, but where no Python frame is; and trampolines, but
+        where their Python frame is not known.
     """
     runs = _runs(pythons)
     evals = [index for index, role in enumerate(roles) if role is Role.EVAL]
     match, pairs, surplus = _pair(evals, len(runs), cuts)
     if match in (Match.NO_PYTHON, Match.NO_EVAL):
-        return Spliced(tuple(Piece(False, i) for i in range(len(roles))), match, 0)
+        return Spliced(tuple(Piece(False, i) for i in range(len(roles))), match)
     pieces: list[Piece] = []
-    is_glue = set() if keep_glue else _glue(roles, pairs, match)
+    glue = _glue(roles, pairs, match)
     for index in range(len(roles)):
         if index in pairs:
             for run in pairs[index]:
                 pieces += [Piece(True, i) for i in runs[run] if pythons[i].code_address]
-        pieces.append(Piece(False, index, index in pairs or index in is_glue))
+        pieces.append(Piece(False, index, index in pairs or index in glue))
     for run in surplus:
         pieces += [Piece(True, i) for i in runs[run] if pythons[i].code_address]
-    folded = sum(piece.is_hidden for piece in pieces) - len(pairs)
-    shown = [piece for piece in pieces if with_hidden or not piece.is_hidden]
-    return Spliced(tuple(shown), match, folded)
+    return Spliced(tuple(pieces), match)
 
 
 def _glue(roles: Sequence[Role], pairs: dict[int, list[int]], match: Match) -> set[int]:

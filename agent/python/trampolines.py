@@ -20,8 +20,3 @@ def trampoline_source(name: str) -> SourceFrame | None:
         return None
     function, colon, file = name[len(_PREFIX) :].partition(":")
     return SourceFrame(function, file, 0, False) if function and colon else None
-
-
-def trampoline_name(function: str, file: str) -> str:
-    """What a trampoline is called in a perf-PID.map."""
-    return f"{_PREFIX}{function}:{file}"

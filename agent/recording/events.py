@@ -34,6 +34,7 @@ class Events:
         calls: Takes calls of device APIs.
         follow_mappings: Is called when the mappings of processes may have been read, before
             anything later of them is told.
+        take_sample: Takes the stack, thread and time of samples of which that is asked.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Events:
         keepers: Sequence[KeepsProcesses],
         calls: ApiCalls,
         follow_mappings: Callable[[], None],
+        take_sample: Callable[[int, int, int], None],
     ) -> None:
         self._ring = ring
         self._table = table
@@ -53,6 +55,7 @@ class Events:
         self._keepers = keepers
         self._calls = calls
         self._follow_mappings = follow_mappings
+        self._take_sample = take_sample
 
     def take(self) -> bool:
         """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
@@ -74,6 +77,9 @@ class Events:
                 self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
             elif kind == abi.EventType.WAIT:
                 self._samples.add_wait(np.frombuffer(payload, abi.WAIT_EVENT_DTYPE, 1)[0])
+            elif kind == abi.EventType.SAMPLE:
+                event = np.frombuffer(payload, abi.SAMPLE_EVENT_DTYPE, 1)[0]
+                self._take_sample(int(event["stack"]), int(event["tid"]), int(event["ns"]))
             elif kind in (abi.EventType.CALL, abi.EventType.KERNEL_NAMED):
                 self._calls.take_event(kind, payload)
             elif kind == abi.EventType.DRAIN:

@@ -2,11 +2,11 @@
 """The CPython interpreters of the recorded processes, and the Python frames of their samples.
 
 The kernel half walks Python frames in a process once it has been told where its interpreter keeps
-them. What it brings are addresses of code objects; their names and lines are read from the
-process while it lives, once a drain for each code object, and checked against reuse of the address.
+them. What it brings are addresses of code objects, which `python_facts` names while the process
+lives.
 
 Not here: how a version lays things out (`aiflame.agent.python`), and putting Python frames into
-native stacks (`splicing`).
+native stacks (`symbolize`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.window import COLUMNS, OpenWindow, rows_of
+from aiflame.agent.model.window import FactsTaker
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
 from aiflame.agent.processes.process_memory import ProcessMemory
+from aiflame.agent.processes.python_facts import ProcessCode, PythonFacts
+from aiflame.agent.processes.python_threads import ThreadPython, fetch_leaf_frames, walk_thread
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.python.codes import Code, CodeReader
+from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.evalcode import AddressRange
-from aiflame.agent.python.gil import gil_holder, is_held_by
+from aiflame.agent.python.gil import gil_holder
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
 from aiflame.agent.python.memory import NoMemoryAccess, Pages, read_u64
@@ -40,8 +42,7 @@ from aiflame.agent.python.threads import (
     read_tss_key,
     tss_slot_offset,
 )
-from aiflame.agent.python.walk import PythonFrame, WalkEnd, walk
-from aiflame.agent.symbols.frames import SourceFrame, clean_name
+from aiflame.agent.python.walk import PythonFrame
 
 # The C library that keeps pthread keys: before glibc 2.34 it was a library of its own.
 _KEY_LIBRARIES = ("libc.so.6", "libpthread.so.0")
@@ -56,17 +57,8 @@ _YOUNG_NS = 1_000_000_000
 _YOUNG_INTERVAL_NS = 20_000_000
 _IDLE_INTERVAL_NS = 1_000_000_000
 
-# Name and file of the code that the interpreter itself runs after a class's __init__
-# (_Py_InitCleanup, v3.13.0 Python/specialize.c): no Python frame to anybody.
-_CLEANUP_NAME = "__init__"
-
-_GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
-_UNREADABLE = SourceFrame("[unreadable Python frame]", "", 0, False)
-
-# What is kept between drains: chains that windows know, as many as these keep, and lines of a
-# process, some MB where code is made all the time.
+# Chains that windows know are kept between drains, as many as windows keep.
 _KEPT_CHAINS = 1 << 15
-_KEPT_LINES = 1 << 14
 
 _END_LOSSES = {
     abi.PythonEnd.TOO_DEEP: LossKind.PYTHON_TOO_DEEP,
@@ -76,20 +68,6 @@ _END_LOSSES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadPython:
-    """The Python half of a thread that is asleep.
-
-    Attributes:
-        frames: Leaf first; windows know what they are called.
-        is_whole: The walk got to the outermost frame.
-    """
-
-    frames: tuple[PythonFrame, ...]
-    is_whole: bool
-    gil: abi.PythonGil
-
-
 @dataclass(slots=True)
 class PythonProcess:
     """An interpreter in a process image."""
@@ -97,15 +75,10 @@ class PythonProcess:
     image: ProcessImage
     binary: int
     loaded: LoadedInterpreter
-    reader: CodeReader
+    code: ProcessCode
     memory: ProcessMemory
-    has_exited: bool = False  # or may not be read any more
     found_ns: int = 0  # monotonic
     state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
-    # By id of the code object, which is kept with it so that no other can get it, and position.
-    lines: OrderedDict[tuple[int, int], tuple[Code, SourceFrame]] = field(
-        default_factory=OrderedDict
-    )
 
 
 class PythonProcesses:
@@ -119,11 +92,8 @@ class PythonProcesses:
     """
 
     def __init__(
-        self, programs: Programs, table: ProcessTable, images: ElfImages, window: OpenWindow
+        self, programs: Programs, table: ProcessTable, images: ElfImages, window: FactsTaker
     ) -> None:
-        self._window = window
-        # What windows are to be told, each once.
-        self._told: dict[str, dict[tuple[int, ...], None]] = {"code_objects": {}, "code_lines": {}}
         self._programs = programs
         self._table = table
         self._images = images
@@ -134,9 +104,9 @@ class PythonProcesses:
         self._chains: OrderedDict[int, None] = OrderedDict()  # that windows know
         # Of threads that sleep: what was read since `prepare`.
         self._pages: dict[int, Pages] = {}  # by index of the process image
-        self._checked: dict[tuple[int, int], Code | None] = {}
         self._latest_ns = 0  # when an interpreter was last found
         self.losses: Counter[LossKind] = Counter()
+        self._facts = PythonFacts(window, self.losses)
         self.loss_files: dict[LossKind, set[str]] = {}
 
     def look(self, image: ProcessImage) -> None:
@@ -147,8 +117,8 @@ class PythonProcesses:
         if interpreter is None:
             return
         memory = ProcessMemory(self._table.memory, image.pid)
-        reader = CodeReader(memory, interpreter.loaded.layout)
-        found = PythonProcess(image, interpreter.binary, interpreter.loaded, reader, memory)
+        code = ProcessCode(image.index, CodeReader(memory, interpreter.loaded.layout))
+        found = PythonProcess(image, interpreter.binary, interpreter.loaded, code, memory)
         found.found_ns = self._latest_ns = time.monotonic_ns()
         self.by_image[image.index] = found
         self._waiting[image.pid] = found
@@ -213,22 +183,18 @@ class PythonProcesses:
         pointers: defaultdict[int, list[int]] = defaultdict(list)
         for image, thread_pointer in threads:
             pointers[image.index].append(thread_pointer)
-        self._pages, self._checked = {}, {}
+        self._pages = {}
+        self._facts.begin_round()
         for index, found in pointers.items():
             process = self.by_image.get(index)
             if process is None or process.state_slot is None:
                 continue
-            layout, pages = process.loaded.layout, Pages(process.memory)
-            self._pages[index] = pages
-            offsets = [process.state_slot, layout.thread_frame]
-            if layout.cframe_frame != ABSENT:
-                offsets.append(layout.cframe_frame)
+            pages = self._pages[index] = Pages(process.memory)
+            slots = [pointer + process.state_slot for pointer in found]
             with contextlib.suppress(NoMemoryAccess):
-                for offset in offsets:
-                    addresses = [pointer + offset for pointer in found]
-                    pages.fetch(addresses)
-                    found = [read_u64(pages, address) or 0 for address in addresses]
-                pages.fetch(found)
+                pages.fetch(slots)
+                states = [read_u64(pages, slot) or 0 for slot in slots]
+                fetch_leaf_frames(pages, process.loaded.layout, states)
 
     def of_thread(self, image: ProcessImage, thread_pointer: int) -> ThreadPython | None:
         """Walks the Python frames of a thread that is asleep, None if it has none.
@@ -242,150 +208,63 @@ class PythonProcesses:
         process = self.by_image.get(image.index)
         if process is None or process.state_slot is None:
             return None
-        memory, loaded = self._pages.get(image.index), process.loaded
-        if memory is None:
+        pages, loaded = self._pages.get(image.index), process.loaded
+        if pages is None:
             return None
         try:
-            state = read_u64(memory, thread_pointer + process.state_slot)
+            state = read_u64(pages, thread_pointer + process.state_slot)
             if not state:
                 return None
-            walked = walk(memory, loaded.layout, state)
-            interpreter = read_u64(memory, state + loaded.layout.thread_interpreter) or 0
-            holder = gil_holder(memory, loaded.layout, loaded.runtime_address, interpreter)
-            holds = is_held_by(memory, loaded.layout, holder, state)
+            interpreter = read_u64(pages, state + loaded.layout.thread_interpreter) or 0
+            holder = gil_holder(pages, loaded.layout, loaded.runtime_address, interpreter)
+            found = walk_thread(pages, pages, loaded.layout, state, holder)
         except NoMemoryAccess:
             return None
-        for frame in walked.frames:
-            self._tell(process, frame.code_address, frame.position, self._checked)
-        gil = abi.PythonGil.UNKNOWN
-        if holds is not None:
-            gil = abi.PythonGil.HELD if holds else abi.PythonGil.NOT_HELD
-        is_whole = walked.end is WalkEnd.COMPLETE
-        return ThreadPython(walked.frames, is_whole, gil)
+        self._facts.name(process.code, found.frames)  # it may be gone when windows are told of it
+        return found
 
     def take_chains(self) -> None:
         """Empties the kernel's store of Python frames, and reads what they are called."""
-        checked: dict[tuple[int, int], Code | None] = {}
+        self._facts.begin_round()
         for keys, records in self._programs.python_chains.chunks(take=True):
             fresh = np.array([key not in self._chains for key in keys.tolist()], bool)
-            self._read_codes(records[fresh], checked)
+            self._read_codes(records[fresh])
             for key, record in zip(keys[fresh].tolist(), records[fresh], strict=True):
-                self._take_chain(key, record, checked)
-        self._tell_codes()
+                self._take_chain(key, record)
+        self._facts.flush()
 
-    def _read_codes(
-        self, records: npt.NDArray[np.void], checked: dict[tuple[int, int], Code | None]
-    ) -> None:
+    def _read_codes(self, records: npt.NDArray[np.void]) -> None:
         """Reads the code objects of chains, those of each process together."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
         for record in records:
-            process = self._process(record)
+            process = self.by_image.get(self._image(record).index)
             if process is not None:
                 codes = record["frames"]["code"][: int(record["depth"])].tolist()
                 wanted[process.image.index].update(codes)
         for index, found in wanted.items():
-            process = self.by_image[index]
-            addresses = [code for code in found if code and (index, code) not in checked]
-            try:
-                codes = process.reader.read_many(addresses)
-            except NoMemoryAccess:
-                process.has_exited = True
-                continue
-            checked.update(zip(((index, code) for code in addresses), codes, strict=True))
+            self._facts.read(self.by_image[index].code, found)
 
-    def _process(self, record: np.void) -> PythonProcess | None:
-        image = self._table.image(int(record["tgid"]), int(record["image"]))
-        return self.by_image.get(image.index)
+    def _image(self, record: np.void) -> ProcessImage:
+        return self._table.image(int(record["tgid"]), int(record["image"]))
 
     def keep(self, chain: int, image: ProcessImage, python: ThreadPython) -> None:
         """Tells windows the Python frames of a stack that the host half walked, under an id."""
-        end = abi.PythonEnd.COMPLETE if python.is_whole else abi.PythonEnd.UNREADABLE
-        self._tell_chain(chain, image, python.frames, end)
-        self._tell_codes()
+        self._facts.tell_chain(chain, image.index, python.frames, python.end)
+        self._facts.flush()
 
-    def _tell_chain(
-        self, chain: int, image: ProcessImage, frames: Sequence[PythonFrame], end: int
-    ) -> None:
-        row = (chain, image.index, 0, len(frames), end)
-        parts = [(frame.code_address, frame.position, frame.ends_run) for frame in frames]
-        self._window.define(
-            "chains", rows_of("chains", row), np.array(parts, COLUMNS["chain_frames"].dtype)
-        )
-
-    def _tell_codes(self) -> None:
-        """Tells windows what was read of code objects since the last time."""
-        for column, rows in self._told.items():
-            if rows:
-                self._window.define(column, np.array(list(rows), COLUMNS[column].dtype))
-                rows.clear()
-
-    def _take_chain(
-        self, chain: int, record: np.void, checked: dict[tuple[int, int], Code | None]
-    ) -> None:
+    def _take_chain(self, chain: int, record: np.void) -> None:
         self._chains[chain] = None
         if len(self._chains) > _KEPT_CHAINS:
             self._chains.popitem(last=False)
-        image = self._table.image(int(record["tgid"]), int(record["image"]))
+        image, end = self._image(record), abi.PythonEnd(int(record["end"]))
         process = self.by_image.get(image.index)
-        end = abi.PythonEnd(int(record["end"]))
         if end is not abi.PythonEnd.COMPLETE:
             self.losses[_END_LOSSES[end]] += 1
-        frames = []
-        for code, position, ends_run in record["frames"][: int(record["depth"])].tolist():
-            frames.append(PythonFrame(code, position, bool(ends_run)))
-            self._tell(process, code, position, checked)
-        self._tell_chain(chain, image, frames, int(record["end"]))
-
-    def _tell(
-        self,
-        process: PythonProcess | None,
-        address: int,
-        position: int,
-        checked: dict[tuple[int, int], Code | None],
-    ) -> None:
-        """Tells windows what a frame is called; one that nobody tells of is unreadable."""
-        if process is None or not address:
-            return
-        image = process.image.index
-        found = self._source(process, address, position, checked)
-        objects, lines = self._told["code_objects"], self._told["code_lines"]
-        if found is None:
-            objects[image, address, 0, 0, 0] = None
-            return
-        (source, first_line), text = found, self._window.text
-        objects[image, address, text(source.name), text(source.file), first_line] = None
-        lines[image, address, position, max(source.line, 0)] = None
-
-    def _source(
-        self,
-        process: PythonProcess,
-        address: int,
-        position: int,
-        checked: dict[tuple[int, int], Code | None],
-    ) -> tuple[SourceFrame, int] | None:
-        """Returns what a frame is called, and its function's first line; None for no frame."""
-        key = (process.image.index, address)
-        if key not in checked and not process.has_exited:
-            try:
-                checked[key] = process.reader.read(address)
-            except NoMemoryAccess:
-                process.has_exited = True
-        if key not in checked:
-            self.losses[LossKind.PYTHON_EXITED] += 1
-            return _GONE, 0
-        code = checked[key]
-        if code is None:
-            return _UNREADABLE, 0
-        if code.name == code.filename == _CLEANUP_NAME:
-            return None
-        known = process.lines.get((id(code), position))
-        if known is None:
-            line = process.reader.line(code, position)
-            source = SourceFrame(code.qualname, clean_name(code.filename), line, False)
-            known = process.lines[(id(code), position)] = (code, source)
-            if len(process.lines) > _KEPT_LINES:
-                process.lines.popitem(last=False)
-        return known[1], max(code.first_line, 0)
+        rows = record["frames"][: int(record["depth"])].tolist()
+        frames = [PythonFrame(code, position, bool(ends)) for code, position, ends in rows]
+        if process is not None:  # else they are unreadable
+            self._facts.name(process.code, frames)
+        self._facts.tell_chain(chain, image.index, frames, end)
 
     def _refuse(self, binary: int, why: str) -> None:
         self._blame(binary, LossKind.PYTHON_UNSUPPORTED, why)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
+from aiflame.agent.devices.timed import TimedProcesses
 from aiflame.agent.elf.headers import HEADERS
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
@@ -39,13 +40,13 @@ from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
+from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
-from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
@@ -191,14 +192,16 @@ class Recorder:
         self.kernels = KernelTable(window)
         self.calls = ApiCalls(programs, table, self.images, self.kernels, window)
         parts.callback(self.calls.close)
+        timed = TimedProcesses(programs, self.cpu_count)
         self.events = Events(
             self._ring,
             table,
             self.samples,
             self.thread_times,
-            (self.tables, self.pythons),
+            (self.tables, self.pythons, timed),
             self.calls,
             self._follow_mappings,
+            self._take_sample,
         )
         self.devices = Devices(
             families,
@@ -209,6 +212,7 @@ class Recorder:
             options.period_ns,
             self.facts.tell_binary,
             self._ring.watch,
+            timed.add,
         )
         self.stacks = Stacks(window, table, self.calls, [self.devices])
         self._ended = Ended(
@@ -289,10 +293,14 @@ class Recorder:
             self._look(image)
 
     def _look(self, image: ProcessImage) -> None:
+        self.devices.look(image)
         if self._options.calls:
             self.calls.look(image)
         if self._options.user_stacks:
             self.pythons.look(image)
+
+    def _take_sample(self, stack: int, tid: int, ns: int) -> None:
+        self.devices.take_sample(stack, tid, ns, self.stacks.has_come)
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""

@@ -27,12 +27,13 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.kernel_frames import KernelFrame, kernel_addresses, kernel_frames
+from aiflame.agent.processes.python_threads import ThreadPython
 from aiflame.agent.processes.snapshots import PIECE_BYTES, Snapshot, Snapshots
 from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.processes.unwind_tables import UnwindTables
-from aiflame.agent.recording.pythons import PythonProcesses, ThreadPython
+from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.stacks import MADE_STACKS, MadeStack, Stacks
 
 _MADE_STACK_BASE = MADE_STACKS << 32

@@ -32,7 +32,6 @@ from aiflame.agent.model.window import (
     Rows,
     Window,
     added_up,
-    join_runs,
     lengths,
     newest,
 )
@@ -48,7 +47,7 @@ _EVENTS = tuple(name for name, c in COLUMNS.items() if not c.key and name not in
 # Facts that no row refers to: they come with their process, those of Python code with the chains
 # that have it.
 _OF_CODE = ("code_objects", "code_lines")
-_OF_PROCESSES = ("mappings", *_OF_CODE, "jit_symbols")
+_OF_PROCESSES = ("mappings", *_OF_CODE)
 # Of Python code: beyond, what no chain has that is kept is dropped.
 _MOST_CODE_ROWS = 1 << 15
 # Texts beyond what was left when they were last gone through.
@@ -223,7 +222,6 @@ class WindowBuilder:
             name: self._bounded_measures(name) for name in _MEASURES if name != "losses"
         }
         columns |= {name: _joined(self._open[name], COLUMNS[name].dtype) for name in _EVENTS}
-        columns["launches"] = join_runs(columns["launches"], columns["queue_waits"])
         self._bound_stacks(columns)
         self._add_stacks(columns)
         self._add_facts(columns, changed)

@@ -177,5 +177,5 @@ class _Labels:
             yield label(self._strings, "off_cpu_class", text=SampleClass(klass).label)
         if cause >= 0:
             yield label(self._strings, "off_cpu_cause", text=CAUSES[cause])
-        if gil != GilState.NONE:
+        if gil != GilState.NO_PYTHON:
             yield label(self._strings, "gil", text=GilState(gil).name.lower())

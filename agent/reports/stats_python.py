@@ -16,7 +16,7 @@ _STATE_HEADINGS = {
     GilState.WAITING: ">waiting",
     GilState.RELEASED: ">released",
     GilState.UNKNOWN: ">unknown",
-    GilState.NONE: ">no Python",
+    GilState.NO_PYTHON: ">no Python",
 }
 
 
@@ -40,7 +40,7 @@ def python_tables(
             _top(profile, view, limit, found, line, "line"),
             _top(profile, view, limit, found, function << 32, "function"),
         ]
-    if bool((profile.stacks.gil != GilState.NONE).any()):
+    if bool((profile.stacks.gil != GilState.NO_PYTHON).any()):
         tables.append(_gil(profile, limit))
     return tables
 
@@ -82,7 +82,7 @@ def _gil(profile: Profile, limit: int) -> Table:
     ns = np.zeros((len(profile.threads), len(GilState)), dtype=np.uint64)
     state = profile.stacks.gil[profile.samples["stack"]]
     np.add.at(ns, (profile.samples["thread"], state), profile.samples["ns"])
-    ran = np.flatnonzero(np.delete(ns, GilState.NONE, axis=1).any(axis=1)).tolist()
+    ran = np.flatnonzero(np.delete(ns, GilState.NO_PYTHON, axis=1).any(axis=1)).tolist()
     states = [s for s in _STATE_HEADINGS if s is not GilState.UNKNOWN or ns[:, s].any()]
     ran.sort(key=lambda i: (*(-int(ns[i, s]) for s in states), profile.threads[i].tid, i))
     rows = []

@@ -9,16 +9,18 @@ capture, in the second in which it ended (see `capture.spans`, which spreads it 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.gpu import Direction
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import NO_STACK, NO_TIME, NONE, Rows, Timing, Window
 from aiflame.agent.sinks.index import Index
+from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.symbolize.mapped import laid_over
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, NamedStack, UnnamedStack
@@ -71,6 +73,7 @@ class CaptureSink:
         self._rows = Index()  # of stacks by id, and by -1 - process for want of one
         self._lost: set[int] = set()
         self._mapped: OrderedDict[int, int] = OrderedDict()
+        self._launch_order = LaunchOrder()
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
 
@@ -105,6 +108,8 @@ class CaptureSink:
         ]
         self._open_ns.clear()
         self._writer.put("samples", rows)
+        for launches, ended_ns in self._launch_order.finish():
+            self._put_launches(launches, ended_ns)
 
     @property
     def lost_stacks(self) -> int:
@@ -208,9 +213,9 @@ class CaptureSink:
             named = self._namer.name(window, stacks)
         rows = []
         for (row, stack), found in zip(new, named, strict=True):
-            end, frames, gil = (stack.stop_reason, None, 0) if found is None else found
+            end = stack.stop_reason if found is None else found.stop_reason
             raw = (stack.process, stack.kernel_depth, end, stack.addresses)
-            rows.append((row, *raw, frames, gil))
+            rows.append((row, *raw, *((None, 0) if found is None else (found.frames, found.gil))))
         self._writer.put("stacks", rows)
 
     def _row_of(self, stack: int, process: int) -> int:
@@ -270,13 +275,15 @@ class CaptureSink:
             row = self._row_of(stack, process_of[thread])
             size = self._bounded("bytes", size_bytes)
             calls.append((interval, row, thread, function, None, direction, count, 0, size))
-        fields = ["function", "thread", "stack", "kernel", "count", "work"]
-        for function, thread, stack, kernel, count, work in window.launches[fields].tolist():
+        for launch in _launches_added_up(window.launches):
+            function, thread, stack, kernel, count, work = launch
             row = self._row_of(stack, process_of[thread])
             items = self._bounded("work", work)
             unknown = int(Direction.UNKNOWN)
             calls.append((interval, row, thread, function, kernel, unknown, count, items, 0))
         writer.put("api_calls", calls)
+        for rows, ended_ns in self._launch_order.put(window):
+            self._put_launches(rows, ended_ns)
         events = []
         for start_ns, stack, thread, function, kernel, *rest in window.call_events.tolist():
             direction, queue, *axes, size_bytes = rest
@@ -289,6 +296,26 @@ class CaptureSink:
                 )
             )
         writer.put("api_events", events)
+
+    def _put_launches(self, launches: Rows, ended_ns: npt.NDArray[np.int64]) -> None:
+        fields = ["stack", "process", "thread", "function", "kernel", "queue"]
+        times = ["enqueued_ns", "last_enqueued_ns"]
+        rows = []
+        for what, between, sums, end_ns in zip(
+            launches[fields].tolist(),
+            launches[times].tolist(),
+            launches[["count", "work"]].tolist(),
+            ended_ns.tolist(),
+            strict=True,
+        ):
+            stack, process, thread, function, kernel, queue = what
+            row = self._row_of(stack, process)
+            until_ns = None if end_ns == NO_TIME else self._time(end_ns)
+            who = (row, thread, function, kernel, min(queue, MAX_INTEGER))
+            count, work = sums
+            work = min(work, MAX_INTEGER)
+            rows.append((*who, *map(self._time, between), until_ns, count, work))
+        self._writer.put("launches", rows)
 
     def _bounded(self, name: str, size: int) -> int:
         """Returns a sum of sizes, less where all together would be more than can be added up."""
@@ -319,16 +346,32 @@ class CaptureSink:
         )
         rows = []
         for sample in window.device_samples.tolist():
-            device, code, offset, reason, launch_id, timing, begin_ns, _, count = sample
-            at = interval if timing == Timing.NONE else self._time(begin_ns) // _INTERVAL_NS
-            rows.append((at, device, code, offset, reason, launch_id, count))
+            device, code, offset, reason, launch_id, timing, begin_ns, end_ns, count = sample
+            if timing == Timing.NONE:
+                begin_ns, end_ns = window.start_ns, window.end_ns
+            times = (self._time(begin_ns), self._time(end_ns))
+            at = interval if timing == Timing.NONE else times[0] // _INTERVAL_NS
+            rows.append((at, device, code, offset, reason, launch_id, *times, count))
         writer.put("device_samples", rows)
-        times = []
+        kernel_times = []
         for time in window.kernel_times.tolist():
             device, kernel, queue, launch_id, begin_ns, end_ns, count, duration_ns = time
             what = (device, kernel, min(queue, MAX_INTEGER), launch_id)
-            times.append((*what, self._time(begin_ns), self._time(end_ns), count, duration_ns))
-        writer.put("kernel_times", times)
+            kernel_times.append(
+                (*what, self._time(begin_ns), self._time(end_ns), count, duration_ns)
+            )
+        writer.put("kernel_times", kernel_times)
+
+
+def _launches_added_up(launches: Rows) -> Iterator[tuple[int, ...]]:
+    """Yields (function, thread, stack, kernel, count, work) of a window's launches."""
+    fields = ["function", "thread", "stack", "kernel"]
+    keys, which = np.unique(launches[fields], return_inverse=True)
+    counts, work = np.zeros((2, len(keys)), np.uint64)
+    np.add.at(counts, which, launches["count"])
+    np.add.at(work, which, launches["work"])
+    for key, *sums in zip(keys.tolist(), counts.tolist(), work.tolist(), strict=True):
+        yield (*key, *sums)
 
 
 def _sound(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from aiflame.agent.capture.writer import DiskFull
 from aiflame.agent.inspector.rootfs import reopen_regular
 from aiflame.agent.model.window import Window
-from aiflame.agent.sinks.segments import FollowedWindows, RecordedWindows, newest
+from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
 from aiflame.agent.symbols.service import SymbolService
@@ -36,6 +36,7 @@ def main(folder: Path, database: Path) -> None:
     files = GivenFiles()
     with SymbolService(cache_dir()) as service:
         capture = WrittenCapture(database, Naming(files, service))
+        jit_symbols = JitSymbolSink(folder)
         following = FollowedWindows(folder)
         disk_full = ""
         for message in _messages(channel, files):
@@ -51,6 +52,9 @@ def main(folder: Path, database: Path) -> None:
                     capture.put(window, following.facts)
                 except DiskFull as error:
                     disk_full = str(error)
+                else:
+                    jit_symbols.put(window, capture.jit_symbols)
+        jit_symbols.close()
         report = capture.finish(disk_full)
         channel.sendall(report.message())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -17,9 +17,11 @@ from typing import BinaryIO
 from aiflame.agent.capture.segment import MAGIC, BadSegment, SegmentReader, SegmentWriter
 from aiflame.agent.capture.writer import DiskFull
 from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.jit_symbols import jit_window, with_jit_symbols
 
 _NAME = "segment-{:06}.windows"
 _ALL = "segment-*.windows"
+_JIT_NAME, _ALL_JIT = "jit-{:06}.windows", "jit-*.windows"
 _SEGMENT_NS = 60_000_000_000
 # What a segment's writer and readers know of it: 20 MB. A host that starts hundreds of processes a
 # second brings as much in some seconds.
@@ -34,15 +36,23 @@ class SegmentSink:
         facts: Of the whole recording.
         keep_ns: How much of the newest is kept, None for all: a segment is removed once all that it
             holds is older.
+        name: Of the files, with a number in it.
+        first: The number of the first.
     """
 
     def __init__(
-        self, folder: Path, facts: Mapping[str, str | int], keep_ns: int | None = None
+        self,
+        folder: Path,
+        facts: Mapping[str, str | int],
+        keep_ns: int | None = None,
+        name: str = _NAME,
+        first: int = 0,
     ) -> None:
         self._folder = folder
         self._facts = dict(facts)
         self._keep_ns = keep_ns
-        self._count = 0
+        self._name = name
+        self._count = first
         self._descriptor: int | None = None
         self._writer: SegmentWriter | None = None
         self._begun_ns = 0
@@ -70,7 +80,7 @@ class SegmentSink:
 
     def _begin(self, window: Window) -> SegmentWriter:
         self.close()
-        path = self._folder / _NAME.format(self._count)
+        path = self._folder / self._name.format(self._count)
         self._count += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
@@ -93,6 +103,33 @@ class SegmentSink:
         self._descriptor = self._writer = None
 
 
+class JitSymbolSink:
+    """Keeps names of generated code beside segments, for a capture that is made of these later.
+
+    Args:
+        folder: Of the segments.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        first = len([*folder.glob(_ALL_JIT)])  # the capture may be written for the second time
+        self._segments = SegmentSink(folder, {}, name=_JIT_NAME, first=first)
+
+    def put(self, window: Window, symbols: Mapping[tuple[int, int], str]) -> None:
+        """Keeps names; where the disk is full, they are in the capture alone.
+
+        Args:
+            window: Whose stacks they are in.
+            symbols: By process and address.
+        """
+        if symbols:
+            with suppress(DiskFull):
+                self._segments.put(jit_window(window, symbols))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._segments.close()
+
+
 class RecordedWindows:
     """The windows of a folder of segments, or of one segment, oldest first.
 
@@ -108,7 +145,9 @@ class RecordedWindows:
     """
 
     def __init__(self, path: Path) -> None:
-        self._paths = sorted(path.glob(_ALL)) if path.is_dir() else [path]
+        folder = path if path.is_dir() else None
+        self._paths = [path] if folder is None else sorted(folder.glob(_ALL))
+        self._jit_paths = [] if folder is None else sorted(folder.glob(_ALL_JIT))
         self.facts: dict[str, str | int] = {}
         self.damage: list[str] = []
         if not self._paths:
@@ -117,7 +156,10 @@ class RecordedWindows:
             self.facts = SegmentReader(file).facts
 
     def __iter__(self) -> Iterator[Window]:
-        for path in self._paths:
+        return with_jit_symbols(self._windows(self._paths), self._windows(self._jit_paths))
+
+    def _windows(self, paths: Sequence[Path]) -> Iterator[Window]:
+        for path in paths:
             with suppress(FileNotFoundError), path.open("rb") as file:
                 reader = SegmentReader(file)
                 yield from reader

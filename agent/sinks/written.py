@@ -65,6 +65,11 @@ class WrittenCapture:
         self._writer.commit()
         self._has_windows = True
 
+    @property
+    def jit_symbols(self) -> Mapping[tuple[int, int], str]:
+        """What perf maps said of stacks of the last window, by process and address."""
+        return {} if self._namer is None else self._namer.jit_symbols
+
     def finish(self, disk_full: str = "") -> Report:
         """Ends it; returns what there is to say of it.
 

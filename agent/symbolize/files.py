@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ class OpenFile(NamedTuple):
 
     Attributes:
         fd: None where it could not be opened.
-        root: Openable path of a root directory in which its debug files may lie, or "".
+        root: Openable path of a root directory in which its debug files may be, or "".
     """
 
     fd: int | None
@@ -25,7 +26,7 @@ class OpenFile(NamedTuple):
 
 
 class JitProcess(NamedTuple):
-    """A process that makes code: where its perf map lies, and to whom it belongs."""
+    """A process that makes code: under which root its perf map is, and to whom it belongs."""
 
     root: str
     uid: int
@@ -41,7 +42,7 @@ class Files(Protocol):
         """Returns a mapped file; its descriptor stays this object's."""
 
     def jit_process(self, process: int) -> JitProcess | None:
-        """Returns where the perf map of a process lies, None where that is not known."""
+        """Returns where the perf map of a process is, None where that is not known."""
 
 
 class GivenFiles:
@@ -53,16 +54,12 @@ class GivenFiles:
 
     def add(self, binary: int, file: OpenFile) -> None:
         """Takes a file over."""
-        before = self._files.get(binary)
-        if before is not None and before.fd is not None:
-            os.close(before.fd)
+        self.forget(binary)
         self._files[binary] = file
 
     def forget(self, binary: int) -> None:
         """Closes a file that nobody maps any more."""
-        file = self._files.pop(binary, NO_FILE)
-        if file.fd is not None:
-            os.close(file.fd)
+        _close([self._files.pop(binary, NO_FILE)])
 
     def add_process(self, process: int, jit: JitProcess) -> None:
         """Takes note of a process that makes code."""
@@ -82,9 +79,7 @@ class GivenFiles:
 
     def close(self) -> None:
         """Closes every file."""
-        for file in self._files.values():
-            if file.fd is not None:
-                os.close(file.fd)
+        _close(self._files.values())
         self._files.clear()
 
 
@@ -107,10 +102,14 @@ class FoundFiles:
 
     def close(self) -> None:
         """Closes every file."""
-        for file in self._files.values():
-            if file.fd is not None:
-                os.close(file.fd)
+        _close(self._files.values())
         self._files.clear()
+
+
+def _close(files: Iterable[OpenFile]) -> None:
+    for file in files:
+        if file.fd is not None:
+            os.close(file.fd)
 
 
 def _open_same(path: str, build_id: str) -> int | None:

@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.window import COLUMNS, Rows
+from aiflame.agent.symbols.intervals import Disjoint, find
 from intervaltree import IntervalTree
 
 U64 = npt.NDArray[np.uint64]
@@ -20,7 +21,7 @@ class MappedProcess:
     """The mappings of one process.
 
     Args:
-        rows: MAPPING_DTYPE, the newest last: newer ones lie over older ones.
+        rows: MAPPING_DTYPE, the newest last: newer ones replace older ones where they overlap.
 
     Attributes:
         rows: MAPPING_DTYPE, disjoint and in address order.
@@ -30,14 +31,12 @@ class MappedProcess:
         laid = laid_over(rows)
         self.rows: Rows = np.zeros(len(laid), COLUMNS["mappings"].dtype)
         self.rows[_FIELDS] = np.array(laid, self.rows[_FIELDS].dtype)
+        starts, ends = self.rows["start"].copy(), self.rows["end"].copy()
+        self._ranges = Disjoint(starts, ends, np.arange(len(laid)))
 
     def find(self, addresses: U64) -> I64:
         """Returns for each address the index of its mapping in `rows`, -1 for none."""
-        if not len(self.rows):
-            return np.full(len(addresses), -1, np.int64)
-        at = np.searchsorted(self.rows["start"], addresses, side="right").astype(np.int64) - 1
-        inside = (at >= 0) & (addresses < self.rows["end"][np.maximum(at, 0)])
-        return np.where(inside, at, -1)
+        return find(self._ranges, addresses)
 
 
 def laid_over(rows: Rows) -> list[tuple[int, int, int, int, int]]:

@@ -4,8 +4,8 @@
 Pure but for caches: all that is known of processes comes from the window itself, so that a
 recording is named while it goes on, after it was killed, or on another day, by one and the same
 code. User-space names come from the symbol service, a child process, kernel names from kallsyms,
-code in anonymous memory from the target's perf-PID.map. Stacks are then cut where a frame-pointer
-walk went astray, and judged.
+code in anonymous memory from the target's perf-PID.map. Stacks are then truncated where a walk by
+frame pointers left the code of the process, and it is told which ones are complete.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.model.window import NONE, Rows, Window
+from aiflame.agent.python.codes import UNREADABLE_FRAME
 from aiflame.agent.python.interpreter import Interpreter, may_hold_interpreter
 from aiflame.agent.python.questions import interpreter_in
 from aiflame.agent.python.splice import Role, role_of
@@ -33,7 +34,6 @@ from aiflame.agent.symbolize.files import Files
 from aiflame.agent.symbolize.mapped import MappedProcess
 from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.symbolize.splicing import (
-    UNREADABLE_SOURCE,
     MappedInterpreter,
     NativeFrame,
     PythonChain,
@@ -76,7 +76,7 @@ class Location:
 
 
 # Stands for one that is not named yet.
-_NOWHERE = Location()
+_UNNAMED = Location()
 
 
 class Namer:
@@ -90,6 +90,8 @@ class Namer:
 
     Attributes:
         losses: What could not be named.
+        jit_symbols: What perf maps said of addresses of the stacks that were named last, by process
+            and address.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Namer:
         self._interpreters: Cache[int, Interpreter | None] = Cache(_KEPT_FILES)
         self._processes: Cache[tuple[int, bytes], MappedProcess] = Cache(_KEPT_PROCESSES)
         self._losses: Counter[LossKind] = Counter()
+        self.jit_symbols: dict[tuple[int, int], str] = {}
 
     @property
     def losses(self) -> Counter[LossKind]:
@@ -128,6 +131,7 @@ class Namer:
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order."""
+        self.jit_symbols = {}
         if not stacks:
             return []
         facts = _Facts(window, self._mapped)
@@ -138,7 +142,8 @@ class Namer:
         raw = RawStacks.of_rows(rows)
         locations = self._located(raw, facts)
         kept = raw.kept_lengths(np.array([location.is_mapped for location in locations], bool))
-        ends = raw.judged_ends(kept, np.array([location.is_start for location in locations], bool))
+        is_start = np.array([location.is_start for location in locations], bool)
+        stop_reasons = raw.final_stop_reasons(kept, is_start).tolist()
         sizes = np.array([len(location.chain) for location in locations], np.int64)
         chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         chains = np.array([frame for location in locations for frame in location.chain], np.int64)
@@ -146,11 +151,11 @@ class Namer:
             np.array([location.is_tracing for location in locations], bool),
             np.array([stack.is_from_switch for stack in stacks], bool),
         )
-        blobs = raw.frame_blobs(first, kept, chain_starts, chains)
+        frames = raw.frame_ids(first, kept, chain_starts, chains)
         natives = _Natives(raw, locations)
         found = []
-        for at, (stack, end, blob) in enumerate(zip(stacks, ends.tolist(), blobs, strict=True)):
-            named = NamedStack(end, blob, 0)
+        for at, stack in enumerate(stacks):
+            named = NamedStack(stop_reasons[at], frames[at], 0)
             if stack.chain or stack.gil:
                 positions = range(int(first[at]), int(kept[at]))
                 start = int(raw.starts[at])
@@ -180,18 +185,17 @@ class Namer:
         if interpreter is None:
             return named
         natives = [known.get(index, interpreter) for index in inside]
-        chain, frames = facts.chain(stack.chain), named.frames
+        chain = facts.chain(stack.chain)
         if chain is not None:
             is_rooted = named.stop_reason in COMPLETE_REASONS
-            found = self._splicer.splice(natives, chain, is_rooted)
-            frames = np.array(found[::-1], "<u4").tobytes()
+            found, match = self._splicer.splice(natives, chain, is_rooted)
+            named = named._replace(frames=np.array(found[::-1], "<u4").tobytes(), match=match)
         has_python = chain is not None and any(chain.sources)
-        gil = self._splicer.gil(natives, stack.gil, has_python)
-        return NamedStack(named.stop_reason, frames, int(gil))
+        return named._replace(gil=int(self._splicer.gil(natives, stack.gil, has_python)))
 
     def _located(self, raw: RawStacks, facts: _Facts) -> list[Location]:
         """Names each distinct address."""
-        locations = [_NOWHERE] * len(raw.addresses)
+        locations = [_UNNAMED] * len(raw.addresses)
         in_binaries: dict[int, list[tuple[int, int]]] = {}
         for owner in np.unique(raw.owners).tolist():
             indexes = np.flatnonzero(raw.owners == owner)
@@ -263,25 +267,31 @@ class Namer:
                 continue
             own = (address - int(mapping["bias"])) % (1 << 64)
             in_binaries.setdefault(int(mapping["binary"]), []).append((own, index))
-            locations.append(_NOWHERE)
+            locations.append(_UNNAMED)
         return locations
 
     def _jit_names(
         self, facts: _Facts, process: int, addresses: U64, mapped: MappedProcess, found: I64
     ) -> list[str | None]:
-        """Names code that a runtime made, by the perf-PID.map where it wrote one."""
+        """Names code that a runtime made, by the perf-PID.map where it wrote one.
+
+        Else by what the window has of it: the process and its map may be gone.
+        """
         names: list[str | None] = [None] * len(addresses)
         if not len(mapped.rows):
             return names
         of_runtime = np.flatnonzero((found >= 0) & (mapped.rows["binary"][found] == NONE))
-        if len(of_runtime):
-            jit = self._files.jit_process(process)
-            if jit is not None:
-                pid = facts.namespaced_pid(process)
-                wanted = addresses[of_runtime]
-                known = self._service.resolve_generated(jit.root, pid, jit.uid, wanted)
-                for at, name in zip(of_runtime.tolist(), known, strict=True):
-                    names[at] = name
+        if not len(of_runtime):
+            return names
+        wanted, jit = addresses[of_runtime], self._files.jit_process(process)
+        read: list[str | None] = [None] * len(wanted)
+        if jit is not None:
+            pid = facts.namespaced_pid(process)
+            read = self._service.resolve_generated(jit.root, pid, jit.uid, wanted)
+        for at, address, name in zip(of_runtime.tolist(), wanted.tolist(), read, strict=True):
+            if name is not None:
+                self.jit_symbols[process, address] = name
+            names[at] = name or facts.jit_symbol(process, address)
         return names
 
     def _generated(self, name: str | None, address: int) -> Location:
@@ -407,6 +417,14 @@ class _Facts:
         self._lines: dict[tuple[int, int, int], int] = {}
         self._sources: dict[tuple[int, int, int], SourceFrame | None] = {}
         self._interpreters: dict[int, MappedInterpreter | None] = {}
+        self._jit_symbols = {
+            (process, address): texts[name]
+            for process, address, name in window.jit_symbols.tolist()
+        }
+
+    def jit_symbol(self, process: int, address: int) -> str | None:
+        """Returns what an address of generated code is called, None where that is not known."""
+        return self._jit_symbols.get((process, address))
 
     def interpreter(
         self, process: int, find: Callable[[_Facts, int], MappedInterpreter | None]
@@ -461,7 +479,7 @@ class _Facts:
         self._read_codes()
         names = self._codes.get((process, frame.code_address))
         if names is None:
-            return UNREADABLE_SOURCE
+            return UNREADABLE_FRAME
         line = self._lines.get((process, frame.code_address, frame.position), 0)
         return SourceFrame(*names, line, False) if names[0] else None
 
@@ -485,7 +503,7 @@ class _Natives:
 
     def __init__(self, stacks: RawStacks, locations: list[Location]) -> None:
         self._stacks = stacks
-        self._places = locations
+        self._locations = locations
         self._known: dict[tuple[int, int], NativeFrame] = {}
 
     def get(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
@@ -497,7 +515,7 @@ class _Natives:
         return known
 
     def _make(self, index: int, interpreter: MappedInterpreter) -> NativeFrame:
-        location = self._places[index]
+        location = self._locations[index]
         is_kernel = int(self._stacks.owners[index]) == KERNEL_OWNER
         in_interpreter = location.binary == interpreter.binary
         is_eval = not is_kernel and interpreter.loaded.is_eval(int(self._stacks.addresses[index]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All stacks of a recording as flat arrays, and the pure steps between addresses and frames.
+"""The stacks of a window as flat arrays, and the pure steps between addresses and frames.
 
 Every address becomes (owner, address to look up): the owner is a process image or the kernel, and
 callers are looked up one byte before their return address, so that a call at a function's very
@@ -30,7 +30,7 @@ class RawStacks:
         ids: Row ids, shape (n,).
         starts: First address of each stack, shape (n + 1,).
         kernel_depths: How many of them are the kernel's, shape (n,).
-        ends: StopReason of each, shape (n,).
+        stop_reasons: StopReason of each, shape (n,).
         positions: Distance from the leaf, shape (m,).
         location: Index of each address among the distinct locations, shape (m,).
         owners: Process image or KERNEL_OWNER of each location, shape (u,).
@@ -40,7 +40,7 @@ class RawStacks:
     ids: I64
     starts: I64
     kernel_depths: I64
-    ends: npt.NDArray[np.uint8]
+    stop_reasons: npt.NDArray[np.uint8]
     positions: I64
     location: I64
     owners: npt.NDArray[np.uint32]
@@ -48,7 +48,7 @@ class RawStacks:
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[int, int, int, int, bytes]]) -> RawStacks:
-        """Makes the arrays from (id, process, kernel depth, end, addresses) rows."""
+        """Makes the arrays from (id, process, kernel depth, stop reason, addresses) rows."""
         lengths = np.array([len(row[4]) // 8 for row in rows], np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         raw = np.frombuffer(b"".join(row[4] for row in rows), "<u8").astype(np.uint64)
@@ -68,7 +68,7 @@ class RawStacks:
             ids=np.array([row[0] for row in rows], np.int64),
             starts=starts,
             kernel_depths=kernel_depths,
-            ends=np.array([row[3] for row in rows], np.uint8),
+            stop_reasons=np.array([row[3] for row in rows], np.uint8),
             positions=positions,
             location=location.astype(np.int64),
             owners=(keys >> np.uint64(32)).astype(np.uint32),
@@ -81,10 +81,11 @@ class RawStacks:
         return np.diff(self.starts)
 
     def kept_lengths(self, is_mapped: Bools) -> I64:
-        """Returns how many addresses of each stack are to be believed.
+        """Returns how many addresses of each stack are code.
 
-        A frame pointer that was a general register leads to words that are no code: the walk is
-        cut at the first caller in no executable mapping. The leaf stays, whatever it is.
+        Where a frame pointer was used as a general register, a walk follows words that are no code:
+        it is truncated at the first caller in no executable mapping. The leaf stays, whatever it
+        is.
 
         Args:
             is_mapped: For each location, shape (u,).
@@ -116,19 +117,19 @@ class RawStacks:
             first[filled] = np.minimum.reduceat(position, self.starts[:-1][filled])
         return np.where(is_from_switch, np.minimum(first, length), 0)
 
-    def judged_ends(self, kept: I64, is_thread_start: Bools) -> npt.NDArray[np.uint8]:
-        """Returns how each stack really ended.
+    def final_stop_reasons(self, kept: I64, is_thread_start: Bools) -> npt.NDArray[np.uint8]:
+        """Returns the stop reason of each stack, now that its last frame is known.
 
-        A chain of frame pointers ends in a zero or in junk where code without them takes over; it
-        is complete only if its last frame is where threads and processes start.
+        A chain of frame pointers ends at a zero or at an arbitrary word where code without them
+        begins; it is complete only if its last frame is where threads and processes start.
 
         Args:
             kept: As from `kept_lengths`.
             is_thread_start: For each location, shape (u,).
         """
-        ends = self.ends.copy()
+        found = self.stop_reasons.copy()
         by_pointer = np.isin(
-            ends,
+            found,
             [
                 StopReason.ROOTED,
                 StopReason.NO_FRAME_POINTER,
@@ -136,20 +137,19 @@ class RawStacks:
                 StopReason.NO_TABLE,
             ],
         )
-        ends[(kept < self.lengths) & (ends != StopReason.KERNEL_ONLY)] = StopReason.NO_FRAME_POINTER
+        is_cut = (kept < self.lengths) & (found != StopReason.KERNEL_ONLY)
+        found[is_cut] = StopReason.NO_FRAME_POINTER
         has_user = kept > self.kernel_depths
         last = np.where(has_user, self.starts[:-1] + kept - 1, 0)
-        is_rooted = np.zeros(len(ends), bool)
+        is_rooted = np.zeros(len(found), bool)
         if len(self.location):
             is_rooted = has_user & is_thread_start[self.location[last]]
-        ends[by_pointer & is_rooted] = StopReason.ROOTED
-        ends[ends == StopReason.ROOTED_BY_TABLE] = StopReason.ROOTED
-        ends[by_pointer & ~is_rooted & (ends == StopReason.ROOTED)] = StopReason.NO_FRAME_POINTER
-        return ends
+        found[by_pointer & is_rooted] = StopReason.ROOTED
+        found[found == StopReason.ROOTED_BY_TABLE] = StopReason.ROOTED
+        found[by_pointer & ~is_rooted & (found == StopReason.ROOTED)] = StopReason.NO_FRAME_POINTER
+        return found
 
-    def frame_blobs(
-        self, first: I64, kept: I64, chain_starts: I64, chain_frames: I64
-    ) -> list[bytes]:
+    def frame_ids(self, first: I64, kept: I64, chain_starts: I64, chain_frames: I64) -> list[bytes]:
         """Returns each stack's frame ids, root first, as little-endian u32.
 
         Args:

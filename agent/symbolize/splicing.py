@@ -13,26 +13,16 @@ from dataclasses import dataclass
 
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import FrameKind, GilState
-from aiflame.agent.python import gil as python_gil
+from aiflame.agent.python.gil import LeafFrame, gil_state
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.splice import Cuts, Match, Role, splice
 from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.stacks import FrameIds
 from aiflame.agent.symbols.frames import SourceFrame
 
-# Ways to fit that leave no doubt, or only about the leaf of the moment.
+# Ways to pair them that are certain, or uncertain at the leaf only.
 _SOUND = (Match.EXACT, Match.NO_PYTHON, Match.LEAF_RACE, Match.PYTHON_CUT, Match.NATIVE_CUT)
 _HOLDS = {abi.PythonGil.HELD: True, abi.PythonGil.NOT_HELD: False}
-_STATES = {
-    python_gil.GilState.HELD: GilState.HELD,
-    python_gil.GilState.WAITING: GilState.WAITING,
-    python_gil.GilState.RELEASED: GilState.RELEASED,
-    python_gil.GilState.NO_PYTHON: GilState.NONE,
-    python_gil.GilState.UNKNOWN: GilState.UNKNOWN,
-}
-
-
-UNREADABLE_SOURCE = SourceFrame("[unreadable Python frame]", "", 0, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +85,7 @@ class MappedInterpreter:
 
 
 class Splicer:
-    """Combines stacks, and keeps count of how well they fitted.
+    """Combines stacks, and counts how runs of Python frames and eval loops were paired.
 
     Args:
         ids: Of frames.
@@ -112,11 +102,11 @@ class Splicer:
 
     def splice(
         self, natives: Sequence[NativeFrame], chain: PythonChain, is_rooted: bool
-    ) -> list[int]:
-        """Returns the frame ids of a combined stack, leaf first."""
+    ) -> tuple[list[int], Match]:
+        """Returns the frame ids of a combined stack, leaf first, and how it was combined."""
         roles = [native.role for native in natives]
         cuts = Cuts(native=not is_rooted, python=not chain.is_whole)
-        spliced = splice(roles, chain.frames, cuts, with_hidden=True)
+        spliced = splice(roles, chain.frames, cuts)
         self.matches[spliced.match] += 1
         frames: list[int] = []
         for piece in spliced.pieces:
@@ -128,7 +118,7 @@ class Splicer:
                 frames += self._hidden(natives[piece.at])
             else:
                 frames += natives[piece.at].frames
-        return frames
+        return frames, spliced.match
 
     def _hidden(self, native: NativeFrame) -> list[int]:
         """The same frames under the kind of those that are left out."""
@@ -138,10 +128,10 @@ class Splicer:
 
     def gil(self, natives: Sequence[NativeFrame], gil: int, has_python: bool) -> GilState:
         """Returns what a thread had to do with the GIL."""
-        leaf: list[python_gil.LeafFrame] = []
+        leaf: list[LeafFrame] = []
         for native in natives:
             if native.role is Role.EVAL:
                 break
             if not native.is_kernel:
-                leaf.append(python_gil.LeafFrame(native.symbol, native.in_interpreter))
-        return _STATES[python_gil.gil_state(_HOLDS.get(abi.PythonGil(gil)), has_python, leaf)]
+                leaf.append(LeafFrame(native.symbol, native.in_interpreter))
+        return gil_state(_HOLDS.get(abi.PythonGil(gil)), has_python, leaf)

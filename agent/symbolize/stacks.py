@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.python.splice import Match
 from aiflame.agent.symbols.frames import SourceFrame
 
 # Stands in the addresses of a stack where kernel frames are missing between the kernel's and the
@@ -38,14 +39,16 @@ class NamedStack(NamedTuple):
     """What it has become.
 
     Attributes:
-        stop_reason: A StopReason, judged by the names.
+        stop_reason: A StopReason; names tell whether the last frame is a thread's first.
         frames: Ids of frames, little-endian u32, root first.
         gil: A model.profile.GilState.
+        match: How Python frames and eval loops were paired, None without Python frames.
     """
 
     stop_reason: int
     frames: bytes
     gil: int
+    match: Match | None = None
 
 
 class FrameIds(Protocol):

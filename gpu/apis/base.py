@@ -27,6 +27,15 @@ class Grid(enum.IntEnum):
     COUNTS = 5  # argument 2 points to three 32-bit numbers: groups in x, y, z
 
 
+class WaitsFor(enum.IntEnum):
+    """What has ended once a call returns. Values are shared with bpf/aiflame.h."""
+
+    NOTHING = 0  # or what cannot be told
+    QUEUE = 1  # all that was on its queue when it began
+    PROCESS = 2  # all that was on any queue of the process
+    EVENTS = 3  # (count, list of events, ...): the launches of these, and what was before each
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """Where a value is.
@@ -56,6 +65,9 @@ class Call:
         grid: Of a launch.
         direction: Of a copy, where the function's name says it.
         kind: Of a copy whose direction is an argument: which, as `Api.directions` lists it.
+        event: Of a launch: the argument that points to where its event will be.
+        waits_for: What has ended when it returns.
+        blocking: Where it is 0, the call waits for nothing after all.
     """
 
     symbol: str
@@ -66,6 +78,9 @@ class Call:
     grid: Grid = Grid.NONE
     direction: Direction = Direction.UNKNOWN
     kind: Argument | None = None
+    event: Argument | None = None
+    waits_for: WaitsFor = WaitsFor.NOTHING
+    blocking: Argument | None = None
 
 
 class HandleFrom(enum.IntEnum):

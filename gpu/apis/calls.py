@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from aiflame.agent.model.gpu import Direction, Operation
-from aiflame.gpu.apis.base import Argument, Call, Grid, HandleFrom, Naming
+from aiflame.gpu.apis.base import Argument, Call, Grid, HandleFrom, Naming, WaitsFor
 
 
 def launch(symbol: str, kernel: int, queue: Argument | int | None, grid: Grid) -> Call:
@@ -16,9 +16,22 @@ def launch(symbol: str, kernel: int, queue: Argument | int | None, grid: Grid) -
     return Call(symbol, Operation.LAUNCH, kernel=Argument(kernel), queue=at, grid=grid)
 
 
-def wait(symbol: str, queue: int | None = None) -> Call:
+def wait(symbol: str, queue: int | None = None, waits_for: WaitsFor = WaitsFor.NOTHING) -> Call:
     """Returns a call that waits for the device."""
-    return Call(symbol, Operation.SYNCHRONIZE, queue=_argument(queue))
+    return Call(symbol, Operation.SYNCHRONIZE, queue=_argument(queue), waits_for=waits_for)
+
+
+def wait_for_queue(symbol: str, queue: int) -> Call:
+    """Returns a call that waits for all that is on a queue."""
+    return wait(symbol, queue, WaitsFor.QUEUE)
+
+
+def wait_for_all(symbol: str) -> Call:
+    """Returns a call that waits for all that the process has launched.
+
+    In a process with several devices it may wait for one of them alone, whose queues are not known.
+    """
+    return wait(symbol, waits_for=WaitsFor.PROCESS)
 
 
 def allocate(symbol: str, bytes_at: int | None, queue: int | None = None) -> Call:

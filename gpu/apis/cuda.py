@@ -26,6 +26,8 @@ from aiflame.gpu.apis.calls import (
     named_by,
     same_as,
     wait,
+    wait_for_all,
+    wait_for_queue,
     with_variants,
 )
 
@@ -75,12 +77,16 @@ _LAUNCHES = (
 )
 
 _WAITS = (
-    wait("cudaDeviceSynchronize"),
+    wait_for_all("cudaDeviceSynchronize"),
     wait("cudaEventSynchronize"),
-    wait("cuCtxSynchronize"),
-    wait("cuCtxSynchronize_v2"),
+    wait_for_all("cuCtxSynchronize"),
+    wait_for_all("cuCtxSynchronize_v2"),
     wait("cuEventSynchronize"),
-    *with_variants("_ptsz", wait("cudaStreamSynchronize", 0), wait("cuStreamSynchronize", 0)),
+    *with_variants(
+        "_ptsz",
+        wait_for_queue("cudaStreamSynchronize", 0),
+        wait_for_queue("cuStreamSynchronize", 0),
+    ),
 )
 
 _MEMORY = (

@@ -20,6 +20,8 @@ from aiflame.gpu.apis.calls import (
     named_by,
     same_as,
     wait,
+    wait_for_all,
+    wait_for_queue,
     with_variants,
 )
 
@@ -64,10 +66,10 @@ _LAUNCHES = (
 )
 
 _WAITS = (
-    wait("hipDeviceSynchronize"),
+    wait_for_all("hipDeviceSynchronize"),
     wait("hipEventSynchronize"),
-    wait("hipCtxSynchronize"),
-    *with_variants("_spt", wait("hipStreamSynchronize", 0)),
+    wait_for_all("hipCtxSynchronize"),
+    *with_variants("_spt", wait_for_queue("hipStreamSynchronize", 0)),
 )
 
 _MEMORY = (

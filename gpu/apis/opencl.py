@@ -3,9 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aiflame.agent.model.gpu import Direction, Operation
-from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming
-from aiflame.gpu.apis.calls import copy
+from aiflame.gpu.apis.base import Api, Argument, Call, Grid, HandleFrom, Naming, WaitsFor
+from aiflame.gpu.apis.calls import copy, wait, wait_for_queue
+
+
+def _blocking(call: Call) -> Call:
+    """Returns a call that waits for its queue, where its third argument (cl_bool) says so.
+
+    What is on a queue that is not in order may not have ended, which nothing tells.
+    """
+    return replace(call, waits_for=WaitsFor.QUEUE, blocking=Argument(2, size_bytes=4))
+
 
 API = Api(
     name="opencl",
@@ -17,10 +28,18 @@ API = Api(
             kernel=Argument(1),
             queue=Argument(0),
             grid=Grid.OPENCL,
+            event=Argument(8),
         ),
-        Call("clEnqueueTask", Operation.LAUNCH, kernel=Argument(1), queue=Argument(0)),
-        Call("clFinish", Operation.SYNCHRONIZE, queue=Argument(0)),
-        Call("clWaitForEvents", Operation.SYNCHRONIZE),
+        # (queue, kernel, number of events to wait for, these, event)
+        Call(
+            "clEnqueueTask",
+            Operation.LAUNCH,
+            kernel=Argument(1),
+            queue=Argument(0),
+            event=Argument(4),
+        ),
+        wait_for_queue("clFinish", 0),
+        wait("clWaitForEvents", waits_for=WaitsFor.EVENTS),
         # (context, flags, size, host pointer, error)
         Call("clCreateBuffer", Operation.ALLOCATE, bytes=Argument(2)),
         # (context, properties, flags, size, host pointer, error): OpenCL 3.0
@@ -30,37 +49,19 @@ API = Api(
         Call("clReleaseMemObject", Operation.FREE),
         Call("clSVMFree", Operation.FREE),
         # (queue, buffer, blocking, offset, size, pointer, ...)
-        Call(
-            "clEnqueueReadBuffer",
-            Operation.COPY,
-            queue=Argument(0),
-            bytes=Argument(4),
-            direction=Direction.FROM_DEVICE,
-        ),
-        Call(
-            "clEnqueueWriteBuffer",
-            Operation.COPY,
-            queue=Argument(0),
-            bytes=Argument(4),
-            direction=Direction.TO_DEVICE,
-        ),
+        _blocking(copy("clEnqueueReadBuffer", Direction.FROM_DEVICE, 4, 0)),
+        _blocking(copy("clEnqueueWriteBuffer", Direction.TO_DEVICE, 4, 0)),
         # (queue, source, destination, source offset, destination offset, size, ...)
-        Call(
-            "clEnqueueCopyBuffer",
-            Operation.COPY,
-            queue=Argument(0),
-            bytes=Argument(5),
-            direction=Direction.ON_DEVICE,
-        ),
+        copy("clEnqueueCopyBuffer", Direction.ON_DEVICE, 5, 0),
         # Of rectangles, regions and images no argument is the size.
-        copy("clEnqueueReadBufferRect", Direction.FROM_DEVICE, None, 0),
-        copy("clEnqueueWriteBufferRect", Direction.TO_DEVICE, None, 0),
+        _blocking(copy("clEnqueueReadBufferRect", Direction.FROM_DEVICE, None, 0)),
+        _blocking(copy("clEnqueueWriteBufferRect", Direction.TO_DEVICE, None, 0)),
         copy("clEnqueueCopyBufferRect", Direction.ON_DEVICE, None, 0),
-        copy("clEnqueueReadImage", Direction.FROM_DEVICE, None, 0),
-        copy("clEnqueueWriteImage", Direction.TO_DEVICE, None, 0),
+        _blocking(copy("clEnqueueReadImage", Direction.FROM_DEVICE, None, 0)),
+        _blocking(copy("clEnqueueWriteImage", Direction.TO_DEVICE, None, 0)),
         copy("clEnqueueCopyImage", Direction.ON_DEVICE, None, 0),
         # (queue, buffer, blocking, flags, offset, size, ...): to read, to write or both
-        copy("clEnqueueMapBuffer", Direction.UNKNOWN, 5, 0),
+        _blocking(copy("clEnqueueMapBuffer", Direction.UNKNOWN, 5, 0)),
         # (queue, blocking, destination, source, size, ...)
         copy("clEnqueueSVMMemcpy", Direction.UNKNOWN, 4, 0),
     ),

@@ -22,14 +22,16 @@ from aiflame.agent.model.gpu import NONE, GpuProfile
 from aiflame.gpu.attribution.fit import Seen
 from aiflame.gpu.attribution.launches import (
     UNNAMED,
-    Launches,
+    Mask,
     launches_of,
     name_ids,
     order_by,
     stacks_by_name,
 )
+from aiflame.gpu.attribution.placing import place
 from aiflame.gpu.attribution.rounding import Parts, divide
 from aiflame.gpu.attribution.sharing import Windows, pools_of, windows_of
+from aiflame.gpu.attribution.timeline import timeline_of
 
 __all__ = [
     "ATTRIBUTED_DTYPE",
@@ -98,13 +100,18 @@ def attribute(
     alone = open_[stacks[name[open_]] == 1]
     stack[alone] = one[name[alone]]
     shared = open_[stacks[name[open_]] > 1]
+    certainty = np.zeros(len(samples), np.uint8)
+    is_placed, exact = _place(gpu, names, _Shared(shared, name[shared]), times, stack)
+    certainty[shared] = np.where(exact, Certainty.EXACT, Certainty.SHARED)
+    shared = shared[~is_placed]
 
     parts = Parts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     if len(shared):
         windows = windows_of(launches.where(stacks[launches.name] > 1))
-        time_ns = _times_of(windows.launches, names, times)
+        own = windows.launches
+        time_ns = _mean_times(own.name, own.stack, names, times)
         parts = _share(gpu, windows, _Shared(shared, name[shared]), time_ns, fit)
-    return _rows(samples, stack, np.delete(np.arange(len(samples)), shared), parts)
+    return _rows(samples, stack, certainty, np.delete(np.arange(len(samples)), shared), parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +122,52 @@ class _Shared:
     name: I64
 
 
-def _times_of(launches: Launches, names: I64, times: npt.NDArray[np.void] | None) -> F64:
-    """Returns the mean time of a launch in ns for each row of launches, NaN where unknown."""
+def _place(
+    gpu: GpuProfile,
+    names: I64,
+    shared: _Shared,
+    times: npt.NDArray[np.void] | None,
+    stack: I64,
+) -> tuple[Mask, Mask]:
+    """Finds the stacks of samples by when they were taken, and enters them.
+
+    Returns:
+        Which of the shared samples were placed, and of which that is exact; shape (shared,).
+    """
+    is_placed, is_exact = np.zeros((2, len(shared.row)), bool)
+    if not len(gpu.launches) or not len(shared.row):
+        return is_placed, is_exact
+    launch_name = names[gpu.launches["kernel"]]
+    mean_ns = _mean_times(launch_name, gpu.launches["stack"].astype(np.int64), names, times)
+    process_of_kernel = np.array([kernel.process for kernel in gpu.kernels], np.int64)
+    launch_process = process_of_kernel[gpu.launches["kernel"]]
+    has_order = gpu.launches["queue"] != 0
+    kernel = np.array([code.kernel for code in gpu.codes], np.int64)[gpu.samples["code"]]
+    sample_process = process_of_kernel[kernel]
+    sample_name = names[kernel]
+    for process in np.unique(sample_process[shared.row]).tolist():
+        own = (launch_process == process) & has_order
+        # Those of all kernels bound each other.
+        rows = np.flatnonzero(sample_process == process)
+        sampled_ns = gpu.samples["begin_ns"][rows].astype(np.int64)
+        timeline = timeline_of(gpu.launches[own], launch_name[own], mean_ns[own], sampled_ns)
+        unordered = gpu.launches[(launch_process == process) & ~has_order]
+        placed = place(timeline, gpu.samples[rows], sample_name[rows], unordered)
+        at = np.flatnonzero(sample_process[shared.row] == process)
+        found = np.searchsorted(rows, shared.row[at])
+        is_placed[at] = placed.stack[found] != NONE
+        is_exact[at] = placed.is_exact[found]
+        stack[shared.row[at]] = placed.stack[found]
+    return is_placed, is_exact
+
+
+def _mean_times(name: I64, stack: I64, names: I64, times: npt.NDArray[np.void] | None) -> F64:
+    """Returns the mean time of a launch in ns by name and stack, NaN where unknown."""
     if times is None or not len(times):
-        return np.full(len(launches), np.nan)
+        return np.full(len(name), np.nan)
     times = times[times["launches"] > 0]
     times = times[names[times["kernel"]] != UNNAMED]
-    own = (launches.name << 32) | launches.stack
+    own = (name << 32) | stack
     measured = (names[times["kernel"]] << 32) | times["stack"].astype(np.int64)
     keys, at = np.unique(np.concatenate((own, measured)), return_inverse=True)
     mine, theirs = at[: len(own)], at[len(own) :]
@@ -182,13 +228,18 @@ def _scattered(samples: npt.NDArray[np.void], row: I64) -> U64:
 
 
 def _rows(
-    samples: npt.NDArray[np.void], stack: I64, whole: I64, parts: Parts
+    samples: npt.NDArray[np.void],
+    stack: I64,
+    certainty: npt.NDArray[np.uint8],
+    whole: I64,
+    parts: Parts,
 ) -> npt.NDArray[np.void]:
     """Puts undivided samples and parts together."""
     whole = whole[samples["count"][whole] > 0]
     found = np.zeros(len(whole) + len(parts.row), ATTRIBUTED_DTYPE)
     found["sample"] = np.concatenate((whole, parts.row))
     found["stack"] = np.concatenate((stack[whole], parts.party))
+    found["certainty"][: len(whole)] = certainty[whole]
     found["certainty"][len(whole) :] = Certainty.SHARED
     found["certainty"][found["stack"] == NONE] = Certainty.UNATTRIBUTED
     found["count"][: len(whole)] = samples["count"][whole]

@@ -91,7 +91,7 @@ class OpenClSampler:
 
     def drain(self, interval: Interval) -> None:
         """Gives an interval's CPU samples as samples of kernels."""
-        counts: Counter[tuple[CodeKey, int]] = Counter()
+        counts: Counter[tuple[CodeKey, int, int]] = Counter()
         for sample in interval.cpu_samples:
             kernel = self._kernels.get(sample.file)
             if kernel is None:
@@ -101,10 +101,13 @@ class OpenClSampler:
             if offset is None:
                 self._host.lose(LossKind.SAMPLE_OUTSIDE_KERNEL, sample.count)
                 continue
-            counts[CodeKey(sample.process, sample.file, kernel.name), offset] += sample.count
+            code = CodeKey(sample.process, sample.file, kernel.name)
+            counts[code, offset, sample.taken_ns] += sample.count
         self._host.add_samples(
-            KernelSample(interval.number, 0, code, offset, REASON, count)
-            for (code, offset), count in counts.items()
+            KernelSample(
+                interval.number, 0, code, offset, REASON, count, begin_ns=at_ns, end_ns=at_ns
+            )
+            for (code, offset, at_ns), count in counts.items()
         )
 
     def _first_byte(self, kernel: KernelFile, sample: CpuSample) -> int:

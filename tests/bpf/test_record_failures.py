@@ -69,7 +69,7 @@ def _record_failing(
         (f"{_RECORDING}.recorder:give_all_sleepers", 1, True, False),
         ("aiflame.agent.symbols.service:SymbolService.resolve_many", 1, False, False),
         ("aiflame.agent.symbolize.namer:Namer.name", 2, False, False),
-        ("aiflame.agent.symbolize.namer:RawStacks.judged_ends", 1, False, False),
+        ("aiflame.agent.symbolize.namer:RawStacks.final_stop_reasons", 1, False, False),
         ("aiflame.agent.devices.devices:Devices.resolve", 1, True, False),
         ("aiflame.agent.launches.calls:ApiCalls.finish", 3, True, False),
         (f"{_SESSION}:loss_rows", 1, True, False),
@@ -228,6 +228,31 @@ def test_a_killed_recording_is_found_and_finished(
     assert "incomplete" in dict(profile.recording.facts)
     assert _left(run_aiflame, tmp_path) == []
     assert run_aiflame("recover", "run.aiflame").returncode == 1
+
+
+def test_a_killed_recording_names_generated_code_of_a_process_that_is_gone(
+    workload: Callable[..., Path], tmp_path: Path, run_aiflame: RunAiflame
+) -> None:
+    # GIVEN a program that runs code of which its perf map tells the name
+    with subprocess.Popen([workload("generated")], stdout=subprocess.PIPE) as target:
+        assert target.stdout is not None
+        assert target.stdout.readline() == b"ready\n"
+        maps = Path(f"/proc/{target.pid}/maps").read_text()
+        code = next(line for line in maps.splitlines() if " rwxp " in line).partition("-")[0]
+        perf_map = Path(f"/tmp/perf-{target.pid}.map")  # noqa: S108 - the interface
+        perf_map.write_text(f"{code} 1000 Generated::spin\n")
+        try:
+            # WHEN its recording is killed, and then it and its map are gone
+            with _recording(tmp_path, target.pid) as recording:
+                wait_until(lambda: any(len(w.jit_symbols) for w in recording.windows()), 60)
+                recording.stop(signal.SIGKILL)
+        finally:
+            perf_map.unlink()
+            target.kill()
+    # THEN the name is in what is recovered
+    recovered = run_aiflame("recover", "run.aiflame")
+    assert recovered.returncode == 0, recovered.stderr
+    assert "Generated::spin" in _names(read_capture(tmp_path / "run.aiflame"))
 
 
 def test_the_next_command_finishes_a_killed_recording(

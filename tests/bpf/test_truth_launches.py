@@ -157,21 +157,18 @@ def test_samples_go_to_the_stacks_that_launched_them(
         frames = frames_of(run.profile, int(row["stack"]))
         site = next(name for name in _SITES if name in frames)
         shares[site, kernel, Certainty(row["certainty"])] += int(row["count"])
-    # One site launches these; its stack is one once the unwind tables are there.
-    for site in ("divide_all", "stir_all"):
-        found = [count for (name, _, _), count in shares.items() if name == site]
-        assert sum(found) > 10, shares
-        kernels = gpu.calls["kernel"]
-        own = [k for k, kernel in enumerate(gpu.kernels) if kernel.name == _SITES[site]]
-        is_one = len(set(gpu.calls["stack"][np.isin(kernels, own)].tolist())) == 1
-        certainty = Certainty.EXACT if is_one else Certainty.SHARED
-        assert {how for name, _, how in shares if name == site} == {certainty}
-    most = shares["scale_most", "scale", Certainty.SHARED]
-    rest = shares["scale_rest", "scale", Certainty.SHARED]
     assert sum(shares.values()) == int(gpu.samples["count"].sum())
-    assert len(shares) == 4
-    # Work 3 to 1; the split is by work items, so that rounding is all that is left.
-    assert abs(most - 0.75 * (most + rest)) <= 1 + 0.01 * (most + rest)
+    of_site: Counter[str] = Counter()
+    for (site, kernel, _), count in shares.items():
+        assert kernel == _SITES[site]
+        of_site[site] += count
+    assert min(of_site[site] for site in _SITES) > 10, shares
+    # The sizes are 3 to 1: five standard deviations, and what others take the processor for.
+    n = of_site["scale_most"] + of_site["scale_rest"]
+    assert abs(of_site["scale_most"] - 0.75 * n) < 5 * np.sqrt(0.75 * 0.25 * n) + 0.03 * n
+    # Each launch is waited for. The wait for an event is known by where C keeps the event.
+    exact = sum(count for (_, _, how), count in shares.items() if how is Certainty.EXACT)
+    assert which == "python" or exact > 0.9 * sum(shares.values())
 
 
 @pytest.mark.parametrize("which", ["late", "python"])

@@ -60,7 +60,7 @@ def test_each_of_many_sleepers_shows_where_it_sleeps(version: str, tmp_path: Pat
             mislabelled += is_asleep and profile.stacks.gil[stack] != GilState.RELEASED
             sleepers.add(thread.tid)
         has_python = len(python_frames_of(profile, stack)) > 0
-        assert has_python == (profile.stacks.gil[stack] != GilState.NONE)
+        assert has_python == (profile.stacks.gil[stack] != GilState.NO_PYTHON)
         everyone.add(thread.tid)
         pythons |= {thread.tid} if has_python else set()
     assert len(sleepers) == _THREADS, len(sleepers)

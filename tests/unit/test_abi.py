@@ -15,18 +15,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiflame.agent.devices import timed
 from aiflame.agent.kernel import abi, bytecode, loader
 from aiflame.agent.kernel.program_list import MAPS
 from aiflame.agent.kernel.syscalls import MapFacts
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model import profile as model
 from aiflame.agent.model import window
+from aiflame.agent.model.gpu import Operation
 from aiflame.agent.processes import unwind_tables
 from aiflame.agent.python import debugoffsets, layouts, memory
 from aiflame.agent.python import walk as python_walk
 from aiflame.agent.unwind.table import PAGE_BYTES, PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RULE, RbpKind, RuleKind
-from aiflame.gpu.apis.base import Grid, HandleFrom
+from aiflame.gpu.apis.base import Grid, HandleFrom, WaitsFor
 
 _BPF = Path(__file__).parents[2] / "bpf"
 _HEADER = (_BPF / "aiflame.h").read_text()
@@ -52,6 +54,9 @@ _DTYPES = {
     "api_probe": abi.API_PROBE_DTYPE,
     "call_key": abi.CALL_KEY_DTYPE,
     "call_value": abi.CALL_VALUE_DTYPE,
+    "queue_key": abi.QUEUE_KEY_DTYPE,
+    "queue_state": abi.QUEUE_STATE_DTYPE,
+    "sample_event": abi.SAMPLE_EVENT_DTYPE,
     "call_event": abi.CALL_EVENT_DTYPE,
     "kernel_named_event": abi.KERNEL_NAMED_DTYPE,
 }
@@ -86,6 +91,10 @@ _CONSTANTS = {
     "CALL_KERNEL_IS_NAMED": abi.CALL_KERNEL_IS_NAMED,
     **{f"GRID_{member.name}": member.value for member in Grid},
     **{f"HANDLE_{member.name}": member.value for member in HandleFrom},
+    **{f"WAITS_FOR_{member.name}": member.value for member in WaitsFor},
+    "OPERATION_LAUNCH": Operation.LAUNCH.value,
+    "ALL_QUEUES": abi.ALL_QUEUES,
+    "DEFAULT_QUEUE": abi.DEFAULT_QUEUE,
     "COUNTER_MAX": abi.COUNTERS_MAX,
     "SETTING_MAX": len(abi.Setting),
     "HOST_MAX": len(abi.HostConstant),
@@ -121,7 +130,7 @@ _KERNEL_HALF_ONLY = {
     *("STALE_FRAMES_MAX", "SETTLE_NS", "ASK_AGAIN_NS", "PF_KTHREAD", "PF_EXITING"),
     *("FAIR_POLICIES", "F_MMAPABLE", "F_INNER_MAP", "WINDOW_WORDS", "WINDOW_BELOW_BYTES"),
     *("KNOWN_ADDRESSES", "STEP_ON", "STEP_END", "STEP_CHECK", "HASH_MULTIPLIER", "NS_PER_S"),
-    *("LONGEST_TICK_NS", "BPF_LICENSE"),
+    *("LONGEST_TICK_NS", "BPF_LICENSE", "LAUNCH_EVENTS_MAX"),
 }
 # What the test of searches is about.
 _STEPS = {"MAPPING_STEPS", "ROW_STEPS"}
@@ -133,6 +142,8 @@ _FIGURES: dict[LossKind, int | tuple[str, str]] = {
     LossKind.WAITS_NOT_LISTED: ("offcpu.bpf.c", "WAIT_EVENTS_PER_S"),
     LossKind.CALLS_NOT_LISTED: abi.CALL_EVENTS_PER_S,
     LossKind.CALLERS_FULL: loader._CALLERS_MAX,
+    LossKind.LAUNCHES_NOT_TIMED: loader.ProgramOptions(abi.Filter.ALL, 0).calls_max // 2,
+    LossKind.SAMPLES_NOT_TIMED: timed._SAMPLES_PER_S,
 }
 # "of four others"
 _NAMINGS = {"callers.h": {"NAMINGS_MAX": 4}}
@@ -165,7 +176,7 @@ def _definition(file: str, name: str) -> str:
 
 # How BCC's macros for maps say key, value and number of entries.
 _MAP_PATTERNS = (
-    (r'BPF_F?_?TABLE\("hash", ([\w ]+), ([\w ]+), (\w+), (\w+)', (1, 2, 3, 4)),
+    (r'BPF_F?_?TABLE\("(?:lru_)?hash", ([\w ]+), ([\w ]+), (\w+), (\w+)', (1, 2, 3, 4)),
     (r"BPF_(?:PERCPU_)?ARRAY\((\w+), ([\w ]+), (\w+)\)", (None, 2, 1, 3)),
     (r'BPF_TABLE\("hash_of_maps\$\w+", (\w+), int, (\w+), (\w+)', (1, None, 2, 3)),
     (r'BPF_ARRAY_OF_MAPS\((\w+), "\w+", (\w+)\)', (None, None, 1, 2)),

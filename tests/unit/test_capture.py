@@ -18,6 +18,7 @@ from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
 from aiflame.agent.errors import AiflameError, CaptureError
 from aiflame.agent.model.gpu import (
+    NO_END,
     NONE,
     ApiFunction,
     Device,
@@ -102,7 +103,11 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
         (1, 6, 9, 7, None, 0, 2, 0, 0),
     ],
     "api_events": [(7 * _MS, 1, 9, 2, 3, 0, 0x5000, 10, 1, 1, 64, 1, 1, 0)],
-    "device_samples": [(0, 4, 6, 16, 1, 0, 30), (1, 4, 6, 0, 1, 1, 2)],
+    "launches": [
+        (1, 9, 2, 3, 0x5000, 7 * _MS, 8 * _MS, 9 * _MS, 3, 192),
+        (1, 9, 2, 3, 0x6000, 7 * _MS, 7 * _MS, None, 1, 64),
+    ],
+    "device_samples": [(0, 4, 6, 16, 1, 0, 0, 1000 * _MS, 30), (1, 4, 6, 0, 1, 1, 9, 9, 2)],
     "kernel_times": [(4, 3, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)],
 }
 
@@ -178,26 +183,57 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
         [[10, 1, 1]],
         [[64, 1, 1]],
     ]
-    assert gpu.samples.tolist() == [(0, 0, 0, 16, 0, 0, 30), (1, 0, 0, 0, 0, 1, 2)]
+    assert gpu.launches.tolist() == [
+        (0, 1, 0, 0, 0x5000, 7 * _MS, 8 * _MS, 9 * _MS, 3, 192),
+        (0, 1, 0, 0, 0x6000, 7 * _MS, 7 * _MS, NO_END, 1, 64),
+    ]
+    assert gpu.samples.tolist() == [
+        (0, 0, 0, 16, 0, 0, 0, 1000 * _MS, 30),
+        (1, 0, 0, 0, 0, 1, 9, 9, 2),
+    ]
     assert gpu.times.tolist() == [(0, 0, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)]
 
 
 def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     tables = ("devices", "api_functions", "kernels", "kernel_codes", "instructions")
     gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples", "kernel_times")
+    gone = (*gone, "launches")
     _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 2")
     profile = read_capture(capture)
     assert len(profile.samples) == 4
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
 
 
+# What version 5 brought.
+_AS_VERSION_4 = (
+    "DROP TABLE launches",
+    "ALTER TABLE device_samples DROP COLUMN begin_ns",
+    "ALTER TABLE device_samples DROP COLUMN end_ns",
+)
+
+
 def test_a_capture_from_before_kernel_times_were_known(capture: Path) -> None:
-    _change(capture, "DROP TABLE kernel_times", "PRAGMA user_version = 3")
+    _change(capture, "DROP TABLE kernel_times", *_AS_VERSION_4, "PRAGMA user_version = 3")
     profile = read_capture(capture)
     assert (len(profile.gpu.samples), len(profile.gpu.times)) == (2, 0)
 
 
+def test_a_capture_from_before_times_of_launches_and_samples_were_known(capture: Path) -> None:
+    _change(capture, *_AS_VERSION_4, "PRAGMA user_version = 4")
+    gpu = read_capture(capture).gpu
+    assert len(gpu.launches) == 0
+    assert gpu.samples[["begin_ns", "end_ns"]].tolist() == [
+        (0, 1000 * _MS),
+        (1000 * _MS, 2000 * _MS),
+    ]
+
+
 @pytest.mark.parametrize("change", [
+    "UPDATE launches SET kernel_id = 99",
+    "UPDATE launches SET first_ns = last_ns + 1",
+    "UPDATE launches SET work = 9223372036854775807",
+    "UPDATE launches SET queue = -2",
+    "UPDATE device_samples SET begin_ns = end_ns + 1",
     "UPDATE kernel_times SET duration_ns = 9223372036854775807",
     "UPDATE kernel_times SET begin_ns = -1",
     "UPDATE kernel_times SET kernel_id = 99",
@@ -381,7 +417,7 @@ def _with_python(path: Path) -> Path:
 
 def test_python_in_stacks(tmp_path: Path) -> None:
     profile = read_capture(_with_python(tmp_path / "run.aiflame"))
-    assert profile.stacks.gil.tolist() == [GilState.HELD, GilState.UNKNOWN, GilState.NONE]
+    assert profile.stacks.gil.tolist() == [GilState.HELD, GilState.UNKNOWN, GilState.NO_PYTHON]
     start, stop = profile.stacks.offsets[:2]
     assert [
         (profile.functions[profile.frames["function"][frame]].kind, profile.frames["line"][frame])
@@ -390,7 +426,7 @@ def test_python_in_stacks(tmp_path: Path) -> None:
 
 
 def test_a_capture_without_python_has_no_gil(capture: Path) -> None:
-    assert read_capture(capture).stacks.gil.tolist() == [GilState.NONE] * 3
+    assert read_capture(capture).stacks.gil.tolist() == [GilState.NO_PYTHON] * 3
 
 
 def test_a_capture_of_the_schema_before_python(capture: Path) -> None:
@@ -399,7 +435,7 @@ def test_a_capture_of_the_schema_before_python(capture: Path) -> None:
     profile = read_capture(capture)
     assert profile.functions == before.functions
     assert profile.stacks.frames.tolist() == before.stacks.frames.tolist()
-    assert profile.stacks.gil.tolist() == [GilState.NONE] * 3
+    assert profile.stacks.gil.tolist() == [GilState.NO_PYTHON] * 3
 
 
 def test_a_capture_of_this_schema_needs_all_its_columns(
@@ -572,11 +608,13 @@ _COLUMNS = {
     "stall_reasons": "id family name",
     "api_calls": "interval stack_id thread_id function_id kernel_id direction count work bytes",
     "api_events": "start_ns stack_id thread_id function_id kernel_id direction queue grid_x bytes",
-    "device_samples": "interval device_id code_id offset reason_id launch_id count",
+    "launches": "stack_id thread_id function_id kernel_id queue first_ns last_ns ended_ns count"
+    " work",
+    "device_samples": "interval device_id code_id offset reason_id launch_id begin_ns end_ns count",
 }
 _MAY_BE_NULL = {
     *("processes.exited_ns", "functions.binary_id", "stacks.frames", "kernel_codes.binary_id"),
-    *("api_calls.kernel_id", "api_events.kernel_id"),
+    *("api_calls.kernel_id", "api_events.kernel_id", "launches.ended_ns"),
 }
 _TEXTS = {
     "meta": "key value",

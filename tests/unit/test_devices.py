@@ -102,12 +102,51 @@ def locations(table: ProcessTable, image: ProcessImage) -> DeviceLocations:
         table,
         _Biases(),
         lambda binary: binary in (_KERNEL, _SUCCESSOR),
-        lambda binary: binary == _LIBRARY,
+        lambda image: any(mapping.binary == _LIBRARY for mapping in image.mappings),
     )
+
+
+# Later than any window ends.
+_NEVER_NS = 1 << 62
 
 
 def _all_came(stack: int) -> bool:
     return True
+
+
+def test_samples_whose_times_were_told_have_them(
+    locations: DeviceLocations, image: ProcessImage
+) -> None:
+    # GIVEN five samples of a kernel, of which four told their times, one past the window's end
+    _map(image, _KERNEL_AT, _KERNEL)
+    _add_stack(locations, 1, image, _KERNEL_AT + 8)
+    _add_stack(locations, 2, image, _LIBRARY_AT + 8)
+    for stack, tid, ns in ((1, 5, 100), (1, 6, 101), (2, 5, 150), (1, 5, 200), (1, 5, 301)):
+        locations.add_time(stack, tid, ns, _all_came)
+    on = SampleClass.ON_CPU
+    locations.add_sums(*_sums((1, 5, on, 3), (1, 6, on, 1), (2, 5, on, 1)), _all_came)
+    # WHEN the window ends, THEN each has its time, and one has none
+    at = (_KERNEL, 8, False)
+    assert sorted(locations.take(300), key=lambda s: (s.thread, s.taken_ns)) == [
+        CpuSample(image.index, 5, *at, 1, 0),
+        CpuSample(image.index, 5, *at, 1, 100),
+        CpuSample(image.index, 5, *at, 1, 200),
+        CpuSample(image.index, 6, *at, 1, 101),
+    ]
+    # AND the late one has its own in the next
+    locations.add_sums(*_sums((1, 5, on, 1)), _all_came)
+    assert locations.take(_NEVER_NS) == [CpuSample(image.index, 5, *at, 1, 301)]
+
+
+def test_times_that_come_before_their_stack_wait_for_it(
+    locations: DeviceLocations, image: ProcessImage
+) -> None:
+    _map(image, _KERNEL_AT, _KERNEL)
+    locations.add_time(1, 5, 100, lambda stack: False)
+    locations.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 1)), lambda stack: False)
+    assert locations.take(200) == []
+    _add_stack(locations, 1, image, _KERNEL_AT + 8)
+    assert locations.take(300) == [CpuSample(image.index, 5, _KERNEL, 8, False, 1, 100)]
 
 
 def test_innermost_kernel_frame_of_samples_on_the_cpu_counts(
@@ -120,13 +159,13 @@ def test_innermost_kernel_frame_of_samples_on_the_cpu_counts(
     on, off = SampleClass.ON_CPU, SampleClass.BLOCKED
     keys, values = _sums((1, 5, on, 3), (1, 6, on, 4), (1, 5, off, 9), (2, 5, on, 2), (3, 5, on, 8))
     locations.add_sums(keys, values, _all_came)
-    assert locations.take() == [
+    assert locations.take(_NEVER_NS) == [
         CpuSample(image.index, 5, _KERNEL, 8, False, 3),
         CpuSample(image.index, 6, _KERNEL, 8, False, 4),
         # A caller: the last byte of its call.
         CpuSample(image.index, 5, _KERNEL, 19, True, 2),
     ]
-    assert locations.take() == []
+    assert locations.take(_NEVER_NS) == []
     assert locations.losses == {}
 
 
@@ -136,11 +175,11 @@ def test_sum_that_comes_before_its_stack_waits_for_it(
     _map(image, _KERNEL_AT, _KERNEL)
     came: set[int] = set()
     locations.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 3)), came.__contains__)
-    assert locations.take() == []
+    assert locations.take(_NEVER_NS) == []
     _add_stack(locations, 1, image, _KERNEL_AT + 8)
     came.add(1)
     locations.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 4)), came.__contains__)
-    assert locations.take() == [CpuSample(image.index, 5, _KERNEL, 8, False, 7)]
+    assert locations.take(_NEVER_NS) == [CpuSample(image.index, 5, _KERNEL, 8, False, 7)]
 
 
 def test_kernel_whose_mapping_is_read_after_its_stack_counts(
@@ -149,7 +188,7 @@ def test_kernel_whose_mapping_is_read_after_its_stack_counts(
     _add_stack(locations, 1, image, _KERNEL_AT + 8)
     _map(image, _KERNEL_AT, _KERNEL)
     locations.add_sums(*_sums((1, 5, SampleClass.ON_CPU, 3)), _all_came)
-    assert locations.take() == [CpuSample(image.index, 5, _KERNEL, 8, False, 3)]
+    assert locations.take(_NEVER_NS) == [CpuSample(image.index, 5, _KERNEL, 8, False, 3)]
     assert locations.losses == {}
 
 
@@ -161,7 +200,7 @@ def test_kernel_that_went_unseen_is_counted_as_lost(
         _add_stack(locations, stack, owner, _KERNEL_AT + 8)
     on = SampleClass.ON_CPU
     locations.add_sums(*_sums((1, 5, on, 3), (2, 6, on, 4)), _all_came)
-    assert locations.take() == []
+    assert locations.take(_NEVER_NS) == []
     assert locations.losses == {LossKind.DEVICE_CODE_NOT_MAPPED: 3}
 
 
@@ -175,7 +214,7 @@ def test_code_that_replaces_other_code_is_told_from_it(
     for binary in (_KERNEL, _SUCCESSOR, _SUCCESSOR):
         _map(image, _KERNEL_AT, binary)
         locations.add_sums(*sums, _all_came)
-        found += [sample.file for sample in locations.take()]
+        found += [sample.file for sample in locations.take(_NEVER_NS)]
     assert found == [_KERNEL, _SUCCESSOR, _SUCCESSOR]
     # In the second of the change nobody knows.
     assert locations.losses == {LossKind.DEVICE_CODE_REPLACED: 3}
@@ -261,7 +300,9 @@ def _devices(
     kernels: KernelTable,
     watch: Callable[[int], None] = lambda descriptor: None,
 ) -> Devices:
-    return Devices(families, table, _Biases(), window, kernels, 1000, lambda _: None, watch)
+    return Devices(
+        families, table, _Biases(), window, kernels, 1000, lambda _: None, watch, lambda _: None
+    )
 
 
 def _finish(writer: CaptureWriter) -> None:

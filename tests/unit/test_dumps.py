@@ -9,9 +9,8 @@ import pytest
 from aiflame.agent.dumps.model import Doubt, Dump, DumpFrame, ProcessDump, ThreadDump, ThreadState
 from aiflame.agent.dumps.render import Shown, as_json, duration_text, shown_frames, text
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
-from aiflame.agent.model.profile import FrameKind
+from aiflame.agent.model.profile import FrameKind, GilState
 from aiflame.agent.processes.threads import ThreadRegisters
-from aiflame.agent.python.gil import GilState
 
 _KERNEL = DumpFrame(FrameKind.KERNEL, "futex_wait_queue", "", 0, "[kernel]")
 _LIBC = DumpFrame(FrameKind.NATIVE, "sem_wait", "", 0, "/lib/libc.so.6")
@@ -78,7 +77,10 @@ def test_no_wait_is_better_than_a_wrong_one() -> None:
 
 def test_causes_are_those_of_reports() -> None:
     sleeping = DumpFrame(FrameKind.KERNEL, "hrtimer_nanosleep", "", 0, "[kernel]")
-    assert causes_of([[_KERNEL, _LIBC], [sleeping], [_PYTHON], []]) == ["lock", "sleep", "", ""]
+    stacks = [[_KERNEL, _LIBC], [sleeping], [_PYTHON], []]
+    released = [(stack, GilState.RELEASED) for stack in stacks]
+    assert causes_of(released) == ["lock", "sleep", "", ""]
+    assert causes_of([([_KERNEL, _LIBC], GilState.WAITING)]) == ["GIL"]
 
 
 @pytest.mark.parametrize(

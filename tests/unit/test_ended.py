@@ -12,9 +12,9 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window, check, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.ended import Ended
-from aiflame.agent.recording.facts import ProcessFacts
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from support import blind_inspector
 

@@ -11,7 +11,6 @@ import numpy as np
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
-    DEVICE_SAMPLE_DTYPE,
     NONE,
     ApiFunction,
     GpuProfile,
@@ -20,6 +19,7 @@ from aiflame.agent.model.gpu import (
     Operation,
 )
 from aiflame.gpu.attribution import TIME_DTYPE, Certainty, attribute
+from device_profiles import device_samples
 
 # Kernels 0 to 4 of `gpu_of`; code `i` is that of kernel `i`.
 K, SAME_AS_K, OTHER, K_ELSEWHERE, UNNAMED = range(5)
@@ -60,7 +60,7 @@ def gpu_of(
         codes=tuple(KernelCode(kernel, None, 0) for kernel in range(len(_KERNELS))),
         calls=np.array(calls, CALL_DTYPE),
         events=events,
-        samples=np.array(samples, DEVICE_SAMPLE_DTYPE),
+        samples=device_samples(samples),
     )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
-    DEVICE_SAMPLE_DTYPE,
     NONE,
     ApiFunction,
     GpuProfile,
@@ -20,6 +19,7 @@ from aiflame.agent.model.gpu import (
     Operation,
 )
 from aiflame.gpu.attribution import TIME_DTYPE, Certainty, attribute
+from device_profiles import device_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
         codes=tuple(KernelCode(i, None, 0) for i in range(len(_KERNELS))),
         calls=np.array(calls, CALL_DTYPE),
         events=events,
-        samples=np.array(samples, DEVICE_SAMPLE_DTYPE),
+        samples=device_samples(samples),
     )
     return Case(gpu, np.array(times, TIME_DTYPE))
 
@@ -172,9 +172,8 @@ def test_a_stack_is_given_what_is_due_to_it_in_all(work: list[int], counts: list
             ],
             CALL_DTYPE,
         ),
-        samples=np.array(
-            [(i % 5, 0, 0, i // 5 * 4, i % 3, 0, n) for i, n in enumerate(counts)],
-            DEVICE_SAMPLE_DTYPE,
+        samples=device_samples(
+            (i % 5, 0, 0, i // 5 * 4, i % 3, 0, n) for i, n in enumerate(counts)
         ),
     )
     rows = attribute(gpu)

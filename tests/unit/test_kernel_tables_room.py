@@ -221,9 +221,8 @@ class _Files:
     def map(self, *binaries: int, pid: int = 2, cgroup: str = "") -> None:
         image = self._processes.image(pid, 1, name="program")
         image.cgroup = cgroup
-        image.mappings = [Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries]
-        bounds = np.array([[m.start, m.end] for m in image.mappings], np.uint64)
-        image._starts, image._ends = bounds.T
+        image.mappings = []
+        image.replace_mappings([Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries])
         self.tables.push(image)
         self.tables.poll()
 
@@ -298,13 +297,13 @@ def test_whoever_has_much_built_waits_for_others(
 ) -> None:
     # GIVEN one user whose files are as urgent as another's, and one that both map
     files = _Files(kernel, _table(10))
-    monkeypatch.setattr(files.tables, "_size_bytes", lambda binary: 1000)
+    monkeypatch.setattr(files.tables._cache, "size_bytes", lambda binary: 1000)
     files.map(1, 2, 3, pid=2, cgroup=_HOSTILE)
     files.map(3, 4, pid=3, cgroup=_HONEST)
     urgency = files.tables._urgency
     assert len({urgency(binary) for binary in (1, 2, 3, 4)}) == 1
     # WHEN one of the first one's takes a minute
-    monkeypatch.setattr(files.tables._builder, "take_spent_s", lambda: {1: 60.0})
+    monkeypatch.setattr(files.tables._cache, "take_spent_s", lambda: {1: 60.0})
     files.tables.poll()
     # THEN what others map comes first, whoever maps it as well
     assert urgency(2) < urgency(3) == urgency(4)

@@ -10,7 +10,6 @@ from aiflame.agent.python.splice import Cuts, Match, Role, Spliced, role_of, spl
 from aiflame.agent.python.walk import PythonFrame
 
 KERNEL, EVAL, GLUE, OTHER = Role.KERNEL, Role.EVAL, Role.GLUE, Role.OTHER
-_FOLDED = (GLUE, Role.UNNAMED, Role.TRAMPOLINE)
 
 
 def _pythons(text: str) -> list[PythonFrame]:
@@ -29,6 +28,7 @@ def _shown(natives: str, spliced: Spliced, pythons: list[PythonFrame]) -> str:
     return "".join(
         chr(pythons[piece.at].code_address) if piece.is_python else natives[piece.at]
         for piece in spliced.pieces
+        if not piece.is_hidden
     )
 
 
@@ -72,12 +72,12 @@ def test_stacks(natives: str, python: str, cuts: Cuts, expected: str, match: Mat
     assert spliced.match is match
 
 
-def test_glue_is_kept_on_request() -> None:
-    pythons = _pythons("a.b.")
+def test_glue_and_eval_loops_are_there_and_hidden() -> None:
     natives = "OGEGGE"
-    spliced = splice([_ROLES[x] for x in natives], pythons, keep_glue=True)
-    assert _shown(natives, spliced, pythons) == "OGaGGb"
-    assert spliced.folded == 0
+    spliced = splice([_ROLES[x] for x in natives], _pythons("a.b."))
+    order = ["a" if piece.is_python else natives[piece.at] for piece in spliced.pieces]
+    assert "".join(order) == "OGaEGGaE"
+    assert [piece.at for piece in spliced.pieces if piece.is_hidden] == [1, 2, 3, 4, 5]
 
 
 def test_properties_of_any_two_stacks() -> None:
@@ -89,8 +89,7 @@ def test_properties_of_any_two_stacks() -> None:
             for _ in range(chance.randrange(12))
         ]
         cuts = Cuts(chance.random() < 0.3, chance.random() < 0.3)
-        keep_glue = chance.random() < 0.5
-        spliced = splice(roles, pythons, cuts, keep_glue)
+        spliced = splice(roles, pythons, cuts)
         natives = [piece.at for piece in spliced.pieces if not piece.is_python]
         frames = [piece.at for piece in spliced.pieces if piece.is_python]
         # Each list keeps its order, and no frame is shown twice.
@@ -99,13 +98,10 @@ def test_properties_of_any_two_stacks() -> None:
         # All Python frames show, or none.
         shown = [i for i, frame in enumerate(pythons) if frame.code_address]
         assert frames == ([] if spliced.match in (Match.NO_EVAL, Match.NO_PYTHON) else shown)
-        # What is no eval frame and no glue stays.
-        real = [i for i, role in enumerate(roles) if role in (KERNEL, OTHER)]
-        assert set(real) <= set(natives)
-        foldable = {i for i, role in enumerate(roles) if role in _FOLDED}
-        assert spliced.folded == len(foldable - set(natives))
-        if keep_glue:
-            assert spliced.folded == 0
+        # None is missing, and hidden are eval frames and glue alone.
+        assert natives == [*range(len(roles))]
+        hidden = {roles[piece.at] for piece in spliced.pieces if piece.is_hidden}
+        assert hidden <= {EVAL, GLUE, Role.UNNAMED, Role.TRAMPOLINE}
 
 
 _CALLS = """_PyFunction_Vectorcall PyObject_Call _PyObject_MakeTpCall cfunction_call run_mod

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.model.profile import GilState
 from aiflame.agent.python.debugoffsets import read_layout
-from aiflame.agent.python.gil import GilState, LeafFrame, gil_state, holds_gil
+from aiflame.agent.python.gil import LeafFrame, gil_state, holds_gil
 from aiflame.agent.python.layouts import ACTIVE_FLAG, Layout, table_layout
 from aiflame.agent.python.threads import (
     UnsupportedLibc,

@@ -29,7 +29,7 @@ def _row(
     return row_id, process, len(kernel), int(end), struct.pack(f"<{len(addresses)}Q", *addresses)
 
 
-def _places(stacks: RawStacks) -> list[tuple[int, int]]:
+def _distinct(stacks: RawStacks) -> list[tuple[int, int]]:
     return list(zip(stacks.owners.tolist(), stacks.addresses.tolist(), strict=True))
 
 
@@ -39,7 +39,7 @@ def _flags(stacks: RawStacks, *addresses: int) -> np.ndarray:
 
 
 def _looked_up(stacks: RawStacks) -> list[list[tuple[int, int]]]:
-    locations = _places(stacks)
+    locations = _distinct(stacks)
     starts = stacks.starts.tolist()
     return [
         [locations[i] for i in stacks.location[begin:end]]
@@ -62,7 +62,7 @@ def test_callers_are_looked_up_one_byte_before_their_return_address() -> None:
     assert stacks.positions.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_equal_places_are_kept_once_and_processes_apart() -> None:
+def test_equal_addresses_are_kept_once_and_processes_apart() -> None:
     stacks = RawStacks.of_rows(
         [
             _row(0, 1, [], [0x1000, 0x2000]),
@@ -72,7 +72,7 @@ def test_equal_places_are_kept_once_and_processes_apart() -> None:
             _row(4, 1, [_KERNEL], []),
         ]
     )
-    assert sorted(_places(stacks)) == [
+    assert sorted(_distinct(stacks)) == [
         (1, 0x1000),
         (1, 0x1FFF),
         (2, 0x1000),
@@ -95,10 +95,10 @@ def test_nothing_but_empty_stacks(rows: list) -> None:
     kept = stacks.kept_lengths(none)
     first = stacks.first_kept(none, np.ones(len(rows), bool))
     assert kept.tolist() == first.tolist() == [0] * len(rows)
-    ends = stacks.judged_ends(kept, none)
+    ends = stacks.final_stop_reasons(kept, none)
     assert ends.tolist() == [StopReason.NO_FRAME_POINTER] * len(rows)
     starts, frames = np.zeros(1, np.int64), np.zeros(0, np.int64)
-    assert stacks.frame_blobs(first, kept, starts, frames) == [b""] * len(rows)
+    assert stacks.frame_ids(first, kept, starts, frames) == [b""] * len(rows)
 
 
 def test_the_walk_is_cut_at_the_first_caller_that_is_no_code() -> None:
@@ -169,7 +169,7 @@ def test_how_a_stack_really_ended(
     stacks = RawStacks.of_rows([other, _row(1, 1, kernel, user, end), other])
     # WHEN its mappings and start functions are known
     is_code = _flags(stacks, 0x10, 0x0F, 0x1F, _START - 1)
-    ends = stacks.judged_ends(stacks.kept_lengths(is_code), _flags(stacks, _START - 1))
+    ends = stacks.final_stop_reasons(stacks.kept_lengths(is_code), _flags(stacks, _START - 1))
     # THEN
     assert [StopReason(value) for value in ends] == [StopReason.ROOTED, judged, StopReason.ROOTED]
 
@@ -185,7 +185,7 @@ def test_frames_are_root_first_with_inlined_functions_inside_their_callers() -> 
     flat = np.array([frame for chain in chains for frame in chain], np.int64)
 
     def blobs(first: list[int], kept: list[int]) -> list[list[int]]:
-        found = stacks.frame_blobs(np.array(first), np.array(kept), starts, flat)
+        found = stacks.frame_ids(np.array(first), np.array(kept), starts, flat)
         return [list(struct.unpack(f"<{len(blob) // 4}I", blob)) for blob in found]
 
     assert blobs([0, 0, 0], [4, 0, 1]) == [[31, 30, 22, 21, 20, 10, 1], [], [31, 30]]
@@ -212,10 +212,10 @@ def test_against_the_same_steps_one_stack_at_a_time(seed: int) -> None:
     first = stacks.first_kept(_flags(stacks, *range(_KERNEL, _KERNEL + 20)), stacks.ids % 2 == 0)
     first = np.minimum(first, kept)
     flat = np.array([frame for chain in chains for frame in chain], np.int64)
-    blobs = stacks.frame_blobs(first, kept, np.cumsum([0, *map(len, chains)]), flat)
+    blobs = stacks.frame_ids(first, kept, np.cumsum([0, *map(len, chains)]), flat)
 
     # THEN each is what it is when it goes alone, and no frame is lost or made up
-    locations = {key: i for i, key in enumerate(_places(stacks))}
+    locations = {key: i for i, key in enumerate(_distinct(stacks))}
     for i, (_, process, kernel_depth, _, raw) in enumerate(rows):
         expected: list[int] = []
         cut = False

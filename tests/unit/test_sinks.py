@@ -14,12 +14,18 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.capture.writer import CaptureWriter, DiskFull
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
-from aiflame.agent.model.window import COLUMNS, NONE, Window, concatenate, rows_of
+from aiflame.agent.model.window import COLUMNS, NONE, Window, check, concatenate, rows_of
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.sinks.rebuilt import capture_of_windows
-from aiflame.agent.sinks.segments import RecordedWindows, SegmentSink, are_segments
+from aiflame.agent.sinks.segments import (
+    JitSymbolSink,
+    RecordedWindows,
+    SegmentSink,
+    are_segments,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import RandomRecording, same_windows
@@ -178,6 +184,57 @@ def _long(seconds: int) -> list[Window]:
         builder.add("samples", rows_of("samples", (5, 0, SampleClass.ON_CPU, 1, second)))
         windows.append(builder.close((second + 1) * 1_000_000_000))
     return windows
+
+
+def _jit_windows(count: int) -> list[Window]:
+    """Each with a stack of its own, in generated code."""
+    builder = _builder()
+    builder.define("mappings", rows_of("mappings", (0, NONE, 0x1000, 0x9000, 0, 0)))
+    windows = []
+    for number in range(count):
+        row = (number + 1, 0, 0, 0, 0, 1, StopReason.ROOTED, 0, False, NONE, 0)
+        address = np.array([0x1000 + number], "<u8").view(COLUMNS["addresses"].dtype)
+        builder.define("stacks", rows_of("stacks", row), address)
+        builder.add("samples", rows_of("samples", (number + 1, 0, SampleClass.ON_CPU, 1, 10)))
+        windows.append(builder.close((number + 1) * 1000))
+    return windows
+
+
+def test_names_of_generated_code_outlive_the_process(tmp_path: Path) -> None:
+    # GIVEN segments, and names that were found of some windows' stacks, by two processes one after
+    # the other, of which the second began anew
+    windows = _jit_windows(4)
+    _segments(tmp_path, windows)
+    for numbers in ((0, 2), (0, 3)):
+        jit_symbols = JitSymbolSink(tmp_path)
+        for number in numbers:
+            jit_symbols.put(windows[number], {(0, 0x1000 + number): f"f{number}"})
+        jit_symbols.close()
+    # WHEN a capture is made of what is there
+    recorded = RecordedWindows(tmp_path)
+    for window in recorded:
+        check(window)
+    capture_of_windows(tmp_path / "run.aiflame", iter(recorded), _FACTS)
+    # THEN its stacks have these names, and one of which none was found says so
+    profile = read_capture(tmp_path / "run.aiflame")
+    assert Counter(names for names, *_ in _times(profile)) == Counter(
+        [("f0",), ("[generated code]",), ("f2",), ("f3",)]
+    )
+
+
+def test_names_of_generated_code_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiflame.agent.sinks.jit_symbols._MOST_SYMBOLS", 2)
+    windows = _jit_windows(1)
+    _segments(tmp_path, windows)
+    jit_symbols = JitSymbolSink(tmp_path)
+    jit_symbols.put(windows[0], {(0, 0x1000 + number): "f" for number in range(5)})
+    jit_symbols.close()
+    (window,) = RecordedWindows(tmp_path)
+    assert len(window.jit_symbols) == 2
+    losses = {window.texts[row["name"]]: int(row["count"]) for row in window.losses}
+    assert losses == {LossKind.JIT_SYMBOLS_FULL.stored_name: 3}
 
 
 def test_segments_give_back_a_recording(tmp_path: Path) -> None:

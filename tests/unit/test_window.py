@@ -52,7 +52,7 @@ def test_windows_hold_together_what_one_would_have_held(seed: int, count: int) -
     together = concatenate(windows)
     check(together)
     check_wall(together)
-    same_windows(together, whole)
+    same_windows(together, concatenate([whole]))
 
 
 @settings(max_examples=100, deadline=None)

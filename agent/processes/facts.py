@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, rows_of
+from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, FactsTaker, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.identity import identity_of
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
-from aiflame.agent.recording.window_builder import WindowBuilder
 from aiflame.agent.symbols.frames import clean_name
 
 _UINT64 = 1 << 64
@@ -25,7 +24,7 @@ class ProcessFacts:
         images: ELF headers of its binaries.
     """
 
-    def __init__(self, window: WindowBuilder, table: ProcessTable, images: ElfImages) -> None:
+    def __init__(self, window: FactsTaker, table: ProcessTable, images: ElfImages) -> None:
         self._window = window
         self._table = table
         self._images = images

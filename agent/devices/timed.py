@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes whose on-CPU samples are told one by one, with their times; and launches in order.
+
+All samples are counted by stack, and launches by stack and kernel. Of a process whose CPUs are a
+device, each sample also says when it was taken, and from the first such process on launches are
+counted by their order on each queue, which together tells who launched what ran there.
+"""
+
+from __future__ import annotations
+
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.loader import Programs
+
+# A second and CPU: -F may ask for as many.
+_SAMPLES_PER_S = 10_000
+
+
+class TimedProcesses:
+    """Asks the kernel half for the times of samples.
+
+    Args:
+        programs: Loaded programs.
+        cpu_count: That share what there is room for.
+    """
+
+    def __init__(self, programs: Programs, cpu_count: int) -> None:
+        self._programs = programs
+        # Launches that differ each take an entry: no more a second than half of the map holds.
+        self._runs_per_s = max(programs.calls[0].max_entries // 2 // cpu_count, 1)
+        self._pids: set[int] = set()
+
+    def add(self, pid: int) -> None:
+        """Asks for those of a process; does nothing where there are too many."""
+        if not self._pids:
+            self._programs.set(abi.Setting.TIMED_SAMPLES, _SAMPLES_PER_S)
+            self._programs.set(abi.Setting.LAUNCH_RUNS, self._runs_per_s)
+        if len(self._pids) < self._programs.timed_processes.max_entries:
+            self._pids.add(pid)
+            key = pid.to_bytes(4, "little")
+            self._programs.timed_processes.update(key, (1).to_bytes(4, "little"))
+
+    def forget(self, pid: int) -> None:
+        """A process has ended."""
+        if pid in self._pids:
+            self._pids.remove(pid)
+            self._programs.timed_processes.delete(pid.to_bytes(4, "little"))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unwind tables of binaries: from the cache on disk, which a child fills where one is missing.
+
+A child, since a file may be made to crash or stall whoever reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.symbols.known import KnownTables, known_directory
+from aiflame.agent.symbols.store import Store
+from aiflame.agent.unwind.build import load, require_supported
+from aiflame.agent.unwind.table import UnwindTable
+from aiflame.agent.unwind.table_builder import TableBuilders
+
+
+class CachedTables:
+    """Tables by binary index.
+
+    Args:
+        binaries: The files that targets map.
+        images: Their headers.
+        cache: Directory of the cache, None for one that goes with this object.
+        watch: Told of a descriptor that becomes readable when `finished` has something to say.
+        urgency: Of a binary; the greatest is built next.
+    """
+
+    def __init__(
+        self,
+        binaries: BinaryTable,
+        images: ElfImages,
+        cache: Path | None,
+        watch: Callable[[int], None] = lambda fd: None,
+        urgency: Callable[[int], float] = lambda binary: 0.0,
+    ) -> None:
+        self._binaries = binaries
+        self._images = images
+        self._own_cache: tempfile.TemporaryDirectory[str] | None = None
+        if cache is None or not Store(cache).usable:
+            self._own_cache = tempfile.TemporaryDirectory(prefix="aiflame-unwind-")
+            cache = Path(self._own_cache.name)
+        self._store = Store(cache)
+        self._known = KnownTables(known_directory("unwind"))
+        self._names: dict[int, str] = {}  # of tables of files that were read before
+        self._builder = TableBuilders(cache, watch, urgency, self.size_bytes)
+
+    def load(self, binary: int) -> UnwindTable | None:
+        """Returns a binary's table, None where the cache has none.
+
+        Raises:
+            BadUnwindInfo: None can be made.
+        """
+        file, elf = self._binaries.files[binary], self._images.of(binary)
+        if file.fd is None or elf is None:
+            return None
+        require_supported(elf)
+        name = self._builder.name(binary) or self._names.get(binary)
+        if name is None:
+            is_local = file.fd not in self._binaries.guard.remote
+            name = self._names[binary] = self._known.name(file.fd) if is_local else ""
+        return load(name, self._store) if name else None
+
+    def build(self, binary: int) -> bool:
+        """Has a binary's table built; returns False for a file that cannot be read."""
+        fd = self._binaries.files[binary].fd
+        if fd is None or self._images.of(binary) is None:
+            return False
+        self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
+        return True
+
+    def finished(self) -> list[int]:
+        """Returns the binaries that are done with, whether there is a table now or not."""
+        return self._builder.finished()
+
+    def take_spent_s(self) -> dict[int, float]:
+        """Returns how long the binaries took that were done with since last."""
+        return self._builder.take_spent_s()
+
+    def is_given_up(self, binary: int) -> bool:
+        """Whether a table could not be built for another reason than what the file says."""
+        return binary in self._builder.given_up
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until `finished` has something to say; returns whether it has."""
+        return self._builder.wait(timeout_s)
+
+    def size_bytes(self, binary: int) -> int:
+        """Returns the size of a file, at least 1."""
+        elf = self._images.of(binary)
+        return elf.size_bytes if elf is not None else 1
+
+    def close(self) -> None:
+        """Ends the child, and removes a cache of its own."""
+        self._builder.close()
+        if self._own_cache is not None:
+            self._own_cache.cleanup()

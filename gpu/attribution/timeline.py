@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which launches may own a sample, and which probably does, queue by queue.
+
+A launch can own a sample only between its enqueueing and the next known end of its queue's work. A
+queue runs its launches in their order, so what is known of one sample bounds those before and after
+it, also of other kernels. Where several launches remain, their order decides: a stretch of time,
+from an enqueueing to a known end, is dealt to its launches one after the other, to each as much as
+launches of its stack and kernel cost by all such stretches together (costs.py).
+
+Whether a queue keeps to the order of its launches is not told by every API. Samples that contradict
+it tell: then its order bounds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.gpu import NO_END
+from aiflame.gpu.attribution.costs import Stretches, costs_of
+from aiflame.gpu.attribution.launches import UNNAMED
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.void]
+
+# Bounds that samples put on each other travel along a queue; each round takes them past one more
+# change of kernels. Less than all leaves more launches possible, never fewer.
+_MOST_ROUNDS = 64
+
+# From one stretch to the next; what is in a stretch is nearer than what is in another.
+_STRETCH = 4.0
+# Of a recording; 278 hours.
+_LONGEST_NS = 1e15
+# Multiples of the golden ratio's fraction are spread evenly (Knuth, The Art of Computer Programming
+# 3, 6.4).
+_GOLDEN = 0.6180339887498949
+
+# Many samples of a queue that is not in order contradict the order; of one that is, a few at
+# most, whose time or place was read at the edge of a launch.
+_MOST_CONTRADICTIONS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """The launches of one queue, by their order; all of shape (launches,).
+
+    `begin` and `end` are where each probably ran, as `Timeline.positions` counts.
+    """
+
+    name: I64
+    stack: I64
+    first_ns: I64
+    ended_ns: I64
+    begin: F64
+    end: F64
+    # Where launches of each name are: (name << 32 | position), ascending.
+    by_name: I64
+
+    @property
+    def known_from_ns(self) -> int:
+        """From when on all that runs was launched under our eyes; NO_END for never."""
+        return int(self.ended_ns.min(initial=NO_END))
+
+    def positions(self, name: I64, low: I64, high: I64) -> tuple[I64, I64]:
+        """Returns the range of `by_name` that is of a name and between two positions."""
+        first = np.searchsorted(self.by_name, name << 32 | low, side="left")
+        end = np.searchsorted(self.by_name, name << 32 | high, side="right")
+        return first.astype(np.int64), end.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Possible:
+    """The launches of one queue that may own samples: ranges of its `by_name`, empty for none."""
+
+    queue: Queue
+    first: I64
+    end: I64
+
+    @property
+    def is_any(self) -> Mask:
+        """Whether there is one; shape (samples,)."""
+        found: Mask = self.end > self.first
+        return found
+
+    def stacks(self) -> tuple[I64, Mask]:
+        """Returns a stack that may own each sample, and whether it is the only one."""
+        stack = self.queue.stack[self.queue.by_name & 0xFFFFFFFF]
+        changes = np.cumsum(np.append(0, stack[1:] != stack[:-1])) if len(stack) else stack
+        at = np.minimum(self.first, max(len(stack) - 1, 0))
+        last = np.clip(self.end - 1, at, None)
+        return stack[at], changes[at] == changes[last]
+
+    def nearest(self, position: F64) -> tuple[I64, F64]:
+        """Returns the most probable stack of each sample, and how far off its position is."""
+        order = self.queue.by_name & 0xFFFFFFFF
+        begin, end = self.queue.begin[order], self.queue.end[order]
+        name = self.queue.by_name >> 32
+        # Positions rise within a name alone: those of a name are put after those of the one before.
+        span = float(end.max()) + _STRETCH
+        shift = np.cumsum(np.append(0.0, (name[1:] != name[:-1]) * span))
+        of_sample = shift[np.minimum(self.first, len(order) - 1)]
+        at = np.searchsorted(begin + shift, position + of_sample, side="right") - 1
+        at = np.clip(at, self.first, self.end - 1)
+        after = np.clip(at + 1, self.first, self.end - 1)
+        off = _distance(position, begin[at], end[at])
+        off_after = _distance(position, begin[after], end[after])
+        chosen = np.where(off_after < off, after, at)
+        return self.queue.stack[order[chosen]], np.minimum(off, off_after)
+
+
+def _distance(position: F64, begin: F64, end: F64) -> F64:
+    found: F64 = np.maximum(np.maximum(begin - position, position - end), 0.0)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The launches of a process, and its stretches of time.
+
+    A position is _STRETCH times the number of a stretch, and from 0 to 1 where in it.
+    """
+
+    queues: list[Queue]
+    stretches: Stretches
+
+    def positions(self, time_ns: I64) -> F64:
+        """Returns where samples are, ascending by time, shape (samples,).
+
+        In a stretch that has more samples than launches that is their rank, else their time: what
+        keeps a device's processors busy with other things keeps all launches waiting alike. A part
+        of one sample is added that differs between stretches, as each may have the same launches.
+        """
+        which = np.searchsorted(self.stretches.begin_ns, time_ns, side="right") - 1
+        which = np.maximum(which, 0)
+        count = np.bincount(which, minlength=len(self.stretches.begin_ns))
+        rank = np.arange(len(time_ns)) - (np.cumsum(count) - count)[which]
+        by_rank = (rank + which * _GOLDEN % 1) / count[which]
+        after_ns = np.maximum(time_ns - self.stretches.begin_ns[which], 0.0)
+        length_ns = np.maximum(self.stretches.end_ns - self.stretches.begin_ns, 1.0)[which]
+        by_time = np.minimum(after_ns / length_ns, 1.0)
+        launches = np.bincount(self.stretches.of_launch, minlength=len(count))
+        inside = np.where((count >= launches)[which], by_rank, by_time)
+        inside = np.where(np.isnan(length_ns), _fraction(after_ns), inside)
+        found: F64 = which * _STRETCH + inside
+        return found
+
+
+def _fraction(ns: F64) -> F64:
+    """Returns a time as a part of the longest that there is."""
+    found: F64 = np.minimum(ns / _LONGEST_NS, 1.0)
+    return found
+
+
+def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -> Timeline:
+    """Puts launches in order, queue by queue.
+
+    Args:
+        launches: LAUNCH_DTYPE, of one process.
+        names: A number for the name of each, UNNAMED for none.
+        measured_ns: How long one of each is known to take, NaN where that was not measured.
+        sampled_ns: When the process's samples were taken.
+    """
+    order = np.lexsort((launches["last_ns"], launches["first_ns"]))
+    launches, names, measured_ns = launches[order], names[order], measured_ns[order]
+    queues, which = np.unique(launches["queue"], return_inverse=True)
+    rows = [np.flatnonzero(which == queue) for queue in range(len(queues))]
+    ended_ns = np.array(launches["ended_ns"])
+    for own in rows:  # what had ended by then, had all before it
+        ended_ns[own] = np.minimum.accumulate(ended_ns[own][::-1])[::-1]
+    first_ns = launches["first_ns"].astype(np.int64)
+    stretches = _stretches(first_ns, ended_ns, sampled_ns, is_one_queue=len(queues) == 1)
+    took_ns = costs_of(launches, names, stretches, measured_ns)
+    begin, end = _laid_out(first_ns.astype(np.float64), took_ns, stretches)
+    stack = launches["stack"].astype(np.int64)
+    found = [
+        Queue(
+            name=names[own],
+            stack=stack[own],
+            first_ns=first_ns[own],
+            ended_ns=ended_ns[own],
+            begin=begin[own],
+            end=end[own],
+            by_name=_by_name(names[own]),
+        )
+        for own in rows
+    ]
+    return Timeline(found, stretches)
+
+
+def _by_name(names: I64) -> I64:
+    position = np.flatnonzero(names != UNNAMED)
+    found: I64 = np.sort(names[position] << 32 | position)
+    return found
+
+
+def _stretches(first_ns: I64, ended_ns: I64, sampled_ns: I64, *, is_one_queue: bool) -> Stretches:
+    """Finds the stretches of time in which launches ran, from one enqueueing to a known end.
+
+    On one queue launches have their known end in common. Those of several queues are taken as one
+    after the other too: a kernel that fills the device leaves others no room. There a stretch ends
+    where all that was launched had ended.
+    """
+    latest = np.maximum.accumulate(ended_ns) if len(ended_ns) else ended_ns
+    is_new = np.ones(len(first_ns), bool)
+    is_new[1:] = ended_ns[1:] != ended_ns[:-1] if is_one_queue else first_ns[1:] >= latest[:-1]
+    first = np.flatnonzero(is_new)
+    end_ns = latest[np.append(first[1:], len(first_ns)) - 1].astype(np.float64)
+    is_known = end_ns < NO_END
+    begin_ns = first_ns[first].astype(np.float64)
+    begin_ns[1:] = np.maximum(begin_ns[1:], np.where(is_known[:-1], end_ns[:-1], 0.0))
+    sampled = np.searchsorted(begin_ns, sampled_ns, side="right") - 1
+    return Stretches(
+        of_launch=np.cumsum(is_new) - 1,
+        begin_ns=begin_ns,
+        end_ns=np.where(is_known, end_ns, np.nan),
+        samples=np.bincount(np.maximum(sampled, 0), minlength=len(first)).astype(np.float64),
+    )
+
+
+def _laid_out(first_ns: F64, took_ns: F64, stretches: Stretches) -> tuple[F64, F64]:
+    """Returns the positions at which launches probably ran: in their order, in their stretch."""
+    which = stretches.of_launch
+    first = np.searchsorted(which, np.arange(len(stretches.begin_ns)))
+    # Each takes its part of a stretch of known length.
+    total = np.cumsum(took_ns)
+    before = total - took_ns
+    whole = np.bincount(which, took_ns)[which]
+    part_begin = (before - before[first][which]) / whole
+    part_end = (total - before[first][which]) / whole
+    # Else one after the other, none before it is enqueued:
+    # end[i] = max(first[i], end[i-1]) + took[i].
+    begin_ns = np.maximum.accumulate(first_ns - before) + before
+    after_ns = begin_ns - stretches.begin_ns[which]
+    is_open = np.isnan(stretches.end_ns)[which]
+    begin = np.where(is_open, _fraction(np.maximum(after_ns, 0.0)), part_begin)
+    end = np.where(is_open, _fraction(np.maximum(after_ns + took_ns, 0.0)), part_end)
+    return which * _STRETCH + begin, which * _STRETCH + end
+
+
+def possible(queue: Queue, name: I64, begin_ns: I64, end_ns: I64, *, in_order: Mask) -> Possible:
+    """Finds the launches that may own samples.
+
+    Args:
+        queue: Of which they may be.
+        name: Of the kernel of each sample, shape (samples,).
+        begin_ns: When each was taken at the earliest.
+        end_ns: And at the latest.
+        in_order: Which samples are of this queue for sure, and taken at a known moment: these bound
+            each other.
+    """
+    low = np.searchsorted(queue.ended_ns, begin_ns, side="left").astype(np.int64)
+    high = np.searchsorted(queue.first_ns, end_ns, side="right").astype(np.int64) - 1
+    first, end = queue.positions(name, low, high)
+    chosen = np.flatnonzero(in_order & (end > first) & (begin_ns >= queue.known_from_ns))
+    chosen = chosen[np.argsort(begin_ns[chosen], kind="stable")]
+    bounded_first, bounded_end = _aligned(queue, name[chosen], low[chosen], high[chosen])
+    holds = bounded_end > bounded_first
+    if len(chosen) and np.mean(~holds) <= _MOST_CONTRADICTIONS:
+        first[chosen[holds]] = bounded_first[holds]
+        end[chosen[holds]] = bounded_end[holds]
+    return Possible(queue, first, end)
+
+
+def _aligned(queue: Queue, name: I64, low: I64, high: I64) -> tuple[I64, I64]:
+    """Narrows ranges of samples in the order of their times: none is before one before it."""
+    for _ in range(_MOST_ROUNDS):
+        first, end = queue.positions(name, low, high)
+        if not len(first) or bool((end <= first).any()):
+            return first, end
+        position = queue.by_name & 0xFFFFFFFF
+        new_low = np.maximum.accumulate(position[first])
+        new_high = np.minimum.accumulate(position[end - 1][::-1])[::-1]
+        if np.array_equal(new_low, low) and np.array_equal(new_high, high):
+            break
+        low, high = new_low, new_high
+    return first, end

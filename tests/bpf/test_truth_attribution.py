@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who launched what, on real runs whose samples tell it themselves (launch_truth.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import launch_truth
+import numpy as np
+import pytest
+from launch_truth import SCENARIOS, Measured, Scenario, measure
+
+pytestmark = pytest.mark.bpf
+
+# Those that take the time of a test; `launch_truth.py` prints a table of all.
+_LENGTH_MS = 4000
+_BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+_ONE_BY_ONE = [
+    "2 sites, 100 ms, one by one",
+    "10 sites, 20 ms, one by one",
+    "4 sites, 1 ms, one by one",
+    "4 sites, 20 ms, by event",
+    "4 sites, 20 ms, by a blocking read",
+    "4 sites, 20 ms, cost not by work",
+]
+_QUEUED = [
+    "2 sites, 100 ms, queued by 8",
+    "4 sites, 5 ms, queued by 16",
+    "4 sites, 5 ms, queued by 16, cost not by work",
+    "4 sites, 20 ms, 3 queues",
+]
+
+
+@pytest.fixture(scope="module")
+def program(workload: Callable[..., Path]) -> Path:
+    return workload("clsites", "-lOpenCL")
+
+
+def _measure(name: str, program: Path, folder: Path) -> Measured:
+    scenario: Scenario = _BY_NAME[name]
+    shorter = replace(scenario, length_ms=_LENGTH_MS, options=("-F", "997"))
+    return measure(launch_truth.record(shorter, program, folder))
+
+
+@pytest.mark.parametrize("name", _ONE_BY_ONE)
+def test_launch_and_wait_in_turn_is_exact(name: str, program: Path, tmp_path: Path) -> None:
+    found = _measure(name, program, tmp_path)
+    assert found.samples > 300
+    # All but what ran before the first wait was over.
+    assert found.exact > 0.85
+    assert found.exact_wrong < 0.005
+    assert found.wrong < 0.02
+
+
+@pytest.mark.parametrize("name", _QUEUED)
+def test_what_is_queued_is_shared_by_the_time_that_it_took(
+    name: str, program: Path, tmp_path: Path
+) -> None:
+    found = _measure(name, program, tmp_path)
+    assert found.samples > 300
+    assert found.exact_wrong < 0.005
+    # Two points, and four standard deviations of as many samples of four sites; other programs
+    # make a queue's stretches longer than its launches take.
+    assert found.off < 0.02 + 4 * 0.5 / np.sqrt(found.samples) + 0.03

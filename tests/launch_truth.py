@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By how much attribution is off on real runs: OpenCL programs that know who launched what.
+
+Each scenario is a recording of workloads/clsites.c, whose samples tell by their line which function
+launched them. `python tests/launch_truth.py` prints the table that the documentation shows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.gpu import NONE
+from aiflame.agent.model.profile import Profile
+from aiflame.gpu.attribution import Certainty, attribute
+from recordings import Recording, Workload, frames_of
+from support import WORKLOADS
+
+# The line of site 0's loop in the kernel's source; those of the others follow.
+_FIRST_LINE = 6
+_SITES = 10
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is launched, as the arguments of workloads/clsites.c say, and how it is recorded."""
+
+    name: str
+    kernel_us: int
+    sites: int
+    depth: int = 1
+    queues: int = 1
+    cost: str = "items"
+    wait: str = "finish"
+    processes: int = 1
+    length_ms: int = 8000
+    options: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What became of a recording's samples: shares of those whose launch is known, 0 to 1.
+
+    Attributes:
+        samples: How many.
+        wrong: Samples that are with another function than that which launched them.
+        off: Half the sum of differences between true and found counts, by function.
+        exact: Samples that are said to be exact.
+        exact_wrong: Samples that are said to be exact, and are wrong.
+        unattributed: Samples of which nothing is said.
+    """
+
+    samples: int
+    wrong: float
+    off: float
+    exact: float
+    exact_wrong: float
+    unattributed: float
+
+
+SCENARIOS = (
+    Scenario("2 sites, 100 ms, one by one", 100_000, 2),
+    Scenario("2 sites, 500 ms, one by one", 500_000, 2, length_ms=12_000),
+    Scenario("10 sites, 20 ms, one by one", 20_000, 10),
+    Scenario("4 sites, 1 ms, one by one", 1_000, 4),
+    Scenario("4 sites, 20 us, one by one", 20, 4),
+    Scenario("4 sites, 20 ms, by event", 20_000, 4, wait="event"),
+    Scenario("4 sites, 20 ms, by a blocking read", 20_000, 4, wait="read"),
+    Scenario("4 sites, 20 ms, cost not by work", 20_000, 4, cost="rounds"),
+    Scenario("2 sites, 100 ms, queued by 8", 100_000, 2, depth=8),
+    Scenario("4 sites, 5 ms, queued by 16", 5_000, 4, depth=16),
+    Scenario("4 sites, 200 us, queued by 64", 200, 4, depth=64),
+    Scenario("4 sites, 5 ms, queued by 16, cost not by work", 5_000, 4, depth=16, cost="rounds"),
+    Scenario("4 sites, 20 ms, 3 queues", 20_000, 4, depth=3, queues=3),
+    Scenario("4 sites, 5 ms, 3 queues, queued by 12", 5_000, 4, depth=12, queues=3),
+    Scenario("4 processes, 4 sites, 20 ms", 20_000, 4, processes=4),
+)
+
+
+def build(folder: Path) -> Path:
+    """Compiles the workload; returns the program."""
+    program = folder / "clsites"
+    command = ["cc", "-g", "-O1", "-fno-omit-frame-pointer", "-o", str(program)]
+    subprocess.run([*command, str(WORKLOADS / "clsites.c"), "-lOpenCL", "-lpthread"], check=True)
+    return program
+
+
+def record(scenario: Scenario, program: Path, folder: Path) -> Profile:
+    """Records a scenario."""
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    environment = {**os.environ, "POCL_CACHE_DIR": str(cache), "HOME": str(folder)}
+    s = scenario
+    command = [program, s.length_ms, s.kernel_us, s.sites, s.depth, s.queues, s.cost, s.wait]
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(Workload(command, env=environment)) for _ in range(s.processes)
+        ]
+        pids = ",".join(str(workload.pid) for workload in running)
+        recording = stack.enter_context(Recording(folder, "-p", pids, "--force", *s.options))
+        for workload in running:
+            workload.go()
+        for workload in running:
+            workload.truth()
+        return recording.stop().profile
+
+
+def _true_sites(profile: Profile) -> npt.NDArray[np.int64]:
+    """Returns the site that launched each sample by its line, or _UNKNOWN; shape (samples,)."""
+    lines = {(row.code, row.offset): row.line for row in profile.gpu.instructions}
+    found = [lines.get((int(s["code"]), int(s["offset"])), 0) for s in profile.gpu.samples]
+    site = np.array(found, np.int64) - _FIRST_LINE
+    return np.where((site >= 0) & (site < _SITES), site, _UNKNOWN)
+
+
+def _sites_of_stacks(profile: Profile) -> npt.NDArray[np.int64]:
+    """Returns the site that each stack is of, or _UNKNOWN; shape (stacks,)."""
+    found = np.full(len(profile.stacks), _UNKNOWN, np.int64)
+    for stack in range(len(found)):
+        for name in frames_of(profile, stack):
+            if name.startswith("site_"):
+                found[stack] = int(name.removeprefix("site_"))
+    return found
+
+
+def measure(profile: Profile) -> Measured:
+    """Compares what a profile says with what its samples tell."""
+    parts = attribute(profile.gpu)
+    truth = _true_sites(profile)[parts["sample"]]
+    stacks = np.append(_sites_of_stacks(profile), _UNKNOWN)
+    site = stacks[np.where(parts["stack"] == NONE, len(stacks) - 1, parts["stack"])]
+    is_known = truth != _UNKNOWN
+    count = parts["count"].astype(float)[is_known]
+    truth, site, certainty = truth[is_known], site[is_known], parts["certainty"][is_known]
+    whole = count.sum()
+    by_truth = np.bincount(truth, count, _SITES)
+    by_site = np.bincount(site + 1, count, _SITES + 1)
+    is_exact = certainty == Certainty.EXACT
+    return Measured(
+        samples=int(whole),
+        wrong=float(count[site != truth].sum() / whole),
+        off=float((abs(by_truth - by_site[1:]).sum() + by_site[0]) / 2 / whole),
+        exact=float(count[is_exact].sum() / whole),
+        exact_wrong=float(count[is_exact & (site != truth)].sum() / whole),
+        unattributed=float(count[certainty == Certainty.UNATTRIBUTED].sum() / whole),
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    print("| scenario | samples | off | wrong stack | exact | exact, and wrong | no stack |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        program = build(folder)
+        for scenario in SCENARIOS:
+            if len(sys.argv) > 1 and sys.argv[1] not in scenario.name:
+                continue
+            m = measure(record(scenario, program, folder))
+            shares = (m.off, m.wrong, m.exact, m.exact_wrong, m.unattributed)
+            words = (f"{100 * share:.1f} %" for share in shares)
+            print("|", " | ".join((scenario.name, str(m.samples), *words)), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples with times and launches in order: whose are they?"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from aiflame.agent.model.gpu import (
+    CALL_DTYPE,
+    DEVICE_SAMPLE_DTYPE,
+    LAUNCH_DTYPE,
+    NO_END,
+    ApiFunction,
+    GpuProfile,
+    Kernel,
+    KernelCode,
+    Operation,
+)
+from aiflame.gpu.attribution import Certainty, attribute
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+_US, _MS = 1_000, 1_000_000
+_A, _B = 0, 1  # kernels, and their codes
+_Q, _R = 0x1000, 0x2000  # queues
+
+Launch = tuple[int, int, int, int, int]  # at, end, stack, kernel, queue
+
+
+def profile(
+    launches: list[Launch], samples: list[tuple[int, int]], work: dict[int, int] | None = None
+) -> GpuProfile:
+    """A process with launches, and samples of (time, kernel)."""
+    rows = [
+        (stack, 0, 0, kernel, queue, at, at, end, 1, (work or {}).get(stack, 64))
+        for at, end, stack, kernel, queue in launches
+    ]
+    calls = [(0, stack, 0, 0, kernel, 0, 1, 64, 0) for _, _, stack, kernel, _ in launches]
+    return GpuProfile(
+        functions=(ApiFunction("opencl", "launch", Operation.LAUNCH),),
+        kernels=(Kernel(0, "opencl", "a", ""), Kernel(0, "opencl", "b", "")),
+        codes=(KernelCode(_A, None, 0), KernelCode(_B, None, 0)),
+        calls=np.array(calls, CALL_DTYPE),
+        launches=np.array(rows, LAUNCH_DTYPE),
+        samples=np.array(
+            [(0, 0, kernel, 0, 0, 0, at, at, 1) for at, kernel in samples], DEVICE_SAMPLE_DTYPE
+        ),
+    )
+
+
+def found(gpu: GpuProfile) -> list[tuple[int, str]]:
+    """The stack of each sample, and how it is known."""
+    return [
+        (stack, Certainty(certainty).label) for _, stack, certainty, _ in attribute(gpu).tolist()
+    ]
+
+
+def test_launch_and_wait_in_turn_is_exact() -> None:
+    # GIVEN launches from two stacks in turn, each awaited before the next
+    launches = [(i * 10 * _MS, (i + 1) * 10 * _MS, 1 + i % 2, _A, _Q) for i in range(6)]
+    samples = [(at * _MS, _A) for at in (15, 19, 21, 35, 45, 58)]
+    # THEN each sample is that of the launch that it lies in
+    assert found(profile(launches, samples)) == [
+        *((2, "exact"), (2, "exact"), (1, "exact"), (2, "exact"), (1, "exact"), (2, "exact")),
+    ]
+
+
+def test_what_ran_when_nothing_had_been_awaited_yet_is_no_certainty() -> None:
+    # It may have been launched before the recording.
+    launches = [(0, 10 * _MS, 1, _A, _Q), (10 * _MS, 20 * _MS, 2, _A, _Q)]
+    assert found(profile(launches, [(5 * _MS, _A), (15 * _MS, _A)])) == [
+        (1, "shared"),
+        (2, "exact"),
+    ]
+
+
+def test_a_first_launch_whose_stack_was_cut_costs_itself_alone() -> None:
+    launches = [(0, 10 * _MS, 9, _A, _Q)]
+    launches += [(i * 10 * _MS, (i + 1) * 10 * _MS, 1, _A, _Q) for i in range(1, 9)]
+    samples = [(at * _MS + 5 * _MS, _A) for at in range(0, 90, 10)]
+    assert found(profile(launches, samples)) == [(9, "shared"), *[(1, "exact")] * 8]
+
+
+def test_another_kernel_between_tells_queued_launches_apart() -> None:
+    # GIVEN a(1), b(3), a(2) queued at once after an awaited launch
+    at, end = 10 * _MS, 100 * _MS
+    launches = [(0, at, 3, _B, _Q)]
+    launches += [(at + i, end, s, k, _Q) for i, (s, k) in enumerate([(1, _A), (3, _B), (2, _A)])]
+    samples = [(20 * _MS, _A), (40 * _MS, _A), (50 * _MS, _B), (60 * _MS, _A), (70 * _MS, _A)]
+    # THEN what comes before b was launched before it, and what comes after it, after it
+    assert found(profile(launches, samples)) == [
+        *((1, "exact"), (1, "exact"), (3, "exact"), (2, "exact"), (2, "exact")),
+    ]
+
+
+def test_queued_launches_of_one_kernel_take_turns_as_long_as_their_work() -> None:
+    launches = [(0, 10 * _MS, 3, _B, _Q)]
+    launches += [(10 * _MS + i, 50 * _MS, s, _A, _Q) for i, s in enumerate([1, 2])]
+    samples = [(at * _MS, _A) for at in (12, 20, 30, 38, 42, 48)]
+    # 30 ms of the 40 are the first one's.
+    assert found(profile(launches, samples, {1: 300, 2: 100})) == [
+        *((1, "shared"), (1, "shared"), (1, "shared"), (1, "shared")),
+        *((2, "shared"), (2, "shared")),
+    ]
+
+
+def test_what_launches_cost_is_learnt_from_how_long_stretches_took() -> None:
+    # GIVEN launches of equal work, of which those of stack 1 take five times as long
+    launches, at = [], 0
+    for i in range(40):
+        ones = 1 + i % 3
+        end = at + (50 * ones + 10 * (4 - ones)) * _MS
+        launches += [(at + j, end, 1 if j < ones else 2, _A, _Q) for j in range(4)]
+        at = end
+    # WHEN one of each was queued, THEN five sixths of the time are the first one's
+    launches += [(at, at + 60 * _MS, 1, _A, _Q), (at + 1, at + 60 * _MS, 2, _A, _Q)]
+    samples = [(at + ms * _MS, _A) for ms in (5, 45, 55)]
+    assert [stack for stack, _ in found(profile(launches, samples))] == [1, 1, 2]
+
+
+def test_only_one_queue_that_can_have_run_is_exact() -> None:
+    launches = [
+        *((0, 10 * _MS, 1, _A, _Q), (0, 12 * _MS, 2, _A, _R)),
+        *((20 * _MS, 30 * _MS, 1, _A, _Q), (40 * _MS, 50 * _MS, 2, _A, _R)),
+    ]
+    assert found(profile(launches, [(25 * _MS, _A), (45 * _MS, _A)])) == [
+        (1, "exact"),
+        (2, "exact"),
+    ]
+
+
+def test_two_queues_at_once_are_shared() -> None:
+    launches = [
+        *((0, 10 * _MS, 1, _A, _Q), (0, 10 * _MS, 2, _A, _R)),
+        *((20 * _MS, 40 * _MS, 1, _A, _Q), (20 * _MS, 40 * _MS, 2, _A, _R)),
+    ]
+    parts = found(profile(launches, [(at * _MS, _A) for at in (22, 26, 34, 38)]))
+    assert [certainty for _, certainty in parts] == ["shared"] * 4
+    assert {stack for stack, _ in parts} == {1, 2}
+
+
+def test_a_queue_that_is_not_in_order_bounds_nothing_by_its_order() -> None:
+    # GIVEN a(1) and b(3) queued again and again, with samples of b before those of a
+    launches, samples = [(0, 10 * _MS, 3, _B, _Q)], []
+    for i in range(1, 20):
+        at, end = i * 10 * _MS, (i + 1) * 10 * _MS
+        launches += [(at, end, 1, _A, _Q), (at + 1, end, 3, _B, _Q), (at + 2, end, 2, _A, _Q)]
+        samples += [(at + 3 * _MS, _B), (at + 5 * _MS, _A), (at + 7 * _MS, _B), (at + 9 * _MS, _A)]
+    # THEN nothing of a is said to be exact
+    parts = found(profile(launches, samples))
+    assert {certainty for stack, certainty in parts if stack != 3} == {"shared"}
+
+
+def test_while_launches_had_no_order_times_tell_nothing() -> None:
+    launches = [(i * 10 * _MS, (i + 1) * 10 * _MS, 1 + i % 2, _A, _Q) for i in range(4)]
+    launches += [(40 * _MS, NO_END, 1, _A, 0), (40 * _MS, NO_END, 2, _A, 0)]
+    gpu = profile(launches, [(25 * _MS, _A), (45 * _MS, _A)])
+    gpu.launches["last_ns"][-2:] = 60 * _MS
+    (first, second) = found(gpu)
+    assert (first, second[1]) == ((1, "exact"), "shared")
+
+
+def test_samples_that_no_launch_can_own_are_shared_by_the_second() -> None:
+    launches = [(10 * _MS, 20 * _MS, 1, _A, _Q), (20 * _MS, 30 * _MS, 2, _A, _Q)]
+    ((_, certainty),) = found(profile(launches, [(5 * _MS, _A)]))
+    assert certainty == "shared"
+
+
+@st.composite
+def _random_runs(draw: st.DrawFn) -> tuple[list[Launch], list[tuple[int, int]], list[int]]:
+    """A queue that runs in order, launches with or without waits, and who was sampled."""
+    at, launches, samples, truth = 0, [], [], []
+    for _ in range(draw(st.integers(1, 12))):
+        batch = draw(
+            st.lists(st.tuples(st.integers(1, 3), st.integers(0, 1)), min_size=1, max_size=5)
+        )
+        took = [draw(st.integers(1, 50)) * _US for _ in batch]
+        end = at + sum(took)
+        start = at
+        for number, ((stack, kernel), took_ns) in enumerate(zip(batch, took, strict=True)):
+            # Kernel b has stacks of its own.
+            stack += 10 * kernel
+            launches.append((at + number, end, stack, kernel, _Q))
+            for _ in range(draw(st.integers(0, 2))):
+                samples.append((start + draw(st.integers(number + 1, took_ns - 1)), kernel))
+                truth.append(stack)
+            start += took_ns
+        at = end
+    return launches, samples, truth
+
+
+@settings(max_examples=300, deadline=None)
+@given(_random_runs())
+def test_what_is_said_to_be_exact_is_right(
+    case: tuple[list[Launch], list[tuple[int, int]], list[int]],
+) -> None:
+    launches, samples, truth = case
+    parts = found(profile(launches, samples))
+    assert len(parts) == len(truth)
+    for (stack, certainty), right in zip(parts, truth, strict=True):
+        assert certainty != "unattributed"
+        assert certainty != "exact" or stack == right
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_little_or_nothing_is_no_error(size: int) -> None:
+    launches: list[Launch] = [(0, NO_END, 1, _A, _Q), (1, NO_END, 2, _A, _Q)][:size]
+    assert len(found(profile(launches, [(5, _A)]))) == 1
+
+
+def test_the_order_of_rows_makes_no_difference() -> None:
+    random = np.random.default_rng(1)
+    launches = [(i * 10 * _MS, (i // 3 + 1) * 30 * _MS, 1 + i % 2, i % 2, _Q) for i in range(30)]
+    samples = [(int(at), int(at) % 2) for at in random.integers(0, 300 * _MS, 50)]
+    gpu = profile(launches, samples)
+    expected = attribute(gpu)
+    shuffled: npt.NDArray[np.void] = gpu.launches[random.permutation(len(launches))]
+    gpu.launches[:] = shuffled
+    assert attribute(gpu).tolist() == expected.tolist()
