@@ -77,6 +77,15 @@ def hurry_child(pid: int) -> None:
             os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(_LOWEST_REAL_TIME))
 
 
+def let_wait(pid: int) -> None:
+    """Makes a child as ordinary as any other process: what it does takes longer than it should."""
+    if _IS_CHOSEN:
+        return
+    with contextlib.suppress(OSError):  # it was not raised, or has ended
+        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, pid, 0)
+
+
 def as_started() -> None:
     """Gives the calling thread, or a child that was forked, what the user started us with."""
     with contextlib.suppress(PermissionError):  # then it was not raised either

@@ -10,13 +10,14 @@ come by a descriptor, and the open window, which takes samples, kernel times and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from aiflame.agent.file_questions import Question
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device
-from aiflame.agent.target_files import TargetFile
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +156,15 @@ class Host(Protocol):
         """Returns the path of a file as the target sees it."""
         ...
 
-    def opened(self, file: int) -> AbstractContextManager[TargetFile, bool] | None:
-        """Returns a context that hands the file out to be read, None where it was not opened.
+    def is_open(self, file: int) -> bool:
+        """Whether a file could be opened."""
+        ...
 
-        Whatever is raised in there ends it quietly, and is counted.
+    def ask(self, file: int, question: Question[T]) -> T | None:
+        """Answers a question about a file, which a process without rights reads.
+
+        Returns:
+            None where it was not opened, or is bad, which is counted.
         """
         ...
 

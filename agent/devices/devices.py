@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
+from aiflame.agent.file_questions import Question
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
@@ -24,7 +25,6 @@ from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
-from aiflame.agent.target_files import GuardedFile
 from aiflame.gpu.base import (
     CodeKey,
     Family,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # SQLite is for the end
 # Of what families count in (gpu.base.Interval).
 _INTERVAL_NS = 1_000_000_000
 
+T = TypeVar("T")
 
 # Executions that one kernel time tells of: a device starts no more than a million a second.
 _MAX_EXECUTIONS = 1 << 24
@@ -89,9 +90,11 @@ class _FamilyHost:
     def path(self, file: int) -> str:
         return self._binaries.files[file].path
 
-    def opened(self, file: int) -> GuardedFile | None:
-        known = self._binaries.files[file]
-        return None if known.fd is None else self._binaries.guard.each_file(known.path, known.fd)
+    def is_open(self, file: int) -> bool:
+        return self._binaries.files[file].fd is not None
+
+    def ask(self, file: int, question: Question[T]) -> T | None:
+        return self._binaries.ask(file, question)
 
     def watch(self, descriptor: int, take: Callable[[], None]) -> None:
         self._takes.append(take)

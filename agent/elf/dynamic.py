@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.elf import records as elf
-from aiflame.agent.elf.image import BadElf, ElfImage
+from aiflame.agent.elf.image import BadElf, ElfImage, NotElf
+from aiflame.agent.file_questions import Json, Question, rows, text
 from aiflame.agent.target_files import TargetFile
 
 # Real files have 20 to 60 entries, those with most libraries some 300.
@@ -49,6 +50,25 @@ def read_dependencies(file: TargetFile, image: ElfImage) -> Dependencies:
             if len(libraries) + len(folders) > _MAX_NAMES:
                 raise BadElf("more libraries than any real file names")
     return Dependencies(tuple(libraries), tuple(folders))
+
+
+def dependencies(file: TargetFile) -> Json:
+    """Reads what a file needs; nothing for a script, of which nobody knows what it will run."""
+    try:
+        found = read_dependencies(file, ElfImage.read(file))
+    except NotElf:
+        return [[], []]
+    return [[name[:_MAX_PATH_BYTES] for name in names] for names in found]
+
+
+def _checked(answer: Json) -> Dependencies:
+    libraries, folders = (
+        tuple(text(name, _MAX_PATH_BYTES) for name in rows(names, _MAX_NAMES)) for names in answer
+    )
+    return Dependencies(libraries, folders)
+
+
+DEPENDENCIES = Question(dependencies, _checked)
 
 
 def _entries(file: TargetFile, image: ElfImage) -> npt.NDArray[np.void]:

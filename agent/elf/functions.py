@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.elf import records as elf
-from aiflame.agent.elf.image import ElfImage, Section
+from aiflame.agent.elf.image import ElfImage, NotElf, Section
 from aiflame.agent.elf.symbols import (
+    MAX_NAME_BYTES,
     U64,
     Records,
     first_letters,
@@ -22,6 +23,7 @@ from aiflame.agent.elf.symbols import (
     read_symbols,
     symbol_sections,
 )
+from aiflame.agent.file_questions import BadAnswer, Json, Question, rows, text
 from aiflame.agent.target_files import TargetFile
 
 # Which of two names for the same code wins: global, then weak, then local.
@@ -204,3 +206,24 @@ class FunctionNames:
         if row < 0 or address >= int(self._ends[row]):
             return b""
         return read_names(file, self._strings, self._names[row : row + 1])[0]
+
+
+def names_at(file: TargetFile, *addresses: int) -> Json:
+    """Reads the names of the functions at some virtual addresses, "" where there is none."""
+    try:
+        names = FunctionNames(file, ElfImage.read(file))
+    except NotElf:
+        return [""] * len(addresses)
+    return [names.at(file, address).decode(errors="replace") for address in addresses]
+
+
+def function_names(addresses: Sequence[int]) -> Question[list[str]]:
+    """The mangled names of the functions at some virtual addresses, "" where there is none."""
+
+    def check(answer: Json) -> list[str]:
+        found = [text(name, MAX_NAME_BYTES) for name in rows(answer, len(addresses))]
+        if len(found) != len(addresses):
+            raise BadAnswer("not a name for each address")
+        return found
+
+    return Question(names_at, check, tuple(addresses), is_kept=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -213,13 +214,24 @@ class ElfImage:
             start: Where the mapping begins.
             file_offset: What it maps there.
         """
-        for load in self.loads:
-            # The loader maps whole pages, also what precedes the segment in its first one.
-            first = load.file_offset & -_PAGE_BYTES
-            is_inside = first <= file_offset < load.file_offset + load.file_size
-            if load.executable and is_inside:
-                return start - load.virtual_address - (file_offset - load.file_offset)
-        return start - file_offset
+        return bias(self.loads, start, file_offset)
+
+
+def bias(loads: Iterable[Segment], start: int, file_offset: int) -> int:
+    """What to subtract from an address in a mapping to get the file's own.
+
+    Args:
+        loads: The segments of the file that are mapped.
+        start: Where the mapping begins.
+        file_offset: What it maps there.
+    """
+    for load in loads:
+        # The loader maps whole pages, also what precedes the segment in its first one.
+        first = load.file_offset & -_PAGE_BYTES
+        is_inside = first <= file_offset < load.file_offset + load.file_size
+        if load.executable and is_inside:
+            return start - load.virtual_address - (file_offset - load.file_offset)
+    return start - file_offset
 
 
 def _parse(file: TargetFile) -> ElfImage:

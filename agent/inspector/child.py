@@ -68,6 +68,14 @@ def ends(pid: int) -> bool:
         os.close(process_fd)
 
 
+def waits_for_a_processor(pid: int) -> bool:
+    """Whether a child would get on if it were let."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        return status.rpartition(") ")[2][:1] == "R"
+    return False
+
+
 class Message(NamedTuple):
     """What a child says, and descriptors that come with it: those are the receiver's."""
 
@@ -137,10 +145,7 @@ class Child:
     @property
     def waits_for_a_processor(self) -> bool:
         """Whether it would get on if it were let."""
-        with contextlib.suppress(OSError):
-            status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
-            return status.rpartition(") ")[2][:1] == "R"
-        return False
+        return waits_for_a_processor(self.process.pid)
 
     def end(self) -> None:
         """Ends it; it may go on to wait where no signal gets through (fs/fuse/dev.c, v6.1)."""

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import stat
@@ -80,6 +81,12 @@ class Channel:
             os.close(fd)
         raise BadMessage("not an object")
 
+    def is_readable(self, timeout_s: float) -> bool:
+        """Waits for a message, or the end of the other side; returns whether there is one."""
+        poll = select.poll()  # select() knows no descriptor above 1,023
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
+
     def close(self) -> None:
         """Closes this end."""
         self._socket.close()
@@ -108,7 +115,7 @@ class Parser:
             _run(work, theirs, parent)
         theirs.close()
         self.channel = Channel(ours)
-        self._has_ended = False
+        self._is_reaped = False
 
     def __enter__(self) -> Parser:
         return self
@@ -119,9 +126,17 @@ class Parser:
     def kill(self) -> None:
         """Ends it at once."""
         self.channel.close()
-        if not self._has_ended:
+        if not self._is_reaped:
             os.kill(self.pid, signal.SIGKILL)
             self._wait()
+
+    def has_ended(self) -> bool:
+        """Whether it has ended by itself; then it need not be ended."""
+        if not self._is_reaped:
+            self._is_reaped = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+            if self._is_reaped:
+                self.channel.close()
+        return self._is_reaped
 
     def end(self) -> int:
         """Waits until it has ended; returns its exit status, negative for a signal's number."""
@@ -130,7 +145,7 @@ class Parser:
 
     def _wait(self) -> int:
         _, status = os.waitpid(self.pid, 0)
-        self._has_ended = True
+        self._is_reaped = True
         return status
 
 
@@ -143,7 +158,7 @@ class Parsers:
 
     def __init__(self, work: Callable[[Channel], None]) -> None:
         self._work = work
-        self._by_group: OrderedDict[_Group, Parser] = OrderedDict()
+        self._by_group: OrderedDict[FileGroup, Parser] = OrderedDict()
 
     @contextlib.contextmanager
     def of(self, fd: int) -> Iterator[Parser]:
@@ -152,7 +167,7 @@ class Parsers:
         Raises:
             OSError: It cannot be started.
         """
-        group = _group(fd)
+        group = group_of(fd)
         if group is None:
             with Parser(self._work) as parser:
                 yield parser
@@ -171,14 +186,14 @@ class Parsers:
         self._by_group.clear()
 
 
-class _Group(NamedTuple):
+class FileGroup(NamedTuple):
     """Files that a user can change: of one mount, so of one container, and of one owner."""
 
     mount_id: int
     owner_uid: int
 
 
-def _group(fd: int) -> _Group | None:
+def group_of(fd: int) -> FileGroup | None:
     """Returns whose file it is; None where several users can write to it."""
     facts = os.fstat(fd)
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -186,7 +201,7 @@ def _group(fd: int) -> _Group | None:
     # Of a process's descriptor that was opened again through /proc it is the file's own mount.
     for line in Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines():
         if line.startswith("mnt_id:"):
-            return _Group(int(line.split()[1]), facts.st_uid)
+            return FileGroup(int(line.split()[1]), facts.st_uid)
     return None
 
 

@@ -53,6 +53,11 @@ def require_enough() -> None:
         )
 
 
+def for_targets() -> int:
+    """Returns how many descriptors there are for files of targets."""
+    return max(_limit() - _RESERVE - _OWN, 0)
+
+
 def is_for_targets(fd: int) -> bool:
     """Whether a new descriptor may be kept for a file of a target."""
     return fd < _limit() - _RESERVE

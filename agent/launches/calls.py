@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.gpu_kernel_names import KernelNames
@@ -108,7 +109,7 @@ class ApiCalls:
         self._programs = programs
         self._table = table
         self._images = images
-        self.probes = ApiProbes(programs, table.binaries.guard)
+        self.probes = ApiProbes(programs, table.binaries.facts)
         self._names = KernelNames(table, images, kernels, window)
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
@@ -117,20 +118,22 @@ class ApiCalls:
         # When the last wait that was told of a process's queue was over.
         self._told_waits: dict[tuple[int, int], int] = {}
 
-    def prepare(self, runtimes: Iterable[Path]) -> None:
+    def prepare(self, runtimes: Iterable[Path], opener: Opener) -> None:
         """Probes files that may hold runtimes, before a process maps them."""
         for path in runtimes:
-            self.probes.look_at_path(path)
+            self.probes.look_at_path(path, opener)
 
     def look(self, image: ProcessImage) -> None:
         """Probes what a process has mapped."""
         files = self._table.binaries.files
         for binary in sorted({mapping.binary for mapping in image.mappings} - {NO_BINARY}):
             descriptor = files[binary].fd
-            if descriptor is not None and binary not in self._identities:
-                image_of_file = self._images.of(binary)
+            identity = self._identities.get(binary)
+            is_new = identity is None or self.probes.may_pay(identity, image.pid)
+            if descriptor is not None and is_new:
                 path = files[binary].path
-                self._identities[binary] = self.probes.look(descriptor, path, image_of_file)
+                found = self.probes.look(descriptor, path, image.pid, image.payer)
+                self._identities[binary] = found
 
     def with_call(
         self, image: ProcessImage, user: npt.NDArray[np.uint64], slot: int, return_address: int

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.elf.functions import FunctionNames
+from aiflame.agent.elf.functions import function_names
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.processes.elf_images import ElfImages
@@ -41,6 +41,8 @@ _LONGEST_NAME_BYTES = 16384
 _STUB_DEPTH = 3
 # One kernel is launched from many stacks, but through one stub.
 _MAX_STACKS = 4
+# Symbols that one file is asked for at a time: a message holds 3,000 addresses.
+_MOST_ASKED = 2048
 
 _UNTOLD = "made before the recording began"
 _LOST = "its name was lost"
@@ -90,7 +92,7 @@ class KernelNames:
         self._told: dict[tuple[int, int], str] = {}
         self._aliases: dict[tuple[int, int], int] = {}
         self._unnamed: dict[tuple[int, str, int], _Unnamed] = {}
-        self._symbols: dict[int, FunctionNames | None] = {}
+        self._symbols: dict[int, dict[int, str]] = {}  # by binary, then virtual address
         self.lost = 0
 
     def take(self, payload: bytes) -> None:
@@ -195,6 +197,7 @@ class KernelNames:
             for unnamed in self._unnamed.values()
             if images is None or unnamed.image.index in images
         ]
+        self._ask_symbols(unnamed_ones)
         seen: defaultdict[tuple[int, str], Counter[int]] = defaultdict(Counter)
         for unnamed in unnamed_ones:
             names = run.get(unnamed.image.index, frozenset())
@@ -230,27 +233,36 @@ class KernelNames:
             names.add(name_from_host_symbol(stub, unnamed.api) if stub else "")
         return (names.pop() or "") if len(names) == 1 else ""
 
-    def _symbol(self, image: ProcessImage, address: int) -> str:
-        """Returns the symbol at an address of a process, "" where it has none."""
+    def _ask_symbols(self, unnamed_ones: Sequence[_Unnamed]) -> None:
+        """Asks for all symbols that names may come from, each file once."""
+        wanted: defaultdict[int, set[int]] = defaultdict(set)
+        for unnamed in unnamed_ones:
+            handle = self._aliases.get((unnamed.image.index, unnamed.handle), unnamed.handle)
+            callers = (address - 1 for stack in unnamed.stacks.values() for address in stack)
+            for address in (handle, *callers):
+                found = self._located(unnamed.image, address)
+                if found is not None and found[1] not in self._symbols.get(found[0], ()):
+                    wanted[found[0]].add(found[1])
+        for binary, unsorted in wanted.items():
+            addresses = sorted(unsorted)
+            known = self._symbols.setdefault(binary, {})
+            for begin in range(0, len(addresses), _MOST_ASKED):
+                some = addresses[begin : begin + _MOST_ASKED]
+                names = self._table.binaries.ask(binary, function_names(some))
+                known.update(zip(some, map(clean_name, names or [""] * len(some)), strict=True))
+
+    def _located(self, image: ProcessImage, address: int) -> tuple[int, int] | None:
+        """Returns the file at an address of a process, and the virtual address there."""
         found = int(image.find(np.array([address], np.uint64))[0])
         if found < 0 or image.mappings[found].binary == NO_BINARY:
-            return ""
+            return None
         mapping = image.mappings[found]
-        virtual_address = (address - self._images.bias(mapping)) % (1 << 64)
-        return clean_name(self._name_in(mapping.binary, virtual_address).decode(errors="replace"))
+        return mapping.binary, (address - self._images.bias(mapping)) % (1 << 64)
 
-    def _name_in(self, binary: int, address: int) -> bytes:
-        """Returns the symbol at a virtual address of a file, b"" where it has none."""
-        known, elf = self._table.binaries.files[binary], self._images.of(binary)
-        if known.fd is None or elf is None:
-            return b""
-        with self._table.binaries.guard.each_file(known.path, known.fd) as file:
-            if binary not in self._symbols:
-                self._symbols[binary] = None  # where reading it fails
-                self._symbols[binary] = FunctionNames(file, elf)
-            names = self._symbols[binary]
-            return b"" if names is None else names.at(file, address)
-        return b""
+    def _symbol(self, image: ProcessImage, address: int) -> str:
+        """Returns the symbol at an address of a process, "" where it has none."""
+        found = self._located(image, address)
+        return "" if found is None else self._symbols.get(found[0], {}).get(found[1], "")
 
 
 def _texts_at(memory: ProcessMemory, addresses: Sequence[int]) -> list[bytes]:

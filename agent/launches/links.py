@@ -17,7 +17,7 @@ from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.probe_sites import ProbeSite
-from aiflame.agent.launches.symbols import ApiFunction
+from aiflame.agent.launches.questions import ProbedFunction
 
 # As if nothing were known of the function's code.
 _ENTRY = ProbeSite(0, 0, False)
@@ -29,7 +29,7 @@ class Probe(NamedTuple):
     """A probe to be put on: program, function, where in it, and the kernel half's two numbers."""
 
     program: str
-    function: ApiFunction
+    function: ProbedFunction
     site: ProbeSite
     slot: int
     number: int

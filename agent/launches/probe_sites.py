@@ -21,8 +21,9 @@ is found out by trying (see uprobe_tries.py).
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment
@@ -31,12 +32,12 @@ from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment
 # not.
 
 # How far into a function the probe may be; prologues that save all registers take 20 bytes.
-_MAX_OFFSET_BYTES = 32
+MAX_OFFSET_BYTES = 32
 # From farther away a jump with one byte of distance cannot reach it; the longest has 3 bytes.
-_NEAR_BYTES = _MAX_OFFSET_BYTES + 128 + 3
+_NEAR_BYTES = MAX_OFFSET_BYTES + 128 + 3
 _MAX_INSTRUCTION_BYTES = 15
 # What a prologue may add to the stack; more is no prologue.
-_MAX_STACK_BYTES = 1 << 20
+MAX_STACK_BYTES = 1 << 20
 
 # Long no-operations that kernels emulate, or step, all alike: x86_nops of asm/nops.h (its 64-bit
 # table). Those of 9 bytes and more are not in that table.
@@ -95,14 +96,72 @@ class ProbeSite:
     is_emulated: bool
 
 
-def choose_site(
-    code: bytes, address: int, nops: NopTreatment, *, for_return: bool = False
-) -> ProbeSite:
+class Emulation(enum.IntEnum):
+    """Whether a kernel emulates an instruction."""
+
+    ALWAYS = 0
+    NEVER = 1
+    AS_LONG_NOP = 2
+    AS_PREFIXED_NOP = 3
+
+    def treatment(self, nops: NopTreatment) -> Treatment:
+        """Returns what this kernel does with a probe on it."""
+        if self is Emulation.AS_LONG_NOP:
+            return nops.long
+        if self is Emulation.AS_PREFIXED_NOP:
+            return nops.prefixed
+        return Treatment.EMULATED if self is Emulation.ALWAYS else Treatment.STEPPED
+
+
+class Step(NamedTuple):
+    """An instruction that may be probed; fields as those of `ProbeSite`."""
+
+    offset_bytes: int
+    stack_bytes: int
+    emulation: Emulation
+
+
+class Prologue(NamedTuple):
+    """The first instructions of a function, up to one that does harm or is always emulated.
+
+    Attributes:
+        steps: In their order.
+        jumped_to_bytes: The first offset past the entry that is jumped to, or that may be.
+    """
+
+    steps: tuple[Step, ...]
+    jumped_to_bytes: int
+
+
+def read_prologue(code: bytes, address: int) -> Prologue:
+    """Decodes a function's first instructions.
+
+    Args:
+        code: Its bytes from the entry, as many as are known.
+        address: Of the entry. Any will do: sites are relative.
+    """
+    near = _instructions(code, address)
+    steps: list[Step] = []
+    stack_bytes = 0
+    for instruction in near:
+        offset = instruction.address - address
+        if offset >= MAX_OFFSET_BYTES:
+            break
+        steps.append(Step(offset, stack_bytes, _emulation(bytes(instruction.bytes))))
+        growth = _growth(instruction, stack_bytes)
+        is_sure = steps[-1].emulation is Emulation.ALWAYS
+        if is_sure or growth is None or stack_bytes + growth > MAX_STACK_BYTES:
+            break
+        stack_bytes += growth
+    needed = len(steps) > 1
+    return Prologue(tuple(steps), _first_jumped_to(code, near) if needed else 1)
+
+
+def choose_site(prologue: Prologue, nops: NopTreatment, *, for_return: bool = False) -> ProbeSite:
     """Chooses where to put a probe that is to see a function's arguments.
 
     Args:
-        code: The function's bytes from its entry, as many as are known.
-        address: Of the entry. Any will do: sites are relative.
+        prologue: Of the function.
         nops: What this kernel does with no-operations.
         for_return: The probe is to fire at the function's return as well. The kernel takes the
             word at the stack pointer for the return address, so nothing may be above it yet.
@@ -111,25 +170,16 @@ def choose_site(
         The first instruction that is emulated; where none may be taken, the first that the kernel
         does not refuse; the entry where the code cannot be read.
     """
-    near = _instructions(code, address)
     accepted: ProbeSite | None = None
-    stack_bytes = 0
-    for instruction in near:
-        offset = instruction.address - address
-        treatment = _treatment(instruction, nops)
+    for offset, stack_bytes, emulation in prologue.steps:
+        treatment = emulation.treatment(nops)
         is_emulated = treatment is Treatment.EMULATED
         if is_emulated or (accepted is None and treatment is Treatment.STEPPED):
-            if offset >= _MAX_OFFSET_BYTES or (for_return and stack_bytes):
-                break
-            if offset and _is_jumped_to(code, near, offset):
+            if (for_return and stack_bytes) or offset >= prologue.jumped_to_bytes:
                 break
             accepted = ProbeSite(offset, stack_bytes, is_emulated)
             if is_emulated:
                 return accepted
-        growth = _growth(instruction, stack_bytes)
-        if growth is None or stack_bytes + growth > _MAX_STACK_BYTES:
-            break
-        stack_bytes += growth
     return accepted or ProbeSite(0, 0, False)
 
 
@@ -142,13 +192,12 @@ def _instructions(code: bytes, address: int) -> list[Any]:
     return list(decoder.disasm(code[: _NEAR_BYTES + _MAX_INSTRUCTION_BYTES], address))
 
 
-def _treatment(instruction: Any, nops: NopTreatment) -> Treatment:
-    data = bytes(instruction.bytes)
+def _emulation(data: bytes) -> Emulation:
     if data in _LONG_NOPS:
-        return nops.long
+        return Emulation.AS_LONG_NOP
     if data == _PREFIXED_NOP:
-        return nops.prefixed
-    return Treatment.EMULATED if _is_always_emulated(data) else Treatment.STEPPED
+        return Emulation.AS_PREFIXED_NOP
+    return Emulation.ALWAYS if _is_always_emulated(data) else Emulation.NEVER
 
 
 def _is_always_emulated(data: bytes) -> bool:
@@ -204,32 +253,34 @@ def _is_own_frame(instruction: Any, operand: Any, stack_bytes: int) -> bool:
     return bool(memory.disp + operand.size <= stack_bytes)
 
 
-def _is_jumped_to(code: bytes, near: list[Any], offset: int) -> bool:
-    """Whether anything jumps past the entry, up to and including an offset in the prologue."""
+def _first_jumped_to(code: bytes, near: list[Any]) -> int:
+    """Returns the first offset past the entry that anything jumps to; past the prologue if none."""
     from capstone import CS_GRP_BRANCH_RELATIVE
 
     entry = near[0].address
     decoded = near[-1].address + near[-1].size - entry
     if decoded < min(len(code), _NEAR_BYTES):
-        return True  # what could not be decoded may be anything
+        return 1  # what could not be decoded may be anything
+    first = MAX_OFFSET_BYTES
     for instruction in near:
         if instruction.group(CS_GRP_BRANCH_RELATIVE):
             target = instruction.operands[0].imm - entry
-            if 0 < target <= offset:
-                return True
-    return _is_jumped_to_from_afar(code, offset)
+            if target > 0:
+                first = min(first, target)
+    return min(first, _first_jumped_to_from_afar(code))
 
 
-def _is_jumped_to_from_afar(code: bytes, offset: int) -> bool:
+def _first_jumped_to_from_afar(code: bytes) -> int:
     """The same for jumps with four bytes of distance, wherever they may begin."""
     letters = np.frombuffer(code, np.uint8)
     count = len(letters) - 5
     if count <= 0:
-        return False
+        return MAX_OFFSET_BYTES
     distance = np.zeros(count, np.uint32)
     for byte in range(4):
         distance |= letters[2 + byte : 2 + byte + count].astype(np.uint32) << np.uint32(8 * byte)
     targets = np.arange(6, 6 + count) + distance.view(np.int32)
     opcode = letters[1 : 1 + count]
     is_jump = (opcode == 0xE9) | ((opcode & 0xF0 == 0x80) & (letters[:count] == 0x0F))
-    return bool(np.any(is_jump & (targets > 0) & (targets <= offset)))
+    found = targets[is_jump & (targets > 0)]
+    return min(int(found.min()), MAX_OFFSET_BYTES) if len(found) else MAX_OFFSET_BYTES

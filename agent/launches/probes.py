@@ -18,18 +18,25 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.errors import EnvironmentUnfit
-from aiflame.agent.inspector.rootfs import open_regular
+from aiflame.agent.file_questions import Question
+from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.kernel import abi, sysbpf
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.launches.links import ApiLinks, Probe
+from aiflame.agent.launches.opening import opened_at
 from aiflame.agent.launches.probe_sites import choose_site
-from aiflame.agent.launches.symbols import ApiFunction, find_functions
+from aiflame.agent.launches.questions import Functions, ProbedFunction, functions_among
 from aiflame.agent.losses import LossKind
-from aiflame.agent.target_files import FileGuard
+from aiflame.agent.processes.shares import Shares
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
+
+_UNPAID = "more functions than one process or user may have probed"
+
+# Processes that are asked to pay for one file.
+_MOST_ASKED = 256
 
 # Device and inode.
 FileIdentity = tuple[int, int]
@@ -50,12 +57,18 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def functions_of(apis: Sequence[Api]) -> Question[Functions]:
+    """Which functions of some APIs a file defines."""
+    calls = {call.symbol for api in apis for call in api.calls}
+    return functions_among(calls | {naming.symbol for api in apis for naming in api.namings})
+
+
 class ApiProbes:
     """All probes of a recording.
 
     Args:
         programs: Loaded programs.
-        guard: Inside which files are read.
+        facts: Tells which functions are in a file.
         apis: Whose functions are probed.
 
     Raises:
@@ -68,69 +81,78 @@ class ApiProbes:
         ranges: File offset and size of each probed function, by file and slot.
     """
 
-    def __init__(self, programs: Programs, guard: FileGuard, apis: Sequence[Api] = APIS) -> None:
+    def __init__(self, programs: Programs, facts: FileFacts, apis: Sequence[Api] = APIS) -> None:
         if len(apis) > abi.APIS_MAX:
             raise ValueError(f"{len(apis)} device APIs, and room for {abi.APIS_MAX} (APIS_MAX)")
         self._programs = programs
-        self._guard = guard
+        self._facts = facts
         self._apis = tuple(apis)
         self._wanted: dict[str, list[tuple[Api, Call | Naming]]] = {}
         for api in apis:
             functions: tuple[Call | Naming, ...] = (*api.calls, *api.namings)
             for function in functions:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
-        self._names = frozenset(self._wanted)
+        self._question = functions_of(apis)
         self._seen: set[FileIdentity] = set()
         self.ranges: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
         self.functions: list[tuple[Api, Call | Naming]] = []
         self._links = ApiLinks(programs)
         self._described = 0
+        self._shares = Shares(lambda: abi.API_PROBES_MAX)
+        self._unpaid: dict[FileIdentity, set[int]] = {}  # files, and who could not pay for them
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
 
-    def look_at_path(self, path: Path) -> None:
+    def look_at_path(self, path: Path, opener: Opener) -> None:
         """Probes a file that may be mapped later; one that is not there is none."""
-        try:
-            descriptor = open_regular(str(path))
-        except OSError:
-            return
-        try:
+        with contextlib.suppress(OSError), opened_at(str(path), opener, self._facts) as descriptor:
             self.look(descriptor, str(path))
-        finally:
-            os.close(descriptor)
 
-    def look(self, descriptor: int, path: str, image: ElfImage | None = None) -> FileIdentity:
+    def may_pay(self, file: FileIdentity, pid: int) -> bool:
+        """Whether a file has no probes for want of a share, and this process was not asked yet."""
+        asked = self._unpaid.get(file)
+        return asked is not None and pid not in asked and len(asked) < _MOST_ASKED
+
+    def look(self, descriptor: int, path: str, pid: int = 0, payer: str = "") -> FileIdentity:
         """Probes what is found in an open file, once for each file; returns which file it is.
 
         Args:
             descriptor: Of the file.
             path: What it is called, for messages.
-            image: Its headers, where the caller has them already.
+            pid: Who has mapped it, 0 for nobody.
+            payer: As of `payer_of`; "" for a file that the system or the command itself has.
         """
-        remote = self._guard.remote.get(descriptor)
+        remote = self._facts.guard.remote.get(descriptor)
         identity = file_identity(descriptor) if remote is None else remote.identity
-        if identity in self._seen:
+        if identity in self._seen and not self.may_pay(identity, pid):
             return identity
         self._seen.add(identity)
         name = path.rpartition("/")[2]
         probes: list[Probe] = []
-        guarded = self._guard.each_file(path, descriptor)
-        with guarded as file, contextlib.suppress(NotElf):  # a script, or code that a runtime made
-            found = find_functions(file, self._names, image)
-            wanted = [
-                (located, api, function)
-                for located in found.values()
-                for api, function in self._wanted[located.name]
-                if not (api.skip_files and re.search(api.skip_files, name))
-            ]
-            if wanted:
-                self._programs.expect_calls()  # which takes longer than what follows
-            try:
-                for located, api, function in wanted:
-                    probes += self._probes(identity, located, api, function)
-            except TooManyFunctions:
-                self._failed(path, "more functions than there is room for")
+        found = self._facts.ask(path, descriptor, self._question) or {}
+        wanted = [
+            (located, api, function)
+            for located in found.values()
+            for api, function in self._wanted[located.name]
+            if not (api.skip_files and re.search(api.skip_files, name))
+        ]
+        if wanted and payer and not self._shares.take(pid, payer, len(wanted)):
+            # Another one may pay for a library that many map.
+            if identity not in self._unpaid:
+                self._failed(path, _UNPAID, len(wanted))
+            self._unpaid.setdefault(identity, set()).add(pid)
+            return identity
+        if self._unpaid.pop(identity, None) is not None:
+            self.losses[LossKind.CALLS_NOT_PROBED] -= len(wanted)
+            self.loss_files[LossKind.CALLS_NOT_PROBED].discard(f"{path} ({_UNPAID})")
+        if wanted:
+            self._programs.expect_calls()  # which takes longer than what follows
+        try:
+            for located, api, function in wanted:
+                probes += self._probes(identity, located, api, function)
+        except TooManyFunctions:
+            self._failed(path, "more functions than there is room for")
         if probes and remote is not None:
             # The kernel reads the file to put them on, and no signal gets through to that.
             self._failed(path, "its file system may not answer", len(probes))
@@ -148,7 +170,7 @@ class ApiProbes:
             self._failed(path, _reason(one.error))
 
     def _probes(
-        self, file: FileIdentity, located: ApiFunction, api: Api, function: Call | Naming
+        self, file: FileIdentity, located: ProbedFunction, api: Api, function: Call | Naming
     ) -> list[Probe]:
         """Describes the probes of a function to the kernel half."""
         slot = self._slot(api, function)
@@ -157,13 +179,13 @@ class ApiProbes:
         number = self._described
         self._described += 1
         nops = self._programs.uprobes.answers.nops
-        chosen = choose_site(located.code, located.file_offset, nops)
+        chosen = choose_site(located.prologue, nops)
         self.ranges[file, slot] = (located.file_offset, located.size_bytes)
         program = "on_naming" if isinstance(function, Naming) else "on_call"
         probes = [Probe(program, located, chosen, slot, number)]
         self._links.describe(probes[0])
         if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
-            back = choose_site(located.code, located.file_offset, nops, for_return=True)
+            back = choose_site(located.prologue, nops, for_return=True)
             probes.append(Probe("on_named", located, back, slot, number))
         return probes
 

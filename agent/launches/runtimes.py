@@ -14,10 +14,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from aiflame.agent.elf.dynamic import Dependencies, read_dependencies
-from aiflame.agent.elf.image import ElfImage, NotElf
-from aiflame.agent.inspector.rootfs import open_regular
-from aiflame.agent.target_files import FileGuard
+from aiflame.agent.elf.dynamic import DEPENDENCIES
+from aiflame.agent.inspector.opener import Opener
+from aiflame.agent.launches.opening import opened_at
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.gpu.apis import APIS
 
 _LDCONFIG = "/sbin/ldconfig"
@@ -28,19 +28,20 @@ _STANDARD_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 _MOST_LIBRARIES = 512
 
 
-def runtime_files(command: Sequence[str], guard: FileGuard) -> list[Path]:
+def runtime_files(command: Sequence[str], opener: Opener, facts: FileFacts) -> list[Path]:
     """Returns files that may hold device runtimes.
 
     Args:
         command: The command that is about to be run, empty for none.
-        guard: Inside which files are read.
+        opener: Opens files.
+        facts: Tells what is in them.
     """
     known = _linker_cache()
     wanted = tuple(name for api in APIS for name in api.libraries)
     found = [Path(path) for name, path in known.items() if name.startswith(wanted)]
     program = shutil.which(command[0]) if command else None
     if program is not None:
-        found += _libraries_of(Path(program), known, guard)
+        found += _libraries_of(Path(program).absolute(), known, opener, facts)
     return found
 
 
@@ -61,44 +62,41 @@ def _linker_cache() -> dict[str, str]:
     return found
 
 
-def _libraries_of(program: Path, known: dict[str, str], guard: FileGuard) -> list[Path]:
+def _libraries_of(
+    program: Path, known: dict[str, str], opener: Opener, facts: FileFacts
+) -> list[Path]:
     """Returns a program and all libraries that it names, and these name in turn."""
     found: dict[Path, None] = {program: None}
     waiting = [program]
     while waiting and len(found) < _MOST_LIBRARIES:
-        for library in _needed(waiting.pop(), known, guard):
+        for library in _needed(waiting.pop(), known, opener, facts):
             if library not in found:
                 found[library] = None
                 waiting.append(library)
     return list(found)
 
 
-def _needed(path: Path, known: dict[str, str], guard: FileGuard) -> Iterator[Path]:
-    needed = Dependencies((), ())
-    try:
-        descriptor = open_regular(str(path))
-    except OSError:
+def _needed(path: Path, known: dict[str, str], opener: Opener, facts: FileFacts) -> Iterator[Path]:
+    needed = None
+    with contextlib.suppress(OSError), opened_at(str(path), opener, facts) as descriptor:
+        needed = facts.ask(str(path), descriptor, DEPENDENCIES)
+    if needed is None:
         return
-    try:
-        # What a script will run cannot be known before.
-        with guard.each_file(str(path), descriptor) as file, contextlib.suppress(NotElf):
-            needed = read_dependencies(file, ElfImage.read(file))
-    finally:
-        os.close(descriptor)
     origin = str(path.resolve().parent)
     folders = [
         folder.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for folder in needed.folders
     ]
     folders += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     for name in needed.libraries:
-        paths = [Path(f) / name for f in folders if f]
-        paths += [Path(known[name])] if name in known else []
-        paths += [Path(folder) / name for folder in _STANDARD_FOLDERS]
-        yield from [path for path in paths if _is_file(path)][:1]
+        paths = [str(Path(folder, name).absolute()) for folder in folders if folder]
+        paths += [known[name]] if name in known else []
+        paths += [f"{folder}/{name}" for folder in _STANDARD_FOLDERS]
+        found = next((one for one in paths if _opens(one, opener, facts)), None)
+        if found is not None:
+            yield Path(found)
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, or a zero byte in it
-        return False
+def _opens(path: str, opener: Opener, facts: FileFacts) -> bool:
+    with contextlib.suppress(OSError, ValueError), opened_at(path, opener, facts):
+        return True
+    return False

@@ -46,22 +46,19 @@ class ApiFunction:
     after_bytes: int = 0
 
 
-def find_functions(
-    file: TargetFile, names: frozenset[str], image: ElfImage | None = None
-) -> dict[str, ApiFunction]:
+def find_functions(file: TargetFile, names: frozenset[str]) -> dict[str, ApiFunction]:
     """Returns which of the functions a file defines, by name.
 
     Args:
         file: The file.
         names: The functions' names, without versions.
-        image: Its headers, where the caller has them already.
 
     Raises:
         BadTargetFile: The file is damaged, or costs more to read than any real one.
     """
     if not names:
         return {}
-    elf = ElfImage.read(file) if image is None else image
+    elf = ElfImage.read(file)
     if elf.bits != 64:
         return {}
     chosen: dict[str, tuple[Symbol, Segment]] = {}

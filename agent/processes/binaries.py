@@ -10,13 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
+from aiflame.agent.elf.headers import HEADERS
+from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.inspector.memory import Span
 from aiflame.agent.inspector.opener import RemoteFile
-from aiflame.agent.kernel.descriptors import keep
+from aiflame.agent.kernel.descriptors import for_targets, keep
 from aiflame.agent.processes.procfs import MapsLine
+from aiflame.agent.processes.shares import Shares
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.target_files import FileGuard
+
+T = TypeVar("T")
 
 VDSO_PATH = "[vdso]"
 DELETED = " (deleted)"
@@ -40,23 +47,32 @@ class BinaryTable:
 
     Args:
         inspector: Opens them.
-        guard: Inside which the files are read; one of its own where none is given.
+        facts: Answers questions about them; it is closed with them.
     """
 
-    def __init__(self, inspector: Inspector, guard: FileGuard | None = None) -> None:
+    def __init__(self, inspector: Inspector, facts: FileFacts | None = None) -> None:
         self._inspector = inspector
-        self.guard = guard or FileGuard()
+        self.facts = facts or FileFacts(FileGuard(), (HEADERS,), facts_directory())
+        self.guard = self.facts.guard
         self.files: dict[int, BinaryFile] = {}  # by index
         self._next = 0
         self.unopened = 0
         self._by_identity: dict[tuple[str, int, str], BinaryFile] = {}
         self._roots: dict[tuple[int, int], str] = {}
         self._fds: set[int] = set()
+        self._shares = Shares(for_targets)
+        self._payers: dict[int, tuple[int, str]] = {}  # of descriptors, by index
 
-    def of_mapping(self, pid: int, line: MapsLine) -> BinaryFile | None:
+    def of_mapping(self, pid: int, payer: str, line: MapsLine) -> BinaryFile | None:
         """Returns the file that a mapping shows, None for anonymous memory.
 
-        The file is opened now if this is the first mapping of it that is seen.
+        The file is opened now if this is the first mapping of it that is seen, unless the process
+        or its payer have their share of descriptors.
+
+        Args:
+            pid: Of the process.
+            payer: As of `payer_of`.
+            line: The mapping.
         """
         if line.path == VDSO_PATH:
             identity = ("", 0, VDSO_PATH)
@@ -67,11 +83,17 @@ class BinaryTable:
         known = self._by_identity.get(identity)
         if known is not None and known.fd is not None:
             return known
-        fd = self._dump_vdso(pid, line) if line.path == VDSO_PATH else self._open(pid, line)
+        fd = None
+        if self._shares.take(pid, payer):
+            fd = self._dump_vdso(pid, line) if line.path == VDSO_PATH else self._open(pid, line)
+            if fd is None:
+                self._shares.give_back(pid, payer)
         if known is not None and fd is None:
             return known
         index = self._next if known is None else known.index
-        file = BinaryFile(index, line.path.removesuffix(DELETED), fd, self.root_of(pid))
+        if fd is not None:
+            self._payers[index] = pid, payer
+        file = BinaryFile(index, line.path.removesuffix(DELETED), fd, self.root_of(pid, payer))
         if known is None:
             self._next += 1
             self.unopened += fd is None
@@ -80,6 +102,11 @@ class BinaryTable:
         self.files[index] = file
         self._by_identity[identity] = file
         return file
+
+    def ask(self, binary: int, question: Question[T]) -> T | None:
+        """Answers a question about a file; None where it could not be opened, or is bad."""
+        file = self.files[binary]
+        return None if file.fd is None else self.facts.ask(file.path, file.fd, question)
 
     def readable(self, file: BinaryFile) -> int | None:
         """Returns a file's descriptor for a child to read, None where a read of it got nowhere."""
@@ -93,6 +120,7 @@ class BinaryTable:
             if file is not None and file.fd is not None:
                 self.guard.remote.pop(file.fd, None)
                 self._fds.discard(file.fd)
+                self._shares.give_back(*self._payers.pop(binary))
                 os.close(file.fd)
         gone = [key for key, file in self._by_identity.items() if file.index not in self.files]
         for key in gone:
@@ -123,7 +151,7 @@ class BinaryTable:
             self._fds.add(fd)
         return fd
 
-    def root_of(self, pid: int) -> str:
+    def root_of(self, pid: int, payer: str) -> str:
         """Returns an openable path of a process's root directory that stays valid with us."""
         try:
             root = self._inspector.opener.root(pid)
@@ -132,6 +160,9 @@ class BinaryTable:
         fd, identity = root.fd, (root.device, root.inode)
         if identity in self._roots:
             os.close(fd)
+        elif not self._shares.take(pid, payer):  # a process may have many, one after the other
+            os.close(fd)
+            return ""
         elif keep(fd) is None:
             return ""
         else:
@@ -140,7 +171,8 @@ class BinaryTable:
         return self._roots[identity]
 
     def close(self) -> None:
-        """Closes every file."""
+        """Closes every file, and ends those who read them."""
+        self.facts.close()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()

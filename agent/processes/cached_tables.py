@@ -11,13 +11,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from aiflame.agent.elf.contents import for_unwinding
-from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.processes.binaries import VDSO_PATH, BinaryFile, BinaryTable
+from aiflame.agent.processes.binaries import VDSO_PATH, BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.store import Store
-from aiflame.agent.unwind.build import load, require_supported, table_name
+from aiflame.agent.unwind.build import load, require_supported
+from aiflame.agent.unwind.questions import TABLE_NAME
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
 
@@ -64,20 +63,18 @@ class CachedTables:
         require_supported(elf)
         name = self._builder.name(binary) or self._names.get(binary)
         if name is None:
-            name = self._names[binary] = self._known_name(file, elf)
+            name = self._names[binary] = self._known_name(binary)
         return load(name, self._store) if name else None
 
-    def _known_name(self, file: BinaryFile, elf: ElfImage) -> str:
+    def _known_name(self, binary: int) -> str:
         """Returns the name of a table without reading all that it is made of, "" for none."""
-        guard = self._binaries.guard
+        file, guard = self._binaries.files[binary], self._binaries.guard
         if file.fd is None or file.fd in guard.remote:
             return ""
         if file.path == VDSO_PATH:
             # Each recording has a file of its own with it, of 8 KB: a builder would be started each
             # time only to find it in the cache.
-            with guard.each_file(file.path, file.fd) as opened:
-                return table_name(elf, for_unwinding(opened, elf).digest(opened))
-            return ""
+            return self._binaries.ask(binary, TABLE_NAME) or ""
         return self._known.name(file.fd)
 
     def build(self, binary: int) -> bool:
@@ -91,6 +88,10 @@ class CachedTables:
     def finished(self) -> list[int]:
         """Returns the binaries that are done with, whether there is a table now or not."""
         return self._builder.finished()
+
+    def take_spent_s(self) -> dict[int, float]:
+        """Returns how long the binaries took that were done with since last."""
+        return self._builder.take_spent_s()
 
     def is_given_up(self, binary: int) -> bool:
         """Whether a table could not be built for another reason than what the file says."""

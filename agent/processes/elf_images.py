@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ELF headers of the binaries of a recording, each parsed once."""
+"""ELF headers of the binaries of a recording, each asked for once."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.elf.headers import HEADERS, Headers
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.table import Mapping
 
@@ -19,32 +19,20 @@ class ElfImages:
 
     def __init__(self, binaries: BinaryTable) -> None:
         self._binaries = binaries
-        self._images: dict[int, ElfImage | None] = {}
+        self._headers: dict[int, Headers | None] = {}
 
-    def of(self, binary: int) -> ElfImage | None:
+    def of(self, binary: int) -> Headers | None:
         """Returns the headers, None for a file that could not be opened or is not sound."""
-        if binary not in self._images:
-            self._images[binary] = self._read(binary)
-        return self._images[binary]
-
-    def _read(self, binary: int) -> ElfImage | None:
-        known, guard = self._binaries.files[binary], self._binaries.guard
-        if known.fd is None:
-            return None
-        with guard.each_file(known.path, known.fd) as file:
-            try:
-                image = ElfImage.read(file)
-            except NotElf:  # code that a runtime made and keeps in a file: nothing is wrong with it
-                return None
-            if image.damage:
-                guard.blame(known.path, image.damage)
-            return image
-        return None
+        if binary not in self._headers:
+            found = self._headers[binary] = self._binaries.ask(binary, HEADERS)
+            if found is not None and found.damage:
+                self._binaries.guard.blame(self._binaries.files[binary].path, found.damage)
+        return self._headers[binary]
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets headers of files that nobody maps any more."""
         for binary in binaries:
-            self._images.pop(binary, None)
+            self._headers.pop(binary, None)
 
     def bias(self, mapping: Mapping) -> int:
         """Returns what to subtract from an address in a mapping to get the binary's own."""

@@ -11,10 +11,9 @@ from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.interpreter import (
     Interpreter,
     LoadedInterpreter,
-    find_interpreter,
     may_hold_interpreter,
 )
-from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.questions import Unsupported, interpreter_in
 
 
 class FoundInterpreter(NamedTuple):
@@ -69,12 +68,10 @@ class InterpreterFinder:
     def _look_into(self, binary: int, image: ProcessImage) -> Interpreter | None:
         file = self._binaries.files[binary]
         is_likely = may_hold_interpreter(file.path, image.executable)
-        elf = self._images.of(binary) if is_likely else None
-        if elf is None or file.fd is None:
+        if not is_likely or self._images.of(binary) is None:
             return None
-        with self._binaries.guard.each_file(file.path, file.fd) as opened:
-            try:
-                return find_interpreter(opened, elf, file.path.rpartition("/")[2])
-            except UnsupportedPython as error:
-                self._refuse(binary, str(error))
-        return None
+        found = self._binaries.ask(binary, interpreter_in(file.path))
+        if isinstance(found, Unsupported):
+            self._refuse(binary, found.why)
+            return None
+        return found

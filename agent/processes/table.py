@@ -17,8 +17,9 @@ import numpy.typing as npt
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.shares import payer_of
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.intervals import Disjoint, find
-from aiflame.agent.target_files import FileGuard
 from intervaltree import Interval, IntervalTree
 
 # Anonymous executable memory: code that a JIT made.
@@ -92,6 +93,11 @@ class ProcessImage:
         known: list[int] = binaries[binaries != NO_BINARY].tolist()
         return known
 
+    @property
+    def payer(self) -> str:
+        """Who pays for what it takes of what all processes share."""
+        return payer_of(self.cgroup, self.owner_uid)
+
     def replace_mappings(self, found: list[Mapping]) -> bool:
         """Lays what was found over what is known; returns whether any of it was new.
 
@@ -138,7 +144,7 @@ class ProcessTable:
             `start_ns` is set, when it began; monotonic.
         current_image: Tells which image of a pid the kernel half knows now, None for none.
         inspector: Opens files of targets, and reads their memory.
-        guard: Inside which those files are read; one of its own where none is given.
+        facts: Answers questions about those files; it is closed with them.
     """
 
     def __init__(
@@ -146,14 +152,14 @@ class ProcessTable:
         start_ns: int,
         current_image: Callable[[int], int | None],
         inspector: Inspector,
-        guard: FileGuard | None = None,
+        facts: FileFacts | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
         self._current_image = current_image
         self.images: dict[int, ProcessImage] = {}  # by index
         self._opener = inspector.opener
         self.memory = inspector.memory
-        self.binaries = BinaryTable(inspector, guard)
+        self.binaries = BinaryTable(inspector, facts)
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid
@@ -268,7 +274,7 @@ class ProcessTable:
         image.parent_pid = image.parent_pid or procfs.parent_pid(pid)
         image.namespaced_pid = procfs.namespaced_pid(pid)
         image.owner_uid = procfs.owner_uid(pid)
-        image.root = self.binaries.root_of(pid)
+        image.root = self.binaries.root_of(pid, image.payer)
 
     def _inherit(self, image: ProcessImage) -> None:
         """A forked child that is gone had its parent's mappings, unless it called exec."""
@@ -286,8 +292,9 @@ class ProcessTable:
         asked after the read, so that one image never gets another's mappings.
         """
         found = []
+        payer = image.payer
         for line in procfs.executable_mappings(self._opener, image.pid):
-            file = self.binaries.of_mapping(image.pid, line)
+            file = self.binaries.of_mapping(image.pid, payer, line)
             binary = NO_BINARY if file is None else file.index
             found.append(Mapping(line.start, line.end, line.offset, binary))
         if not self.is_current(image):

@@ -4,7 +4,8 @@
 Tables come from the cache on disk at once; one that has to be built is built by a child process,
 those that samples need most first, while the recorder goes on draining and stacks are walked by
 frame pointer. When the kernel's share of memory is used up, tables that no sample has needed for
-the longest time make room. After an exec the kernel half uses no mappings until the new image's
+the longest time make room, then those of users, containers and processes that have more than their
+share. After an exec the kernel half uses no mappings until the new image's
 are there.
 
 Changes are collected, and made by `poll`: `kernel/unwind_tables` tells why.
@@ -15,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,21 @@ _DRAINS_IN_USE = 3
 
 # A program of the user's own takes half of that, most of it to start the builder.
 _BEFORE_START_NS = 500_000_000
+
+
+# Of whom it is known how long their tables took: services come and go.
+_MAX_PAYERS = 1024
+
+# What shares are counted in: fine enough for the smallest table.
+_WHOLE = 1 << 32
+
+
+def _payer(image: ProcessImage) -> Hashable:
+    return image.payer
+
+
+def _process(image: ProcessImage) -> Hashable:
+    return image.pid
 
 
 class UnwindTables:
@@ -66,10 +82,13 @@ class UnwindTables:
         self._cache = CachedTables(table.binaries, self.images, cache, watch, self._urgency)
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
+        self._limit_bytes = limit_bytes
         self._kernel = KernelTables(programs, limit_bytes, self.losses)
         self._hits: Counter[int] = Counter()  # stacks that each binary was in, over all drains
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
+        self._payers: defaultdict[int, set[str]] = defaultdict(set)  # who maps a binary
+        self._spent_s: defaultdict[str, float] = defaultdict(float)  # on tables of a payer
         self._noted: set[int] = set()  # those of which it was counted what is missing
         self._without: set[int] = set()  # those among them that have none
         self._wanted: set[int] = set()  # needed by samples, but out of the kernel
@@ -95,6 +114,7 @@ class UnwindTables:
         for binary in binaries:
             self._hits.pop(binary, None)
             self._used_at.pop(binary, None)
+            self._payers.pop(binary, None)
         known = (self._settled, self._noted, self._without, self._wanted, self._short)
         for some in known:
             some.difference_update(binaries)
@@ -114,6 +134,8 @@ class UnwindTables:
     def poll(self) -> None:
         """Makes the changes that are due, and takes in tables that were built; never waits."""
         built = self._cache.finished()
+        for binary, spent_s in self._cache.take_spent_s().items():
+            self._charge(self._payers.get(binary, ()), spent_s)
         self._settled.update(built)
         self._building.difference_update(built)
         if built or self._wanted:
@@ -142,6 +164,10 @@ class UnwindTables:
         """Brings the tables that queued images map and the cache has, as far as there is room."""
         found: dict[int, UnwindTable] = {}
         size_bytes = wanted_bytes = 0
+        for image in self._queued.values():
+            for mapping in image.mappings:
+                if mapping.binary != NO_BINARY:
+                    self._payers[mapping.binary].add(image.payer)
         for binary in {m.binary for image in self._queued.values() for m in image.mappings}:
             if binary == NO_BINARY or binary in self._kernel.loaded or binary in self._without:
                 continue
@@ -194,9 +220,20 @@ class UnwindTables:
         if table.drops.get(RULES_CUT):
             self._blame(binary, LossKind.UNWIND_RULES_CUT, table.drops[RULES_CUT])
 
+    def _charge(self, payers: Collection[str], spent_s: float) -> None:
+        for payer in payers:
+            self._spent_s[payer] += spent_s / len(payers)
+        if len(self._spent_s) > _MAX_PAYERS:
+            del self._spent_s[min(self._spent_s, key=self._spent_s.__getitem__)]
+
     def _urgency(self, binary: int) -> float:
-        """What building a table is worth: samples that need it, by the time that it takes."""
-        return (self._hits[binary] + 1) / self._cache.size_bytes(binary)
+        """What building a table is worth: samples that need it, by the time that it takes.
+
+        Less for whoever has had much built: one file may be made to take a minute.
+        """
+        payers = self._payers.get(binary, ())
+        spent_s = min((self._spent_s.get(payer, 0.0) for payer in payers), default=0.0)
+        return (self._hits[binary] + 1) / self._cache.size_bytes(binary) / (1 + spent_s)
 
     def _blame(self, binary: int, kind: LossKind, count: int) -> None:
         self.losses[kind] += count
@@ -219,6 +256,13 @@ class UnwindTables:
             leaving.add(binary)
             needed_bytes -= self._kernel.size_bytes(binary)
             needed_slots -= 1
+        for payer in (_payer, _process):  # one user or container, then one process of it
+            for binary in self._excess(payer, leaving):
+                if needed_bytes <= 0 and needed_slots <= 0:
+                    break
+                leaving.add(binary)
+                needed_bytes -= self._kernel.size_bytes(binary)
+                needed_slots -= 1
         if not leaving:
             return
         users = [
@@ -230,6 +274,44 @@ class UnwindTables:
         self._kernel.remove(leaving)
         for image in users:
             self._queued.setdefault(image.pid, image)
+
+    def _excess(
+        self, payer_of: Callable[[ProcessImage], Hashable], leaving: Collection[int]
+    ) -> list[int]:
+        """Returns tables in use of those that have more than their share, as others need room.
+
+        Only what nobody else maps; those that samples need least come first. None where all that
+        is wanted is of those that have their share themselves.
+        """
+        wanted = self._wanted - self._short  # once each: it takes a look at all mappings
+        if not wanted:
+            return []
+        payers: defaultdict[int, set[Hashable]] = defaultdict(set)
+        for image in {**self._pushed, **self._queued}.values():
+            for mapping in image.mappings:
+                payers[mapping.binary].add(payer_of(image))
+        held: Counter[Hashable] = Counter()
+        own = {}
+        for binary in self._kernel.loaded.keys() - leaving:
+            if len(payers[binary]) == 1:
+                (own[binary],) = payers[binary]
+                held[own[binary]] += self._part(binary)
+        share = _WHOLE // max(len(set().union(*payers.values())), 1)
+        asking = set().union(*(payers[binary] for binary in wanted))
+        if all(held[payer] >= share for payer in asking):
+            return []
+        found = []
+        for binary in sorted(own, key=lambda binary: self._hits[binary]):
+            payer = own[binary]
+            if payer not in asking and held[payer] - self._part(binary) >= share:
+                held[payer] -= self._part(binary)
+                found.append(binary)
+        return found
+
+    def _part(self, binary: int) -> int:
+        """How much of the memory for tables, or of the slots, a table takes; of `_WHOLE`."""
+        of_bytes = _WHOLE * self._kernel.size_bytes(binary) // max(self._limit_bytes, 1)
+        return max(of_bytes, _WHOLE // abi.TABLES_MAX)
 
     def _slots(self, image: ProcessImage) -> npt.NDArray[np.void]:
         """A process's mappings as the kernel half reads them."""

@@ -28,7 +28,7 @@ _MIN_JUMPS = 8
 # Unwind information of libpython has 0.5 MB. A section made of the shortest records takes a second.
 _MAX_SECTION_BYTES = 8 * 1024 * 1024
 # Moved parts are few: GCC makes one, BOLT and Propeller a handful.
-_MAX_PARTS = 8
+MAX_PARTS = 8
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ def eval_ranges(
     if image.section(".symtab") is not None:
         named = find_symbols_beginning(file, image, _COLD)
         parts = sorted({AddressRange(s.address, s.address + s.size) for s in named if s.size})
-        return (main, *parts[:_MAX_PARTS]), True
+        return (main, *parts[:MAX_PARTS]), True
     return (main, *_jumped_to(file, image, main)), False
 
 
@@ -71,7 +71,7 @@ def _jumped_to(file: TargetFile, image: ElfImage, main: AddressRange) -> list[Ad
     # A jump to the first byte of a function is a tail call.
     inside = (targets > starts[rows]) & (targets < ends[rows])
     found = []
-    for row, count in Counter(rows[inside].tolist()).most_common(_MAX_PARTS):
+    for row, count in Counter(rows[inside].tolist()).most_common(MAX_PARTS):
         part = AddressRange(int(starts[row]), int(ends[row]))
         if count >= _MIN_JUMPS and _jumps_into(file, image, part, main) >= _MIN_JUMPS:
             found.append(part)

@@ -134,7 +134,7 @@ def find_interpreter(file: TargetFile, image: ElfImage, name: str) -> Interprete
     stated = symbols.get(_VERSION)
     value = image.read_at(file, stated.address, 8) if stated else b""
     version = _version(value, head, name)
-    layout = _layout(version, head)
+    layout = layout_of(version, head)
     if _EVAL not in symbols or not symbols[_EVAL].size:
         raise UnsupportedPython(f"CPython {_text(version)} without its eval function's symbol")
     ranges, is_sure = eval_ranges(file, image, symbols[_EVAL])
@@ -173,7 +173,16 @@ def _version(stated: bytes, head: bytes, name: str) -> Version:
     return (int(match[1]), int(match[2]))
 
 
-def _layout(version: Version, head: bytes) -> Layout:
+def layout_of(version: Version, head: bytes) -> Layout:
+    """Returns the layout of a version.
+
+    Args:
+        version: Major and minor.
+        head: The first bytes of its _PyRuntime, which tell it since 3.13.
+
+    Raises:
+        UnsupportedPython: It is not known here, or the bytes make no sense.
+    """
     if version < _FIRST_WITH_DEBUG_OFFSETS:
         return table_layout(version)
     layout = debugoffsets.read_layout(head)

@@ -39,7 +39,7 @@ _FURTHER_BLOCKS = re.compile(
     re.DOTALL,
 )
 # struct pthread has 2304 bytes in glibc 2.36.
-_MAX_PTHREAD_BYTES = 4096
+MAX_PTHREAD_BYTES = 4096
 
 # A process with more is no Python program but garbage; sub-interpreters are rare.
 MAX_INTERPRETERS = 64
@@ -104,7 +104,7 @@ def find_key_block(file: TargetFile, image: ElfImage) -> int | None:
     code = image.read_at(file, symbol.address, min(symbol.size, _MAX_GETTER_BYTES) or 1)
     found = {struct.unpack("<i", match[1])[0] for match in _FURTHER_BLOCKS.finditer(code)}
     block = found.pop() - _KEYS_PER_BLOCK * _KEY_PAIR_BYTES if len(found) == 1 else -1
-    if not 0 < block < _MAX_PTHREAD_BYTES or block % 8:
+    if not 0 < block < MAX_PTHREAD_BYTES or block % 8:
         raise UnsupportedLibc("a C library that keeps pthread keys unlike glibc is not supported")
     return block
 

@@ -35,10 +35,10 @@ from aiflame.agent.python.gil import gil_holder
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
 from aiflame.agent.python.memory import NoMemoryAccess, Pages, read_u64
+from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, Unsupported
 from aiflame.agent.python.threads import (
     KEY_BLOCK,
     UnsupportedLibc,
-    find_key_block,
     read_tss_key,
     tss_slot_offset,
 )
@@ -279,14 +279,13 @@ class PythonProcesses:
             if mapping.binary == NO_BINARY:
                 continue
             file = self._table.binaries.files[mapping.binary]
-            elf = self._images.of(mapping.binary)
-            if not file.path.endswith(_KEY_LIBRARIES) or file.fd is None or elf is None:
+            if not file.path.endswith(_KEY_LIBRARIES) or self._images.of(mapping.binary) is None:
                 continue
             if mapping.binary not in self._key_blocks:
-                block = None
-                with self._table.binaries.guard.each_file(file.path, file.fd) as opened:
-                    block = find_key_block(opened, elf)
-                self._key_blocks[mapping.binary] = block
+                known = self._table.binaries.ask(mapping.binary, KEY_BLOCK_OF_LIBRARY)
+                if isinstance(known, Unsupported):
+                    raise UnsupportedLibc(known.why)
+                self._key_blocks[mapping.binary] = known
             found = self._key_blocks[mapping.binary]
             if found is not None:
                 return found

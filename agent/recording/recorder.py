@@ -24,6 +24,7 @@ import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.devices.timed import TimedProcesses
+from aiflame.agent.elf.headers import HEADERS
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
@@ -34,6 +35,7 @@ from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.gpu_kernels import KernelTable
+from aiflame.agent.launches.probes import functions_of
 from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
@@ -52,8 +54,10 @@ from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_s
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard
+from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -153,8 +157,12 @@ class Recorder:
         self._inspector.start()  # it is ready by the time that the programs are
         self._programs: Programs = load_programs(options, cache_dir())
         parts.callback(self._programs.close)
+        questions = (HEADERS, functions_of(APIS)) if options.calls else (HEADERS,)
+        self._file_facts = FileFacts(self._guard, questions, facts_directory())
+        parts.callback(self._file_facts.close)
         words = () if command is None else command.words
-        self._runtimes = runtime_files(words, self._guard) if options.calls else []
+        opener = self._inspector.opener
+        self._runtimes = runtime_files(words, opener, self._file_facts) if options.calls else []
         if self._runtimes:
             self._programs.expect_calls()
         self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
@@ -166,7 +174,10 @@ class Recorder:
         """Makes what turns what comes from the kernel into windows."""
         options, programs, window = self._options, self._programs, self._window
         table = self.table = ProcessTable(
-            time.monotonic_ns(), self._current_image, self._inspector, self._guard
+            time.monotonic_ns(),
+            self._current_image,
+            self._inspector,
+            self._file_facts,
         )
         parts.callback(table.binaries.close)
         self.samples = Samples(window, table)
@@ -268,7 +279,7 @@ class Recorder:
             for image in known:
                 self.tables.push(image)
         self.tables.poll()
-        self.calls.prepare(self._runtimes)
+        self.calls.prepare(self._runtimes, self._inspector.opener)
         for image in known:
             self._look(image)
         self.tables.wait_before_start()

@@ -56,6 +56,8 @@ class WrittenCapture:
         self._namer = None if naming is None else Namer(naming.files, naming.service, names)
         try:
             with contextlib.ExitStack() as parts:
+                if self._namer is not None:
+                    parts.callback(self._namer.close)
                 self._writer = CaptureWriter(path)
                 parts.callback(self._writer.close)
                 self._sink = CaptureSink(self._writer, start_ns, names, self._namer)

@@ -14,23 +14,18 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.elf.headers import HEADERS, Headers
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.model.window import NONE, Rows, Window
 from aiflame.agent.python.codes import UNREADABLE_FRAME
-from aiflame.agent.python.interpreter import (
-    Interpreter,
-    find_interpreter,
-    may_hold_interpreter,
-)
-from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.interpreter import Interpreter, may_hold_interpreter
+from aiflame.agent.python.questions import interpreter_in
 from aiflame.agent.python.splice import Role, role_of
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
@@ -47,6 +42,7 @@ from aiflame.agent.symbolize.splicing import (
 )
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, UnnamedStack
 from aiflame.agent.symbols import roots
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.service import Request, SymbolService
@@ -109,11 +105,12 @@ class Namer:
         self._service = service
         self._ids = ids
         self._guard = guard or FileGuard()
+        self._file_facts = FileFacts(self._guard, (), facts_directory(), is_urgent=False)
         self._splicer = Splicer(ids)
         self._kernel_symbols: KernelSymbols | None = None
         self._is_kernel_hidden = False
         self._locations: Cache[tuple[int, int], Location] = Cache(_KEPT_ADDRESSES)
-        self._headers: Cache[int, ElfImage | None] = Cache(_KEPT_FILES)
+        self._headers: Cache[int, Headers | None] = Cache(_KEPT_FILES)
         self._interpreters: Cache[int, Interpreter | None] = Cache(_KEPT_FILES)
         self._processes: Cache[tuple[int, bytes], MappedProcess] = Cache(_KEPT_PROCESSES)
         self._losses: Counter[LossKind] = Counter()
@@ -127,6 +124,10 @@ class Namer:
         for problem in self._service.problems:
             found[problem.reason] += 1
         return found
+
+    def close(self) -> None:
+        """Ends those who read files."""
+        self._file_facts.close()
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order."""
@@ -324,7 +325,11 @@ class Namer:
                 locations[index] = self._locations.get(key, make)
 
     def _in_binary(
-        self, facts: _Facts, binary: int, address: int, chain: tuple[SourceFrame, ...]
+        self,
+        facts: _Facts,
+        binary: int,
+        address: int,
+        chain: tuple[SourceFrame, ...],
     ) -> Location:
         path, build_id = facts.binary(binary)
         binary_id = self._ids.binary(path, build_id)
@@ -350,23 +355,16 @@ class Namer:
             The name, and whether threads or processes start there.
         """
         path, build_id = facts.binary(binary)
-        elf, fd = self._header(facts, binary), self._files.open(binary, path, build_id).fd
-        if elf is None or fd is None:
+        fd = self._files.open(binary, path, build_id).fd
+        headers = self._headers.get(binary, partial(self._read_headers, path, fd))
+        if headers is None or fd is None:
             return "", False
         with self._guard.each_file(path, fd) as file:
-            return roots.name_by_code(file, elf, address)
+            return roots.name_by_code(file, headers, address)
         return "", False
 
-    def _header(self, facts: _Facts, binary: int) -> ElfImage | None:
-        return self._headers.get(binary, partial(self._read_header, facts, binary))
-
-    def _read_header(self, facts: _Facts, binary: int) -> ElfImage | None:
-        path, build_id = facts.binary(binary)
-        fd = self._files.open(binary, path, build_id).fd
-        if fd is not None:
-            with self._guard.each_file(path, fd) as file, suppress(NotElf):
-                return ElfImage.read(file)
-        return None
+    def _read_headers(self, path: str, fd: int | None) -> Headers | None:
+        return None if fd is None else self._file_facts.ask(path, fd, HEADERS)
 
     def _interpreter_of(self, facts: _Facts, process: int) -> MappedInterpreter | None:
         executable = facts.executable(process)
@@ -387,12 +385,9 @@ class Namer:
 
     def _read_interpreter(self, facts: _Facts, binary: int) -> Interpreter | None:
         path, build_id = facts.binary(binary)
-        elf, fd = self._header(facts, binary), self._files.open(binary, path, build_id).fd
-        if elf is None or fd is None:
-            return None
-        with self._guard.each_file(path, fd) as file, suppress(UnsupportedPython):
-            return find_interpreter(file, elf, path.rpartition("/")[2])
-        return None
+        fd = self._files.open(binary, path, build_id).fd
+        found = None if fd is None else self._file_facts.ask(path, fd, interpreter_in(path))
+        return found if isinstance(found, Interpreter) else None
 
     def _labelled(self, name: str, binary: int | None, address: int) -> Location:
         source = SourceFrame(name, "", 0, False)

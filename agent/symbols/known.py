@@ -24,7 +24,8 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _ROOT_DIRECTORY = Path("/run/aiflame")
 # Some 5,000 files.
 _MAX_BYTES = 1 << 20
-_MAX_NAME_BYTES = 256
+# A name of a table is shorter.
+_MAX_TEXT_BYTES = 256
 # The kernel's clock for files stands still for 10 ms at most (CONFIG_HZ=100): a file that changed
 # just now may change again and look the same.
 _SETTLED_NS = 1_000_000_000
@@ -41,6 +42,44 @@ def known_directory(kind: str) -> Path | None:
     return configured / "aiflame" / kind if configured.is_absolute() else None
 
 
+class Known:
+    """Short texts by name, until the machine is booted.
+
+    Args:
+        directory: Where they are kept, None for nowhere.
+        max_bytes: Of all.
+        max_text_bytes: Of one.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        max_bytes: int = _MAX_BYTES,
+        max_text_bytes: int = _MAX_TEXT_BYTES,
+    ) -> None:
+        self._store = Store(directory, max_bytes)
+        self._max_text_bytes = max_text_bytes
+        self._boot_id = kernelfs.read_text(_BOOT_ID).strip()
+
+    def text(self, name: str) -> str:
+        """Returns a text, "" where there is none."""
+        found = self._store.descriptor(name)
+        if found is None:
+            return ""
+        try:
+            text = os.read(found, self._max_text_bytes).decode(errors="replace")
+        finally:
+            os.close(found)
+        boot_id, _, text = text.partition(" ")
+        return text if boot_id == self._boot_id else ""
+
+    def keep(self, name: str, text: str) -> None:
+        """Keeps a text, unless it is too long."""
+        data = f"{self._boot_id} {text}".encode()
+        if len(data) <= self._max_text_bytes:
+            self._store.write(name, [data])
+
+
 class KnownTables:
     """Names of tables by the files that they belong to.
 
@@ -49,8 +88,7 @@ class KnownTables:
     """
 
     def __init__(self, directory: Path | None) -> None:
-        self._store = Store(directory, _MAX_BYTES)
-        self._boot_id = kernelfs.read_text(_BOOT_ID).strip()
+        self._known = Known(directory)
 
     def name(self, fd: int) -> str:
         """Returns the name of a file's table, "" where it is not known.
@@ -58,15 +96,7 @@ class KnownTables:
         Args:
             fd: Of the file.
         """
-        found = self._store.descriptor(_key(os.fstat(fd))) if is_local(fd) else None
-        if found is None:
-            return ""
-        try:
-            text = os.read(found, _MAX_NAME_BYTES).decode(errors="replace")
-        finally:
-            os.close(found)
-        boot_id, _, name = text.partition(" ")
-        return name if boot_id == self._boot_id else ""
+        return self._known.text(file_key(os.fstat(fd))) if is_local(fd) else ""
 
     def keep(self, before: os.stat_result, fd: int, name: str) -> None:
         """Takes note of the name of a file's table.
@@ -76,13 +106,23 @@ class KnownTables:
             fd: Of the file.
             name: Of its table.
         """
-        key = _key(before)
-        changed_ns = max(before.st_mtime_ns, before.st_ctime_ns)
-        is_same = is_local(fd) and key == _key(os.fstat(fd))
-        if is_same and time.time_ns() - changed_ns > _SETTLED_NS:
-            self._store.write(key, [f"{self._boot_id} {name}".encode()])
+        if is_settled(before, fd):
+            self._known.keep(file_key(before), name)
 
 
-def _key(facts: os.stat_result) -> str:
+def is_settled(before: os.stat_result, fd: int) -> bool:
+    """Whether a file is the one that it was, and will look different once it changes again.
+
+    Args:
+        before: The file when its contents began to be read.
+        fd: Of the file.
+    """
+    changed_ns = max(before.st_mtime_ns, before.st_ctime_ns)
+    is_same = is_local(fd) and file_key(before) == file_key(os.fstat(fd))
+    return is_same and time.time_ns() - changed_ns > _SETTLED_NS
+
+
+def file_key(facts: os.stat_result) -> str:
+    """Returns what a file is told by, on this machine until it is booted."""
     words = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
     return "-".join(f"{word:x}" for word in words)

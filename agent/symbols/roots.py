@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import struct
 
+from aiflame.agent.elf.headers import Headers
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.target_files import TargetFile
 
@@ -51,8 +52,10 @@ def is_start_name(name: str) -> bool:
     return _START_NAMES.fullmatch(name) is not None
 
 
-def name_by_code(file: TargetFile, image: ElfImage, address: int) -> tuple[str, bool]:
+def name_by_code(file: TargetFile, image: ElfImage | Headers, address: int) -> tuple[str, bool]:
     """Names code without a symbol that is known by its instructions.
+
+    It compares ten bytes with a few that are known, and nothing else is made of them.
 
     Args:
         file: The file.

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.elf.contents import for_unwinding
+from aiflame.agent.elf.headers import Headers
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Cache
 from aiflame.agent.target_files import TargetFile
@@ -86,7 +87,7 @@ def load(name: str, store: Cache) -> UnwindTable | None:
     return None
 
 
-def require_supported(image: ElfImage) -> None:
+def require_supported(image: ElfImage | Headers) -> None:
     """Refuses a file for another machine.
 
     Raises:

@@ -73,6 +73,10 @@ class TableBuilders:
         """Returns the binaries that are done with, whether there is a table now or not."""
         return [*self._small.finished(), *self._large.finished()]
 
+    def take_spent_s(self) -> dict[int, float]:
+        """Returns how long the binaries took that were done with since last."""
+        return {**self._small.take_spent_s(), **self._large.take_spent_s()}
+
     @property
     def given_up(self) -> set[int]:
         """Those whose builder died twice, took too long, or could not be started."""
@@ -120,6 +124,8 @@ class TableBuilder:
         self._child: subprocess.Popen[bytes] | None = None
         self._deadline = self._idle_since = 0.0
         self._is_asked = False
+        self._begun_s = 0.0
+        self._spent_s: dict[int, float] = {}
         self._struck: set[int] = set()
         self._lost: list[int] = []
         self.given_up: set[int] = set()
@@ -148,7 +154,8 @@ class TableBuilder:
         except BrokenPipeError:
             pass  # it died: `finished` notices
         self._is_asked = True
-        self._deadline = time.monotonic() + _TIMEOUT_S
+        self._begun_s = time.monotonic()
+        self._deadline = self._begun_s + _TIMEOUT_S
 
     def _start(self) -> bool:
         """Starts the child; returns whether there was room for one."""
@@ -191,6 +198,8 @@ class TableBuilder:
                 words = answer.decode(errors="replace").rstrip("\n")
                 if words.startswith(BUILT):
                     self.names[self._current] = words.removeprefix(BUILT)
+            if self._is_asked:
+                self._spent_s[self._current] = time.monotonic() - self._begun_s
             self._is_asked, self._current = False, -1
             self._idle_since = time.monotonic()
             self._ask_next()
@@ -198,6 +207,11 @@ class TableBuilder:
             self.close()  # most recordings meet new files at their start only
         lost, self._lost = self._lost, []
         return [*done, *lost]
+
+    def take_spent_s(self) -> dict[int, float]:
+        """As `TableBuilders.take_spent_s`."""
+        spent_s, self._spent_s = self._spent_s, {}
+        return spent_s
 
     def _may_retry(self, is_late: bool) -> bool:
         """Queues a binary again whose child died once: something else may have ended it."""

@@ -7,10 +7,15 @@ import re
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.file_questions import Json, Question, rows, text, whole
+from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.opencl.kernel_file import Function, KernelFile
 
 # Capstone does some 300,000 a second; functions of real kernels have at most some 10,000.
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
+# Of a mnemonic, or of operands: data among code is listed by bytes.
+_MAX_CHARACTERS = 256
 
 # Operands of jumps and calls: an address alone, or after a register and a comma (AArch64).
 _TARGET = re.compile(r"(?:^|(?<=[ #]))#?0x([0-9a-f]+)$")
@@ -41,17 +46,41 @@ def _decoder(machine: str) -> Any:
     return decoder
 
 
-def decode(file: KernelFile, function: Function) -> list[Decoded]:
-    """Returns the instructions of a function, [] for a machine that is not known here."""
-    decoder = _decoder(file.machine)
+def decode(code: bytes, address: int, machine: str) -> list[Decoded]:
+    """Returns instructions, [] for a machine that is not known here.
+
+    Args:
+        code: Machine code.
+        address: Of its first byte.
+        machine: As ELF has it, without its prefix.
+    """
+    decoder = _decoder(machine)
     if decoder is None:
         return []
-    begin = function.start - file.start
-    code = file.code[begin : min(function.end - file.start, begin + _MAX_BYTES)]
     return [
-        Decoded(address, mnemonic, operands)
-        for address, _, mnemonic, operands in decoder.disasm_lite(code, function.start)
+        Decoded(at, mnemonic, operands)
+        for at, _, mnemonic, operands in decoder.disasm_lite(code, address)
     ]
+
+
+def instructions(file: TargetFile, begin: int, end: int) -> Json:
+    """Reads the instructions at some virtual addresses."""
+    image = ElfImage.read(file)
+    return decode(image.read_at(file, begin, min(end - begin, MAX_BYTES)), begin, image.machine)
+
+
+def instructions_of(function: Function) -> Question[list[Decoded]]:
+    """The instructions of a function."""
+
+    def check(answer: Json) -> list[Decoded]:
+        found, least = [], function.start
+        for at, mnemonic, operands in rows(answer, MAX_BYTES):
+            words = text(mnemonic, _MAX_CHARACTERS), text(operands, _MAX_CHARACTERS)
+            found.append(Decoded(whole(at, function.end, least), *words))
+            least = at + 1
+        return found
+
+    return Question(instructions, check, (function.start, function.end))
 
 
 def text_of(file: KernelFile, instruction: Decoded) -> str:

@@ -23,12 +23,13 @@ from aiflame.gpu.base import (
     SourceLines,
 )
 from aiflame.gpu.opencl import platforms
-from aiflame.gpu.opencl.disassembly import decode
+from aiflame.gpu.opencl.disassembly import Decoded, instructions_of
 from aiflame.gpu.opencl.kernel_file import (
+    Function,
     KernelFile,
+    kernel_of,
     looks_like_kernel,
     may_be_kernel,
-    read_kernel_file,
 )
 from aiflame.gpu.opencl.listing import make_listing
 
@@ -77,12 +78,11 @@ class OpenClSampler:
 
     def owns(self, file: int) -> bool:
         """Whether it is a kernel of PoCL's, also one that could not be opened."""
-        opening, path = self._host.opened(file), self._host.path(file)
-        if opening is None:
+        path = self._host.path(file)
+        if not self._host.is_open(file):
             return looks_like_kernel(path)
-        with opening as opened:
-            if may_be_kernel(path, opened):
-                self._kernels[file] = read_kernel_file(opened)
+        if may_be_kernel(path):
+            self._kernels[file] = self._host.ask(file, kernel_of(path))
         return self._kernels.get(file) is not None
 
     def runs_by(self, path: str) -> bool:
@@ -117,9 +117,14 @@ class OpenClSampler:
             return sample.address
         key = sample.file, function.start
         if key not in self._starts:
-            self._starts[key] = [decoded.address for decoded in decode(kernel, function)]
+            decoded = self._decoded(sample.file, function)
+            self._starts[key] = [instruction.address for instruction in decoded]
         before = [start for start in self._starts[key] if start <= sample.address]
         return before[-1] if before else sample.address
+
+    def _decoded(self, file: int, function: Function) -> list[Decoded]:
+        """Returns the instructions of a function, [] where they cannot be had."""
+        return self._host.ask(file, instructions_of(function)) or []
 
     def stop(self) -> None:
         """There is nothing left: samples come with drains only."""
@@ -129,7 +134,8 @@ class OpenClSampler:
         kernel = None if code.file is None else self._kernels.get(code.file)
         if kernel is None or code.file is None:
             return None
-        listing = make_listing(kernel, offsets, partial(lines, code.file))
+        decode = partial(self._decoded, code.file)
+        listing = make_listing(kernel, offsets, partial(lines, code.file), decode)
         if listing is None:
             self._host.lose(LossKind.KERNEL_NOT_DISASSEMBLED)
         return listing

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from aiflame.agent.elf.functions import read_functions, resolve_sizes
-from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.elf.symbols import read_names
+from aiflame.agent.file_questions import Json, Question, rows, text, whole
 from aiflame.agent.target_files import TargetFile
 
 # A kernel of some lines makes 14 KB; one that is unrolled without measure, some MB.
@@ -29,6 +30,8 @@ _MAX_FILE_BYTES = 32 << 20
 _MAX_SEARCHED_BYTES = 1 << 20
 # Where packages put libraries, and nobody kernels: not searched, as there are hundreds.
 _PACKAGED = ("/usr/", "/lib/", "/lib64/", "/bin/", "/sbin/")
+# Names that C++ makes may be long, but no kernel of OpenCL is of C++; "X86_64".
+_MAX_NAME_CHARACTERS, _MAX_MACHINE_CHARACTERS = 4096, 20
 # A kernel brings along those built-in functions that it calls, at most some hundred.
 _MAX_FUNCTIONS = 10_000
 
@@ -54,8 +57,8 @@ class KernelFile:
         name: The kernel's.
         machine: As ELF has it, without its prefix: "X86_64".
         entry: Address of the work group's function, where offsets begin.
-        start: Address of the first byte of `code`.
-        code: All that is executable.
+        start: Address of the first byte of its code.
+        code_bytes: Of all that is executable.
         functions: In address order, without overlaps.
     """
 
@@ -63,7 +66,7 @@ class KernelFile:
     machine: str
     entry: int
     start: int
-    code: bytes
+    code_bytes: int
     functions: tuple[Function, ...]
 
     def offset_of(self, address: int) -> int | None:
@@ -72,13 +75,13 @@ class KernelFile:
         Functions that stand before the entry follow after the end of the code: all offsets are
         below its size.
         """
-        if not self.start <= address < self.start + len(self.code):
+        if not self.start <= address < self.start + self.code_bytes:
             return None
-        return (address - self.entry) % len(self.code)
+        return (address - self.entry) % self.code_bytes
 
     def address_of(self, offset: int) -> int:
         """Returns the address at an offset."""
-        return self.start + (self.entry - self.start + offset) % len(self.code)
+        return self.start + (self.entry - self.start + offset) % self.code_bytes
 
     def function_at(self, address: int) -> Function | None:
         """Returns the function that an address is in."""
@@ -96,19 +99,67 @@ class KernelFile:
         return f"_pocl_kernel_{self.name}"
 
 
-def may_be_kernel(path: str, file: TargetFile) -> bool:
-    """Whether it is worth while to parse a file, by its path or, if it is small, by its bytes."""
-    if _KERNEL_PATH.search(path):
-        return True
-    if path.startswith(_PACKAGED) or file.size_bytes > _MAX_SEARCHED_BYTES:
+def looks_like_kernel(path: str) -> bool:
+    """Whether the path alone says so."""
+    return _KERNEL_PATH.search(path) is not None
+
+
+def may_be_kernel(path: str) -> bool:
+    """Whether it is worth while to read a file."""
+    return looks_like_kernel(path) or not path.startswith(_PACKAGED)
+
+
+def kernel(file: TargetFile, is_likely: bool) -> Json:
+    """Reads what a file says; None if it is no kernel of PoCL's.
+
+    Args:
+        file: The file.
+        is_likely: Its path says that it is one; any other is read if it is small and its bytes do.
+    """
+    try:
+        found = read_kernel_file(file) if is_likely or _has_marks(file) else None
+    except NotElf:
+        return None
+    if found is None:
+        return None
+    functions = [(one.start, one.end, one.name[:_MAX_NAME_CHARACTERS]) for one in found.functions]
+    return [found.name, found.machine, found.entry, found.start, found.code_bytes, functions]
+
+
+def _has_marks(file: TargetFile) -> bool:
+    if file.size_bytes > _MAX_SEARCHED_BYTES:
         return False
     data = file.read(file.size_bytes, 0)
     return all(mark in data for mark in _MARKS)
 
 
-def looks_like_kernel(path: str) -> bool:
-    """Whether the path alone says so, for files that could not be opened."""
-    return _KERNEL_PATH.search(path) is not None
+def _kernel(answer: Json) -> KernelFile | None:
+    if answer is None:
+        return None
+    name, machine, entry, start, code_bytes, functions = answer
+    end = whole(start) + whole(code_bytes, _MAX_FILE_BYTES + 1, 1)
+    return KernelFile(
+        text(name, _MAX_NAME_CHARACTERS),
+        text(machine, _MAX_MACHINE_CHARACTERS),
+        whole(entry, end, start),
+        start,
+        code_bytes,
+        tuple(_checked_functions(rows(functions, _MAX_FUNCTIONS), start, end)),
+    )
+
+
+def _checked_functions(answers: list[Json], start: int, end: int) -> Iterator[Function]:
+    least = start
+    for begin, stop, name in answers:
+        found = Function(whole(begin, end, least), whole(stop, end + 1, begin + 1), name)
+        text(name, _MAX_NAME_CHARACTERS)
+        yield found
+        least = found.end
+
+
+def kernel_of(path: str) -> Question[KernelFile | None]:
+    """What a file says that may be a kernel; None if it is none."""
+    return Question(kernel, _kernel, (looks_like_kernel(path),))
 
 
 def read_kernel_file(file: TargetFile) -> KernelFile | None:
@@ -123,10 +174,9 @@ def read_kernel_file(file: TargetFile) -> KernelFile | None:
     segment = next((load for load in image.loads if load.executable), None)
     if segment is None:
         return None
-    start = segment.virtual_address
-    code = file.read(segment.file_size, segment.file_offset)
+    start, code_bytes = segment.virtual_address, segment.file_size
     functions, strings = read_functions(file, image)
-    if strings is None or not code:
+    if strings is None or not code_bytes:
         return None
     found = resolve_sizes(functions.chosen(np.arange(min(len(functions.starts), _MAX_FUNCTIONS))))
     names = [name.decode(errors="replace") for name in read_names(file, strings, found.names)]
@@ -136,13 +186,13 @@ def read_kernel_file(file: TargetFile) -> KernelFile | None:
     if not entries:
         return None
     _, entry, entry_name = max(entries)
-    if not start <= entry < start + len(code):
+    if not start <= entry < start + code_bytes:
         return None
     match = _ENTRY.fullmatch(entry_name)
     name = match[1] if match is not None else ""
-    inside = [row for row in ranges if start <= row[0] < start + len(code)]
-    functions_in_order = tuple(_functions(inside, start + len(code)))
-    return KernelFile(name, image.machine, entry, start, code, functions_in_order)
+    inside = [row for row in ranges if start <= row[0] < start + code_bytes]
+    functions_in_order = tuple(_functions(inside, start + code_bytes))
+    return KernelFile(name, image.machine, entry, start, code_bytes, functions_in_order)
 
 
 def _functions(ranges: list[tuple[int, int, str]], limit: int) -> Iterator[Function]:

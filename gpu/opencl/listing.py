@@ -13,7 +13,7 @@ from difflib import SequenceMatcher
 
 import numpy as np
 from aiflame.gpu.base import Line, Listing
-from aiflame.gpu.opencl.disassembly import Decoded, decode, text_of
+from aiflame.gpu.opencl.disassembly import Decoded, text_of
 from aiflame.gpu.opencl.kernel_file import Function, KernelFile
 
 # More than anyone reads; a kernel that is unrolled into more is shown around its samples.
@@ -29,7 +29,10 @@ _UNKNOWN = ("", 0)
 
 
 def make_listing(
-    file: KernelFile, offsets: frozenset[int], lines_at: Callable[[Sequence[int]], Lines]
+    file: KernelFile,
+    offsets: frozenset[int],
+    lines_at: Callable[[Sequence[int]], Lines],
+    decode: Callable[[Function], Sequence[Decoded]],
 ) -> Listing | None:
     """Returns the functions that have samples, None where there is nothing to show.
 
@@ -37,21 +40,23 @@ def make_listing(
         file: The kernel.
         offsets: Of all samples.
         lines_at: DWARF's answer for addresses as the file counts them.
+        decode: Has the instructions of a function.
     """
     addresses = {file.address_of(offset) for offset in offsets}
     sampled = {file.function_at(address) for address in addresses} - {None}
     found: list[tuple[Decoded, tuple[str, int]]] = []
     for function in sorted(sampled, key=lambda f: 0 if f is None else f.start):
         if function is not None:
-            instructions = decode(file, function)
-            found += zip(instructions, _lines(file, function, instructions, lines_at), strict=True)
+            instructions = decode(function)
+            sources = _lines(file, function, instructions, lines_at, decode)
+            found += zip(instructions, sources, strict=True)
     lines = [
         Line(file.offset_of(instruction.address) or 0, text_of(file, instruction), *source)
         for instruction, source in _nearest(found, addresses)
     ]
     if not lines:
         return None
-    return Listing(len(file.code), tuple(sorted(lines, key=lambda line: line.offset)))
+    return Listing(file.code_bytes, tuple(sorted(lines, key=lambda line: line.offset)))
 
 
 def _nearest(
@@ -72,8 +77,9 @@ def _nearest(
 def _lines(
     file: KernelFile,
     function: Function,
-    instructions: list[Decoded],
+    instructions: Sequence[Decoded],
     lines_at: Callable[[Sequence[int]], Lines],
+    decode: Callable[[Function], Sequence[Decoded]],
 ) -> Lines:
     sources = lines_at([instruction.address for instruction in instructions])
     if any(line for _, line in sources) or not function.name.startswith(f"{file.body_name}_work"):
@@ -81,14 +87,14 @@ def _lines(
     body = file.function_named(file.body_name)
     if body is None:
         return sources
-    original = decode(file, body)
+    original = decode(body)
     original_sources = lines_at([instruction.address for instruction in original])
     if not any(line for _, line in original_sources):
         return sources
     return lay_over(original, original_sources, instructions)
 
 
-def lay_over(original: list[Decoded], sources: Lines, copy: list[Decoded]) -> Lines:
+def lay_over(original: Sequence[Decoded], sources: Lines, copy: Sequence[Decoded]) -> Lines:
     """Returns the sources of a copy of some code, unknown where it differs from the original."""
     if max(len(original), len(copy)) > _MAX_COMPARED:
         return [_UNKNOWN] * len(copy)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel.uprobe_tries import UprobeTries
-from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.probe_sites import choose_site, read_prologue
 from aiflame.agent.launches.runtimes import runtime_files
 from aiflame.agent.launches.symbols import find_functions
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.target_files import FileGuard, TargetFile
 from bench import loads, tools
@@ -53,7 +55,9 @@ class _Case:
 
 def _site() -> tuple[Path, int]:
     """The loader, and where aiflame probes the function in it."""
-    for path in runtime_files((), FileGuard()):
+    with Inspector() as inspector:
+        runtimes = runtime_files((), inspector.opener, FileFacts(FileGuard()))
+    for path in runtimes:
         if "libOpenCL" not in path.name:
             continue
         descriptor = os.open(path, os.O_RDONLY)
@@ -64,7 +68,7 @@ def _site() -> tuple[Path, int]:
         if _SYMBOL in found:
             function = found[_SYMBOL]
             nops = UprobeTries(cache_dir()).answers.nops
-            chosen = choose_site(function.code, function.file_offset, nops)
+            chosen = choose_site(read_prologue(function.code, function.file_offset), nops)
             return path.resolve(), chosen.offset_bytes
     raise RuntimeError("no OpenCL loader: apt-get install ocl-icd-libopencl1")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
 from aiflame.agent.kernel.uprobe_tries import (
@@ -23,8 +25,9 @@ from aiflame.agent.kernel.uprobe_tries import (
 from aiflame.agent.launches.links import ApiLinks, Probe
 from aiflame.agent.launches.probe_sites import ProbeSite
 from aiflame.agent.launches.probes import ApiProbes
-from aiflame.agent.launches.symbols import find_functions
+from aiflame.agent.launches.questions import functions, functions_among
 from aiflame.agent.losses import LossKind
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard, TargetFile
 from recordings import Workload
 
@@ -80,8 +83,11 @@ def _run(programs: Programs, program: Path) -> dict[int, int]:
 
 
 def _probe_and_run(programs: Programs, program: Path) -> tuple[dict[str, int], ApiProbes]:
-    probes = ApiProbes(programs, FileGuard())
-    probes.look_at_path(program)
+    facts = FileFacts(FileGuard())
+    probes = ApiProbes(programs, facts)
+    with Inspector() as inspector:
+        probes.look_at_path(program, inspector.opener)
+    facts.close()
     counts = _run(programs, program)
     probes.close()
     return {probes.functions[slot][1].symbol: count for slot, count in counts.items()}, probes
@@ -123,12 +129,13 @@ def test_a_refused_instruction_gives_way_to_the_first(
     # GIVEN a probe that was put on an instruction that the kernel refuses
     descriptor = os.open(program, os.O_RDONLY)
     names = frozenset(("clWaitForEvents",))
-    function = find_functions(TargetFile(descriptor), names)["clWaitForEvents"]
+    question = functions_among(names)
+    found = question.checked(json.loads(json.dumps(functions(TargetFile(descriptor), *names))))
     os.close(descriptor)
     second = ProbeSite(offset_bytes=1, stack_bytes=8, is_emulated=False)
     programs = load(UprobeAnswers(links_many))
     links = ApiLinks(programs)
-    probe = Probe("on_call", function, second, slot=0, number=0)
+    probe = Probe("on_call", found["clWaitForEvents"], second, slot=0, number=0)
     links.describe(probe)
     # THEN the entry is taken for it, and calls are seen from there
     with Workload([program, 1]):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -10,24 +11,26 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from aiflame.agent.elf.dynamic import read_dependencies
-from aiflame.agent.elf.functions import FunctionNames
+from aiflame.agent.elf.functions import function_names
+from aiflame.agent.elf.headers import HEADERS, Headers
 from aiflame.agent.elf.image import ElfImage
-from aiflame.agent.kernel.uprobe_tries import NopTreatment
-from aiflame.agent.launches.probe_sites import choose_site
-from aiflame.agent.launches.symbols import find_functions
-from aiflame.agent.python.interpreter import find_interpreter
-from aiflame.agent.python.layouts import UnsupportedPython
-from aiflame.agent.python.threads import UnsupportedLibc, find_key_block
+from aiflame.agent.file_questions import Question
+from aiflame.agent.launches.questions import functions_among
+from aiflame.agent.python.interpreter import Interpreter
+from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, interpreter_in
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.symbols.table import SymbolSource, SymbolTable
 from aiflame.agent.target_files import FileGuard, TargetFile
 from aiflame.agent.unwind.build import load_or_build
+from aiflame.agent.unwind.questions import TABLE_NAME
 from aiflame.agent.unwind.records import BadUnwindInfo
-from aiflame.gpu.opencl.kernel_file import read_kernel_file
+from aiflame.gpu.opencl.disassembly import instructions_of
+from aiflame.gpu.opencl.kernel_file import Function, kernel_of
 from hostile.outcome import Outcome
 
 _API_NAMES = frozenset(("cudaLaunchKernel", "clEnqueueNDRangeKernel"))
@@ -99,8 +102,9 @@ def read_all(path: Path, guard: FileGuard, outcome: Outcome) -> None:
             if image.damage:
                 guard.blame("/mutated", image.damage)
 
-        for reader in (headers, read_kernel_file):
-            _timed(reader.__name__, lambda file, r=reader: r(file), fd, guard, outcome)
+        _timed("headers", headers, fd, guard, outcome)
+        for question in _questions(image):
+            _timed(question.name, lambda file, q=question: _asked(q, file), fd, guard, outcome)
         if image is not None:
             for each in _READERS:
                 _timed(each.__name__, lambda file, r=each: r(file, image), fd, guard, outcome)
@@ -125,22 +129,6 @@ def _timed(
             outcome.refused[reason] += 1
 
 
-def _interpreter(file: TargetFile, image: ElfImage) -> None:
-    try:
-        found = find_interpreter(file, image, "python3.11")
-    except UnsupportedPython:
-        return
-    if found is not None:
-        found.loaded_at(0x5555_5555_0000)
-
-
-def _key_block(file: TargetFile, image: ElfImage) -> None:
-    try:
-        find_key_block(file, image)
-    except UnsupportedLibc:
-        return
-
-
 def _unwind_table(file: TargetFile, image: ElfImage) -> None:
     try:
         load_or_build(file, image, Store(None))
@@ -155,35 +143,39 @@ def _symbol_table(file: TargetFile, image: ElfImage) -> None:
     table.to_chunks()
 
 
-def _api_functions(file: TargetFile, image: ElfImage) -> None:
-    for found in find_functions(file, _API_NAMES, image).values():
-        choose_site(found.code, found.file_offset, NopTreatment())
-        assert 0 <= found.before_bytes < 1 << 64 and 0 <= found.after_bytes < 1 << 64
+def _questions(image: ElfImage | None) -> Iterator[Question[Any]]:
+    """All that is asked about files."""
+    yield HEADERS
+    yield TABLE_NAME
+    yield kernel_of("/pocl/kcache/kernel.so")
+    yield interpreter_in("/usr/bin/python3.11")
+    yield KEY_BLOCK_OF_LIBRARY
+    yield functions_among(_API_NAMES)
+    if image is None:
+        return
+    yield function_names([0, 0x1000, image.load_address + 0x1010, (1 << 64) - 1])
+    for load in image.loads[:4]:
+        begin, end = load.virtual_address, load.virtual_address + load.file_size
+        yield instructions_of(Function(begin, min(end, begin + 4096), "f"))
 
 
-def _function_names(file: TargetFile, image: ElfImage) -> None:
-    found = FunctionNames(file, image)
-    for address in (0, 0x1000, image.load_address + 0x1010, (1 << 64) - 1):
-        found.at(file, address)
+def _asked(question: Question[Any], file: TargetFile) -> None:
+    """Answers as a parser does, and checks as whoever asked it; no answer of a sound one is bad."""
+    answer = question.checked(json.loads(json.dumps(question.read(file, *question.arguments))))
+    if isinstance(answer, Interpreter):
+        answer.loaded_at(0x5555_5555_0000)
+    elif isinstance(answer, Headers):
+        for load in answer.loads:
+            answer.bias(0x7F00_0000_0000, load.file_offset)
 
 
 def _by_code(file: TargetFile, image: ElfImage) -> None:
     for load in image.loads:
         for address in (load.virtual_address, load.virtual_address + load.file_size - 1):
             roots.name_by_code(file, image, address)
-        image.bias(0x7F00_0000_0000, load.file_offset)
 
 
-_READERS = (
-    _interpreter,
-    _key_block,
-    _unwind_table,
-    _symbol_table,
-    _api_functions,
-    _function_names,
-    _by_code,
-    read_dependencies,
-)
+_READERS = (_by_code, _unwind_table, _symbol_table, read_dependencies)
 
 
 def read_mutations(

@@ -14,6 +14,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.probes import ApiProbes
 from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
 from support import blind_inspector
@@ -76,10 +77,10 @@ def test_more_apis_than_the_kernel_half_tells_apart_are_refused() -> None:
     anything: Any = SimpleNamespace()
     apis = [replace(APIS[0], name=f"api{number}") for number in range(abi.APIS_MAX + 1)]
     with pytest.raises(ValueError, match="9 device APIs, and room for 8"):
-        ApiProbes(anything, FileGuard(), apis)
+        ApiProbes(anything, FileFacts(FileGuard()), apis)
 
 
 def test_there_is_room_for_all_apis_and_their_functions() -> None:
     anything: Any = SimpleNamespace()
-    ApiProbes(anything, FileGuard())
+    ApiProbes(anything, FileFacts(FileGuard()))
     assert sum(len(api.calls) + len(api.namings) for api in APIS) <= abi.API_CALLS_MAX

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.kernel.uprobe_tries import NopTreatment
-from aiflame.agent.launches.probe_sites import choose_site
+from aiflame.agent.launches.probe_sites import choose_site, read_prologue
 from aiflame.agent.launches.symbols import ApiFunction, find_functions
 from aiflame.agent.target_files import TargetFile
 from aiflame.gpu.apis.cuda import API
@@ -61,7 +61,10 @@ def test_every_call_of_a_program_is_found(
     twins = {name + "_ptsz" for name in _CALLED}
     assert _CALLED | twins | _ALSO_CALLED <= set(found)
     assert _RUNTIME - set(found) <= {"cudaLaunchCooperativeKernelMultiDevice"}
-    sites = {name: choose_site(f.code, f.file_offset, NopTreatment()) for name, f in found.items()}
+    sites = {
+        name: choose_site(read_prologue(f.code, f.file_offset), NopTreatment())
+        for name, f in found.items()
+    }
     assert [name for name, site in sites.items() if not site.is_emulated] == []
 
 

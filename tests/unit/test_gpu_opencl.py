@@ -4,23 +4,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
+from aiflame.agent.file_questions import BadAnswer, Question
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Tier
-from aiflame.agent.target_files import BadTargetFile, FileGuard, GuardedFile, TargetFile
+from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.gpu.base import CodeKey, CpuSample, Interval, KernelSample, KernelTime
 from aiflame.gpu.opencl import listing as listings
-from aiflame.gpu.opencl.disassembly import Decoded
+from aiflame.gpu.opencl.disassembly import Decoded, instructions_of
 from aiflame.gpu.opencl.family import OpenClFamily, OpenClSampler
-from aiflame.gpu.opencl.kernel_file import KernelFile, may_be_kernel, read_kernel_file
+from aiflame.gpu.opencl.kernel_file import Function, KernelFile, kernel_of
 from aiflame.gpu.opencl.listing import lay_over, make_listing
+
+T = TypeVar("T")
 
 # What PoCL makes of a kernel, in small: the body, and a copy of it in the work group's function.
 _SOURCE = """
@@ -71,9 +76,21 @@ def descriptor(built: Path) -> Iterator[int]:
 
 @pytest.fixture
 def kernel(descriptor: int) -> KernelFile:
-    found = read_kernel_file(TargetFile(descriptor))
+    found = _asked(descriptor, kernel_of(_PATH))
     assert found is not None
     return found
+
+
+def _asked(fd: int, question: Question[T]) -> T | None:
+    """What a parser answers, None for a bad file."""
+    with contextlib.suppress(BadTargetFile):
+        answer = question.read(TargetFile(fd), *question.arguments)
+        return question.checked(json.loads(json.dumps(answer)))
+    return None
+
+
+def _decode(fd: int) -> Callable[[Function], list[Decoded]]:
+    return lambda function: _asked(fd, instructions_of(function)) or []
 
 
 class _Host:
@@ -87,8 +104,11 @@ class _Host:
     def path(self, file: int) -> str:
         return self._path
 
-    def opened(self, file: int) -> GuardedFile | None:
-        return None if self._fd is None else FileGuard().each_file(self._path, self._fd)
+    def is_open(self, file: int) -> bool:
+        return self._fd is not None
+
+    def ask(self, file: int, question: Question[T]) -> T | None:
+        return None if self._fd is None else _asked(self._fd, question)
 
     def watch(self, descriptor: int, take: Callable[[], None]) -> None:
         raise AssertionError("samples come with drains only")
@@ -124,12 +144,12 @@ def test_kernel_is_named_by_its_work_group_function(kernel: KernelFile) -> None:
 
 def test_offsets_begin_at_the_work_group_function_and_are_told_apart(kernel: KernelFile) -> None:
     assert kernel.offset_of(kernel.entry) == 0
-    end = kernel.start + len(kernel.code)
+    end = kernel.start + kernel.code_bytes
     offsets = {kernel.offset_of(address) for address in range(kernel.start, end)}
-    assert offsets == set(range(len(kernel.code)))
+    assert offsets == set(range(kernel.code_bytes))
     assert kernel.offset_of(kernel.start - 1) is None
     assert kernel.offset_of(end) is None
-    for offset in (0, 1, len(kernel.code) - 1):
+    for offset in (0, 1, kernel.code_bytes - 1):
         assert kernel.offset_of(kernel.address_of(offset)) == offset
 
 
@@ -170,8 +190,8 @@ def test_large_files_are_not_searched(tmp_path: Path) -> None:
     os.truncate(large, 1 << 30)
     fd = os.open(large, os.O_RDONLY)
     try:
-        assert not may_be_kernel("/home/me/large.so", TargetFile(fd))
-        assert read_kernel_file(TargetFile(fd)) is None
+        for path in ("/home/me/large.so", "/home/me/pocl/kcache/large.so"):
+            assert not _owns(path, fd)
     finally:
         os.close(fd)
 
@@ -187,16 +207,15 @@ def test_damaged_files_are_refused_or_read_and_nothing_else(built: Path, tmp_pat
             data[dice.randrange(len(data))] = dice.randrange(256)
         path.write_bytes(data)
         fd = os.open(path, os.O_RDONLY)
-        found = None
-        with contextlib.suppress(BadTargetFile):
-            found = read_kernel_file(TargetFile(fd))
-        os.close(fd)
+        found = _asked(fd, kernel_of(_PATH))
         if found is not None:
             read += 1
-            listing = make_listing(found, frozenset({0, 1, len(found.code) - 1}), _nowhere)
+            offsets = frozenset({0, 1, found.code_bytes - 1})
+            listing = make_listing(found, offsets, _nowhere, _decode(fd))
             assert listing is None or all(
-                0 <= line.offset < len(found.code) for line in listing.lines
+                0 <= line.offset < found.code_bytes for line in listing.lines
             )
+        os.close(fd)
     assert 0 < read < 300
 
 
@@ -206,7 +225,7 @@ def test_samples_are_told_by_offset_and_callers_by_their_call(
     host = _Host(str(built), descriptor)
     sampler = OpenClFamily(Path("nowhere")).start(host)
     assert sampler.owns(0)
-    listing = make_listing(kernel, frozenset({0}), _nowhere)
+    listing = make_listing(kernel, frozenset({0}), _nowhere, _decode(descriptor))
     assert listing is not None
     call = next(line for line in listing.lines if line.text.startswith("call"))
     following = next(line for line in listing.lines if line.offset > call.offset)
@@ -242,7 +261,7 @@ def test_listing_has_the_functions_that_were_sampled(
     assert sampler.owns(0)
     found = sampler.resolve(CodeKey(0, 0, _NAME), frozenset({0}), _lines)
     assert found is not None
-    assert found.size_bytes == len(kernel.code)
+    assert found.size_bytes == kernel.code_bytes
     offsets = [line.offset for line in found.lines]
     entry = kernel.function_at(kernel.entry)
     assert entry is not None
@@ -257,13 +276,13 @@ def test_listing_has_the_functions_that_were_sampled(
 
 
 def test_long_listing_keeps_what_is_near_the_samples(
-    kernel: KernelFile, monkeypatch: pytest.MonkeyPatch
+    kernel: KernelFile, descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = make_listing(kernel, frozenset({0}), _nowhere)
+    whole = make_listing(kernel, frozenset({0}), _nowhere, _decode(descriptor))
     assert whole is not None
     sampled = whole.lines[7].offset
     monkeypatch.setattr(listings, "MAX_INSTRUCTIONS", 5)
-    near = make_listing(kernel, frozenset({sampled}), _nowhere)
+    near = make_listing(kernel, frozenset({sampled}), _nowhere, _decode(descriptor))
     assert near is not None
     assert near.lines == whole.lines[5:10]
 
@@ -318,3 +337,43 @@ def test_pocl_of_a_container_is_found_by_its_samples() -> None:
     assert family.detect().devices == ()
     (device,) = family.detect(has_samples=True).devices
     assert device.name.startswith("PoCL on ")
+
+
+_KERNEL: list[Any] = ["k", "X86_64", 0x1010, 0x1000, 0x100, [[0x1010, 0x1020, "f"]]]
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 1),
+        (0, "k" * 5000),
+        (1, None),
+        (2, 0xFFF),
+        (2, 0x1100),
+        (3, -1),
+        (3, 1 << 64),
+        (4, 0),
+        (4, 1 << 30),
+        (5, [[0x1010, 0x1010, "f"]]),
+        (5, [[0x1010, 0x1101, "f"]]),
+        (5, [[0x1010, 0x1020, "f"], [0x1018, 0x1030, "g"]]),
+        (5, [[0x1010, 0x1020]]),
+        (5, [[0x1010, 0x1020, 7]]),
+    ],
+)
+def test_kernels_that_no_parser_finds_are_refused(at: int, value: Any) -> None:
+    question = kernel_of(_PATH)
+    assert question.checked(_KERNEL) is not None
+    with pytest.raises(BadAnswer):
+        question.checked([*_KERNEL[:at], value, *_KERNEL[at + 1 :]])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, [[4095, "a", ""]], [[4100, "a", ""], [4100, "b", ""]], [[4112, "a", ""]], [[1]]],
+)
+def test_instructions_that_no_parser_finds_are_refused(answer: Any) -> None:
+    question = instructions_of(Function(4096, 4112, "f"))
+    assert question.checked([[4096, "ret", ""]]) == [Decoded(4096, "ret", "")]
+    with pytest.raises(BadAnswer):
+        question.checked(answer)

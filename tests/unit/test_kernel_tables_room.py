@@ -212,14 +212,15 @@ class _Files:
         self._table = table
         self.tables._cached = self._cached  # type: ignore[method-assign]
         self.tables.images = SimpleNamespace(bias=lambda mapping: 0)  # type: ignore[assignment]
-        self._processes.binaries.files = [SimpleNamespace(path=str(n)) for n in range(5)]  # type: ignore[misc]
+        self._processes.binaries.files = [SimpleNamespace(path=str(n)) for n in range(20)]  # type: ignore[misc]
 
     def _cached(self, binary: int) -> UnwindTable:
         self.tables._settled.add(binary)
         return self._table
 
-    def map(self, *binaries: int) -> None:
-        image = self._processes.image(2, 1, name="program")
+    def map(self, *binaries: int, pid: int = 2, cgroup: str = "") -> None:
+        image = self._processes.image(pid, 1, name="program")
+        image.cgroup = cgroup
         image.mappings = []
         image.replace_mappings([Mapping(4096 * b, 4096 * b + 64, 0, b) for b in binaries])
         self.tables.push(image)
@@ -243,4 +244,70 @@ def test_tables_that_samples_need_take_the_slots_of_others(
     # THEN it takes the place of one that nobody needs
     assert {1, 4} < set(files.entered)
     assert len(files.entered) == 3
+    files.tables.close()
+
+
+_HOSTILE, _HONEST = "/system.slice/hostile.service", "/system.slice/honest.service"
+
+
+@pytest.mark.parametrize("hostile_pids", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("cgroup", [_HONEST, _HOSTILE])
+def test_tables_in_use_of_one_leave_room_for_others(
+    kernel: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    hostile_pids: tuple[int, int],
+    cgroup: str,
+) -> None:
+    # GIVEN one user whose processes need all tables that there may be, but for one that all map
+    monkeypatch.setattr(abi, "TABLES_MAX", 8)
+    files = _Files(kernel, _table(10))
+    first, second = hostile_pids
+    if first == second:
+        files.map(*range(8), pid=first, cgroup=_HOSTILE)
+    else:
+        files.map(0, *range(1, 4), pid=first, cgroup=_HOSTILE)
+        files.map(0, *range(4, 8), pid=second, cgroup=_HOSTILE)
+    in_use = Counter({binary: 10 + binary for binary in range(8)})
+    for _ in range(4):
+        files.tables.note_used(in_use)
+    assert set(files.entered) == set(range(8))
+    # WHEN a process of another user, or another one of this user, needs one as well
+    files.map(0, 9, pid=4, cgroup=cgroup)
+    files.tables.note_used(in_use + Counter({9: 1}))
+    files.tables.poll()
+    # THEN it has it, and the one that samples need least is lost
+    assert 9 in files.entered and 0 in files.entered
+    assert len(files.entered) == 8
+    # AND all get on with what they have: nothing goes in and out
+    for _ in range(3):
+        files.tables.note_used(in_use + Counter({9: 1}))
+        files.tables.poll()
+        assert {0, 9} < set(files.entered)
+    settled = set(files.entered)
+    for _ in range(3):
+        files.tables.note_used(in_use + Counter({9: 1}))
+        files.tables.poll()
+    assert set(files.entered) == settled
+    assert files.tables.losses[LossKind.UNWIND_MEMORY_FULL] >= 1
+    files.tables.close()
+
+
+def test_whoever_has_much_built_waits_for_others(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN one user whose files are as urgent as another's, and one that both map
+    files = _Files(kernel, _table(10))
+    monkeypatch.setattr(files.tables._cache, "size_bytes", lambda binary: 1000)
+    files.map(1, 2, 3, pid=2, cgroup=_HOSTILE)
+    files.map(3, 4, pid=3, cgroup=_HONEST)
+    urgency = files.tables._urgency
+    assert len({urgency(binary) for binary in (1, 2, 3, 4)}) == 1
+    # WHEN one of the first one's takes a minute
+    monkeypatch.setattr(files.tables._cache, "take_spent_s", lambda: {1: 60.0})
+    files.tables.poll()
+    # THEN what others map comes first, whoever maps it as well
+    assert urgency(2) < urgency(3) == urgency(4)
+    # AND samples still decide among one's own
+    files.tables.note_used(Counter({2: 5}))
+    assert urgency(1) < urgency(2)
     files.tables.close()

@@ -40,6 +40,7 @@ _LEAVES = {
     "process_group",
     "rights",
     "inspector",
+    "file_questions",
     "target_files",
     "",
 }
@@ -53,20 +54,22 @@ _MAY_IMPORT = {
     "model": {"losses"},
     "outfile": {"errors"},
     "target_files": {"errors"},
+    "file_questions": {"errors"},
     "priority": set(),
     "process_group": set(),
     "rights": {"errors", "priority"},
-    "inspector": {"losses", "priority", "process_group"},
+    "inspector": {"file_questions", "losses", "priority", "process_group", "target_files"},
     "capture": {"errors", "losses", "model", "outfile"},
-    "elf": {"target_files"},
+    "elf": {"file_questions", "target_files"},
     "symbols": {
         *("demangle", "elf", "errors", "inspector", "kernelfs", "losses", "model", "outfile"),
-        *("process_group", "target_files"),
+        *("file_questions", "process_group", "target_files"),
     },
     "unwind": {
-        *("elf", "errors", "inspector", "model", "process_group", "symbols", "target_files"),
+        *("elf", "errors", "file_questions", "inspector", "model", "process_group", "symbols"),
+        "target_files",
     },
-    "python": {"elf", "errors", "model", "symbols", "target_files", "unwind"},
+    "python": {"elf", "errors", "file_questions", "model", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
@@ -107,7 +110,9 @@ _GPU_OF_AGENT = (f"{_GPU}.base", f"{_GPU}.families", f"{_GPU}.host_stubs", *_GPU
 _KNOW_FAMILIES = {"devices.choice", "doctor.checks", "doctor.gpu"}
 
 # What gpu/ may know of agent/: what it measures into, and how files are read that a `Host` opened.
-_AGENT_OF_GPU = tuple(f"{_PREFIX}.{name}" for name in ("elf", "losses", "model", "target_files"))
+_AGENT_OF_GPU = tuple(
+    f"{_PREFIX}.{name}" for name in ("elf", "file_questions", "losses", "model", "target_files")
+)
 # Of the files of targets, only what a host hands out: no guard, no path.
 _TARGET_FILES_OF_GPU = {
     f"{_PREFIX}.target_files.{name}" for name in ("TargetFile", "BadTargetFile")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.kernel.uprobe_tries import NopTreatment, Treatment
-from aiflame.agent.launches.probe_sites import ProbeSite, choose_site
+from aiflame.agent.launches.probe_sites import ProbeSite, choose_site, read_prologue
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.target_files import TargetFile
 from hypothesis import given
@@ -30,7 +30,7 @@ _ALL_EMULATED = NopTreatment(Treatment.EMULATED, Treatment.EMULATED)
 
 
 def _site(text: str, nops: NopTreatment = _ALL_EMULATED, **options: bool) -> ProbeSite:
-    return choose_site(bytes.fromhex(text), 0x401000, nops, **options)
+    return choose_site(read_prologue(bytes.fromhex(text), 0x401000), nops, **options)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_site_inside_a_loop_is_refused(what: str, jump: str) -> None:
 def test_jump_from_afar_is_seen() -> None:
     head = bytes.fromhex("48 89 f8 53") + b"\x90" * 5000
     back = b"\xe9" + (3 - len(head) - 5).to_bytes(4, "little", signed=True)
-    assert choose_site(head + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 3
-    assert choose_site(head + back + RET_BYTES, 0, _ALL_EMULATED).offset_bytes == 0
+    assert choose_site(read_prologue(head + RET_BYTES, 0), _ALL_EMULATED).offset_bytes == 3
+    assert choose_site(read_prologue(head + back + RET_BYTES, 0), _ALL_EMULATED).offset_bytes == 0
 
 
 def test_probe_of_the_return_needs_the_return_address_on_top() -> None:
@@ -188,19 +188,19 @@ def test_site_is_an_instruction_that_every_call_passes_with_its_arguments(
     parts: list[bytes], address: int
 ) -> None:
     code = b"".join(parts)
-    site = choose_site(code, address, _ALL_EMULATED)
+    site = choose_site(read_prologue(code, address), _ALL_EMULATED)
     starts = [len(b"".join(parts[:index])) for index in range(len(parts))]
     assert site.offset_bytes in starts
     before = parts[: starts.index(site.offset_bytes)]
     assert bytes.fromhex("31 f6") not in before
     assert b"\xc3" not in before
     assert site.stack_bytes == 0x18 * before.count(bytes.fromhex("48 83 ec 18"))
-    assert site == choose_site(code, 0, _ALL_EMULATED)
+    assert site == choose_site(read_prologue(code, 0), _ALL_EMULATED)
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_have_a_site(code: bytes) -> None:
-    site = choose_site(code, 0, _ALL_EMULATED)
+    site = choose_site(read_prologue(code, 0), _ALL_EMULATED)
     assert 0 <= site.offset_bytes < max(1, min(32, len(code)))
     assert site.is_emulated or site == ProbeSite(0, 0, False)
 
@@ -228,7 +228,8 @@ def test_places_in_a_real_library_are_instructions() -> None:
     os.close(descriptor)
     # WHEN sites are chosen THEN another disassembler sees instructions there
     sites = {
-        f.file_offset + choose_site(f.code, 0, _ALL_EMULATED).offset_bytes for f in found.values()
+        f.file_offset + choose_site(read_prologue(f.code, 0), _ALL_EMULATED).offset_bytes
+        for f in found.values()
     }
     assert len(sites) >= 5
     assert sites <= _objdump_starts(path)
@@ -251,5 +252,7 @@ def test_loader_of_opencl_is_probed_cheaply() -> None:
     os.close(descriptor)
     assert set(found) == {"clEnqueueNDRangeKernel", "clFinish"}
     # THEN its functions need no emulation of no-operations
-    sites = [choose_site(f.code, f.file_offset, NopTreatment()) for f in found.values()]
+    sites = [
+        choose_site(read_prologue(f.code, f.file_offset), NopTreatment()) for f in found.values()
+    ]
     assert all(site.is_emulated for site in sites)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nobody takes what is there for all: not one process, and not one user or container with many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiflame.agent.inspector.opener import OpenedFile
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.uprobe_tries import NopTreatment
+from aiflame.agent.launches.probe_sites import Prologue
+from aiflame.agent.launches.probes import ApiProbes
+from aiflame.agent.launches.questions import ProbedFunction
+from aiflame.agent.losses import LossKind
+from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.procfs import MapsLine
+from aiflame.agent.processes.shares import Shares, payer_of
+
+_ID = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "payer"),
+    [
+        ("/user.slice/user-1000.slice/session-3.scope", "/user.slice/user-1000.slice"),
+        # What a user calls a cgroup is the user's, and so is what runs there under other ids.
+        (
+            f"/user.slice/user-1000.slice/user@1000.service/docker-{_ID}.scope",
+            "/user.slice/user-1000.slice",
+        ),
+        (f"/system.slice/docker-{_ID}.scope/a/b", f"/system.slice/docker-{_ID}.scope"),
+        (f"/docker/{_ID}/docker/{_ID[::-1]}", f"/docker/{_ID}"),
+        ("/system.slice/nginx.service/worker.service", "/system.slice/nginx.service"),
+        ("/machine/build", "/machine/build"),
+        ("/", "user 7"),
+        ("", "user 7"),
+    ],
+)
+def test_who_pays(cgroup: str, payer: str) -> None:
+    assert payer_of(cgroup, 7) == payer
+
+
+def test_the_last_ones_are_for_those_that_have_few() -> None:
+    shares = Shares(lambda: 320)
+    # GIVEN a process that takes all that it can, and one that has taken little before
+    assert shares.take(9, "b", 5)
+    assert [shares.take(1, "a") for _ in range(300)] == 295 * [True] + 5 * [False]
+    # WHEN others of its user come, which have little, and then too much together
+    assert [shares.take(2, "a") for _ in range(11)] == 10 * [True] + [False]
+    # THEN the very last are for users that have little
+    assert not shares.take(3, "a")
+    assert [shares.take(9, "b") for _ in range(6)] == 5 * [True] + [False]
+    assert [shares.take(4, "c") for _ in range(6)] == 5 * [True] + [False]
+    # AND what is given back may be taken again
+    shares.give_back(1, "a", 50)
+    assert shares.take(1, "a", 30) and not shares.take(1, "a", 30)
+
+
+class _Opener:
+    """Opens a file of its own for each mapping."""
+
+    def mapped(self, pid: int, start: int, *_: object) -> OpenedFile:
+        return OpenedFile(os.memfd_create("mapped"), True, 1, start, 0, 0, 1)
+
+    def root(self, pid: int) -> None:
+        raise FileNotFoundError
+
+
+@pytest.fixture
+def binaries(monkeypatch: pytest.MonkeyPatch) -> Iterator[BinaryTable]:
+    monkeypatch.setattr("aiflame.agent.processes.binaries.for_targets", lambda: 320)
+    inspector: Any = SimpleNamespace(opener=_Opener())
+    made = BinaryTable(inspector)
+    yield made
+    made.close()
+
+
+def _map(binaries: BinaryTable, pid: int, payer: str, inodes: range) -> list[bool]:
+    """Maps files; returns which could be opened."""
+    found = []
+    for inode in inodes:
+        line = MapsLine(inode, inode + 1, 0, "08:01", inode, f"/file-{inode}")
+        file = binaries.of_mapping(pid, payer, line)
+        found.append(file is not None and file.fd is not None)
+    return found
+
+
+def test_files_of_one_process_leave_descriptors_to_others(binaries: BinaryTable) -> None:
+    # GIVEN a process that maps more files than may be open
+    assert _map(binaries, 1, "hostile", range(1, 401)) == 300 * [True] + 100 * [False]
+    assert binaries.unopened == 100
+    # AND others of the same user
+    assert _map(binaries, 2, "hostile", range(501, 521)) == 10 * [True] + 10 * [False]
+    assert not any(_map(binaries, 3, "hostile", range(521, 531)))
+    # WHEN others map files, some of which the first could not have opened
+    assert all(_map(binaries, 4, "honest", range(299, 309)))
+    # THEN they are opened
+    assert binaries.unopened == 100 + 20 - 8
+    # AND what nobody maps any more is there for all
+    binaries.forget(range(60))
+    assert all(_map(binaries, 3, "hostile", range(521, 531)))
+
+
+class _Facts:
+    """Files that define as many functions as they are long."""
+
+    guard = SimpleNamespace(remote={})
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def ask(self, path: str, fd: int, _: object) -> dict[str, ProbedFunction]:
+        count = os.fstat(fd).st_size
+        prologue = Prologue((), 1)
+        return {n: ProbedFunction(n, 64, 8, 0, 8, prologue) for n in self._names[:count]}
+
+
+class _Programs:
+    """The kernel half, which takes each probe."""
+
+    def __init__(self) -> None:
+        table = SimpleNamespace(update=lambda *_: None)
+        self.api_calls = self.api_probes = table
+        self.uprobes = SimpleNamespace(answers=SimpleNamespace(nops=NopTreatment()))
+
+    def expect_calls(self) -> None:
+        pass
+
+
+def test_functions_of_one_process_leave_probes_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(abi, "API_PROBES_MAX", 320)
+    programs: Any = _Programs()
+    facts: Any = _Facts([])
+    probes = ApiProbes(programs, facts)
+    facts._names = sorted({name for name, known in probes._wanted.items() if len(known) == 1})
+    attached: list[str] = []
+    monkeypatch.setattr(probes, "_attach", lambda fd, path, probes: attached.append(path))
+    descriptors = []
+
+    def look(name: str, pid: int, payer: str, functions: int = 5) -> tuple[int, int]:
+        path = tmp_path / name
+        path.touch()
+        os.truncate(path, functions)
+        descriptors.append(os.open(path, os.O_RDONLY))
+        return probes.look(descriptors[-1], name, pid, payer)
+
+    try:
+        # GIVEN a process with more functions of APIs than may be probed, the last in a library
+        for name in range(60):
+            look(str(name), 1, "hostile")
+        identity = look("library", 1, "hostile")
+        assert attached == [str(name) for name in range(60)]
+        assert probes.losses == {LossKind.CALLS_NOT_PROBED: 5}
+        assert probes.may_pay(identity, 2) and not probes.may_pay(identity, 1)
+        # WHEN another process maps the library THEN it is probed, and nothing is lost
+        look("library", 2, "honest")
+        assert attached[-1] == "library"
+        assert probes.losses == {LossKind.CALLS_NOT_PROBED: 0}
+        assert probes.loss_files == {LossKind.CALLS_NOT_PROBED: set()}
+        assert not probes.may_pay(identity, 3)
+        # AND others of the first one's user leave the last ones to other users
+        for name in range(60, 70):
+            look(str(name), name, "hostile")
+        assert attached[-1] == "60"
+        look("honest", 3, "honest")
+        assert attached[-1] == "honest"
+    finally:
+        for fd in descriptors:
+            os.close(fd)
