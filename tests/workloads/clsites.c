@@ -15,7 +15,14 @@
 #include "frames.h"
 #include "truth.h"
 
-enum { ITEMS = 1024, GROUP = 64, SITES_MAX = 10, QUEUES_MAX = 8, DEPTH_MAX = 256, CALIBRATION_ROUNDS = 2000 };
+enum {
+	ITEMS = 1024,
+	GROUP = 64,
+	SITES_MAX = 10,
+	QUEUES_MAX = 8,
+	DEPTH_MAX = 256,
+	CALIBRATION_ROUNDS = 2000
+};
 
 /* Compiled with -g: lines count from 1, the loop of site 0 is on line 6. */
 static const char *const SOURCE =
@@ -88,8 +95,8 @@ static void wait_for(cl_event *ends, int count, const char *way)
 		else if (!strcmp(way, "event"))
 			check(clWaitForEvents(1, &ends[i]), "clWaitForEvents");
 		else
-			check(clEnqueueReadBuffer(queues[i], data, CL_TRUE, 0, sizeof(word), &word, 0,
-						  NULL, NULL),
+			check(clEnqueueReadBuffer(queues[i], data, CL_TRUE, 0, sizeof(word), &word,
+						  0, NULL, NULL),
 			      "clEnqueueReadBuffer");
 	}
 }
