@@ -217,11 +217,12 @@ class GpuReader:
             raise ValueError("a launch of no kernel")
         if bool((found["first_ns"] > found["last_ns"]).any()):
             raise ValueError("a launch that ends before it begins")
-        if any(float(np.sum(found[n], dtype=float)) >= _LARGEST_SUM for n in ("count", "work")):
+        if float(np.sum(found["count"], dtype=float)) >= _LARGEST_SUM:
             raise ValueError("more launches than there can be")
-        found["ended_ns"] = np.where(
-            found["ended_ns"] < 0, NO_END, found["ended_ns"].astype(np.int64)
-        )
+        ended_ns = found["ended_ns"].astype(np.int64)
+        if bool(((ended_ns >= 0) & (ended_ns < found["last_ns"])).any()):
+            raise ValueError("a launch that had ended before it was enqueued")
+        found["ended_ns"] = np.where(ended_ns < 0, NO_END, ended_ns)
         return self._filled(LAUNCH_DTYPE, found, _CALL_TABLES)
 
     def _times(self) -> npt.NDArray[np.void]:

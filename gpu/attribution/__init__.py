@@ -129,6 +129,38 @@ class _Shared:
     name: I64
 
 
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Rows by a key.
+
+    Attributes:
+        keys: Ascending, each once.
+        order: Rows by key, ascending for each.
+        first: Where those of each key begin in there, and after the last of them the end.
+    """
+
+    keys: I64
+    order: I64
+    first: I64
+
+    @classmethod
+    def of(cls, key: I64) -> _Groups:
+        order = np.argsort(key, kind="stable")
+        keys, first = np.unique(key[order], return_index=True)
+        return cls(keys, order, np.append(first, len(key)))
+
+    def rows(self, key: int) -> I64:
+        """Returns the rows of a key, ascending."""
+        at = int(np.searchsorted(self.keys, key))
+        if at == len(self.keys) or int(self.keys[at]) != key:
+            return self.order[:0]
+        return self.order[int(self.first[at]) : int(self.first[at + 1])]
+
+
+# Of a process, with launches of sampled kernels; each is gone through for all samples.
+_MOST_QUEUES = 256
+
+
 def _place(
     gpu: GpuProfile,
     names: I64,
@@ -147,20 +179,23 @@ def _place(
     launch_name = names[gpu.launches["kernel"]]
     mean_ns = _mean_times(launch_name, gpu.launches["stack"].astype(np.int64), names, times)
     process_of_kernel = np.array([kernel.process for kernel in gpu.kernels], np.int64)
-    launch_process = process_of_kernel[gpu.launches["kernel"]]
     has_order = gpu.launches["queue"] != 0
     kernel = np.array([code.kernel for code in gpu.codes], np.int64)[gpu.samples["code"]]
-    sample_process = process_of_kernel[kernel]
     sample_name = names[kernel]
-    for process in np.unique(sample_process[shared.row]).tolist():
-        own = (launch_process == process) & has_order
+    launches_of_process = _Groups.of(process_of_kernel[gpu.launches["kernel"]])
+    samples_of_process = _Groups.of(process_of_kernel[kernel])
+    shared_of_process = _Groups.of(process_of_kernel[kernel[shared.row]])
+    for process in shared_of_process.keys.tolist():
+        own = launches_of_process.rows(process)
+        own, unordered = own[has_order[own]], own[~has_order[own]]
+        if len(np.unique(gpu.launches["queue"][own])) > _MOST_QUEUES:
+            continue
         # Those of all kernels bound each other.
-        rows = np.flatnonzero(sample_process == process)
+        rows = samples_of_process.rows(process)
         sampled_ns = gpu.samples["begin_ns"][rows].astype(np.int64)
         timeline = timeline_of(gpu.launches[own], launch_name[own], mean_ns[own], sampled_ns)
-        unordered = gpu.launches[(launch_process == process) & ~has_order]
-        placed = place(timeline, gpu.samples[rows], sample_name[rows], unordered)
-        at = np.flatnonzero(sample_process[shared.row] == process)
+        placed = place(timeline, gpu.samples[rows], sample_name[rows], gpu.launches[unordered])
+        at = shared_of_process.rows(process)
         found = np.searchsorted(rows, shared.row[at])
         is_placed[at] = placed.stack[found] != NONE
         is_exact[at] = placed.is_exact[found]

@@ -231,7 +231,8 @@ def test_a_capture_from_before_times_of_launches_and_samples_were_known(capture:
 @pytest.mark.parametrize("change", [
     "UPDATE launches SET kernel_id = 99",
     "UPDATE launches SET first_ns = last_ns + 1",
-    "UPDATE launches SET work = 9223372036854775807",
+    "UPDATE launches SET count = 9223372036854775807",
+    "UPDATE launches SET ended_ns = last_ns - 1",
     "UPDATE launches SET queue = -2",
     "UPDATE device_samples SET begin_ns = end_ns + 1",
     "UPDATE kernel_times SET duration_ns = 9223372036854775807",
