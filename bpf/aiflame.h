@@ -189,7 +189,7 @@ enum setting {
 	SETTING_CALL_EVENTS = 8, /* API calls sent one by one each second and CPU; 0 for none */
 	SETTING_BOUNDARY_BEFORE_NS = 9, /* set before SETTING_BOUNDARY_NS is, to what that was */
 	SETTING_TIMED_SAMPLES = 10, /* EVENT_SAMPLE of each second and CPU; 0 for none */
-	/* Runs of launches that are told apart each second and CPU; 0: launches have no order. */
+	/* Runs of launches that are told apart each second. */
 	SETTING_LAUNCH_RUNS = 11,
 	SETTING_MAX,
 };

@@ -47,7 +47,8 @@ struct queue_wait {
 struct launch_event {
 	u64 queue;
 	u64 ns;
-	u64 event_at; /* where its event is, once the launch has returned */
+	u64 event_at; /* where its event is, once the launch has returned; 0: it was read */
+	u64 event;
 };
 
 /* Of a thread; a power of two. */
@@ -60,6 +61,7 @@ struct caller {
 	u64 launch_count;
 	/* The call in work. */
 	u64 is_launch;
+	u64 has_order; /* its process's launches have one */
 	u64 queue; /* DEFAULT_QUEUE for that which has no handle */
 	/* The call in work. */
 	struct call_event call;

@@ -20,7 +20,7 @@ BPF_TABLE("hash", struct call_key, struct call_value, calls1, SIZED_BY_HOST);
 /* Those that have not been used for long make way for others. */
 BPF_TABLE("lru_hash", struct queue_key, struct queue_state, queues, SIZED_BY_HOST);
 BPF_PERCPU_ARRAY(call_budgets, struct event_budget, 1);
-BPF_PERCPU_ARRAY(run_budgets, struct event_budget, 1);
+BPF_ARRAY(run_budget, struct event_budget, 1);
 /* Slot 0: walk_call, which goes on with a walk; slot 1: walk_call_python. */
 BPF_PROG_ARRAY(call_walkers, 2);
 
@@ -88,8 +88,9 @@ static __always_inline void end_wait(struct caller *caller, struct call_event *c
 		return;
 	state = queue_of(call, caller->wait.queue);
 	if (state && caller->wait.from_ns > state->waited_from_ns) {
-		state->waited_from_ns = caller->wait.from_ns;
+		/* In this order: who reads in between finds an end that is too late, not too early. */
 		state->waited_until_ns = now_ns;
+		state->waited_from_ns = caller->wait.from_ns;
 	}
 	caller->wait.from_ns = 0;
 }
@@ -114,8 +115,8 @@ static __always_inline void wait_for_event(struct caller *caller)
 	for (i = 1; i <= LAUNCH_EVENTS_MAX; i++) {
 		known = caller->launch_count - i;
 		launch = &AT(caller->launches, known);
-		if (known >= caller->launch_count || !launch->event_at ||
-		    bpf_probe_read_user(&event, sizeof(event), (void *)launch->event_at) || !event)
+		event = launch->event;
+		if (known >= caller->launch_count || !event)
 			continue;
 #pragma clang loop unroll(full)
 		for (j = 0; j < LAUNCH_EVENTS_MAX; j++) {
@@ -145,6 +146,22 @@ static __always_inline void begin_wait(struct caller *caller, struct api_call *a
 	caller->wait.from_ns = caller->call.ns;
 }
 
+/*
+ * Reads the event of the thread's last launch, at its next call: that may be the last time that it is
+ * where the launch has put it.
+ */
+static __always_inline void read_event(struct caller *caller)
+{
+	u64 last = caller->launch_count - 1;
+	struct launch_event *launch = &AT(caller->launches, last);
+
+	if (!caller->launch_count || !launch->event_at)
+		return;
+	if (bpf_probe_read_user(&launch->event, 8, (void *)launch->event_at))
+		launch->event = 0;
+	launch->event_at = 0;
+}
+
 /* Keeps where the event of a launch will be. */
 static __always_inline void note_event(struct caller *caller, struct api_call *api)
 {
@@ -155,7 +172,21 @@ static __always_inline void note_event(struct caller *caller, struct api_call *a
 	launch->queue = caller->queue;
 	launch->ns = caller->call.ns;
 	launch->event_at = argument(caller, api->event.number);
+	launch->event = 0;
 	caller->launch_count += 1;
+}
+
+/* Whether another run may be told apart; all CPUs share one budget. */
+static __always_inline bool may_run(struct event_budget *budget, u64 now_ns, u64 most)
+{
+	if (!budget)
+		return false;
+	if (now_ns - budget->second_ns >= NS_PER_S && now_ns > budget->second_ns) {
+		budget->second_ns = now_ns;
+		budget->sent = 0;
+	}
+	__sync_fetch_and_add(&budget->sent, 1);
+	return budget->sent <= most;
 }
 
 /* Finds the run that a launch is of, and what had ended on its queue before. */
@@ -173,13 +204,13 @@ static __always_inline void note_launch(struct call_key *key, struct call_value 
 	if (!state)
 		return;
 	if (all && all->waited_from_ns > state->waited_from_ns) {
-		state->waited_from_ns = all->waited_from_ns;
 		state->waited_until_ns = all->waited_until_ns;
+		state->waited_from_ns = all->waited_from_ns;
 	}
 	if (!state->run || state->run_hash != hash || state->waited_until_ns > state->run) {
 		state->run_hash = hash;
 		state->run = call->ns;
-		if (!may_send(run_budgets.lookup(&zero), call->ns, most_runs)) {
+		if (!may_run(run_budget.lookup(&zero), call->ns, most_runs)) {
 			state->run = 0;
 			count(LOST_LAUNCHES_NOT_TIMED);
 		}
@@ -196,7 +227,6 @@ static __always_inline void add_call(struct caller *caller)
 	struct call_value first = { .count = 1 };
 	struct call_value *value;
 	bool is_second = writes_second(boundary_at(bpf_ktime_get_ns()));
-	u64 most_runs;
 
 	key.stack = call->stack;
 	key.image = call->image;
@@ -207,10 +237,9 @@ static __always_inline void add_call(struct caller *caller)
 	key.kind = call->kind;
 	first.work = caller->work;
 	first.bytes = call->bytes;
-	most_runs = setting(SETTING_LAUNCH_RUNS);
-	if (caller->is_launch && most_runs) {
+	if (caller->is_launch && caller->has_order) {
 		key.queue = caller->queue;
-		note_launch(&key, &first, call, most_runs);
+		note_launch(&key, &first, call, setting(SETTING_LAUNCH_RUNS));
 	}
 	if (is_second)
 		value = calls1.lookup(&key);
@@ -225,7 +254,7 @@ static __always_inline void add_call(struct caller *caller)
 	}
 	if (is_second ? calls1.insert(&key, &first) : calls0.insert(&key, &first))
 		count(LOST_CALLS_FULL);
-	else
+	else if (!key.run) /* the others are bounded by their budget, to half of the map */
 		count_stored(COUNTER_CALLS_STORED, SETTING_CALLS_DRAIN);
 }
 
@@ -331,8 +360,10 @@ int on_call(struct pt_regs *ctx)
 	caller->call.kind = value_of(caller, &api->kind);
 	name_kernel(&caller->call);
 	read_grid(caller, api->grid);
-	if (setting(SETTING_LAUNCH_RUNS)) {
+	caller->has_order = timed_processes.lookup(&tgid) != NULL;
+	if (caller->has_order) {
 		end_wait(caller, &caller->call, now_ns);
+		read_event(caller);
 		begin_wait(caller, api);
 		note_event(caller, api);
 	}

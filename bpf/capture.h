@@ -23,6 +23,7 @@ struct capture {
 	struct python_walk python_walk;
 	struct stack_record record;
 	struct python_chain chain;
+	u64 begun_ns; /* of an on-CPU sample: when it was taken */
 };
 
 BPF_PERCPU_ARRAY(scratch, struct capture, 1);

@@ -20,8 +20,6 @@ struct perf_event_context {
 
 /* Slot 0: walk_sample, which goes on with a walk; slot 1: walk_sample_python. */
 BPF_PROG_ARRAY(sample_walkers, 2);
-/* Whose samples are of a device that is made of CPUs, by process id; written by the host half. */
-BPF_TABLE("hash", u32, u32, timed_processes, SIZED_BY_HOST);
 BPF_PERCPU_ARRAY(sample_budgets, struct event_budget, 1);
 
 /* Tells when a sample was taken, of processes of which that is asked. */
@@ -44,13 +42,12 @@ static __always_inline void send_sample(struct sum_key *key, u64 now_ns)
 static __always_inline void finish_sample(struct capture *capture)
 {
 	struct sum_key key = { .tgid = capture->walk.tgid, .tid = capture->walk.tid };
-	u64 now_ns = bpf_ktime_get_ns();
 
 	key.image = capture->walk.image;
 	key.stack = finish_capture(capture);
 	key.sample_class = CLASS_ON_CPU;
-	add_sum(&key, setting(SETTING_PERIOD_NS), boundary_at(now_ns));
-	send_sample(&key, now_ns);
+	add_sum(&key, setting(SETTING_PERIOD_NS), boundary_at(bpf_ktime_get_ns()));
+	send_sample(&key, capture->begun_ns);
 }
 
 /* Tail-called with a capture in per-CPU memory. */
@@ -122,6 +119,7 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	capture = begin_capture(ctx, &regs, !IS_USER_MODE(saved), id, process->image);
 	if (!capture)
 		return 0;
+	capture->begun_ns = now_ns;
 	note_call(capture);
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		sample_walkers.call(ctx, 0);

@@ -21,6 +21,11 @@ BPF_TABLE("hash", u64, struct stack_record, stacks, SIZED_BY_HOST);
 /* Two of them: programs write one while the host half empties the other. */
 BPF_TABLE("hash", struct sum_key, struct sum_value, sums0, SIZED_BY_HOST);
 BPF_TABLE("hash", struct sum_key, struct sum_value, sums1, SIZED_BY_HOST);
+/*
+ * Processes that run a device's kernels on CPUs, by process id: their samples are sent with their
+ * times, and their launches have an order. Written by the host half.
+ */
+BPF_TABLE("hash", u32, u32, timed_processes, SIZED_BY_HOST);
 BPF_RINGBUF_OUTPUT(ring, SIZED_BY_HOST);
 BPF_CGROUP_ARRAY(cgroups, 1);
 

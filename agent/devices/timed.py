@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes whose on-CPU samples are told one by one, with their times; and launches in order.
+"""Processes whose on-CPU samples are told one by one, with times, and launches in order.
 
 All samples are counted by stack, and launches by stack and kernel. Of a process whose CPUs are a
-device, each sample also says when it was taken, and from the first such process on launches are
-counted by their order on each queue, which together tells who launched what ran there.
+device, each sample also says when it was taken, and launches are counted by their order on each
+queue, which together tells who launched what ran there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ class TimedProcesses:
 
     Args:
         programs: Loaded programs.
-        cpu_count: That share what there is room for.
     """
 
-    def __init__(self, programs: Programs, cpu_count: int) -> None:
+    def __init__(self, programs: Programs) -> None:
         self._programs = programs
         # Launches that differ each take an entry: no more a second than half of the map holds.
-        self._runs_per_s = max(programs.calls[0].max_entries // 2 // cpu_count, 1)
+        self._runs_per_s = programs.calls[0].max_entries // 2
         self._pids: set[int] = set()
 
     def add(self, pid: int) -> None:

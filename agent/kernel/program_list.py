@@ -65,7 +65,7 @@ MAPS = (
     "calls1",
     "queues",
     "call_budgets",
-    "run_budgets",
+    "run_budget",
     "call_walkers",
     "kernel_names",
 )

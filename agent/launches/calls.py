@@ -7,7 +7,7 @@ first seen; what it is called is filled in at the end (see `kernel_names`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
@@ -39,6 +39,9 @@ from aiflame.gpu.apis.base import Api, Call
 # An odd number: products tell apart what they are made of (Knuth, The Art of Computer Programming
 # 3, 6.4).
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+# Whose last wait is remembered: twice what the kernel half knows.
+_MOST_QUEUES = 8192
 
 # What the row of a call depends on.
 _ROW_OF = ("call", "stack", "kind", "tgid", "image", "tid", "kernel")
@@ -116,7 +119,7 @@ class ApiCalls:
         self._addresses: dict[tuple[int, int], _FoundFunction] = {}  # by image and slot
         self._functions_told: set[int] = set()
         # When the last wait that was told of a process's queue was over.
-        self._told_waits: dict[tuple[int, int], int] = {}
+        self._told_waits: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def prepare(self, runtimes: Iterable[Path], opener: Opener) -> None:
         """Probes files that may hold runtimes, before a process maps them."""
@@ -261,13 +264,16 @@ class ApiCalls:
         begin_ns = values["waited_from_ns"].astype(np.int64) - start_ns
         waits["begin_ns"] = np.maximum(begin_ns, 0)
         waits["end_ns"] = values["waited_until_ns"].astype(np.int64) - start_ns
-        waits = np.unique(waits[(waits["end_ns"] >= 0) & (waits["end_ns"] <= end_ns)])
+        is_over = (waits["end_ns"] >= waits["begin_ns"]) & (waits["end_ns"] <= end_ns)
+        waits = np.unique(waits[is_over])
         rows = []
         for row in waits[np.argsort(waits["end_ns"], kind="stable")]:
             queue = int(row["process"]), int(row["queue"])
             if self._told_waits.get(queue, -1) < int(row["end_ns"]):
                 self._told_waits[queue] = int(row["end_ns"])
                 rows.append(row)
+        while len(self._told_waits) > _MOST_QUEUES:  # one that is told again does no harm
+            self._told_waits.popitem(last=False)
         self._window.add("queue_waits", np.array(rows, COLUMNS["queue_waits"].dtype))
 
     def _listed(self) -> Iterator[tuple[int, ...]]:

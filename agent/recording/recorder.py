@@ -192,7 +192,7 @@ class Recorder:
         self.kernels = KernelTable(window)
         self.calls = ApiCalls(programs, table, self.images, self.kernels, window)
         parts.callback(self.calls.close)
-        timed = TimedProcesses(programs, self.cpu_count)
+        timed = TimedProcesses(programs)
         self.events = Events(
             self._ring,
             table,

@@ -41,8 +41,11 @@ def attribution(profile: Profile, samples: DeviceSamples) -> str:
     words = f"Attribution: {shares}, {lost(profile):,} lost{when}."
     if not samples.count[samples.certainty == Certainty.SHARED].sum():
         return words
-    has_order = bool((profile.gpu.launches["queue"] != 0).any())
-    return f"{words} Shared: an estimate, {ERROR_BY_ORDER if has_order else ERROR_BY_SECOND}."
+    launches, taken = profile.gpu.launches, profile.gpu.samples
+    has_order = len(launches) and (launches["queue"] != 0).all()
+    has_times = (taken["begin_ns"] == taken["end_ns"]).all()
+    error = ERROR_BY_ORDER if has_order and has_times else ERROR_BY_SECOND
+    return f"{words} Shared is an estimate: {error}."
 
 
 def certainty_words(counts: Sequence[int]) -> str:

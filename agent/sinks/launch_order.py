@@ -18,8 +18,10 @@ from aiflame.agent.model.window import COLUMNS, NO_TIME, Rows, Timing, Window
 
 I64 = npt.NDArray[np.int64]
 
-# Of a process, whose end is not known: more than queues hold.
+# Of a process: more than queues hold, or come in two windows.
 _MOST_WAITING = 1 << 14
+# Longer than kernels run: what nobody waits for is not waited for either.
+_LONGEST_NS = 30_000_000_000
 # Later than any time of a recording.
 _NEVER_NS = np.iinfo(np.int64).max
 
@@ -39,6 +41,7 @@ class LaunchOrder:
 
     def __init__(self) -> None:
         self._processes: dict[int, _Process] = {}
+        self._sampled: set[int] = set()
 
     def put(self, window: Window) -> Iterator[tuple[Rows, I64]]:
         """Takes a window.
@@ -50,7 +53,8 @@ class LaunchOrder:
         samples = _samples_by_process(window)
         has_order = window.launches["queue"] != 0
         launches, others = window.launches[has_order], window.launches[~has_order]
-        others = others[np.isin(others["process"], list(samples))]
+        self._sampled.update(samples)
+        others = others[np.isin(others["process"], list(self._sampled))]
         yield others, np.full(len(others), NO_TIME, np.int64)
         told = (*launches["process"].tolist(), *window.queue_waits["process"].tolist())
         for process in sorted({*told, *self._processes}):
@@ -61,21 +65,22 @@ class LaunchOrder:
             known.waits = np.concatenate([known.waits, waits])
             sampled = samples.get(process, known.samples[:0])
             known.samples = np.concatenate([known.samples, sampled])
-            yield self._decide(known, is_last=False)
+            yield self._decide(known, window.start_ns)
             if not len(known.launches):
                 del self._processes[process]
 
     def finish(self) -> Iterator[tuple[Rows, I64]]:
         """Yields what is left, as `put` does."""
         for known in self._processes.values():
-            yield self._decide(known, is_last=True)
+            yield self._decide(known, _NEVER_NS)
         self._processes.clear()
 
-    def _decide(self, known: _Process, *, is_last: bool) -> tuple[Rows, I64]:
+    def _decide(self, known: _Process, before_ns: int) -> tuple[Rows, I64]:
         ended_ns = _ends(known.launches, known.waits)
-        is_over = ended_ns < _NEVER_NS
+        # Samples may come a window later than they were taken: so much later it is decided.
+        is_over = ended_ns < before_ns
+        is_over |= known.launches["enqueued_ns"] < before_ns - _LONGEST_NS
         is_over[: max(len(is_over) - _MOST_WAITING, 0)] = True
-        is_over |= is_last
         first_ns = known.launches["enqueued_ns"]
         samples = known.samples[np.argsort(known.samples[:, 1], kind="stable")]
         # The least beginning of all samples that end at that time or later.
@@ -96,10 +101,19 @@ class LaunchOrder:
 def _ends(launches: Rows, waits: Rows) -> I64:
     """Returns when each launch had ended at the latest, _NEVER_NS where no wait tells."""
     found = np.full(len(launches), _NEVER_NS, np.int64)
-    for queue in np.unique(launches["queue"]):
-        is_own = launches["queue"] == queue
-        own = waits[(waits["queue"] == queue) | (waits["queue"] == 0)]
-        own = own[np.argsort(own["begin_ns"], kind="stable")]
+    if not len(launches):
+        return found
+    waits = waits[np.argsort(waits["begin_ns"], kind="stable")]
+    of_all = waits[waits["queue"] == 0]
+    waits = waits[np.argsort(waits["queue"], kind="stable")]
+    order = np.argsort(launches["queue"], kind="stable")
+    queues, first = np.unique(launches["queue"][order], return_index=True)
+    for queue, is_own in zip(queues, np.split(order, first[1:]), strict=True):
+        left, right = (np.searchsorted(waits["queue"], queue, side) for side in ("left", "right"))
+        own = waits[left:right]
+        if len(of_all):
+            own = np.concatenate([own, of_all])
+            own = own[np.argsort(own["begin_ns"], kind="stable")]
         # The first end of all waits that began at that time or later.
         ends = np.append(own["end_ns"], _NEVER_NS)
         ends = np.minimum.accumulate(ends[::-1])[::-1]

@@ -13,7 +13,8 @@ from aiflame.gpu.apis.calls import copy, wait, wait_for_queue
 def _blocking(call: Call) -> Call:
     """Returns a call that waits for its queue, where its third argument (cl_bool) says so.
 
-    What is on a queue that is not in order may not have ended, which nothing tells.
+    What is on a queue that is not in order may not have ended, which nothing tells. A blocking
+    write only waits until its memory may be used again.
     """
     return replace(call, waits_for=WaitsFor.QUEUE, blocking=Argument(2, size_bytes=4))
 
@@ -50,15 +51,15 @@ API = Api(
         Call("clSVMFree", Operation.FREE),
         # (queue, buffer, blocking, offset, size, pointer, ...)
         _blocking(copy("clEnqueueReadBuffer", Direction.FROM_DEVICE, 4, 0)),
-        _blocking(copy("clEnqueueWriteBuffer", Direction.TO_DEVICE, 4, 0)),
+        copy("clEnqueueWriteBuffer", Direction.TO_DEVICE, 4, 0),
         # (queue, source, destination, source offset, destination offset, size, ...)
         copy("clEnqueueCopyBuffer", Direction.ON_DEVICE, 5, 0),
         # Of rectangles, regions and images no argument is the size.
         _blocking(copy("clEnqueueReadBufferRect", Direction.FROM_DEVICE, None, 0)),
-        _blocking(copy("clEnqueueWriteBufferRect", Direction.TO_DEVICE, None, 0)),
+        copy("clEnqueueWriteBufferRect", Direction.TO_DEVICE, None, 0),
         copy("clEnqueueCopyBufferRect", Direction.ON_DEVICE, None, 0),
         _blocking(copy("clEnqueueReadImage", Direction.FROM_DEVICE, None, 0)),
-        _blocking(copy("clEnqueueWriteImage", Direction.TO_DEVICE, None, 0)),
+        copy("clEnqueueWriteImage", Direction.TO_DEVICE, None, 0),
         copy("clEnqueueCopyImage", Direction.ON_DEVICE, None, 0),
         # (queue, buffer, blocking, flags, offset, size, ...): to read, to write or both
         _blocking(copy("clEnqueueMapBuffer", Direction.UNKNOWN, 5, 0)),

@@ -3,7 +3,7 @@
 
 Rules, in this order. A sample that carries the number of a launch belongs to its stack. Else the
 candidates are the stacks that launched a kernel of the same name in the same process: if there is
-one, it is that. If there are several, times tell (placing.py, timeline.py): what can have run when
+one, it is that. If there are several, times tell (by_time.py, timeline.py): what can have run when
 the sample was taken, and what of that probably did. Where times are not known, they share the
 samples of each second, by the weights of sharing.py and in whole numbers (rounding.py). What no
 launch explains stays unattributed. Each part says how it is known: only one can be, which is exact,
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, GpuProfile
+from aiflame.gpu.attribution.by_time import stacks_by_time
 from aiflame.gpu.attribution.launches import (
     UNNAMED,
     Mask,
@@ -29,17 +30,14 @@ from aiflame.gpu.attribution.launches import (
     order_by,
     stacks_by_name,
 )
-from aiflame.gpu.attribution.placing import place
 from aiflame.gpu.attribution.rounding import Parts, divide
 from aiflame.gpu.attribution.sharing import Windows, pools_of, windows_of
 from aiflame.gpu.attribution.timeline import timeline_of
 
-# By how much shared samples were off in the tests; ATTRIBUTION.md has the tables.
-ERROR_BY_ORDER = "by the order of launches, off by up to 3 % in tests"
-ERROR_BY_SECOND = (
-    "by what was launched in each second, off by up to 3 % in tests where equal work items"
-    " take equal time, 25 % where they do not"
-)
+# By how much shared samples were off in tests, by the order of launches and by the second alone;
+# ATTRIBUTION.md has the tables.
+ERROR_BY_ORDER = "off by up to 3 % in tests"
+ERROR_BY_SECOND = "off by 3 % in tests, 25 % where equal work takes unequal time"
 
 __all__ = [
     "ATTRIBUTED_DTYPE",
@@ -108,9 +106,9 @@ def attribute(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -> npt
     stack[alone] = one[name[alone]]
     shared = open_[stacks[name[open_]] > 1]
     certainty = np.zeros(len(samples), np.uint8)
-    is_placed, exact = _place(gpu, names, _Shared(shared, name[shared]), times, stack)
+    is_found, exact = _by_time(gpu, names, _Shared(shared, name[shared]), times, stack)
     certainty[shared] = np.where(exact, Certainty.EXACT, Certainty.SHARED)
-    shared = shared[~is_placed]
+    shared = shared[~is_found]
 
     parts = Parts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     if len(shared):
@@ -157,11 +155,11 @@ class _Groups:
         return self.order[int(self.first[at]) : int(self.first[at + 1])]
 
 
-# Of a process, with launches of sampled kernels; each is gone through for all samples.
-_MOST_QUEUES = 256
+# Of a process: each is gone through for all of its samples.
+_MOST_QUEUES = 32
 
 
-def _place(
+def _by_time(
     gpu: GpuProfile,
     names: I64,
     shared: _Shared,
@@ -171,11 +169,11 @@ def _place(
     """Finds the stacks of samples by when they were taken, and enters them.
 
     Returns:
-        Which of the shared samples were placed, and of which that is exact; shape (shared,).
+        Of which of the shared samples that was possible, and of which it is exact; shape (shared,).
     """
-    is_placed, is_exact = np.zeros((2, len(shared.row)), bool)
+    is_found, is_exact = np.zeros((2, len(shared.row)), bool)
     if not len(gpu.launches) or not len(shared.row):
-        return is_placed, is_exact
+        return is_found, is_exact
     launch_name = names[gpu.launches["kernel"]]
     mean_ns = _mean_times(launch_name, gpu.launches["stack"].astype(np.int64), names, times)
     process_of_kernel = np.array([kernel.process for kernel in gpu.kernels], np.int64)
@@ -194,13 +192,15 @@ def _place(
         rows = samples_of_process.rows(process)
         sampled_ns = gpu.samples["begin_ns"][rows].astype(np.int64)
         timeline = timeline_of(gpu.launches[own], launch_name[own], mean_ns[own], sampled_ns)
-        placed = place(timeline, gpu.samples[rows], sample_name[rows], gpu.launches[unordered])
+        of_time = stacks_by_time(
+            timeline, gpu.samples[rows], sample_name[rows], gpu.launches[unordered]
+        )
         at = shared_of_process.rows(process)
         found = np.searchsorted(rows, shared.row[at])
-        is_placed[at] = placed.stack[found] != NONE
-        is_exact[at] = placed.is_exact[found]
-        stack[shared.row[at]] = placed.stack[found]
-    return is_placed, is_exact
+        is_found[at] = of_time.stack[found] != NONE
+        is_exact[at] = of_time.is_exact[found]
+        stack[shared.row[at]] = of_time.stack[found]
+    return is_found, is_exact
 
 
 def _mean_times(name: I64, stack: I64, names: I64, times: npt.NDArray[np.void] | None) -> F64:

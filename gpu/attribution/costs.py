@@ -28,6 +28,9 @@ _PASSES = 200
 # What a pass moves costs by where they have come close enough.
 _CLOSE = 1e-4
 
+# A wait that returns late, and the calls up to the next launch, are a part of each stretch.
+_LEAST_BUSY = 0.8
+
 # Some thousands tell costs as well as all do, which may be millions.
 _MOST_STRETCHES = 10_000
 
@@ -52,12 +55,14 @@ class Stretches:
         begin_ns: Of each stretch, shape (stretches,).
         end_ns: NaN where that is not known.
         samples: How many were taken in each.
+        busy: In which part of a stretch, from its beginning on, nearly all samples are, 0 to 1.
     """
 
     of_launch: I64
     begin_ns: F64
     end_ns: F64
     samples: F64
+    busy: float
 
 
 def costs_of(
@@ -79,18 +84,22 @@ def costs_of(
     weight = np.maximum(np.where(has_work, launches["work"].astype(np.float64), count), 1.0)
     stretch = stretches.of_launch
     known = np.flatnonzero(~np.isnan(stretches.end_ns))
-    known = known[:: -(-len(known) // _MOST_STRETCHES) or 1]
+    if len(known) > _MOST_STRETCHES:  # by chance: programs have periods
+        chosen = np.random.default_rng(0).permutation(len(known))[:_MOST_STRETCHES]
+        known = np.sort(known[chosen])
     rows = np.flatnonzero(np.isin(stretch, known))
     used, of_used = weight[rows], np.searchsorted(known, stretch[rows])
     samples = stretches.samples[known]
     lengths_ns = (stretches.end_ns - stretches.begin_ns)[known]
+    # Of stretches that are mostly idle, lengths say what the host did.
+    observed = [samples] if stretches.busy < _LEAST_BUSY else [samples, lengths_ns]
     # Of a kernel first, then of each stack that launches it.
     mean_ns = lengths_ns.sum() / max(float(used.sum()), 1.0)
     plain = np.full(int(name.max()) + 1, max(mean_ns, 1.0))
-    of_name = _fitted(plain, name[rows], used, of_used, samples, lengths_ns)
+    of_name = _fitted(plain, name[rows], used, of_used, *observed)
     keys = name.astype(np.int64) << 32 | launches["stack"]
     _, a_row, pair = np.unique(keys, return_index=True, return_inverse=True)
-    of_pair = _fitted(of_name[name[a_row]], pair[rows], used, of_used, samples, lengths_ns)
+    of_pair = _fitted(of_name[name[a_row]], pair[rows], used, of_used, *observed)
     fitted: F64 = np.maximum(of_pair[pair] * weight, 1.0)
     return np.where(np.isnan(measured_ns), fitted, measured_ns * count)
 

@@ -44,12 +44,6 @@ class Windows:
     stacks: I64
     first_stack: I64
 
-    @property
-    def interval(self) -> I64:
-        """The interval of each window."""
-        found: I64 = self.keys & ((1 << _INTERVAL_BITS) - 1)
-        return found
-
     def of(self, name: I64, interval: I64) -> I64:
         """Returns the window of samples: of their second, else the nearest earlier, else later."""
         at = np.searchsorted(self.keys, _key(name, interval), side="right") - 1

@@ -30,6 +30,11 @@ Rows = npt.NDArray[np.void]
 # change of kernels. Less than all leaves more launches possible, never fewer.
 _MOST_ROUNDS = 64
 
+# Of samples, which tell up to where stretches are busy; a few that were taken late tell nothing.
+_NEARLY_ALL = 0.98
+_LEAST_SAMPLES = 50
+_LEAST_PART = 0.001
+
 # From one stretch to the next; what is in a stretch is nearer than what is in another.
 _STRETCH = 4.0
 # Of a recording; 278 hours.
@@ -52,6 +57,7 @@ class Queue:
 
     name: I64
     stack: I64
+    is_one_thread: bool  # else the order in which launches began need not be the queue's
     first_ns: I64
     ended_ns: I64
     begin: F64
@@ -78,6 +84,7 @@ class Possible:
     queue: Queue
     first: I64
     end: I64
+    is_in_order: bool = True
 
     @property
     def is_any(self) -> Mask:
@@ -140,7 +147,7 @@ class Timeline:
         by_rank = (rank + which * _GOLDEN % 1) / count[which]
         after_ns = np.maximum(time_ns - self.stretches.begin_ns[which], 0.0)
         length_ns = np.maximum(self.stretches.end_ns - self.stretches.begin_ns, 1.0)[which]
-        by_time = np.minimum(after_ns / length_ns, 1.0)
+        by_time = np.minimum(after_ns / (length_ns * self.stretches.busy), 1.0)
         launches = np.bincount(self.stretches.of_launch, minlength=len(count))
         inside = np.where((count >= launches)[which], by_rank, by_time)
         inside = np.where(np.isnan(length_ns), _fraction(after_ns), inside)
@@ -179,6 +186,7 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
         Queue(
             name=names[own],
             stack=stack[own],
+            is_one_thread=len(np.unique(launches["thread"][own])) == 1,
             first_ns=first_ns[own],
             ended_ns=ended_ns[own],
             begin=begin[own],
@@ -203,21 +211,35 @@ def _stretches(first_ns: I64, ended_ns: I64, sampled_ns: I64, *, is_one_queue: b
     after the other too: a kernel that fills the device leaves others no room. There a stretch ends
     where all that was launched had ended.
     """
-    latest = np.maximum.accumulate(ended_ns) if len(ended_ns) else ended_ns
+    has_end = ended_ns < NO_END
+    # Launches that nobody waits for end no stretch of others.
+    latest = np.maximum.accumulate(np.where(has_end, ended_ns, first_ns))
     is_new = np.ones(len(first_ns), bool)
     is_new[1:] = ended_ns[1:] != ended_ns[:-1] if is_one_queue else first_ns[1:] >= latest[:-1]
     first = np.flatnonzero(is_new)
     end_ns = latest[np.append(first[1:], len(first_ns)) - 1].astype(np.float64)
-    is_known = end_ns < NO_END
+    of_launch = np.cumsum(is_new) - 1
+    is_known = np.bincount(of_launch, has_end, len(first)) > 0
     begin_ns = first_ns[first].astype(np.float64)
     begin_ns[1:] = np.maximum(begin_ns[1:], np.where(is_known[:-1], end_ns[:-1], 0.0))
-    sampled = np.searchsorted(begin_ns, sampled_ns, side="right") - 1
+    sampled = np.maximum(np.searchsorted(begin_ns, sampled_ns, side="right") - 1, 0)
+    length_ns = np.maximum(end_ns - begin_ns, 1.0)[sampled]
+    part = (sampled_ns - begin_ns[sampled]) / length_ns
     return Stretches(
-        of_launch=np.cumsum(is_new) - 1,
+        of_launch=of_launch,
         begin_ns=begin_ns,
         end_ns=np.where(is_known, end_ns, np.nan),
-        samples=np.bincount(np.maximum(sampled, 0), minlength=len(first)).astype(np.float64),
+        samples=np.bincount(sampled, minlength=len(first)).astype(np.float64),
+        busy=_busy(part, is_known[sampled]),
     )
+
+
+def _busy(part: F64, is_known: Mask) -> float:
+    """Returns up to which part of stretches samples are, from the parts at which they are."""
+    part = part[is_known & (part >= 0) & (part <= 1)]
+    if len(part) < _LEAST_SAMPLES:
+        return 1.0
+    return min(max(float(np.quantile(part, _NEARLY_ALL)) / _NEARLY_ALL, _LEAST_PART), 1.0)
 
 
 def _laid_out(first_ns: F64, took_ns: F64, stretches: Stretches) -> tuple[F64, F64]:
@@ -254,14 +276,20 @@ def possible(queue: Queue, name: I64, begin_ns: I64, end_ns: I64, *, in_order: M
     low = np.searchsorted(queue.ended_ns, begin_ns, side="left").astype(np.int64)
     high = np.searchsorted(queue.first_ns, end_ns, side="right").astype(np.int64) - 1
     first, end = queue.positions(name, low, high)
+    if not queue.is_one_thread:
+        return Possible(queue, first, end, is_in_order=False)
     chosen = np.flatnonzero(in_order & (end > first) & (begin_ns >= queue.known_from_ns))
     chosen = chosen[np.argsort(begin_ns[chosen], kind="stable")]
-    bounded_first, bounded_end = _aligned(queue, name[chosen], low[chosen], high[chosen])
-    holds = bounded_end > bounded_first
-    if len(chosen) and np.mean(~holds) <= _MOST_CONTRADICTIONS:
-        first[chosen[holds]] = bounded_first[holds]
-        end[chosen[holds]] = bounded_end[holds]
-    return Possible(queue, first, end)
+    most = _MOST_CONTRADICTIONS * len(chosen)
+    left = chosen
+    while len(left) and len(chosen) - len(left) <= most:
+        bounded_first, bounded_end = _aligned(queue, name[left], low[left], high[left])
+        holds = bounded_end > bounded_first
+        if holds.all():
+            first[left], end[left] = bounded_first, bounded_end
+            return Possible(queue, first, end)
+        left = left[holds]
+    return Possible(queue, first, end, is_in_order=not len(chosen))
 
 
 def _aligned(queue: Queue, name: I64, low: I64, high: I64) -> tuple[I64, I64]:

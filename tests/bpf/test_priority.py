@@ -47,7 +47,7 @@ def test_a_command_runs_as_if_it_was_not_recorded(chosen: tuple[str, ...], tmp_p
     assert recorded.stdout == alone.stdout
 
 
-_WAITED_FOR = ("memory_worker", "opener_worker")
+_WAITED_FOR = ("memory_worker", "opener_worker", "file_reader")
 
 
 def test_the_recorder_is_real_time_and_its_children_are_not(
@@ -61,7 +61,7 @@ def test_the_recorder_is_real_time_and_its_children_are_not(
             # WHEN it has had symbol tables built THEN those who do so are like any other
             wait_until(lambda: children_of(recording.pid))
             for child in children_of(recording.pid):
-                # But for those that copy memory and open files while the recorder waits for it.
+                # But for those that the recorder waits for: they copy memory and look into files.
                 if any(name in word for word in _command(child) for name in _WAITED_FOR):
                     assert _policy(child) == os.SCHED_RR
                     continue

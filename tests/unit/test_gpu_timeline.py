@@ -167,6 +167,66 @@ def test_samples_that_no_launch_can_own_are_shared_by_the_second() -> None:
     assert certainty == "shared"
 
 
+def test_what_the_host_does_after_a_wait_is_no_part_of_launches() -> None:
+    # GIVEN four launches of 1 ms, two from each of two stacks, awaited and then 20 ms of host work
+    launches, samples, truth, at = [], [], [], 0
+    random = np.random.default_rng(1)
+    for _ in range(100):
+        launches += [(at + j, at + 24 * _MS, 1 + j // 2, _A, _Q) for j in range(4)]
+        for taken_at in np.sort(random.integers(1_000, 4 * _MS, 2)).tolist():
+            samples.append((at + taken_at, _A))
+            truth.append(1 + taken_at // (2 * _MS))
+        at += 24 * _MS
+    parts = found(profile(launches, samples))
+    right = sum(stack == true for (stack, _), true in zip(parts, truth, strict=True))
+    assert right > 0.9 * len(truth)
+
+
+def test_a_launch_that_nobody_waits_for_leaves_other_queues_as_they_are() -> None:
+    launches = [(0, NO_END, 3, _B, _R)]
+    launches += [(i * 10 * _MS, (i + 1) * 10 * _MS, 1 + i % 2, _A, _Q) for i in range(6)]
+    samples = [(at * _MS, _A) for at in (15, 25, 35, 45, 55)]
+    assert found(profile(launches, samples)) == [
+        *((2, "exact"), (1, "exact"), (2, "exact"), (1, "exact"), (2, "exact")),
+    ]
+
+
+def test_without_any_known_end_the_second_is_shared() -> None:
+    launches = [(i * 10 * _MS + j, NO_END, 1 + j, _A, _Q) for i in range(20) for j in (0, 1)]
+    samples = [(i * 10 * _MS + ms * _MS, _A) for i in range(20) for ms in (2, 7)]
+    parts = found(profile(launches, samples))
+    assert {how for _, how in parts} == {"shared"}
+    assert abs(sum(stack == 1 for stack, _ in parts) - 20) <= 1
+
+
+def test_what_had_no_order_may_run_until_the_next_known_end() -> None:
+    launches = [(i * 10 * _MS, (i + 1) * 10 * _MS, 1, _A, _Q) for i in range(4)]
+    launches += [(41 * _MS, 150 * _MS, 1, _A, _Q), (40 * _MS, NO_END, 2, _A, 0)]
+    ((_, certainty),) = found(profile(launches, [(60 * _MS, _A)]))
+    assert certainty == "shared"
+
+
+def test_the_order_in_which_threads_begin_to_launch_bounds_nothing() -> None:
+    at, end = 10 * _MS, 100 * _MS
+    launches = [(0, at, 3, _B, _Q)]
+    launches += [(at + i, end, s, k, _Q) for i, (s, k) in enumerate([(1, _A), (3, _B), (2, _A)])]
+    gpu = profile(launches, [(20 * _MS, _A), (50 * _MS, _B), (60 * _MS, _A)])
+    gpu.launches["thread"][1] = 7
+    assert {how for stack, how in found(gpu) if stack != 3} == {"shared"}
+
+
+def test_a_sample_at_the_edge_costs_the_order_of_others_nothing() -> None:
+    launches, samples = [(0, 10 * _MS, 3, _B, _Q)], []
+    for i in range(1, 101):
+        at, end = i * 10 * _MS, (i + 1) * 10 * _MS
+        launches += [(at, end, 1, _A, _Q), (at + 1, end, 3, _B, _Q), (at + 2, end, 2, _A, _Q)]
+        samples += [(at + 2 * _MS, _A), (at + 5 * _MS, _B), (at + 8 * _MS, _A)]
+    # One that was taken late: a of stack 1 after b of the same stretch, and b after a again.
+    samples[4] = (samples[4][0] + 4 * _MS, _B)
+    parts = found(profile(launches, samples))
+    assert sum(how == "exact" for _, how in parts) > 0.95 * len(parts)
+
+
 @st.composite
 def _random_runs(draw: st.DrawFn) -> tuple[list[Launch], list[tuple[int, int]], list[int]]:
     """A queue that runs in order, launches with or without waits, and who was sampled."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of one process to the launches of its queues, by when they were taken."""
+"""The stacks of one process's samples, by when they were taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.gpu import NONE
+from aiflame.agent.model.gpu import NO_END, NONE
 from aiflame.gpu.attribution.timeline import Possible, Timeline, possible
 
 I64 = npt.NDArray[np.int64]
@@ -18,7 +18,7 @@ _MOMENT_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Found:
     """What was found; of shape (samples,).
 
     `stack` is NONE where nothing was; `is_exact`: only one stack can have launched it.
@@ -28,12 +28,12 @@ class Placed:
     is_exact: Mask
 
 
-def place(
+def stacks_by_time(
     timeline: Timeline,
     samples: npt.NDArray[np.void],
     name: I64,
     unordered: npt.NDArray[np.void],
-) -> Placed:
+) -> Found:
     """Finds the stack of each sample whose moment is known.
 
     Args:
@@ -44,7 +44,8 @@ def place(
             such, times tell nothing.
     """
     begin_ns, end_ns = samples["begin_ns"].astype(np.int64), samples["end_ns"].astype(np.int64)
-    is_moment = (end_ns - begin_ns <= _MOMENT_NS) & ~_is_within(unordered, begin_ns)
+    ends = [queue.ended_ns for queue in timeline.queues]
+    is_moment = (end_ns - begin_ns <= _MOMENT_NS) & ~_is_within(unordered, ends, begin_ns)
     queues = timeline.queues
     launched_on = [np.isin(name, queue.name) for queue in queues]
     is_alone = np.sum(launched_on, axis=0) == 1
@@ -56,16 +57,27 @@ def place(
     order = np.argsort(time_ns, kind="stable")
     positions = np.zeros(len(samples))
     positions[order] = timeline.positions(time_ns[order])
-    placed = _nearest(found, positions)
+    nearest = _nearest(found, positions)
     is_exact = _is_exact(found, begin_ns)
-    placed[~is_moment] = NONE
-    return Placed(placed, is_exact & (placed != NONE))
+    if np.isnan(timeline.stretches.end_ns).all():
+        # Nothing tells how long anything takes.
+        nearest[~is_exact] = NONE
+    nearest[~is_moment] = NONE
+    return Found(nearest, is_exact & (nearest != NONE))
 
 
-def _is_within(launches: npt.NDArray[np.void], time_ns: I64) -> Mask:
-    """Whether each time is between the first and the last of some row of launches."""
+def _is_within(launches: npt.NDArray[np.void], ends: list[I64], time_ns: I64) -> Mask:
+    """Whether each time is between the first of some row of launches and a known end after them.
+
+    Args:
+        launches: LAUNCH_DTYPE.
+        ends: Known ends, of each queue.
+        time_ns: The times.
+    """
+    known = np.sort(np.concatenate([launches["last_ns"][:0], *ends, [NO_END]]))
+    over_ns = known[np.searchsorted(known, launches["last_ns"], side="right")]
     begun = np.searchsorted(np.sort(launches["first_ns"]), time_ns, side="right")
-    ended = np.searchsorted(np.sort(launches["last_ns"]), time_ns, side="left")
+    ended = np.searchsorted(np.sort(over_ns), time_ns, side="left")
     found: Mask = begun > ended
     return found
 
@@ -80,7 +92,7 @@ def _is_exact(found: list[Possible], begin_ns: I64) -> Mask:
         stack, is_only = one.stacks()
         is_any = one.is_any
         is_exact &= ~is_any | (is_only & ((only == NONE) | (only == stack)))
-        is_exact &= ~is_any | (begin_ns >= one.queue.known_from_ns)
+        is_exact &= ~is_any | (one.is_in_order & (begin_ns >= one.queue.known_from_ns))
         only[is_any] = stack[is_any]
     found_all: Mask = is_exact & (only != NONE)
     return found_all
