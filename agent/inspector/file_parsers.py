@@ -25,6 +25,7 @@ from aiflame.agent.file_questions import Json, Question
 from aiflame.agent.inspector.child import ends, waits_for_a_processor
 from aiflame.agent.inspector.file_reader import TIMER_MARGIN_S
 from aiflame.agent.inspector.parser import BadMessage, Channel, FileGroup, group_of
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.target_files import MAX_BYTES, BadTargetFile, RemoteFile
 
 # The system's files, the user's, and those of two containers.
@@ -126,6 +127,12 @@ class FileParsers:
                 raise NoAnswer("takes longer to read than any real file")
         raise NoAnswer(why)
 
+    def expect(self) -> None:
+        """Starts the process that forks parsers, if it is not there; waits for nothing."""
+        if self._forks is None:
+            with contextlib.suppress(OSError):  # then it is tried again once it is needed
+                self._forks = self._start()
+
     def distrust(self, fd: int, remote: RemoteFile | None) -> None:
         """Ends the parser of a file, which gave an answer that no sound one gives."""
         group = None if remote is not None else group_of(fd)
@@ -214,8 +221,10 @@ class FileParsers:
             if self._forks is None:
                 self._forks = self._start()
             self._forks.send({"start": True})
-            if not self._forks.is_readable(_STARTING_S):
-                raise TimeoutError
+            if not self._forks.is_readable(_URGENT_S):
+                self._let_wait()
+                if not self._forks.is_readable(_STARTING_S):
+                    raise TimeoutError
             message, fds = self._forks.receive()
         except (OSError, EOFError, BadMessage):
             self._deaths += not self._has_ended_well()
@@ -223,7 +232,19 @@ class FileParsers:
             return None
         if not fds:
             raise NoAnswer(f"no parser: {message['error']}")
-        return _Fork(int(message["pid"]), Channel(socket.socket(fileno=fds[0])))
+        fork = _Fork(int(message["pid"]), Channel(socket.socket(fileno=fds[0])))
+        if self._is_urgent:
+            priority.hurry_child(fork.pid)
+        return fork
+
+    def _let_wait(self) -> None:
+        """Makes the process that forks an ordinary one: on a slow processor its imports take long.
+
+        The limit on being real-time at a stretch, which children have from the recorder, would end
+        it. Its parsers are made urgent one by one.
+        """
+        if self._process is not None and self._is_urgent:
+            priority.let_wait(self._process.pid)
 
     def _start(self) -> Channel:
         self.starts += 1
@@ -239,7 +260,7 @@ class FileParsers:
                 cwd="/",  # `python -m` puts the working directory first on the module path
                 # One thread, so that it may fork; numpy would start one per CPU.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the recorder
+                **OWN_PROCESS_GROUP,  # Ctrl-C is for the recorder
             )
         except OSError:
             ours.close()

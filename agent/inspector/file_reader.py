@@ -34,7 +34,7 @@ _REAL_TIME_US = 1_000_000
 TIMER_MARGIN_S = 0.5
 _MAX_REASON_CHARACTERS = 200
 # Whoever is not asked for so long ends: most recordings meet new files at their start only.
-_IDLE_S = 10.0
+_IDLE_S = 20.0
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -155,11 +155,13 @@ class Recorder:
         self._inspector = Inspector()
         parts.callback(self._inspector.close)
         self._inspector.start()  # it is ready by the time that the programs are
-        self._programs: Programs = load_programs(options, cache_dir())
-        parts.callback(self._programs.close)
         questions = (HEADERS, functions_of(APIS)) if options.calls else (HEADERS,)
         self._file_facts = FileFacts(self._guard, questions, facts_directory())
         parts.callback(self._file_facts.close)
+        if self._target.filter is not abi.Filter.PIDS:
+            self._file_facts.expect()  # somebody starts something that is new, sooner or later
+        self._programs: Programs = load_programs(options, cache_dir())
+        parts.callback(self._programs.close)
         words = () if command is None else command.words
         opener = self._inspector.opener
         self._runtimes = runtime_files(words, opener, self._file_facts) if options.calls else []

@@ -82,6 +82,10 @@ class FileFacts:
         self._known = Known(directory, _MAX_BYTES, _MAX_FILE_BYTES)
         self._recent: OrderedDict[str, dict[str, Json]] = OrderedDict()
 
+    def expect(self) -> None:
+        """Gets parsers ready, beside all else that is to be done."""
+        self._parsers.expect()
+
     @property
     def starts(self) -> int:
         """How often the process that forks parsers was started."""
