@@ -127,6 +127,12 @@ class FileParsers:
                 raise NoAnswer("takes longer to read than any real file")
         raise NoAnswer(why)
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that there are: parsers, and the one that forks them."""
+        forks = () if self._process is None else (self._process.pid,)
+        return (*forks, *(fork.pid for fork in self._by_group.values()))
+
     def expect(self) -> None:
         """Starts the process that forks parsers, if it is not there; waits for nothing."""
         if self._forks is None:

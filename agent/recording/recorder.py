@@ -241,7 +241,7 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        own = [os.getpid(), *self._inspector.pids]
+        own = [os.getpid(), *self._inspector.pids, *self._file_facts.pids]
         for pid in own:  # what they start is excluded as well
             self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.

@@ -87,6 +87,11 @@ class FileFacts:
         self._parsers.expect()
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that there are: parsers, and the one that forks them."""
+        return self._parsers.pids
+
+    @property
     def starts(self) -> int:
         """How often the process that forks parsers was started."""
         return self._parsers.starts
