@@ -101,13 +101,25 @@ def _print_error(error: AiflameError) -> None:
     tell(sys.stderr, f"aiflame: {error}\n" + (f"\n  {error.hint}\n" if error.hint else ""))
 
 
-def _out_of_memory() -> AiflameError:
+def _scarce_resource(error: Exception) -> AiflameError | None:
+    """Returns what to say where the kernel has no more memory, processes or threads for us."""
+    if isinstance(error, BlockingIOError):  # of a thread or process that could not be started
+        is_memory = False
+    elif isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+        is_memory = True
+    else:
+        return None
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit_bytes == resource.RLIM_INFINITY:
+    if limit_bytes != resource.RLIM_INFINITY:  # a thread without room for its stack says EAGAIN
+        return AiflameError(
+            f"out of memory: the limit of this process is {limit_bytes / 1e6:,.0f} MB",
+            "ulimit -v unlimited  (systemd: LimitAS=infinity)",
+        )
+    if is_memory:
         return AiflameError("out of memory", "free some, or record fewer processes at once")
     return AiflameError(
-        f"out of memory: the limit of this process is {limit_bytes / 1e6:,.0f} MB",
-        "ulimit -v unlimited  (systemd: LimitAS=infinity)",
+        f"no more threads or processes can be started: {error}",
+        "ulimit -u unlimited  (systemd: TasksMax=infinity; containers: --pids-limit=-1)",
     )
 
 
@@ -149,9 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # a user never sees a traceback but with -vv
         if verbose > 1:
             tell(sys.stderr, traceback.format_exc())
-        if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
-            _print_error(_out_of_memory())
-            return 1
+        if (scarce := _scarce_resource(error)) is not None:
+            _print_error(scarce)
+            return scarce.exit_code
         what = f"internal error: {type(error).__name__}: {error}"
         _print_error(AiflameError(what, "run again with -vv and report what it prints"))
         return 1

@@ -15,6 +15,7 @@ keeps it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -105,7 +106,7 @@ def urgent_pool(tasks: int) -> ThreadPoolExecutor:
         tasks: How many will be submitted: more threads than tasks or processors are of no use.
 
     Raises:
-        RuntimeError: The kernel starts no more threads.
+        BlockingIOError: The kernel starts no more threads.
     """
     threads = max(min(tasks, len(os.sched_getaffinity(0))), 1)
     pool = ThreadPoolExecutor(threads, initializer=_begin_urgent)
@@ -117,9 +118,9 @@ def urgent_pool(tasks: int) -> ThreadPoolExecutor:
         for _ in range(threads):
             pool.submit(started.wait)
         started.wait()
-    except RuntimeError:  # no more threads may be started: those that wait must not wait for them
+    except RuntimeError as error:  # those that were started must not wait for the others
         started.abort()
-        raise
+        raise BlockingIOError(errno.EAGAIN, str(error)) from error
     finally:
         if hands_on:
             _set_inherited(False)

@@ -144,7 +144,7 @@ def works_without(capability: Capability, attempt: Callable[[], object]) -> bool
     try:
         with priority.urgent_pool(1) as pool:
             return pool.submit(is_permitted).result()
-    except RuntimeError:  # no thread can be started to try it in
+    except BlockingIOError:  # no thread can be started to try it in
         return False
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import shlex
 import subprocess
@@ -126,6 +127,22 @@ def test_an_error_that_nobody_foresaw(
         "aiflame: internal error: ZeroDivisionError: division by zero\n"
         "\n  run again with -vv and report what it prints\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (MemoryError(), "out of memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
+        (BlockingIOError(errno.EAGAIN, "can't start new thread"), "no more threads or processes"),
+    ],
+)
+def test_a_machine_that_is_full(
+    verb: Callable[..., None], capsys: pytest.CaptureFixture[str], error: Exception, what: str
+) -> None:
+    verb(_raiser(error))
+    assert cli.main(["stats"]) == 1
+    assert capsys.readouterr().err.startswith(f"aiflame: {what}")
 
 
 @pytest.mark.parametrize("error", [UsageError("it failed"), ZeroDivisionError("it failed")])

@@ -42,7 +42,7 @@ def test_threads_that_cannot_be_started_are_not_waited_for(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_one)
-    with pytest.raises(RuntimeError, match="can't start"):
+    with pytest.raises(BlockingIOError, match="can't start"):
         priority.urgent_pool(2)
     # A thread of the pool lives as long as the pool, which is garbage by now.
     started[0].join(60)
