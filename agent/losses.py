@@ -110,6 +110,11 @@ class LossKind(enum.Enum):
         cure="lower -F",
         in_kernel=True,
     )
+    PROCESSES_NOT_TIMED = _Entry(
+        "processes beyond 1,024 whose CPUs are a device: of their samples the second alone is known"
+        ", and which launch they belong to is an estimate",
+        cure="record fewer processes at once",
+    )
     CALLERS_FULL = _Entry(
         "calls of device APIs by more than 1,024 threads: those of further ones are missing",
         in_kernel=True,

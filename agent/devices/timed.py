@@ -8,8 +8,11 @@ queue, which together tells who launched what ran there.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.losses import LossKind
 
 # A second and CPU: -F may ask for as many.
 _SAMPLES_PER_S = 10_000
@@ -20,6 +23,9 @@ class TimedProcesses:
 
     Args:
         programs: Loaded programs.
+
+    Attributes:
+        losses: Processes that there was no room for.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -27,9 +33,10 @@ class TimedProcesses:
         # Launches that differ each take an entry: no more a second than half of the map holds.
         self._runs_per_s = programs.calls[0].max_entries // 2
         self._pids: set[int] = set()
+        self.losses: Counter[LossKind] = Counter()
 
     def add(self, pid: int) -> None:
-        """Asks for those of a process; does nothing where there are too many."""
+        """Asks for those of a process; counts one that there is no room for."""
         if not self._pids:
             self._programs.set(abi.Setting.TIMED_SAMPLES, _SAMPLES_PER_S)
             self._programs.set(abi.Setting.LAUNCH_RUNS, self._runs_per_s)
@@ -37,6 +44,8 @@ class TimedProcesses:
             self._pids.add(pid)
             key = pid.to_bytes(4, "little")
             self._programs.timed_processes.update(key, (1).to_bytes(4, "little"))
+        else:
+            self.losses[LossKind.PROCESSES_NOT_TIMED] += 1
 
     def forget(self, pid: int) -> None:
         """A process has ended."""

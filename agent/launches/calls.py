@@ -36,10 +36,6 @@ from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.gpu.apis.base import Api, Call
 
-# An odd number: products tell apart what they are made of (Knuth, The Art of Computer Programming
-# 3, 6.4).
-_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
-
 # Whose last wait is remembered: twice what the kernel half knows.
 _MOST_QUEUES = 8192
 
@@ -214,11 +210,7 @@ class ApiCalls:
             _DESCRIBED_DTYPE, with a process of NONE for what is not known; and which of them each
             key is.
         """
-        mixed = np.zeros(len(keys), np.uint64)
-        for name in _ROW_OF:
-            mixed = (mixed ^ keys[name]) * _MIX
-            mixed ^= mixed >> np.uint64(32)
-        _, first, which = np.unique(mixed, return_index=True, return_inverse=True)
+        _, first, which = np.unique(keys[list(_ROW_OF)], return_index=True, return_inverse=True)
         found = np.zeros(len(first), _DESCRIBED_DTYPE)
         found["process"] = NONE
         for at, key in enumerate(keys[first]):

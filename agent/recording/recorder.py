@@ -194,13 +194,13 @@ class Recorder:
         self.kernels = KernelTable(window)
         self.calls = ApiCalls(programs, table, self.images, self.kernels, window)
         parts.callback(self.calls.close)
-        timed = TimedProcesses(programs)
+        self._timed = TimedProcesses(programs)
         self.events = Events(
             self._ring,
             table,
             self.samples,
             self.thread_times,
-            (self.tables, self.pythons, timed),
+            (self.tables, self.pythons, self._timed),
             self.calls,
             self._follow_mappings,
             self._take_sample,
@@ -214,7 +214,7 @@ class Recorder:
             options.period_ns,
             self.facts.tell_binary,
             self._ring.watch,
-            timed.add,
+            self._timed.add,
         )
         self.stacks = Stacks(window, table, self.calls, [self.devices])
         self._ended = Ended(
@@ -553,7 +553,7 @@ class Recorder:
             }
         )
         parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
-        for part in (*parts, self._inspector):
+        for part in (*parts, self._timed, self._inspector):
             found.update(part.losses)
         return found
 

@@ -74,7 +74,7 @@ def _is_within(launches: npt.NDArray[np.void], ends: list[I64], time_ns: I64) ->
         ends: Known ends, of each queue.
         time_ns: The times.
     """
-    known = np.sort(np.concatenate([launches["last_ns"][:0], *ends, [NO_END]]))
+    known = np.sort(np.concatenate([*ends, [NO_END]]))
     over_ns = known[np.searchsorted(known, launches["last_ns"], side="right")]
     begun = np.searchsorted(np.sort(launches["first_ns"]), time_ns, side="right")
     ended = np.searchsorted(np.sort(over_ns), time_ns, side="left")

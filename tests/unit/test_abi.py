@@ -144,6 +144,7 @@ _FIGURES: dict[LossKind, int | tuple[str, str]] = {
     LossKind.CALLERS_FULL: loader._CALLERS_MAX,
     LossKind.LAUNCHES_NOT_TIMED: loader.ProgramOptions(abi.Filter.ALL, 0).calls_max // 2,
     LossKind.SAMPLES_NOT_TIMED: timed._SAMPLES_PER_S,
+    LossKind.PROCESSES_NOT_TIMED: loader._TIMED_PROCESSES_MAX,
 }
 # "of four others"
 _NAMINGS = {"callers.h": {"NAMINGS_MAX": 4}}
