@@ -8,7 +8,7 @@ capture, in the second in which it ended (see `capture.spans`, which spreads it 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -19,7 +19,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.gpu import Direction
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import NO_STACK, NO_TIME, NONE, Rows, Timing, Window
-from aiflame.agent.sinks.index import Index
+from aiflame.agent.sinks.index import Index, Numbers
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.symbolize.mapped import laid_over
@@ -29,10 +29,6 @@ _INTERVAL_NS = 1_000_000_000
 
 # Of all calls' work and bytes, as readers add them up: what programs ask for need not exist.
 _LARGEST_SUM = 1 << 62
-
-
-# Processes of which is known what they had mapped.
-_KEPT_PROCESSES = 1 << 14
 
 
 class StackNamer(Protocol):
@@ -55,6 +51,7 @@ class CaptureSink:
     Attributes:
         losses: By name, added up.
         end_ns: Where the last window ended, since the capture's beginning.
+        lost_stacks: How many stacks never came.
     """
 
     def __init__(
@@ -70,9 +67,10 @@ class CaptureSink:
         self._namer = namer
         self.losses: Counter[str] = Counter()
         self.end_ns = 0
+        self.lost_stacks = 0
         self._rows = Index()  # of stacks by id, and by -1 - process for want of one
-        self._lost: set[int] = set()
-        self._mapped: OrderedDict[int, int] = OrderedDict()
+        self._is_lost = Numbers()  # by stack; 1 until it comes
+        self._mapped = Numbers()  # by process: a hash of what it had mapped
         self._launch_order = LaunchOrder()
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
@@ -91,6 +89,8 @@ class CaptureSink:
         binaries = self._put_facts(window)
         self._put_stacks(window)
         self._names.write(self._writer)
+        for numbers in (self._rows, self._is_lost, self._mapped):
+            numbers.turn()
         self._put_samples(window, interval)
         self._put_calls(window, interval)
         self._put_devices(window, interval, binaries)
@@ -110,11 +110,6 @@ class CaptureSink:
         self._writer.put("samples", rows)
         for launches, ended_ns in self._launch_order.finish():
             self._put_launches(launches, ended_ns)
-
-    @property
-    def lost_stacks(self) -> int:
-        """How many stacks never came."""
-        return len(self._lost)
 
     def _time(self, ns: int) -> int:
         return max(ns - self._start_ns, 0)
@@ -155,13 +150,12 @@ class CaptureSink:
         for process in np.unique(mapped["process"]).tolist():
             rows = mapped[mapped["process"] == process]
             content = hash(rows.tobytes())
-            if self._mapped.get(process) == content:
+            known_content = self._mapped.find(process)
+            if known_content == content:
                 continue
-            if process in self._mapped:  # the table is gone through for it
+            if known_content is not None:  # the table is gone through for it
                 self._writer.drop_mappings([process])
-            self._mapped[process] = content
-            if len(self._mapped) > _KEPT_PROCESSES:
-                self._mapped.popitem(last=False)
+            self._mapped.set(process, content)
             self._writer.put(
                 "mappings",
                 [
@@ -179,7 +173,8 @@ class CaptureSink:
         new: list[tuple[int, UnnamedStack]] = []
         for at, stack in enumerate(window.stacks["stack"].tolist()):
             known = self._rows.find(stack)
-            if known is not None and stack not in self._lost:
+            was_lost = known is not None and self.lost_stacks and self._is_lost.find(stack)
+            if known is not None and not was_lost:
                 continue
             found = window.stacks[at]
             is_lost = int(found["stop_reason"]) == StopReason.LOST
@@ -187,7 +182,9 @@ class CaptureSink:
                 known = self._rows.add(stack)
             elif is_lost:
                 continue
-            (self._lost.add if is_lost else self._lost.discard)(stack)
+            if is_lost or was_lost:
+                self._is_lost.set(stack, int(is_lost))
+                self.lost_stacks += 1 if is_lost else -1
             first, depth = int(found["first"]), int(found["kernel_depth"])
             kernel = addresses[first : first + depth]
             user = addresses[first + depth : first + depth + int(found["user_depth"])]
