@@ -123,9 +123,7 @@ class Namer:
         """What could not be named."""
         found = Counter(self._losses)
         found[LossKind.PYTHON_MISFIT] = self._splicer.misfits
-        for problem in self._service.problems:
-            found[problem.reason] += 1
-        return found
+        return found + self._service.losses
 
     def close(self) -> None:
         """Ends those who read files."""
@@ -317,7 +315,7 @@ class Namer:
             if new:
                 file = self._files.open(binary, *facts.binary(binary))
                 path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
-                requests.append(Request(path, file.root, np.array(new, np.uint64)))
+                requests.append(Request(path, file.root, np.array(new, np.uint64), str(binary)))
                 asked.append((binary, new))
         named: dict[tuple[int, int], tuple[SourceFrame, ...]] = {}
         for (binary, new), result in zip(asked, self._service.resolve_many(requests), strict=True):
