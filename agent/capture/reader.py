@@ -384,7 +384,8 @@ def _positions(
 ) -> npt.NDArray[np.uint32]:
     """Turns ids into their positions in an ordered array of all ids, none of them twice."""
     if len(ordered) and int(ordered[0]) == 0 and int(ordered[-1]) == len(ordered) - 1:
-        at = ids.astype(np.uint32)  # as aiflame writes them: each id is its own position
+        # As aiflame writes them: each id is its own position.
+        at = ids.astype(np.uint32, copy=False)
         is_missing = bool((ids >= len(ordered)).any())
     else:
         at = np.searchsorted(ordered, ids).astype(np.uint32)

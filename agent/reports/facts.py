@@ -123,20 +123,28 @@ def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str
         profile: The profile.
         stack_ns: Time of each stack, shape (stacks,).
     """
-    cut = np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0)
+    cut = np.flatnonzero(np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0))
+    starts, stops = (profile.stacks.offsets[cut + more].astype(np.int64) for more in (0, 1))
+    binaries = len(profile.binaries)
+    no_binary, no_stack = binaries, binaries + 1
+    binary_of = np.array(
+        [no_binary if f.binary is None else f.binary for f in profile.functions], np.int64
+    )
+    binary = np.full(len(cut), no_stack)
+    walked = starts < stops
+    outermost = profile.frames["function"][profile.stacks.frames[starts[walked]]]
+    binary[walked] = binary_of[outermost]
+    ns = np.zeros(binaries + 2, np.int64)
+    np.add.at(ns, binary, stack_ns[cut].astype(np.int64))
     sums: dict[str, int] = {}
-    for stack in np.flatnonzero(cut).tolist():
-        module = _outermost_module(profile, stack)
-        sums[module] = sums.get(module, 0) + int(stack_ns[stack])
+    for at in np.unique(binary).tolist():
+        name = "[no stack]" if at == no_stack else _shown_module(profile, at)
+        sums[name] = sums.get(name, 0) + int(ns[at])
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _outermost_module(profile: Profile, stack: int) -> str:
-    start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
-    if start == stop:
-        return "[no stack]"
-    frame = profile.frames[int(profile.stacks.frames[start])]
-    module = module_of(profile, profile.functions[int(frame["function"])].binary)
+def _shown_module(profile: Profile, binary: int) -> str:
+    module = module_of(profile, binary if binary < len(profile.binaries) else None)
     return showable(module) if module else "[unknown module]"
 
 
