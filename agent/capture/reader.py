@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.allocator import without_garbage_collection
 from aiflame.agent.capture.columns import check_columns, check_table
 from aiflame.agent.capture.gpu_reader import GpuReader
 from aiflame.agent.capture.integer_tables import Integers, IntegerTables, Words
@@ -78,7 +79,7 @@ def read_capture(path: Path) -> Profile:
         try:
             version = _checked_version(database, path)
             check_columns(database, version)
-            with path.open("rb") as file:
+            with path.open("rb") as file, without_garbage_collection():
                 return _Reader(database, file.fileno(), version).profile()
         finally:
             database.close()
