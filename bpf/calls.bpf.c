@@ -263,7 +263,7 @@ static __always_inline void finish_call(struct caller *caller)
 	u32 zero = 0;
 	u64 most;
 
-	caller->call.stack = finish_capture(&caller->capture);
+	caller->call.stack = finish_or_copy(&caller->capture);
 	add_call(caller);
 	most = setting(SETTING_CALL_EVENTS);
 	if (!most)
@@ -376,6 +376,8 @@ int on_call(struct pt_regs *ctx)
 		walk_without_tables(&caller->capture, 2);
 	else
 		walk_without_tables(&caller->capture, 1);
+	if (begin_python_of(&caller->capture))
+		call_walkers.call(ctx, 1);
 	finish_call(caller);
 	return 0;
 }
