@@ -86,8 +86,8 @@ class LossKind(enum.Enum):
         in_kernel=True,
     )
     STACKS_NOT_COPIED = _Entry(
-        "stacks of code whose unwind table was not there yet, beyond 256 a second of one process or"
-        " faster than they were taken: they are as complete as frame pointers make them",
+        "stacks of code whose unwind table was not there yet, beyond 1,024 a second of one process"
+        " or faster than they were taken: they are as complete as frame pointers make them",
         in_kernel=True,
     )
     PYTHON_STORE_FULL = _Entry(
@@ -140,8 +140,8 @@ class LossKind(enum.Enum):
     )
 
     STACK_COPIES_FULL = _Entry(
-        "stacks of code whose unwind table was not there yet, beyond 64 MB of them: they are as"
-        " complete as frame pointers make them"
+        "stacks of code whose unwind table was not there yet, beyond 64 MB of them, or 32 MB"
+        " of one process: they are as complete as frame pointers make them"
     )
 
     # Time and stacks that the recorder misses.

@@ -273,6 +273,8 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		switch_walkers.call(ctx, 0);
 	walk_without_tables(capture, 1);
+	if (begin_python_of(capture))
+		switch_walkers.call(ctx, 1);
 	finish_switch(capture);
 }
 

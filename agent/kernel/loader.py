@@ -56,7 +56,7 @@ class ProgramOptions:
     threads_max: int = 65536
     processes_max: int = 16384
     ring_pages: int = 256
-    copies_pages: int = 1024  # 60 stacks, between two looks of the host half
+    copies_pages: int = 2048  # 120 stacks, between two looks of the host half
     python_chains_max: int = 8192
     calls: bool = True
     calls_max: int = 16384

@@ -18,6 +18,7 @@ from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.processes.threads import ThreadRegisters
+from aiflame.agent.python.memory import MAX_ADDRESS
 from aiflame.agent.unwind import walk
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.x86_64 import NO_CFI_RULE, Rule
@@ -132,6 +133,8 @@ class _ProcessWalker:
 
     def _read_code(self, address: int) -> int | None:
         """Reads a word of code, which only heuristics look at."""
+        if not 0 <= address < MAX_ADDRESS:  # words of a stack may be anything
+            return None
         offset = address % PAGE_BYTES
         page = self._code.get(address - offset, b"")
         if not page and self._memory is not None:

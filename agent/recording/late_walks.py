@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,10 +32,10 @@ from aiflame.agent.processes.thread_walk import (
 )
 from aiflame.agent.unwind.walk import Registers
 
-# Of one process: what two busy threads bring at 99 Hz, and more; a walk takes 0.2 ms.
-COPIES_PER_S = 256
+# Of one process: what two busy threads bring at 499 Hz, or ten at 99 Hz; a walk takes 0.2 ms.
+COPIES_PER_S = 1024
 
-# Of all copies that wait.
+# Of all copies that wait; half of it may be of one process.
 _MAX_KEPT_BYTES = 64_000_000
 
 # At each look: 40 ms.
@@ -166,25 +166,33 @@ class LateWalks:
         self._stacks = stacks
         self._walker = StackWalker(tables, images)
         self._waiting: list[_Copy] = []
-        self._kept_bytes = 0
+        self._kept_bytes: Counter[int] = Counter()  # by index of the process image
         self.complete = self.truncated = 0
         self.losses: Counter[LossKind] = Counter()
 
     def take(self) -> None:
         """Takes in the copies that the kernel half has sent."""
+        found = []
         for payload in self._copies.records():
             row = np.frombuffer(payload, abi.STACK_COPY_DTYPE, 1)[0]
             record = np.array([row["record"]], abi.STACK_DTYPE)
             copy = _copy_of(row, record, self._table)
-            if self._kept_bytes + _size_bytes(copy) > _MAX_KEPT_BYTES:
+            if not self._has_room(copy):
                 self.losses[LossKind.STACK_COPIES_FULL] += 1
-                self._give(copy.stack, record)
+                found.append((copy.stack, record))
                 continue
-            self._kept_bytes += _size_bytes(copy)
+            self._kept_bytes[copy.image.index] += _size_bytes(copy)
             self._waiting.append(copy)
             early = record.copy()
             early["end"] = StopReason.NO_TABLE_YET
-            self._give(copy.stack, early)
+            found.append((copy.stack, early))
+        self._give(found)
+
+    def _has_room(self, copy: _Copy) -> bool:
+        size_bytes = _size_bytes(copy)
+        of_process = self._kept_bytes[copy.image.index] + size_bytes
+        is_fair = of_process <= _MAX_KEPT_BYTES // 2
+        return is_fair and self._kept_bytes.total() + size_bytes <= _MAX_KEPT_BYTES
 
     def used_images(self) -> set[int]:
         """Returns the process images, by index, whose stacks wait."""
@@ -197,7 +205,7 @@ class LateWalks:
 
     def _walk(self, most: int) -> None:
         now_ns = time.monotonic_ns()
-        waiting = []
+        waiting, settled = [], []
         for at, copy in enumerate(self._waiting):
             if most <= 0:
                 waiting += self._waiting[at:]
@@ -206,11 +214,13 @@ class LateWalks:
                 most -= 1
                 self._walk_one(copy)
             if _is_settled(copy, now_ns):
-                self._settle(copy)
+                settled.append(copy)
             else:
                 waiting.append(copy)
         self._waiting = waiting
+        self._settle(settled)
         if not waiting:
+            self._kept_bytes.clear()
             self._walker.forget()
 
     def _is_due(self, copy: _Copy) -> bool:
@@ -226,23 +236,25 @@ class LateWalks:
         copy.walked = self._walker.walk_on(copy.image, copy.begin, memory)
         copy.lacks = copy.walked.lacks
 
-    def _settle(self, copy: _Copy) -> None:
-        """Gives what is known of a stack, which is all that will be."""
-        self._kept_bytes -= _size_bytes(copy)
-        record, walked = copy.record, copy.walked
-        if walked is not None and _is_better(walked, copy):
-            user = record["user"][0]
-            known = copy.begin.depth - 1
-            depth = min(known + len(walked.addresses), abi.MAX_FRAMES)
-            user[known:depth] = walked.addresses[: depth - known]
-            record["user_depth"], record["end"] = depth, walked.end
-        is_complete = int(record["end"][0]) in COMPLETE_REASONS
-        self.complete += is_complete
-        self.truncated += not is_complete
-        self._give(copy.stack, record, is_late=True)
+    def _settle(self, copies: Sequence[_Copy]) -> None:
+        """Gives what is known of stacks, which is all that will be."""
+        for copy in copies:
+            self._kept_bytes[copy.image.index] -= _size_bytes(copy)
+            if copy.walked is not None and _is_better(copy.walked, copy):
+                _extend(copy.record[0], copy.begin.depth - 1, copy.walked)
+            is_complete = int(copy.record["end"][0]) in COMPLETE_REASONS
+            self.complete += is_complete
+            self.truncated += not is_complete
+        self._give([(copy.stack, copy.record) for copy in copies], is_late=True)
 
-    def _give(self, stack: int, record: npt.NDArray[np.void], *, is_late: bool = False) -> None:
-        self._stacks.add(np.array([stack], abi.STACK_ID_DTYPE), record, is_late=is_late)
+    def _give(
+        self, found: Sequence[tuple[int, npt.NDArray[np.void]]], *, is_late: bool = False
+    ) -> None:
+        """Gives stacks together: whose addresses are in no mapping has its mappings read again."""
+        if found:
+            stacks = np.array([stack for stack, _ in found], abi.STACK_ID_DTYPE)
+            records = np.concatenate([record for _, record in found])
+            self._stacks.add(stacks, records, is_late=is_late)
 
     def finish(self) -> None:
         """Walks on what is left, once the recording has ended; may wait for tables."""
@@ -253,8 +265,7 @@ class LateWalks:
             lacking = frozenset().union(*(copy.lacks for copy in self._waiting))
             if not lacking or not self._tables.wait(lacking, deadline_ns):
                 break
-        for copy in self._waiting:
-            self._settle(copy)
+        self._settle(self._waiting)
         self._waiting.clear()
 
 
@@ -272,6 +283,13 @@ def _copy_of(row: np.void, record: npt.NDArray[np.void], table: ProcessTable) ->
         memory=memory,
         came_ns=time.monotonic_ns(),
     )
+
+
+def _extend(record: np.void, known: int, walked: WalkedThread) -> None:
+    """Puts what was walked after the first frames of a stack."""
+    depth = min(known + len(walked.addresses), abi.MAX_FRAMES)
+    record["user"][known:depth] = walked.addresses[: depth - known]
+    record["user_depth"], record["end"] = depth, walked.end
 
 
 def _size_bytes(copy: _Copy) -> int:

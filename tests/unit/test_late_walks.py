@@ -22,7 +22,7 @@ from cfibytes import RIP, TEXT, Frames, def_cfa_offset, elf_with, table_of, uleb
 from support import blind_inspector
 
 _PID, _IMAGE = 4_000_000, 5  # beyond every pid (PID_MAX_LIMIT)
-_BIAS, _STACK = 0x7F00_0000_0000, 0x7FFD_0000_0F00
+_BIAS, _STACK = 0x7F00_0000_0000, 0x7FFD_0000_0E00
 _ROOT, _PLAIN = TEXT, TEXT + 0x100
 _BINARY = 3
 _LEAF, _CALLER, _START = _BIAS + _PLAIN, _BIAS + _PLAIN + 8, _BIAS + _ROOT + 8
@@ -82,10 +82,10 @@ class _Recording:
     def add(
         self, keys: npt.NDArray[Any], records: npt.NDArray[Any], *, is_late: bool = False
     ) -> None:
-        (stack,), (record,) = keys.tolist(), records
-        assert record["kernel"][: int(record["kernel_depth"])].tolist() == [_KERNEL_FRAME]
-        user = record["user"][: int(record["user_depth"])].tolist()
-        self.given.append((stack, user, StopReason(int(record["end"])), is_late))
+        for stack, record in zip(keys.tolist(), records, strict=True):
+            assert record["kernel"][: int(record["kernel_depth"])].tolist() == [_KERNEL_FRAME]
+            user = record["user"][: int(record["user_depth"])].tolist()
+            self.given.append((stack, user, StopReason(int(record["end"])), is_late))
 
     def copy(self, stack: int = 7, pages: int = abi.STACK_COPY_PAGES) -> None:
         """Has a stack sent that met the code at its leaf, and was walked on to a wrong caller."""
@@ -176,7 +176,7 @@ def test_memory_that_could_not_be_copied_ends_the_walk(recording: _Recording) ->
 
 
 def test_copies_are_bounded(recording: _Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_walks, "_MAX_KEPT_BYTES", 100_000)
+    monkeypatch.setattr(late_walks, "_MAX_KEPT_BYTES", 200_000)
     recording.copy(1)
     recording.copy(2)
     assert recording.late.losses == {LossKind.STACK_COPIES_FULL: 1}
@@ -190,7 +190,7 @@ def test_some_are_walked_at_a_time(recording: _Recording) -> None:
     recording.map_code()
     recording.tables.is_there = True
     for stack in range(3 * late_walks._MOST_WALKED):
-        recording.copy(stack)
+        recording.copy(stack, pages=1)
     recording.late.poll()
     assert recording.late.complete == late_walks._MOST_WALKED
     recording.late.poll()
