@@ -198,7 +198,7 @@ enum setting {
 	SETTING_MAX,
 };
 
-/* One a CPU: how many events of a kind it has sent in the second that began at second_ns. */
+/* How many of a kind there were in the second that began at second_ns. */
 struct event_budget {
 	u64 second_ns;
 	u64 sent;

@@ -245,7 +245,7 @@ static __always_inline u64 send_copy(struct capture *capture, u64 hash)
 
 	if (!most || !process)
 		return 0;
-	if (may_send(&process->copies, now_ns, most))
+	if (spend(&process->copies, now_ns, most))
 		copy = stack_copies.ringbuf_reserve(sizeof(*copy));
 	if (!copy) {
 		count(LOST_STACKS_NOT_COPIED);

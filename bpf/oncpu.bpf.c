@@ -33,7 +33,7 @@ static __always_inline void send_sample(struct sum_key *key, u64 now_ns)
 		return;
 	event.stack = key->stack;
 	/* They are read with the next event that wakes the host half, or with the window. */
-	if (may_send(sample_budgets.lookup(&zero), now_ns, most))
+	if (spend(sample_budgets.lookup(&zero), now_ns, most))
 		send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
 	else
 		count(LOST_SAMPLES_NOT_TIMED);
