@@ -328,6 +328,8 @@ class UnwindTables:
                 bias = self.images.bias(mapping) + (loaded.base_page << PAGE_SHIFT)
                 slots[row]["bias"] = bias % (1 << 64)
                 slots[row]["table"], slots[row]["pages"] = loaded.slot, loaded.pages
+            elif mapping.binary != NO_BINARY and mapping.binary not in self._without:
+                slots[row]["table"] = abi.TABLE_IS_MISSING
         return slots
 
     def table_of(self, binary: int) -> UnwindTable | None:
@@ -341,6 +343,10 @@ class UnwindTables:
         if binary not in self._settled:
             self._cached(binary)
         return binary not in self._settled
+
+    def are_settled(self, binaries: Collection[int]) -> bool:
+        """Whether of each of some binaries there is a table, or will be none."""
+        return self._settled.issuperset(binaries)
 
     def wait(self, binaries: Collection[int], deadline_ns: int) -> bool:
         """Waits for tables that are being built, until a monotonic time; returns if all are done.

@@ -47,6 +47,7 @@ from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
+from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
@@ -217,6 +218,10 @@ class Recorder:
             self._timed.add,
         )
         self.stacks = Stacks(window, table, self.calls, [self.devices])
+        copies = RingBuffer(programs.copies_fd, programs.copies_bytes)
+        parts.callback(copies.close)
+        self._ring.watch(programs.copies_fd)
+        self.late_walks = LateWalks(copies, table, self.tables, self.images, self.stacks)
         self._ended = Ended(
             programs,
             table,
@@ -224,6 +229,7 @@ class Recorder:
             (self.pythons, self.calls, self.kernels, self.devices, self.facts),
             (self.tables, self.pythons, self.calls, self.devices, self.facts),
             self.devices.used_binaries,
+            self.late_walks.used_images,
         )
         walker = StackWalker(self.tables, self.images) if options.user_stacks else None
         self.sleepers = Sleepers(
@@ -249,6 +255,8 @@ class Recorder:
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
+        if self._options.user_stacks:
+            programs.set(abi.Setting.STACK_COPIES, COPIES_PER_S)
         pids = [pid for pid in self._target.existing_pids() if pid not in own]
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
@@ -364,9 +372,11 @@ class Recorder:
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self.events.take():
                     give(self._next_window())
+                self.late_walks.take()
                 self.tables.poll()
                 self.pythons.poll()
                 self.devices.poll()
+                self.late_walks.poll()
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
@@ -430,6 +440,7 @@ class Recorder:
         """
         self.devices.before_stacks()
         self._follow_mappings()
+        self.late_walks.take()
         self._drain_stacks()
         end_ns = self._since_start(boundary_ns)
         keys, values = self._programs.sums[written].take_all()
@@ -537,6 +548,7 @@ class Recorder:
 
     def finish(self, give: Callable[[Window], None]) -> None:
         """Gives the last window: what takes longer to find out, of what windows before mention."""
+        self.late_walks.finish()
         give_all_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         self.calls.finish(self.devices.kernel_names())
         give(self._close_window(self._end_ns, is_last=True))
@@ -552,7 +564,10 @@ class Recorder:
                 LossKind.BOUNDARY_LATE: self._late_boundaries,
             }
         )
-        parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
+        parts = (
+            *(self.tables, self.late_walks, self.sleepers, self.pythons),
+            *(self.calls, self.devices),
+        )
         for part in (*parts, self._timed, self._inspector):
             found.update(part.losses)
         return found

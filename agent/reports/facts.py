@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import Profile, Recording, SampleClass
+from aiflame.agent.model.profile import FrameKind, Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.reports.words import duration, percent, showable
@@ -124,16 +124,14 @@ def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str
         stack_ns: Time of each stack, shape (stacks,).
     """
     cut = np.flatnonzero(np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0))
-    starts, stops = (profile.stacks.offsets[cut + more].astype(np.int64) for more in (0, 1))
     binaries = len(profile.binaries)
     no_binary, no_stack = binaries, binaries + 1
     binary_of = np.array(
         [no_binary if f.binary is None else f.binary for f in profile.functions], np.int64
     )
     binary = np.full(len(cut), no_stack)
-    walked = starts < stops
-    outermost = profile.frames["function"][profile.stacks.frames[starts[walked]]]
-    binary[walked] = binary_of[outermost]
+    walked = np.diff(profile.stacks.offsets)[cut] > 0
+    binary[walked] = binary_of[_outermost(profile, cut[walked])]
     ns = np.zeros(binaries + 2, np.int64)
     np.add.at(ns, binary, stack_ns[cut].astype(np.int64))
     sums: dict[str, int] = {}
@@ -141,6 +139,28 @@ def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str
         name = "[no stack]" if at == no_stack else _shown_module(profile, at)
         sums[name] = sums.get(name, 0) + int(ns[at])
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _outermost(profile: Profile, stacks: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """Return the outermost function of each stack, none of which is empty.
+
+    Python's own, which are known where native ones are cut short, are passed over where there are
+    others: they are in no module.
+    """
+    is_python = np.array([f.kind is FrameKind.PYTHON for f in profile.functions], np.bool_)
+    starts, stops = (profile.stacks.offsets[stacks + more].astype(np.int64) for more in (0, 1))
+    at = starts.copy()
+    left: npt.NDArray[np.int64] = np.arange(len(stacks))
+    while len(left):
+        left = left[is_python[_functions_at(profile, at[left])]]
+        at[left] += 1
+        left = left[at[left] < stops[left]]
+    return _functions_at(profile, np.where(at < stops, at, starts))
+
+
+def _functions_at(profile: Profile, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    found: npt.NDArray[np.uint32] = profile.frames["function"][profile.stacks.frames[at]]
+    return found
 
 
 def _shown_module(profile: Profile, binary: int) -> str:

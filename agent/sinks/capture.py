@@ -8,6 +8,7 @@ capture, in the second in which it ended (see `capture.spans`, which spreads it 
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.gpu import Direction
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import NO_STACK, NO_TIME, NONE, Rows, Timing, Window
-from aiflame.agent.sinks.index import Index, Numbers
+from aiflame.agent.sinks.index import Numbers
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.symbolize.mapped import laid_over
@@ -29,6 +30,21 @@ _INTERVAL_NS = 1_000_000_000
 
 # Of all calls' work and bytes, as readers add them up: what programs ask for need not exist.
 _LARGEST_SUM = 1 << 62
+
+
+class _Known(enum.IntEnum):
+    """Whether a later window may say more of a stack."""
+
+    WHOLE = 0
+    LOST = 1  # it may come
+    EARLY = 2  # it may be walked on
+
+
+_KNOWN_BITS = 2
+_KNOWN_BY_REASON: dict[int, _Known] = {
+    StopReason.LOST: _Known.LOST,
+    StopReason.NO_TABLE_YET: _Known.EARLY,
+}
 
 
 class StackNamer(Protocol):
@@ -68,8 +84,9 @@ class CaptureSink:
         self.losses: Counter[str] = Counter()
         self.end_ns = 0
         self.lost_stacks = 0
-        self._rows = Index()  # of stacks by id, and by -1 - process for want of one
-        self._is_lost = Numbers()  # by stack; 1 until it comes
+        # Of stacks by id, and by -1 - process for want of one: the row and a `_Known`.
+        self._rows = Numbers()
+        self._row_count = 0
         self._mapped = Numbers()  # by process: a hash of what it had mapped
         self._launch_order = LaunchOrder()
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
@@ -89,8 +106,8 @@ class CaptureSink:
         binaries = self._put_facts(window)
         self._put_stacks(window)
         self._names.write(self._writer)
-        for numbers in (self._rows, self._is_lost, self._mapped):
-            numbers.turn()
+        self._rows.turn()
+        self._mapped.turn()
         self._put_samples(window, interval)
         self._put_calls(window, interval)
         self._put_devices(window, interval, binaries)
@@ -172,19 +189,15 @@ class CaptureSink:
         switched.update(window.waits["stack"].tolist())
         new: list[tuple[int, UnnamedStack]] = []
         for at, stack in enumerate(window.stacks["stack"].tolist()):
-            known = self._rows.find(stack)
-            was_lost = known is not None and self.lost_stacks and self._is_lost.find(stack)
-            if known is not None and not was_lost:
+            row, known = self._find(stack)
+            if known is _Known.WHOLE:
                 continue
             found = window.stacks[at]
-            is_lost = int(found["stop_reason"]) == StopReason.LOST
-            if known is None:
-                known = self._rows.add(stack)
-            elif is_lost:
+            now = _KNOWN_BY_REASON.get(int(found["stop_reason"]), _Known.WHOLE)
+            if now is known or (now is _Known.LOST and known is _Known.EARLY):
                 continue
-            if is_lost or was_lost:
-                self._is_lost.set(stack, int(is_lost))
-                self.lost_stacks += 1 if is_lost else -1
+            row = self._set(stack, row, now)
+            self.lost_stacks += (now is _Known.LOST) - (known is _Known.LOST)
             first, depth = int(found["first"]), int(found["kernel_depth"])
             kernel = addresses[first : first + depth]
             user = addresses[first + depth : first + depth + int(found["user_depth"])]
@@ -199,8 +212,21 @@ class CaptureSink:
                 gil=int(found["gil"]),
                 is_from_switch=stack in switched,
             )
-            new.append((known, unnamed))
+            new.append((row, unnamed))
         self._put_rows(window, new)
+
+    def _find(self, key: int) -> tuple[int, _Known | None]:
+        """Returns the row of a stack and what is known of it: of a new one, that it would get."""
+        found = self._rows.find(key)
+        if found is None:
+            return self._row_count, None
+        return found >> _KNOWN_BITS, _Known(found & (1 << _KNOWN_BITS) - 1)
+
+    def _set(self, key: int, row: int, known: _Known) -> int:
+        """Takes note of what is known of a stack; returns its row."""
+        self._rows.set(key, row << _KNOWN_BITS | known)
+        self._row_count = max(self._row_count, row + 1)
+        return row
 
     def _put_rows(self, window: Window, new: list[tuple[int, UnnamedStack]]) -> None:
         """Writes new stacks, named if there is somebody who can."""
@@ -217,9 +243,9 @@ class CaptureSink:
 
     def _row_of(self, stack: int, process: int) -> int:
         """Returns the row of a stack; of a thread without one, the row that says so."""
-        row = self._rows.find(stack if stack != NO_STACK else -1 - process)
-        if row is None:
-            row = self._rows.add(-1 - process)
+        row, known = self._find(stack if stack != NO_STACK else -1 - process)
+        if known is None:
+            row = self._set(-1 - process, row, _Known.WHOLE)
             end, frames = int(StopReason.NOT_WALKED), None if self._namer is None else b""
             self._writer.put("stacks", [(row, process, 0, end, b"", frames, 0)])
         return row
