@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import statistics
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -70,15 +71,14 @@ def _anonymous_mb() -> float:
     return int(kb) / 1024
 
 
-def _sizes_mb(path: Path, windows: list[int]) -> list[float]:
-    """Returns how large this process is after so many windows."""
+def _sizes_mb(path: Path, windows: int) -> list[float]:
+    """Returns how large this process is after each of so many windows."""
     found = []
     with SymbolService(None) as service:
         capture = WrittenCapture(path, 0, {}, Naming(GivenFiles(), service))
-        for number in range(max(windows)):
+        for number in range(windows):
             capture.put(_churn(number))
-            if number + 1 in windows:
-                found.append(_anonymous_mb())
+            found.append(_anonymous_mb())
         capture.finish()
     return found
 
@@ -86,8 +86,9 @@ def _sizes_mb(path: Path, windows: list[int]) -> list[float]:
 def test_memory_is_flat_after_the_first_minutes(tmp_path: Path) -> None:
     # Of its own, since what other tests freed would be taken first.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        early_mb, late_mb = pool.submit(_sizes_mb, tmp_path / "capture", [300, 1_000]).result()
-    assert late_mb - early_mb < 1
+        found_mb = pool.submit(_sizes_mb, tmp_path / "capture", 1_000).result()
+    # It goes up and down by the age of what is kept.
+    assert statistics.mean(found_mb[-200:]) - statistics.mean(found_mb[300:500]) < 1
 
 
 def test_what_is_used_stays_and_the_rest_leaves() -> None:
