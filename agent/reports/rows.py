@@ -13,8 +13,9 @@ few, are made one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,12 +101,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ns)
 
-    def path(self, row: int) -> list[int]:
-        """Return the labels of one row, root first, the off-CPU marker last."""
-        path = self.path_of[row]
-        start, stop = self.path_offsets[path : path + 2]
-        labels: list[int] = self.path_labels[start:stop].tolist()
-        return labels if self.tail[row] < 0 else [*labels, int(self.tail[row])]
+    def paths(self, rows: npt.NDArray[np.integer[Any]]) -> Iterator[list[int]]:
+        """Yield the labels of some rows, root first, the off-CPU marker last."""
+        # As lists: numpy's numbers one by one take longer than the labels.
+        which = self.path_of[rows]
+        starts, stops = (self.path_offsets[which + more].tolist() for more in (0, 1))
+        for start, stop, tail in zip(starts, stops, self.tail[rows].tolist(), strict=True):
+            labels: list[int] = self.path_labels[start:stop].tolist()
+            if tail >= 0:
+                labels.append(tail)
+            yield labels
 
 
 class LabelTable:
