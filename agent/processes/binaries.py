@@ -25,6 +25,8 @@ from aiflame.agent.target_files import FileGuard
 
 T = TypeVar("T")
 
+_HOST_ROOT = "/proc/1/root"
+
 VDSO_PATH = "[vdso]"
 DELETED = " (deleted)"
 
@@ -63,7 +65,7 @@ class BinaryTable:
         self._shares = Shares(for_targets)
         self._payers: dict[int, tuple[int, str]] = {}  # of descriptors, by index
 
-    def of_mapping(self, pid: int, payer: str, line: MapsLine) -> BinaryFile | None:
+    def of_mapping(self, pid: int, payer: str, line: MapsLine, root: str = "") -> BinaryFile | None:
         """Returns the file that a mapping shows, None for anonymous memory.
 
         The file is opened now if this is the first mapping of it that is seen, unless the process
@@ -73,6 +75,8 @@ class BinaryTable:
             pid: Of the process.
             payer: As of `payer_of`.
             line: The mapping.
+            root: A root directory in which to look for the file if the process is gone, "" for
+                the host's.
         """
         if line.path == VDSO_PATH:
             identity = ("", 0, VDSO_PATH)
@@ -85,7 +89,7 @@ class BinaryTable:
             return known
         fd = None
         if self._shares.take(pid, payer):
-            fd = self._dump_vdso(pid, line) if line.path == VDSO_PATH else self._open(pid, line)
+            fd = self._fd_of(pid, line, root)
             if fd is None:
                 self._shares.give_back(pid, payer)
         if known is not None and fd is None:
@@ -93,7 +97,8 @@ class BinaryTable:
         index = self._next if known is None else known.index
         if fd is not None:
             self._payers[index] = pid, payer
-        file = BinaryFile(index, line.path.removesuffix(DELETED), fd, self.root_of(pid, payer))
+        root = self.root_of(pid, payer) or root
+        file = BinaryFile(index, line.path.removesuffix(DELETED), fd, root)
         if known is None:
             self._next += 1
             self.unopened += fd is None
@@ -126,11 +131,16 @@ class BinaryTable:
         for key in gone:
             del self._by_identity[key]
 
-    def _open(self, pid: int, line: MapsLine) -> int | None:
+    def _fd_of(self, pid: int, line: MapsLine, root: str) -> int | None:
+        if line.path == VDSO_PATH:
+            return self._dump_vdso(pid, line)
+        return self._open(pid, line, root or _HOST_ROOT)
+
+    def _open(self, pid: int, line: MapsLine, root: str) -> int | None:
         path = line.path.removesuffix(DELETED)
         opener = self._inspector.opener
         try:
-            opened = opener.mapped(pid, line.start, line.end, line.device, line.inode, path)
+            opened = opener.mapped(pid, line.start, line.end, line.device, line.inode, path, root)
         except OSError:
             return None
         fd = keep(opened.fd)
