@@ -11,6 +11,7 @@ a u16 size of all of it, the body, and here always a u64 time at the end (sample
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -169,16 +170,25 @@ def _text(data: bytes) -> str:
 
 
 class _Ring:
-    """The records of one CPU. Raises OSError where the kernel refuses it."""
+    """The records of one CPU.
 
-    def __init__(self, cpu: int, size_bytes: int) -> None:
+    Args:
+        cpu: Its number.
+        size_bytes: A power of two.
+        watch: Is told of what becomes readable when it is half full.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+
+    def __init__(self, cpu: int, size_bytes: int, watch: Callable[[int], None]) -> None:
         self._size = size_bytes
-        self.fd = sysbpf.open_life_events(cpu, size_bytes // 2)
+        fd = sysbpf.open_life_events(cpu, size_bytes // 2)
         try:
-            self._memory = mmap.mmap(self.fd, mmap.PAGESIZE + size_bytes, mmap.MAP_SHARED)
-        except OSError:
-            os.close(self.fd)
-            raise
+            self._memory = mmap.mmap(fd, mmap.PAGESIZE + size_bytes, mmap.MAP_SHARED)
+            watch(fd)
+        finally:
+            os.close(fd)  # the mapping has one of its own, and what is watched is the file
 
     def take(self) -> bytes:
         """Returns the records that are there, and gives their room back.
@@ -196,8 +206,8 @@ class _Ring:
         return data
 
     def close(self) -> None:
+        """Ends it."""
         self._memory.close()
-        os.close(self.fd)
 
 
 class LifeEvents:
@@ -206,8 +216,6 @@ class LifeEvents:
     Args:
         watch: Is told of descriptors that become readable when a ring is half full.
 
-    Attributes:
-        refused: CPUs of which the kernel does not tell us: it gives us no memory for a ring.
     """
 
     def __init__(self, watch: Callable[[int], None]) -> None:
@@ -218,7 +226,7 @@ class LifeEvents:
 
     @property
     def refused(self) -> int:
-        """How many CPUs it is not told of."""
+        """Of how many CPUs the kernel does not tell: it gives no memory for a ring."""
         return sum(ring is None for ring in self._rings.values())
 
     def start(self) -> None:
@@ -238,13 +246,9 @@ class LifeEvents:
                 ring.close()
         size_bytes = _ring_bytes(len(online))
         for cpu in sorted(online - self._rings.keys()):
-            try:
-                ring = _Ring(cpu, size_bytes)
-            except OSError:
-                self._rings[cpu] = None
-                continue
-            self._rings[cpu] = ring
-            self._watch(ring.fd)
+            self._rings[cpu] = None
+            with contextlib.suppress(OSError):
+                self._rings[cpu] = _Ring(cpu, size_bytes, self._watch)
 
     def read(self) -> tuple[list[LifeEvent], int]:
         """Returns what has happened since the last read, in order, and up to when that is all.
