@@ -85,6 +85,11 @@ class LossKind(enum.Enum):
         cure="raise --min-wait",
         in_kernel=True,
     )
+    STACKS_NOT_COPIED = _Entry(
+        "stacks of code whose unwind table was not there yet, beyond 1,024 a second of one process"
+        " or faster than they were taken: they are as complete as frame pointers make them",
+        in_kernel=True,
+    )
     PYTHON_STORE_FULL = _Entry(
         "samples whose Python frames found no room: their native frames are there",
         cure="raise --stack-storage-size",
@@ -132,6 +137,11 @@ class LossKind(enum.Enum):
         "samples without room to walk a stack",
         cure="please report this",
         in_kernel=True,
+    )
+
+    STACK_COPIES_FULL = _Entry(
+        "stacks of code whose unwind table was not there yet, beyond 64 MB of them, or 32 MB"
+        " of one process: they are as complete as frame pointers make them"
     )
 
     # Time and stacks that the recorder misses.

@@ -41,6 +41,7 @@ enum stop_reason {
 	STOP_UNSUPPORTED_RULE = 10, /* CFI that no rule expresses */
 	STOP_ROOTED_BY_HEURISTIC =
 		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
+	STOP_NO_TABLE_YET = 12, /* set by the host half only */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
@@ -89,8 +90,10 @@ struct mapping_slot {
 	u64 end;
 	u64 bias;
 	u32 table; /* slot in unwind_tables */
-	u32 pages; /* of that table; 0: no table */
+	u32 pages; /* of that table; 0: no table, and TABLE_IS_MISSING in `table` if there may be one */
 };
+
+#define TABLE_IS_MISSING 0xffffffffu
 
 /*
  * One slot each in `counters`: Counter in agent/kernel/abi.py, and LOST_NAME for each entry of
@@ -191,10 +194,11 @@ enum setting {
 	SETTING_TIMED_SAMPLES = 10, /* EVENT_SAMPLE of each second and CPU; 0 for none */
 	/* Runs of launches that are told apart each second. */
 	SETTING_LAUNCH_RUNS = 11,
+	SETTING_STACK_COPIES = 12, /* stacks copied in each second and process; 0 for none */
 	SETTING_MAX,
 };
 
-/* One a CPU: how many events of a kind it has sent in the second that began at second_ns. */
+/* How many of a kind there were in the second that began at second_ns. */
 struct event_budget {
 	u64 second_ns;
 	u64 sent;
@@ -205,6 +209,7 @@ struct process_state {
 	u32 flags;
 	u32 asked; /* how often the host half was asked to read its mappings again */
 	u64 asked_ns; /* when it was last asked */
+	struct event_budget copies; /* of stacks */
 };
 
 /*
@@ -251,6 +256,30 @@ struct stack_record {
 	u32 unused;
 	u64 kernel[FRAME_SLOTS]; /* leaf first */
 	u64 user[FRAME_SLOTS]; /* leaf first */
+};
+
+/*
+ * Of a stack, from the page that the stack pointer is in; most stacks end before. OpenBLAS has
+ * buffers of 28 KB on it (kernel/x86_64/dgemm_kernel_4x8_haswell.S, v0.3.21).
+ */
+#define STACK_COPY_PAGES 16
+#define STACK_PAGE_BYTES 4096
+
+/*
+ * A stack whose walk met code without a table: as far as it was walked, and what it takes to walk on
+ * from there. Sums and calls know it by an id of its own.
+ */
+struct stack_copy {
+	u64 stack; /* its id */
+	u64 depth; /* frames of record.user up to that code, and in it */
+	u64 instruction_pointer; /* registers of the last of these frames */
+	u64 stack_pointer;
+	u64 frame_pointer;
+	u32 is_exact; /* 0: the instruction pointer is a return address */
+	u32 has_frame_pointer;
+	u64 pages; /* how many could be read, from the page of the stack pointer on */
+	struct stack_record record; /* walked on without that table */
+	u8 memory[STACK_COPY_PAGES * STACK_PAGE_BYTES];
 };
 
 /* What a thread had to do with the GIL when its stack was taken. */

@@ -176,19 +176,6 @@ static __always_inline void note_event(struct caller *caller, struct api_call *a
 	caller->launch_count += 1;
 }
 
-/* Whether another run may be told apart; all CPUs share one budget. */
-static __always_inline bool may_run(struct event_budget *budget, u64 now_ns, u64 most)
-{
-	if (!budget)
-		return false;
-	if (now_ns - budget->second_ns >= NS_PER_S && now_ns > budget->second_ns) {
-		budget->second_ns = now_ns;
-		budget->sent = 0;
-	}
-	__sync_fetch_and_add(&budget->sent, 1);
-	return budget->sent <= most;
-}
-
 /* Finds the run that a launch is of, and what had ended on its queue before. */
 static __always_inline void note_launch(struct call_key *key, struct call_value *value,
 					struct call_event *call, u64 most_runs)
@@ -210,7 +197,7 @@ static __always_inline void note_launch(struct call_key *key, struct call_value 
 	if (!state->run || state->run_hash != hash || state->waited_until_ns > state->run) {
 		state->run_hash = hash;
 		state->run = call->ns;
-		if (!may_run(run_budget.lookup(&zero), call->ns, most_runs)) {
+		if (!spend(run_budget.lookup(&zero), call->ns, most_runs)) {
 			state->run = 0;
 			count(LOST_LAUNCHES_NOT_TIMED);
 		}
@@ -263,12 +250,12 @@ static __always_inline void finish_call(struct caller *caller)
 	u32 zero = 0;
 	u64 most;
 
-	caller->call.stack = finish_capture(&caller->capture);
+	caller->call.stack = finish_or_copy(&caller->capture);
 	add_call(caller);
 	most = setting(SETTING_CALL_EVENTS);
 	if (!most)
 		return;
-	if (may_send(call_budgets.lookup(&zero), caller->call.ns, most))
+	if (spend(call_budgets.lookup(&zero), caller->call.ns, most))
 		send(&caller->call, sizeof(caller->call), 0);
 	else
 		count(LOST_CALLS_NOT_LISTED);
@@ -376,6 +363,8 @@ int on_call(struct pt_regs *ctx)
 		walk_without_tables(&caller->capture, 2);
 	else
 		walk_without_tables(&caller->capture, 1);
+	if (begin_python_of(&caller->capture))
+		call_walkers.call(ctx, 1);
 	finish_call(caller);
 	return 0;
 }

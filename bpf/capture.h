@@ -18,6 +18,9 @@
 #define STEPS_PER_CALL 8
 #endif
 
+/* Apart from other events, which copies would leave no room for. */
+BPF_RINGBUF_OUTPUT(stack_copies, SIZED_BY_HOST);
+
 struct capture {
 	struct walk walk;
 	struct python_walk python_walk;
@@ -75,6 +78,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->mapping.start = walk->mapping.end = 0;
 	walk->window_words = 0;
 	walk->is_heuristic = walk->eval_frames = walk->is_unmapped = 0;
+	walk->missing.depth = 0;
 	walk->eval_cfas[0] = walk->eval_cfas[1] = 0;
 	record->python = 0;
 	record->gil = PYTHON_GIL_NONE;
@@ -160,12 +164,20 @@ static __always_inline bool walk_some(struct capture *capture)
 	return false;
 }
 
+/* Whether a walk has ended before the outermost frame. */
+static __always_inline bool is_cut(struct walk *walk)
+{
+	return walk->end != STOP_ROOTED && walk->end != STOP_ROOTED_BY_TABLE &&
+	       walk->end != STOP_KERNEL_ONLY && walk->end != STOP_EXCLUDED;
+}
+
 /* Begins the walk of Python frames, once the native one has ended; false if there is none. */
 static __always_inline bool begin_python_of(struct capture *capture)
 {
 	struct python_process *python;
 
-	if (!capture->walk.eval_frames)
+	/* Those of a native stack that was cut before them are its callers. */
+	if (!capture->walk.eval_frames && !is_cut(&capture->walk))
 		return false;
 	python = python_of(&capture->walk);
 	if (!python)
@@ -190,8 +202,8 @@ static __always_inline bool walk_python_of(struct capture *capture)
 	return true;
 }
 
-/* Ends a capture; returns the stack's id. */
-static __always_inline u64 finish_capture(struct capture *capture)
+/* Ends a capture; returns what tells its stack from all others. */
+static __always_inline u64 end_capture(struct capture *capture)
 {
 	struct stack_record *record = &capture->record;
 	u64 hash = capture->walk.hash;
@@ -206,9 +218,73 @@ static __always_inline u64 finish_capture(struct capture *capture)
 		ask_for_mappings(record->tgid);
 	hash = hash_step(hash, record->python ^ record->gil);
 	hash = hash_step(hash, record->call_return ^ record->call);
-	hash = hash_step(hash, record->end | (u64)record->kernel_depth << 16);
-	store_stack(record, hash);
+	return hash_step(hash, record->end | (u64)record->kernel_depth << 16);
+}
+
+/* Ends a capture, and stores its stack; returns its id. */
+static __always_inline u64 finish_capture(struct capture *capture)
+{
+	u64 stack = end_capture(capture);
+
+	store_stack(&capture->record, stack);
+	return stack;
+}
+
+/*
+ * Sends a stack that met code without a table, to be walked by the host half once that is there;
+ * returns its id, 0 if it could not be sent.
+ */
+static __always_inline u64 send_copy(struct capture *capture, u64 hash)
+{
+	struct missing_table *missing = &capture->walk.missing;
+	u64 now_ns = bpf_ktime_get_ns(), page, i;
+	u64 most = setting(SETTING_STACK_COPIES);
+	u32 tgid = capture->walk.tgid;
+	struct process_state *process = processes.lookup(&tgid);
+	struct stack_copy *copy = NULL;
+
+	if (!most || !process)
+		return 0;
+	if (spend(&process->copies, now_ns, most))
+		copy = stack_copies.ringbuf_reserve(sizeof(*copy));
+	if (!copy) {
+		count(LOST_STACKS_NOT_COPIED);
+		return 0;
+	}
+	/* No thread has two at one time. */
+	hash = hash_step(hash_step(hash, now_ns), capture->walk.tid);
+	copy->depth = missing->depth;
+	copy->stack = hash;
+	copy->instruction_pointer = missing->instruction_pointer;
+	copy->stack_pointer = missing->stack_pointer;
+	copy->frame_pointer = missing->frame_pointer;
+	copy->is_exact = missing->is_exact;
+	copy->has_frame_pointer = missing->has_frame_pointer;
+	copy->pages = 0;
+	bpf_probe_read_kernel(&copy->record, sizeof(copy->record), &capture->record);
+	page = missing->stack_pointer & ~(STACK_PAGE_BYTES - 1ull);
+#pragma clang loop unroll(full)
+	for (i = 0; i < STACK_COPY_PAGES; i++) {
+		if (bpf_probe_read_user(copy->memory + i * STACK_PAGE_BYTES, STACK_PAGE_BYTES,
+					(void *)(page + i * STACK_PAGE_BYTES)))
+			break;
+		copy->pages = i + 1;
+	}
+	stack_copies.ringbuf_submit(copy, 0);
 	return hash;
+}
+
+/* The same, but for a stack that met code without a table, which is copied. */
+static __always_inline u64 finish_or_copy(struct capture *capture)
+{
+	u64 stack = end_capture(capture), copy = 0;
+
+	if (capture->walk.missing.depth)
+		copy = send_copy(capture, stack);
+	if (copy)
+		return copy;
+	store_stack(&capture->record, stack);
+	return stack;
 }
 
 /* The walk by frame pointer, while there are no tables; `depth` frames are known, of a constant. */
@@ -224,6 +300,7 @@ static __always_inline void walk_without_tables(struct capture *capture, u32 dep
 	if (!walk->depth)
 		return;
 	count(COUNTER_WITHOUT_TABLES);
+	note_missing_table(walk);
 	walk->hash = walk_frame_pointers(&capture->record, &regs, depth, walk->hash);
 	walk->depth = capture->record.user_depth;
 	walk->end = capture->record.end;

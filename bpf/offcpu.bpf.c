@@ -122,7 +122,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 		add_sum(&key, past(boundary_ns, waking_ns, now_ns), boundary_ns);
 	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
-	if (!may_send(wait_budgets.lookup(&zero), now_ns, WAIT_EVENTS_PER_S)) {
+	if (!spend(wait_budgets.lookup(&zero), now_ns, WAIT_EVENTS_PER_S)) {
 		count(LOST_WAITS_NOT_LISTED);
 		return;
 	}
@@ -273,6 +273,8 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		switch_walkers.call(ctx, 0);
 	walk_without_tables(capture, 1);
+	if (begin_python_of(capture))
+		switch_walkers.call(ctx, 1);
 	finish_switch(capture);
 }
 

@@ -33,7 +33,7 @@ static __always_inline void send_sample(struct sum_key *key, u64 now_ns)
 		return;
 	event.stack = key->stack;
 	/* They are read with the next event that wakes the host half, or with the window. */
-	if (may_send(sample_budgets.lookup(&zero), now_ns, most))
+	if (spend(sample_budgets.lookup(&zero), now_ns, most))
 		send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
 	else
 		count(LOST_SAMPLES_NOT_TIMED);
@@ -44,7 +44,7 @@ static __always_inline void finish_sample(struct capture *capture)
 	struct sum_key key = { .tgid = capture->walk.tgid, .tid = capture->walk.tid };
 
 	key.image = capture->walk.image;
-	key.stack = finish_capture(capture);
+	key.stack = finish_or_copy(capture);
 	key.sample_class = CLASS_ON_CPU;
 	add_sum(&key, setting(SETTING_PERIOD_NS), boundary_at(bpf_ktime_get_ns()));
 	send_sample(&key, capture->begun_ns);
@@ -124,6 +124,8 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	if (capture->walk.depth && mappings_of(&capture->walk))
 		sample_walkers.call(ctx, 0);
 	walk_without_tables(capture, 1);
+	if (begin_python_of(capture))
+		sample_walkers.call(ctx, 1);
 	finish_sample(capture);
 	return 0;
 }

@@ -50,16 +50,19 @@ static __always_inline void send(void *event, u64 size, u64 flags)
 
 #define NS_PER_S 1000000000ull
 
-/* Whether an event may be sent of a kind of which each CPU sends so many a second. */
-static __always_inline bool may_send(struct event_budget *budget, u64 now_ns, u64 most)
+/*
+ * Whether there may be one more of what a budget allows so many of each second. CPUs may share it:
+ * one of them may have read the clock before another one began the second.
+ */
+static __always_inline bool spend(struct event_budget *budget, u64 now_ns, u64 most)
 {
 	if (!budget)
 		return false;
-	if (now_ns - budget->second_ns >= NS_PER_S) {
+	if ((s64)(now_ns - budget->second_ns) >= (s64)NS_PER_S) {
 		budget->second_ns = now_ns;
 		budget->sent = 0;
 	}
-	budget->sent += 1;
+	__sync_fetch_and_add(&budget->sent, 1);
 	return budget->sent <= most;
 }
 

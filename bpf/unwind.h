@@ -21,6 +21,9 @@
 #include "host.h"
 #include "walk.h"
 
+/* In no table: the rule of code whose table the kernel half does not have, and the host half may. */
+#define RULE_TABLE_IS_MISSING 15
+
 #define F_MMAPABLE (1 << 10) /* BPF_F_MMAPABLE, v5.5 */
 #define F_INNER_MAP (1 << 12) /* BPF_F_INNER_MAP, v5.10 */
 
@@ -64,6 +67,16 @@ struct known_addresses {
 
 BPF_PERCPU_ARRAY(known_addresses, struct known_addresses, 1);
 
+/* The frame of a walk that is the first in code whose table is not there. */
+struct missing_table {
+	u64 instruction_pointer;
+	u64 stack_pointer;
+	u64 frame_pointer;
+	u32 is_exact;
+	u32 has_frame_pointer;
+	u64 depth; /* frames up to that one, and with it; 0: there is none */
+};
+
 /* Where a walk stands. It lies in per-CPU memory, since a walk goes on over tail calls. */
 struct walk {
 	u64 instruction_pointer;
@@ -91,6 +104,7 @@ struct walk {
 	u64 eval_bytes[PYTHON_EVAL_RANGES]; /* 0: no such range */
 	u64 eval_cfas[2]; /* of the two leafmost of these; 0: none, or not known */
 	u32 is_unmapped; /* 1: it met an address in no mapping that the host half brought */
+	struct missing_table missing;
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;
@@ -165,6 +179,8 @@ static __always_inline u64 find_rule(struct walk *walk, u64 address)
 	u32 rules, low, high, middle, row, page, i, rule = 0;
 	void *table;
 
+	if (table_slot == TABLE_IS_MISSING)
+		return RULE_TABLE_IS_MISSING;
 	address -= walk->mapping.bias;
 	if (address >> TABLE_PAGE_SHIFT >= walk->mapping.pages)
 		return 0;
@@ -225,6 +241,21 @@ static __always_inline bool find_rule_of(struct walk *walk, void *mappings, u64 
 	}
 	walk->rule_word = rule;
 	return true;
+}
+
+/* Notes that a table is not there for the frame that the walk is at. */
+static __always_inline void note_missing_table(struct walk *walk)
+{
+	struct missing_table *missing = &walk->missing;
+
+	if (missing->depth)
+		return;
+	missing->instruction_pointer = walk->instruction_pointer;
+	missing->stack_pointer = walk->stack_pointer;
+	missing->frame_pointer = walk->frame_pointer;
+	missing->is_exact = walk->is_exact;
+	missing->has_frame_pointer = walk->has_frame_pointer;
+	missing->depth = walk->depth;
 }
 
 static __always_inline u32 end_walk(struct walk *walk, u32 end)
@@ -333,6 +364,7 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 		return end_walk(walk, STOP_ROOTED); /* the host half judges whether it is */
 	if (!find_rule_of(walk, mappings, address)) {
 		walk->is_unmapped = 1;
+		note_missing_table(walk);
 		return end_walk(walk, STOP_NO_TABLE);
 	}
 	if (rule->kind == RULE_UNDEFINED_RA)
@@ -341,7 +373,9 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 		return end_walk(walk, STOP_UNSUPPORTED_RULE);
 	if (rule->kind == RULE_SIGNAL)
 		return step_over_signal(walk, rule);
-	if (rule->kind == RULE_NO_CFI) {
+	if (rule->kind == RULE_TABLE_IS_MISSING)
+		note_missing_table(walk);
+	if (rule->kind == RULE_NO_CFI || rule->kind == RULE_TABLE_IS_MISSING) {
 		result = step_without_cfi(walk);
 		walk->is_exact = 0;
 	} else {

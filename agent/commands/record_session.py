@@ -189,6 +189,7 @@ class _Session:
         self._workspace = workspace
         self._printer = printer
         self._signals = signals
+        self._late = "0"
 
     def take(self, families: Sequence[Family]) -> None:
         """Records, and publishes the capture."""
@@ -236,6 +237,7 @@ class _Session:
         priority.as_started()
         self._say_overrun(outcome)
         recorder.finish(sinks.give)
+        self._late = _walked_late(recorder)
         return outcome, cost
 
     def _finish(
@@ -358,9 +360,7 @@ class _Session:
             "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
             "recorder_peak_rss_bytes": cost.peak_rss_bytes + report.peak_rss_bytes,
             f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
-            f"{FACT_PREFIX}stacks walked before their tables came": counters[
-                abi.Counter.WITHOUT_TABLES
-            ],
+            f"{FACT_PREFIX}stacks walked late": self._late,
             f"{FACT_PREFIX}context switches seen": counters[abi.Counter.SWITCHES],
             "complete": 1,
         }
@@ -404,6 +404,8 @@ class _Session:
             f"{percent(complete_ns, whole_ns)} of the recorded time has complete stacks"
             + (f"; cut short in: {cut}." if cut else ".")
         )
+        if self._late != "0":
+            say(f"Stacks walked late, as unwind tables had to be made: {self._late}.")
         if missing := missing_line(profile):
             say(f"{missing}.")
         for loss in profile.losses:
@@ -437,6 +439,14 @@ def _import_reports(form: str | None) -> None:
 
         if form is not None:
             FORMATS[form]
+
+
+def _walked_late(recorder: Recorder) -> str:
+    """Says how many stacks could only be walked when their unwind tables had come."""
+    late = recorder.late_walks
+    if not late.truncated:
+        return f"{late.complete:,}"
+    return f"{late.complete:,}, and {late.truncated:,} more stayed truncated"
 
 
 def _own_cpu_ns() -> int:

@@ -36,6 +36,7 @@ _OPTIONS = ProgramOptions(
     threads_max=64,
     processes_max=16,
     ring_pages=16,
+    copies_pages=32,
 )
 
 

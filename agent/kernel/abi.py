@@ -57,6 +57,7 @@ class Setting(enum.IntEnum):
     BOUNDARY_BEFORE_NS = 9
     TIMED_SAMPLES = 10
     LAUNCH_RUNS = 11
+    STACK_COPIES = 12
 
 
 class HostConstant(enum.IntEnum):
@@ -109,6 +110,8 @@ class Filter(enum.IntEnum):
 
 # Unwind tables at a time.
 TABLES_MAX = 4096
+# As the table of a mapping: the kernel half has none, and the host half may.
+TABLE_IS_MISSING = 0xFFFF_FFFF
 
 
 class Counter(enum.IntEnum):
@@ -155,8 +158,15 @@ COUNTERS_DTYPE = np.dtype("<u8")
 RUNNING_DTYPE = np.dtype("<u8")
 PID_DTYPE = np.dtype("<u4")
 STACK_ID_DTYPE = np.dtype("<u8")
+EVENT_BUDGET_DTYPE = np.dtype([("second_ns", "<u8"), ("sent", "<u8")])
 PROCESS_STATE_DTYPE = np.dtype(
-    [("image", "<u8"), ("flags", "<u4"), ("asked", "<u4"), ("asked_ns", "<u8")]
+    [
+        ("image", "<u8"),
+        ("flags", "<u4"),
+        ("asked", "<u4"),
+        ("asked_ns", "<u8"),
+        ("copies", EVENT_BUDGET_DTYPE),
+    ]
 )
 CROSSING_DTYPE = np.dtype(
     [
@@ -201,6 +211,24 @@ STACK_DTYPE = np.dtype(
         ("unused", "<u4"),
         ("kernel", "<u8", (FRAME_SLOTS,)),
         ("user", "<u8", (FRAME_SLOTS,)),
+    ]
+)
+
+
+STACK_COPY_PAGES = 16
+STACK_PAGE_BYTES = 4096
+STACK_COPY_DTYPE = np.dtype(
+    [
+        ("stack", "<u8"),
+        ("depth", "<u8"),
+        ("instruction_pointer", "<u8"),
+        ("stack_pointer", "<u8"),
+        ("frame_pointer", "<u8"),
+        ("is_exact", "<u4"),
+        ("has_frame_pointer", "<u4"),
+        ("pages", "<u8"),
+        ("record", STACK_DTYPE),
+        ("memory", f"V{STACK_COPY_PAGES * STACK_PAGE_BYTES}"),
     ]
 )
 

@@ -56,6 +56,7 @@ class ProgramOptions:
     threads_max: int = 65536
     processes_max: int = 16384
     ring_pages: int = 256
+    copies_pages: int = 2048  # 120 stacks, between two looks of the host half
     python_chains_max: int = 8192
     calls: bool = True
     calls_max: int = 16384
@@ -96,6 +97,7 @@ class Programs:
         map_fds = loader.map_fds
         self.ring_fd = map_fds["ring"]
         self.ring_bytes = _ring_bytes(options)
+        self.copies_fd, self.copies_bytes = map_fds["stack_copies"], _copies_bytes(options)
         self.inner_flags = map_facts(map_fds["unwind_table"]).flags
         self.cgroups_fd = map_fds["cgroups"] if options.filter is abi.Filter.CGROUP else None
         number, pid, processes = abi.PID_DTYPE, abi.PID_DTYPE, options.processes_max
@@ -344,8 +346,14 @@ def map_entries(options: ProgramOptions) -> dict[str, int]:
         "pythons": options.processes_max,
         "python_chains": options.python_chains_max,
         "ring": _ring_bytes(options),
+        "stack_copies": _copies_bytes(options),
         **{name: entries if options.calls else 1 for name, entries in of_calls.items()},
     }
+
+
+def _copies_bytes(options: ProgramOptions) -> int:
+    pages = options.copies_pages if options.user_stacks else 1
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _ring_bytes(options: ProgramOptions) -> int:

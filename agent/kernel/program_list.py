@@ -47,6 +47,7 @@ MAPS = (
     "sums0",
     "sums1",
     "ring",
+    "stack_copies",
     "cgroups",
     "scratch",
     "wait_budgets",

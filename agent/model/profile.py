@@ -67,6 +67,7 @@ class StopReason(enum.IntEnum):
     NO_TABLE = 9  # code without unwind information, and without frame pointers
     UNSUPPORTED_RULE = 10  # unwind information that no rule expresses
     ROOTED_BY_HEURISTIC = 11  # as ROOTED, with a caller found by a checked heuristic
+    NO_TABLE_YET = 12  # code whose unwind information was still being read
 
     @property
     def label(self) -> str:

@@ -113,6 +113,16 @@ class BinaryTable:
         file = self.files[binary]
         return None if file.fd is None else self.facts.ask(file.path, file.fd, question)
 
+    def bytes_at(self, binary: int, offset: int, size: int) -> bytes:
+        """Returns bytes of a local file, fewer at its end; none of one that could not be opened."""
+        file = self.files.get(binary)
+        if file is None or file.fd is None or file.fd in self.guard.remote:
+            return b""
+        try:
+            return os.pread(file.fd, size, offset)
+        except OSError:
+            return b""
+
     def readable(self, file: BinaryFile) -> int | None:
         """Returns a file's descriptor for a child to read, None where a read of it got nowhere."""
         remote = None if file.fd is None else self.guard.remote.get(file.fd)

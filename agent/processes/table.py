@@ -293,12 +293,12 @@ class ProcessTable:
         self._by_key[(pid, image)] = entered
         self._identify(entered, name)
         latest = self._latest.get(pid)
-        if latest is not None and latest.image > image:
-            self._end(entered)  # it is heard of late: it has called exec
-        else:
-            if latest is not None:
-                self._end(latest)
+        if latest is None or latest.image < image:
             self._latest[pid] = entered
+            if latest is not None:
+                self._end(latest)  # it has called exec
+        if not self.is_current(entered):
+            self._end(entered)
         return entered
 
     def _identify(self, image: ProcessImage, name: str) -> None:

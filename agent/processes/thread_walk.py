@@ -11,14 +11,14 @@ Not here: where registers and memory come from, and whether they are of one mome
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aiflame.agent.inspector.memory_worker import PAGE_BYTES
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.processes.threads import ThreadRegisters
+from aiflame.agent.python.memory import MAX_ADDRESS
 from aiflame.agent.unwind import walk
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.x86_64 import NO_CFI_RULE, Rule
@@ -50,6 +50,16 @@ class TableSource(Protocol):
         """Whether a binary's table is on its way; asks for it if nobody has."""
 
 
+class WalkMemory(Protocol):
+    """Memory of a thread, as walks read it; StackMemory is one."""
+
+    def read_u64(self, address: int) -> int | None:
+        """Returns a word of its stack, None where there is none to be read."""
+
+    def page_of_code(self, start: int) -> bytes:
+        """Returns a page of code, or less of it where it ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class WalkedThread:
     """The user half of a stack.
@@ -63,6 +73,20 @@ class WalkedThread:
     addresses: tuple[int, ...]
     end: StopReason
     lacks: frozenset[int]
+
+
+class WalkBegin(NamedTuple):
+    """Where a walk begins.
+
+    Attributes:
+        registers: At its first frame.
+        is_exact: That frame's instruction pointer is not a return address.
+        depth: Frames up to that one, and with it; 1: it is the leaf.
+    """
+
+    registers: walk.Registers
+    is_exact: bool
+    depth: int
 
 
 class _Rules:
@@ -100,7 +124,7 @@ class _ProcessWalker:
 
     def __init__(self, known: list[Mapping], mappings: list[walk.Mapping]) -> None:
         self.known = known
-        self._memory: StackMemory | None = None
+        self._memory: WalkMemory | None = None
         self._code: dict[int, bytes] = {}  # pages
         self._walker = walk.ReplayWalker(mappings, self._read, read_code=self._read_code)
 
@@ -109,6 +133,8 @@ class _ProcessWalker:
 
     def _read_code(self, address: int) -> int | None:
         """Reads a word of code, which only heuristics look at."""
+        if not 0 <= address < MAX_ADDRESS:  # words of a stack may be anything
+            return None
         offset = address % PAGE_BYTES
         page = self._code.get(address - offset, b"")
         if not page and self._memory is not None:
@@ -119,12 +145,10 @@ class _ProcessWalker:
                 self._code[address - offset] = page
         return int.from_bytes(page[offset : offset + 8], "little") if len(page) > offset else None
 
-    def walk(self, registers: ThreadRegisters, memory: StackMemory) -> walk.Walk:
+    def walk(self, begin: WalkBegin, memory: WalkMemory) -> walk.Walk:
         self._memory = memory
         try:
-            return self._walker.walk(
-                registers.instruction_pointer, registers.stack_pointer, registers.frame_pointer
-            )
+            return self._walker.resume(begin.registers, begin.is_exact, begin.depth)
         finally:
             self._memory = None
 
@@ -145,14 +169,24 @@ class StackWalker:
         self._lacking: set[int] = set()
 
     def walk_thread(
-        self, image: ProcessImage, registers: ThreadRegisters, memory: StackMemory
+        self, image: ProcessImage, registers: ThreadRegisters, memory: WalkMemory
     ) -> WalkedThread:
         """Follows the stack of a thread with these registers to its end."""
+        start = walk.Registers(
+            registers.instruction_pointer, registers.stack_pointer, registers.frame_pointer
+        )
+        return self.walk_on(image, WalkBegin(start, is_exact=True, depth=1), memory)
+
+    def walk_on(self, image: ProcessImage, begin: WalkBegin, memory: WalkMemory) -> WalkedThread:
+        """Follows a stack to its end from the last frame on that is known, which is the first."""
         self._lacking.clear()
-        found = self._walker_of(image).walk(registers, memory)
+        found = self._walker_of(image).walk(begin, memory)
         leaf, *callers = found.frames
         # An exact caller is put where the look-up one byte before finds it (bpf/store.h).
-        addresses = (leaf.address, *(caller.address + caller.is_exact for caller in callers))
+        addresses = (
+            leaf.address + (leaf.is_exact and begin.depth > 1),
+            *(caller.address + caller.is_exact for caller in callers),
+        )
         end = _ENDS[found.end]
         is_heuristic = any(frame.found_by is walk.FoundBy.HEURISTIC for frame in callers)
         if end is StopReason.ROOTED_BY_TABLE and is_heuristic:

@@ -157,7 +157,7 @@ class UnwindTables:
             for pid in self._gone:
                 self._pushed.pop(pid, None)
             self._gone.clear()
-        if self._queued or self._over:
+        if self._queued or self._over or self._wanted:
             self._enter_tables([*self._queued.values(), *self._over])
             self._over.clear()
             for binary in self._wanted - self._kernel.loaded.keys() - self._short:
@@ -169,14 +169,18 @@ class UnwindTables:
         self._wanted.clear()
 
     def _enter_tables(self, images: Collection[ProcessImage]) -> None:
-        """Brings the tables that images map and the cache has, as far as there is room."""
+        """Brings what the cache has of the tables that images map, or that samples need.
+
+        As far as there is room.
+        """
         found: dict[int, UnwindTable] = {}
         size_bytes = wanted_bytes = 0
         for image in images:
             for mapping in image.mappings:
                 if mapping.binary != NO_BINARY:
                     self._payers[mapping.binary].add(image.payer)
-        for binary in {m.binary for image in images for m in image.mappings}:
+        mapped = {mapping.binary for image in images for mapping in image.mappings}
+        for binary in mapped | self._wanted:
             if binary == NO_BINARY or binary in self._kernel.loaded or binary in self._without:
                 continue
             table = self._cached(binary)
@@ -336,6 +340,8 @@ class UnwindTables:
                 bias = self.images.bias(mapping) + (loaded.base_page << PAGE_SHIFT)
                 slots[row]["bias"] = bias % (1 << 64)
                 slots[row]["table"], slots[row]["pages"] = loaded.slot, loaded.pages
+            elif mapping.binary != NO_BINARY and mapping.binary not in self._without:
+                slots[row]["table"] = abi.TABLE_IS_MISSING
         return slots
 
     def table_of(self, binary: int) -> UnwindTable | None:
@@ -349,6 +355,10 @@ class UnwindTables:
         if binary not in self._settled:
             self._cached(binary)
         return binary not in self._settled
+
+    def are_settled(self, binaries: Collection[int]) -> bool:
+        """Whether of each of some binaries there is a table, or will be none."""
+        return self._settled.issuperset(binaries)
 
     def wait(self, binaries: Collection[int], deadline_ns: int) -> bool:
         """Waits for tables that are being built, until a monotonic time; returns if all are done.

@@ -48,6 +48,7 @@ class Ended:
         of_images: Keep something of images.
         of_binaries: Keep something of files.
         used_binaries: Files that are needed although nobody maps them.
+        used_images: Images that are needed for a while although they have ended.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Ended:
         of_images: Sequence[KeepsImages],
         of_binaries: Sequence[KeepsBinaries],
         used_binaries: Callable[[], Collection[int]],
+        used_images: Callable[[], Collection[int]],
     ) -> None:
         self._programs = programs
         self._table = table
@@ -65,6 +67,7 @@ class Ended:
         self._of_images = of_images
         self._of_binaries = of_binaries
         self._used_binaries = used_binaries
+        self._used_images = used_images
         self._waiting: deque[tuple[list[ProcessImage], list[ThreadInfo]]] = deque()
         self._windows = 0
         self._unused: set[int] = set()
@@ -78,7 +81,10 @@ class Ended:
             self._forget_binaries()
         self._waiting.append(self._table.take_ended())
         if len(self._waiting) > _GRACE_WINDOWS:
-            self._forget(*self._waiting.popleft())
+            images, threads = self._waiting.popleft()
+            used = self._used_images()
+            self._waiting[-1][0].extend(image for image in images if image.index in used)
+            self._forget([image for image in images if image.index not in used], threads)
 
     def _forget(self, images: list[ProcessImage], threads: list[ThreadInfo]) -> None:
         for image in images:

@@ -49,6 +49,7 @@ from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
+from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
@@ -223,6 +224,10 @@ class Recorder:
             self._timed.add,
         )
         self.stacks = Stacks(window, table, self.calls, [self.devices])
+        copies = RingBuffer(programs.copies_fd, programs.copies_bytes)
+        parts.callback(copies.close)
+        self._ring.watch(programs.copies_fd)
+        self.late_walks = LateWalks(copies, table, self.tables, self.images, self.stacks)
         self._ended = Ended(
             programs,
             table,
@@ -230,6 +235,7 @@ class Recorder:
             (self.pythons, self.calls, self.kernels, self.devices, self.facts),
             (self.tables, self.pythons, self.calls, self.devices, self.facts),
             self.devices.used_binaries,
+            self.late_walks.used_images,
         )
         walker = StackWalker(self.tables, self.images) if options.user_stacks else None
         self.sleepers = Sleepers(
@@ -258,6 +264,8 @@ class Recorder:
         command = self._target.command
         if self._target.filter is not abi.Filter.PIDS or self._options.follow_children:
             self._life_events.start()
+        if self._options.user_stacks:
+            programs.set(abi.Setting.STACK_COPIES, COPIES_PER_S)
         pids = [pid for pid in self._target.existing_pids() if pid not in own]
         if self._target.filter is abi.Filter.PIDS:
             self._lives.follow_only(pids if command is None else [command.pid])
@@ -376,9 +384,11 @@ class Recorder:
                 if self.events.take():
                     give(self._next_window())
                 self._lives.update(time.monotonic_ns())
+                self.late_walks.take()
                 self.tables.poll()
                 self.pythons.poll()
                 self.devices.poll()
+                self.late_walks.poll()
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
@@ -443,6 +453,7 @@ class Recorder:
         """
         self.devices.before_stacks()
         self._follow_mappings()
+        self.late_walks.take()
         self._drain_stacks()
         end_ns = self._since_start(boundary_ns)
         keys, values = self._programs.sums[written].take_all()
@@ -550,6 +561,7 @@ class Recorder:
 
     def finish(self, give: Callable[[Window], None]) -> None:
         """Gives the last window: what takes longer to find out, of what windows before mention."""
+        self.late_walks.finish()
         give_all_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         self.calls.finish(self.devices.kernel_names())
         give(self._close_window(self._end_ns, is_last=True))
@@ -566,7 +578,10 @@ class Recorder:
                 LossKind.LIFE_EVENTS_LOST: self._lives.lost + self._life_events.refused,
             }
         )
-        parts = (self.tables, self.sleepers, self.pythons, self.calls, self.devices)
+        parts = (
+            *(self.tables, self.late_walks, self.sleepers, self.pythons),
+            *(self.calls, self.devices),
+        )
         for part in (*parts, self._timed, self._inspector):
             found.update(part.losses)
         return found

@@ -92,14 +92,22 @@ class Stacks:
         self._known: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._binaries: dict[tuple[int, ...], tuple[int, ...]] = {}
 
-    def add(self, keys: npt.NDArray[Any], records: npt.NDArray[Any]) -> None:
-        """Takes in the new ones among a chunk of the kernel's stack store."""
+    def add(
+        self, keys: npt.NDArray[Any], records: npt.NDArray[Any], *, is_late: bool = False
+    ) -> None:
+        """Takes in the new ones among stacks of the kernel half.
+
+        Args:
+            keys: Their ids.
+            records: Of abi.STACK_DTYPE.
+            is_late: They have come before, and are better known now.
+        """
         rows: list[tuple[Any, ...]] = []
         parts: list[npt.NDArray[np.uint64]] = []
         at = 0
         unknown: dict[int, bool] = {}
         for stack, record in zip(keys.tolist(), records, strict=True):
-            if stack in self._known:
+            if stack in self._known and not is_late:
                 continue
             image = self._table.image(int(record["tgid"]), int(record["image"]))
             user = record["user"][: int(record["user_depth"])]
@@ -113,7 +121,7 @@ class Stacks:
                 # The leaf is where the processor was; callers found by frame pointer may be junk.
                 unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
             self._note(stack, binaries)
-            for observer in self._observers:
+            for observer in () if is_late else self._observers:
                 observer.add_stack(LocatedStack(stack, image, user, found, binaries))
             kernel = record["kernel"][: int(record["kernel_depth"])]
             parts += [kernel, user]
@@ -128,7 +136,7 @@ class Stacks:
             at += len(kernel) + len(user)
         if rows:
             addresses = np.concatenate(parts).astype("<u8").view(_ADDRESS_DTYPE)
-            self._window.define("stacks", np.array(rows, _STACK_DTYPE), addresses)
+            self._window.define("stacks", np.array(rows, _STACK_DTYPE), addresses, is_late=is_late)
         for index, is_certain in unknown.items():
             self._table.unknown_address(self._table.images[index], is_certain)
 

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import Profile, Recording, SampleClass
+from aiflame.agent.model.profile import FrameKind, Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.reports.words import duration, percent, showable
@@ -135,8 +135,11 @@ def _outermost_module(profile: Profile, stack: int) -> str:
     start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
     if start == stop:
         return "[no stack]"
-    frame = profile.frames[int(profile.stacks.frames[start])]
-    module = module_of(profile, profile.functions[int(frame["function"])].binary)
+    indexes = profile.frames["function"][profile.stacks.frames[start:stop]].tolist()
+    functions = [profile.functions[index] for index in indexes]
+    # Python's own frames, which are known where native ones are cut short, are in none.
+    natives = (function for function in functions if function.kind is not FrameKind.PYTHON)
+    module = module_of(profile, next(natives, functions[0]).binary)
     return showable(module) if module else "[unknown module]"
 
 

@@ -72,6 +72,7 @@ class CaptureSink:
         self.end_ns = 0
         self._rows = Index()  # of stacks by id, and by -1 - process for want of one
         self._lost: set[int] = set()
+        self._early: set[int] = set()  # that may be walked on, later
         self._mapped: OrderedDict[int, int] = OrderedDict()
         self._launch_order = LaunchOrder()
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
@@ -179,15 +180,17 @@ class CaptureSink:
         new: list[tuple[int, UnnamedStack]] = []
         for at, stack in enumerate(window.stacks["stack"].tolist()):
             known = self._rows.find(stack)
-            if known is not None and stack not in self._lost:
+            if known is not None and stack not in self._lost and stack not in self._early:
                 continue
             found = window.stacks[at]
-            is_lost = int(found["stop_reason"]) == StopReason.LOST
+            reason = int(found["stop_reason"])
+            is_lost, is_early = reason == StopReason.LOST, reason == StopReason.NO_TABLE_YET
             if known is None:
                 known = self._rows.add(stack)
-            elif is_lost:
+            elif is_lost or (is_early and stack in self._early):
                 continue
             (self._lost.add if is_lost else self._lost.discard)(stack)
+            (self._early.add if is_early else self._early.discard)(stack)
             first, depth = int(found["first"]), int(found["kernel_depth"])
             kernel = addresses[first : first + depth]
             user = addresses[first + depth : first + depth + int(found["user_depth"])]

@@ -135,6 +135,7 @@ class RawStacks:
                 StopReason.NO_FRAME_POINTER,
                 StopReason.UNREADABLE,
                 StopReason.NO_TABLE,
+                StopReason.NO_TABLE_YET,
             ],
         )
         is_cut = (kept < self.lengths) & (found != StopReason.KERNEL_ONLY)

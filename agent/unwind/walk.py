@@ -127,16 +127,29 @@ class ReplayWalker:
 
     def walk(self, rip: int, rsp: int, rbp: int) -> Walk:
         """Follow the stack of a thread with these registers to its end."""
-        registers = Registers(rip, rsp, rbp)
-        frames = [WalkedFrame(rip, True, FoundBy.REGISTERS)]
+        return self.resume(Registers(rip, rsp, rbp), is_exact=True, depth=1)
+
+    def resume(self, registers: Registers, is_exact: bool, depth: int) -> Walk:
+        """Goes on with a walk.
+
+        Args:
+            registers: At the last frame that is known.
+            is_exact: That frame's instruction pointer is not a return address.
+            depth: How many frames are known; 1: it is the leaf.
+
+        Returns:
+            The last frame that was known, and those after it.
+        """
+        frames = [WalkedFrame(registers.rip, is_exact, FoundBy.REGISTERS)]
+        most = self._max_frames - depth + 1
         try:
             while True:
-                at_leaf = len(frames) == 1
+                at_leaf = depth == 1 and len(frames) == 1
                 registers, frame = self._caller(registers, frames[-1].is_exact, at_leaf)
                 if self._mapping(frame.address, frame.is_exact) is None:
                     no_table = frame.found_by == FoundBy.FRAME_POINTER
                     raise _Stop(WalkEnd.NO_TABLE if no_table else WalkEnd.BAD_ADDRESS)
-                if len(frames) == self._max_frames:
+                if len(frames) == most:
                     raise _Stop(WalkEnd.TOO_DEEP)
                 frames.append(frame)
         except _Stop as stop:

@@ -26,6 +26,7 @@ from aiflame.agent.model.gpu import Operation
 from aiflame.agent.processes import unwind_tables
 from aiflame.agent.python import debugoffsets, layouts, memory
 from aiflame.agent.python import walk as python_walk
+from aiflame.agent.recording import late_walks
 from aiflame.agent.unwind.table import PAGE_BYTES, PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RULE, RbpKind, RuleKind
 from aiflame.gpu.apis.base import Grid, HandleFrom, WaitsFor
@@ -40,6 +41,8 @@ _DTYPES = {
     "crossing": abi.CROSSING_DTYPE,
     "thread_state": abi.THREAD_STATE_DTYPE,
     "stack_record": abi.STACK_DTYPE,
+    "stack_copy": abi.STACK_COPY_DTYPE,
+    "event_budget": abi.EVENT_BUDGET_DTYPE,
     "sum_key": abi.SUM_KEY_DTYPE,
     "sum_value": abi.SUM_VALUE_DTYPE,
     "process_event": abi.PROCESS_EVENT_DTYPE,
@@ -61,12 +64,15 @@ _DTYPES = {
     "kernel_named_event": abi.KERNEL_NAMED_DTYPE,
 }
 # Structs that the host half only hands through as so many bytes.
-_KERNEL_ONLY = {"event_budget", "kernel_name_key"}
+_KERNEL_ONLY = {"kernel_name_key"}
 
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,
     "FRAME_SLOTS": abi.FRAME_SLOTS,
     "TABLES_MAX": abi.TABLES_MAX,
+    "TABLE_IS_MISSING": abi.TABLE_IS_MISSING,
+    "STACK_COPY_PAGES": abi.STACK_COPY_PAGES,
+    "STACK_PAGE_BYTES": abi.STACK_PAGE_BYTES,
     "TABLE_PAGE_SHIFT": PAGE_SHIFT,
     **{f"RULE_{member.name}": member.value for member in RuleKind},
     **{f"RBP_{member.name}": member.value for member in RbpKind},
@@ -130,7 +136,7 @@ _KERNEL_HALF_ONLY = {
     *("STALE_FRAMES_MAX", "SETTLE_NS", "ASK_AGAIN_NS", "PF_KTHREAD", "PF_EXITING"),
     *("FAIR_POLICIES", "F_MMAPABLE", "F_INNER_MAP", "WINDOW_WORDS", "WINDOW_BELOW_BYTES"),
     *("KNOWN_ADDRESSES", "STEP_ON", "STEP_END", "STEP_CHECK", "HASH_MULTIPLIER", "NS_PER_S"),
-    *("LONGEST_TICK_NS", "BPF_LICENSE", "LAUNCH_EVENTS_MAX"),
+    *("LONGEST_TICK_NS", "BPF_LICENSE", "LAUNCH_EVENTS_MAX", "RULE_TABLE_IS_MISSING"),
 }
 # What the test of searches is about.
 _STEPS = {"MAPPING_STEPS", "ROW_STEPS"}
@@ -139,6 +145,8 @@ _STEPS = {"MAPPING_STEPS", "ROW_STEPS"}
 _FIGURES: dict[LossKind, int | tuple[str, str]] = {
     LossKind.USER_FRAMES_CUT: abi.MAX_FRAMES,
     LossKind.PYTHON_TOO_DEEP: abi.MAX_FRAMES,
+    LossKind.STACKS_NOT_COPIED: late_walks.COPIES_PER_S,
+    LossKind.STACK_COPIES_FULL: late_walks._MAX_KEPT_BYTES // 1_000_000,
     LossKind.WAITS_NOT_LISTED: ("offcpu.bpf.c", "WAIT_EVENTS_PER_S"),
     LossKind.CALLS_NOT_LISTED: abi.CALL_EVENTS_PER_S,
     LossKind.CALLERS_FULL: loader._CALLERS_MAX,

@@ -49,7 +49,11 @@ class _Recorder:
         self.threads = _Threads()
         programs: Any = SimpleNamespace(threads=self.threads)
         keepers = (self.facts,)
-        self.ended = Ended(programs, self.table, self.window, keepers, keepers, set)
+        self.used_images: set[int] = set()
+        self.ended = Ended(
+            *(programs, self.table, self.window, keepers, keepers, set),
+            lambda: self.used_images,
+        )
         self.end_ns = 0
 
     def run(self, pid: int, image: int, tid: int) -> None:
@@ -110,6 +114,20 @@ def test_the_last_word_of_a_process_may_come_windows_after_its_end(recorder: _Re
     window = recorder.close()
     assert window.processes["process"].tolist() == [1]
     assert window.samples["weight_ns"].sum() == 1
+
+
+def test_a_process_whose_stacks_are_still_walked_is_kept(recorder: _Recorder) -> None:
+    recorder.current[_PID] = 1
+    recorder.run(_PID, 1, _PID)
+    recorder.table.exited(_PID, 1, 5)
+    recorder.used_images = {0}
+    for _ in range(20):
+        recorder.close()
+    assert set(recorder.table.images) == {0}
+    recorder.used_images = set()
+    for _ in range(5):
+        recorder.close()
+    assert recorder.table.images == {}
 
 
 def test_ends_that_nobody_told_of_are_found(recorder: _Recorder) -> None:

@@ -144,6 +144,13 @@ def test_stacks_that_lead_nowhere_keep_their_leaf(
     assert found == WalkedThread((leaf,), end, frozenset())
 
 
+@pytest.mark.parametrize("caller", [0, 3, 8, (1 << 47) - 1, (1 << 64) - 8, (1 << 64) - 1])
+def test_a_caller_that_is_no_address_ends_the_walk(table: UnwindTable, caller: int) -> None:
+    # GIVEN generated code, of which heuristics look at what precedes the return address
+    found = _walk(_walker(_Tables(table)), _image(), _JIT + 8, {0: caller})
+    assert found.addresses == (_JIT + 8,)
+
+
 def test_generated_code_is_walked_by_frame_pointer(table: UnwindTable) -> None:
     words = {24: _JIT + 4, 48: 0, 56: _JIT + 8}
     found = _walk(_walker(_Tables(table)), _image(), _code(_PLAIN), words, _STACK + 48)

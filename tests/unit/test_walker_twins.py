@@ -22,9 +22,9 @@ from aiflame.agent.python.layouts import ABSENT, SHIM_OWNER, Layout, table_layou
 from aiflame.agent.recording.pythons import describe_layout
 from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.table import UnwindTable
-from aiflame.agent.unwind.walk import FoundBy, Mapping, ReplayWalker, WalkEnd
+from aiflame.agent.unwind.walk import FoundBy, Mapping, Registers, ReplayWalker, WalkEnd
 from aiflame.agent.unwind.x86_64 import RbpKind
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pymemory import debug_offsets
 from walkers import Code, KernelWalkers, PythonFrames
@@ -154,14 +154,19 @@ def _world(seed: int) -> World:
     )
 
 
+def _read_u64(memory: dict[int, bytes], address: int) -> int | None:
+    """Returns a word of memory that is given by address, None where there is none."""
+    for start, data in memory.items():
+        if start <= address and address + 8 <= start + len(data):
+            return int.from_bytes(data[address - start :][:8], "little")
+    return None
+
+
 def _python_stack(world: World) -> tuple[list[int], WalkEnd, bool]:
     """What Python finds: addresses as the kernel half keeps them, the end, if by a heuristic."""
 
     def read(address: int) -> int | None:
-        for start, data in world.memory.items():
-            if start <= address and address + 8 <= start + len(data):
-                return int.from_bytes(data[address - start :][:8], "little")
-        return None
+        return _read_u64(world.memory, address)
 
     mappings = [Mapping(*code) for code in world.mappings]
     found = ReplayWalker(mappings, read, read_code=read).walk(*world.registers)
@@ -195,6 +200,50 @@ def test_native_walks_agree(kernel: KernelWalkers, world: World) -> None:
     assert end in _KERNEL_ENDS[expected_end]
     if expected_end is WalkEnd.ROOTED:
         assert (end is StopReason.ROOTED_BY_HEURISTIC) == is_heuristic
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, 1 << 64).map(_world))
+def test_a_copied_stack_is_walked_on_as_if_its_table_had_been_there(
+    kernel: KernelWalkers, world: World
+) -> None:
+    # GIVEN a stack of whole pages, and code whose table is still being built
+    page = abi.STACK_PAGE_BYTES
+    memory = {**world.memory, _STACK: world.memory[_STACK].ljust(page, b"\0")}
+    kernel.set_memory(memory)
+    kernel.set_code(world.mappings, has_tables=False)
+    copied = kernel.copy(*world.registers)
+    assume(copied is not None)
+    row = copied[0]
+    begin = int(row["stack_pointer"])
+    stack = row["memory"].tobytes()[begin % page : int(row["pages"]) * page]
+    read_below = []
+
+    def read_all(address: int) -> int | None:
+        if not begin <= address <= begin + len(stack) - 8:
+            read_below.append(address)
+        return _read_u64(memory, address)
+
+    def read_copy(address: int) -> int | None:
+        return _read_u64({begin: stack}, address)
+
+    def read_code(address: int) -> int | None:
+        return _read_u64(memory, address)
+
+    mappings = [Mapping(*code) for code in world.mappings]
+    frame_pointer = int(row["frame_pointer"]) if row["has_frame_pointer"] else None
+    registers = Registers(int(row["instruction_pointer"]), begin, frame_pointer)
+    start = (registers, bool(row["is_exact"]), int(row["depth"]))
+    # WHEN it is walked on with the table, THEN it is as if all memory could be read, where no word
+    # is asked for that lies below the stack pointer or past the copy.
+    expected = ReplayWalker(mappings, read_all, read_code=read_code).resume(*start)
+    assume(not read_below)
+    assert ReplayWalker(mappings, read_copy, read_code=read_code).resume(*start) == expected
+    # From the leaf on it is the walk that there would have been.
+    if start[2] == 1:
+        assert ReplayWalker(mappings, read_code, read_code=read_code).walk(*world.registers) == (
+            expected
+        )
 
 
 def test_what_is_known_of_an_address_is_of_one_writer(kernel: KernelWalkers) -> None:

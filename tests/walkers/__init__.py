@@ -79,8 +79,8 @@ class KernelWalkers:
         self._kept["memory"] = segments, buffers
         self._library.set_memory(_pointer(segments), ctypes.c_uint64(len(segments)))
 
-    def set_code(self, code: Sequence[Code]) -> None:
-        """Gives the process's mappings with their tables, as the host half brings them."""
+    def set_code(self, code: Sequence[Code], *, has_tables: bool = True) -> None:
+        """Gives the process's mappings, as the host half brings them, with their tables or not."""
         slots = np.zeros(len(code) + 1, abi.MAPPING_SLOT_DTYPE)
         self._mappings_id += 1
         slots[0]["start"], slots[0]["end"] = _IMAGE, len(code)
@@ -89,7 +89,9 @@ class KernelWalkers:
         for number, mapping in enumerate(sorted(code)):
             row = slots[number + 1]
             row["start"], row["end"] = mapping.start, mapping.end
-            if mapping.table is not None:
+            if mapping.table is not None and not has_tables:
+                row["table"] = abi.TABLE_IS_MISSING
+            elif mapping.table is not None:
                 words.append(kernel_words(mapping.table))
                 self._library.set_table(
                     number, _pointer(words[-1]), ctypes.c_uint64(len(words[-1]))
@@ -106,6 +108,13 @@ class KernelWalkers:
         self._library.walk_stack(_pointer(record), *map(ctypes.c_uint64, (rip, rsp, rbp)))
         depth = int(record[0]["user_depth"])
         return Stack(record[0]["user"][:depth].tolist(), StopReason(int(record[0]["end"])))
+
+    def copy(self, rip: int, rsp: int, rbp: int) -> npt.NDArray[np.void] | None:
+        """Walks a stack, and copies it if it met code without its table, as STACK_COPY_DTYPE."""
+        copied = np.zeros(1, abi.STACK_COPY_DTYPE)
+        registers = map(ctypes.c_uint64, (rip, rsp, rbp))
+        is_copied = self._library.copy_stack(_pointer(copied), *registers)
+        return copied if is_copied & 1 else None
 
     def known_address(self, address: int) -> npt.NDArray[np.uint64]:
         """Returns the two words in which the next walk finds what is known of an address."""

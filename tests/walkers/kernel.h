@@ -140,15 +140,28 @@ static void *bpf_map_lookup_elem(void *map, const u32 *index)
 		long (*insert)(const void *asked, const void *given);                              \
 	} name = { name##_lookup, name##_insert }
 
+/* A ring has room for one record, which the next one is written over. */
 #define BPF_RINGBUF_OUTPUT(name, pages)                                                            \
+	static u64 name##_record[sizeof(struct stack_copy) / sizeof(u64)], name##_count;           \
 	static long name##_output(void *event, u64 size, u64 flags)                                \
 	{                                                                                          \
 		(void)event, (void)size, (void)flags;                                              \
 		return 0;                                                                          \
 	}                                                                                          \
+	static void *name##_reserve(u64 size)                                                      \
+	{                                                                                          \
+		return size <= sizeof(name##_record) ? name##_record : NULL;                       \
+	}                                                                                          \
+	static void name##_submit(void *record, u64 flags)                                         \
+	{                                                                                          \
+		(void)record, (void)flags;                                                         \
+		name##_count += 1;                                                                 \
+	}                                                                                          \
 	static struct {                                                                            \
 		long (*ringbuf_output)(void *event, u64 size, u64 flags);                          \
-	} name = { name##_output }
+		void *(*ringbuf_reserve)(u64 size);                                                \
+		void (*ringbuf_submit)(void *record, u64 flags);                                   \
+	} name = { name##_output, name##_reserve, name##_submit }
 
 #define BPF_CGROUP_ARRAY(name, entries)                                                            \
 	static long name##_check(int slot)                                                         \

@@ -37,8 +37,7 @@ u64 *known_address_of(u64 address)
 }
 
 /* Walks a user stack as a program does that samples it. */
-void walk_stack(struct stack_record *out, u64 instruction_pointer, u64 stack_pointer,
-		u64 frame_pointer)
+static void walk_from(u64 instruction_pointer, u64 stack_pointer, u64 frame_pointer)
 {
 	struct user_regs regs = { instruction_pointer, stack_pointer, frame_pointer };
 
@@ -47,8 +46,29 @@ void walk_stack(struct stack_record *out, u64 instruction_pointer, u64 stack_poi
 	if (capture.walk.depth && mappings_of(&capture.walk))
 		while (!walk_some(&capture))
 			;
+}
+
+void walk_stack(struct stack_record *out, u64 instruction_pointer, u64 stack_pointer,
+		u64 frame_pointer)
+{
+	walk_from(instruction_pointer, stack_pointer, frame_pointer);
 	finish_capture(&capture);
 	*out = capture.record;
+}
+
+/* The same, and copies the stack if it has to be walked on; returns whether it has. */
+bool copy_stack(struct stack_copy *out, u64 instruction_pointer, u64 stack_pointer,
+		u64 frame_pointer)
+{
+	u64 count = stack_copies_count;
+
+	settings_values[SETTING_STACK_COPIES] = ~0ull;
+	processes_key = TGID;
+	processes_found = &processes_value;
+	walk_from(instruction_pointer, stack_pointer, frame_pointer);
+	finish_or_copy(&capture);
+	__builtin_memcpy(out, stack_copies_record, sizeof(*out));
+	return stack_copies_count != count;
 }
 
 /* Walks a thread's Python frames, without a native stack. */
