@@ -81,8 +81,8 @@ class Mapped(NamedTuple):
         start, end: Addresses.
         offset: Of the mapping in its file, in bytes.
         device: Of the file, major:minor in hex, as /proc/PID/maps writes it; 00:00 for none.
-        inode: The same, 0 for none. Kernels from v6.8 on name another device and inode here than
-            there for files on overlayfs.
+        inode: The same, 0 for none. Kernels from v6.8 to v6.17 tell of another device and inode
+            here than there for files on overlayfs.
         path: As the kernel knew it: of the process's own root, or `//anon`, `[vdso]`.
     """
 

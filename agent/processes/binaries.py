@@ -44,6 +44,13 @@ class BinaryFile:
     root: str  # openable path of a root directory in which its debug files may lie, or ""
 
 
+def _identity(line: MapsLine) -> tuple[str, int, str] | None:
+    """What tells a mapped file from others, None for anonymous memory."""
+    if line.path == VDSO_PATH:
+        return "", 0, VDSO_PATH
+    return (line.device, line.inode, "") if line.inode else None
+
+
 class BinaryTable:
     """All files mapped executable by any target, told apart by device and inode.
 
@@ -78,11 +85,8 @@ class BinaryTable:
             root: A root directory in which to look for the file if the process is gone, "" for
                 the host's.
         """
-        if line.path == VDSO_PATH:
-            identity = ("", 0, VDSO_PATH)
-        elif line.inode:
-            identity = (line.device, line.inode, "")
-        else:
+        identity = _identity(line)
+        if identity is None:
             return None
         known = self._by_identity.get(identity)
         if known is not None and known.fd is not None:
@@ -107,6 +111,12 @@ class BinaryTable:
         self.files[index] = file
         self._by_identity[identity] = file
         return file
+
+    def has_open(self, line: MapsLine) -> bool:
+        """Whether what a mapping shows is open already, if it is a file."""
+        identity = _identity(line)
+        known = None if identity is None else self._by_identity.get(identity)
+        return identity is None or (known is not None and known.fd is not None)
 
     def ask(self, binary: int, question: Question[T]) -> T | None:
         """Answers a question about a file; None where it could not be opened, or is bad."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -277,11 +277,23 @@ class ProcessTable:
         life = self._lives.find(pid, image)
         known.name = _name_of(life) or name or known.name
         self._changed[known.index] = known
-        if life is not None and life.is_whole and not known.was_read:
+        if not known.was_read and self._is_enough(life):
             self._map(known, life.lines())
         elif before is not None or not known.was_read:
             self.read_mappings(known)
         return known
+
+    def _is_enough(self, life: Life | None) -> TypeGuard[Life]:
+        """Whether what was told of a life is all that it has mapped, and /proc need not be read.
+
+        Files are opened as /proc has them: kernels from v6.8 to v6.17 tell of others than that
+        for what is on overlayfs (v6.8 def3ae83da02, "fs: store real path instead of fake path").
+        """
+        return (
+            life is not None
+            and life.is_whole
+            and all(self.binaries.has_open(line) for line in life.mapped.values())
+        )
 
     def _enter(
         self, pid: int, image: int, ns: int, parent_pid: int = 0, name: str = ""
@@ -383,12 +395,20 @@ class ProcessTable:
         life = self._lives.find(image.pid, image.image)
         if image.was_read and (life is None or life.has_gap):
             return False  # what was read may be newer than what is left of what was told
+        lines = [] if life is None else life.lines()
+        read = {(mapping.start, mapping.end, mapping.file_offset) for mapping in image.mappings}
         is_new = False
         if not image.was_read and (life is not None or not self.is_current(image)):
             ancestor = self._ancestor(image)
             if ancestor is not None and _is_copy(image, ancestor, life):
                 is_new = self._lay(image, ancestor.mappings)
-        return (life is not None and self._map(image, life.lines())) or is_new
+        # What was read of a file is right where that is told of by other numbers.
+        lines = [
+            line
+            for line in lines
+            if (line.start, line.end, line.offset) not in read or self.binaries.has_open(line)
+        ]
+        return self._map(image, lines) or is_new
 
     def _map(self, image: ProcessImage, lines: Sequence[MapsLine]) -> bool:
         """Takes mappings of an image in; returns whether any of them was new."""

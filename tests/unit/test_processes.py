@@ -327,15 +327,31 @@ def test_what_was_told_is_there_without_a_read_while_it_is_all(
     machine: _Machine, told_table: ProcessTable, told: _Told
 ) -> None:
     told.tell(Named(2, 41, "ls", is_exec=True))
-    told.map(3, 41, "/bin/ls")
+    told.tell(Mapped(3, 41, 0x1000, 0x2000, 0, "00:00", 0, "//anon"))
     image = told_table.seen(41, 5, 1, "ls", 6)
-    assert _files(told_table, image) == ["/bin/ls"]
+    assert image.mappings == [_mapped(0x1000)]
     assert machine.reads == 0
     # The next time, /proc tells of what is mapped.
-    machine.maps = _lines("/bin/ls", "/lib/late.so")
+    machine.maps = [_jit(0x1000), _jit(0x5000)]
     assert told_table.seen(41, 5, 1, "ls", 7) is image
-    assert _files(told_table, image) == ["/bin/ls", "/lib/late.so"]
+    assert image.mappings == [_mapped(0x1000), _mapped(0x5000)]
     assert machine.reads == 1
+
+
+def test_a_file_that_is_told_of_by_other_numbers_is_the_one_that_was_read(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a kernel that tells of a file on overlayfs by the numbers of its layer
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.map(3, 41, "/of-layer")
+    machine.maps = [dataclasses.replace(_lines("/usr/bin/ls")[0], inode=77)]
+    # THEN /proc is read, and that stands to the end
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    assert machine.reads == 1
+    assert _files(told_table, image) == ["/usr/bin/ls"]
+    machine.image = None
+    told_table.exited(41, 5, 9)
+    assert _files(told_table, image) == ["/usr/bin/ls"]
 
 
 def test_what_is_mapped_before_the_end_is_known_at_the_end(
