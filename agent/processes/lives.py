@@ -18,9 +18,9 @@ from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, Lost, Map
 from aiflame.agent.processes.procfs import MapsLine
 from intervaltree import IntervalTree
 
-# Those that have ended, and that a sample may still come of: eight seconds at 500 a second. The
+# Those that have ended, and that a sample may still come of: four seconds at 500 a second. The
 # table of processes asks within a second of most of them.
-_MAX_ENDED = 4096
+_MAX_ENDED = 2048
 # Of one pid: a script is one exec or two, and a sample of what was before them may still come.
 _MAX_LIVES = 16
 # Of one life: PyTorch maps 300 files to run. A JIT may map without end.
