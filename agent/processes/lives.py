@@ -18,6 +18,8 @@ from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, Lost, Map
 from aiflame.agent.processes.procfs import MapsLine
 from intervaltree import IntervalTree
 
+# The kernel has room for what 500 processes a second, all on one CPU, do in half a second.
+_KEEP_UP_NS = 100_000_000
 # Those that have ended, and that a sample may still come of: four seconds at 500 a second. The
 # table of processes asks within a second of most of them.
 _MAX_ENDED = 2048
@@ -117,6 +119,16 @@ class Lives:
         self.update(time.monotonic_ns())
         life = self._current(pid)
         return life is not None and life.begun_ns > ns
+
+    def keep_up(self) -> None:
+        """Takes in what has happened, a few times a second: nobody may ask for long.
+
+        A process that maps without end, 100,000 times a second, fills the kernel's room for that
+        and not the recorder's time.
+        """
+        now_ns = time.monotonic_ns()
+        if now_ns - self._read_ns >= _KEEP_UP_NS:
+            self.update(now_ns)
 
     def update(self, ns: int) -> None:
         """Takes in what has happened up to a time, and what is known of later."""

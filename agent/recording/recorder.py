@@ -383,7 +383,7 @@ class Recorder:
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self.events.take():
                     give(self._next_window())
-                self._lives.update(time.monotonic_ns())
+                self._lives.keep_up()
                 self.late_walks.take()
                 self.tables.poll()
                 self.pythons.poll()

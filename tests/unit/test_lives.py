@@ -117,6 +117,22 @@ def test_it_is_read_only_for_what_is_later_than_the_last_read() -> None:
     assert told.reads == 2
 
 
+def test_it_keeps_up_a_few_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = [10**9]
+    monkeypatch.setattr(lives_module.time, "monotonic_ns", lambda: now_ns[0])
+    reads = []
+
+    def read() -> tuple[list[LifeEvent], int]:
+        reads.append(now_ns[0])
+        return [], now_ns[0]
+
+    lives = Lives(read)
+    for _ in range(1000):
+        lives.keep_up()
+        now_ns[0] += 1_000_000
+    assert len(reads) == 10
+
+
 def test_only_some_processes_and_who_descends_from_them() -> None:
     told = _Told(
         Forked(10, 41, 40),
