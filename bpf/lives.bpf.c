@@ -8,6 +8,18 @@
  */
 #include "offcpu.bpf.c"
 
+/* A child has its parent's interpreter at the same addresses, until it calls exec. */
+static __always_inline void inherit_python(u32 parent_tgid, u64 parent_image, u32 tgid, u64 image)
+{
+	struct python_process *parent = pythons.lookup(&parent_tgid), child;
+
+	if (!parent || parent->image != parent_image)
+		return;
+	__builtin_memcpy(&child, parent, sizeof(child));
+	child.image = image;
+	pythons.update(&tgid, &child);
+}
+
 /* sched_process_fork(struct task_struct *parent, struct task_struct *child): threads as well */
 int on_fork(struct raw_tracepoint *ctx)
 {
@@ -31,6 +43,7 @@ int on_fork(struct raw_tracepoint *ctx)
 			count(LOST_PROCESSES_FULL);
 			return 0;
 		}
+		inherit_python(parent_tgid, parent->image, tgid, created.image);
 	}
 	if (!host(WITH_OFF_CPU) || !(parent->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
@@ -133,5 +146,6 @@ int on_exit(struct raw_tracepoint *ctx)
 		     host(FILTER) == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
 	}
 	processes.delete(&tgid);
+	pythons.delete(&tgid);
 	return 0;
 }

@@ -37,6 +37,8 @@ class ProcessCode:
     Attributes:
         process: Its number in windows.
         reader: Reads them.
+        parents_reader: Reads those of the process that it was forked from, which has the same at
+            the same addresses; None where it was not forked.
         has_exited: The process is gone, or may not be read any more.
         lines: By id of the code object, which is kept with it so that no other can get it, and
             position.
@@ -44,10 +46,23 @@ class ProcessCode:
 
     process: int
     reader: CodeReader
+    parents_reader: CodeReader | None = None
     has_exited: bool = False
     lines: OrderedDict[tuple[int, int], tuple[Code, SourceFrame]] = field(
         default_factory=OrderedDict
     )
+
+
+def _read(code: ProcessCode, addresses: Sequence[int]) -> Sequence[Code | None]:
+    """Reads code objects; returns none where there is nobody to read them from any more."""
+    try:
+        return code.reader.read_many(addresses)
+    except NoMemoryAccess:
+        if code.parents_reader is None:
+            code.has_exited = True
+            return ()
+        code.reader, code.parents_reader = code.parents_reader, None
+    return _read(code, addresses)
 
 
 class PythonFacts:
@@ -76,12 +91,8 @@ class PythonFacts:
         wanted = [a for a in {*addresses} if a and (process, a) not in known]
         if not wanted or code.has_exited:
             return
-        try:
-            found = code.reader.read_many(wanted)
-        except NoMemoryAccess:
-            code.has_exited = True
-            return
-        known.update(zip(((process, a) for a in wanted), found, strict=True))
+        found = _read(code, wanted)
+        known.update(zip(((process, a) for a in wanted), found, strict=False))
 
     def name(self, code: ProcessCode, frames: Sequence[PythonFrame]) -> None:
         """Reads what frames are called; windows are told by `flush`."""

@@ -266,6 +266,10 @@ class ProcessTable:
         """Returns a process image if it was entered."""
         return self._by_key.get((pid, image))
 
+    def latest(self, pid: int) -> ProcessImage | None:
+        """Returns the image of a pid that was entered last, if it is still known."""
+        return self._latest.get(pid)
+
     def seen(self, pid: int, image: int, parent_pid: int, name: str, ns: int) -> ProcessImage:
         """Enters a process image of which a sample was just taken, and reads it.
 

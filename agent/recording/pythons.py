@@ -116,12 +116,43 @@ class PythonProcesses:
         interpreter = self._finder.find(image)
         if interpreter is None:
             return
-        memory = ProcessMemory(self._table.memory, image.pid)
-        code = ProcessCode(image.index, CodeReader(memory, interpreter.loaded.layout))
-        found = PythonProcess(image, interpreter.binary, interpreter.loaded, code, memory)
+        parent, loaded = self._parent(image), interpreter.loaded
+        if parent is not None and parent.loaded.runtime_address != loaded.runtime_address:
+            parent = None  # it has called exec: address spaces are laid out at random
+        found = self._process(image, interpreter.binary, loaded, parent)
         found.found_ns = self._latest_ns = time.monotonic_ns()
         self.by_image[image.index] = found
         self._waiting[image.pid] = found
+
+    def _parent(self, image: ProcessImage) -> PythonProcess | None:
+        parent = self._table.latest(image.parent_pid)
+        return None if parent is None else self.by_image.get(parent.index)
+
+    def _process(
+        self,
+        image: ProcessImage,
+        binary: int,
+        loaded: LoadedInterpreter,
+        parent: PythonProcess | None,
+    ) -> PythonProcess:
+        """Returns what reads the code objects of a process, forked from a parent or not."""
+        memory = ProcessMemory(self._table.memory, image.pid)
+        reader = CodeReader(memory, loaded.layout)
+        code = ProcessCode(image.index, reader, None if parent is None else parent.code.reader)
+        return PythonProcess(image, binary, loaded, code, memory)
+
+    def _process_of(self, image: ProcessImage) -> PythonProcess | None:
+        """Returns the interpreter of a process in which the kernel half has walked Python frames.
+
+        One of which it was not told is that of the process that this one was forked from.
+        """
+        found = self.by_image.get(image.index)
+        parent = self._parent(image) if found is None else None
+        if parent is not None:
+            found = self._process(image, parent.binary, parent.loaded, parent)
+            found.state_slot = parent.state_slot
+            self.by_image[image.index] = found
+        return found
 
     @property
     def interval_ns(self) -> int:
@@ -237,7 +268,7 @@ class PythonProcesses:
         """Reads the code objects of chains, those of each process together."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
         for record in records:
-            process = self.by_image.get(self._image(record).index)
+            process = self._process_of(self._image(record))
             if process is not None:
                 codes = record["frames"]["code"][: int(record["depth"])].tolist()
                 wanted[process.image.index].update(codes)

@@ -40,13 +40,15 @@ class _Reader:
 class _Told:
     """Facts, and the window that they make."""
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _Reader, parents: _Reader | None = None) -> None:
         self._window = DumpWindow()
         row = (_PROCESS, 7, 1, 7, 0, 0, -1, 0xFFFF_FFFF, 0, 0, 0)
         self._window.define("processes", rows_of("processes", row))
         self.losses: Counter[LossKind] = Counter()
         self._facts = PythonFacts(self._window, self.losses)
-        self._code = ProcessCode(_PROCESS, cast(CodeReader, reader))
+        self._code = ProcessCode(
+            _PROCESS, cast(CodeReader, reader), cast(CodeReader | None, parents)
+        )
         self._chains = 0
 
     def tell(self, *frames: tuple[int, int]) -> None:
@@ -112,4 +114,18 @@ def test_names_that_cannot_be_read_are_said_to_be_so() -> None:
     reader.has_ended = True
     told.tell((0x20, 1))
     assert "exited" in told.names()[0x20]
+    assert told.losses[LossKind.PYTHON_EXITED] == 1
+
+
+def test_a_forked_child_that_is_gone_has_the_names_of_its_parent() -> None:
+    child, parent = _Reader({0x10: _code("f")}), _Reader({0x10: _code("f"), 0x20: _code("g")})
+    told = _Told(child, parent)
+    told.tell((0x10, 1))
+    assert not parent.reads
+    child.has_ended = True
+    told.tell((0x20, 1))
+    assert told.names() == {0x10: "Class.f", 0x20: "Class.g"}
+    assert not +told.losses
+    parent.has_ended = True
+    told.tell((0x30, 1))
     assert told.losses[LossKind.PYTHON_EXITED] == 1
