@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that was freed goes back to the kernel.
+"""Memory that was freed goes back to the kernel; garbage is not looked for where there is none.
 
 glibc learns from the first large block that is freed to keep those like it, up to 32 MB
 (mallopt(3)). That is cheaper than to map each anew; but what a recording needs for a moment at its
@@ -8,7 +8,10 @@ start would stay resident to its end. Other C libraries keep less, and have none
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+from collections.abc import Iterator
 
 # malloc.h, glibc 2.36.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -31,3 +34,16 @@ def give_back_freed_memory() -> None:
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """While objects are made by the hundred thousand, and none of them is garbage.
+
+    The collector would look through all of them again and again, which is up to half of the time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

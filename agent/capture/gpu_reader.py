@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -121,8 +120,7 @@ class GpuReader:
 
     def _all_ids(self, table: str) -> I64:
         if table not in self._ids:
-            rows = self._database.execute(f"SELECT id FROM {table} ORDER BY id")  # noqa: S608
-            self._ids[table] = np.fromiter(chain.from_iterable(rows), np.int64)
+            self._ids[table] = self._tables.columns(table, ("id",))[0].astype(np.int64)
         return self._ids[table]
 
     def _index(self, table: str, row_id: int) -> int:
@@ -140,6 +138,8 @@ class GpuReader:
         return found
 
     def _positions(self, table: str, values: I64) -> npt.NDArray[np.uint32]:
+        if not len(values):  # as of most captures: there may be many stacks and threads
+            return np.zeros(0, np.uint32)
         ids = self._all_ids(table)
         is_none = values < 0
         at = np.searchsorted(ids, values)

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.capture.columns import check_columns
+from aiflame.agent.allocator import without_garbage_collection
+from aiflame.agent.capture.columns import check_columns, check_table
 from aiflame.agent.capture.gpu_reader import GpuReader
-from aiflame.agent.capture.integer_tables import Integers, IntegerTables
+from aiflame.agent.capture.integer_tables import Integers, IntegerTables, Words
 from aiflame.agent.capture.raw_frames import RawFrames
 from aiflame.agent.capture.schema import (
     APPLICATION_ID,
@@ -55,6 +56,9 @@ _INT64_BITS = 63
 # Stacks are as large as all the rest: so many are Python objects at a time.
 _STACKS_AT_ONCE = 4_096
 
+_NO_INTEGERS: I64 = np.zeros(0, np.int64)
+_NO_WORDS: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+
 
 def read_capture(path: Path) -> Profile:
     """Reads a whole capture.
@@ -75,7 +79,7 @@ def read_capture(path: Path) -> Profile:
         try:
             version = _checked_version(database, path)
             check_columns(database, version)
-            with path.open("rb") as file:
+            with path.open("rb") as file, without_garbage_collection():
                 return _Reader(database, file.fileno(), version).profile()
         finally:
             database.close()
@@ -116,9 +120,8 @@ class _Reader:
     def _rows(self, query: str) -> list[Any]:
         return self._database.execute(query).fetchall()
 
-    def _ids(self, table: str) -> I64:
-        rows = self._database.execute(f"SELECT id FROM {table} ORDER BY id")  # noqa: S608
-        return np.fromiter(chain.from_iterable(rows), np.int64)
+    def _ids(self, table: str) -> Integers:
+        return self._tables.columns(table, ("id",))[0]
 
     def _indexes(self, table: str) -> dict[int, int]:
         return {row: index for index, row in enumerate(self._ids(table).tolist())}
@@ -138,12 +141,7 @@ class _Reader:
                     " started_ns, exited_ns FROM processes ORDER BY id"
                 )
             ),
-            threads=tuple(
-                Thread(process_index[row[0]], *row[1:])
-                for row in self._rows(
-                    "SELECT process_id, tid, name, on_cpu_ns, observed_ns FROM threads ORDER BY id"
-                )
-            ),
+            threads=self._threads(process_index),
             binaries=tuple(
                 Binary(*row)
                 for row in self._rows("SELECT path, build_id FROM binaries ORDER BY id")
@@ -159,6 +157,15 @@ class _Reader:
             else GpuProfile(),
             spans=spread_waits(spans, samples, waits),
         )
+
+    def _threads(self, process_index: dict[int, int]) -> tuple[Thread, ...]:
+        names = ("process_id", "tid", "on_cpu_ns", "observed_ns")
+        process, tid, on_cpu_ns, observed_ns = (
+            column.tolist() for column in self._tables.columns("threads", names)
+        )
+        words = chain.from_iterable(self._rows("SELECT name FROM threads ORDER BY id"))
+        processes = map(process_index.__getitem__, process)
+        return tuple(map(Thread, processes, tid, words, on_cpu_ns, observed_ns))
 
     def _recording(self) -> Recording:
         meta = dict(self._rows("SELECT key, value FROM meta ORDER BY rowid"))
@@ -185,7 +192,6 @@ class _Reader:
         self, binary_index: dict[int, int]
     ) -> tuple[I64, Stacks, tuple[Function, ...], npt.NDArray[np.void]]:
         """Returns the ids of stacks, the stacks, and what they are made of."""
-        function_index = self._indexes("functions")
         kinds = {int(kind): kind for kind in FrameKind}
         functions = [
             Function(kinds[kind], name, None if binary is None else binary_index[binary], file)
@@ -193,42 +199,70 @@ class _Reader:
                 "SELECT kind, name, binary_id, file FROM functions ORDER BY id"
             )
         ]
-        frame_rows = self._rows("SELECT id, function_id, line, address, inlined FROM frames")
-        frame_rows.sort()
-        frames = [(function_index[f], line, a, inl) for _, f, line, a, inl in frame_rows]
-        # Frame ids count up from 0 in captures that aiflame wrote; other writers' are mapped.
-        frame_ids = np.array([row[0] for row in frame_rows], np.uint32)
-        del frame_rows
-        gil = "gil" if self._version > 1 else "0"
-        columns, parts, lengths = [], [], []
-        found = self._database.execute(
-            f"SELECT id, end_reason, {gil}, frames IS NULL, frames FROM stacks ORDER BY id"  # noqa: S608
-        )
+        frame_ids, frames = self._frames()
+        columns = ("id", "end_reason", *(("gil",) if self._version > 1 else ()))
+        found = self._tables.columns_and_words("stacks", columns, "frames")
+        if found is None:
+            found = self._stacks_by_rows(columns)
+        (ids, ends, *gils), words = found
+        flat, offsets = _positions(words.words, frame_ids), _offsets(words.lengths)
+        if words.is_null.any():
+            flat, offsets, frames = self._with_raw(
+                flat, offsets, words.is_null, functions, frames, binary_index
+            )
+        gil = gils[0] if gils else np.zeros(len(ids), np.int32)
+        stacks = Stacks(offsets, flat, _values(ends, StopReason), _values(gil, GilState))
+        return ids, stacks, tuple(functions), frames
+
+    def _frames(self) -> tuple[Integers, npt.NDArray[np.void]]:
+        """Returns the ids of frames, and these."""
+        names = ("id", "function_id", "line", "address", "inlined")
+        ids, function, line, address, inlined = self._integers("frames", names)
+        if int(line.max(initial=0)) >> 32:
+            raise ValueError("a line that no file has")
+        frames = np.zeros(len(ids), FRAME_DTYPE)
+        frames["function"] = _positions(function, self._ids("functions"))
+        frames["line"], frames["address"], frames["inlined"] = line, address, inlined
+        return ids, frames
+
+    def _stacks_by_rows(self, columns: Sequence[str]) -> tuple[list[Integers], Words]:
+        check_table(self._database, self._version, "stacks")
+        query = f"SELECT {', '.join(columns)}, frames FROM stacks ORDER BY id"  # noqa: S608
+        found = self._database.execute(query)
+        integers: list[list[I64]] = [[_NO_INTEGERS] for _ in columns]
+        lengths: list[I64] = [_NO_INTEGERS]
+        is_null: list[npt.NDArray[np.bool_]] = [_NO_INTEGERS > 0]
+        words: list[npt.NDArray[np.uint32]] = [_NO_WORDS]
         while rows := found.fetchmany(_STACKS_AT_ONCE):
-            *integers, blobs = zip(*rows, strict=True)
-            columns.append(np.stack([np.fromiter(one, np.int64) for one in integers]))
+            *parts, blobs = zip(*rows, strict=True)
+            for column, part in zip(integers, parts, strict=True):
+                column.append(np.fromiter(part, np.int64))
             whole = [blob or b"" for blob in blobs]
             lengths.append(np.fromiter(map(len, whole), np.int64) // 4)
-            parts.append(_positions(np.frombuffer(b"".join(whole), "<u4"), frame_ids))
-        ids, ends, gils, is_raw = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
-        offsets = _offsets(lengths)
-        flat = np.concatenate([np.zeros(0, np.uint32), *parts])
-        if is_raw.any():
-            flat, offsets = self._with_raw(flat, offsets, is_raw, functions, frames, binary_index)
-        stacks = Stacks(offsets, flat, _values(ends, StopReason), _values(gils, GilState))
-        return ids, stacks, tuple(functions), np.array(frames, FRAME_DTYPE)
+            is_null.append(np.array([blob is None for blob in blobs]))
+            words.append(np.frombuffer(b"".join(whole), "<u4"))
+        return (
+            [np.concatenate(column) for column in integers],
+            Words(np.concatenate(lengths), np.concatenate(is_null), np.concatenate(words)),
+        )
 
     def _with_raw(
         self,
         flat: npt.NDArray[np.uint32],
         offsets: npt.NDArray[np.uint64],
-        is_raw: I64,
+        is_raw: npt.NDArray[np.bool_],
         functions: list[Function],
-        frames: list[tuple[int, int, int, int]],
+        frames: npt.NDArray[np.void],
         binary_index: dict[int, int],
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
-        """Returns frames and offsets of all stacks, with those that have no frames yet."""
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64], npt.NDArray[np.void]]:
+        """Returns frames and offsets of all stacks, with those that have no frames yet.
+
+        And all frames, with those that these made.
+        """
+        made = [*map(tuple, frames.tolist())]
         parts = [flat[offsets[i] : offsets[i + 1]] for i in range(len(is_raw))]
+        for table in ("stacks", "mappings"):
+            check_table(self._database, self._version, table)
         # Only here: the raw addresses are twice as large as all the rest of a capture.
         raw = self._rows(
             "SELECT process_id, kernel_depth, addresses FROM stacks WHERE frames IS NULL"
@@ -238,10 +272,10 @@ class _Reader:
             np.flatnonzero(is_raw).tolist(), raw, strict=True
         ):
             parts[index] = self._raw.frames(
-                process, depth, addresses, functions, frames, binary_index
+                process, depth, addresses, functions, made, binary_index
             )
         lengths = np.fromiter(map(len, parts), np.int64)
-        return np.concatenate(parts), _offsets([lengths])
+        return np.concatenate(parts), _offsets(lengths), np.array(made, FRAME_DTYPE)
 
     def _integers(self, table: str, columns: Sequence[str]) -> list[Integers]:
         found = self._tables.columns(table, columns)
@@ -336,14 +370,14 @@ def _sums(values: Integers, starts: npt.NDArray[np.intp]) -> Integers:
     return sums
 
 
-def _values(column: I64, known: type[StopReason] | type[GilState]) -> npt.NDArray[np.uint8]:
+def _values(column: Integers, known: type[StopReason] | type[GilState]) -> npt.NDArray[np.uint8]:
     if bool(((column < 0) | (column > max(known))).any()):
         raise ValueError(f"an unknown {known.__name__} of a stack")
     return column.astype(np.uint8)
 
 
-def _offsets(lengths: list[I64]) -> npt.NDArray[np.uint64]:
-    return np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])).astype(np.uint64)
+def _offsets(lengths: I64) -> npt.NDArray[np.uint64]:
+    return np.cumsum(np.concatenate([[0], lengths])).astype(np.uint64)
 
 
 def _positions(
@@ -351,7 +385,8 @@ def _positions(
 ) -> npt.NDArray[np.uint32]:
     """Turns ids into their positions in an ordered array of all ids, none of them twice."""
     if len(ordered) and int(ordered[0]) == 0 and int(ordered[-1]) == len(ordered) - 1:
-        at = ids.astype(np.uint32)  # as aiflame writes them: each id is its own position
+        # As aiflame writes them: each id is its own position.
+        at = ids.astype(np.uint32, copy=False)
         is_missing = bool((ids >= len(ordered)).any())
     else:
         at = np.searchsorted(ordered, ids).astype(np.uint32)

@@ -9,8 +9,6 @@ recording's --min-wait, those that were lost as events, and time preempted.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import NS_PER_S, SPAN_DTYPE, SampleClass
@@ -27,7 +25,8 @@ def spread_waits(
     """Returns spans with the time of single waits in the seconds that they were in.
 
     Args:
-        spans: As drained: of one second each, in the order of (sample, first_s), none twice.
+        spans: As drained: of one second each, in the order of (sample, first_s), none twice. They
+            are one of the largest parts of a profile: this takes them over.
         samples: SAMPLE_DTYPE, in the order of (stack, thread, class).
         waits: WAIT_DTYPE.
 
@@ -39,7 +38,11 @@ def spread_waits(
     columns = [waits[name].astype(np.float64) for name in ("start_ns", "blocked_ns", "runnable_ns")]
     if float(np.sum(columns, axis=0).max()) >= _MAX_NS:
         raise ValueError("a wait later than there can be")
-    order = spans["sample"].astype(np.int64) << 32 | spans["first_s"]
+    order = spans["sample"].astype(np.int64) << 32
+    order |= spans["first_s"]
+    threads = 1 + int(max(samples["thread"].max(initial=0), waits["thread"].max(initial=0)))
+    known = _keys(samples, threads)
+    known += samples["klass"]
     start_ns = waits["start_ns"].astype(np.int64)
     woken_ns = start_ns + waits["blocked_ns"].astype(np.int64)
     end_ns = woken_ns + waits["runnable_ns"].astype(np.int64)
@@ -48,7 +51,8 @@ def spread_waits(
         (SampleClass.BLOCKED, start_ns, woken_ns),
         (SampleClass.WAITING_TO_RUN, woken_ns, end_ns),
     ):
-        sample = _samples_of(samples, waits, klass)
+        wanted = _keys(waits, threads) + klass
+        sample = _found(known, wanted, np.searchsorted(known, wanted))
         row = _rows_of(spans["ns"], order, sample << 32 | end_ns // NS_PER_S, to_ns - from_ns)
         chosen = np.flatnonzero((row >= 0) & (to_ns > from_ns))
         row = row[chosen]
@@ -57,31 +61,29 @@ def spread_waits(
         counted_s = spans["first_s"][row].astype(np.int64)
         is_elsewhere = (first_s != counted_s) | (last_s != counted_s)
         row, chosen = row[is_elsewhere], chosen[is_elsewhere]
-        moved_ns = np.zeros(len(spans), np.uint64)
-        np.add.at(moved_ns, row, (to_ns - from_ns)[chosen].astype(np.uint64))
+        rows, which = np.unique(row, return_inverse=True)
+        moved_ns = np.zeros(len(rows), np.uint64)
+        np.add.at(moved_ns, which, (to_ns - from_ns)[chosen].astype(np.uint64))
         # More than was counted there: which of the waits it was is not known, so they stay.
-        is_there = moved_ns[row] <= spans["ns"][row]
-        moved_ns[row[~is_there]] = 0
-        chosen = chosen[is_there]
-        spans = spans.copy()
-        spans["ns"] -= moved_ns
+        is_there = moved_ns <= spans["ns"][rows]
+        spans["ns"][rows[is_there]] -= moved_ns[is_there]
+        chosen = chosen[is_there[which]]
         pieces += _pieces(sample[chosen], from_ns[chosen], to_ns[chosen])
-    found = np.concatenate([spans, *pieces])
-    return found[(found["ns"] > 0) | (found["count"] > 0)]
+    return np.concatenate([_not_empty(part) for part in (spans, *pieces)])
 
 
-def _samples_of(
-    samples: npt.NDArray[np.void], waits: npt.NDArray[np.void], klass: SampleClass
-) -> I64:
-    """Returns the sample that each wait is part of, -1 for none."""
-    threads = 1 + int(max(samples["thread"].max(initial=0), waits["thread"].max(initial=0)))
+def _not_empty(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    is_any = (spans["ns"] > 0) | (spans["count"] > 0)
+    return spans if is_any.all() else spans[is_any]
 
-    def keys(rows: npt.NDArray[np.void], klasses: npt.NDArray[np.integer[Any]] | int) -> I64:
-        found: I64 = rows["stack"].astype(np.int64) * threads + rows["thread"]
-        return found * len(SampleClass) + klasses
 
-    known, wanted = keys(samples, samples["klass"]), keys(waits, int(klass))
-    return _found(known, wanted, np.searchsorted(known, wanted))
+def _keys(rows: npt.NDArray[np.void], threads: int) -> I64:
+    """Returns (stack, thread, class) of rows in one number, the class being 0."""
+    found: I64 = rows["stack"].astype(np.int64)
+    found *= threads
+    found += rows["thread"]
+    found *= len(SampleClass)
+    return found
 
 
 def _rows_of(counted_ns: npt.NDArray[np.uint64], order: I64, ended: I64, ns: I64) -> I64:

@@ -8,13 +8,13 @@ dump itself then takes a few milliseconds, and is of the moment that it says it 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from aiflame.agent.allocator import without_garbage_collection
 from aiflame.agent.dumps.model import Dump, ProcessDump, ThreadDump
 from aiflame.agent.dumps.naming import NamedThread, ThreadNamer
 from aiflame.agent.dumps.pythons import find_python
@@ -36,16 +36,6 @@ from aiflame.agent.symbols.service import SymbolService
 
 # There is no recording that would tell images of one pid apart.
 _IMAGE = 1
-
-
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """What is read makes a hundred objects a thread: the collector would take half of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class DumpSession:
@@ -107,7 +97,7 @@ class DumpSession:
             self._named(targets)
             tid, pid = threading.get_native_id(), os.getpid()
             self._clock_offset_ns = self._reader.clock_offset_ns(tid, pid)
-            with _no_collector():
+            with without_garbage_collection():
                 ready_ns = time.monotonic_ns()
                 self._read(targets)
                 read_ns = time.monotonic_ns()

@@ -188,3 +188,14 @@ def is_local(fd: int) -> bool:
         return False
     (kind,) = struct.unpack_from("<q", facts)
     return kind in _LOCAL or (kind != _FUSE and os.major(os.fstat(fd).st_dev) != 0)
+
+
+def path_in_root(path: str) -> str:
+    """The path of /proc/PID/fd/N as its own root sees it, or the path itself."""
+    if not path.startswith("/proc/"):
+        return path
+    try:
+        target = os.readlink(path)  # noqa: PTH115 - no more is imported than is needed
+    except OSError:
+        return ""
+    return target.removesuffix(" (deleted)") if target.startswith("/") else ""

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
@@ -51,8 +53,8 @@ class Pieces:
     """
 
     owner: I64
-    first: I64
-    length: I64
+    first: I32
+    length: I32
     weight: U64
 
 
@@ -110,7 +112,7 @@ def _pieces(part: Part, grid: Grid) -> Pieces:
     width = grid.width_s
     first_s = spans["first_s"].astype(np.int64) - grid.start_s
     if width == 1:
-        return _added_up(owner, first_s, spans["seconds"].astype(np.int64), spans["ns"], grid)
+        return _added_up(owner, first_s, spans["seconds"], spans["ns"], grid)
     last_s = first_s + spans["seconds"] - 1
     first, last = first_s // width, last_s // width
     is_one = first == last
@@ -141,13 +143,29 @@ def _pieces(part: Part, grid: Grid) -> Pieces:
     return _added_up(owner, first, length, ns * seconds.astype(np.uint64), grid)
 
 
-def _added_up(owner: I64, first: I64, length: I64, weight: U64, grid: Grid) -> Pieces:
+def _added_up(
+    owner: I64, first: I64, length: npt.NDArray[np.integer[Any]], weight: U64, grid: Grid
+) -> Pieces:
+    """Return one piece of each (owner, first, length); takes `owner` and `first` over."""
     radix = grid.buckets + 1
-    keys = (owner * radix + first) * radix + length
-    kept = np.flatnonzero(weight)
-    order = kept[np.argsort(keys[kept])]
-    keys = keys[order]
+    keys = owner
+    keys *= radix
+    keys += first
+    keys *= radix
+    keys += length
+    del owner, first
+    if not weight.all():
+        kept = np.flatnonzero(weight)
+        keys, weight = keys[kept], weight[kept]
+    order = np.argsort(keys)
+    keys, weight = keys[order], weight[order]
+    del order
     starts = np.flatnonzero(np.diff(keys, prepend=np.int64(-1)))
-    keys = keys[starts]
-    weights = np.add.reduceat(weight[order], starts) if len(starts) else weight[:0]
-    return Pieces(keys // radix**2, keys // radix % radix, keys % radix, weights)
+    if len(starts) < len(keys):
+        keys, weight = keys[starts], np.add.reduceat(weight, starts)
+    # Two of the columns are small: a page has no more than some thousand buckets.
+    lengths = (keys % radix).astype(np.int32)
+    keys //= radix
+    buckets = (keys % radix).astype(np.int32)
+    keys //= radix
+    return Pieces(keys, buckets, lengths, weight)

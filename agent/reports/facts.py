@@ -123,23 +123,48 @@ def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str
         profile: The profile.
         stack_ns: Time of each stack, shape (stacks,).
     """
-    cut = np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0)
+    cut = np.flatnonzero(np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0))
+    binaries = len(profile.binaries)
+    no_binary, no_stack = binaries, binaries + 1
+    binary_of = np.array(
+        [no_binary if f.binary is None else f.binary for f in profile.functions], np.int64
+    )
+    binary = np.full(len(cut), no_stack)
+    walked = np.diff(profile.stacks.offsets)[cut] > 0
+    binary[walked] = binary_of[_outermost(profile, cut[walked])]
+    ns = np.zeros(binaries + 2, np.int64)
+    np.add.at(ns, binary, stack_ns[cut].astype(np.int64))
     sums: dict[str, int] = {}
-    for stack in np.flatnonzero(cut).tolist():
-        module = _outermost_module(profile, stack)
-        sums[module] = sums.get(module, 0) + int(stack_ns[stack])
+    for at in np.unique(binary).tolist():
+        name = "[no stack]" if at == no_stack else _shown_module(profile, at)
+        sums[name] = sums.get(name, 0) + int(ns[at])
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _outermost_module(profile: Profile, stack: int) -> str:
-    start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
-    if start == stop:
-        return "[no stack]"
-    indexes = profile.frames["function"][profile.stacks.frames[start:stop]].tolist()
-    functions = [profile.functions[index] for index in indexes]
-    # Python's own frames, which are known where native ones are cut short, are in none.
-    natives = (function for function in functions if function.kind is not FrameKind.PYTHON)
-    module = module_of(profile, next(natives, functions[0]).binary)
+def _outermost(profile: Profile, stacks: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """Return the outermost function of each stack, none of which is empty.
+
+    Python's own, which are known where native ones are cut short, are passed over where there are
+    others: they are in no module.
+    """
+    is_python = np.array([f.kind is FrameKind.PYTHON for f in profile.functions], np.bool_)
+    starts, stops = (profile.stacks.offsets[stacks + more].astype(np.int64) for more in (0, 1))
+    at = starts.copy()
+    left: npt.NDArray[np.int64] = np.arange(len(stacks))
+    while len(left):
+        left = left[is_python[_functions_at(profile, at[left])]]
+        at[left] += 1
+        left = left[at[left] < stops[left]]
+    return _functions_at(profile, np.where(at < stops, at, starts))
+
+
+def _functions_at(profile: Profile, at: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    found: npt.NDArray[np.uint32] = profile.frames["function"][profile.stacks.frames[at]]
+    return found
+
+
+def _shown_module(profile: Profile, binary: int) -> str:
+    module = module_of(profile, binary if binary < len(profile.binaries) else None)
     return showable(module) if module else "[unknown module]"
 
 

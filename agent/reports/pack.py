@@ -27,8 +27,8 @@ from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import palette
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.buckets import Pieces
-from aiflame.agent.reports.distinct import distinct
-from aiflame.agent.reports.rows import I64, Labels, Rows, rows_for
+from aiflame.agent.reports.distinct import distinct, occurring
+from aiflame.agent.reports.rows import I32, I64, Labels, Rows, rows_for
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, outline
 from aiflame.agent.reports.words import showable
@@ -146,43 +146,49 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
     everything = replace(options, view=View.WALL, frames=Frames.ALL, hide_importlib=False)
     rows = rows_for(profile, everything)
     tree, node = outline(rows, options.min_width_pct or 0, MAX_NODES)
+    labels, tails, thread, weight = rows.labels, rows.tail, rows.thread, rows.ns
+    distinct_tails = occurring(tails[tails >= 0], len(labels))
+    kinds = _kinds_of_time(rows, distinct_tails)
+    del rows  # its paths are as large as all the rest
     writer = Writer()
-    used = np.unique(tree.label[1:].astype(np.int64))
+    used = occurring(tree.label[1:], len(labels))
     writer.integers("depth", tree.depth)
-    number = np.zeros(len(rows.labels) + 1, dtype=np.int64)  # the last is that of the root
+    number = np.zeros(len(labels) + 1, dtype=np.int64)  # the last is that of the root
     number[used] = np.arange(len(used))
     writer.integers("label", number[tree.label])
-    pack_labels(writer, profile, rows.labels, used)
-    _pack_lines(writer, profile, rows.labels, used)
-    tails, kinds = rows.tail, _kinds_of_time(rows)
-    thread, weight = rows.thread, rows.ns
-    del rows  # its paths are as large as all the rest
-    distinct_tails = np.unique(tails[tails >= 0])
-    kind = np.where(tails < 0, 0, np.searchsorted(distinct_tails, tails) + 1)
-    row = pack_rows(writer, node, thread, kind)
+    pack_labels(writer, profile, labels, used)
+    _pack_lines(writer, profile, labels, used)
+    kind_of = np.zeros(len(labels) + 1, dtype=np.int64)  # the last is that of time on the CPU
+    kind_of[distinct_tails] = np.arange(1, len(distinct_tails) + 1)
+    row = pack_rows(writer, node, thread, kind_of[tails])
+    cut = tree.cut
+    del tree, node, tails
+    # A host that starts many processes and threads calls them by few names.
+    names = {t.name for t in profile.threads} | {p.name for p in profile.processes}
+    shown = {name: showable(name) for name in names}
     index = {
         "classes": len(SampleClass),
         "kinds": kinds,
         "threads": [
-            {"process": t.process, "name": f"{showable(t.name)} ({t.tid})"} for t in profile.threads
+            {"process": t.process, "name": f"{shown[t.name]} ({t.tid})"} for t in profile.threads
         ],
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
-        "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
+        "processes": [f"{shown[p.name]} ({p.pid})" for p in profile.processes],
     }
-    return Draft(writer, index, tree.cut, "row_ns", row, weight, profile.spans)
+    return Draft(writer, index, cut, "row_ns", row, weight, profile.spans)
 
 
-def _kinds_of_time(rows: Rows) -> list[dict[str, Any]]:
+def _kinds_of_time(rows: Rows, tails: I64) -> list[dict[str, Any]]:
     # What a row's `kind` counts through: on-CPU first, then each off-CPU marker that occurs.
     kinds: list[dict[str, Any]] = [{"name": SampleClass.ON_CPU.label, "klass": 0}]
-    for tail in np.unique(rows.tail[rows.tail >= 0]).tolist():
+    for tail in tails.tolist():
         klass = int(rows.klass[np.argmax(rows.tail == tail)])
         category = int(rows.labels.categories[tail])
         kinds.append({"name": rows.labels.names[tail], "klass": klass, "category": category})
     return kinds
 
 
-def pack_rows(writer: Writer, node: I64, thread: npt.NDArray[np.uint32], kind: I64) -> I64:
+def pack_rows(writer: Writer, node: I32, thread: npt.NDArray[np.uint32], kind: I64) -> I64:
     """Add one row per (node, thread, kind), by node: its column is then all small differences.
 
     Args:
@@ -196,7 +202,8 @@ def pack_rows(writer: Writer, node: I64, thread: npt.NDArray[np.uint32], kind: I
     """
     n_kinds, n_threads = int(kind.max(initial=0)) + 1, int(thread.max(initial=0)) + 1
     limit = (int(node.max(initial=0)) + 1) * n_threads * n_kinds
-    keys = node * n_threads
+    keys = node.astype(np.int64)
+    keys *= n_threads
     keys += thread
     keys *= n_kinds
     keys += kind

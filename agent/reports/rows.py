@@ -13,8 +13,9 @@ few, are made one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.words import showable
 
 U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 # Stop reasons after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED
@@ -88,8 +90,8 @@ class Rows:
     labels: Labels
     path_offsets: I64  # shape (paths + 1,)
     path_labels: U32
-    path_of: I64  # shape (rows,)
-    tail: I64  # label of the off-CPU marker, -1 for time on the CPU; shape (rows,)
+    path_of: I32  # shape (rows,)
+    tail: I32  # label of the off-CPU marker, -1 for time on the CPU; shape (rows,)
     thread: U32  # index into Profile.threads; shape (rows,)
     stack: U32  # index into Profile.stacks; shape (rows,)
     klass: npt.NDArray[np.uint8]  # SampleClass; shape (rows,)
@@ -99,12 +101,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ns)
 
-    def path(self, row: int) -> list[int]:
-        """Return the labels of one row, root first, the off-CPU marker last."""
-        path = self.path_of[row]
-        start, stop = self.path_offsets[path : path + 2]
-        labels: list[int] = self.path_labels[start:stop].tolist()
-        return labels if self.tail[row] < 0 else [*labels, int(self.tail[row])]
+    def paths(self, rows: npt.NDArray[np.integer[Any]]) -> Iterator[list[int]]:
+        """Yield the labels of some rows, root first, the off-CPU marker last."""
+        # As lists: numpy's numbers one by one take longer than the labels.
+        which = self.path_of[rows]
+        starts, stops = (self.path_offsets[which + more].tolist() for more in (0, 1))
+        for start, stop, tail in zip(starts, stops, self.tail[rows].tolist(), strict=True):
+            labels: list[int] = self.path_labels[start:stop].tolist()
+            if tail >= 0:
+                labels.append(tail)
+            yield labels
 
 
 class LabelTable:
@@ -167,7 +173,9 @@ def rows_of(
         samples = samples[selected]
     table = LabelTable(profile)
     process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
-    thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in profile.threads])
+    # A host that starts many has hundreds of thousands.
+    threads = profile.threads if per_thread else ()
+    thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in threads])
     end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
     tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
@@ -179,13 +187,13 @@ def rows_of(
     ends = profile.stacks.ends[stacks].astype(np.int64)
     columns.append(np.where(np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1))
     offsets, path_labels = join(columns, shown, table.of_frame, rank, stacks)
-    tail = tail_of[samples["klass"], samples["stack"]]
+    tail_of = np.where(tail_of < 0, -1, rank[tail_of]).astype(np.int32)
     return Rows(
         labels,
         offsets,
         path_labels,
-        path_of,
-        np.where(tail < 0, -1, rank[tail]),
+        path_of.astype(np.int32),
+        tail_of[samples["klass"], samples["stack"]],
         *(samples[name] for name in ("thread", "stack", "klass", "count", "ns")),
     )
 

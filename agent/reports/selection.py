@@ -84,6 +84,9 @@ def shown_stacks(profile: Profile, frames: Frames, hide_importlib: bool = False)
     )
     stacks = profile.stacks
     kept: npt.NDArray[np.bool_] = by_frame(keeps[profile.frames["function"]], stacks)
-    before = np.concatenate(([np.uint64(0)], np.cumsum(kept, dtype=np.uint64)))
+    # In 32 bits, as so many numbers are among the largest arrays of a report.
+    before = np.zeros(len(kept) + 1, np.uint32)
+    np.cumsum(kept, out=before[1:])
     offsets = before[stacks.offsets.astype(np.int64)].astype(np.uint64)
+    del before
     return Stacks(offsets, stacks.frames[kept], stacks.ends, stacks.gil)

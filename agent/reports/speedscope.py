@@ -60,9 +60,8 @@ class SpeedscopeReport:
             "name": showable(options.title or f"{recording.target}: {options.view.label}{when}"),
             "activeProfileIndex": 0,
             "shared": {"frames": used.frames},
-            "profiles": profiles,
         }
-        return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+        return f'{_json(document)[:-1]},"profiles":[{",".join(profiles)}]}}\n'.encode()
 
 
 class _FrameTable:
@@ -73,8 +72,8 @@ class _FrameTable:
         self._profile = profile
         self._leaves: dict[tuple[str, str], int] = {}
 
-    def of(self, labels: Labels) -> Callable[[int], int]:
-        """Return what gives the number of the frame of a label."""
+    def of(self, labels: Labels) -> Callable[[int], str]:
+        """Return what gives the number of the frame of a label, as JSON has it."""
         return _Numbers(self, labels, _only_lines(self._profile, labels)).__getitem__
 
     def number(self, labels: Labels, label: int, line: int) -> int:
@@ -100,15 +99,15 @@ class _FrameTable:
         return len(self.frames) - 1
 
 
-class _Numbers(dict[int, int]):
+class _Numbers(dict[int, str]):
     """The number of the frame of each label, given when it is first asked for."""
 
     def __init__(self, frames: _FrameTable, labels: Labels, lines: npt.NDArray[np.int64]) -> None:
         super().__init__()
         self._frames, self._labels, self._lines = frames, labels, lines
 
-    def __missing__(self, label: int) -> int:
-        self[label] = self._frames.number(self._labels, label, int(self._lines[label]))
+    def __missing__(self, label: int) -> str:
+        self[label] = str(self._frames.number(self._labels, label, int(self._lines[label])))
         return self[label]
 
 
@@ -123,9 +122,7 @@ def _only_lines(profile: Profile, labels: Labels) -> npt.NDArray[np.int64]:
     return np.where(lowest == highest, highest, 0)
 
 
-def _time_profiles(
-    profile: Profile, options: ReportOptions, frames: _FrameTable
-) -> list[dict[str, Any]]:
+def _time_profiles(profile: Profile, options: ReportOptions, frames: _FrameTable) -> list[str]:
     if options.view is View.GPU:
         return []
     rows = rows_for(profile, options)
@@ -138,7 +135,8 @@ def _time_profiles(
     sums: dict[int, dict[tuple[int, ...], int]] = {}
     names: dict[int, str] = {}
     for entry in summed_paths(rows, group):
-        names.setdefault(entry.group, _name(rows, entry.labels[:heads]))
+        if entry.group not in names:
+            names[entry.group] = _name(rows, entry.labels[:heads])
         stacks = sums.setdefault(entry.group, {})
         path = tuple(entry.labels[heads:])
         stacks[path] = stacks.get(path, 0) + entry.ns
@@ -146,15 +144,14 @@ def _time_profiles(
     # Label ids are in the order of names, so this is the order of names level by level.
     made = []
     for g in order:
-        paths = sorted(sums[g])
-        numbers = [list(map(frame, path)) for path in paths]
-        made.append(_sampled(names[g], [sums[g][path] for path in paths], numbers, "nanoseconds"))
+        stacks = sums.pop(g)
+        paths = sorted(stacks)
+        numbers = [f"[{','.join(map(frame, path))}]" for path in paths]
+        made.append(_sampled(names[g], [stacks[path] for path in paths], numbers, "nanoseconds"))
     return made
 
 
-def _device_profiles(
-    profile: Profile, options: ReportOptions, frames: _FrameTable
-) -> list[dict[str, Any]]:
+def _device_profiles(profile: Profile, options: ReportOptions, frames: _FrameTable) -> list[str]:
     samples = device_samples(profile)
     rows = device_rows(profile, replace(options, view=View.GPU), samples).rows
     frame = frames.of(rows.labels)
@@ -171,7 +168,7 @@ def _device_profiles(
         paths = sorted(sums[process])
         for *above, last, category in paths:
             leaf = frames.leaf(rows.labels.names[last], StallCategory(category).label)
-            numbers.append([*(frame(label) for label in above), leaf])
+            numbers.append(f"[{','.join([*map(frame, above), str(leaf)])}]")
         found = profile.processes[process]
         name = f"{showable(found.name)} ({found.pid}), device samples"
         made.append(_sampled(name, [sums[process][path] for path in paths], numbers, "none"))
@@ -182,14 +179,17 @@ def _name(rows: Rows, heads: list[int]) -> str:
     return " / ".join(rows.labels.names[label] for label in heads)
 
 
-def _sampled(name: str, weights: list[int], numbers: list[list[int]], unit: str) -> dict[str, Any]:
-    # `numbers` has the frames of the stacks that weigh so much.
-    return {
+def _sampled(name: str, weights: list[int], stacks: list[str], unit: str) -> str:
+    # One profile, as JSON; `stacks` are those that weigh so much, as JSON, leaf last.
+    head = {
         "type": "sampled",
         "name": name,
         "unit": unit,
         "startValue": 0,
         "endValue": sum(weights),
-        "samples": numbers,
-        "weights": weights,
     }
+    return f'{_json(head)[:-1]},"samples":[{",".join(stacks)}],"weights":{_json(weights)}}}'
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.reports import palette
 from aiflame.agent.reports.palette import Category
-from aiflame.agent.reports.tree import I64, Tree
+from aiflame.agent.reports.tree import I32, Tree
 from aiflame.gpu.stalls import StallCategory
 
 U64 = npt.NDArray[np.uint64]
@@ -55,7 +55,7 @@ class Stall:
     count: int
 
 
-def by_node(tree: Tree, node: I64, column: npt.NDArray[np.uint8], count: U64) -> U64:
+def by_node(tree: Tree, node: I32, column: npt.NDArray[np.uint8], count: U64) -> U64:
     """Return samples by node of a tree and by what a column says, shape (nodes, values).
 
     Args:

@@ -50,6 +50,8 @@ def summed_paths(rows: Rows, group: npt.NDArray[np.int64] | None = None) -> Iter
     if not len(firsts):
         return
     sums = np.add.reduceat(rows.ns[order], firsts)
-    for row, ns in zip(order[firsts].tolist(), sums.tolist(), strict=True):
+    chosen = order[firsts]
+    columns = (group[chosen].tolist(), rows.paths(chosen), sums.tolist())
+    for of_group, labels, ns in zip(*columns, strict=True):
         if ns:
-            yield SummedPath(int(group[row]), rows.path(row), ns)
+            yield SummedPath(of_group, labels, ns)

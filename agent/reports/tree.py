@@ -172,24 +172,26 @@ def _subtree_sums(values: U64, end: I32) -> U64:
     return running[end] - running[:-1]
 
 
-def _sum_by(index: I64, values: U64, size: int) -> U64:
+def _sum_by(index: I32, values: U64, size: int) -> U64:
     # bincount would sum in float64, which is not exact above 2**53 ns (104 days of thread time).
     sums = np.zeros(size, dtype=np.uint64)
     np.add.at(sums, index, values)
     return sums
 
 
-def build(rows: Rows) -> tuple[Tree, I64]:
+def build(rows: Rows) -> tuple[Tree, I32]:
     """Merge rows from the root.
 
     Returns:
         The tree, and for each row the node that its time is the self time of.
     """
     shape, node = _grown(rows)
-    return _weighed(shape, rows, node), node
+    labels, klass, ns = rows.labels, rows.klass, rows.ns
+    del rows  # its paths are as large as all the rest
+    return _weighed(shape, labels, node, klass, ns), node
 
 
-def outline(rows: Rows, min_width_pct: float, max_nodes: int) -> tuple[Outline, I64]:
+def outline(rows: Rows, min_width_pct: float, max_nodes: int) -> tuple[Outline, I32]:
     """Merge rows from the root, and leave out what `prune` does.
 
     Returns:
@@ -199,20 +201,21 @@ def outline(rows: Rows, min_width_pct: float, max_nodes: int) -> tuple[Outline, 
     if not min_width_pct and len(shape) <= max_nodes:
         cut = Cut(0, 0, np.ones(len(shape), np.bool_), False)
         return Outline(shape.label, shape.depth, cut), node
-    full = _weighed(shape, rows, node)
+    full = _weighed(shape, rows.labels, node, rows.klass, rows.ns)
     tree, cut = prune(full, min_width_pct, max_nodes)
     return Outline(tree.label, tree.depth, cut), kept_above(full, cut)[node]
 
 
-def _grown(rows: Rows) -> tuple[_Shape, I64]:
+def _grown(rows: Rows) -> tuple[_Shape, I32]:
     grower = _Grower(len(rows.labels))
     paths = np.arange(len(rows.path_offsets) - 1)
     starts, lengths = rows.path_offsets[:-1], np.diff(rows.path_offsets)
     n_labels = max(1, len(rows.labels))
     has_tail = rows.tail >= 0
-    keys, tail_of_row = np.unique(
-        rows.path_of[has_tail] * n_labels + rows.tail[has_tail], return_inverse=True
-    )
+    keys = rows.path_of[has_tail].astype(np.int64)
+    keys *= n_labels
+    keys += rows.tail[has_tail]
+    keys, tail_of_row = distinct(keys, len(paths) * n_labels)
     # A tail is one more level for those of a path's rows that were off the CPU.
     tails, tail_labels = keys // n_labels, keys % n_labels
     by_length = np.argsort(lengths[tails], kind="stable")
@@ -233,20 +236,22 @@ def _grown(rows: Rows) -> tuple[_Shape, I64]:
     return shape, node
 
 
-def _weighed(shape: _Shape, rows: Rows, node: I64) -> Tree:
+def _weighed(
+    shape: _Shape, labels: Labels, node: I32, klass: npt.NDArray[np.uint8], ns: U64
+) -> Tree:
     size = len(shape)
-    self_ns = _sum_by(node, rows.ns, size)
-    is_on = rows.klass == SampleClass.ON_CPU
-    return shape.weigh(rows.labels, self_ns, self_ns - _sum_by(node[is_on], rows.ns[is_on], size))
+    self_ns = _sum_by(node, ns, size)
+    is_on = klass == SampleClass.ON_CPU
+    return shape.weigh(labels, self_ns, self_ns - _sum_by(node[is_on], ns[is_on], size))
 
 
-def _nodes(shape: _Shape, depths: I64, index: I64) -> I64:
+def _nodes(shape: _Shape, depths: I64, index: I64) -> I32:
     # The nodes at `index` within the levels `depths`.
     if not len(depths):
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros(0, dtype=np.int32)
     sizes = np.array([len(ids) for ids in shape.ids])
     first = np.cumsum(sizes) - sizes
-    nodes: I64 = np.concatenate(shape.ids)[first[depths] + index].astype(np.int64)
+    nodes: I32 = np.concatenate(shape.ids)[first[depths] + index]
     return nodes
 
 
@@ -301,7 +306,7 @@ def prune(tree: Tree, min_width_pct: float, max_nodes: int | None = None) -> tup
     kept_before: U32 = np.cumsum(np.concatenate([[0], keep])).astype(np.uint32)
     edge = ~keep
     edge[1:] &= keep[tree.parent[1:]]
-    extra = _sum_by(tree.parent[edge].astype(np.int64), tree.total_ns[edge], len(tree))
+    extra = _sum_by(tree.parent[edge], tree.total_ns[edge], len(tree))
     parents = tree.parent[keep]
     smaller = Tree(
         labels=tree.labels,
@@ -316,12 +321,12 @@ def prune(tree: Tree, min_width_pct: float, max_nodes: int | None = None) -> tup
     return smaller, Cut(len(tree) - len(smaller), int(tree.total_ns[edge].sum()), keep, is_capped)
 
 
-def kept_above(tree: Tree, cut: Cut) -> I64:
+def kept_above(tree: Tree, cut: Cut) -> I32:
     """Return for each node of the tree before `prune` the node that has its time after it."""
-    above = np.arange(len(tree))
+    above = np.arange(len(tree), dtype=np.int32)
     lost = np.flatnonzero(~cut.kept)
     while len(lost):
         above[lost] = tree.parent[above[lost]]
         lost = lost[~cut.kept[above[lost]]]
-    result: I64 = (np.cumsum(cut.kept) - 1)[above]
+    result: I32 = (np.cumsum(cut.kept, dtype=np.int32) - 1)[above]
     return result

@@ -8,7 +8,8 @@ capture, in the second in which it ended (see `capture.spans`, which spreads it 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import enum
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -19,7 +20,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.gpu import Direction
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import NO_STACK, NO_TIME, NONE, Rows, Timing, Window
-from aiflame.agent.sinks.index import Index
+from aiflame.agent.sinks.index import Numbers
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.symbolize.mapped import laid_over
@@ -31,8 +32,19 @@ _INTERVAL_NS = 1_000_000_000
 _LARGEST_SUM = 1 << 62
 
 
-# Processes of which is known what they had mapped.
-_KEPT_PROCESSES = 1 << 14
+class _Known(enum.IntEnum):
+    """Whether a later window may say more of a stack."""
+
+    WHOLE = 0
+    LOST = 1  # it may come
+    EARLY = 2  # it may be walked on
+
+
+_KNOWN_BITS = 2
+_KNOWN_BY_REASON: dict[int, _Known] = {
+    StopReason.LOST: _Known.LOST,
+    StopReason.NO_TABLE_YET: _Known.EARLY,
+}
 
 
 class StackNamer(Protocol):
@@ -55,6 +67,7 @@ class CaptureSink:
     Attributes:
         losses: By name, added up.
         end_ns: Where the last window ended, since the capture's beginning.
+        lost_stacks: How many stacks never came.
     """
 
     def __init__(
@@ -70,10 +83,11 @@ class CaptureSink:
         self._namer = namer
         self.losses: Counter[str] = Counter()
         self.end_ns = 0
-        self._rows = Index()  # of stacks by id, and by -1 - process for want of one
-        self._lost: set[int] = set()
-        self._early: set[int] = set()  # that may be walked on, later
-        self._mapped: OrderedDict[int, int] = OrderedDict()
+        self.lost_stacks = 0
+        # Of stacks by id, and by -1 - process for want of one: the row and a `_Known`.
+        self._rows = Numbers()
+        self._row_count = 0
+        self._mapped = Numbers()  # by process: a hash of what it had mapped
         self._launch_order = LaunchOrder()
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
@@ -92,6 +106,8 @@ class CaptureSink:
         binaries = self._put_facts(window)
         self._put_stacks(window)
         self._names.write(self._writer)
+        self._rows.turn()
+        self._mapped.turn()
         self._put_samples(window, interval)
         self._put_calls(window, interval)
         self._put_devices(window, interval, binaries)
@@ -111,11 +127,6 @@ class CaptureSink:
         self._writer.put("samples", rows)
         for launches, ended_ns in self._launch_order.finish():
             self._put_launches(launches, ended_ns)
-
-    @property
-    def lost_stacks(self) -> int:
-        """How many stacks never came."""
-        return len(self._lost)
 
     def _time(self, ns: int) -> int:
         return max(ns - self._start_ns, 0)
@@ -156,13 +167,12 @@ class CaptureSink:
         for process in np.unique(mapped["process"]).tolist():
             rows = mapped[mapped["process"] == process]
             content = hash(rows.tobytes())
-            if self._mapped.get(process) == content:
+            known_content = self._mapped.find(process)
+            if known_content == content:
                 continue
-            if process in self._mapped:  # the table is gone through for it
+            if known_content is not None:  # the table is gone through for it
                 self._writer.drop_mappings([process])
-            self._mapped[process] = content
-            if len(self._mapped) > _KEPT_PROCESSES:
-                self._mapped.popitem(last=False)
+            self._mapped.set(process, content)
             self._writer.put(
                 "mappings",
                 [
@@ -179,18 +189,15 @@ class CaptureSink:
         switched.update(window.waits["stack"].tolist())
         new: list[tuple[int, UnnamedStack]] = []
         for at, stack in enumerate(window.stacks["stack"].tolist()):
-            known = self._rows.find(stack)
-            if known is not None and stack not in self._lost and stack not in self._early:
+            row, known = self._find(stack)
+            if known is _Known.WHOLE:
                 continue
             found = window.stacks[at]
-            reason = int(found["stop_reason"])
-            is_lost, is_early = reason == StopReason.LOST, reason == StopReason.NO_TABLE_YET
-            if known is None:
-                known = self._rows.add(stack)
-            elif is_lost or (is_early and stack in self._early):
+            now = _KNOWN_BY_REASON.get(int(found["stop_reason"]), _Known.WHOLE)
+            if now is known or (now is _Known.LOST and known is _Known.EARLY):
                 continue
-            (self._lost.add if is_lost else self._lost.discard)(stack)
-            (self._early.add if is_early else self._early.discard)(stack)
+            row = self._set(stack, row, now)
+            self.lost_stacks += (now is _Known.LOST) - (known is _Known.LOST)
             first, depth = int(found["first"]), int(found["kernel_depth"])
             kernel = addresses[first : first + depth]
             user = addresses[first + depth : first + depth + int(found["user_depth"])]
@@ -205,8 +212,21 @@ class CaptureSink:
                 gil=int(found["gil"]),
                 is_from_switch=stack in switched,
             )
-            new.append((known, unnamed))
+            new.append((row, unnamed))
         self._put_rows(window, new)
+
+    def _find(self, key: int) -> tuple[int, _Known | None]:
+        """Returns the row of a stack and what is known of it: of a new one, that it would get."""
+        found = self._rows.find(key)
+        if found is None:
+            return self._row_count, None
+        return found >> _KNOWN_BITS, _Known(found & (1 << _KNOWN_BITS) - 1)
+
+    def _set(self, key: int, row: int, known: _Known) -> int:
+        """Takes note of what is known of a stack; returns its row."""
+        self._rows.set(key, row << _KNOWN_BITS | known)
+        self._row_count = max(self._row_count, row + 1)
+        return row
 
     def _put_rows(self, window: Window, new: list[tuple[int, UnnamedStack]]) -> None:
         """Writes new stacks, named if there is somebody who can."""
@@ -223,9 +243,9 @@ class CaptureSink:
 
     def _row_of(self, stack: int, process: int) -> int:
         """Returns the row of a stack; of a thread without one, the row that says so."""
-        row = self._rows.find(stack if stack != NO_STACK else -1 - process)
-        if row is None:
-            row = self._rows.add(-1 - process)
+        row, known = self._find(stack if stack != NO_STACK else -1 - process)
+        if known is None:
+            row = self._set(-1 - process, row, _Known.WHOLE)
             end, frames = int(StopReason.NOT_WALKED), None if self._namer is None else b""
             self._writer.put("stacks", [(row, process, 0, end, b"", frames, 0)])
         return row

@@ -20,8 +20,7 @@ class Names:
     """Functions and frames of the capture, each once, under ids that count from 0."""
 
     def __init__(self) -> None:
-        self._binaries: dict[tuple[str, str], int] = {}
-        self._functions, self._frames = Index(), Index()
+        self._binaries, self._functions, self._frames = Index(), Index(), Index()
         self._added: dict[str, list[tuple[Any, ...]]] = {
             "binaries": [],
             "functions": [],
@@ -30,9 +29,9 @@ class Names:
 
     def binary(self, path: str, build_id: str) -> int:
         """Returns the id of a binary."""
-        known = self._binaries.get((path, build_id))
+        known = self._binaries.find((path, build_id))
         if known is None:
-            known = self._binaries[path, build_id] = len(self._binaries)
+            known = self._binaries.add((path, build_id))
             self._added["binaries"].append((known, path, build_id))
         return known
 
@@ -52,7 +51,9 @@ class Names:
         return frame
 
     def write(self, writer: CaptureWriter) -> None:
-        """Writes what was added to the three tables since the last call."""
+        """Writes what a window added to the three tables."""
         for table, rows in self._added.items():
             writer.put(table, rows)
             rows.clear()
+        for index in (self._binaries, self._functions, self._frames):
+            index.turn()

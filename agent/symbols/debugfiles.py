@@ -19,7 +19,6 @@ import os
 import posixpath
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from aiflame.agent.elf.image import BadElf, ElfImage
@@ -222,14 +221,3 @@ def _mini(binary: OpenElf, problems: list[Problem]) -> OpenElf | None:
     except (lzma.LZMAError, BadTargetFile, MemoryError) as error:
         problems.append(Problem(LossKind.BAD_DEBUG_FILE, f".gnu_debugdata: {error}"))
         return None
-
-
-def path_in_root(path: str) -> str:
-    """The path of /proc/PID/fd/N as its own root sees it, or the path itself."""
-    if not path.startswith("/proc/"):
-        return path
-    try:
-        target = str(Path(path).readlink())
-    except OSError:
-        return ""
-    return target.removesuffix(" (deleted)") if target.startswith("/") else ""

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.demangle import Demangler
 from aiflame.agent.elf.image import BadElf, ElfImage
-from aiflame.agent.inspector.rootfs import open_regular
+from aiflame.agent.inspector.rootfs import open_regular, path_in_root
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import (
     Candidate,
@@ -30,7 +30,6 @@ from aiflame.agent.symbols.debugfiles import (
     OpenElf,
     find_debug_file,
     open_candidates,
-    path_in_root,
 )
 from aiflame.agent.symbols.frames import Problem, RawFrame, SourceFrame, clean_name
 from aiflame.agent.symbols.lines import (

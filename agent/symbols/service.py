@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.inspector.child import ends
+from aiflame.agent.inspector.rootfs import path_in_root
 from aiflame.agent.losses import LossKind
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.symbols import protocol
@@ -58,15 +59,23 @@ _MAX_DEATHS = 40
 # workers all day.
 _IDLE_S = 10.0
 _READ_BYTES = 1024 * 1024
+# A host may show bad binaries all day.
+_MAX_PROBLEMS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Addresses of one binary; the fields are those of `Resolver.resolve`."""
+    """Addresses of one binary; the fields are those of `Resolver.resolve`.
+
+    Attributes:
+        file: Tells the binary from others that have its path later, as that of a descriptor; ""
+            where there are none.
+    """
 
     path: str
     root_path: str
     addresses: U64
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,12 @@ class _Pending:
     root_path: str
     addresses: U64 | None  # None only warms
     perf_map_uid: int | None = None  # whose perf map the path is, None for a binary
+    file: str = ""  # as of a request
+
+    @property
+    def culprit(self) -> tuple[str, str]:
+        """What strikes are counted for."""
+        return self.file or self.path, self.root_path
 
     def message(self, plain: bool) -> bytes:
         return protocol.encode(
@@ -109,7 +124,8 @@ class SymbolService:
         idle_s: After so long without a question `poll` ends the worker; twice as long each time.
 
     Attributes:
-        problems: What went wrong so far, in order.
+        losses: How much went wrong so far.
+        problems: The first that went wrong, in order.
         cpu_ns: CPU time of all workers, complete after `close`.
         peak_rss_bytes: Largest resident set of any worker, as of its latest answer.
     """
@@ -138,8 +154,9 @@ class SymbolService:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._deadline = 0.0
-        self._strikes: dict[tuple[str, str], int] = {}  # by path and root
+        self._strikes: Counter[tuple[str, str]] = Counter()
         self._done: dict[int, list[tuple[SourceFrame, ...]]] = {}
+        self.losses: Counter[LossKind] = Counter()
         self.problems: list[Problem] = []
         self.cpu_ns = 0
         self.peak_rss_bytes = 0
@@ -162,7 +179,7 @@ class SymbolService:
 
     def warm(self, path: str, root_path: str) -> None:
         """Ask for the tables of a binary to be built; never waits."""
-        self._enqueue(path, root_path, None)
+        self._enqueue(_Pending(0, path, root_path, None))
         self.poll()
 
     def poll(self) -> None:
@@ -176,7 +193,10 @@ class SymbolService:
     def resolve_many(self, requests: Sequence[Request]) -> Iterator[Result]:
         """Answers in the order of the requests, each as soon as it is there."""
         self._prioritize(_NICENESS_WAITED_FOR)
-        numbers = [self._enqueue(r.path, r.root_path, r.addresses) for r in requests]
+        numbers = [
+            self._enqueue(_Pending(0, r.path, r.root_path, r.addresses, file=r.file))
+            for r in requests
+        ]
         for number, request in zip(numbers, requests, strict=True):
             while number not in self._done:
                 self._pump(max(0.0, self._deadline - time.monotonic()))
@@ -200,7 +220,7 @@ class SymbolService:
         if not root_path or not len(addresses):
             return [None] * len(addresses)
         path = perf_map_path(namespaced_pid)
-        number = self._enqueue(path, root_path, addresses, uid)
+        number = self._enqueue(_Pending(0, path, root_path, addresses, uid))
         while number not in self._done:
             self._pump(max(0.0, self._deadline - time.monotonic()))
         return [chain[0].name if chain else None for chain in self._done.pop(number)]
@@ -225,12 +245,11 @@ class SymbolService:
             selector.select(_ENDING_S)
         self._reap()
 
-    def _enqueue(
-        self, path: str, root_path: str, addresses: U64 | None, perf_map_uid: int | None = None
-    ) -> int:
+    def _enqueue(self, pending: _Pending) -> int:
+        """Gives a request its number, and sends it; returns the number."""
         self._next_number += 1
-        pending = _Pending(self._next_number, path, root_path, addresses, perf_map_uid)
-        strikes = self._strikes.get((path, root_path), 0)
+        pending.number = self._next_number
+        strikes = self._strikes[pending.culprit]
         if strikes > 1 or not self._running():
             self._give_up(pending)
             return pending.number
@@ -268,9 +287,7 @@ class SymbolService:
             if errors is not None:
                 errors.close()
             self._deaths = _MAX_DEATHS
-            self.problems.append(
-                Problem(LossKind.SYMBOLIZER_DIED, f"cannot start: {error.strerror}")
-            )
+            self._add(Problem(LossKind.SYMBOLIZER_DIED, f"cannot start: {error.strerror}"))
             return
         for pipe in _pipes(process):
             os.set_blocking(pipe.fileno(), False)
@@ -348,8 +365,8 @@ class SymbolService:
         peak = message.get("peak_rss_bytes")
         if isinstance(peak, int):
             self.peak_rss_bytes = max(self.peak_rss_bytes, peak)
-        # Warming and resolving the same binary meet the same problem.
-        self.problems += [problem for problem in problems if problem not in self.problems]
+        for problem in problems:
+            self._add(problem)
         self._queue.popleft()
         self._answered_s = time.monotonic()
         self._deadline = self._answered_s + self._patience_s
@@ -362,7 +379,7 @@ class SymbolService:
             self._strike(self._queue[0], how)
         waiting, self._queue = self._queue, deque()
         for pending in waiting:
-            strikes = self._strikes.get((pending.path, pending.root_path), 0)
+            strikes = self._strikes[pending.culprit]
             if strikes > 1 or not self._running():
                 self._give_up(pending)
                 continue
@@ -371,10 +388,18 @@ class SymbolService:
         self._deadline = time.monotonic() + self._patience_s
 
     def _strike(self, pending: _Pending, how: str) -> None:
-        strikes = self._strikes.get((pending.path, pending.root_path), 0) + 1
-        self._strikes[pending.path, pending.root_path] = strikes
-        reason = LossKind.SYMBOLIZER_GAVE_UP if strikes == 1 else LossKind.SYMBOLIZER_DIED
-        self.problems.append(Problem(reason, f"{pending.path}: {how}"))
+        self._strikes[pending.culprit] += 1
+        is_first = self._strikes[pending.culprit] == 1
+        reason = LossKind.SYMBOLIZER_GAVE_UP if is_first else LossKind.SYMBOLIZER_DIED
+        self._add(Problem(reason, f"{path_in_root(pending.path) or pending.path}: {how}"))
+
+    def _add(self, problem: Problem) -> None:
+        """Counts what went wrong, once: warming and resolving a binary meet the same problem."""
+        if problem in self.problems:
+            return
+        self.losses[problem.reason] += 1
+        if len(self.problems) < _MAX_PROBLEMS:
+            self.problems.append(problem)
 
     def _reap(self) -> str:
         """Kill the worker, add its CPU time, and say in words how it ended."""

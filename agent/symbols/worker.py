@@ -27,6 +27,7 @@ import re
 import resource
 import signal
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,7 +145,13 @@ class _RemoteAccess:
             Candidate(path, is_linked, fd)
             for (path, is_linked), fd in zip(message["found"], fds, strict=True)
         ]
-        yield from self._given
+        left = deque(self._given)
+        try:
+            while left:
+                yield left.popleft()
+        finally:  # the first that is right is the last that is asked for
+            for candidate in left:
+                os.close(candidate.fd)
 
     def checksum(self, candidate: Candidate) -> int:
         """CRC-32 of a candidate."""

@@ -152,6 +152,79 @@ def test_a_tree_that_leads_back_to_itself_is_left_to_sqlite(tmp_path: Path) -> N
         tables.columns("t", _NAMES)
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.dictionaries(
+        st.integers(0, 1 << 34),
+        st.tuples(
+            _NUMBERS,
+            st.one_of(st.none(), st.text(max_size=200), st.floats(), st.binary(max_size=200)),
+            st.one_of(st.none(), st.binary(max_size=300).map(lambda data: data * 4)),
+        ),
+        max_size=40,
+    ),
+    page_bytes=st.sampled_from([4096, 65536]),
+)
+def test_columns_beside_words_and_texts(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: dict[int, tuple[int | None, object, bytes | None]],
+    page_bytes: int,
+) -> None:
+    path = tmp_path_factory.mktemp("pages") / "t.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute(f"PRAGMA page_size = {page_bytes}")
+        database.execute("CREATE TABLE t (id INTEGER PRIMARY KEY, a INTEGER, b, w BLOB, c INTEGER)")
+        database.executemany(
+            "INSERT INTO t VALUES (?, ?, ?, ?, ?)",
+            [(key, *row, key % 7) for key, row in rows.items()],
+        )
+        database.commit()
+    ordered = sorted(rows.items())
+    with _tables(path) as tables:
+        found = tables.columns_and_words("t", ("id", "c"), "w")
+        numbers = tables.columns("t", ("a", "id"))
+    assert found is not None
+    (ids, last), words = found
+    assert ids.tolist() == [key for key, _ in ordered] == numbers[1].tolist()
+    assert last.tolist() == [key % 7 for key, _ in ordered]
+    assert numbers[0].tolist() == [NULL if a is None else a for _, (a, _, _) in ordered]
+    assert words.is_null.tolist() == [each is None for _, (_, _, each) in ordered]
+    assert (4 * words.lengths).tolist() == [len(each or b"") for _, (_, _, each) in ordered]
+    assert words.words.tobytes() == b"".join(each or b"" for _, (_, _, each) in ordered)
+
+
+@pytest.mark.parametrize("value", ["four", 7, b"123", b"1234" * 1100])
+def test_words_that_are_none_or_do_not_fit_a_page_are_left_to_sqlite(
+    tmp_path: Path, value: object
+) -> None:
+    path = tmp_path / "t.db"
+    _make(path, [(1, 2, None), (3, 4, value)])
+    with _tables(path) as tables:
+        assert tables.columns_and_words("t", ("a",), "c") is None
+        assert tables.columns("t", ("a",))[0].tolist() == [1, 3]
+
+
+def test_damaged_words_are_left_to_sqlite_or_are_as_many_as_there_are(tmp_path: Path) -> None:
+    path, damaged = tmp_path / "t.db", tmp_path / "damaged.db"
+    _make(path, [(i, i << 40, b"1234" * (i % 60)) for i in range(1_000)], 1024)
+    whole = path.read_bytes()
+    chance = random.Random(20_261_123)
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 3, 30))):
+            page = chance.randrange(1, len(data) // 1024) * 1024
+            data[page + chance.choice((0, 3, 4, 8, chance.randrange(1024)))] = chance.randrange(256)
+        damaged.write_bytes(data)
+        try:
+            with _tables(damaged) as tables:
+                found = tables.columns_and_words("t", ("a",), "c")
+        except sqlite3.Error:
+            continue
+        if found is not None:
+            assert len(found[0][0]) == len(found[1].lengths) == len(found[1].is_null)
+            assert found[1].lengths.sum() == len(found[1].words)
+
+
 def test_understood_types_are_those_of_the_file_format() -> None:
-    widths = integer_tables._BYTES_OF_TYPE[:10].tolist()
-    assert widths == [0, 1, 2, 3, 4, 6, 8, -1, 0, 0]
+    widths = integer_tables._BYTES_OF_TYPE.tolist()
+    assert widths == [0, 1, 2, 3, 4, 6, 8, 8, 0, 0, 0, 0]

@@ -59,7 +59,7 @@ _MAY_IMPORT = {
     "process_group": set(),
     "rights": {"errors", "priority"},
     "inspector": {"file_questions", "losses", "priority", "process_group", "target_files"},
-    "capture": {"errors", "losses", "model", "outfile"},
+    "capture": {"allocator", "errors", "losses", "model", "outfile"},
     "elf": {"file_questions", "target_files"},
     "symbols": {
         *("demangle", "elf", "errors", "inspector", "kernelfs", "losses", "model", "outfile"),

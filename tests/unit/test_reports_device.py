@@ -166,7 +166,7 @@ def test_text_can_be_read_on_every_stall_colour() -> None:
 
 def test_inverted_begins_with_the_reason() -> None:
     made = device_rows(_ONE, replace(_GPU, inverted=True), device_samples(_ONE)).rows
-    names = [made.labels.names[i] for i in made.path(0)]
+    names = [made.labels.names[i] for i in next(made.paths(np.arange(1)))]
     assert names[-6:] == ["-", "vadd", "k.cl:12", "0x1c0", "BAR", "barrier"]
     titles = [*_svg_frames(_ONE, replace(_GPU, inverted=True))]
     assert [title.partition(" (7")[0] for title in titles[:5]] == [

@@ -46,7 +46,7 @@ def tree_of(*samples: Sample, view: View = View.WALL, per_thread: bool = False) 
 
 def shown(*samples: Sample, view: View = View.WALL, per_thread: bool = False) -> list[str]:
     rows = rows_of(profile_of(*samples), view, per_thread)
-    return [";".join(rows.labels.names[i] for i in rows.path(row)) for row in range(len(rows))]
+    return [";".join(rows.labels.names[i] for i in p) for p in rows.paths(np.arange(len(rows)))]
 
 
 def test_stacks_merge_by_function_and_keep_the_order_of_names() -> None:
@@ -247,7 +247,7 @@ def test_large_tree_is_consistent() -> None:
         while at:
             path.append(int(tree.label[at]))
             at = int(tree.parent[at])
-        assert path[::-1] == rows.path(row)
+        assert path[::-1] == next(rows.paths(np.array([row])))
     # AND no time is lost, in either direction
     whole = int(profile.samples["ns"].sum())
     off = int(profile.samples["ns"][profile.samples["klass"] > 0].sum())

@@ -109,8 +109,14 @@ def _builder() -> WindowBuilder:
     return builder
 
 
-def _define_stack(builder: WindowBuilder, stack: int, *, is_late: bool = False) -> None:
-    row = (stack, 0, 0, 0, 0, 1, StopReason.ROOTED, 0, False, NONE, 0)
+def _define_stack(
+    builder: WindowBuilder,
+    stack: int,
+    *,
+    is_late: bool = False,
+    reason: StopReason = StopReason.ROOTED,
+) -> None:
+    row = (stack, 0, 0, 0, 0, 1, reason, 0, False, NONE, 0)
     addresses = np.array([0x1234], "<u8").view(COLUMNS["addresses"].dtype)
     builder.define("stacks", rows_of("stacks", row), addresses, is_late=is_late)
 
@@ -126,6 +132,17 @@ def test_a_stack_that_comes_late_is_not_lost() -> None:
     ((key, value),) = _times(profile).items()
     assert key == (("[native 0x1234]",), 8, 0)
     assert value == (4, 40)
+
+
+def test_a_stack_that_is_walked_on_has_one_row() -> None:
+    builder, windows = _builder(), []
+    for at, reason in enumerate((StopReason.NO_TABLE_YET, StopReason.ROOTED)):
+        _define_stack(builder, 99, is_late=at > 0, reason=reason)
+        builder.add("samples", rows_of("samples", (99, 0, SampleClass.ON_CPU, 4, 40)))
+        windows.append(builder.close(1000 * (at + 1), is_last=at > 0))
+    profile = _captured(windows)
+    assert profile.stacks.ends.tolist() == [StopReason.ROOTED]
+    assert [*_times(profile).values()] == [(8, 80)]
 
 
 def test_a_wait_is_one_row_in_the_second_in_which_it_ended() -> None:

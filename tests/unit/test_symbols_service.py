@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from aiflame.agent.symbols import worker
 from aiflame.agent.symbols.resolve import Resolver
 sound = Resolver._load
 def load(self, path, root, plain):
-    name = os.path.basename(path)
+    name = os.path.basename(self._access.path_inside(path) or path)
     if "first" in name and plain:
         return sound(self, path, root, plain)
     if "crash" in name:
@@ -353,6 +354,36 @@ def test_a_parser_gets_nothing_that_is_not_its_own(
 
 
 _DEATHS = (LossKind.SYMBOLIZER_GAVE_UP, LossKind.SYMBOLIZER_DIED)
+
+
+def test_a_binary_may_be_asked_about_all_day(tmp_path: Path) -> None:
+    """GIVEN a debug file that is found in the target's root and in the host's as well."""
+    link = ["objcopy --only-keep-debug shop shop.debug", "strip -g shop"]
+    program, start = _built(tmp_path, *link, "objcopy --add-gnu-debuglink=shop.debug shop")
+    with SymbolService(tmp_path / "cache") as service:
+        for offset in range(80):  # a parser may have 64 descriptors
+            addresses = np.array([start + offset % 8], np.uint64)
+            (result,) = service.resolve_many(
+                [Request(str(program), f"/proc/{os.getpid()}/root", addresses)]
+            )
+            assert result.frames[0][-1].line
+        assert service.problems == []
+
+
+def test_what_a_file_did_is_not_held_against_the_next_of_its_descriptor(
+    tmp_path: Path, bad_worker: tuple[str, ...]
+) -> None:
+    bad, good = (os.open(binary(tmp_path, name).path, os.O_RDONLY) for name in ("crash", "one"))
+    path = f"/proc/{os.getpid()}/fd/{bad}"
+    addresses = np.array([0x1000], np.uint64)
+    with SymbolService(None, command=bad_worker) as service:
+        assert names(service, Request(path, "", addresses, file="1")) == [[[]]]
+        assert service.losses == Counter(_DEATHS)
+        assert all(str(tmp_path / "crash") in problem.detail for problem in service.problems)
+        os.dup2(good, bad)
+        assert names(service, Request(path, "", addresses, file="2")) == [[["one()"]]]
+    os.close(bad)
+    os.close(good)
 
 
 def test_a_binary_finds_no_tables_of_another_in_the_cache(tmp_path: Path) -> None:
