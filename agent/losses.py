@@ -176,6 +176,12 @@ class LossKind(enum.Enum):
         " at least so many; the rest of their stacks is there",
         cure="run as root, or with CAP_SYS_ADMIN and CAP_SYSLOG",
     )
+    CUT_SLEEPS_LEFT = _Entry(
+        "sleeping threads whose stacks were truncated, as their tables came late, and that were too"
+        " many to be read at once, at least so many: what they slept before their turn stays"
+        " truncated",
+        cure="record again: the tables are there now",
+    )
     CPUS_CAME_ONLINE = _Entry(
         "CPUs that came online during the recording: samples of up to a second on each are missing;"
         " waits and times are complete"

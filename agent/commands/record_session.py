@@ -40,6 +40,7 @@ from aiflame.agent.losses import KINDS_BY_NAME, LossKind
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
 from aiflame.agent.processes.targets import Target
+from aiflame.agent.recording.cut_sleeps import LateWaits
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.reports import FORMATS, ReportOptions
@@ -56,6 +57,8 @@ _NO_SAMPLES_EXIT = 4
 
 # Being late by less is not worth a line: of what -d says, and in all.
 _OVERRUN_SHARE, _OVERRUN_NS = 0.03, 200_000_000
+# Nor are truncated waits of less.
+_LATE_NS = 1_000_000
 
 # Of what windows leave out, which only they count.
 _OF_WINDOWS = (
@@ -189,6 +192,7 @@ class _Session:
         self._workspace = workspace
         self._printer = printer
         self._signals = signals
+        self._late_waits = LateWaits(0, 0, 0)
         self._late = "0"
 
     def take(self, families: Sequence[Family]) -> None:
@@ -237,6 +241,7 @@ class _Session:
         priority.as_started()
         self._say_overrun(outcome)
         recorder.finish(sinks.give)
+        self._late_waits = recorder.late_waits
         self._late = _walked_late(recorder)
         return outcome, cost
 
@@ -361,6 +366,7 @@ class _Session:
             "recorder_peak_rss_bytes": cost.peak_rss_bytes + report.peak_rss_bytes,
             f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
             f"{FACT_PREFIX}stacks walked late": self._late,
+            f"{FACT_PREFIX}waits walked late": _late_words(self._late_waits),
             f"{FACT_PREFIX}context switches seen": counters[abi.Counter.SWITCHES],
             "complete": 1,
         }
@@ -406,6 +412,9 @@ class _Session:
         )
         if self._late != "0":
             say(f"Stacks walked late, as unwind tables had to be made: {self._late}.")
+        if self._late_waits.walked or self._late_waits.left_ns >= _LATE_NS:
+            words = _late_words(self._late_waits)
+            say(f"Waits walked late, as unwind tables had to be made: {words}.")
         if missing := missing_line(profile):
             say(f"{missing}.")
         for loss in profile.losses:
@@ -447,6 +456,14 @@ def _walked_late(recorder: Recorder) -> str:
     if not late.truncated:
         return f"{late.complete:,}"
     return f"{late.complete:,}, and {late.truncated:,} more stayed truncated"
+
+
+def _late_words(late: LateWaits) -> str:
+    """Says how much waiting time got its stacks when tables had come, and how much did not."""
+    walked = f"{late.walked:,}, {duration(late.walked_ns)}" if late.walked else "0"
+    if late.left_ns < _LATE_NS:
+        return walked
+    return f"{walked}; {duration(late.left_ns)} were over before, and stayed truncated"
 
 
 def _own_cpu_ns() -> int:

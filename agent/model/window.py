@@ -5,7 +5,8 @@ A window is plain data: columns of numpy rows, and texts that columns refer to b
 
 * self-contained: whatever a row refers to is in the same window;
 * exact: for each thread, time on and off CPU is the time that it existed in the window;
-* final when it is closed: nothing of it comes later;
+* final when it is closed: nothing of it comes later, but what a stack is that was lost, or that
+  waited for a table (StopReason.NO_TABLE_YET);
 * bounded: `Bounds` says how much it may hold, and what goes past that is in its losses.
 
 Numbers (process, thread, binary, function, kernel, code, device, reason, cgroup) are given out by
@@ -36,6 +37,9 @@ Rows = npt.NDArray[np.void]
 NONE = 0xFFFF_FFFF
 # The stack of a row of which only the time is known, and the chain of a stack without Python.
 NO_STACK = NO_CHAIN = 0
+# Bits 63..32 of the ids of stacks that the host half makes: outside the kernel's hash in all
+# likelihood.
+MADE_STACKS = 0x51EE_9E55
 # Stands in a column of times for "not yet" or "not known".
 NO_TIME = -1
 
@@ -538,8 +542,12 @@ class OpenWindow(FactsTaker, Protocol):
 
         Args:
             column, rows, parts: As `FactsTaker.define` has them.
-            is_late: Earlier windows mentioned them as lost: they are given although no row does.
+            is_late: Earlier windows mentioned them as lost, or as less than is known now: they are
+                given although no row does.
         """
+
+    def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
+        """Returns the STACK_DTYPE row and the addresses of a stack; None for one not known."""
 
     def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
         """Returns the user half of a stack that was defined, leaf first; none for another."""

@@ -99,6 +99,7 @@ class UnwindTables:
         self._over: list[ProcessImage] = []  # images that are over, of which tables are wanted
         self._gone: set[int] = set()
         self._pushed: dict[int, ProcessImage] = {}  # by pid
+        self._told: set[int] = set()
 
     def push(self, image: ProcessImage) -> None:
         """Has `poll` bring a process's mappings, and the tables of what it maps.
@@ -114,6 +115,7 @@ class UnwindTables:
     def forget(self, pid: int) -> None:
         """Has `poll` take a process's mappings out."""
         self._queued.pop(pid, None)
+        self._told.discard(pid)
         self._gone.add(pid)
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
@@ -166,7 +168,13 @@ class UnwindTables:
             images, self._queued = self._queued, {}
             self._kernel.set_mappings({pid: self._slots(image) for pid, image in images.items()})
             self._pushed.update(images)
+            self._told.update(images)
         self._wanted.clear()
+
+    def take_pushed(self) -> set[int]:
+        """Returns the processes whose mappings or tables have come since last, by pid."""
+        told, self._told = self._told, set()
+        return told
 
     def _enter_tables(self, images: Collection[ProcessImage]) -> None:
         """Brings what the cache has of the tables that images map, or that samples need.
@@ -349,6 +357,10 @@ class UnwindTables:
         with contextlib.suppress(BadUnwindInfo):  # counted when it was to be entered
             return self._cache.load(binary)
         return None
+
+    def has_table(self, binary: int) -> bool:
+        """Whether the kernel half has a binary's table."""
+        return binary in self._kernel.loaded
 
     def is_being_built(self, binary: int) -> bool:
         """Whether a binary's table is on its way; it is asked for if it is not in the cache."""

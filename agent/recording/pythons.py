@@ -57,6 +57,9 @@ _YOUNG_NS = 1_000_000_000
 _YOUNG_INTERVAL_NS = 20_000_000
 _IDLE_INTERVAL_NS = 1_000_000_000
 
+# Stacks are taken in up to a second after they were walked.
+_NEW_NS = 1_500_000_000
+
 # Chains that windows know are kept between drains, as many as windows keep.
 _KEPT_CHAINS = 1 << 15
 
@@ -78,6 +81,7 @@ class PythonProcess:
     code: ProcessCode
     memory: ProcessMemory
     found_ns: int = 0  # monotonic
+    told_ns: int = 0  # when the kernel half was told of it
     state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
 
 
@@ -164,6 +168,15 @@ class PythonProcesses:
             return _YOUNG_INTERVAL_NS
         return _NAMING_INTERVAL_NS if self.by_image else _IDLE_INTERVAL_NS
 
+    def is_starting(self, image: ProcessImage) -> bool:
+        """Whether the kernel half may not have known a process's interpreter a moment ago."""
+        process = self.by_image.get(image.index)
+        if process is None:
+            return False
+        since_ns = process.found_ns if process.state_slot is None else process.told_ns
+        lasts_ns = _STARTING_NS if process.state_slot is None else _NEW_NS
+        return time.monotonic_ns() - since_ns < lasts_ns
+
     def poll(self) -> None:
         """Tells the kernel half of interpreters that have started, and reads new frames' names."""
         if self.by_image:
@@ -182,7 +195,7 @@ class PythonProcesses:
                 del self._waiting[pid]
                 continue
             del self._waiting[pid]
-            process.state_slot = slot
+            process.state_slot, process.told_ns = slot, time.monotonic_ns()
             record = _record(process, slot)
             self._programs.pythons.update(pid.to_bytes(4, "little"), record.tobytes())
 

@@ -47,15 +47,18 @@ from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
+from aiflame.agent.recording.cut_sleeps import CutSleeps, LateWaits
+from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
+from aiflame.agent.recording.sleep_walks import SleepWalks
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
 from aiflame.agent.recording.stacks import Stacks
-from aiflame.agent.recording.thread_times import ThreadTimes
+from aiflame.agent.recording.thread_times import Charged, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.store import cache_dir
@@ -107,6 +110,21 @@ class Outcome:
     costs: dict[str, ProgramCost]
 
 
+@dataclass(frozen=True, slots=True)
+class _Threads:
+    """All threads at one moment.
+
+    Attributes:
+        tids: Of all, shape (n,).
+        states: Of these, THREAD_STATE_DTYPE.
+        running: Those that CPUs run, as far as their switches were seen.
+    """
+
+    tids: npt.NDArray[np.uint32]
+    states: npt.NDArray[np.void]
+    running: set[int]
+
+
 class Recorder:
     """One recording, in a `with` block that detaches it and takes its programs out of the kernel.
 
@@ -119,6 +137,7 @@ class Recorder:
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
         started_unix_ns: The same by the wall clock.
+        late_waits: What became of waits whose stacks had been cut; known once it is finished.
     """
 
     def __init__(
@@ -132,6 +151,7 @@ class Recorder:
         self._options = options
         self._signals = signals
         self.start_ns = self.started_unix_ns = 0
+        self.late_waits = LateWaits(0, 0, 0)
         self.cpu_count = len(online_cpus())
         self._possible_cpus = possible_cpus()
         self._boundary_ns = 0
@@ -189,7 +209,6 @@ class Recorder:
             self._lives,
         )
         parts.callback(table.binaries.close)
-        self.samples = Samples(window, table)
         self.thread_times = ThreadTimes(window, table)
         self.tables = UnwindTables(
             programs, table, cache_dir(), options.unwind_bytes_max, self._ring.watch
@@ -202,16 +221,6 @@ class Recorder:
         self.calls = ApiCalls(programs, table, self.images, self.kernels, window)
         parts.callback(self.calls.close)
         self._timed = TimedProcesses(programs)
-        self.events = Events(
-            self._ring,
-            table,
-            self.samples,
-            self.thread_times,
-            (self.tables, self.pythons, self._timed),
-            self.calls,
-            self._follow_mappings,
-            self._take_sample,
-        )
         self.devices = Devices(
             families,
             table,
@@ -223,23 +232,37 @@ class Recorder:
             self._ring.watch,
             self._timed.add,
         )
-        self.stacks = Stacks(window, table, self.calls, [self.devices])
+        self.stacks = Stacks(window, table, self.calls, CutStacks(self.pythons), [self.devices])
         copies = RingBuffer(programs.copies_fd, programs.copies_bytes)
         parts.callback(copies.close)
         self._ring.watch(programs.copies_fd)
         self.late_walks = LateWalks(copies, table, self.tables, self.images, self.stacks)
+        walker = StackWalker(self.tables, self.images) if options.user_stacks else None
+        walks = SleepWalks(table, self.tables, walker, self.pythons, programs.thread_iterator_fd)
+        self.sleepers = Sleepers(programs, table, walks, self.pythons, options.kernel_stacks)
+        self._cut_sleeps = CutSleeps(programs, table, self.tables, walks, self.pythons, self.stacks)
+        self.samples = Samples(window, table, self._cut_sleeps)
         self._ended = Ended(
             programs,
             table,
             window,
-            (self.pythons, self.calls, self.kernels, self.devices, self.facts),
+            (
+                *(self._cut_sleeps, self.pythons, self.calls),
+                *(self.kernels, self.devices, self.facts),
+            ),
             (self.tables, self.pythons, self.calls, self.devices, self.facts),
             self.devices.used_binaries,
-            self.late_walks.used_images,
+            self._used_images,
         )
-        walker = StackWalker(self.tables, self.images) if options.user_stacks else None
-        self.sleepers = Sleepers(
-            programs, table, self.tables, walker, self.pythons, options.kernel_stacks
+        self.events = Events(
+            self._ring,
+            table,
+            self.samples,
+            self.thread_times,
+            (self.tables, self.pythons, self._timed),
+            self.calls,
+            self._follow_mappings,
+            self._take_sample,
         )
 
     def __enter__(self) -> Recorder:
@@ -304,6 +327,10 @@ class Recorder:
             self._look(image)
         self.tables.wait_before_start()
         self.pythons.poll()
+
+    def _used_images(self) -> set[int]:
+        """Returns the process images, by index, whose stacks are still to be walked."""
+        return self.late_walks.used_images() | self._cut_sleeps.used_images()
 
     def _follow_mappings(self) -> None:
         """Brings what was newly mapped to all who work by it."""
@@ -377,6 +404,7 @@ class Recorder:
                 if now_ns >= self._end_ns and not is_entering:
                     break
                 until_ns = min(next_ns, self._end_ns, now_ns + self.pythons.interval_ns)
+                until_ns = max(min(until_ns, self._cut_sleeps.due_ns), now_ns)
                 if is_entering:
                     until_ns = 0
                 self._real_time.check()
@@ -389,6 +417,8 @@ class Recorder:
                 self.pythons.poll()
                 self.devices.poll()
                 self.late_walks.poll()
+                if self._options.off_cpu:
+                    self._cut_sleeps.poll()
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
@@ -457,6 +487,11 @@ class Recorder:
         self._drain_stacks()
         end_ns = self._since_start(boundary_ns)
         keys, values = self._programs.sums[written].take_all()
+        threads = self._threads_past(keys) if self._options.off_cpu else None
+        if threads is not None:
+            keys, values = self._cut_sleeps.close(
+                boundary_ns, threads.tids, threads.states, keys, values, is_last=is_last
+            )
         self.samples.add(keys, values)
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, written)
@@ -467,8 +502,11 @@ class Recorder:
         if is_last:
             self.devices.stop(end_ns)
         self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
-        if self._options.off_cpu:
-            self._charge(boundary_ns, keys, is_last)
+        if threads is not None:
+            charged = self._charge(boundary_ns, threads, is_last)
+            self._cut_sleeps.note(
+                np.concatenate([keys, charged.keys]), np.concatenate([values, charged.values])
+            )
         if self._has_entered and not is_last:
             self.sleepers.walk_again()
             give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
@@ -484,8 +522,12 @@ class Recorder:
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, other)
 
-    def _charge(self, boundary_ns: int, keys: npt.NDArray[np.void], is_last: bool) -> None:
-        """Charges what threads did up to a boundary, and is not over."""
+    def _threads_past(self, keys: npt.NDArray[np.void]) -> _Threads:
+        """Returns what all threads do, a boundary being over.
+
+        Args:
+            keys: Of all sums before it.
+        """
         tids, states = self._programs.threads.read_all()
         for tries_left in reversed(range(_TRIES_FOR_ENDS)):
             # A program that reports a thread's end may have been kept from its CPU meanwhile.
@@ -497,9 +539,15 @@ class Recorder:
                 break
             time.sleep(_SETTLE_S)
             self.events.take()
+        return _Threads(tids, states, self._running())
+
+    def _charge(self, boundary_ns: int, threads: _Threads, is_last: bool) -> Charged:
+        """Charges what threads did up to a boundary, and is not over; returns that."""
         boundary_ns = min(boundary_ns, self._end_ns)  # past the end nothing was recorded
-        running = self._running()
-        charged = self.thread_times.close(boundary_ns, tids, states, running, is_last=is_last)
+        tids, states = threads.tids, threads.states
+        charged = self.thread_times.close(
+            boundary_ns, tids, states, threads.running, is_last=is_last
+        )
         self._switches_unseen += charged.unseen if is_last else 0
         if is_last:
             # Nobody will see them end.
@@ -510,6 +558,7 @@ class Recorder:
                 thread = self.table.thread(self.table.image(pid, self.table.first_image), tid)
                 self.samples.add_thread_time(thread, 0, boundary_ns - self.start_ns)
         self.samples.add(charged.keys, charged.values)
+        return charged
 
     def _end_wait(self, tid: int, state: np.void, end_ns: int) -> None:
         """Lists a long wait that goes on when the recording ends."""
@@ -563,6 +612,7 @@ class Recorder:
         """Gives the last window: what takes longer to find out, of what windows before mention."""
         self.late_walks.finish()
         give_all_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
+        self.late_waits = self._cut_sleeps.finish()
         self.calls.finish(self.devices.kernel_names())
         give(self._close_window(self._end_ns, is_last=True))
 
@@ -579,7 +629,7 @@ class Recorder:
             }
         )
         parts = (
-            *(self.tables, self.late_walks, self.sleepers, self.pythons),
+            *(self.tables, self.late_walks, self.sleepers, self._cut_sleeps, self.pythons),
             *(self.calls, self.devices),
         )
         for part in (*parts, self._timed, self._inspector):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,14 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import COLUMNS, OpenWindow, rows_of
 from aiflame.agent.processes.table import ProcessTable, ThreadInfo
-from aiflame.agent.recording.stacks import MADE_STACKS
+from aiflame.agent.recording.stacks import ENTERED_STACKS
+
+
+class ReplacesStacks(Protocol):
+    """Whoever knows better stacks of waits than the kernel half does; CutSleeps is one."""
+
+    def take_wait(self, event: np.void) -> int:
+        """Takes note of a long wait, by its WAIT_EVENT_DTYPE; returns what its stack is now."""
 
 
 class Samples:
@@ -22,16 +29,18 @@ class Samples:
     Args:
         window: Where they go.
         table: Process table.
+        sleeps: Has stacks of waits that were walked again.
 
     Attributes:
         count: On-CPU samples so far.
         ns_by_class: Thread time so far, by SampleClass.
-        made: Ids of stacks that the host half made, and that a sample or wait refers to.
+        made: Ids of the stacks of threads that were entered, and that a sample or wait refers to.
     """
 
-    def __init__(self, window: OpenWindow, table: ProcessTable) -> None:
+    def __init__(self, window: OpenWindow, table: ProcessTable, sleeps: ReplacesStacks) -> None:
         self._window = window
         self._table = table
+        self._sleeps = sleeps
         self.count = 0
         self.ns_by_class = [0, 0, 0, 0]
         self.made: set[int] = set()
@@ -51,7 +60,7 @@ class Samples:
         self._note_made(keys["stack"])
 
     def _note_made(self, stacks: npt.NDArray[np.uint64]) -> None:
-        self.made.update(stacks[(stacks >> np.uint64(32)) == MADE_STACKS].tolist())
+        self.made.update(stacks[(stacks >> np.uint64(31)) == ENTERED_STACKS >> 31].tolist())
 
     def add_thread_time(self, thread: ThreadInfo, on_cpu_ns: int, observed_ns: int) -> None:
         """Takes in how long a thread was on a CPU, and how long it was observed."""
@@ -62,11 +71,12 @@ class Samples:
         """Takes in a long wait from its ring-buffer event."""
         image = self._table.image(int(event["tgid"]), int(event["image"]))
         thread = self._table.thread(image, int(event["tid"]))
+        stack = self._sleeps.take_wait(event)
         start_ns = max(int(event["start_ns"]) - self._table.start_ns, 0)
         times = (start_ns, int(event["blocked_ns"]), int(event["runnable_ns"]))
-        row = (int(event["stack"]), thread.index, *times, is_open)
+        row = (stack, thread.index, *times, is_open)
         self._window.add("waits", rows_of("waits", row))
-        self._note_made(np.array([event["stack"]], np.uint64))
+        self._note_made(np.array([stack], np.uint64))
 
 
 def open_parts(state: Any, end_ns: int) -> list[tuple[SampleClass, int]]:

@@ -14,7 +14,6 @@ once, since tables are still being built or the process has not been read, is wa
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,15 +27,11 @@ from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.kernel_frames import KernelFrame, kernel_addresses, kernel_frames
 from aiflame.agent.processes.python_threads import ThreadPython
-from aiflame.agent.processes.snapshots import PIECE_BYTES, Snapshot, Snapshots
-from aiflame.agent.processes.stack_memory import StackMemory
+from aiflame.agent.processes.snapshots import Snapshot
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
-from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
-from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.pythons import PythonProcesses
-from aiflame.agent.recording.stacks import MADE_STACKS, MadeStack, Stacks
-
-_MADE_STACK_BASE = MADE_STACKS << 32
+from aiflame.agent.recording.sleep_walks import Sleeper, SleepWalks, run
+from aiflame.agent.recording.stacks import ENTERED_STACKS, MadeStack, Stacks
 
 _ASLEEP, _RUNNING = "SDIT", "R"
 
@@ -54,33 +49,22 @@ _FEW_THREADS, _LARGER_PIECE_BYTES = 256, 1 << 18
 # A walk takes 0.2 ms, and a window comes each second.
 _MOST_WALKED_AGAIN = 200
 
-# The tables of all of PyTorch's libraries take five seconds; only those on stacks are waited for.
-_TABLES_PATIENCE_NS = 15_000_000_000
 
-
-@dataclass(slots=True)
-class Sleeper:
+@dataclass(slots=True, kw_only=True)
+class EnteredThread(Sleeper):
     """What a thread slept in when the recording began.
 
     Attributes:
         kernel_frames: Leaf first.
         switches: How often it had been switched out by then.
         is_asleep: It was not running.
-        snapshot: Of the same sleep, while it is still to be walked.
-        walked: Its user half.
-        python: Its Python half.
         is_settled: Nothing more will be known of it.
         is_given: Windows have its stack.
     """
 
-    pid: int
-    tid: int
     kernel_frames: tuple[KernelFrame, ...]
     switches: int
     is_asleep: bool
-    snapshot: Snapshot | None = None
-    walked: WalkedThread | None = None
-    python: ThreadPython | None = None
     is_settled: bool = False
     is_given: bool = False
 
@@ -91,9 +75,8 @@ class Sleepers:
     Args:
         programs: Loaded and running.
         table: Process table; knows when the recording began.
-        tables: Unwind tables.
-        walker: Walks user stacks; None where they are not asked for.
-        pythons: Walks Python stacks.
+        walks: Walks user stacks.
+        pythons: Keeps Python stacks.
         kernel_stacks: Whether kernel frames are asked for.
 
     Attributes:
@@ -104,28 +87,22 @@ class Sleepers:
         self,
         programs: Programs,
         table: ProcessTable,
-        tables: UnwindTables,
-        walker: StackWalker | None,
+        walks: SleepWalks,
         pythons: PythonProcesses,
         kernel_stacks: bool,
     ) -> None:
         self._programs = programs
         self._table = table
-        self._tables = tables
-        self._walker = walker
+        self._walks = walks
         self._pythons = pythons
         self._kernel_stacks = kernel_stacks
-        self._snapshots = (
-            Snapshots(programs.thread_iterator_fd, table.memory) if walker is not None else None
-        )
         self._batches: Iterator[list[tuple[int, int]]] = iter(())
         self._left: list[tuple[int, int]] = []
         self._refused: list[tuple[int, int]] = []
         self._kept_bytes = 0
-        self._lacking: set[int] = set()
         self._kernel_addresses: dict[tuple[str, str], int] = {}
         self._kernel_functions: set[tuple[str, str]] = set()
-        self.by_stack: dict[int, Sleeper] = {}
+        self.by_stack: dict[int, EnteredThread] = {}
         self.losses: Counter[LossKind] = Counter()
 
     def enter(self, pids: Iterable[int]) -> Iterator[None]:
@@ -134,7 +111,7 @@ class Sleepers:
         for batch in self._batches:
             self._left = batch[::-1]
             yield
-            snapshots = self._take(batch)
+            snapshots = self._walks.take(batch)
             asleep = []
             while self._left:
                 yield
@@ -143,26 +120,20 @@ class Sleepers:
                     _assign([sleeper], snapshots)
                     asleep.append(sleeper)
             missed = [sleeper for sleeper in asleep if sleeper.snapshot is None]
-            _assign(missed, self._take([(sleeper.pid, sleeper.tid) for sleeper in missed]))
-            yield from self._walk_python(asleep)
-            yield from self._walk(asleep, is_last=False)
+            _assign(missed, self._walks.take([(sleeper.pid, sleeper.tid) for sleeper in missed]))
+            yield from self._walks.walk_python(asleep)
+            yield from self._walks.walk(asleep)
             _settle(asleep)
             self._keep([sleeper for sleeper in asleep if sleeper.snapshot is not None])
-        if self._walker is not None:
-            self._walker.forget()
+        self._walks.forget()
 
-    def _take(
-        self, threads: list[tuple[int, int]], piece_bytes: int = PIECE_BYTES
-    ) -> dict[int, Snapshot]:
-        return {} if self._snapshots is None else self._snapshots.take(threads, piece_bytes)
-
-    def _enter(self, pid: int, tid: int) -> Sleeper | None:
+    def _enter(self, pid: int, tid: int) -> EnteredThread | None:
         """Enters a thread; returns what is known of it if that was possible."""
         programs, table = self._programs, self._table
         before = procfs.thread_stat(pid, tid)
         if before is None or before.state not in _ASLEEP + _RUNNING:
             return None
-        stack = _MADE_STACK_BASE + len(self.by_stack) + 1
+        stack = ENTERED_STACKS + len(self.by_stack) + 1
         state = np.zeros(1, abi.THREAD_STATE_DTYPE)
         state["first_seen_ns"] = state["switched_ns"] = table.start_ns
         state["tgid"], state["image"], state["stack"] = pid, table.first_image, stack
@@ -180,80 +151,22 @@ class Sleepers:
             return None
         if not is_new:
             return None
-        sleeper = Sleeper(pid, tid, frames, before.switches, is_asleep)
-        sleeper.is_settled = not is_asleep
+        sleeper = EnteredThread(
+            pid=pid,
+            tid=tid,
+            image=table.first_image,
+            kernel_frames=frames,
+            switches=before.switches,
+            is_asleep=is_asleep,
+            is_settled=not is_asleep,
+        )
         self.by_stack[stack] = sleeper
         return sleeper
 
-    def _walk(self, sleepers: list[Sleeper], is_last: bool) -> Iterator[None]:
-        """Walks what can be walked now, a thread at each step; at last, all that there is."""
-        late = []
-        for sleeper in sleepers:
-            yield
-            snapshot = sleeper.snapshot
-            if self._snapshots is None or snapshot is None:
-                continue
-            memory = self._snapshots.memory_of(snapshot, is_live=True)
-            walked = self._walk_one(sleeper, snapshot, memory)
-            if walked is None or (walked.lacks and not is_last):
-                continue
-            if memory.late_pages:
-                late.append((sleeper, snapshot, walked))
-            else:
-                sleeper.walked, sleeper.snapshot = walked, None
-        if self._snapshots is None or not late:
-            return
-        asleep = self._snapshots.still_asleep([snapshot for _, snapshot, _ in late])
-        for sleeper, snapshot, walked in late:
-            sleeper.walked, sleeper.snapshot = walked, None
-            if sleeper.tid not in asleep:
-                # Its pages may be of another moment: what leads there has to do, if anything does.
-                memory = self._snapshots.memory_of(snapshot, is_live=False)
-                cut = self._walk_one(sleeper, snapshot, memory)
-                sleeper.walked = cut if snapshot.piece else None
-
-    def _walk_python(self, sleepers: list[Sleeper]) -> Iterator[None]:
-        """Walks the Python frames of those that have some, a thread at each step."""
-        found = []
-        for first in range(0, len(sleepers), _FIRST_BATCH_THREADS):
-            batch = []
-            for sleeper in sleepers[first : first + _FIRST_BATCH_THREADS]:
-                image = self._table.known(sleeper.pid, self._table.first_image)
-                if image is not None and sleeper.snapshot is not None:
-                    batch.append((sleeper, sleeper.snapshot, image))
-            self._pythons.prepare(
-                (image, snapshot.registers.thread_pointer) for _, snapshot, image in batch
-            )
-            for sleeper, snapshot, image in batch:
-                yield
-                python = self._pythons.of_thread(image, snapshot.registers.thread_pointer)
-                if python is not None:
-                    found.append((sleeper, snapshot, python))
-        if self._snapshots is None or not found:
-            return
-        # Frames are read as they are now: they are of that sleep if the thread still is in it.
-        asleep = self._snapshots.still_asleep([snapshot for _, snapshot, _ in found])
-        for sleeper, _, python in found:
-            if sleeper.tid in asleep:
-                sleeper.python = python
-
-    def _walk_one(
-        self, sleeper: Sleeper, snapshot: Snapshot, memory: StackMemory
-    ) -> WalkedThread | None:
-        """Walks a thread; None while too little is known of its process."""
-        if not snapshot.registers.has_user_half:
-            return WalkedThread((), StopReason.KERNEL_ONLY, frozenset())
-        image = self._table.known(sleeper.pid, self._table.first_image)
-        if self._walker is None or image is None or not image.was_read:
-            return None
-        walked = self._walker.walk_thread(image, snapshot.registers, memory)
-        self._lacking |= walked.lacks
-        return walked
-
-    def _keep(self, sleepers: list[Sleeper]) -> None:
+    def _keep(self, sleepers: list[EnteredThread]) -> None:
         """Keeps what is to be walked at the end, within bounds: it may wake up before."""
         if len(sleepers) <= _FEW_THREADS:
-            larger = self._take([(s.pid, s.tid) for s in sleepers], _LARGER_PIECE_BYTES)
+            larger = self._walks.take([(s.pid, s.tid) for s in sleepers], _LARGER_PIECE_BYTES)
             _assign(sleepers, larger)
         for sleeper in sleepers:
             if sleeper.snapshot is not None:
@@ -266,7 +179,7 @@ class Sleepers:
         """Walks some of those that could not be walked yet; to be called now and then."""
         left = [s for s in self.by_stack.values() if s.snapshot is not None and not s.is_settled]
         left = left[:_MOST_WALKED_AGAIN]
-        _run(self._walk(left, is_last=False))
+        run(self._walks.walk(left))
         _settle(left)
 
     def kernel_addresses(self) -> dict[tuple[str, str], int]:
@@ -282,22 +195,12 @@ class Sleepers:
             self._kernel_addresses = kernel_addresses(self._kernel_functions)
         return self._kernel_addresses
 
-    def finish(self, wanted: list[Sleeper]) -> None:
+    def finish(self, wanted: list[EnteredThread]) -> None:
         """Walks what is left of these, once the recording has ended; may wait for tables."""
-        left = [sleeper for sleeper in wanted if sleeper.snapshot is not None]
-        self._read_processes({sleeper.pid for sleeper in left})
-        _run(self._walk_python([sleeper for sleeper in left if sleeper.python is None]))
-        deadline_ns = time.monotonic_ns() + _TABLES_PATIENCE_NS
-        is_last = False
-        while left and not is_last:
-            self._lacking.clear()
-            _run(self._walk(left, is_last=False))
-            left = [sleeper for sleeper in left if sleeper.snapshot is not None]
-            is_last = not self._lacking or not self._tables.wait(self._lacking, deadline_ns)
-        _run(self._walk(left, is_last=True))
+        self._walks.finish(wanted)
         for sleeper in wanted:
             if sleeper.walked is None:
-                is_lost = self._snapshots is not None and not self._snapshots.are_possible
+                is_lost = self._walks.are_wanted and not self._walks.are_possible
                 self.losses[LossKind.SLEEPERS_NOT_WALKED] += is_lost and sleeper.is_asleep
             else:
                 is_cut = sleeper.walked.end is StopReason.TOO_DEEP
@@ -327,17 +230,9 @@ class Sleepers:
         thread = None if image is None else self._table.known_thread(image, tid)
         return thread is not None and thread.has_ended
 
-    def _read_processes(self, pids: set[int]) -> None:
-        """Reads the mappings of processes that nothing was seen of in the recording."""
-        for pid in pids:
-            image = self._table.image(pid, self._table.first_image)
-            if not image.was_read and self._table.read_mappings(image):
-                self._pythons.look(image)  # the kernel half walks no more
-        self._pythons.poll()
-
-    def end_of(self, sleeper: Sleeper) -> StopReason:
+    def end_of(self, sleeper: EnteredThread) -> StopReason:
         """Returns how a thread's user stack ended."""
-        if self._walker is None:
+        if not self._walks.are_wanted:
             return StopReason.EXCLUDED
         return StopReason.NOT_WALKED if sleeper.walked is None else sleeper.walked.end
 
@@ -359,7 +254,7 @@ def _batches(pids: Iterable[int]) -> Iterator[list[tuple[int, int]]]:
     yield batch
 
 
-def _assign(sleepers: list[Sleeper], snapshots: dict[int, Snapshot]) -> None:
+def _assign(sleepers: list[EnteredThread], snapshots: dict[int, Snapshot]) -> None:
     """Gives sleepers the snapshots that are of the sleep in which they were entered."""
     for sleeper in sleepers:
         snapshot = snapshots.get(sleeper.tid)
@@ -371,14 +266,9 @@ def _assign(sleepers: list[Sleeper], snapshots: dict[int, Snapshot]) -> None:
             sleeper.snapshot = snapshot
 
 
-def _settle(sleepers: list[Sleeper]) -> None:
+def _settle(sleepers: list[EnteredThread]) -> None:
     for sleeper in sleepers:
         sleeper.is_settled = sleeper.is_settled or sleeper.snapshot is None
-
-
-def _run(steps: Iterator[None]) -> None:
-    for _ in steps:
-        pass
 
 
 def give_sleepers(

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.devices.locations import LocatedStack
 from aiflame.agent.model.profile import StopReason
-from aiflame.agent.model.window import COLUMNS, NO_CHAIN, NONE, OpenWindow
+from aiflame.agent.model.window import COLUMNS, MADE_STACKS, NO_CHAIN, NONE, OpenWindow
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
+from aiflame.agent.recording.cut_stacks import CutStack, CutStacks
 
-# Bits 63..32 of the ids of stacks that the host half makes: outside the kernel's hash in all
-# likelihood.
-MADE_STACKS = 0x51EE_9E55
+# Of these, by bit 31, threads that were there when the recording began, and sleeps of later.
+ENTERED_STACKS = MADE_STACKS << 32
+LATE_SLEEPS = ENTERED_STACKS | 1 << 31
 
 # Of which is known that they have come: those that windows keep (Bounds.kept_stacks).
 _KNOWN_STACKS = 1 << 15
@@ -67,6 +68,25 @@ class MadeStack:
     gil: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LateWalk:
+    """What another walk of a stack has found, or that there will be one.
+
+    Attributes:
+        user: Addresses, leaf first; None for those that it had.
+        end: How it ends.
+        chain: Id of its Python frames, `NO_CHAIN` for those that it had.
+        gil: An abi.PythonGil, with a chain.
+        cut: Whose stack it is, and the call that it is inside of.
+    """
+
+    user: Sequence[int] | None
+    end: StopReason
+    chain: int
+    gil: int
+    cut: CutStack
+
+
 class Stacks:
     """Takes in each distinct stack.
 
@@ -74,7 +94,11 @@ class Stacks:
         window: Where they go.
         table: Process table, told of addresses in no known mapping.
         calls: Completes stacks inside calls.
+        cut: Takes note of stacks that came before their tables.
         observers: Are shown every stack.
+
+    Attributes:
+        cut: The same.
     """
 
     def __init__(
@@ -82,8 +106,10 @@ class Stacks:
         window: OpenWindow,
         table: ProcessTable,
         calls: CompletesCalls,
+        cut: CutStacks,
         observers: Sequence[SeesStacks],
     ) -> None:
+        self.cut = cut
         self._window = window
         self._table = table
         self._calls = calls
@@ -121,6 +147,8 @@ class Stacks:
                 # The leaf is where the processor was; callers found by frame pointer may be junk.
                 unknown[image.index] = unknown.get(image.index, False) or bool(unmapped[0])
             self._note(stack, binaries)
+            if not is_late:
+                self.cut.see(stack, image, record)
             for observer in () if is_late else self._observers:
                 observer.add_stack(LocatedStack(stack, image, user, found, binaries))
             kernel = record["kernel"][: int(record["kernel_depth"])]
@@ -155,6 +183,47 @@ class Stacks:
         )
         addresses = np.array([*made.kernel, *made.user], np.uint64).view(_ADDRESS_DTYPE)
         self._window.define("stacks", np.array([row], _STACK_DTYPE), addresses, is_late=True)
+
+    def row(self, stack: int) -> np.void | None:
+        """Returns the STACK_DTYPE row of a stack, None where it is not known any more."""
+        known = self._window.stack(stack)
+        return None if known is None else known[0]
+
+    def user(self, stack: int) -> npt.NDArray[np.uint64]:
+        """Returns the user addresses of a stack, leaf first; none where it is not known."""
+        return self._window.user_addresses(stack)
+
+    def copy(self, stack: int, made: int, late: LateWalk, *, is_late: bool = False) -> bool:
+        """Gives a stack another id, with what is known of it now.
+
+        Args:
+            stack: As it is known.
+            made: The id: of a stack that the host half makes, or the same.
+            late: What it becomes.
+            is_late: Windows before had it as it was.
+
+        Returns:
+            Whether it is still known.
+        """
+        known = self._window.stack(stack)
+        if known is None:
+            return False
+        row, addresses = known[0].copy(), known[1]
+        row["stack"], row["first"] = made, 0
+        row["stop_reason"] = int(late.end)
+        if late.chain != NO_CHAIN:
+            row["chain"], row["gil"] = late.chain, late.gil
+        if late.user is not None:
+            user = np.array(late.user, np.uint64)
+            if late.cut.call_return:
+                image, call = late.cut.image, late.cut.call
+                user = self._calls.with_call(image, user, call, late.cut.call_return)
+            addresses = np.concatenate([addresses[: int(row["kernel_depth"])], user])
+            row["user_depth"] = len(user)
+        self._note(made, self._known.get(stack, ()))
+        rows, parts = np.array([row], _STACK_DTYPE), addresses.view(_ADDRESS_DTYPE)
+        self._window.define("stacks", rows, parts, is_late=is_late)
+        return True
 
     def binaries_of(self, stacks: npt.NDArray[np.uint64]) -> Counter[int]:
         """Returns in how many of some stacks each binary is."""

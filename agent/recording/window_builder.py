@@ -152,13 +152,21 @@ class WindowBuilder:
             while len(kept) > self._bounds.kept_stacks:
                 kept.popitem(last=False)
 
-    def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
-        """Returns the user half of a stack; as OpenWindow.user_addresses says."""
+    def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
+        """Returns what is known of a stack; as OpenWindow.stack says."""
         kept = self._kept["stacks"].get(stack)
         if kept is None:
-            return np.zeros(0, np.uint64)
+            return None
         row = np.frombuffer(kept[0], COLUMNS["stacks"].dtype)[0]
-        return np.frombuffer(kept[1], "<u8")[int(row["kernel_depth"]) :]
+        return row, np.frombuffer(kept[1], "<u8")
+
+    def user_addresses(self, stack: int) -> npt.NDArray[np.uint64]:
+        """Returns the user half of a stack; as OpenWindow.user_addresses says."""
+        known = self.stack(stack)
+        if known is None:
+            return np.zeros(0, np.uint64)
+        row, addresses = known
+        return addresses[int(row["kernel_depth"]) :]
 
     def add(self, column: str, rows: Rows) -> None:
         """Adds measures or events to the open window."""

@@ -19,7 +19,15 @@ import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.model.gpu import Direction
 from aiflame.agent.model.profile import SampleClass, StopReason
-from aiflame.agent.model.window import NO_STACK, NO_TIME, NONE, Rows, Timing, Window
+from aiflame.agent.model.window import (
+    MADE_STACKS,
+    NO_STACK,
+    NO_TIME,
+    NONE,
+    Rows,
+    Timing,
+    Window,
+)
 from aiflame.agent.sinks.index import Numbers
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
@@ -210,7 +218,8 @@ class CaptureSink:
                 addresses=kernel.tobytes() + user.tobytes(),
                 chain=int(found["chain"]),
                 gil=int(found["gil"]),
-                is_from_switch=stack in switched,
+                # What the host half makes are stacks of threads that sleep.
+                is_from_switch=stack in switched or stack >> 32 == MADE_STACKS,
             )
             new.append((row, unnamed))
         self._put_rows(window, new)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that fell asleep before the recording: their whole stacks (workloads/sleepers.c).
+"""Threads that fell asleep before the recording, or before their tables were there: their whole
+stacks (workloads/sleepers.c).
 
 The program has no frame pointers, and each of its threads sleeps at the end of a chain of calls
 that its name tells.
@@ -8,13 +9,19 @@ that its name tells.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
+from aiflame.agent.model.window import check, check_wall
+from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from recordings import Recording, Workload, frames_of, rows_of
+from support import AIFLAME, wait_until
 
 pytestmark = pytest.mark.bpf
 
@@ -157,3 +164,80 @@ def test_ten_thousand_sleeping_threads_have_their_whole_stacks(
             missing = {loss.name: loss.count for loss in profile.losses}
             assert len(profile.threads) + missing.pop("threads_not_entered", 0) == 10_001
             assert not missing
+
+
+def test_threads_that_fall_asleep_before_their_tables_come_have_their_whole_stacks(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    # GIVEN a program that nobody has seen before, whose threads go to sleep as soon as it starts
+    command = f"{_program(workload)}; true"
+    with Recording(tmp_path, "--", "sh", "-c", command, stdin=subprocess.PIPE) as recording:
+        wait_until(lambda: len(recording.windows()) >= 4, 60)
+        windows = recording.windows()
+        ended = recording.wait()
+    profile = ended.profile
+    for thread in _THREADS:
+        rows = rows_of(profile, None, thread, SampleClass.BLOCKED)
+        # THEN the sleep in which each was all the time has one stack, and that is whole,
+        row = rows[np.argmax(rows["ns"])]
+        assert int(row["ns"]) > 0.5 * profile.recording.duration_ns, thread
+        assert _chain(profile, row["stack"]) == _truth(thread), thread
+        assert profile.stacks.ends[row["stack"]] == StopReason.ROOTED, thread
+    # AND `record` says so,
+    assert "Waits walked late" in ended.stderr
+    # AND all windows hold together as they do without.
+    for window in windows[1:]:
+        check(window)
+        check_wall(window)
+
+
+def _cut_share(profile: Profile) -> float:
+    """How much of the time in which threads were blocked has cut stacks."""
+    rows = profile.samples[profile.samples["klass"] == SampleClass.BLOCKED]
+    is_cut = np.isin(profile.stacks.ends, TRUNCATED_REASONS)[rows["stack"]]
+    return float(rows["ns"][is_cut].sum() / rows["ns"].sum())
+
+
+def _record_first(folder: Path, *command: str) -> Profile:
+    """Records a command as on a machine on which nothing was recorded before."""
+    empty = 'mount -t tmpfs none /var/cache && mount -t tmpfs none /run && exec "$@"'
+    capture = folder / "run.aiflame"
+    words = [*AIFLAME, "record", "-o", str(capture), "--", *command]
+    subprocess.run(
+        ["unshare", "--mount", "sh", "-c", empty, "sh", *words],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
+    return read_capture(capture)
+
+
+def test_pipelines_have_whole_stacks_in_the_first_recording(tmp_path: Path) -> None:
+    # GIVEN shells that wait for programs, and programs that wait for each other
+    line = "sh -c 'sleep 3 | cat; true'"
+    profile = _record_first(tmp_path, "sh", "-c", f"{line} & {line}; wait")
+    # THEN what little is cut are waits that were over before there was a table.
+    assert _cut_share(profile) < 0.02
+
+
+_POOL = """
+import multiprocessing, time
+
+def nap(s):
+    time.sleep(s)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    with multiprocessing.Pool(2) as pool:
+        pool.map(nap, [2.5] * 4, chunksize=1)
+"""
+
+
+def test_spawned_pools_have_whole_stacks_in_the_first_recording(tmp_path: Path) -> None:
+    (tmp_path / "pool.py").write_text(_POOL)
+    profile = _record_first(tmp_path, sys.executable, "pool.py")
+    assert _cut_share(profile) < 0.1
+    # Also Python's frames are those of sleeps that began before the interpreter was known.
+    naps = rows_of(profile, "nap", None, SampleClass.BLOCKED)
+    assert int(naps["ns"].sum()) == pytest.approx(4 * 2_500_000_000, rel=0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import DiskFull
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
-from aiflame.agent.model.window import COLUMNS, NONE, Window, check, concatenate, rows_of
+from aiflame.agent.model.window import (
+    COLUMNS,
+    MADE_STACKS,
+    NONE,
+    Window,
+    check,
+    concatenate,
+    rows_of,
+)
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.sinks.rebuilt import capture_of_windows
@@ -27,6 +36,7 @@ from aiflame.agent.sinks.segments import (
     SegmentSink,
     are_segments,
 )
+from aiflame.agent.symbolize.stacks import NamedStack, UnnamedStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from windows import RandomRecording, same_windows
@@ -143,6 +153,39 @@ def test_a_stack_that_is_walked_on_has_one_row() -> None:
     profile = _captured(windows)
     assert profile.stacks.ends.tolist() == [StopReason.ROOTED]
     assert [*_times(profile).values()] == [(8, 80)]
+
+
+class _Namer:
+    """Names nothing, and keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.seen: list[UnnamedStack] = []
+
+    def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
+        self.seen += stacks
+        return [NamedStack(stack.stop_reason, b"", 0) for stack in stacks]
+
+
+def test_a_wait_that_is_walked_late_is_told_again_as_one() -> None:
+    # GIVEN an open wait, and its whole stack in a window that has none of its time
+    builder, made = _builder(), MADE_STACKS << 32 | 1
+    builder.add("samples", rows_of("samples", (made, 0, SampleClass.BLOCKED, 0, 40)))
+    windows = []
+    for depth, reason in ((1, StopReason.NO_TABLE_YET), (2, StopReason.ROOTED_BY_TABLE)):
+        row = (made, 0, 0, 0, 0, depth, reason, 0, False, NONE, 0)
+        addresses = np.arange(depth, dtype="<u8").view(COLUMNS["addresses"].dtype)
+        builder.define("stacks", rows_of("stacks", row), addresses, is_late=bool(windows))
+        windows.append(builder.close(1000 * depth))
+    namer = _Namer()
+    with tempfile.TemporaryDirectory() as name:
+        writer = CaptureWriter(Path(name) / "run.aiflame")
+        sink = CaptureSink(writer, namer=namer)
+        for window in (*windows, builder.close(3000)):
+            sink.put(window)
+        writer.close()
+    # THEN it is named twice, each time without what tracing a switch adds to it.
+    assert [len(stack.addresses) for stack in namer.seen] == [8, 16]
+    assert [stack.is_from_switch for stack in namer.seen] == [True, True]
 
 
 def test_a_wait_is_one_row_in_the_second_in_which_it_ended() -> None:

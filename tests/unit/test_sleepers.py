@@ -25,6 +25,7 @@ from aiflame.agent.processes.snapshots import Snapshots
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
+from aiflame.agent.recording.sleep_walks import SleepWalks
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers
 from support import blind_inspector
 
@@ -143,6 +144,10 @@ def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPat
     assert not taken.are_possible
 
 
+def _no_walks(table: ProcessTable) -> SleepWalks:
+    return SleepWalks(table, SimpleNamespace(), None, _NO_PYTHON, None)  # type: ignore[arg-type]
+
+
 class _Threads:
     """The kernel's thread table."""
 
@@ -190,11 +195,12 @@ def test_kernels_without_the_iterator_are_said_to_be(
     here = os.getpid()
     wait_until(lambda: getattr(procfs.thread_stat(here, waiting_tid), "state", "") == "S")
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
-    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
+    programs: Any = SimpleNamespace(threads=_Threads())
     tables: Any = SimpleNamespace(wait=lambda binaries, deadline_ns: None)
     table = ProcessTable(1, lambda pid: 1, blind_inspector())
     walker = StackWalker(tables, SimpleNamespace()) if is_walked else None  # type: ignore[arg-type]
-    sleepers = Sleepers(programs, table, tables, walker, _NO_PYTHON, kernel_stacks=True)
+    walks = SleepWalks(table, tables, walker, _NO_PYTHON, None)
+    sleepers = Sleepers(programs, table, walks, _NO_PYTHON, kernel_stacks=True)
     for _ in sleepers.enter([here]):
         pass
     made = []
@@ -210,11 +216,9 @@ def test_threads_that_a_short_recording_missed_are_counted(
     waiting_tid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [os.getpid(), waiting_tid])
-    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
-    tables: Any = SimpleNamespace()
-    sleepers = Sleepers(
-        programs, ProcessTable(1, lambda pid: 1, blind_inspector()), tables, None, _NO_PYTHON, False
-    )
+    programs: Any = SimpleNamespace(threads=_Threads())
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
+    sleepers = Sleepers(programs, table, _no_walks(table), _NO_PYTHON, False)
     entering = sleepers.enter([os.getpid(), 2])
     next(entering)
     # WHEN the recording ends before the first is entered; one was entered by the kernel half
@@ -230,10 +234,9 @@ def test_threads_whose_time_is_known_are_not_said_to_miss_it(
     waiting_tid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [os.getpid(), waiting_tid])
-    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
-    tables: Any = SimpleNamespace()
+    programs: Any = SimpleNamespace(threads=_Threads())
     table = ProcessTable(1, lambda pid: 1, blind_inspector())
-    sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, False)
+    sleepers = Sleepers(programs, table, _no_walks(table), _NO_PYTHON, False)
     next(sleepers.enter([os.getpid()]))
     # WHEN one that was not entered has ended, and the kernel half has told how long it was there
     table.thread(table.image(os.getpid(), 1), waiting_tid).has_ended = True
@@ -248,11 +251,10 @@ def test_threads_beyond_the_kernels_table_are_counted(
         raise OSError(errno.E2BIG, os.strerror(errno.E2BIG))
 
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
-    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
+    programs: Any = SimpleNamespace(threads=_Threads())
     programs.threads.update = is_full
-    tables: Any = SimpleNamespace()
     table = ProcessTable(1, lambda pid: 1, blind_inspector())
-    sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, False)
+    sleepers = Sleepers(programs, table, _no_walks(table), _NO_PYTHON, False)
     for _ in sleepers.enter([os.getpid()]):
         pass
     assert sleepers.missed() == [(os.getpid(), waiting_tid)]
@@ -299,10 +301,9 @@ def test_kernel_frames_without_an_address_are_counted(
     monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid])
     stat = procfs.ThreadStat("S", 1)
     monkeypatch.setattr(procfs, "thread_stat", lambda pid, tid: stat)
-    programs: Any = SimpleNamespace(threads=_Threads(), thread_iterator_fd=None)
-    tables: Any = SimpleNamespace()
+    programs: Any = SimpleNamespace(threads=_Threads())
     table = ProcessTable(1, lambda pid: None, blind_inspector())
-    sleepers = Sleepers(programs, table, tables, None, _NO_PYTHON, kernel_stacks=True)
+    sleepers = Sleepers(programs, table, _no_walks(table), _NO_PYTHON, kernel_stacks=True)
     for _ in sleepers.enter([os.getpid()]):
         pass
     made: list[Any] = []

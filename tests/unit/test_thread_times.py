@@ -22,13 +22,20 @@ _TID, _PID, _STACK, _OTHER = 8, 7, 55, 66
 _SECOND_NS = 1_000_000_000
 
 
+class _NoSleeps:
+    """No wait was walked again."""
+
+    def take_wait(self, event: np.void) -> int:
+        return int(event["stack"])
+
+
 class _Recorder:
     """The part of the recorder that closes windows, with states and sums that a test gives."""
 
     def __init__(self) -> None:
         self.window = WindowBuilder(Bounds())
         self.table = ProcessTable(_START_NS, lambda pid: _START_NS, blind_inspector())
-        self.samples = Samples(self.window, self.table)
+        self.samples = Samples(self.window, self.table, _NoSleeps())
         self.times = ThreadTimes(self.window, self.table)
         self.times.start(_START_NS)
         image = self.table.image(_PID, _START_NS)
