@@ -199,7 +199,7 @@ class _Session:
                 recorder = parts.enter_context(
                     Recorder(self._target, programs, self._signals, families)
                 )
-                recorder.start(self._options.duration_ns)
+                recorder.start(self._options.duration_ns, self._printer.say)
                 sinks = parts.enter_context(
                     RecordSinks(
                         self._workspace,

@@ -242,8 +242,13 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._parts.close()
 
-    def start(self, duration_ns: int | None) -> None:
-        """Goes live: from here on nothing of the target is missed, to the end if that is known."""
+    def start(self, duration_ns: int | None, say: Callable[[str], None]) -> None:
+        """Goes live: from here on nothing of the target is missed.
+
+        Args:
+            duration_ns: When it is to end, None where that is not known.
+            say: Takes a line about what takes long.
+        """
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
@@ -260,7 +265,7 @@ class Recorder:
         pids = [pid for pid in self._target.existing_pids() if pid not in own]
         for pid in pids:
             self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
-        self._prepare_tables(pids)
+        self._prepare_tables(pids, say)
         self.devices.start()
         command = self._target.command
         if command is not None:
@@ -278,9 +283,9 @@ class Recorder:
         self._entering = itertools.chain(existing, self._entered())
         self._enter_sleepers()
 
-    def _prepare_tables(self, pids: list[int]) -> None:
-        """Brings what the cache has of named targets' unwind tables, before the first sample."""
-        if self._target.filter is abi.Filter.PIDS:
+    def _prepare_tables(self, pids: list[int], say: Callable[[str], None]) -> None:
+        """Brings the unwind tables of named targets, before the first sample."""
+        if self._target.filter is not abi.Filter.ALL:
             for pid in pids:
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         known = self.table.take_remapped()
@@ -292,7 +297,7 @@ class Recorder:
         self.calls.prepare(self._runtimes, self._inspector.opener)
         for image in known:
             self._look(image)
-        self.tables.wait_before_start()
+        self.tables.wait_before_start(say)
         self.pythons.poll()
 
     def _follow_mappings(self) -> None:
@@ -320,6 +325,7 @@ class Recorder:
     def _entered(self) -> Iterator[None]:
         """Gives up what is needed no more once existing threads are entered."""
         give_up_admin(self._programs.uprobes, self._options.calls)
+        self.tables.go_beside()
         self._has_entered = True
         yield
 
