@@ -24,22 +24,21 @@ import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.devices.timed import TimedProcesses
-from aiflame.agent.elf.headers import HEADERS
-from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.least import give_up_admin
-from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.gpu_kernels import KernelTable
-from aiflame.agent.launches.probes import functions_of
-from aiflame.agent.launches.runtimes import runtime_files
+from aiflame.agent.launches.opening import opened_at
+from aiflame.agent.launches.runtimes import expected_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
+from aiflame.agent.processes import procfs
 from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
@@ -47,6 +46,7 @@ from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
+from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
@@ -55,10 +55,7 @@ from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_s
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
-from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.agent.target_files import FileGuard
-from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -71,6 +68,9 @@ _AHEAD_NS, _MOST_AHEAD_NS = 500_000, 64_000_000
 _SETTLE_S = 0.0002
 # What a program takes on a CPU of a machine that shares it with others: 4 ms.
 _TRIES_FOR_ENDS = 20
+
+# How soon it is looked again whether programs for calls are loaded, which takes 0.3 s.
+_LOADING_NS = 10_000_000
 
 # A process of 10,000 threads takes a second to enter: draining goes on in between.
 _ENTERING_SLICE_NS = 100_000_000
@@ -110,9 +110,10 @@ class Recorder:
 
     Args:
         target: Whom to record.
-        options: What is compiled into the kernel half.
+        foundation: What was begun before, and ends after this.
         signals: Ends the recording.
-        families: Devices to record.
+        families: Devices to record, as far as targets use them.
+        are_families_named: The user wants them in any case.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -122,12 +123,15 @@ class Recorder:
     def __init__(
         self,
         target: Target,
-        options: ProgramOptions,
+        foundation: Foundation,
         signals: StopSignals,
         families: Sequence[Family] = (),
+        *,
+        are_families_named: bool = False,
     ) -> None:
         self._target = target
-        self._options = options
+        self._are_families_named = are_families_named
+        self._options = options = foundation.options
         self._signals = signals
         self.start_ns = self.started_unix_ns = 0
         self.cpu_count = len(online_cpus())
@@ -144,34 +148,15 @@ class Recorder:
         self._has_entered = False
         self._end_ns = abi.NEVER_NS
         self._real_time = priority.RealTime()
-        self._guard = FileGuard()
+        self._guard = foundation.guard
+        self._inspector = foundation.inspector
+        self._file_facts = foundation.file_facts
+        self._programs = foundation.programs
         with contextlib.ExitStack() as parts:
-            self._build_kernel_half(parts)
+            self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
+            parts.callback(self._ring.close)
             self._build_host_half(parts, families)
             self._parts = parts.pop_all()
-
-    def _build_kernel_half(self, parts: contextlib.ExitStack) -> None:
-        """Makes what speaks to the kernel."""
-        options, command = self._options, self._target.command
-        self._inspector = Inspector()
-        parts.callback(self._inspector.close)
-        self._inspector.start()  # it is ready by the time that the programs are
-        questions = (HEADERS, functions_of(APIS)) if options.calls else (HEADERS,)
-        self._file_facts = FileFacts(self._guard, questions, facts_directory())
-        parts.callback(self._file_facts.close)
-        if self._target.filter is not abi.Filter.PIDS:
-            self._file_facts.expect()  # somebody starts something that is new, sooner or later
-        self._programs: Programs = load_programs(options, cache_dir())
-        parts.callback(self._programs.close)
-        words = () if command is None else command.words
-        opener = self._inspector.opener
-        self._runtimes = runtime_files(words, opener, self._file_facts) if options.calls else []
-        if self._runtimes:
-            self._programs.expect_calls()
-        self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
-        parts.callback(self._ring.close)
-        self._probes = Probes(self._programs, options.off_cpu)
-        parts.callback(self._probes.close)
 
     def _build_host_half(self, parts: contextlib.ExitStack, families: Sequence[Family]) -> None:
         """Makes what turns what comes from the kernel into windows."""
@@ -231,10 +216,6 @@ class Recorder:
             self.devices.used_binaries,
             self.late_walks.used_images,
         )
-        walker = StackWalker(self.tables, self.images) if options.user_stacks else None
-        self.sleepers = Sleepers(
-            programs, table, self.tables, walker, self.pythons, options.kernel_stacks
-        )
 
     def __enter__(self) -> Recorder:
         return self
@@ -252,9 +233,6 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        own = [os.getpid(), *self._inspector.pids, *self._file_facts.pids]
-        for pid in own:  # what they start is excluded as well
-            self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
@@ -262,11 +240,12 @@ class Recorder:
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
         if self._options.user_stacks:
             programs.set(abi.Setting.STACK_COPIES, COPIES_PER_S)
-        pids = [pid for pid in self._target.existing_pids() if pid not in own]
-        for pid in pids:
-            self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
-        self._prepare_tables(pids, say)
-        self.devices.start()
+        if self._are_families_named:
+            self.devices.start()
+        self._prepare_early()
+        self._attach()
+        pids = self._enter_targets()
+        self._prepare(say)
         command = self._target.command
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
@@ -283,22 +262,82 @@ class Recorder:
         self._entering = itertools.chain(existing, self._entered())
         self._enter_sleepers()
 
-    def _prepare_tables(self, pids: list[int], say: Callable[[str], None]) -> None:
-        """Brings the unwind tables of named targets, before the first sample."""
-        if self._target.filter is not abi.Filter.ALL:
-            for pid in pids:
+    def _prepare_early(self) -> None:
+        """Does what needs no programs, while the kernel verifies them."""
+        target = self._target
+        if target.command is not None or target.filter is not abi.Filter.PIDS:
+            self._prepare_files()
+        if target.filter is abi.Filter.ALL:
+            return
+        own = self._own_pids()
+        for pid in target.existing_pids():
+            if pid not in own:
+                self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
-        known = self.table.take_remapped()
-        # Tables are built by children, while the kernel verifies the programs for calls.
-        if self._options.user_stacks:
-            for image in known:
-                self.tables.push(image)
+        self._follow_mappings()
+        self.tables.poll()  # children build those that there are not
+
+    def _attach(self) -> None:
+        """Attaches the programs: from here on no fork, exec or end is missed."""
+        programs, options = self._programs, self._options
+        programs.ready()
+        walker = StackWalker(self.tables, self.images) if options.user_stacks else None
+        self.sleepers = Sleepers(
+            programs, self.table, self.tables, walker, self.pythons, options.kernel_stacks
+        )
+        self._probes = Probes(programs, options.off_cpu)
+        self._parts.callback(self._probes.close)
+
+    def _own_pids(self) -> set[int]:
+        """Returns this process and those that it has started, which are not recorded."""
+        own = {os.getpid(), *self._inspector.pids, *self._file_facts.pids}
+        if self._target.filter is abi.Filter.CGROUP:  # which may be its own; others are no targets
+            own.update(procfs.descendants([os.getpid()]))
+        return own
+
+    def _enter_targets(self) -> list[int]:
+        """Enters the processes that there are, also those forked before anything was attached."""
+        own = self._own_pids()
+        for pid in own:  # what they start is excluded as well
+            self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
+        pids = [pid for pid in self._target.existing_pids() if pid not in own]
+        first_image = self.table.first_image
+        for pid in pids:
+            image = self.table.known(pid, first_image)
+            if image is not None and image.executable != procfs.executable(pid):
+                self.table.forget([image], ())  # it has called exec meanwhile
+            if image is None:
+                self._enter_process(pid, first_image, abi.ProcessFlag.TARGET)
+            if self._target.filter is not abi.Filter.ALL:
+                self.table.seen(pid, first_image, 0, "", 0)
+        return pids
+
+    def _prepare(self, say: Callable[[str], None]) -> None:
+        """Brings what targets have mapped to all who work by it, before the first sample."""
+        self._follow_mappings()
         self.tables.poll()
-        self.calls.prepare(self._runtimes, self._inspector.opener)
-        for image in known:
-            self._look(image)
-        self.tables.wait_before_start(say)
+        self.calls.poll(is_waiting=True)
+        self.tables.wait_before_start(say, lambda: self._signals.requested)
         self.pythons.poll()
+
+    def _prepare_files(self) -> None:
+        """Prepares what targets may yet map: tables, and probes for which programs are loaded."""
+        command, opener = self._target.command, self._inspector.opener
+        words = () if command is None else command.words
+        expected = expected_files(words, opener, self._file_facts)
+        if self._options.user_stacks:
+            for path in expected.command:
+                with (
+                    contextlib.suppress(OSError),
+                    opened_at(str(path), opener, self._file_facts) as fd,
+                ):
+                    if fd not in self._guard.remote:
+                        self.tables.expect(fd)
+        if self._options.calls:
+            runtimes = [*expected.runtimes, *expected.command]
+            if runtimes:
+                self._programs.expect_calls()
+            self.calls.prepare(runtimes, opener)
 
     def _follow_mappings(self) -> None:
         """Brings what was newly mapped to all who work by it."""
@@ -327,6 +366,10 @@ class Recorder:
         give_up_admin(self._programs.uprobes, self._options.calls)
         self.tables.go_beside()
         self._has_entered = True
+        yield
+        target = self._target
+        if target.command is None and target.filter is abi.Filter.PIDS and target.follows_children:
+            self._prepare_files()  # for children to come
         yield
 
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
@@ -372,6 +415,8 @@ class Recorder:
                 if now_ns >= self._end_ns and not is_entering:
                     break
                 until_ns = min(next_ns, self._end_ns, now_ns + self.pythons.interval_ns)
+                if self.calls.is_waiting:
+                    until_ns = min(until_ns, now_ns + _LOADING_NS)
                 if is_entering:
                     until_ns = 0
                 self._real_time.check()
@@ -381,6 +426,7 @@ class Recorder:
                 self.late_walks.take()
                 self.tables.poll()
                 self.pythons.poll()
+                self.calls.poll()
                 self.devices.poll()
                 self.late_walks.poll()
                 if time.monotonic_ns() >= next_ns:
@@ -540,6 +586,7 @@ class Recorder:
         # up; the other way round, both would go on past the end.
         self._programs.set(abi.Setting.END_NS, 0)
         stopped_ns = time.monotonic_ns()
+        self.calls.take_probes_off()
         end_ns = self._end_ns = min(stopped_ns, self._end_ns)
         self.events.take()
         give(self._filled(max(end_ns, self._boundary_ns), self._boundary_ns & 1, is_last=True))
