@@ -158,7 +158,9 @@ class UnwindTables:
             self._gone.clear()
         if self._queued:
             self._enter_tables()
-            for binary in self._wanted - self._kernel.loaded.keys() - self._short:
+            # One of a process that has ended is needed no more, and was not entered for that.
+            mapped = {m.binary for image in self._queued.values() for m in image.mappings}
+            for binary in self._wanted & mapped - self._kernel.loaded.keys() - self._short:
                 self._short.add(binary)
                 self._blame(binary, LossKind.UNWIND_MEMORY_FULL, 1)
             images, self._queued = self._queued, {}
