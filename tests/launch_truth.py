@@ -31,7 +31,11 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is launched, as the arguments of workloads/clsites.c say, and how it is recorded."""
+    """What is launched, as the arguments of workloads/clsites.c say, and how it is recorded.
+
+    Attributes:
+        is_late: The recording begins while launches are under way.
+    """
 
     name: str
     kernel_us: int
@@ -42,6 +46,7 @@ class Scenario:
     wait: str = "finish"
     processes: int = 1
     length_ms: int = 8000
+    is_late: bool = False
     options: tuple[str, ...] = field(default=())
 
 
@@ -82,6 +87,8 @@ SCENARIOS = (
     Scenario("4 sites, 20 ms, 3 queues", 20_000, 4, depth=3, queues=3),
     Scenario("4 sites, 5 ms, 3 queues, queued by 12", 5_000, 4, depth=12, queues=3),
     Scenario("4 processes, 4 sites, 20 ms", 20_000, 4, processes=4),
+    Scenario("4 sites, 20 ms, one by one, late attach", 20_000, 4, is_late=True),
+    Scenario("4 sites, 5 ms, queued by 16, late attach", 5_000, 4, depth=16, is_late=True),
 )
 
 
@@ -104,10 +111,14 @@ def record(scenario: Scenario, program: Path, folder: Path) -> Profile:
         running = [
             stack.enter_context(Workload(command, env=environment)) for _ in range(s.processes)
         ]
+        if s.is_late:
+            for workload in running:
+                workload.go()
         pids = ",".join(str(workload.pid) for workload in running)
         recording = stack.enter_context(Recording(folder, "-p", pids, "--force", *s.options))
-        for workload in running:
-            workload.go()
+        if not s.is_late:
+            for workload in running:
+                workload.go()
         for workload in running:
             workload.truth()
         return recording.stop().profile

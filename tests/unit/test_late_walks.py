@@ -113,6 +113,12 @@ _EARLY = (7, [_LEAF, _GUESS], StopReason.NO_TABLE_YET, False)
 _CUT = (7, [_LEAF, _GUESS], StopReason.NO_FRAME_POINTER, True)
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has each poll look."""
+    monkeypatch.setattr(late_walks, "_LOOK_INTERVAL_NS", 0)
+
+
 @pytest.fixture
 def recording(table: UnwindTable) -> Iterator[_Recording]:
     made = _Recording(table)
