@@ -73,7 +73,7 @@ def _complete_share(profile: Profile) -> float:
 
 def test_a_first_recording_is_as_complete_as_the_second(tmp_path: Path) -> None:
     # GIVEN a busy process, and a machine on which nothing was ever recorded
-    record = shlex.join([*AIFLAME, "record", "--force", "-q", "-d", "2", "-o"])
+    record = shlex.join([*AIFLAME, "record", "--force", "-q", "-F", "499", "-d", "2", "-o"])
     with _running(_BUSY) as process:
         _go(process)
         script = "\n".join(
