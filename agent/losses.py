@@ -180,6 +180,10 @@ class LossKind(enum.Enum):
         "CPUs that came online during the recording: samples of up to a second on each are missing;"
         " waits and times are complete"
     )
+    LIFE_EVENTS_LOST = _Entry(
+        "forks, execs and mappings of which the kernel told faster than was read, or CPUs of which"
+        " it does not tell: processes that ended before they could be read may have no names"
+    )
     BOUNDARY_LATE = _Entry(
         "boundaries between two seconds of the recording that were set late, as this machine is"
         " busy: some time near them is counted in the other second"

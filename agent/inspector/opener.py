@@ -93,12 +93,12 @@ class Opener:
         self._children.start()
 
     def mapped(
-        self, pid: int, start: int, end: int, device: str, inode: int, path: str
+        self, pid: int, start: int, end: int, device: str, inode: int, path: str, root: str = ""
     ) -> OpenedFile:
         """Opens the very file that a process has mapped, also a deleted one.
 
-        Where the kernel's own link to it is not permitted, the file at its path is opened, if it is
-        the same.
+        Where the kernel's own link to it is not permitted, or gone with the process, the file at
+        its path is opened, if it is the same.
 
         Args:
             pid: The process.
@@ -107,13 +107,15 @@ class Opener:
             device: Of the file, as /proc/PID/maps has it.
             inode: The same.
             path: The same.
+            root: A root directory in which to look for the path where the process's own is gone,
+                "" for none.
 
         Raises:
             OSError: It is gone, not permitted, not a regular file (EINVAL), another one (ESTALE),
                 or does not open in time (ETIMEDOUT).
         """
-        span, root = f"{start:x}-{end:x}", f"/proc/{pid}/root"
-        question = ("mapped", str(pid), span, device, str(inode), root, path)
+        span, own_root = f"{start:x}-{end:x}", f"/proc/{pid}/root"
+        question = ("mapped", str(pid), span, device, str(inode), own_root, path, root)
         return self._open(f"{device} {inode}", path, pid, *question)
 
     def beneath(self, root: str, path: str, *, follows_last: bool = True) -> OpenedFile:

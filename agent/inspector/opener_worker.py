@@ -98,14 +98,24 @@ class _Opener:
         self._connection.sendmsg([head, data], rights)
 
     def _mapped(
-        self, pid: bytes, span: bytes, device: bytes, inode: bytes, root: bytes, path: bytes
+        self,
+        pid: bytes,
+        span: bytes,
+        device: bytes,
+        inode: bytes,
+        own_root: bytes,
+        path: bytes,
+        other_root: bytes,
     ) -> None:
-        """Opens what a process has mapped: by the kernel's own link to it, else by its path."""
+        """Opens what a process has mapped: by the kernel's own link to it, else by its path.
+
+        That is looked for in its own root directory, or in another one if it is gone.
+        """
         ways: tuple[Callable[[], int], ...] = (
             # The file itself, also a deleted one (v4.3 for CAP_SYS_ADMIN, v5.9 for
             # CAP_CHECKPOINT_RESTORE).
             lambda: os.open(b"/proc/%b/map_files/%b" % (pid, span), rootfs.LOOK_FLAGS),
-            lambda: _look_beneath(root, path),
+            lambda: _look_beneath(own_root if _is_there(own_root) else other_root, path),
         )
         failure = OSError(errno.ENOENT, "no such mapping")
         for way in ways:
@@ -181,6 +191,15 @@ class _Opener:
         finally:
             os.close(fd)
         self._answer(data)
+
+
+def _is_there(root: bytes) -> bool:
+    """Whether a process's root directory is still to be had."""
+    try:
+        os.close(rootfs.open_root(os.fsdecode(root)))
+    except OSError:
+        return False
+    return True
 
 
 def _look_beneath(root: bytes, path: bytes, follows_last: bool = True) -> int:

@@ -23,8 +23,8 @@ from aiflame.agent.kernel.probes import online_cpus
 # /proc, and arrays on their way into the kernel, some at a time.
 _RESERVE = 40
 _RESERVE_OF_ARRAYS = 20
-# Programs, maps, tracepoints, pipes and the capture (60 to 68 were seen), without a clock for each
-# CPU and files of targets.
+# Programs, maps, tracepoints, pipes and the capture (60 to 68 were seen), without what each CPU
+# has, a clock and a ring, and without files of targets.
 _OWN = 68
 
 
@@ -45,7 +45,7 @@ def require_enough() -> None:
     Raises:
         EnvironmentUnfit: Says how many it takes.
     """
-    needed = _OWN + _RESERVE + len(online_cpus())
+    needed = _OWN + _RESERVE + 2 * len(online_cpus())
     if _limit() < needed:
         raise EnvironmentUnfit(
             f"at most {_limit()} files may be open, and a recording needs {needed}",

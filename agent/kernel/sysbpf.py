@@ -14,6 +14,7 @@ import errno
 import os
 import resource
 import struct
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +44,16 @@ BPF_ANY, BPF_NOEXIST = 0, 1
 # Entries moved by one system call: a chunk of 2 KB stacks stays about 1 MB.
 _CHUNK_ENTRIES = 512
 
-_PERF_TYPE_SOFTWARE, _PERF_COUNT_SW_CPU_CLOCK = 1, 0
+_PERF_TYPE_SOFTWARE, _PERF_COUNT_SW_CPU_CLOCK, _PERF_COUNT_SW_DUMMY = 1, 0, 9
+_PERF_SAMPLE_TIME = 1 << 2
 _PERF_FLAG_FD_CLOEXEC = 8
 _PERF_EVENT_IOC_ENABLE = 0x2400
 _PERF_EVENT_IOC_SET_BPF = 0x40042408
 _PERF_ATTR_BYTES = 112  # PERF_ATTR_SIZE_VER5: every kernel since v4.1 knows it
 _PERF_ATTR_DISABLED = 1
+# Bits of the flags: mmap, comm, task; the wake-up is by bytes (watermark); each record has a time
+# (sample_id_all); mmap2, comm_exec, use_clockid. All of them are there since v4.1.
+_PERF_ATTR_LIVES = 1 << 8 | 1 << 9 | 1 << 13 | 1 << 14 | 1 << 18 | 1 << 23 | 1 << 24 | 1 << 25
 
 
 def _address(array: npt.NDArray[Any] | ctypes.Array[ctypes.c_char]) -> int:
@@ -295,6 +300,35 @@ def open_cpu_clock(cpu: int, period_ns: int) -> int:
         period_ns,
     )  # fmt: skip
     struct.pack_into("<Q", attributes, 40, _PERF_ATTR_DISABLED)
+    return syscall(
+        this_architecture().syscall_perf_event_open,
+        bytes(attributes),
+        ctypes.c_int(-1),
+        ctypes.c_int(cpu),
+        ctypes.c_int(-1),
+        ctypes.c_ulong(_PERF_FLAG_FD_CLOEXEC),
+    )
+
+
+def open_life_events(cpu: int, wakeup_bytes: int) -> int:
+    """Opens an event that counts nothing, and tells of forks, execs and executable mappings.
+
+    Args:
+        cpu: On which they happen, in any process.
+        wakeup_bytes: It is readable once so much was written to the ring that is mapped of it.
+
+    Returns:
+        Its descriptor. The times are those of bpf_ktime_get_ns.
+
+    Raises:
+        OSError: The kernel refuses it.
+    """
+    attributes = bytearray(_PERF_ATTR_BYTES)
+    struct.pack_into(
+        "<IIQQQQQI", attributes, 0, _PERF_TYPE_SOFTWARE, _PERF_ATTR_BYTES, _PERF_COUNT_SW_DUMMY,
+        *(0, _PERF_SAMPLE_TIME, 0, _PERF_ATTR_LIVES, wakeup_bytes),
+    )  # fmt: skip
+    struct.pack_into("<i", attributes, 92, time.CLOCK_MONOTONIC)
     return syscall(
         this_architecture().syscall_perf_event_open,
         bytes(attributes),

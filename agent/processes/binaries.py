@@ -25,6 +25,8 @@ from aiflame.agent.target_files import FileGuard
 
 T = TypeVar("T")
 
+_HOST_ROOT = "/proc/1/root"
+
 VDSO_PATH = "[vdso]"
 DELETED = " (deleted)"
 
@@ -40,6 +42,13 @@ class BinaryFile:
     path: str
     fd: int | None
     root: str  # openable path of a root directory in which its debug files may lie, or ""
+
+
+def _identity(line: MapsLine) -> tuple[str, int, str] | None:
+    """What tells a mapped file from others, None for anonymous memory."""
+    if line.path == VDSO_PATH:
+        return "", 0, VDSO_PATH
+    return (line.device, line.inode, "") if line.inode else None
 
 
 class BinaryTable:
@@ -63,7 +72,7 @@ class BinaryTable:
         self._shares = Shares(for_targets)
         self._payers: dict[int, tuple[int, str]] = {}  # of descriptors, by index
 
-    def of_mapping(self, pid: int, payer: str, line: MapsLine) -> BinaryFile | None:
+    def of_mapping(self, pid: int, payer: str, line: MapsLine, root: str = "") -> BinaryFile | None:
         """Returns the file that a mapping shows, None for anonymous memory.
 
         The file is opened now if this is the first mapping of it that is seen, unless the process
@@ -73,19 +82,18 @@ class BinaryTable:
             pid: Of the process.
             payer: As of `payer_of`.
             line: The mapping.
+            root: A root directory in which to look for the file if the process is gone, "" for
+                the host's.
         """
-        if line.path == VDSO_PATH:
-            identity = ("", 0, VDSO_PATH)
-        elif line.inode:
-            identity = (line.device, line.inode, "")
-        else:
+        identity = _identity(line)
+        if identity is None:
             return None
         known = self._by_identity.get(identity)
         if known is not None and known.fd is not None:
             return known
         fd = None
         if self._shares.take(pid, payer):
-            fd = self._dump_vdso(pid, line) if line.path == VDSO_PATH else self._open(pid, line)
+            fd = self._fd_of(pid, line, root)
             if fd is None:
                 self._shares.give_back(pid, payer)
         if known is not None and fd is None:
@@ -93,7 +101,8 @@ class BinaryTable:
         index = self._next if known is None else known.index
         if fd is not None:
             self._payers[index] = pid, payer
-        file = BinaryFile(index, line.path.removesuffix(DELETED), fd, self.root_of(pid, payer))
+        root = self.root_of(pid, payer) or root
+        file = BinaryFile(index, line.path.removesuffix(DELETED), fd, root)
         if known is None:
             self._next += 1
             self.unopened += fd is None
@@ -102,6 +111,12 @@ class BinaryTable:
         self.files[index] = file
         self._by_identity[identity] = file
         return file
+
+    def has_open(self, line: MapsLine) -> bool:
+        """Whether what a mapping shows is open already, if it is a file."""
+        identity = _identity(line)
+        known = None if identity is None else self._by_identity.get(identity)
+        return identity is None or (known is not None and known.fd is not None)
 
     def ask(self, binary: int, question: Question[T]) -> T | None:
         """Answers a question about a file; None where it could not be opened, or is bad."""
@@ -136,11 +151,16 @@ class BinaryTable:
         for key in gone:
             del self._by_identity[key]
 
-    def _open(self, pid: int, line: MapsLine) -> int | None:
+    def _fd_of(self, pid: int, line: MapsLine, root: str) -> int | None:
+        if line.path == VDSO_PATH:
+            return self._dump_vdso(pid, line)
+        return self._open(pid, line, root or _HOST_ROOT)
+
+    def _open(self, pid: int, line: MapsLine, root: str) -> int | None:
         path = line.path.removesuffix(DELETED)
         opener = self._inspector.opener
         try:
-            opened = opener.mapped(pid, line.start, line.end, line.device, line.inode, path)
+            opened = opener.mapped(pid, line.start, line.end, line.device, line.inode, path, root)
         except OSError:
             return None
         fd = keep(opened.fd)

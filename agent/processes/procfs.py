@@ -37,6 +37,21 @@ class MapsLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Status:
+    """Of a process.
+
+    Attributes:
+        parent_pid: 0 when unknown.
+        namespaced_pid: The pid by which it knows itself: the innermost of its NSpid line.
+        owner_uid: Its real user id; -1, which nobody has, when unknown.
+    """
+
+    parent_pid: int
+    namespaced_pid: int
+    owner_uid: int
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadStat:
     """A thread's state letter, and how often it was switched out so far."""
 
@@ -126,19 +141,28 @@ def status_field(pid: int, field: str) -> list[str]:
     return []
 
 
+def status(pid: int) -> Status:
+    """Returns what /proc/PID/status says of a process."""
+    fields = {}
+    for line in read_lines(f"/proc/{pid}/status"):
+        name, _, words = line.partition(":\t")
+        fields[name] = words
+    namespaced_pids = fields.get("NSpid", "").split()
+    return Status(
+        int((fields.get("PPid", "").split() or ["0"])[0]),
+        int(namespaced_pids[-1] if namespaced_pids else pid),
+        int((fields.get("Uid", "").split() or ["-1"])[0]),
+    )
+
+
 def namespaced_pid(pid: int) -> int:
-    """Returns the pid by which the process knows itself: the innermost of its NSpid line."""
-    return int((status_field(pid, "NSpid") or [str(pid)])[-1])
+    """Returns the pid by which the process knows itself."""
+    return status(pid).namespaced_pid
 
 
 def parent_pid(pid: int) -> int:
     """Returns the parent's pid, 0 when unknown."""
-    return int((status_field(pid, "PPid") or ["0"])[0])
-
-
-def owner_uid(pid: int) -> int:
-    """Returns the real user id of a process, -1, which nobody has, when unknown."""
-    return int((status_field(pid, "Uid") or ["-1"])[0])
+    return status(pid).parent_pid
 
 
 def process_ids() -> list[int]:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process table: who the recorded processes and threads are, and what they have mapped.
 
-A process image is a pid between two execs. It is read from /proc when the kernel half announces
-its first sample, and read again when a sample has an address in no known mapping. Mappings that
-were replaced stay where newer ones do not cover them: old samples still mean the old file.
+A process image is a pid between two execs. What it has mapped is what the kernel told when that
+happened, or is read from /proc when the kernel half announces its first sample; it is read again
+some milliseconds later, and when a sample has an address in no known mapping. Mappings that were
+replaced stay where newer ones do not cover them: old samples still mean the old file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.lives import Life, Lives
+from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.shares import payer_of
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.intervals import Disjoint, find
@@ -27,6 +30,9 @@ NO_BINARY = -1
 
 # Intervals between reads of mappings that brought nothing: a minute.
 _MAX_READS_TO_SKIP = 64
+
+# A command in a pipe is a child of a shell's child, of which there may have been no sample.
+_MAX_GENERATIONS = 4
 
 
 class Mapping(NamedTuple):
@@ -125,6 +131,20 @@ def _remainder(interval: Interval) -> Mapping:
     return Mapping(interval.begin, interval.end, file_offset, whole.binary)
 
 
+def _name_of(life: Life | None) -> str:
+    """The name that the kernel told, "" where it may have told of a later one that is lost.
+
+    In the middle of an exec the kernel half sees the name of the program that comes.
+    """
+    return "" if life is None or life.has_gap else life.name
+
+
+def _is_copy(image: ProcessImage, ancestor: ProcessImage, life: Life | None) -> bool:
+    """Whether an image is its parent's, forked, as far as is known without its own mappings."""
+    has_called_exec = image.name != ancestor.name if life is None else life.is_exec
+    return ancestor.pid == image.parent_pid and not has_called_exec
+
+
 @dataclass(slots=True)
 class ThreadInfo:
     """One thread of one image."""
@@ -145,6 +165,7 @@ class ProcessTable:
         current_image: Tells which image of a pid the kernel half knows now, None for none.
         inspector: Opens files of targets, and reads their memory.
         facts: Answers questions about those files; it is closed with them.
+        lives: What the kernel told of processes, which may be gone.
     """
 
     def __init__(
@@ -153,6 +174,7 @@ class ProcessTable:
         current_image: Callable[[int], int | None],
         inspector: Inspector,
         facts: FileFacts | None = None,
+        lives: Lives | None = None,
     ) -> None:
         self.start_ns = self.first_image = start_ns
         self._current_image = current_image
@@ -160,6 +182,7 @@ class ProcessTable:
         self._opener = inspector.opener
         self.memory = inspector.memory
         self.binaries = BinaryTable(inspector, facts)
+        self._lives = lives or Lives()
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid
@@ -173,6 +196,10 @@ class ProcessTable:
     def is_current(self, image: ProcessImage) -> bool:
         """Whether the kernel half knows an image as what its pid runs now."""
         return self._current_image(image.pid) == image.image
+
+    def _is_shown(self, image: ProcessImage) -> bool:
+        """Whether what /proc has shown of a pid until now was that image."""
+        return self.is_current(image) and not self._lives.is_past(image.pid, image.image)
 
     def take_changed(self) -> tuple[list[ProcessImage], list[ThreadInfo]]:
         """Returns the images and threads that are new, or of which more is known, since last."""
@@ -201,6 +228,7 @@ class ProcessTable:
         if not image.is_over:
             image.is_over = True
             self._ended.append(image)
+            self._map_as_told(image)
 
     def threads_of(self, image: ProcessImage) -> list[ThreadInfo]:
         """Returns the threads of an image that are known."""
@@ -243,66 +271,160 @@ class ProcessTable:
         return self._latest.get(pid)
 
     def seen(self, pid: int, image: int, parent_pid: int, name: str, ns: int) -> ProcessImage:
-        """Enters a process image whose first sample was just taken, and reads it."""
-        known = self._by_key.get((pid, image)) or self._enter(pid, image, ns, parent_pid, name)
+        """Enters a process image of which a sample was just taken, and reads it.
+
+        At first, what the kernel told is all of it, and there at once, also of one that is gone.
+        """
+        before = self._by_key.get((pid, image))
+        known = before or self._enter(pid, image, ns, parent_pid, name)
         known.parent_pid = parent_pid or known.parent_pid
-        known.name = name or known.name
+        life = self._lives.find(pid, image)
+        known.name = _name_of(life) or name or known.name
         self._changed[known.index] = known
-        self.read_mappings(known)
+        if not known.was_read and self._is_enough(life):
+            self._map(known, life.lines())
+        elif before is not None or not known.was_read:
+            self.read_mappings(known)
         return known
+
+    def _is_enough(self, life: Life | None) -> TypeGuard[Life]:
+        """Whether what was told of a life is all that it has mapped, and /proc need not be read.
+
+        Files are opened as /proc has them: kernels from v6.8 to v6.17 tell of others than that
+        for what is on overlayfs (v6.8 def3ae83da02, "fs: store real path instead of fake path").
+        """
+        return (
+            life is not None
+            and life.is_whole
+            and all(self.binaries.has_open(line) for line in life.mapped.values())
+        )
 
     def _enter(
         self, pid: int, image: int, ns: int, parent_pid: int = 0, name: str = ""
     ) -> ProcessImage:
         entered = ProcessImage(self._next_image, pid, image, max(ns, self.start_ns), parent_pid)
         self._next_image += 1
-        entered.name = name or procfs.comm(pid) or f"pid {pid}"
         self.images[entered.index] = entered
         self._changed[entered.index] = entered
         self._by_key[(pid, image)] = entered
-        self._read_identity(entered)
-        before = self._latest.get(pid)
-        if before is not None and before.image < image:
-            self._end(before)  # it has called exec
-        self._latest[pid] = entered
+        self._identify(entered, name)
+        latest = self._latest.get(pid)
+        if latest is None or latest.image < image:
+            self._latest[pid] = entered
+            if latest is not None:
+                self._end(latest)  # it has called exec
+        if not self.is_current(entered):
+            self._end(entered)
         return entered
 
-    def _read_identity(self, image: ProcessImage) -> None:
+    def _identify(self, image: ProcessImage, name: str) -> None:
+        """Finds out who a process image is: by /proc, or by what was told if it is over."""
         pid = image.pid
-        cgroup = procfs.cgroups(pid).telling
-        executable, command_line = procfs.executable(pid), procfs.command_line(self._opener, pid)
-        if not cgroup or not self.is_current(image):
-            self._inherit(image)  # it is gone, or has become another program by exec
+        if not self._is_shown(image):
+            self._inherit(image, name)
             return
+        cgroup, status = procfs.cgroups(pid).telling, procfs.status(pid)
+        name_now = "" if name else procfs.comm(pid)
+        executable, command_line = procfs.executable(pid), procfs.command_line(self._opener, pid)
+        if not cgroup or not self._is_shown(image):
+            self._inherit(image, name)  # it is gone, or has become another program by exec
+            return
+        image.name = name or name_now or f"pid {pid}"
         image.cgroup, image.executable, image.command_line = cgroup, executable, command_line
-        image.parent_pid = image.parent_pid or procfs.parent_pid(pid)
-        image.namespaced_pid = procfs.namespaced_pid(pid)
-        image.owner_uid = procfs.owner_uid(pid)
+        image.parent_pid = image.parent_pid or status.parent_pid
+        image.namespaced_pid, image.owner_uid = status.namespaced_pid, status.owner_uid
         image.root = self.binaries.root_of(pid, image.payer)
 
-    def _inherit(self, image: ProcessImage) -> None:
-        """A forked child that is gone had its parent's mappings, unless it called exec."""
-        parent = self._latest.get(image.parent_pid)
-        if parent is None or parent.name != image.name:
-            return
-        image.executable, image.cgroup = parent.executable, parent.cgroup
-        image.command_line, image.root = parent.command_line, parent.root
-        image.replace_mappings(parent.mappings)
+    def _inherit(self, image: ProcessImage, name: str) -> None:
+        """Makes up for what cannot be read of an image that is over.
+
+        It ran as whom and where its parent does. A child that has not called exec is its parent in
+        all else.
+        """
+        life = self._lives.find(image.pid, image.image)
+        if life is not None:
+            image.parent_pid = image.parent_pid or life.parent_pid
+            image.executable = life.executable
+        image.name = _name_of(life) or name or f"pid {image.pid}"
+        ancestor = self._ancestor(image)
+        if ancestor is not None:
+            image.cgroup, image.root = ancestor.cgroup, ancestor.root
+            image.owner_uid = ancestor.owner_uid
+            if _is_copy(image, ancestor, life):
+                image.name = _name_of(life) or name or ancestor.name
+                image.executable = ancestor.executable
+                image.command_line = ancestor.command_line
+        self._map_as_told(image)
+
+    def _ancestor(self, image: ProcessImage) -> ProcessImage | None:
+        """Returns the nearest ancestor that is known, and was what it is when it made a child."""
+        pid = image.parent_pid
+        for _ in range(_MAX_GENERATIONS):
+            latest = self._latest.get(pid)
+            if latest is not None and latest is not image and latest.image <= image.image:
+                if not latest.was_read:
+                    self._map(latest, self._lines_shown(latest))
+                return latest
+            life = self._lives.find(pid, image.image)
+            if life is None:
+                break
+            pid = life.parent_pid
+        return None
 
     def read_mappings(self, image: ProcessImage) -> bool:
         """Reads the mappings again; returns whether anything new was found.
 
-        A process that is gone, or has called exec since, keeps what was known: the kernel half is
-        asked after the read, so that one image never gets another's mappings.
+        A process that is gone, or has called exec since, has what was known and what was told. One
+        that is exiting has none any more, before the kernel half hears of that.
         """
+        lines = self._lines_shown(image)
+        return self._map(image, lines) if lines else self._map_as_told(image)
+
+    def _lines_shown(self, image: ProcessImage) -> list[MapsLine]:
+        """Returns what /proc shows of an image, none if it is over.
+
+        That is asked after the read as well, so that one image never gets another's mappings.
+        """
+        if not self.is_current(image):
+            return []
+        lines = procfs.executable_mappings(self._opener, image.pid)
+        return lines if self._is_shown(image) else []
+
+    def _map_as_told(self, image: ProcessImage) -> bool:
+        """Takes in what the kernel told of an image that is over, and what it had from its parent.
+
+        Returns:
+            Whether any of it was new.
+        """
+        life = self._lives.find(image.pid, image.image)
+        if image.was_read and (life is None or life.has_gap):
+            return False  # what was read may be newer than what is left of what was told
+        lines = [] if life is None else life.lines()
+        read = {(mapping.start, mapping.end, mapping.file_offset) for mapping in image.mappings}
+        is_new = False
+        if not image.was_read and (life is not None or not self.is_current(image)):
+            ancestor = self._ancestor(image)
+            if ancestor is not None and _is_copy(image, ancestor, life):
+                is_new = self._lay(image, ancestor.mappings)
+        # What was read of a file is right where that is told of by other numbers.
+        lines = [
+            line
+            for line in lines
+            if (line.start, line.end, line.offset) not in read or self.binaries.has_open(line)
+        ]
+        return self._map(image, lines) or is_new
+
+    def _map(self, image: ProcessImage, lines: Sequence[MapsLine]) -> bool:
+        """Takes mappings of an image in; returns whether any of them was new."""
         found = []
         payer = image.payer
-        for line in procfs.executable_mappings(self._opener, image.pid):
-            file = self.binaries.of_mapping(image.pid, payer, line)
+        for line in lines:
+            file = self.binaries.of_mapping(image.pid, payer, line, image.root)
             binary = NO_BINARY if file is None else file.index
             found.append(Mapping(line.start, line.end, line.offset, binary))
-        if not self.is_current(image):
-            return False
+        return self._lay(image, found)
+
+    def _lay(self, image: ProcessImage, found: list[Mapping]) -> bool:
         image.was_read = image.was_read or bool(found)
         is_new = image.replace_mappings(found)
         if is_new:
@@ -349,7 +471,10 @@ class ProcessTable:
         threads = self._threads.setdefault(image.index, {})
         known = threads.get(tid)
         if known is None:
-            name = procfs.comm(image.pid, tid) or image.name
+            name = procfs.comm(image.pid, tid)
+            if tid == image.pid and not self._is_shown(image):
+                name = ""  # of the program that it became by exec
+            name = name or image.name
             known = threads[tid] = ThreadInfo(self._next_thread, image, tid, name)
             self._next_thread += 1
             self._changed_threads[known.index] = known

@@ -102,13 +102,20 @@ class UnwindTables:
         self._used_at: dict[int, int] = {}  # the last drain that needed a binary's table
         self._drains = 0
         self._queued: dict[int, ProcessImage] = {}  # by pid
+        self._over: list[ProcessImage] = []  # images that are over, of which tables are wanted
         self._gone: set[int] = set()
         self._pushed: dict[int, ProcessImage] = {}  # by pid
 
     def push(self, image: ProcessImage) -> None:
-        """Has `poll` bring a process's mappings, and the tables of what it maps."""
-        self._queued[image.pid] = image
-        self._gone.discard(image.pid)
+        """Has `poll` bring a process's mappings, and the tables of what it maps.
+
+        Of an image that is over, the tables alone: others like it, and late walks, need them.
+        """
+        if self._table.is_current(image):
+            self._queued[image.pid] = image
+            self._gone.discard(image.pid)
+        else:
+            self._over.append(image)
 
     def forget(self, pid: int) -> None:
         """Has `poll` take a process's mappings out."""
@@ -156,11 +163,10 @@ class UnwindTables:
             for pid in self._gone:
                 self._pushed.pop(pid, None)
             self._gone.clear()
-        if self._queued:
-            self._enter_tables()
-            # One of a process that has ended is needed no more, and was not entered for that.
-            mapped = {m.binary for image in self._queued.values() for m in image.mappings}
-            for binary in self._wanted & mapped - self._kernel.loaded.keys() - self._short:
+        if self._queued or self._over or self._wanted:
+            self._enter_tables([*self._queued.values(), *self._over])
+            self._over.clear()
+            for binary in self._wanted - self._kernel.loaded.keys() - self._short:
                 self._short.add(binary)
                 self._blame(binary, LossKind.UNWIND_MEMORY_FULL, 1)
             images, self._queued = self._queued, {}
@@ -168,15 +174,19 @@ class UnwindTables:
             self._pushed.update(images)
         self._wanted.clear()
 
-    def _enter_tables(self) -> None:
-        """Brings the tables that queued images map and the cache has, as far as there is room."""
+    def _enter_tables(self, images: Collection[ProcessImage]) -> None:
+        """Brings what the cache has of the tables that images map, or that samples need.
+
+        As far as there is room.
+        """
         found: dict[int, UnwindTable] = {}
         size_bytes = wanted_bytes = 0
-        for image in self._queued.values():
+        for image in images:
             for mapping in image.mappings:
                 if mapping.binary != NO_BINARY:
                     self._payers[mapping.binary].add(image.payer)
-        for binary in {m.binary for image in self._queued.values() for m in image.mappings}:
+        mapped = {mapping.binary for image in images for mapping in image.mappings}
+        for binary in mapped | self._wanted:
             if binary == NO_BINARY or binary in self._kernel.loaded or binary in self._without:
                 continue
             table = self._cached(binary)

@@ -27,6 +27,7 @@ from aiflame.agent.devices.timed import TimedProcesses
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.least import give_up_admin
+from aiflame.agent.kernel.life_events import LifeEvents
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.kernel.ringbuf import RingBuffer
@@ -40,6 +41,7 @@ from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.facts import ProcessFacts
+from aiflame.agent.processes.lives import Lives
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
@@ -155,6 +157,9 @@ class Recorder:
         with contextlib.ExitStack() as parts:
             self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
             parts.callback(self._ring.close)
+            self._life_events = LifeEvents(self._ring.watch)
+            parts.callback(self._life_events.close)
+            self._lives = Lives(self._life_events.read)
             self._build_host_half(parts, families)
             self._parts = parts.pop_all()
 
@@ -166,6 +171,7 @@ class Recorder:
             self._current_image,
             self._inspector,
             self._file_facts,
+            self._lives,
         )
         parts.callback(table.binaries.close)
         self.samples = Samples(window, table)
@@ -238,6 +244,9 @@ class Recorder:
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
+        command = self._target.command
+        if self._target.filter is not abi.Filter.PIDS or self._options.follow_children:
+            self._life_events.start()
         if self._options.user_stacks:
             programs.set(abi.Setting.STACK_COPIES, COPIES_PER_S)
         if self._are_families_named:
@@ -245,8 +254,9 @@ class Recorder:
         self._prepare_early()
         self._attach()
         pids = self._enter_targets()
+        if self._target.filter is abi.Filter.PIDS:
+            self._lives.follow_only(pids if command is None else [command.pid])
         self._prepare(say)
-        command = self._target.command
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
         self.started_unix_ns = time.time_ns()
@@ -344,7 +354,8 @@ class Recorder:
         for image in self.table.take_remapped():
             if self._options.user_stacks:
                 self.tables.push(image)
-            self._look(image)
+            if self.table.is_current(image):
+                self._look(image)
 
     def _look(self, image: ProcessImage) -> None:
         self.devices.look(image)
@@ -423,6 +434,7 @@ class Recorder:
                 self._ring.wait((until_ns - now_ns) / 1e9)
                 if self.events.take():
                     give(self._next_window())
+                self._lives.keep_up()
                 self.late_walks.take()
                 self.tables.poll()
                 self.pythons.poll()
@@ -432,6 +444,7 @@ class Recorder:
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
+                    self._life_events.follow_cpus()
                     report(self._progress())
                     next_ns = max(next_ns + INTERVAL_NS, time.monotonic_ns())
                 for pid in [pid for pid, fd in waiting.items() if _has_ended(pid, fd)]:
@@ -615,6 +628,7 @@ class Recorder:
                 LossKind.SWITCH_NOT_SEEN: self._switches_unseen,
                 LossKind.CPUS_CAME_ONLINE: self._cpus_came,
                 LossKind.BOUNDARY_LATE: self._late_boundaries,
+                LossKind.LIFE_EVENTS_LOST: self._lives.lost + self._life_events.refused,
             }
         )
         parts = (

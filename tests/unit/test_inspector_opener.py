@@ -95,6 +95,33 @@ def test_another_file_than_the_one_that_was_mapped_is_refused(
     assert caught.value.errno == errno.ESTALE
 
 
+def test_a_file_of_a_process_that_is_gone_is_found_by_its_path(
+    opener: Opener, mapped: _Mapped
+) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    line = mapped.line
+    where = (process.pid, line.start, line.end, line.device)
+    assert _contents(opener.mapped(*where, line.inode, line.path, "/")) == mapped.contents
+    for inode, path, root, code in (
+        (line.inode + 1, line.path, "/", errno.ESTALE),
+        (line.inode, line.path, "", errno.ENOENT),
+        (line.inode, "/none", "/", errno.ENOENT),
+    ):
+        with pytest.raises(OSError, match=os.strerror(code)) as caught:
+            opener.mapped(*where, inode, path, root)
+        assert caught.value.errno == code
+
+
+def test_one_that_lives_is_asked_for_files_of_its_own_root_alone(
+    opener: Opener, mapped: _Mapped
+) -> None:
+    # Else it would have others look at any path of theirs.
+    line, other_root = mapped.line, str(mapped.path.parent)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOENT)):
+        opener.mapped(_HERE, 0x1000, 0x2000, line.device, line.inode, "/library", other_root)
+
+
 def test_what_is_no_regular_file_is_refused(opener: Opener, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/etc/passwd")

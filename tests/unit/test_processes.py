@@ -6,6 +6,7 @@ A literal /proc/PID/maps and a literal answer of the kernel half stand for the m
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ import numpy as np
 import pytest
 from aiflame.agent import kernelfs
 from aiflame.agent.inspector.inspector import Inspector
+from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, Lost, Mapped, Named
 from aiflame.agent.processes import procfs
+from aiflame.agent.processes.identity import CgroupPaths
+from aiflame.agent.processes.lives import Lives
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from support import blind_inspector
@@ -247,6 +251,155 @@ def test_a_short_lived_child_has_its_parents_mappings(
     assert child.pid == 42
     # unless it called exec: then it has another name
     assert table.seen(43, 8, 41, "ls", 1_700).mappings == []
+
+
+def _lines(*paths: str) -> list[MapsLine]:
+    return [
+        MapsLine(at << 12, (at + 1) << 12, 0, "fe:00", at, path) for at, path in enumerate(paths, 1)
+    ]
+
+
+class _Told:
+    """What the kernel has told of lives."""
+
+    def __init__(self) -> None:
+        self.events: list[LifeEvent] = []
+
+    def tell(self, *events: LifeEvent) -> None:
+        self.events += events
+
+    def map(self, ns: int, pid: int, *paths: str) -> None:
+        for line in _lines(*paths):
+            fields = (line.start, line.end, line.offset, line.device, line.inode, line.path)
+            self.events.append(Mapped(ns, pid, *fields))
+
+    def read(self) -> tuple[list[LifeEvent], int]:
+        events, self.events = self.events, []
+        return events, 0
+
+
+@pytest.fixture
+def told() -> _Told:
+    return _Told()
+
+
+@pytest.fixture
+def told_table(
+    machine: _Machine, told: _Told, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ProcessTable]:
+    shown = CgroupPaths("/user", {})
+    monkeypatch.setattr(procfs, "cgroups", lambda pid: shown if pid == 41 else CgroupPaths("", {}))
+    made = ProcessTable(1, lambda pid: machine.image, blind_inspector(), None, Lives(told.read))
+    yield made
+    made.binaries.close()
+
+
+def _files(table: ProcessTable, image: ProcessImage) -> list[str]:
+    return [table.binaries.files[mapping.binary].path for mapping in image.mappings]
+
+
+def test_a_program_that_is_gone_is_what_the_kernel_told(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a shell, and a child that calls exec and is gone before anybody looks
+    machine.maps = [_jit(0x7000)]
+    shell = told_table.seen(41, 5, 1, "bash", 5)
+    shell.cgroup, shell.owner_uid, shell.root = "/user", 1000, "/proc/self/fd/9"
+    machine.image = None
+    told.tell(Forked(10, 42, 41), Named(20, 42, "ls", is_exec=True))
+    told.map(21, 42, "/bin/ls", "/lib/libc.so.6")
+    told.tell(Ended(30, 42))
+    # WHEN samples of it come, in whatever order
+    called = told_table.image(42, 25)
+    forked = told_table.image(42, 11)
+    # THEN it is itself, and was the shell before
+    assert (called.name, called.parent_pid, called.executable) == ("ls", 41, "/bin/ls")
+    assert _files(told_table, called) == ["/bin/ls", "/lib/libc.so.6"]
+    assert (forked.name, forked.mappings) == ("bash", shell.mappings)
+    assert called.is_over and forked.is_over
+    for image in (called, forked):
+        assert (image.cgroup, image.owner_uid, image.root) == ("/user", 1000, "/proc/self/fd/9")
+        thread = told_table.thread(image, 42)
+        assert thread.name == image.name
+
+
+def test_what_was_told_is_there_without_a_read_while_it_is_all(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.tell(Mapped(3, 41, 0x1000, 0x2000, 0, "00:00", 0, "//anon"))
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    assert image.mappings == [_mapped(0x1000)]
+    assert machine.reads == 0
+    # The next time, /proc tells of what is mapped.
+    machine.maps = [_jit(0x1000), _jit(0x5000)]
+    assert told_table.seen(41, 5, 1, "ls", 7) is image
+    assert image.mappings == [_mapped(0x1000), _mapped(0x5000)]
+    assert machine.reads == 1
+
+
+def test_a_file_that_is_told_of_by_other_numbers_is_the_one_that_was_read(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a kernel that tells of a file on overlayfs by the numbers of its layer
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.map(3, 41, "/of-layer")
+    machine.maps = [dataclasses.replace(_lines("/usr/bin/ls")[0], inode=77)]
+    # THEN /proc is read, and that stands to the end
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    assert machine.reads == 1
+    assert _files(told_table, image) == ["/usr/bin/ls"]
+    machine.image = None
+    told_table.exited(41, 5, 9)
+    assert _files(told_table, image) == ["/usr/bin/ls"]
+
+
+def test_what_is_mapped_before_the_end_is_known_at_the_end(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.map(3, 41, "/bin/ls")
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    told.map(7, 41, "/bin/ls", "/lib/late.so")
+    machine.image = None
+    told_table.exited(41, 5, 9)
+    assert _files(told_table, image) == ["/bin/ls", "/lib/late.so"]
+    assert image in told_table.take_remapped()
+
+
+def test_what_was_read_stands_where_events_were_lost(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.map(3, 41, "/old")
+    told.tell(Lost(4, 1))
+    machine.maps = _lines("/new")
+    machine.maps[0] = dataclasses.replace(machine.maps[0], inode=99)
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    machine.image = None
+    told_table.exited(41, 5, 9)
+    assert _files(told_table, image) == ["/new"]
+
+
+def test_proc_shows_the_next_program_before_the_kernel_half_hears_of_it(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a child in the middle of an exec: its mappings are those of the new program already
+    told.tell(Forked(4, 41, 40))
+    machine.maps = _lines("/bin/next")
+    told.tell(Named(6, 41, "next", is_exec=True))
+    image = told_table.seen(41, 5, 40, "bash", 5)
+    assert (image.name, image.mappings) == ("bash", [])
+
+
+def test_a_child_of_a_child_of_which_there_was_no_sample(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    shell = told_table.seen(41, 5, 1, "bash", 5)
+    shell.cgroup = "/user"
+    machine.image = None
+    told.tell(Forked(10, 42, 41), Forked(20, 43, 42), Named(30, 43, "head", is_exec=True))
+    assert told_table.image(43, 35).cgroup == "/user"
 
 
 def test_an_image_that_was_never_announced_still_has_a_name(table: ProcessTable) -> None:

@@ -167,8 +167,8 @@ def test_a_process_that_is_gone(gone: int) -> None:
         == ""
     )
     assert procfs.status_field(gone, "Tgid") == []
-    assert procfs.namespaced_pid(gone) == gone
-    assert (procfs.parent_pid(gone), procfs.owner_uid(gone)) == (0, -1)
+    assert procfs.status(gone) == procfs.Status(0, gone, -1)
+    assert (procfs.parent_pid(gone), procfs.namespaced_pid(gone)) == (0, gone)
     assert procfs.thread_ids(gone) == []
     assert procfs.thread_stat(gone, gone) is None
     assert gone not in procfs.process_ids()
@@ -177,7 +177,7 @@ def test_a_process_that_is_gone(gone: int) -> None:
 def test_this_process() -> None:
     pid = os.getpid()
     assert procfs.parent_pid(pid) == os.getppid()
-    assert procfs.owner_uid(pid) == os.getuid()
+    assert procfs.status(pid).owner_uid == os.getuid()
     assert procfs.status_field(pid, "Tgid") == [str(pid)]
     assert pid in procfs.process_ids()
     assert procfs.command_line(_HERE, pid).startswith(sys.orig_argv[0])
@@ -214,9 +214,7 @@ def test_status_says_what_the_kernel_wrote_whatever_the_name(
 ) -> None:
     proc(_STATUS.format(name=name))
     assert procfs.status_field(41, "Tgid") == ["41"]
-    assert procfs.parent_pid(41) == 7
-    assert procfs.owner_uid(41) == 1000
-    assert procfs.namespaced_pid(41) == 1
+    assert procfs.status(41) == procfs.Status(7, 1, 1000)
     assert procfs.thread_stat(41, 41) == procfs.ThreadStat("S", 155)
 
 
@@ -226,9 +224,7 @@ def test_status_says_what_the_kernel_wrote_whatever_the_name(
 def test_a_status_that_ends_early(proc: Callable[[str], None], text: str) -> None:
     proc(text)
     assert procfs.thread_stat(1, 1) is None
-    assert procfs.parent_pid(1) == 0
-    assert procfs.owner_uid(1) == -1
-    assert procfs.namespaced_pid(1) == 1
+    assert procfs.status(1) == procfs.Status(0, 1, -1)
 
 
 @pytest.mark.parametrize(

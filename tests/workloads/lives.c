@@ -7,6 +7,7 @@
  *   crowd    two thousand threads
  *   family   a child computes, calls exec, and computes on
  *   storm    500 processes a second, each of which calls exec and ends
+ *   briefly  computes for 4 ms; does not wait for anyone
  *   first    computes before main(), then says as whom it runs; does not wait for anyone
  */
 #define _GNU_SOURCE
@@ -26,6 +27,7 @@ enum {
 	CROWD = 2000,
 	CROWD_STACK_BYTES = 64 << 10,
 	FAMILY_CPU_NS = 200 * MS,
+	BRIEF_CPU_NS = 4 * MS,
 	FIRST_CPU_NS = 201 * MS, /* else the compiler makes one function of two */
 	STORM = 1000,
 	STORM_INTERVAL_NS = 2 * MS,
@@ -230,6 +232,11 @@ static void storm(void)
 	say("processes", STORM);
 }
 
+static NOINLINE void work_briefly(void)
+{
+	compute_until(CLOCK_THREAD_CPUTIME_ID, BRIEF_CPU_NS);
+}
+
 static NOINLINE void work_before_main(void)
 {
 	/* Before its exec, the thread ran in somebody else's name. */
@@ -248,6 +255,10 @@ int main(int argc, char **argv)
 
 	if (!strcmp(how, "nothing"))
 		return 0;
+	if (!strcmp(how, "briefly")) {
+		work_briefly();
+		return 0;
+	}
 	if (!strcmp(how, "after-exec")) {
 		work_after_exec();
 		return 0;

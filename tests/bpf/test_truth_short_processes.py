@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of some milliseconds: who they were, and what they ran, when they are long gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiflame.agent.inspector.opener import Opener
+from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, LifeEvents, Mapped, Named
+from aiflame.agent.model.profile import Profile, SampleClass
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.procfs import MapsLine
+from recordings import Recording, frames_of, rows_of
+from support import wait_until
+
+pytestmark = pytest.mark.bpf
+
+_GONE = "[exited before it could be read]"
+_ROUNDS = 30
+# Ten processes a round, of programs that every Debian has; what they do takes 1 to 20 ms.
+_SCRIPT = f"""
+for i in $(seq {_ROUNDS}); do
+  ls -l /usr/bin > /dev/null
+  date > /dev/null
+  grep -c root /etc/passwd > /dev/null
+  head -c 200000 /bin/bash | gzip -c > /dev/null
+  head -c 1000000 /bin/bash | gzip -1 -c > /dev/null
+  perl -e '$s += $_ for 1..20000'
+  sort /etc/passwd > /dev/null
+  sed -n '$p' /etc/passwd > /dev/null
+done
+"""
+_PROGRAMS = Counter(ls=1, date=1, grep=1, head=2, gzip=2, perl=1, sort=1, sed=1)
+
+
+def _share_of(profile: Profile, name: str) -> float:
+    """Which share of the CPU time was spent in stacks with a frame of that name."""
+    rows = rows_of(profile, None, None, SampleClass.ON_CPU)
+    ns = [int(row["ns"]) for row in rows if name in frames_of(profile, row["stack"])]
+    return sum(ns) / int(rows["ns"].sum())
+
+
+@pytest.mark.parametrize("with_a_busy_machine", [False, True], ids=["quiet", "busy"])
+def test_hundreds_of_short_processes_have_names(tmp_path: Path, with_a_busy_machine: bool) -> None:
+    loops = [
+        subprocess.Popen(["sh", "-c", "while :; do :; done"])
+        for _ in range(2 if with_a_busy_machine else 0)
+    ]
+    try:
+        with Recording(tmp_path, "--", "bash", "-c", _SCRIPT) as recording:
+            profile = recording.wait().profile
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+    assert _share_of(profile, _GONE) < 0.01
+    # Each program ran so often, and the shell was forked for each, and once for `seq`.
+    names = Counter(process.name for process in profile.processes)
+    wanted = {name: _ROUNDS * count for name, count in _PROGRAMS.items()}
+    assert names == {**wanted, "bash": _ROUNDS * _PROGRAMS.total() + 2, "seq": 1}
+    threads = Counter(
+        (thread.name, profile.processes[thread.process].name) for thread in profile.threads
+    )
+    assert all(thread == process for thread, process in threads)
+    # Where they are known to have been, also of those of whom /proc was never read.
+    assert {process.cgroup for process in profile.processes} == {profile.processes[0].cgroup}
+    assert {loss.name for loss in profile.losses} <= {"python_exited"}
+
+
+def test_a_program_that_nobody_has_seen_and_nobody_sees_again(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Fifty files that run once each: they are found by their paths when they have run."""
+    lives = workload("lives")
+    names = [f"once-{number:02}" for number in range(50)]
+    for name in names:
+        shutil.copy(lives, tmp_path / name)
+    command = "for i in once-*; do ./$i briefly; done"
+    with Recording(tmp_path, "-F", 999, "--", "sh", "-c", command) as recording:
+        profile = recording.wait().profile
+    assert _share_of(profile, _GONE) == 0
+    found = {process.executable for process in profile.processes}
+    assert {str(tmp_path / name) for name in names} <= found
+    (functions,) = [{function.name for function in profile.functions}]
+    assert "work_briefly" in functions
+    assert not [loss for loss in profile.losses if loss.name == "binary_not_opened"]
+
+
+def test_children_of_a_process_from_before(tmp_path: Path) -> None:
+    """They are followed, and a forked one has what its parent has mapped."""
+    code = (
+        "import os, sys\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "for i in range(100):\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n"
+        "        sum(range(20000 + i))\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(pid, 0)\n"
+        "print('done', flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    process = subprocess.Popen(
+        ["python3", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        with Recording(tmp_path, "-p", process.pid, "-s", "-F", 999) as recording:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "done\n"
+            profile = recording.stop().profile
+    finally:
+        process.kill()
+        process.communicate()
+    assert _share_of(profile, _GONE) == 0
+    assert _share_of(profile, "[unmapped memory]") < 0.01
+    children = [one for one in profile.processes if one.parent_pid == process.pid]
+    assert len(children) == 100
+    assert {child.name for child in children} == {profile.processes[0].name}
+    assert {child.executable for child in children} == {profile.processes[0].executable}
+
+
+@pytest.fixture
+def events() -> Iterator[LifeEvents]:
+    made = LifeEvents(lambda fd: None)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_the_kernel_tells_what_proc_shows(events: LifeEvents) -> None:
+    assert events.refused == 0
+    begun_ns = time.monotonic_ns()
+    opener = Opener()
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    try:
+        wait_until(lambda: Path(f"/proc/{process.pid}/wchan").read_text() not in ("", "0"))
+        wait_until(lambda: "cat" in procfs.comm(process.pid))
+        shown = procfs.executable_mappings(opener, process.pid)
+    finally:
+        process.communicate()
+        opener.close()
+    told: list[LifeEvent] = []
+
+    def has_ended() -> bool:
+        told.extend(events.read()[0])
+        return any(isinstance(event, Ended) and event.pid == process.pid for event in told)
+
+    wait_until(has_ended)
+    own = [event for event in told if not hasattr(event, "pid") or event.pid == process.pid]
+    assert [type(event) for event in own if not isinstance(event, Mapped)] == [Forked, Named, Ended]
+    assert own[0] == Forked(own[0].ns, process.pid, os.getpid())
+    assert own[1] == Named(own[1].ns, process.pid, "cat", is_exec=True)
+    mapped = [MapsLine(*event[2:]) for event in own if isinstance(event, Mapped)]
+    # vsyscall, which is no mapping of the process, and what the loader has unmapped since.
+    assert {line for line in shown if line.path != "[vsyscall]"} <= {*mapped}
+    times = [event.ns for event in own]
+    assert times == sorted(times)
+    assert begun_ns < times[0] < times[-1] < time.monotonic_ns()
