@@ -109,7 +109,7 @@ def urgent_pool(tasks: int) -> ThreadPoolExecutor:
         BlockingIOError: The kernel starts no more threads.
     """
     threads = max(min(tasks, len(os.sched_getaffinity(0))), 1)
-    pool = ThreadPoolExecutor(threads, initializer=_begin_urgent)
+    pool = ThreadPoolExecutor(threads, initializer=begin_urgent_thread)
     started = threading.Barrier(threads + 1)
     hands_on = threading.get_native_id() in _real_time
     if hands_on:
@@ -127,8 +127,11 @@ def urgent_pool(tasks: int) -> ThreadPoolExecutor:
     return pool
 
 
-def _begin_urgent() -> None:
-    # Signals are the main thread's; one that is pending makes the kernel's verifier give up.
+def begin_urgent_thread() -> None:
+    """Makes the calling thread one for urgent work that the kernel does.
+
+    Signals are the main thread's; one that is pending makes the kernel's verifier give up.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     hurry()
 

@@ -200,13 +200,6 @@ class Sampler(Protocol):
         """
         ...
 
-    def runs_by(self, path: str) -> bool:
-        """Whether a process that maps a file may run kernels of this family on CPUs.
-
-        Samples of such a process at addresses that cannot be told any more are counted as lost.
-        """
-        ...
-
     def drain(self, interval: Interval) -> None:
         """Gives the host what was sampled since the last drain."""
         ...
@@ -232,6 +225,13 @@ class Family(Protocol):
     name: str  # as typed after --gpu
     api: str  # by which its kernels are launched, as in gpu/apis/
 
+    def runs_by(self, path: str) -> bool:
+        """Whether a process that maps a file may run kernels of this family on CPUs.
+
+        Samples of such a process at addresses that cannot be told any more are counted as lost.
+        """
+        ...
+
     def detect(self, cpu_period_ns: int = 0, *, has_samples: bool = False) -> Finding:
         """Looks for devices. Needs no target; never raises for what a machine lacks.
 
@@ -243,5 +243,5 @@ class Family(Protocol):
         ...
 
     def start(self, host: Host) -> Sampler:
-        """Begins with the recording."""
+        """Begins, once a target has mapped a library of the API or a file that `runs_by` knows."""
         ...

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from aiflame.agent.commands.durations import duration_ns
+from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
-from aiflame.agent.commands.record_session import RecordOptions, record
+from aiflame.agent.commands.record_start import record
 from aiflame.agent.devices.choice import AUTO, CHOICES
 from aiflame.agent.errors import UsageError
 from aiflame.agent.processes.targets import (

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from aiflame.agent.commands.messages import tell
-from aiflame.agent.recording.recorder import Progress
 from aiflame.agent.reports.words import duration, showable
+
+if TYPE_CHECKING:  # this is needed before the recorder is
+    from aiflame.agent.recording.recorder import Progress
 
 # Where there is no terminal, a line for each of these keeps a log readable.
 _PLAIN_LINE_EVERY_S = 10

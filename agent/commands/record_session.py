@@ -21,26 +21,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiflame.agent import __version__, priority
-from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
+from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands.record_copy import Copies
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
+from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
-from aiflame.agent.devices.choice import AUTO, NONE, choose_families
+from aiflame.agent.devices.choice import AUTO, choose_families
 from aiflame.agent.errors import Aborted, AiflameError, DiskFull
-from aiflame.agent.kernel import abi, checks, descriptors
-from aiflame.agent.kernel.least import give_up_rights
-from aiflame.agent.kernel.loader import ProgramOptions
-from aiflame.agent.kernel.probes import online_cpus
+from aiflame.agent.kernel import abi
 from aiflame.agent.losses import KINDS_BY_NAME, LossKind
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.cut_sleeps import LateWaits
+from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.reports import FORMATS, ReportOptions
@@ -72,54 +71,6 @@ _OF_WINDOWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class RecordOptions:
-    """What the command line says about a recording; sizes are entries, times ns."""
-
-    frequency_hz: int
-    duration_ns: int | None
-    follow_children: bool
-    off_cpu: bool
-    user_stacks: bool
-    kernel_stacks: bool
-    stacks_max: int
-    sums_max: int
-    threads_max: int
-    wait_event_ns: int
-    unwind_bytes_max: int
-    command_words: str
-    gpu: str = AUTO
-    keep_ns: int | None = None
-    trace_calls: bool = False
-
-    @property
-    def period_ns(self) -> int:
-        """Weight of one on-CPU sample."""
-        return 1_000_000_000 // self.frequency_hz
-
-    def for_programs(self, target: Target) -> ProgramOptions:
-        """Returns what is compiled into the kernel half."""
-        return ProgramOptions(
-            filter=target.filter,
-            period_ns=self.period_ns,
-            follow_children=self.follow_children or target.filter is not abi.Filter.PIDS,
-            off_cpu=self.off_cpu,
-            user_stacks=self.user_stacks,
-            kernel_stacks=self.kernel_stacks,
-            stacks_max=self.stacks_max,
-            # Chains of Python frames differ less than whole stacks do.
-            python_chains_max=max(self.stacks_max // 2, 1),
-            sums_max=self.sums_max,
-            threads_max=self.threads_max,
-            wait_event_ns=self.wait_event_ns,
-            unwind_bytes_max=self.unwind_bytes_max,
-            calls=self.gpu != NONE,
-            call_events_per_s=(
-                max(abi.CALL_EVENTS_PER_S // len(online_cpus()), 1) if self.trace_calls else 0
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _RunningCost:
     """What this process took from the start to the end of the recording."""
 
@@ -129,25 +80,13 @@ class _RunningCost:
 
 
 def record(
-    target: Target, options: RecordOptions, plan: OutputPlan, printer: ProgressPrinter
+    target: Target,
+    options: RecordOptions,
+    plan: OutputPlan,
+    printer: ProgressPrinter,
+    foundation: Foundation,
 ) -> int:
-    """Records, writes what is planned, and prints the summary; returns the exit code.
-
-    Raises:
-        EnvironmentUnfit: This machine cannot record.
-        Aborted: A second Ctrl-C.
-        Exception: Anything else, after what was recorded has been written.
-    """
-    map_large_blocks()
-    descriptors.raise_limit()
-    checks.require_all()
-    give_up_rights()
-    printer.say(f"preparing to record {target.words}: kernel programs, unwind tables, devices ...")
-    if not priority.hurry():
-        printer.say(
-            "note: no CAP_SYS_NICE, so this runs at normal priority: on a busy machine it may be"
-            " late, and samples may find no room"
-        )
+    """As `record_start.record`, with what that has begun."""
     families = choose_families(options.gpu)
     _mention_unfinished(printer.say)
     destination = Destination(
@@ -161,7 +100,7 @@ def record(
         Workspace.create(destination) as workspace,
     ):
         session = _Session(target, options, plan, workspace, printer, signals)
-        session.take(families)
+        session.take(foundation, families)
         profile = session.report()
         session.summarise(profile)
     return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
@@ -195,15 +134,20 @@ class _Session:
         self._late_waits = LateWaits(0, 0, 0)
         self._late = "0"
 
-    def take(self, families: Sequence[Family]) -> None:
+    def take(self, foundation: Foundation, families: Sequence[Family]) -> None:
         """Records, and publishes the capture."""
-        programs = self._options.for_programs(self._target)
         with contextlib.ExitStack() as parts:
             try:
                 recorder = parts.enter_context(
-                    Recorder(self._target, programs, self._signals, families)
+                    Recorder(
+                        self._target,
+                        foundation,
+                        self._signals,
+                        families,
+                        are_families_named=self._options.gpu != AUTO,
+                    )
                 )
-                recorder.start(self._options.duration_ns)
+                recorder.start(self._options.duration_ns, self._printer.say)
                 sinks = parts.enter_context(
                     RecordSinks(
                         self._workspace,

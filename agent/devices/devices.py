@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device families in a recording: asks them once an interval, and stores what they say.
 
+A family begins when a target is seen that may use its devices: most use none.
+
 Rows refer to each other and a capture is readable at any moment, so kernels and their codes are
 written before the first sample of theirs; instructions, sizes and files come when all is over.
 """
@@ -22,9 +24,10 @@ from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import COLUMNS, NONE, OpenWindow, Timing, rows_of
 from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
+from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import (
     CodeKey,
     Family,
@@ -167,6 +170,8 @@ class Devices:
         self._window = window
         self._kernels = kernels
         self._cpu_period_ns = cpu_period_ns
+        self._idle = [*families]
+        self._considered: dict[int, list[Mapping]] = {}  # by index of the image
         self._running: list[_FamilyHost] = []
         self._owners: dict[int, _FamilyHost | None] = {}
         self._codes: dict[tuple[str, CodeKey], int] = {}
@@ -182,18 +187,36 @@ class Devices:
         self.samples = 0
 
     def start(self) -> None:
-        """Looks for devices and begins. Rows of families that find none say why."""
-        first = 0
-        for family in self._families:
-            finding = family.detect(self._cpu_period_ns)
-            absent = Device(family.name, "", Tier.LAUNCHES, finding.why, 0)
-            devices = finding.devices or (absent,)
-            binaries = self._table.binaries
-            self._running.append(_FamilyHost(family, first, devices, binaries, self._watch))
-            first += len(devices)
+        """Begins with all families, also those whose devices no target uses: the user wants them.
+
+        Rows of families that find no device say why.
+        """
+        for family in [*self._idle]:
+            self._begin(family)
+
+    def _begin(self, family: Family) -> None:
+        """Looks for devices of a family, and begins to sample them."""
+        self._idle.remove(family)
+        finding = family.detect(self._cpu_period_ns)
+        absent = Device(family.name, "", Tier.LAUNCHES, finding.why, 0)
+        first = sum(len(running.devices) for running in self._running)
+        devices = finding.devices or (absent,)
+        binaries = self._table.binaries
+        self._running.append(_FamilyHost(family, first, devices, binaries, self._watch))
+        self._owners.clear()
         self._tell_devices()
-        for image in self._table.images.values():
-            self.look(image)
+
+    def _consider(self, image: ProcessImage) -> None:
+        """Begins with the families whose devices a process may use, by what it has mapped."""
+        # A process's list of mappings is never changed, only replaced by another.
+        if not self._idle or self._considered.get(image.index) is image.mappings:
+            return
+        self._considered[image.index] = image.mappings
+        files = self._table.binaries.files
+        paths = {files[m.binary].path for m in image.mappings if m.binary != NO_BINARY}
+        for family in [*self._idle]:
+            if any(_may_use(family, path) for path in paths):
+                self._begin(family)
 
     def _tell_devices(self) -> None:
         text = self._window.text
@@ -216,7 +239,7 @@ class Devices:
 
     def _runs_by(self, file: int) -> bool:
         path = self._table.binaries.files[file].path
-        return any(running.sampler.runs_by(path) for running in self._running)
+        return any(running.family.runs_by(path) for running in self._running)
 
     def poll(self) -> None:
         """Has families take their events; never waits."""
@@ -230,6 +253,7 @@ class Devices:
     def add_stack(self, stack: LocatedStack) -> None:
         """Sees every new stack, as DeviceLocations.add_stack does."""
         if self._families:
+            self._consider(stack.image)
             self._locations.add_stack(stack)
 
     def add_sums(
@@ -240,10 +264,11 @@ class Devices:
             self._locations.add_sums(keys, values, has_come)
 
     def look(self, image: ProcessImage) -> None:
-        """Asks for the times of a process's samples, if it may run a device's kernels.
+        """Finds out what a process may use, by what it has mapped.
 
-        Before the start it is too early: then all are looked at.
+        The times of its samples are asked for if it may run a device's kernels itself.
         """
+        self._consider(image)
         if image.index not in self._timed and self._runs_kernels(image):
             self._timed.add(image.index)
             self._time_samples(image.pid)
@@ -419,6 +444,8 @@ class Devices:
         """Forgets process images that have ended; what was sampled of them is kept."""
         self._locations.forget_images(images)
         self._timed.difference_update(images)
+        for index in images:
+            self._considered.pop(index, None)
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more."""
@@ -432,6 +459,13 @@ class Devices:
         for running in self._running:
             found.update(running.losses)
         return found
+
+
+def _may_use(family: Family, path: str) -> bool:
+    """Whether a process that maps a file may use devices of a family."""
+    name = path.rpartition("/")[2]
+    libraries = tuple(name for api in APIS if api.name == family.api for name in api.libraries)
+    return name.startswith(libraries) or family.runs_by(path)
 
 
 def _is_sound(time: KernelTime) -> bool:

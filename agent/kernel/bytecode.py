@@ -225,6 +225,7 @@ class Loader:
         wanted: Names of all programs that may be loaded: maps that none of them uses are not made.
 
     Attributes:
+        bytecode: As given, or what replaced it.
         host: As given.
         map_fds: Descriptors of the maps by name: those that the wanted programs use.
 
@@ -233,7 +234,7 @@ class Loader:
     """
 
     def __init__(self, bytecode: Bytecode, host: Host, wanted: Collection[str]) -> None:
-        self._bytecode = bytecode
+        self.bytecode = bytecode
         self.host = host
         used = {name for program in wanted for _, name in bytecode.program(program).maps}
         used |= {m.template for m in bytecode.maps if m.name in used and m.template is not None}
@@ -256,6 +257,13 @@ class Loader:
         except OSError as error:
             raise Refused(f"map {definition.name}", error) from error
 
+    def replace(self, bytecode: Bytecode) -> bool:
+        """Loads programs of another bytecode from now on; returns False if its maps are others."""
+        if set(bytecode.maps) != set(self.bytecode.maps):
+            return False
+        self.bytecode = bytecode
+        return True
+
     def load(
         self,
         names: Collection[str],
@@ -274,7 +282,7 @@ class Loader:
         Raises:
             Refused: The kernel does not take one; none is left then.
         """
-        programs = [self._bytecode.program(name) for name in names]
+        programs = [self.bytecode.program(name) for name in names]
         # The longest first, so that no thread is left with one at the end.
         programs.sort(key=lambda program: -len(program.instructions))
         with priority.urgent_pool(len(programs)) as pool:

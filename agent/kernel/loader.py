@@ -73,7 +73,7 @@ class Programs:
 
     Args:
         loader: Has made the maps.
-        fds: Programs that it has loaded.
+        first: Descriptors of the programs that it loads, by name: all but those for calls.
         options: What was asked for.
         uprobes: What the kernel does with probes.
 
@@ -86,10 +86,15 @@ class Programs:
     calls_link_many = False
 
     def __init__(
-        self, loader: Loader, fds: dict[str, int], options: ProgramOptions, uprobes: UprobeTries
+        self,
+        loader: Loader,
+        first: Future[dict[str, int]],
+        options: ProgramOptions,
+        uprobes: UprobeTries,
     ) -> None:
         self.uprobes = uprobes
-        self.fds = fds
+        self.fds: dict[str, int] = {}
+        self._first = first
         self._for_events: dict[str, int] | None = None
         self._has_cookies = bool(loader.host.constants[HostConstant.HAS_ATTACH_COOKIE])
         self._loader = loader
@@ -139,12 +144,21 @@ class Programs:
 
     def _set_options(self, options: ProgramOptions) -> None:
         """Writes what may change while the programs run."""
-        for kind in ("sample", "switch"):
-            self._chain(kind)
         self.set(abi.Setting.PERIOD_NS, options.period_ns)
         self.set(abi.Setting.FOLLOW_CHILDREN, int(options.follow_children))
         self.set(abi.Setting.WAIT_EVENT_NS, options.wait_event_ns)
         self.set(abi.Setting.CALL_EVENTS, options.call_events_per_s)
+
+    def ready(self) -> None:
+        """Waits until the programs are loaded that every recording has.
+
+        Raises:
+            EnvironmentUnfit: As for load_programs.
+        """
+        if not self.fds:
+            self.fds.update(self._first.result())
+            for kind in ("sample", "switch"):
+                self._chain(kind)
 
     def _chain(self, kind: str, suffix: str = "") -> None:
         """Lets the programs that walk call themselves and each other."""
@@ -161,6 +175,11 @@ class Programs:
             pool = priority.urgent_pool(1)
             self._loading = pool.submit(self._load_calls)
             pool.shutdown(wait=False)
+
+    @property
+    def calls_are_loading(self) -> bool:
+        """Whether the programs for calls are on their way: `need_calls` would wait for them."""
+        return self._loading is not None and not self._loading.done()
 
     def _load_calls(self) -> dict[str, int]:
         programs, self.calls_link_many = load_for_links(
@@ -226,6 +245,8 @@ class Programs:
 
     def close(self) -> None:
         """Closes every descriptor."""
+        with contextlib.suppress(EnvironmentUnfit):
+            self.fds.update(self._first.result())
         if self._loading is not None:
             with contextlib.suppress(Refused):
                 self.fds.update(self._loading.result())
@@ -248,14 +269,31 @@ def load_programs(
         EnvironmentUnfit: The kernel refuses them, or the package has no bytecode and BCC is missing
             or foreign or fails; the compiler's or the verifier's own words are part of the message.
     """
+    programs = begin_programs(options, cache, uprobes)
+    try:
+        programs.ready()
+    except EnvironmentUnfit:
+        programs.close()
+        raise
+    return programs
+
+
+def begin_programs(
+    options: ProgramOptions, cache: Path | None = None, uprobes: UprobeTries | None = None
+) -> Programs:
+    """Makes the maps, and begins to load the programs: as `load_programs`, which waits for them."""
     with_iterator = options.user_stacks and options.off_cpu
     first = [
         name
         for name in PROGRAMS
         if name not in CALL_PROGRAMS and (with_iterator or name != THREAD_ITERATOR)
     ]
-    loader, fds = _load(first, PROGRAMS, options, Store(cache))
-    return Programs(loader, fds, options, uprobes or UprobeTries(cache))
+    store = Store(cache)
+    loader = _loader(PROGRAMS, options, store)
+    pool = priority.urgent_pool(1)
+    loading = pool.submit(_load, loader, first, store)
+    pool.shutdown(wait=False)
+    return Programs(loader, loading, options, uprobes or UprobeTries(cache))
 
 
 def load_thread_iterator(cache: Path | None) -> int:
@@ -271,7 +309,9 @@ def load_thread_iterator(cache: Path | None) -> int:
         EnvironmentUnfit: As for load_programs, or the kernel has no such programs (v5.8).
     """
     options = ProgramOptions(abi.Filter.ALL, period_ns=0, calls=False)
-    _, fds = _load([THREAD_ITERATOR], [THREAD_ITERATOR], options, Store(cache))
+    store = Store(cache)
+    loader = _loader([THREAD_ITERATOR], options, store)
+    fds = _load(loader, [THREAD_ITERATOR], store)
     if THREAD_ITERATOR not in fds:
         raise EnvironmentUnfit(
             "this kernel does not tell the registers of threads (task iterators, v5.8)",
@@ -280,35 +320,37 @@ def load_thread_iterator(cache: Path | None) -> int:
     return fds[THREAD_ITERATOR]
 
 
-def _load(
-    first: Collection[str], wanted: Collection[str], options: ProgramOptions, store: Store
-) -> tuple[Loader, dict[str, int]]:
-    """Makes the maps of the wanted programs, and loads the first of them."""
+def _loader(wanted: Collection[str], options: ProgramOptions, store: Store) -> Loader:
+    """Makes the maps of the wanted programs.
+
+    Raises:
+        EnvironmentUnfit: As for load_programs.
+    """
     lift_memlock_limit()
-    host = _host(options, store)
-    bytecode = _bytecode(store)
     try:
-        return _load_bytecode(bytecode, host, first, wanted)
-    except Refused as error:
-        # Another compiler's code may please this kernel.
-        here = compile.compiler_words()
-        if error.errno == errno.EPERM or here in (None, bytecode.compiler):
-            raise _explain_refusal(error) from error
-    try:
-        return _load_bytecode(_compiled_here(store), host, first, wanted)
+        return Loader(_bytecode(store), _host(options, store), wanted)
     except Refused as error:
         raise _explain_refusal(error) from error
 
 
-def _load_bytecode(
-    bytecode: Bytecode, host: Host, first: Collection[str], wanted: Collection[str]
-) -> tuple[Loader, dict[str, int]]:
-    loader = Loader(bytecode, host, wanted)
+def _load(loader: Loader, names: Collection[str], store: Store) -> dict[str, int]:
+    """Loads programs, of this host's compiler where the kernel refuses those of the package.
+
+    Raises:
+        EnvironmentUnfit: As for load_programs.
+    """
     try:
-        return loader, loader.load(first)
-    except Refused:
-        close_all(tuple(loader.map_fds.values()))
-        raise
+        return loader.load(names)
+    except Refused as error:
+        # Another compiler's code may please this kernel.
+        here = compile.compiler_words()
+        is_hopeless = error.errno == errno.EPERM or here in (None, loader.bytecode.compiler)
+        if is_hopeless or not loader.replace(_compiled_here(store)):
+            raise _explain_refusal(error) from error
+    try:
+        return loader.load(names)
+    except Refused as error:
+        raise _explain_refusal(error) from error
 
 
 def _host(options: ProgramOptions, store: Store) -> Host:

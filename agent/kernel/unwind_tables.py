@@ -2,14 +2,12 @@
 """Unwind tables and mappings as they lie in the kernel, within bounds.
 
 Each table is an array map of its own, with all that it needs, and each process's mappings another;
-two outer maps hold them. After a change of an outer map the kernel waits until no program can see
-what was there before (15 ms on a small machine), so changes come in batches, and a slot whose
-mappings were taken out first can be given to another table at once.
+two outer maps hold them (`outer_maps`). A slot of a table is given to another one only when no
+program can see mappings any more that lead to it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections import Counter
@@ -21,6 +19,7 @@ import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import is_last_array
 from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.kernel.outer_maps import OuterMap
 from aiflame.agent.kernel.sysbpf import Map, create_array
 from aiflame.agent.losses import LossKind
 from aiflame.agent.unwind.table import UnwindTable
@@ -71,7 +70,9 @@ class KernelTables:
         losses: Counter[LossKind],
         mappings_limit_bytes: int = _MAPPINGS_LIMIT_BYTES,
     ) -> None:
-        self._programs = programs
+        self._inner_flags = programs.inner_flags
+        self._tables = OuterMap(programs.unwind_tables)
+        self._mappings = OuterMap(programs.process_mappings)
         self.free_bytes = limit_bytes
         self.free_mapping_bytes = mappings_limit_bytes
         self._losses = losses
@@ -80,6 +81,11 @@ class KernelTables:
         self._free_slots = list(range(abi.TABLES_MAX - 1, -1, -1))
         self._mapping_bytes: dict[int, int] = {}  # by pid
         self._lost_mappings: set[int] = set()  # pids that found no room
+
+    def go_beside(self) -> None:
+        """As `OuterMap.go_beside`: from now on no change is waited for."""
+        self._tables.go_beside()
+        self._mappings.go_beside()
 
     @property
     def free_slots(self) -> int:
@@ -102,36 +108,50 @@ class KernelTables:
 
     def _enter_some(self, left: Iterator[tuple[int, UnwindTable]]) -> bool:
         """Puts in as many as there are descriptors for; returns whether there may be more."""
-        with contextlib.ExitStack() as arrays:
-            fds: dict[int, int] = {}
-            binaries: dict[int, int] = {}
-            is_cut = False
-            for binary, table in left:
-                if not self.has_room(table_bytes(table)):
-                    continue
-                try:
-                    array = arrays.enter_context(self._new_array(8, table_bytes(table) // 8))
-                    fill(table, array.memory.view(np.uint32))
-                    array.write()
-                except OSError:  # the kernel has no memory for it
-                    continue
-                slot = self._free_slots.pop()
-                fds[slot], binaries[slot] = array.fd, binary
-                pages = len(table.page_first_row) - 1
-                self.loaded[binary] = LoadedTable(slot, table.base_page, pages)
-                self._bytes[binary] = table_bytes(table)
-                self.free_bytes -= table_bytes(table)
-                is_cut = is_last_array(array.fd)
-                if is_cut:
-                    break
-            refused = self._programs.unwind_tables.update_many(fds)
-            self._return_tables([binaries[slot] for slot in refused])
+        fds: dict[int, int] = {}
+        is_cut = False
+        for binary, table in left:
+            if not self.has_room(table_bytes(table)):
+                continue
+            try:
+                array = self._new_array(8, table_bytes(table) // 8)
+            except OSError:  # the kernel has no memory for it
+                continue
+            fill(table, array.memory.view(np.uint32))
+            try:
+                array.write()
+            except OSError:
+                os.close(array.fd)
+                continue
+            slot = self._free_slots.pop()
+            fds[slot] = array.fd
+            pages = len(table.page_first_row) - 1
+            self.loaded[binary] = LoadedTable(slot, table.base_page, pages)
+            self._bytes[binary] = table_bytes(table)
+            self.free_bytes -= table_bytes(table)
+            is_cut = is_last_array(array.fd)
+            if is_cut:
+                break
+        self._tables.put(fds)
+        if is_cut:
+            self._tables.wait()
+        self._settle()
         return is_cut
+
+    def _settle(self) -> None:
+        """Gives up what the kernel has refused meanwhile."""
+        slots = set(self._tables.take_refused())
+        if slots:
+            self._return_tables([b for b, table in self.loaded.items() if table.slot in slots])
+        while refused := self._mappings.take_refused():
+            self._lose_mappings(refused)
 
     def remove(self, binaries: Collection[int]) -> None:
         """Takes tables out. No process may have mappings with them any more."""
-        slots = [self.loaded[binary].slot for binary in binaries]
-        self._programs.unwind_tables.delete_many(slots)
+        if not binaries:
+            return
+        self._mappings.wait()
+        self._tables.take_out([self.loaded[binary].slot for binary in binaries])
         self._return_tables(binaries)
 
     def _return_tables(self, binaries: Collection[int]) -> None:
@@ -151,31 +171,37 @@ class KernelTables:
 
     def _set_some(self, left: Iterator[tuple[int, npt.NDArray[Any]]]) -> bool:
         """Enters as many as there are descriptors for; returns whether there may be more."""
-        with contextlib.ExitStack() as arrays:
-            fds: dict[int, int] = {}
-            refused: list[int] = []
-            is_cut = False
-            for pid, slots in left:
-                if not self._has_room_for_mappings(pid, _mapping_bytes(slots), fds):
-                    refused.append(pid)
-                    continue
-                try:
-                    size_bytes = slots.dtype.itemsize
-                    array = arrays.enter_context(self._new_array(size_bytes, len(slots)))
-                    array.memory[:] = slots.view(np.uint8)
-                    array.write()
-                except OSError:
-                    refused.append(pid)
-                    continue
-                fds[pid] = array.fd
-                self._return_mappings(pid)
-                self._mapping_bytes[pid] = _mapping_bytes(slots)
-                self.free_mapping_bytes -= _mapping_bytes(slots)
-                is_cut = is_last_array(array.fd)
-                if is_cut:
-                    break
-            refused += self._programs.process_mappings.update_many(fds)
-            self._lose_mappings(refused)
+        fds: dict[int, int] = {}
+        lost: list[int] = []
+        is_cut = False
+        for pid, slots in left:
+            if not self._has_room_for_mappings(pid, _mapping_bytes(slots), fds):
+                lost.append(pid)
+                continue
+            try:
+                array = self._new_array(slots.dtype.itemsize, len(slots))
+            except OSError:
+                lost.append(pid)
+                continue
+            array.memory[:] = slots.view(np.uint8)
+            try:
+                array.write()
+            except OSError:
+                os.close(array.fd)
+                lost.append(pid)
+                continue
+            fds[pid] = array.fd
+            self._return_mappings(pid)
+            self._mapping_bytes[pid] = _mapping_bytes(slots)
+            self.free_mapping_bytes -= _mapping_bytes(slots)
+            is_cut = is_last_array(array.fd)
+            if is_cut:
+                break
+        self._mappings.put(fds)
+        if is_cut:
+            self._mappings.wait()
+        self._lose_mappings(lost)
+        self._settle()
         return is_cut
 
     def _has_room_for_mappings(self, pid: int, size_bytes: int, entering: Collection[int]) -> bool:
@@ -207,15 +233,20 @@ class KernelTables:
     def drop_mappings(self, pids: Collection[int]) -> None:
         """Takes the mappings of processes out, if they are there."""
         known = [pid for pid in pids if pid in self._mapping_bytes]
-        self._programs.process_mappings.delete_many(known)
+        self._mappings.take_out(known)
         for pid in known:
             self._return_mappings(pid)
 
     def _new_array(self, value_bytes: int, entries: int) -> _Array:
-        return _Array(value_bytes, entries, self._programs.inner_flags)
+        return _Array(value_bytes, entries, self._inner_flags)
 
     def _return_mappings(self, pid: int) -> None:
         self.free_mapping_bytes += self._mapping_bytes.pop(pid, 0)
+
+    def close(self) -> None:
+        """Ends the threads. The kernel frees what the maps hold with them."""
+        self._tables.close()
+        self._mappings.close()
 
 
 def fill(table: UnwindTable, halves: npt.NDArray[np.uint32]) -> None:
@@ -238,7 +269,7 @@ class _Array:
         flags: BPF_F_*.
 
     Attributes:
-        fd: Of the map.
+        fd: Of the map; whoever made this closes it.
         memory: What is to be in it, as bytes, until `write` brings it there.
     """
 
@@ -269,12 +300,6 @@ class _Array:
         # The tables of a process are entered together, and would all be resident here until then.
         del self.memory
         self._mapped = None
-
-    def __enter__(self) -> _Array:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
 
 
 def _whole_pages(size_bytes: int) -> int:

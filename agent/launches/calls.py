@@ -122,6 +122,19 @@ class ApiCalls:
         for path in runtimes:
             self.probes.look_at_path(path, opener)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are probes that wait for their programs."""
+        return self.probes.is_waiting
+
+    def poll(self, *, is_waiting: bool = False) -> None:
+        """As `ApiProbes.poll`."""
+        self.probes.poll(is_waiting=is_waiting)
+
+    def take_probes_off(self) -> None:
+        """As `ApiProbes.take_off`: nothing more is recorded."""
+        self.probes.take_off()
+
     def look(self, image: ProcessImage) -> None:
         """Probes what a process has mapped."""
         files = self._table.binaries.files

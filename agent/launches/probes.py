@@ -13,6 +13,8 @@ import contextlib
 import errno
 import os
 import re
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -99,7 +101,9 @@ class ApiProbes:
         self.functions: list[tuple[Api, Call | Naming]] = []
         self._links = ApiLinks(programs)
         self._described = 0
+        self._waiting: list[tuple[int, str, list[Probe]]] = []  # descriptors of our own
         self._shares = Shares(lambda: abi.API_PROBES_MAX)
+        self._taking_off: threading.Thread | None = None
         self._unpaid: dict[FileIdentity, set[int]] = {}  # files, and who could not pay for them
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
@@ -157,8 +161,33 @@ class ApiProbes:
             # The kernel reads the file to put them on, and no signal gets through to that.
             self._failed(path, "its file system may not answer", len(probes))
         elif probes:
-            self._attach(descriptor, path, probes)
+            self._attach_soon(descriptor, path, probes)
         return identity
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are probes that wait for their programs."""
+        return bool(self._waiting)
+
+    def poll(self, *, is_waiting: bool = False) -> None:
+        """Puts on the probes that wait for their programs, once these are loaded.
+
+        Args:
+            is_waiting: Wait for that here.
+        """
+        if self._waiting and (is_waiting or not self._programs.calls_are_loading):
+            waiting, self._waiting = self._waiting, []
+            for descriptor, path, probes in waiting:
+                self._attach(descriptor, path, probes)
+                os.close(descriptor)
+
+    def _attach_soon(self, descriptor: int, path: str, probes: list[Probe]) -> None:
+        """Puts probes on, without waiting for the programs."""
+        if self._programs.calls_are_loading:
+            with contextlib.suppress(OSError):
+                self._waiting.append((os.dup(descriptor), path, probes))
+                return
+        self._attach(descriptor, path, probes)
 
     def _attach(self, descriptor: int, path: str, probes: list[Probe]) -> None:
         try:
@@ -209,8 +238,24 @@ class ApiProbes:
             self._programs.api_calls.update(slot.to_bytes(4, "little"), row.tobytes())
         return slot
 
+    def take_off(self) -> None:
+        """Takes all probes off beside all else: the kernel takes 0.15 s for it."""
+        with contextlib.suppress(RuntimeError):  # no more threads may be started: `close` does it
+            thread = threading.Thread(target=self._take_off, daemon=True)
+            thread.start()
+            self._taking_off = thread
+
+    def _take_off(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread's
+        self._links.close()
+
     def close(self) -> None:
         """Takes all probes off."""
+        for descriptor, _, _ in self._waiting:
+            os.close(descriptor)
+        self._waiting = []
+        if self._taking_off is not None:
+            self._taking_off.join()
         self._links.close()
 
 

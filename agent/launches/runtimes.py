@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where device runtimes lie that a program may load: probed before it does, it loses no launch.
+"""Files that a program may load, before it does: device runtimes, and what a command names.
 
-What the system's linker knows (ldconfig), and for a command its executable and the libraries that
-this names, by the rules of ld.so(8). Runtimes elsewhere are found when they are mapped.
+Probed before they are mapped, runtimes lose no launch; with their tables made before, the first
+stacks are complete. Runtimes are what the system's linker knows (ldconfig) and, as for tables, the
+command's executable and the libraries that this names, by the rules of ld.so(8). What is elsewhere
+is found when it is mapped.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from aiflame.agent.elf.dynamic import DEPENDENCIES
 from aiflame.agent.inspector.opener import Opener
@@ -24,12 +27,26 @@ _LDCONFIG = "/sbin/ldconfig"
 # It reads one small file.
 _LDCONFIG_TIMEOUT_S = 10
 _STANDARD_FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
+# What the kernel reads of a script (BINPRM_BUF_SIZE, since v5.1).
+_INTERPRETER_BYTES = 256
 # The largest programs name some 200 libraries in all.
 _MOST_LIBRARIES = 512
 
 
-def runtime_files(command: Sequence[str], opener: Opener, facts: FileFacts) -> list[Path]:
-    """Returns files that may hold device runtimes.
+class ExpectedFiles(NamedTuple):
+    """Files that may be mapped.
+
+    Attributes:
+        runtimes: Those that may hold device runtimes.
+        command: A command's executable, its interpreter, and all libraries that these name.
+    """
+
+    runtimes: list[Path]
+    command: list[Path]
+
+
+def expected_files(command: Sequence[str], opener: Opener, facts: FileFacts) -> ExpectedFiles:
+    """Returns files that a recording's targets may yet map.
 
     Args:
         command: The command that is about to be run, empty for none.
@@ -38,11 +55,23 @@ def runtime_files(command: Sequence[str], opener: Opener, facts: FileFacts) -> l
     """
     known = _linker_cache()
     wanted = tuple(name for api in APIS for name in api.libraries)
-    found = [Path(path) for name, path in known.items() if name.startswith(wanted)]
+    runtimes = [Path(path) for name, path in known.items() if name.startswith(wanted)]
     program = shutil.which(command[0]) if command else None
-    if program is not None:
-        found += _libraries_of(Path(program).absolute(), known, opener, facts)
-    return found
+    programs = [] if program is None else _with_interpreter(Path(program).absolute(), opener, facts)
+    return ExpectedFiles(runtimes, _libraries_of(programs, known, opener, facts))
+
+
+def _with_interpreter(program: Path, opener: Opener, facts: FileFacts) -> list[Path]:
+    """Returns a program, and what the kernel runs for it if it is a script (execve(2))."""
+    first = b""
+    with contextlib.suppress(OSError), opened_at(str(program), opener, facts) as descriptor:
+        if descriptor not in facts.guard.remote:
+            first = os.pread(descriptor, _INTERPRETER_BYTES, 0).partition(b"\n")[0]
+    words = os.fsdecode(first[2:]).split() if first.startswith(b"#!") else []
+    if len(words) > 1 and Path(words[0]).name == "env":
+        found = shutil.which(words[1])
+        words += [] if found is None else [found]
+    return [program, *(Path(word) for word in words if word.startswith("/"))]
 
 
 def _linker_cache() -> dict[str, str]:
@@ -63,11 +92,11 @@ def _linker_cache() -> dict[str, str]:
 
 
 def _libraries_of(
-    program: Path, known: dict[str, str], opener: Opener, facts: FileFacts
+    programs: list[Path], known: dict[str, str], opener: Opener, facts: FileFacts
 ) -> list[Path]:
-    """Returns a program and all libraries that it names, and these name in turn."""
-    found: dict[Path, None] = {program: None}
-    waiting = [program]
+    """Returns programs and all libraries that they name, and these name in turn."""
+    found: dict[Path, None] = dict.fromkeys(programs)
+    waiting = [*programs]
     while waiting and len(found) < _MOST_LIBRARIES:
         for library in _needed(waiting.pop(), known, opener, facts):
             if library not in found:

@@ -20,6 +20,10 @@ from aiflame.agent.unwind.questions import TABLE_NAME
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.table_builder import TableBuilders
 
+# Below NO_BINARY.
+_FIRST_EXPECTED = -2
+_DONE = -1
+
 
 class CachedTables:
     """Tables by binary index.
@@ -49,7 +53,14 @@ class CachedTables:
         self._store = Store(cache)
         self._known = KnownTables(known_directory("unwind"))
         self._names: dict[int, str] = {}  # of tables of files that were read before
-        self._builder = TableBuilders(cache, watch, urgency, self.size_bytes)
+        # Descriptors of files that are not mapped yet, by numbers below those of binaries.
+        self._expected: dict[int, int] = {}
+        self._builder = TableBuilders(
+            cache,
+            watch,
+            lambda binary: urgency(binary) if binary >= 0 else 1 / self.size_bytes(binary),
+            self.size_bytes,
+        )
 
     def load(self, binary: int) -> UnwindTable | None:
         """Returns a binary's table, None where the cache has none.
@@ -85,9 +96,31 @@ class CachedTables:
         self._builder.ask(binary, f"/proc/{os.getpid()}/fd/{fd}")
         return True
 
+    def expect(self, fd: int) -> None:
+        """Has the table of a file built that nobody has mapped yet, if the cache has none.
+
+        Args:
+            fd: Of the file; it stays the caller's.
+        """
+        name = self._known.name(fd)
+        if name and load(name, self._store) is not None:
+            return
+        number = _FIRST_EXPECTED - len(self._expected)
+        self._expected[number] = os.dup(fd)
+        self._builder.ask(number, f"/proc/{os.getpid()}/fd/{self._expected[number]}")
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether tables are being built of files that nobody has mapped yet."""
+        return any(fd >= 0 for fd in self._expected.values())
+
     def finished(self) -> list[int]:
         """Returns the binaries that are done with, whether there is a table now or not."""
-        return self._builder.finished()
+        done = self._builder.finished()
+        for number in self._expected.keys() & set(done):
+            os.close(self._expected[number])
+            self._expected[number] = _DONE
+        return [binary for binary in done if binary >= 0]
 
     def take_spent_s(self) -> dict[int, float]:
         """Returns how long the binaries took that were done with since last."""
@@ -97,17 +130,29 @@ class CachedTables:
         """Whether a table could not be built for another reason than what the file says."""
         return binary in self._builder.given_up
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether tables are being built: `finished` will have something to say."""
+        return self._builder.is_at_work
+
     def wait(self, timeout_s: float) -> bool:
         """Waits until `finished` has something to say; returns whether it has."""
         return self._builder.wait(timeout_s)
 
     def size_bytes(self, binary: int) -> int:
         """Returns the size of a file, at least 1."""
+        if binary < 0:
+            fd = self._expected.get(binary, _DONE)
+            return max(os.fstat(fd).st_size, 1) if fd != _DONE else 1
         elf = self._images.of(binary)
         return elf.size_bytes if elf is not None else 1
 
     def close(self) -> None:
         """Ends the child, and removes a cache of its own."""
         self._builder.close()
+        for fd in self._expected.values():
+            if fd != _DONE:
+                os.close(fd)
+        self._expected = {}
         if self._own_cache is not None:
             self._own_cache.cleanup()

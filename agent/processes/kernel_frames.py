@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from aiflame.agent import kernelfs
@@ -15,6 +16,11 @@ _STACK_LINE = re.compile(
 # Names tell no module where a thread's wait channel is all that the kernel shows.
 _ANY_MODULE = "*"
 
+# `ffffffff81000000 T name`, of modules with a tab and `[module]` (s_show of kernel/kallsyms.c,
+# v6.1): always 16 digits, as this is for 64 bits.
+_KALLSYMS = "/proc/kallsyms"
+_TYPE_AT, _NAME_AT = 16, 19
+_FUNCTIONS = frozenset((" t ", " T ", " w ", " W "))
 # A kernel with many modules lists 250,000 symbols of some 60 bytes.
 _MAX_KALLSYMS_BYTES = 64 << 20
 
@@ -52,7 +58,9 @@ def kernel_frames(pid: int, tid: int) -> tuple[KernelFrame, ...]:
     return (KernelFrame(wait_channel, 0, _ANY_MODULE),) if is_known else ()
 
 
-def kernel_addresses(functions: set[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def kernel_addresses(
+    functions: set[tuple[str, str]], path: str | Path = _KALLSYMS
+) -> dict[tuple[str, str], int]:
     """Returns the addresses of kernel functions by name and module.
 
     Several functions of one module may have one name: the first counts. Those that the kernel
@@ -60,13 +68,15 @@ def kernel_addresses(functions: set[tuple[str, str]]) -> dict[tuple[str, str], i
     """
     names = {name for name, _ in functions}
     found: dict[tuple[str, str], int] = {}
-    for line in kernelfs.read_text("/proc/kallsyms", _MAX_KALLSYMS_BYTES).splitlines():
-        fields = line.split(None, 3)
-        if len(fields) < 3 or fields[2] not in names or fields[1] not in "tTwW":
+    # Next to none of a hundred thousand lines is more than looked at.
+    for line in kernelfs.read_text(path, _MAX_KALLSYMS_BYTES).split("\n"):
+        name, module = line[_NAME_AT:], ""
+        if line[-1:] == "]":
+            name, _, module = name.partition("\t")
+        if name not in names or line[_TYPE_AT:_NAME_AT] not in _FUNCTIONS:
             continue
-        address, name = int(fields[0], 16), fields[2]
-        module = fields[3].strip("[] ") if len(fields) > 3 else ""
+        address = int(line[:_TYPE_AT], 16)
         if address:
-            found.setdefault((name, module), address)
+            found.setdefault((name, module.strip("[]")), address)
             found.setdefault((name, _ANY_MODULE), address)
     return found

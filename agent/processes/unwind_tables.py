@@ -39,9 +39,15 @@ _MAX_MAPPINGS = (1 << 16) - 1
 _DRAINS_IN_USE = 3
 
 
-# A program of the user's own takes half of that, most of it to start the builder.
-_BEFORE_START_NS = 500_000_000
-
+# How long a recording may begin later so that its first samples find their tables. Those of Python
+# with numpy take 0.6 s of CPU time, and those of PyTorch 4.4 s, 3.4 s of that for libtorch_cpu; a
+# target that keeps all processors busy leaves the builders half of one each. Past it, stacks in
+# what is left are walked when its table comes.
+_BEFORE_START_NS = 4_000_000_000
+# When it is said what takes so long.
+_SILENT_NS = 1_000_000_000
+# How long a Ctrl-C may go unnoticed meanwhile.
+_LOOK_NS = 100_000_000
 
 # Of whom it is known how long their tables took: services come and go.
 _MAX_PAYERS = 1024
@@ -372,24 +378,62 @@ class UnwindTables:
         """Whether of each of some binaries there is a table, or will be none."""
         return self._settled.issuperset(binaries)
 
-    def wait(self, binaries: Collection[int], deadline_ns: int) -> bool:
-        """Waits for tables that are being built, until a monotonic time; returns if all are done.
+    def wait(
+        self,
+        binaries: Collection[int],
+        deadline_ns: int,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Waits for tables that are being built; returns whether all are done.
 
         One that cannot be built is done as well.
+
+        Args:
+            binaries: Those to wait for.
+            deadline_ns: Until when, monotonic.
+            is_over: Whether nobody needs them any more.
         """
-        while any(binary not in self._settled for binary in binaries):
+        return self._wait(lambda: not self.are_settled(binaries), deadline_ns, is_over)
+
+    def _wait(
+        self, is_missing: Callable[[], bool], deadline_ns: int, is_over: Callable[[], bool]
+    ) -> bool:
+        while is_missing():
             left_ns = deadline_ns - time.monotonic_ns()
-            if left_ns <= 0 or not self._cache.wait(left_ns / 1e9):
+            if left_ns <= 0 or is_over() or not self._cache.is_at_work:
                 return False
+            self._cache.wait(min(left_ns, _LOOK_NS) / 1e9)
             self.poll()
         return True
 
-    def wait_before_start(self) -> None:
-        """Waits a moment for tables of files never recorded before: first stacks need them."""
+    def wait_before_start(self, say: Callable[[str], None], is_over: Callable[[], bool]) -> None:
+        """Waits for tables of files never recorded before: first stacks need them.
+
+        Args:
+            say: Takes a line when it takes long.
+            is_over: Whether the recording is to end before it has begun.
+        """
         images = self._table.images
-        binaries = {mapping.binary for image in images.values() for mapping in image.mappings}
-        self.wait(binaries - {NO_BINARY}, time.monotonic_ns() + _BEFORE_START_NS)
+        mapped = {mapping.binary for image in images.values() for mapping in image.mappings}
+        mapped.discard(NO_BINARY)
+        begun_ns = time.monotonic_ns()
+
+        def is_missing() -> bool:
+            return self._cache.is_expecting or not self.are_settled(mapped)
+
+        if not self._wait(is_missing, begun_ns + _SILENT_NS, is_over) and self._cache.is_at_work:
+            say("unwind tables of files that were never recorded before are being made ...")
+            self._wait(is_missing, begun_ns + _BEFORE_START_NS, is_over)
+
+    def expect(self, fd: int) -> None:
+        """As `CachedTables.expect`."""
+        self._cache.expect(fd)
+
+    def go_beside(self) -> None:
+        """Waits for no change in the kernel any more: to be called once the recording goes on."""
+        self._kernel.go_beside()
 
     def close(self) -> None:
         """Ends the builder of tables. The kernel frees the tables with the maps that hold them."""
+        self._kernel.close()
         self._cache.close()

@@ -24,23 +24,22 @@ import numpy.typing as npt
 from aiflame.agent import priority
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.devices.timed import TimedProcesses
-from aiflame.agent.elf.headers import HEADERS
-from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.descriptors import keep
 from aiflame.agent.kernel.least import give_up_admin
 from aiflame.agent.kernel.life_events import LifeEvents
-from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.kernel.ringbuf import RingBuffer
 from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.gpu_kernels import KernelTable
-from aiflame.agent.launches.probes import functions_of
-from aiflame.agent.launches.runtimes import runtime_files
+from aiflame.agent.launches.opening import opened_at
+from aiflame.agent.launches.runtimes import expected_files
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Cost, Window
+from aiflame.agent.processes import procfs
 from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.lives import Lives
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
@@ -51,6 +50,7 @@ from aiflame.agent.recording.cut_sleeps import CutSleeps, LateWaits
 from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
+from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
@@ -60,10 +60,7 @@ from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_s
 from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import Charged, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
-from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.agent.target_files import FileGuard
-from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -76,6 +73,9 @@ _AHEAD_NS, _MOST_AHEAD_NS = 500_000, 64_000_000
 _SETTLE_S = 0.0002
 # What a program takes on a CPU of a machine that shares it with others: 4 ms.
 _TRIES_FOR_ENDS = 20
+
+# How soon it is looked again whether programs for calls are loaded, which takes 0.3 s.
+_LOADING_NS = 10_000_000
 
 # A process of 10,000 threads takes a second to enter: draining goes on in between.
 _ENTERING_SLICE_NS = 100_000_000
@@ -130,9 +130,10 @@ class Recorder:
 
     Args:
         target: Whom to record.
-        options: What is compiled into the kernel half.
+        foundation: What was begun before, and ends after this.
         signals: Ends the recording.
-        families: Devices to record.
+        families: Devices to record, as far as targets use them.
+        are_families_named: The user wants them in any case.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -143,12 +144,15 @@ class Recorder:
     def __init__(
         self,
         target: Target,
-        options: ProgramOptions,
+        foundation: Foundation,
         signals: StopSignals,
         families: Sequence[Family] = (),
+        *,
+        are_families_named: bool = False,
     ) -> None:
         self._target = target
-        self._options = options
+        self._are_families_named = are_families_named
+        self._options = options = foundation.options
         self._signals = signals
         self.start_ns = self.started_unix_ns = 0
         self.late_waits = LateWaits(0, 0, 0)
@@ -166,37 +170,18 @@ class Recorder:
         self._has_entered = False
         self._end_ns = abi.NEVER_NS
         self._real_time = priority.RealTime()
-        self._guard = FileGuard()
+        self._guard = foundation.guard
+        self._inspector = foundation.inspector
+        self._file_facts = foundation.file_facts
+        self._programs = foundation.programs
         with contextlib.ExitStack() as parts:
-            self._build_kernel_half(parts)
+            self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
+            parts.callback(self._ring.close)
+            self._life_events = LifeEvents(self._ring.watch)
+            parts.callback(self._life_events.close)
+            self._lives = Lives(self._life_events.read)
             self._build_host_half(parts, families)
             self._parts = parts.pop_all()
-
-    def _build_kernel_half(self, parts: contextlib.ExitStack) -> None:
-        """Makes what speaks to the kernel."""
-        options, command = self._options, self._target.command
-        self._inspector = Inspector()
-        parts.callback(self._inspector.close)
-        self._inspector.start()  # it is ready by the time that the programs are
-        questions = (HEADERS, functions_of(APIS)) if options.calls else (HEADERS,)
-        self._file_facts = FileFacts(self._guard, questions, facts_directory())
-        parts.callback(self._file_facts.close)
-        if self._target.filter is not abi.Filter.PIDS:
-            self._file_facts.expect()  # somebody starts something that is new, sooner or later
-        self._programs: Programs = load_programs(options, cache_dir())
-        parts.callback(self._programs.close)
-        words = () if command is None else command.words
-        opener = self._inspector.opener
-        self._runtimes = runtime_files(words, opener, self._file_facts) if options.calls else []
-        if self._runtimes:
-            self._programs.expect_calls()
-        self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
-        parts.callback(self._ring.close)
-        self._probes = Probes(self._programs, options.off_cpu)
-        parts.callback(self._probes.close)
-        self._life_events = LifeEvents(self._ring.watch)
-        parts.callback(self._life_events.close)
-        self._lives = Lives(self._life_events.read)
 
     def _build_host_half(self, parts: contextlib.ExitStack, families: Sequence[Family]) -> None:
         """Makes what turns what comes from the kernel into windows."""
@@ -238,7 +223,9 @@ class Recorder:
         self._ring.watch(programs.copies_fd)
         self.late_walks = LateWalks(copies, table, self.tables, self.images, self.stacks)
         walker = StackWalker(self.tables, self.images) if options.user_stacks else None
-        walks = SleepWalks(table, self.tables, walker, self.pythons, programs.thread_iterator_fd)
+        walks = SleepWalks(
+            table, self.tables, walker, self.pythons, lambda: programs.thread_iterator_fd
+        )
         self.sleepers = Sleepers(programs, table, walks, self.pythons, options.kernel_stacks)
         self._cut_sleeps = CutSleeps(programs, table, self.tables, walks, self.pythons, self.stacks)
         self.samples = Samples(window, table, self._cut_sleeps)
@@ -271,14 +258,16 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._parts.close()
 
-    def start(self, duration_ns: int | None) -> None:
-        """Goes live: from here on nothing of the target is missed, to the end if that is known."""
+    def start(self, duration_ns: int | None, say: Callable[[str], None]) -> None:
+        """Goes live: from here on nothing of the target is missed.
+
+        Args:
+            duration_ns: When it is to end, None where that is not known.
+            say: Takes a line about what takes long.
+        """
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        own = [os.getpid(), *self._inspector.pids, *self._file_facts.pids]
-        for pid in own:  # what they start is excluded as well
-            self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
         # Half of a map, shared among the CPUs.
         parts = 2 * self.cpu_count
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
@@ -289,13 +278,14 @@ class Recorder:
             self._life_events.start()
         if self._options.user_stacks:
             programs.set(abi.Setting.STACK_COPIES, COPIES_PER_S)
-        pids = [pid for pid in self._target.existing_pids() if pid not in own]
+        if self._are_families_named:
+            self.devices.start()
+        self._prepare_early()
+        self._attach()
+        pids = self._enter_targets()
         if self._target.filter is abi.Filter.PIDS:
             self._lives.follow_only(pids if command is None else [command.pid])
-        for pid in pids:
-            self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
-        self._prepare_tables(pids)
-        self.devices.start()
+        self._prepare(say)
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
         self.started_unix_ns = time.time_ns()
@@ -311,26 +301,82 @@ class Recorder:
         self._entering = itertools.chain(existing, self._entered())
         self._enter_sleepers()
 
-    def _prepare_tables(self, pids: list[int]) -> None:
-        """Brings what the cache has of named targets' unwind tables, before the first sample."""
-        if self._target.filter is abi.Filter.PIDS:
-            for pid in pids:
+    def _prepare_early(self) -> None:
+        """Does what needs no programs, while the kernel verifies them."""
+        target = self._target
+        if target.command is not None or target.filter is not abi.Filter.PIDS:
+            self._prepare_files()
+        if target.filter is abi.Filter.ALL:
+            return
+        own = self._own_pids()
+        for pid in target.existing_pids():
+            if pid not in own:
+                self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
-        known = self.table.take_remapped()
-        # Tables are built by children, while the kernel verifies the programs for calls.
-        if self._options.user_stacks:
-            for image in known:
-                self.tables.push(image)
+        self._follow_mappings()
+        self.tables.poll()  # children build those that there are not
+
+    def _attach(self) -> None:
+        """Attaches the programs: from here on no fork, exec or end is missed."""
+        programs, options = self._programs, self._options
+        programs.ready()
+        self._probes = Probes(programs, options.off_cpu)
+        self._parts.callback(self._probes.close)
+
+    def _own_pids(self) -> set[int]:
+        """Returns this process and those that it has started, which are not recorded."""
+        own = {os.getpid(), *self._inspector.pids, *self._file_facts.pids}
+        if self._target.filter is abi.Filter.CGROUP:  # which may be its own; others are no targets
+            own.update(procfs.descendants([os.getpid()]))
+        return own
+
+    def _enter_targets(self) -> list[int]:
+        """Enters the processes that there are, also those forked before anything was attached."""
+        own = self._own_pids()
+        for pid in own:  # what they start is excluded as well
+            self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
+        pids = [pid for pid in self._target.existing_pids() if pid not in own]
+        first_image = self.table.first_image
+        for pid in pids:
+            image = self.table.known(pid, first_image)
+            if image is not None and image.executable != procfs.executable(pid):
+                self.table.forget([image], ())  # it has called exec meanwhile
+            if image is None:
+                self._enter_process(pid, first_image, abi.ProcessFlag.TARGET)
+            if self._target.filter is not abi.Filter.ALL:
+                self.table.seen(pid, first_image, 0, "", 0)
+        return pids
+
+    def _prepare(self, say: Callable[[str], None]) -> None:
+        """Brings what targets have mapped to all who work by it, before the first sample."""
+        self._follow_mappings()
         self.tables.poll()
-        self.calls.prepare(self._runtimes, self._inspector.opener)
-        for image in known:
-            self._look(image)
-        self.tables.wait_before_start()
+        self.calls.poll(is_waiting=True)
+        self.tables.wait_before_start(say, lambda: self._signals.requested)
         self.pythons.poll()
 
     def _used_images(self) -> set[int]:
         """Returns the process images, by index, whose stacks are still to be walked."""
         return self.late_walks.used_images() | self._cut_sleeps.used_images()
+
+    def _prepare_files(self) -> None:
+        """Prepares what targets may yet map: tables, and probes for which programs are loaded."""
+        command, opener = self._target.command, self._inspector.opener
+        words = () if command is None else command.words
+        expected = expected_files(words, opener, self._file_facts)
+        if self._options.user_stacks:
+            for path in expected.command:
+                with (
+                    contextlib.suppress(OSError),
+                    opened_at(str(path), opener, self._file_facts) as fd,
+                ):
+                    if fd not in self._guard.remote:
+                        self.tables.expect(fd)
+        if self._options.calls:
+            runtimes = [*expected.runtimes, *expected.command]
+            if runtimes:
+                self._programs.expect_calls()
+            self.calls.prepare(runtimes, opener)
 
     def _follow_mappings(self) -> None:
         """Brings what was newly mapped to all who work by it."""
@@ -358,7 +404,12 @@ class Recorder:
     def _entered(self) -> Iterator[None]:
         """Gives up what is needed no more once existing threads are entered."""
         give_up_admin(self._programs.uprobes, self._options.calls)
+        self.tables.go_beside()
         self._has_entered = True
+        yield
+        target = self._target
+        if target.command is None and target.filter is abi.Filter.PIDS and target.follows_children:
+            self._prepare_files()  # for children to come
         yield
 
     def _enter_process(self, pid: int, image: int, flags: abi.ProcessFlag) -> None:
@@ -405,6 +456,8 @@ class Recorder:
                     break
                 until_ns = min(next_ns, self._end_ns, now_ns + self.pythons.interval_ns)
                 until_ns = max(min(until_ns, self._cut_sleeps.due_ns), now_ns)
+                if self.calls.is_waiting:
+                    until_ns = min(until_ns, now_ns + _LOADING_NS)
                 if is_entering:
                     until_ns = 0
                 self._real_time.check()
@@ -415,6 +468,7 @@ class Recorder:
                 self.late_walks.take()
                 self.tables.poll()
                 self.pythons.poll()
+                self.calls.poll()
                 self.devices.poll()
                 self.late_walks.poll()
                 if self._options.off_cpu:
@@ -596,6 +650,7 @@ class Recorder:
         # up; the other way round, both would go on past the end.
         self._programs.set(abi.Setting.END_NS, 0)
         stopped_ns = time.monotonic_ns()
+        self.calls.take_probes_off()
         end_ns = self._end_ns = min(stopped_ns, self._end_ns)
         self.events.take()
         give(self._filled(max(end_ns, self._boundary_ns), self._boundary_ns & 1, is_last=True))

@@ -10,8 +10,9 @@ Not here: which threads are walked, and why (`sleepers`, `cut_sleeps`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes.python_threads import ThreadPython
@@ -58,7 +59,8 @@ class SleepWalks:
         tables: Unwind tables.
         walker: Walks user stacks; None where they are not asked for.
         pythons: Walks Python stacks.
-        program_fd: The iterator program; None where the kernel has none.
+        program_fd: Returns the iterator program once programs are loaded; None where the kernel has
+            none.
     """
 
     def __init__(
@@ -67,18 +69,24 @@ class SleepWalks:
         tables: UnwindTables,
         walker: StackWalker | None,
         pythons: PythonProcesses,
-        program_fd: int | None,
+        program_fd: Callable[[], int | None],
     ) -> None:
         self._table = table
         self._tables = tables
         self._walker = walker
         self._pythons = pythons
-        self._snapshots = Snapshots(program_fd, table.memory) if walker is not None else None
+        self._program_fd = program_fd
+
+    @cached_property
+    def _snapshots(self) -> Snapshots | None:
+        if self._walker is None:
+            return None
+        return Snapshots(self._program_fd(), self._table.memory)
 
     @property
     def are_wanted(self) -> bool:
         """Whether user stacks are asked for."""
-        return self._snapshots is not None
+        return self._walker is not None
 
     @property
     def are_possible(self) -> bool:

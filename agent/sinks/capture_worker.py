@@ -37,6 +37,7 @@ def main(folder: Path, database: Path) -> None:
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()
     with SymbolService(cache_dir()) as service:
+        service.start()  # it is ready by the time that the first window is there
         capture: WrittenCapture | None = None
         jit_symbols = JitSymbolSink(folder)
         following = FollowedWindows(folder)

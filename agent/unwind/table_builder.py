@@ -82,6 +82,11 @@ class TableBuilders:
         """Those whose builder died twice, took too long, or could not be started."""
         return self._small.given_up | self._large.given_up
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether there are children: `finished` will have something to say."""
+        return any(lane.output is not None for lane in (self._small, self._large))
+
     def wait(self, timeout_s: float) -> bool:
         """Waits until `finished` has something to say; returns whether it has."""
         lanes = (self._small, self._large)

@@ -39,8 +39,6 @@ _MAX_WORDS = 200
 # What it reads itself: all that the largest file has for a table, twice.
 _MAX_FILE_BYTES = 4 << 30
 _END = "\n"
-# Low: the target comes first.
-_NICENESS = 10
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -130,7 +128,6 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(_NICENESS)
     builder = _Builder(Path(sys.argv[1]))
     gc.freeze()  # forks share what is there, as long as it is not written to
     for line in sys.stdin:

@@ -49,6 +49,10 @@ class OpenClFamily:
     def __init__(self, vendors: Path = platforms.VENDORS) -> None:
         self._vendors = vendors
 
+    def runs_by(self, path: str) -> bool:
+        """Whether it is PoCL's library."""
+        return "/libpocl" in path
+
     def detect(self, cpu_period_ns: int = 0, *, has_samples: bool = False) -> Finding:
         """Names PoCL by its library, others by their ICD files."""
         found = platforms.find_devices(self._vendors, cpu_period_ns)
@@ -84,10 +88,6 @@ class OpenClSampler:
         if may_be_kernel(path):
             self._kernels[file] = self._host.ask(file, kernel_of(path))
         return self._kernels.get(file) is not None
-
-    def runs_by(self, path: str) -> bool:
-        """Whether it is PoCL's library."""
-        return "/libpocl" in path
 
     def drain(self, interval: Interval) -> None:
         """Gives an interval's CPU samples as samples of kernels."""

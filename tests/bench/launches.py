@@ -18,7 +18,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.kernel.uprobe_tries import UprobeTries
 from aiflame.agent.launches.probe_sites import choose_site, read_prologue
-from aiflame.agent.launches.runtimes import runtime_files
+from aiflame.agent.launches.runtimes import expected_files
 from aiflame.agent.launches.symbols import find_functions
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.store import cache_dir
@@ -56,7 +56,7 @@ class _Case:
 def _site() -> tuple[Path, int]:
     """The loader, and where aiflame probes the function in it."""
     with Inspector() as inspector:
-        runtimes = runtime_files((), inspector.opener, FileFacts(FileGuard()))
+        runtimes = expected_files((), inspector.opener, FileFacts(FileGuard())).runtimes
     for path in runtimes:
         if "libOpenCL" not in path.name:
             continue

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import (
     agreement,
     events,
+    first,
     footprint,
     large,
     launches,
@@ -42,6 +43,7 @@ PARTS: dict[str, Callable[[Path, Path], list[Table]]] = {
     "torch": torch_threads.measure,
     "agreement": agreement.measure,
     "footprint": footprint.measure,
+    "first": first.measure,
     "waiting": waiting.measure,
     "launches": launches.measure,
     "large": large.measure,

@@ -25,6 +25,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import NONE, check, rows_of
+from aiflame.agent.processes.binaries import BinaryFile
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
@@ -235,6 +236,9 @@ class _Family:
     ) -> None:
         self.devices, self.samples, self.events = devices, samples, events
 
+    def runs_by(self, path: str) -> bool:
+        return path.endswith("/libtoys.so")
+
     def detect(self, cpu_period_ns: int = 0, *, has_samples: bool = False) -> Finding:
         if self.devices:
             return Finding(self.devices)
@@ -259,9 +263,6 @@ class _Sampler:
             )
 
     def owns(self, file: int) -> bool:
-        return False
-
-    def runs_by(self, path: str) -> bool:
         return False
 
     def drain(self, interval: Interval) -> None:
@@ -458,3 +459,31 @@ def test_kernel_times_that_cannot_be_are_refused_and_counted(
     devices.drain(0, 1_000)
     assert len(window.close(1_000).kernel_times) == 1
     assert devices.losses == {LossKind.KERNEL_TIMES_REFUSED: 1}
+
+
+def test_a_family_begins_when_a_process_may_use_its_devices(table: ProcessTable) -> None:
+    # GIVEN two families that nobody insists on
+    class Others(_Family):
+        name = "others"
+
+        def runs_by(self, path: str) -> bool:
+            return False
+
+    table.binaries.files = {
+        index: BinaryFile(index, path, None, "")
+        for index, path in enumerate(("/usr/bin/program", "/usr/lib/libtoys.so"))
+    }
+    window = _window()
+    devices = _devices([Others((_TOY,)), _Family((_TOY,))], table, window, KernelTable(window))
+    image = table.image(77, 1)
+    # WHEN a process maps nothing of theirs, THEN none looks for devices
+    image.replace_mappings([Mapping(4096, 8192, 0, 0)])
+    devices.look(image)
+    devices.drain(0, 1_000)
+    assert len(window.close(1_000).devices) == 0
+    # WHEN it maps a runtime, THEN the one that it is for does, once
+    image.replace_mappings([Mapping(4096, 8192, 0, 0), Mapping(8192, 12288, 0, 1)])
+    for _ in range(3):
+        devices.look(image)
+    devices.drain(0, 2_000)
+    assert len(window.close(2_000).devices) == 1

@@ -247,6 +247,18 @@ def test_tables_that_samples_need_take_the_slots_of_others(
     files.tables.close()
 
 
+def test_a_table_that_comes_after_its_process_has_ended_is_not_missed(kernel: Any) -> None:
+    # GIVEN a table that was built while the only process that needs it came to its end
+    files = _Files(kernel, _table(10))
+    files.tables._settled.add(5)
+    # WHEN samples of that process are still seen, and another process comes
+    files.tables.note_used(Counter({5: 3}))
+    files.map(1, pid=3)
+    # THEN nothing is said to lack room
+    assert files.tables.losses.total() == 0
+    files.tables.close()
+
+
 _HOSTILE, _HONEST = "/system.slice/hostile.service", "/system.slice/honest.service"
 
 

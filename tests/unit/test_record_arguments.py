@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from aiflame.agent import cli
 from aiflame.agent.commands import record as verb
+from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan
-from aiflame.agent.commands.record_session import RecordOptions
 from aiflame.agent.kernel import abi
 from aiflame.agent.processes.targets import Target
 

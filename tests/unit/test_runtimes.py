@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.inspector.opener import Opener
-from aiflame.agent.launches.runtimes import runtime_files
+from aiflame.agent.launches.runtimes import expected_files
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard
 
@@ -48,7 +48,7 @@ def test_libraries_of_libraries_are_found(
     program: Path, asked: tuple[Opener, FileFacts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(program.parent)
-    found = [path.resolve() for path in runtime_files(["./main"], *asked)]
+    found = [path.resolve() for path in expected_files(["./main"], *asked).command]
     folder = program.parents[1] / "lib"
     assert {program, folder / "libouter.so", folder / "libinner.so"} <= set(found)
     assert asked[1].guard.bad == {}
@@ -60,17 +60,25 @@ def test_a_library_that_is_cut_costs_itself(
 ) -> None:
     library = program.parents[1] / "lib/libouter.so"
     os.truncate(library, kept)
-    found = [path.resolve() for path in runtime_files([str(program)], *asked)]
+    found = [path.resolve() for path in expected_files([str(program)], *asked).command]
     assert {program, library} <= set(found)
 
 
-def test_a_script_needs_nothing_that_is_known(
-    tmp_path: Path, asked: tuple[Opener, FileFacts]
+@pytest.mark.parametrize("line", ["#!{}", "#! {} -x", "#!/usr/bin/env main"])
+def test_a_script_needs_what_its_interpreter_needs(
+    line: str,
+    program: Path,
+    tmp_path: Path,
+    asked: tuple[Opener, FileFacts],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     script = tmp_path / "script"
-    script.write_text("#!/bin/sh\n")
+    script.write_text(f"{line.format(program)}\nexit\n")
     script.chmod(0o755)
-    assert runtime_files([str(script)], *asked)[-1] == script
+    found = expected_files([str(script)], *asked).command
+    assert {script, program} <= set(found)
+    assert program.parents[1] / "lib/libouter.so" in [path.resolve() for path in found]
     assert asked[1].guard.bad == {}
 
 
@@ -80,4 +88,6 @@ def test_a_library_that_is_no_file_is_passed_by(
     library = program.parents[1] / "lib/libouter.so"
     library.unlink()
     os.mkfifo(library)
-    assert library not in [path.resolve() for path in runtime_files([str(program)], *asked)]
+    assert library not in [
+        path.resolve() for path in expected_files([str(program)], *asked).command
+    ]

@@ -128,6 +128,8 @@ class _Programs:
         self.api_calls = self.api_probes = table
         self.uprobes = SimpleNamespace(answers=SimpleNamespace(nops=NopTreatment()))
 
+    calls_are_loading = False
+
     def expect_calls(self) -> None:
         pass
 

@@ -145,7 +145,7 @@ def test_an_iterator_that_fails_is_not_asked_again(monkeypatch: pytest.MonkeyPat
 
 
 def _no_walks(table: ProcessTable) -> SleepWalks:
-    return SleepWalks(table, SimpleNamespace(), None, _NO_PYTHON, None)  # type: ignore[arg-type]
+    return SleepWalks(table, SimpleNamespace(), None, _NO_PYTHON, lambda: None)  # type: ignore[arg-type]
 
 
 class _Threads:
@@ -199,7 +199,7 @@ def test_kernels_without_the_iterator_are_said_to_be(
     tables: Any = SimpleNamespace(wait=lambda binaries, deadline_ns: None)
     table = ProcessTable(1, lambda pid: 1, blind_inspector())
     walker = StackWalker(tables, SimpleNamespace()) if is_walked else None  # type: ignore[arg-type]
-    walks = SleepWalks(table, tables, walker, _NO_PYTHON, None)
+    walks = SleepWalks(table, tables, walker, _NO_PYTHON, lambda: None)
     sleepers = Sleepers(programs, table, walks, _NO_PYTHON, kernel_stacks=True)
     for _ in sleepers.enter([here]):
         pass

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start of `record`: what takes long is begun before most of the program is imported."""
+
+from __future__ import annotations
+
+from aiflame.agent import priority
+from aiflame.agent.allocator import map_large_blocks
+from aiflame.agent.commands.record_options import RecordOptions
+from aiflame.agent.commands.record_output import OutputPlan
+from aiflame.agent.commands.record_progress import ProgressPrinter
+from aiflame.agent.kernel import checks, descriptors
+from aiflame.agent.kernel.least import give_up_rights
+from aiflame.agent.processes.targets import Target
+from aiflame.agent.recording.foundation import Foundation
+
+
+def record(
+    target: Target, options: RecordOptions, plan: OutputPlan, printer: ProgressPrinter
+) -> int:
+    """Records, writes what is planned, and prints the summary; returns the exit code.
+
+    Raises:
+        EnvironmentUnfit: This machine cannot record.
+        Aborted: A second Ctrl-C.
+        Exception: Anything else, after what was recorded has been written.
+    """
+    map_large_blocks()
+    descriptors.raise_limit()
+    checks.require_all()
+    give_up_rights()
+    printer.say(f"preparing to record {target.words}: kernel programs, unwind tables, devices ...")
+    if not priority.hurry():
+        printer.say(
+            "note: no CAP_SYS_NICE, so this runs at normal priority: on a busy machine it may be"
+            " late, and samples may find no room"
+        )
+    with Foundation(options.for_programs(target)) as foundation:
+        from aiflame.agent.commands import record_session  # the kernel is at work meanwhile
+
+        return record_session.record(target, options, plan, printer, foundation)
