@@ -160,7 +160,7 @@ def test_memory_that_never_comes_costs_its_own_process_only(
     monkeypatch: pytest.MonkeyPatch, remote: RemoteMemory, region: tuple[int, bytes]
 ) -> None:
     # GIVEN a reader that gets nowhere: stopped, it looks as one that waits for a page
-    monkeypatch.setattr(inspector_memory, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(inspector_memory, "_PATIENCE_S", 1.0)
     start, contents = region
     own = Span(*_HERE, start, 8)
     thread = threading.get_native_id()
