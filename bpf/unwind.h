@@ -184,9 +184,10 @@ static __always_inline u64 find_rule(struct walk *walk, u64 address)
 	address -= walk->mapping.bias;
 	if (address >> TABLE_PAGE_SHIFT >= walk->mapping.pages)
 		return 0;
+	/* Mappings may be there before a table that was brought with them: other threads bring it. */
 	table = unwind_tables.lookup((int *)&table_slot);
 	if (!table)
-		return 0;
+		return RULE_TABLE_IS_MISSING;
 	page = address >> TABLE_PAGE_SHIFT;
 	low = half_word(table, page);
 	high = half_word(table, page + 1);
@@ -236,8 +237,10 @@ static __always_inline bool find_rule_of(struct walk *walk, void *mappings, u64 
 		if (!find_mapping(walk, mappings, address))
 			return false;
 		rule = find_rule(walk, address);
-		slot->rule = rule;
-		slot->check = check_of(walk, address, rule);
+		if (rule != RULE_TABLE_IS_MISSING) { /* which it may not be at the next look */
+			slot->rule = rule;
+			slot->check = check_of(walk, address, rule);
+		}
 	}
 	walk->rule_word = rule;
 	return true;

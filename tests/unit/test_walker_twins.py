@@ -246,6 +246,22 @@ def test_a_copied_stack_is_walked_on_as_if_its_table_had_been_there(
         )
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 64).map(_world))
+def test_a_table_that_comes_after_its_mappings_is_used_at_once(
+    kernel: KernelWalkers, world: World
+) -> None:
+    kernel.set_memory(world.memory)
+    kernel.set_code(world.mappings)
+    expected = kernel.walk(*world.registers)
+    # GIVEN new mappings, and a walk before their tables are there
+    kernel.set_code(world.mappings)
+    kernel.take_tables_out()
+    kernel.walk(*world.registers)
+    kernel.put_tables_back()
+    assert kernel.walk(*world.registers) == expected
+
+
 def test_what_is_known_of_an_address_is_of_one_writer(kernel: KernelWalkers) -> None:
     # GIVEN two functions whose callers lie elsewhere on the stack, kept in one place
     one, other = _CODE, _CODE + (1 << 24)

@@ -92,15 +92,22 @@ class KernelWalkers:
             if mapping.table is not None and not has_tables:
                 row["table"] = abi.TABLE_IS_MISSING
             elif mapping.table is not None:
-                words.append(kernel_words(mapping.table))
-                self._library.set_table(
-                    number, _pointer(words[-1]), ctypes.c_uint64(len(words[-1]))
-                )
+                words.append((number, kernel_words(mapping.table)))
                 bias = mapping.bias + (mapping.table.base_page << PAGE_SHIFT)
                 row["bias"] = bias & _ALL_BITS
                 row["table"], row["pages"] = number, len(mapping.table.page_first_row) - 1
         self._kept["code"] = slots, words
+        self.put_tables_back()
         self._library.set_mappings(_pointer(slots), ctypes.c_uint64(len(slots)))
+
+    def take_tables_out(self) -> None:
+        """Takes the tables out of the kernel, and leaves the mappings that name them."""
+        self._library.take_tables_out()
+
+    def put_tables_back(self) -> None:
+        """Puts the tables of `set_code` in again."""
+        for number, words in self._kept["code"][1]:
+            self._library.set_table(number, _pointer(words), ctypes.c_uint64(len(words)))
 
     def walk(self, rip: int, rsp: int, rbp: int) -> Stack:
         """Walks a stack from these registers on."""

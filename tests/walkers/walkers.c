@@ -22,6 +22,11 @@ void set_table(u32 slot, u64 *words, u64 count)
 	unwind_tables_values[slot] = &tables[slot];
 }
 
+void take_tables_out(void)
+{
+	__builtin_memset(unwind_tables_values, 0, sizeof(unwind_tables_values));
+}
+
 /* With slot 0 first. */
 void set_mappings(struct mapping_slot *slots, u64 count)
 {
