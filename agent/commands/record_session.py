@@ -336,13 +336,12 @@ class _Session:
     def summarise(self, profile: Profile) -> None:
         """Prints what was recorded, what was lost, what it cost, and what to run next."""
         # Not while it records, as what makes reports takes 3 MB.
-        from aiflame.agent.reports.facts import complete_share, cut_short, missing_line
+        from aiflame.agent.reports.facts import complete_words, cut_short, missing_line
 
         say, recording = self._printer.say, profile.recording
         on_cpu = profile.samples["klass"] == 0
         ns = profile.samples["ns"]
         samples = int(profile.samples["count"][on_cpu].sum())
-        complete_ns, whole_ns = complete_share(profile)
         say(
             f"{duration(recording.duration_ns)}: {samples:,} CPU samples,"
             f" {duration(int(ns[on_cpu].sum()))} on CPU,"
@@ -351,7 +350,7 @@ class _Session:
         )
         cut = cut_short(profile)
         say(
-            f"{percent(complete_ns, whole_ns)} of the recorded time has complete stacks"
+            f"Complete stacks: {complete_words(profile)}"
             + (f"; cut short in: {cut}." if cut else ".")
         )
         if self._late != "0":

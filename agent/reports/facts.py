@@ -74,12 +74,27 @@ def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
     )
 
 
-def complete_share(profile: Profile) -> tuple[int, int]:
-    """Return the time in stacks walked to their root, and the time in all stacks, in ns."""
-    truncated = np.isin(profile.stacks.ends, TRUNCATED_REASONS)[profile.samples["stack"]]
-    ns = profile.samples["ns"]
+def complete_share(profile: Profile, *, is_on_cpu: bool = False) -> tuple[int, int]:
+    """Return the time in stacks walked to their root, and the time in all stacks, in ns.
+
+    Args:
+        profile: The profile.
+        is_on_cpu: Of CPU time, else of all.
+    """
+    samples = profile.samples
+    if is_on_cpu:
+        samples = samples[samples["klass"] == SampleClass.ON_CPU]
+    truncated = np.isin(profile.stacks.ends, TRUNCATED_REASONS)[samples["stack"]]
+    ns = samples["ns"]
     whole = int(ns.sum())
     return whole - int(ns[truncated].sum()), whole
+
+
+def complete_words(profile: Profile) -> str:
+    """Return the share of CPU time and of all time in complete stacks: waits hide the former."""
+    of_all = f"{percent(*complete_share(profile))} of all time"
+    on_cpu = complete_share(profile, is_on_cpu=True)
+    return f"{percent(*on_cpu)} of CPU time and {of_all}" if on_cpu[1] else of_all
 
 
 def missing_time(profile: Profile) -> tuple[int, int]:
@@ -227,7 +242,6 @@ def _range_fact(recording: Recording) -> str:
 def recording_facts(profile: Profile) -> list[tuple[str, str]]:
     """Return the lines shown under a page: the recording, and what it cost."""
     recording = profile.recording
-    complete, whole = complete_share(profile)
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
     counts = profile.samples["count"]
     own = recording.recorder_cpu_ns
@@ -242,7 +256,7 @@ def recording_facts(profile: Profile) -> list[tuple[str, str]]:
             f"{int(counts[on_cpu].sum()):,}, each weighing {duration(recording.period_ns)}",
         ),
         ("off-CPU intervals", f"{int(counts[~on_cpu].sum()):,}{ended}, exact"),
-        ("complete stacks", f"{percent(complete, whole)} of the recorded time"),
+        ("complete stacks", complete_words(profile)),
         *([("cut short in", cut)] if (cut := cut_short(profile)) else []),
         *recording.facts,
         (

@@ -165,11 +165,10 @@ def _notes(graph: _Graph) -> Iterable[str]:
         yield facts.left_out(graph.cut.nodes, reason, graph.cut.ns, graph.whole_ns)
     if graph.device is not None:
         yield from device_facts.notes(graph.profile, graph.device.samples)
-    complete, whole = facts.complete_share(graph.profile)
     recording = graph.profile.recording
     own = percent(recording.recorder_cpu_ns, recording.duration_ns)
     yield (
-        f"Complete stacks: {percent(complete, whole)} of the recorded time."
+        f"Complete stacks: {facts.complete_words(graph.profile)}."
         f" The recorder itself took {own} of one CPU. aiflame {recording.aiflame_version}"
     )
 

@@ -231,7 +231,7 @@ def test_page_says_what_was_lost_and_what_it_cost() -> None:
     text = page_of(small_profile()).text
     assert "3: samples whose stack did not fit; raise --stack-storage-size" in text
     assert "15.000 ms of CPU time (0.75 % of one CPU), 48.0 MiB of memory at its peak" in text
-    assert "95.40 % of the recorded time" in text
+    assert "92.31 % of CPU time and 95.40 % of all time" in text
     assert "104, each weighing 10.000 ms" in text
     assert "testhost" in text
 
