@@ -52,7 +52,7 @@ class Case:
     prefix: str = ""
 
 
-_WORKS = "complete stacks"
+_WORKS = "Complete stacks"
 CASES = (
     Case("nothing", "", _WORKS),
     Case("no compiler of BPF to machine code", "sysctl -qw net.core.bpf_jit_enable=0", _WORKS),
