@@ -95,6 +95,7 @@ class Programs:
         self.uprobes = uprobes
         self.fds: dict[str, int] = {}
         self._first = first
+        self._is_ready = False
         self._for_events: dict[str, int] | None = None
         self._has_cookies = bool(loader.host.constants[HostConstant.HAS_ATTACH_COOKIE])
         self._loader = loader
@@ -155,10 +156,12 @@ class Programs:
         Raises:
             EnvironmentUnfit: As for load_programs.
         """
-        if not self.fds:
-            self.fds.update(self._first.result())
-            for kind in ("sample", "switch"):
-                self._chain(kind)
+        if self._is_ready:
+            return
+        self.fds.update(self._first.result())
+        for kind in ("sample", "switch"):
+            self._chain(kind)
+        self._is_ready = True
 
     def _chain(self, kind: str, suffix: str = "") -> None:
         """Lets the programs that walk call themselves and each other."""

@@ -14,7 +14,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi, compile, loader
 from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode
-from aiflame.agent.kernel.loader import ProgramOptions, Programs, load_programs
+from aiflame.agent.kernel.loader import ProgramOptions, Programs, begin_programs, load_programs
 from aiflame.agent.kernel.program_list import MAPS, PROGRAMS
 from bytecode_bounds import unbounded_accesses
 from recordings import Recording
@@ -105,6 +105,16 @@ def test_one_bytecode_loads_for_all_options(
     programs.need_calls()
     assert (programs.thread_iterator_fd is not None) == (user and off_cpu)
     programs.close()
+
+
+def test_programs_for_calls_may_be_there_before_all_others() -> None:
+    programs = begin_programs(_OPTIONS)
+    try:
+        programs.need_calls()
+        programs.ready()
+        assert {"on_call", "on_fork", "on_cpu_sample"} <= programs.fds.keys()
+    finally:
+        programs.close()
 
 
 def test_what_was_compiled_here_is_kept(

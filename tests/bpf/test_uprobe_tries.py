@@ -87,6 +87,7 @@ def _probe_and_run(programs: Programs, program: Path) -> tuple[dict[str, int], A
     probes = ApiProbes(programs, facts)
     with Inspector() as inspector:
         probes.look_at_path(program, inspector.opener)
+        probes.poll(is_waiting=True)
     facts.close()
     counts = _run(programs, program)
     probes.close()
