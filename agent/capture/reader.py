@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.allocator import without_garbage_collection
 from aiflame.agent.capture.columns import check_columns, check_table
+from aiflame.agent.capture.equal_stacks import with_equal_stacks_merged
 from aiflame.agent.capture.gpu_reader import GpuReader
 from aiflame.agent.capture.integer_tables import Integers, IntegerTables, Words
 from aiflame.agent.capture.raw_frames import RawFrames
@@ -132,6 +133,10 @@ class _Reader:
         stack_ids, stacks, functions, frames = self._stacks(binary_index)
         samples, spans = self._samples(stack_ids)
         waits = self._waits(stack_ids)
+        threads = self._threads(process_index)
+        gpu = GpuProfile()
+        if self._version > 2:
+            gpu = GpuReader(self._database, self._tables, self._version).profile()
         return Profile(
             recording=self._recording(),
             processes=tuple(
@@ -141,7 +146,7 @@ class _Reader:
                     " started_ns, exited_ns FROM processes ORDER BY id"
                 )
             ),
-            threads=self._threads(process_index),
+            threads=threads,
             binaries=tuple(
                 Binary(*row)
                 for row in self._rows("SELECT path, build_id FROM binaries ORDER BY id")
@@ -152,9 +157,7 @@ class _Reader:
             samples=samples,
             waits=waits,
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
-            gpu=GpuReader(self._database, self._tables, self._version).profile()
-            if self._version > 2
-            else GpuProfile(),
+            gpu=with_equal_stacks_merged(gpu, stacks, threads),
             spans=spread_waits(spans, samples, waits),
         )
 
