@@ -300,14 +300,7 @@ def open_cpu_clock(cpu: int, period_ns: int) -> int:
         period_ns,
     )  # fmt: skip
     struct.pack_into("<Q", attributes, 40, _PERF_ATTR_DISABLED)
-    return syscall(
-        this_architecture().syscall_perf_event_open,
-        bytes(attributes),
-        ctypes.c_int(-1),
-        ctypes.c_int(cpu),
-        ctypes.c_int(-1),
-        ctypes.c_ulong(_PERF_FLAG_FD_CLOEXEC),
-    )
+    return _open_for_all_tasks(attributes, cpu)
 
 
 def open_life_events(cpu: int, wakeup_bytes: int) -> int:
@@ -329,6 +322,11 @@ def open_life_events(cpu: int, wakeup_bytes: int) -> int:
         *(0, _PERF_SAMPLE_TIME, 0, _PERF_ATTR_LIVES, wakeup_bytes),
     )  # fmt: skip
     struct.pack_into("<i", attributes, 92, time.CLOCK_MONOTONIC)
+    return _open_for_all_tasks(attributes, cpu)
+
+
+def _open_for_all_tasks(attributes: bytearray, cpu: int) -> int:
+    """Opens a perf event of one CPU; returns its descriptor."""
     return syscall(
         this_architecture().syscall_perf_event_open,
         bytes(attributes),
