@@ -34,6 +34,10 @@ static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *r
 		cfa = walk->stack_pointer + 8;
 		if ((walk->instruction_pointer & 15) >= (u64)rule->cfa_offset)
 			cfa += 8;
+	} else if (rule->kind == RULE_RBX) {
+		if (walk->depth != 1)
+			return end_walk(walk, STOP_UNSUPPORTED_RULE);
+		cfa = walk->base_pointer + (s64)rule->cfa_offset;
 	} else if (rule->kind != RULE_RSP && rule->kind != RULE_RSP_HEURISTIC) {
 		if (!walk->has_frame_pointer)
 			return end_walk(walk, STOP_UNSUPPORTED_RULE);

@@ -23,7 +23,7 @@ import numpy as np
 MACHINE = "X86_64"
 
 # System V psABI for x86-64, figure 3.36 (DWARF register numbers)
-RBP, RSP, RIP = 6, 7, 16
+RBX, RBP, RSP, RIP = 3, 6, 7, 16
 CODE_ALIGN, DATA_ALIGN = 1, -8
 
 RULE = np.dtype([("kind", "u1"), ("rbp_kind", "u1"), ("rbp_offset", "<i2"), ("cfa_offset", "<i4")])
@@ -42,9 +42,12 @@ class RuleKind(enum.IntEnum):
     UNSUPPORTED = 7  # there is CFI, but no rule expresses it
     RSP_HEURISTIC = 8  # as RSP, from a prologue; the return address must follow a call
     RBP_HEURISTIC = 9  # as RBP, likewise
+    # CFA = RBX + cfa_offset, from CFI or a prologue; likewise. Only of a leaf: no rule tells where
+    # a callee saved RBX.
+    RBX = 10
 
 
-HEURISTICS = (RuleKind.RSP_HEURISTIC, RuleKind.RBP_HEURISTIC)
+HEURISTICS = (RuleKind.RSP_HEURISTIC, RuleKind.RBP_HEURISTIC, RuleKind.RBX)
 
 
 class RbpKind(enum.IntEnum):
@@ -173,7 +176,7 @@ def rule_of(state: int) -> Rule:
         if offset == _UCONTEXT_RSP and rbp_kind == RbpKind.AT_RSP:
             return Rule(RuleKind.SIGNAL, rbp_kind, rbp_offset, offset)
         return UNSUPPORTED_RULE
-    kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP}
+    kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP, RBX: RuleKind.RBX}
     kinds |= {CFA_RBP_DEREF: RuleKind.RBP_DEREF, CFA_PLT: RuleKind.PLT}
     kinds |= {CFA_RSP_HEURISTIC: RuleKind.RSP_HEURISTIC, CFA_RBP_HEURISTIC: RuleKind.RBP_HEURISTIC}
     if ra != RA_AT_CFA_8 or form not in kinds:

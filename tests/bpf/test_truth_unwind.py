@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import support
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.profile import Profile, StopReason
+from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass, StopReason
 from recordings import Workload, frames_of, record_workload, rows_of
 
 pytestmark = pytest.mark.bpf
@@ -68,3 +68,33 @@ def test_a_hundred_calls_without_frame_pointers_are_a_hundred_frames(
     assert depths.max() == 100
     assert np.average(depths == 100, weights=rows["ns"]) > 0.99
     assert all(frames.index("descend") <= 3 for frames in stacks)
+
+
+_CALLERS = ["main", "spend", "with_array", "inner"]
+
+
+def test_kernels_that_align_their_stack_are_walked_by_what_they_keep_of_it(
+    tmp_path_factory: pytest.TempPathFactory, workload: Callable[..., Path]
+) -> None:
+    program = workload("kernels", "-fomit-frame-pointer")
+    for name in ("first", "second"):
+        folder = tmp_path_factory.mktemp(name)
+        profile, _ = record_workload(folder, Workload([program]), "-F", 999)
+    shares = {}
+    for kernel in ("aligned_kernel", "brief_kernel", "borrowing_kernel"):
+        rows = rows_of(profile, kernel, None, SampleClass.ON_CPU)
+        ends = profile.stacks.ends[rows["stack"]]
+        for stack, end in zip(rows["stack"].tolist(), ends.tolist(), strict=True):
+            frames = frames_of(profile, stack)
+            native = frames[: frames.index(kernel) + 1]
+            # THEN every frame is a true one, whatever RBX holds
+            if end in COMPLETE_REASONS:
+                native = native[native.index("main") :]
+                assert native == [*_CALLERS, kernel]
+            else:
+                assert native == [kernel]
+        is_complete = np.isin(ends, [*COMPLETE_REASONS])
+        shares[kernel] = float(rows["ns"][is_complete].sum() / rows["ns"].sum())
+    # At any instruction of a kernel that keeps its RBX; of one that does not, while it has it.
+    assert shares["aligned_kernel"] > 0.98 and shares["brief_kernel"] > 0.98, shares
+    assert 0.3 < shares["borrowing_kernel"] < 0.7, shares

@@ -9,11 +9,13 @@ from aiflame.agent.unwind.walk import FoundBy, Mapping, ReplayWalker, Walk, Walk
 from cfibytes import (
     PROLOGUE,
     RBP,
+    RBX,
     RIP,
     RSP,
     TEXT,
     Frames,
     cfa_expression,
+    def_cfa,
     def_cfa_offset,
     elf_with,
     expression,
@@ -28,8 +30,8 @@ JIT = 0x1234_0000
 CALL = 0xE8 << 24  # call rel32 in the last five bytes of a word
 PLT = b"\x77\x08\x80\x00\x3f\x1a\x3b\x2a\x33\x24\x22"
 # Where the functions of the test library are
-ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, NO_CFI = range(
-    TEXT, TEXT + 0x900, 0x100
+ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, IN_RBX, NO_CFI = range(
+    TEXT, TEXT + 0xA00, 0x100
 )
 
 
@@ -49,11 +51,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
     frames.fde(signal_cie, SIGNAL, 0x100, signal)
     frames.fde(cie, ODD, 0x100, cfa_expression(b"\x70\0"))
     frames.fde(cie, LOSES_RBP, 0x100, b"\x07" + uleb(RBP))
+    frames.fde(cie, IN_RBX, 0x100, def_cfa(RBX, 32))
     return table_of(elf_with(frames), tmp_path_factory.mktemp("walk"))
 
 
 def walk(
-    library: UnwindTable, words: dict[int, int], registers: tuple[int, int, int], depth: int = 127
+    library: UnwindTable, words: dict[int, int], registers: tuple[int, ...], depth: int = 127
 ) -> Walk:
     """Walk with code at BIAS and JIT; `words` are by distance from the stack's start.
 
@@ -69,8 +72,8 @@ def walk(
         in_code = any(mapping.start <= address < mapping.end for mapping in mappings)
         return CALL if in_code else None
 
-    rip, rsp, rbp = registers
-    return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, rbp)
+    rip, rsp, *others = registers
+    return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, *others)
 
 
 def code(offset: int, after: int = 8) -> int:
@@ -124,6 +127,24 @@ def test_frame_pointers_where_there_is_no_table(library: UnwindTable) -> None:
         FoundBy.FRAME_POINTER,
     ]
     assert found.end == WalkEnd.ROOTED
+
+
+def test_rbx_leads_on_from_the_leaf_only(library: UnwindTable) -> None:
+    words = {8: code(IN_RBX), 0x60 - 8: code(ROOT)}
+    rbx = STACK + 0x40
+    found = walk(library, words, (code(IN_RBX), 0, 0, rbx))
+    assert addresses(found) == [code(IN_RBX), code(ROOT)]
+    assert found.end == WalkEnd.ROOTED and found.frames[1].found_by == FoundBy.HEURISTIC
+    # A callee may have another RBX.
+    found = walk(library, {**words, 0: code(IN_RBX)}, (code(LOSES_RBP), 0, 0, rbx))
+    assert addresses(found) == [code(LOSES_RBP), code(IN_RBX)]
+    assert found.end == WalkEnd.UNSUPPORTED
+
+
+def test_rbx_that_is_something_else_leads_nowhere(library: UnwindTable) -> None:
+    for rbx, end in ((0, WalkEnd.BAD_ADDRESS), (STACK + 0x40, WalkEnd.NO_TABLE)):
+        found = walk(library, {0x60 - 8: 1234}, (code(IN_RBX), 0, 0, rbx))
+        assert (addresses(found), found.end) == ([code(IN_RBX)], end)
 
 
 def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTable) -> None:
