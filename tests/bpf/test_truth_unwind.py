@@ -7,7 +7,9 @@ by frame pointer meanwhile; from then on they are in the cache.
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +24,9 @@ pytestmark = pytest.mark.bpf
 
 # Debian's and Ubuntu's interpreter has no frame pointers, and is on every machine that runs these.
 _PYTHON = "/usr/bin/python3"
+# OpenBLAS's kernels for matrices have no CFI. Its threads only wait, and are of no interest here.
+_MATRICES = "import numpy; a = numpy.random.rand(300, 300)\nwhile True: a @ a; numpy.linalg.inv(a)"
+_ONE_THREAD = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 _BUSY = "import json\nwhile True: json.dumps(list(range(200)))"
 
 
@@ -52,6 +57,24 @@ def test_pythons_own_code_is_walked_to_its_start(
     # One in two hundred may be caught in a lazy binding stub or in the dynamic loader.
     assert walked_share(profile, StopReason.ROOTED) > 0.995
     assert not profile.losses
+
+
+def test_numpys_matrices_are_walked_to_their_start(tmp_path: Path) -> None:
+    command = [*support.AIFLAME, "record", "-q", "--force"]
+    with subprocess.Popen([sys.executable, "-c", _MATRICES], env=_ONE_THREAD) as numpy:
+        try:
+            for name in ("first.aiflame", "second.aiflame"):
+                options = ["-p", str(numpy.pid), "-d", "2", "-F", "499", "-o", str(tmp_path / name)]
+                subprocess.run([*command, *options], check=True, timeout=120)
+        finally:
+            numpy.kill()
+    profile = read_capture(tmp_path / "second.aiflame")
+    rows = rows_of(profile, None, None, SampleClass.ON_CPU)
+    is_complete = np.isin(profile.stacks.ends[rows["stack"]], [*COMPLETE_REASONS])
+    assert rows["ns"][is_complete].sum() > 0.98 * rows["ns"].sum()
+    # All that computes is below the line that says so.
+    in_python = rows_of(profile, "<module>", None, SampleClass.ON_CPU)["ns"].sum()
+    assert in_python > 0.98 * rows["ns"].sum()
 
 
 def test_a_hundred_calls_without_frame_pointers_are_a_hundred_frames(
