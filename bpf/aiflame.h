@@ -59,6 +59,8 @@ enum rule_kind {
 	RULE_RBP_HEURISTIC = 9, /* as RULE_RBP */
 	/* From prologues or CFI. Only of a leaf, since callees' rules do not tell where RBX is. */
 	RULE_RBX = 10, /* CFA = RBX + cfa_offset */
+	/* From prologues. CFA = *(RSP + high half of cfa_offset) + low half. */
+	RULE_RSP_SLOT = 11,
 };
 
 /* Where a row finds the caller's RBP; RbpKind in agent/unwind/x86_64.py. */

@@ -6,10 +6,11 @@ still make their frames at the beginning: registers are pushed, room is made, re
 As far as the instructions are plain, the frame is known; what is found is a heuristic all the same,
 and a walker checks that the address it leads to follows a call.
 
-Kernels that align their stack keep in RBX where it was, as OpenBLAS's for matrices do (v0.3.30
-kernel/x86_64/dgemm_kernel_4x8_haswell.S). That RBX is not used for anything else in between is not
-looked up in all of their code, which would take longer than all else; that they find their way back
-by it is. If it is, for a moment, the check of the walker is what is left.
+Kernels that align their stack keep where it was: in RBX, as OpenBLAS's for matrices do (v0.3.30
+kernel/x86_64/dgemm_kernel_4x8_haswell.S), or in the new stack, as MKL's (2024.2,
+mkl_blas_avx512_dgemm_kernel_nocopy_NN_bn). That it stays there is not looked up in all of their
+code, which would take longer than all else; that they find their way back by it is. Where RBX is
+used for something else for a while, the check of the walker is what is left.
 
 Capstone decodes. The first instruction that goes elsewhere or takes something off the stack is past
 the prologue. Not here: following jumps. A function that makes its frame after one gets no rows.
@@ -46,7 +47,7 @@ _POPS = {
 _POPS |= {f"r{8 + number}": bytes([0x41, 0x58 + number]) for number in range(8)}
 _RSP_NAMES = frozenset(("rsp", "esp", "sp", "spl"))
 _RBP_NAMES = frozenset(("rbp", "ebp", "bp", "bpl"))
-_RBX_NAMES = frozenset(("rbx", "ebx", "bx", "bl", "bh"))
+_NAMES = {"rbp": _RBP_NAMES, "rbx": frozenset(("rbx", "ebx", "bx", "bl", "bh"))}
 # They read their first operand only.
 _COMPARES = frozenset(("cmp", "test", "bt", "nop"))
 _EXCHANGES = frozenset(("xchg", "xadd"))
@@ -55,15 +56,19 @@ _ENDS = re.compile(
     r"j|ljmp|loop|l?call|i?ret|sys|enter|leave|pop(?!cnt)|pushf|int|ud\d|hlt|xbegin|xabort"
 )
 _IMMEDIATE = re.compile(r"-?(?:0x[0-9a-f]+|\d+)")
-_STORED = re.compile(r"qword ptr \[rsp(?: \+ (0x[0-9a-f]+|\d+))?\], rb[px]")
+_SLOT = re.compile(r"qword ptr \[rsp(?: \+ (0x[0-9a-f]+|\d+))?\], rb[px]")
 # What names RSP, RBP or RBX, in any width.
 _OF_FRAMES = re.compile(r"[sb]p|b[xlh]")
 
 # sub or and, immediate, RSP: room that is made after the prologue.
 _LATE_FRAME = re.compile(rb"\x48[\x81\x83][\xec\xe4]")
 _RETS = (b"\xc3", b"\xf2\xc3", b"\xf3\xc3")
-# mov %rbx,%rsp in its two encodings
-_BACK_FROM_RBX = (b"\x48\x89\xdc", b"\x48\x8b\xe3")
+# Where a copy of RSP may be, and the form of the CFA that this makes.
+_BY_COPY = {"rbx": arch.RBX, "rbp": arch.CFA_RBP_HEURISTIC}
+# mov from there to RSP, in its two encodings.
+_BACK = {"rbx": (b"\x48\x89\xdc", b"\x48\x8b\xe3"), "rbp": (b"\x48\x89\xec", b"\x48\x8b\xe5")}
+# mov %rax,%rsp: after a mov to RAX from where it is on the stack.
+_BACK_BY_RAX = b"\x48\x89\xc4"
 # What is farther from a return does not undo a frame: this keeps the search cheap. OpenBLAS loads
 # six registers (29 bytes) before it takes their room away.
 _SOON_RET = rb"(?=[\s\S]{0,48}\xc3)"
@@ -89,8 +94,10 @@ class _Frame:
         has_saved_rbx: RBX may be used.
         room: Made below the pushed registers.
         pushed: The pop that undoes each push, in order.
-        in_rbx: This as it was when RSP was copied to RBX, which still holds that.
-        base: The same once RSP was moved in a way that only RBX outlasts.
+        copied: This as it was when RSP was copied to a register, which still holds that.
+        copy: That register.
+        base: As `copied`, once RSP was moved in a way that only the copy outlasts.
+        slot: Where the copy is from RSP, once it is there, and RSP is not moved any more.
     """
 
     cfa_offset: int = WORD_BYTES
@@ -99,14 +106,18 @@ class _Frame:
     has_saved_rbx: bool = False
     room: int = 0
     pushed: tuple[bytes, ...] = ()
-    in_rbx: _Frame | None = None
+    copied: _Frame | None = None
+    copy: str = ""
     base: _Frame | None = None
+    slot: int | None = None
 
     def state(self) -> int:
         if self.rbp_cfa_offset is not None:
             form, offset = arch.CFA_RBP_HEURISTIC, self.rbp_cfa_offset
+        elif self.base is not None and self.slot is not None:
+            form, offset = arch.CFA_RSP_SLOT, arch.slot_and_offset(self.slot, self.base.cfa_offset)
         elif self.base is not None:
-            form, offset = arch.RBX, self.base.cfa_offset
+            form, offset = _BY_COPY[self.copy], self.base.cfa_offset
         else:
             form, offset = arch.CFA_RSP_HEURISTIC, self.cfa_offset
         state = arch.with_ra(arch.with_cfa(0, form, offset), arch.RA_AT_CFA_8)
@@ -125,7 +136,7 @@ def rows_of_function(code: bytes) -> list[Row]:
     rows = [Row(0, frame.state())]
     at = 0
     for end, mnemonic, operands in _decoded(code, 0, _MAX_INSTRUCTIONS):
-        is_back = frame.base is not None and (mnemonic, operands) == ("mov", "rsp, rbx")
+        is_back = frame.base is not None and mnemonic == "mov" and operands.startswith("rsp, ")
         if is_back or _is_past(mnemonic, operands):
             break
         # Few instructions are a push or name such a register.
@@ -136,7 +147,7 @@ def rows_of_function(code: bytes) -> list[Row]:
             if state != rows[-1].state:
                 rows.append(Row(end, state))
         at = end
-    is_by_rsp = frame.rbp_cfa_offset is None and frame.base is None
+    is_by_rsp = frame.rbp_cfa_offset is None and (frame.base is None or frame.slot is not None)
     if is_by_rsp and _LATE_FRAME.search(code, at):
         return []
     return _with_returns(rows, frame, code, at)
@@ -185,24 +196,25 @@ def _apply(frame: _Frame, mnemonic: str, operands: str) -> bool:
         return _push(frame, operands)
     target, _, source = operands.partition(", ")
     if mnemonic == "mov" and source in ("rbp", "rbx"):
-        stored = _STORED.fullmatch(operands)
-        if stored is not None:
-            _store(frame, source, int(stored[1] or "0", 0))
+        slot = _SLOT.fullmatch(operands)
+        if slot is not None:
+            _store(frame, source, int(slot[1] or "0", 0))
     if mnemonic == "mov" and operands == "rbp, rsp" and not frame.room:
         if frame.saved_rbp != -2 * WORD_BYTES:
             return False
         frame.rbp_cfa_offset = frame.cfa_offset
         return True
-    if mnemonic == "mov" and operands == "rbx, rsp" and frame.base is None:
-        frame.in_rbx = replace(frame) if frame.has_saved_rbx else None
-        return True
+    if mnemonic == "mov" and source == "rsp" and target in _BY_COPY and frame.base is None:
+        is_saved = frame.has_saved_rbx if target == "rbx" else frame.saved_rbp is not None
+        frame.copied, frame.copy = replace(frame), target
+        return is_saved
     if mnemonic in _COMPARES:
         return True
     written = {target, source} if mnemonic in _EXCHANGES else {target}
-    if written & _RBX_NAMES:
-        if frame.base is not None:
+    if written & _NAMES.get(frame.copy, frozenset()):
+        if frame.base is not None and frame.slot is None:
             return False
-        frame.in_rbx = None
+        frame.copied = None
     if written & _RBP_NAMES:
         # For another use: it must have been saved before, and must not hold the frame.
         return frame.saved_rbp is not None and frame.rbp_cfa_offset is None
@@ -212,15 +224,16 @@ def _apply(frame: _Frame, mnemonic: str, operands: str) -> bool:
 def _move_rsp(frame: _Frame, mnemonic: str, operands: str) -> bool:
     """sub of an immediate makes room; what else is done to RSP only another register outlasts."""
     target, _, source = operands.partition(", ")
-    if _IMMEDIATE.fullmatch(source) is None:
-        return False
-    if frame.rbp_cfa_offset is not None or frame.base is not None:
-        return True
-    size_bytes = int(source, 0)
+    is_immediate = _IMMEDIATE.fullmatch(source) is not None
+    if frame.rbp_cfa_offset is not None:
+        return is_immediate
+    if frame.base is not None:
+        return frame.slot is None
+    size_bytes = int(source, 0) if is_immediate else 0
     # sub $-128 is shorter than add $128.
     is_room = 0 < size_bytes < _MAX_ROOM_BYTES and size_bytes % WORD_BYTES == 0
     if mnemonic != "sub" or target != "rsp" or not is_room or frame.room:
-        frame.base = frame.in_rbx
+        frame.base = frame.copied
         return frame.base is not None
     frame.cfa_offset += size_bytes
     frame.room = size_bytes
@@ -240,7 +253,11 @@ def _push(frame: _Frame, register: str) -> bool:
 
 def _store(frame: _Frame, register: str, offset: int) -> None:
     """mov qword ptr [rsp + offset], register"""
-    if frame.base is not None or offset >= frame.cfa_offset - WORD_BYTES:
+    if frame.base is not None:
+        if register == frame.copy and frame.slot is None and offset < arch.MAX_SLOT:
+            frame.slot = offset
+        return
+    if offset >= frame.cfa_offset - WORD_BYTES:
         return
     if register == "rbx":
         frame.has_saved_rbx = True
@@ -261,7 +278,7 @@ def _with_returns(rows: list[Row], frame: _Frame, code: bytes, at: int) -> list[
             if ends:
                 rows.append(Row(return_end, full))
     if frame.base is not None and len(rows) == count:
-        return []  # RBX may be anything
+        return []  # it may be anywhere by then
     return sorted(row for row in rows if row.offset < len(code))
 
 
@@ -278,9 +295,18 @@ def _ways_back(frame: _Frame) -> list[list[_Undo]]:
         all_bytes = frame.cfa_offset - WORD_BYTES
         return [[_Undo(leave, all_bytes)] for leave in (b"\xc9", b"\x5d")]
     if frame.base is not None:
-        return [[_Undo(back, 0), *_undo(frame.base)] for back in _BACK_FROM_RBX]
+        return [[_Undo(back, 0), *_undo(frame.base)] for back in _back(frame)]
     undo = _undo(frame)
     return [undo] if undo else []
+
+
+def _back(frame: _Frame) -> tuple[bytes, ...]:
+    """The instruction that sets RSP to what it was when it was copied, in its encodings."""
+    if frame.slot is None:
+        return _BACK[frame.copy]
+    if frame.slot < 128:
+        return b"\x48\x8b\x64\x24" + struct.pack("<b", frame.slot), _BACK_BY_RAX
+    return b"\x48\x8b\xa4\x24" + struct.pack("<i", frame.slot), _BACK_BY_RAX
 
 
 def _to_return(code: bytes, at: int, undo: list[_Undo]) -> tuple[list[int], int]:

@@ -200,6 +200,9 @@ class ReplayWalker:
             if at.rbx is None:
                 raise _Stop(WalkEnd.UNSUPPORTED)
             return at.rbx + rule.cfa_offset & _ADDRESS_MASK
+        if rule.kind == RuleKind.RSP_SLOT:
+            slot, offset = rule.cfa_offset >> 16 & 0xFFFF, rule.cfa_offset & 0xFFFF
+            return self._read(at.rsp + slot) + offset & _ADDRESS_MASK
         if at.rbp is None:
             raise _Stop(WalkEnd.UNSUPPORTED)
         slot = at.rbp + rule.cfa_offset & _ADDRESS_MASK

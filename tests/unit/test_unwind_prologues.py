@@ -161,6 +161,27 @@ def test_a_stack_that_is_aligned_is_known_by_what_rbx_keeps_of_it(back: str) -> 
     ]
 
 
+# sub $0x40,%rsp; mov %rbp,8(%rsp); mov %rsp,%rbp; sub %rax,%rsp; and $~4095,%rsp; mov %rbp,N(%rsp)
+_PARKED = "4883ec40 48896c2408 4889e5 4829c4 4881e400f0ffff 4889ac2498000000"
+
+
+@pytest.mark.parametrize("back", ["488ba42498000000", "488b842498000000 4889c4"])  # or by RAX
+def test_a_stack_that_is_aligned_is_known_by_what_is_kept_in_it(back: str) -> None:
+    # GIVEN such a function, which then uses RBP: mov $1,%ebp; jmp
+    code = bytes.fromhex(f"{_PARKED} bd01000000 eb00 {back} 488b6c2408 4883c440 c3")
+    in_slot = Rule(RuleKind.RSP_SLOT, RbpKind.AT_CFA, -64, 0x98 << 16 | 72)
+    end = len(code) - 10
+    assert _rules(code) == [
+        (0, _heuristic(8)),
+        (4, _heuristic(72)),
+        (9, _heuristic(72, -64)),
+        (15, Rule(RuleKind.RBP_HEURISTIC, RbpKind.AT_CFA, -64, 72)),
+        (30, in_slot),
+        (end, _heuristic(72, -64)),
+        (end + 9, _heuristic(8)),
+    ]
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -171,9 +192,15 @@ def test_a_stack_that_is_aligned_is_known_by_what_rbx_keeps_of_it(back: str) -> 
         # RBX not saved, or overwritten before the stack is aligned: mov %rsi,%rbx
         f"4883ec60 4889e3 4883e4c0 4889dc {_RESTORED}",
         f"4883ec60 48891c24 4889e3 4889f3 4883e4c0 4889dc {_RESTORED}",
+        # The stack moved after it was kept in it, or no way back: sub $16,%rsp
+        f"{_PARKED} 4883ec10 eb00 488ba42498000000 {_RESTORED}",
+        f"{_PARKED} eb00 4883ec10 488ba42498000000 {_RESTORED}",
+        f"{_PARKED} eb00 {_RESTORED}",
+        # RBP overwritten before: mov $1,%ebp
+        f"4883ec40 48896c2408 4889e5 4829c4 bd01000000 4889ac2498000000 eb00 4889ec {_RESTORED}",
     ],
 )
-def test_rbx_that_is_not_sure_to_be_kept_gives_no_rows(code: str) -> None:
+def test_a_stack_that_is_not_sure_to_be_kept_gives_no_rows(code: str) -> None:
     assert rows_of_function(bytes.fromhex(code)) == []
 
 

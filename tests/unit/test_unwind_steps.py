@@ -106,13 +106,14 @@ def _steps_of_a_kernel(traced: _Traced) -> tuple[list[int], list[Walk]]:
 _CALLER_BYTES = 64
 
 
-def test_a_kernel_that_keeps_its_stack_in_rbx_is_walked_at_each_instruction(
+def test_kernels_that_align_their_stack_are_walked_at_each_instruction(
     kernels: _Traced,
 ) -> None:
-    outer, walks = _steps_of_a_kernel(kernels)
-    assert len(walks) > 80 and len(outer) == 2  # with_array, main
-    for walk in walks:
-        assert [frame.address for frame in walk.frames][2:] == outer
+    for _ in ("aligned_kernel", "slot_kernel"):
+        outer, walks = _steps_of_a_kernel(kernels)
+        assert len(walks) > 80 and len(outer) == 2  # with_array, main
+        for walk in walks:
+            assert [frame.address for frame in walk.frames][2:] == outer
     # WHEN RBX is something else for a while, THEN no frame is a wrong one
     outer, walks = _steps_of_a_kernel(kernels)
     for walk in walks:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.walk import FoundBy, Mapping, ReplayWalker, Walk, WalkEnd
 from cfibytes import (
@@ -33,6 +35,11 @@ PLT = b"\x77\x08\x80\x00\x3f\x1a\x3b\x2a\x33\x24\x22"
 ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, IN_RBX, NO_CFI = range(
     TEXT, TEXT + 0xA00, 0x100
 )
+IN_SLOT = WITH_RBP  # in a table of its own
+
+
+def code(offset: int, after: int = 8) -> int:
+    return BIAS + offset + after
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +81,6 @@ def walk(
 
     rip, rsp, *others = registers
     return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, *others)
-
-
-def code(offset: int, after: int = 8) -> int:
-    return BIAS + offset + after
 
 
 def addresses(found: Walk) -> list[int]:
@@ -145,6 +148,32 @@ def test_rbx_that_is_something_else_leads_nowhere(library: UnwindTable) -> None:
     for rbx, end in ((0, WalkEnd.BAD_ADDRESS), (STACK + 0x40, WalkEnd.NO_TABLE)):
         found = walk(library, {0x60 - 8: 1234}, (code(IN_RBX), 0, 0, rbx))
         assert (addresses(found), found.end) == ([code(IN_RBX)], end)
+
+
+@pytest.mark.parametrize(
+    ("words", "frames", "end"),
+    [
+        # At any depth, as the register that it is read by is known at any.
+        ({0: code(IN_SLOT), 8 + 0x98: STACK + 0x200, 0x240: code(NO_CFI)}, 3, WalkEnd.ROOTED),
+        ({0: code(IN_SLOT), 8 + 0x98: STACK - 0x100}, 2, WalkEnd.BAD_ADDRESS),
+        ({0: code(IN_SLOT), 8 + 0x98: STACK + 0x200}, 2, WalkEnd.UNREADABLE),
+        ({0: code(IN_SLOT)}, 2, WalkEnd.UNREADABLE),
+        ({0: code(IN_SLOT), 8 + 0x98: STACK + 0x200, 0x240: 1234}, 2, WalkEnd.NO_TABLE),
+    ],
+)
+def test_a_stack_pointer_in_the_stack_leads_on(
+    words: dict[int, int], frames: int, end: WalkEnd
+) -> None:
+    forms = {
+        PLAIN: (arch.RSP, 8),
+        IN_SLOT: (arch.CFA_RSP_SLOT, arch.slot_and_offset(0x98, 0x48)),
+    }
+    states = [arch.with_ra(arch.with_cfa(0, *form), arch.RA_AT_CFA_8) for form in forms.values()]
+    states.append(arch.with_ra(states[0], arch.RA_UNDEFINED))
+    starts = np.array([*forms, NO_CFI], np.uint64)
+    table = UnwindTable.of_states(starts, np.array(states, np.uint64), {})
+    found = walk(table, words, (code(PLAIN), 0, 0))
+    assert (len(found.frames), found.end) == (frames, end)
 
 
 def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTable) -> None:

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Kernels without CFI that align their stack and keep in RBX where it was, as OpenBLAS's for matrices
- * do, called from functions of which one needs its caller's RBP to be walked past.
+ * Kernels without CFI that align their stack and keep where it was, as OpenBLAS's for matrices do in
+ * RBX, and MKL's in the new stack. They are called from functions of which one needs its caller's RBP
+ * to be walked past.
  *
  *   aligned_kernel    some 0.1 ms in its body
+ *   slot_kernel       the same, MKL's way
  *   brief_kernel      often in its first and last instructions
  *   borrowing_kernel  uses RBX for something else, half of the time
  *
@@ -25,20 +27,21 @@ enum { CPU_NS = 600 * MS, LONG_ROUNDS = 100000, BRIEF_ROUNDS = 20 };
 	"	movq %r13, 0x18(%rsp)\n"                                                                 \
 	"	movq %r14, 0x20(%rsp)\n"                                                                 \
 	"	movq %r15, 0x28(%rsp)\n"                                                                 \
-	"	movq 0x68(%rsp), %r10\n"                                                                 \
+	"	movq 0x68(%rsp), %r10\n" ALIGN
+#define ALIGN                                                                                      \
 	"	movq %rsp, %rbx\n"                                                                       \
 	"	subq $0x2080, %rsp\n"                                                                    \
 	"	andq $-4096, %rsp\n"
+#define BACK "	movq %rbx, %rsp\n"
 #define END                                                                                        \
-	"	movq %rbx, %rsp\n"                                                                       \
-	"	movq (%rsp), %rbx\n"                                                                     \
-	"	movq 0x8(%rsp), %rbp\n"                                                                  \
-	"	movq 0x10(%rsp), %r12\n"                                                                 \
-	"	movq 0x18(%rsp), %r13\n"                                                                 \
-	"	movq 0x20(%rsp), %r14\n"                                                                 \
-	"	movq 0x28(%rsp), %r15\n"                                                                 \
-	"	addq $0x60, %rsp\n"                                                                      \
-	"	ret\n"
+	BACK "	movq (%rsp), %rbx\n"                                                                \
+	     "	movq 0x8(%rsp), %rbp\n"                                                             \
+	     "	movq 0x10(%rsp), %r12\n"                                                            \
+	     "	movq 0x18(%rsp), %r13\n"                                                            \
+	     "	movq 0x20(%rsp), %r14\n"                                                            \
+	     "	movq 0x28(%rsp), %r15\n"                                                            \
+	     "	addq $0x60, %rsp\n"                                                                 \
+	     "	ret\n"
 #define LOOP                                                                                       \
 	"	movq %rdi, %rbp\n"                                                                       \
 	"1:	imulq $7, %r12, %r12\n"                                                                \
@@ -53,6 +56,19 @@ KERNEL(aligned_kernel, LOOP);
 KERNEL(brief_kernel, LOOP);
 KERNEL(borrowing_kernel,
        LOOP "	movq %rbx, %r13\n	movq $-1, %rbx\n" LOOP "	movq %r13, %rbx\n");
+
+/* MKL 2024.2 mkl_blas_avx512_dgemm_kernel_nocopy_NN_bn: where they differ. */
+#undef ALIGN
+#undef BACK
+#define ALIGN                                                                                      \
+	"	movq %rsp, %rbp\n"                                                                       \
+	"	leaq 0x1000(, %rsi, 8), %rax\n"                                                          \
+	"	subq %rax, %rsp\n"                                                                       \
+	"	andq $-4096, %rsp\n"                                                                     \
+	"	movq %rbp, 0x78(%rsp)\n"
+#define BACK "	movq 0x78(%rsp), %rsp\n"
+
+KERNEL(slot_kernel, LOOP "	movq $-1, %rbx\n" LOOP);
 
 static int is_traced;
 
@@ -89,11 +105,13 @@ int main(int argc, char **argv)
 	is_traced = argc > 1;
 	if (is_traced) {
 		with_array(aligned_kernel, BRIEF_ROUNDS, 9);
+		with_array(slot_kernel, BRIEF_ROUNDS, 9);
 		with_array(borrowing_kernel, BRIEF_ROUNDS, 9);
 		return 0;
 	}
 	ready_then_wait();
 	spend(aligned_kernel, LONG_ROUNDS);
+	spend(slot_kernel, LONG_ROUNDS);
 	spend(brief_kernel, BRIEF_ROUNDS);
 	spend(borrowing_kernel, LONG_ROUNDS);
 	done_then_stay();
