@@ -57,6 +57,10 @@ enum rule_kind {
 	/* From prologues, where there is no CFI. The return address must prove to be one. */
 	RULE_RSP_HEURISTIC = 8, /* as RULE_RSP */
 	RULE_RBP_HEURISTIC = 9, /* as RULE_RBP */
+	/* From prologues or CFI. Only of a leaf, since callees' rules do not tell where RBX is. */
+	RULE_RBX = 10, /* CFA = RBX + cfa_offset */
+	/* From prologues. CFA = *(RSP + high half of cfa_offset) + low half. */
+	RULE_RSP_SLOT = 11,
 };
 
 /* Where a row finds the caller's RBP; RbpKind in agent/unwind/x86_64.py. */
@@ -275,6 +279,7 @@ struct stack_copy {
 	u64 instruction_pointer; /* registers of the last of these frames */
 	u64 stack_pointer;
 	u64 frame_pointer;
+	u64 base_pointer; /* of the leaf */
 	u32 is_exact; /* 0: the instruction pointer is a return address */
 	u32 has_frame_pointer;
 	u64 pages; /* how many could be read, from the page of the stack pointer on */
@@ -570,6 +575,7 @@ struct thread_registers {
 	u64 instruction_pointer; /* as it entered the kernel; 0 for a kernel thread */
 	u64 stack_pointer;
 	u64 frame_pointer;
+	u64 base_pointer;
 	u64 thread_pointer; /* the FS base: where thread-local storage is */
 	u64 stopped_ns; /* when it last left a CPU, by the scheduler's clock; 0 where unknown */
 	u32 tgid;

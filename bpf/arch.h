@@ -23,6 +23,7 @@ struct user_regs {
 	u64 instruction_pointer;
 	u64 stack_pointer;
 	u64 frame_pointer;
+	u64 base_pointer; /* RBX, in which code that aligns its stack keeps where that was */
 };
 
 /* What the frame pointer points at. */
@@ -39,6 +40,7 @@ static __always_inline void user_regs_from(struct user_regs *out, struct pt_regs
 	out->instruction_pointer = regs->ip;
 	out->stack_pointer = regs->sp;
 	out->frame_pointer = regs->bp;
+	out->base_pointer = regs->bx;
 }
 
 #endif

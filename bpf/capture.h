@@ -75,6 +75,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->instruction_pointer = regs->instruction_pointer;
 	walk->stack_pointer = regs->stack_pointer;
 	walk->frame_pointer = regs->frame_pointer;
+	walk->base_pointer = regs->base_pointer;
 	walk->mapping.start = walk->mapping.end = 0;
 	walk->window_words = 0;
 	walk->is_heuristic = walk->eval_frames = walk->is_unmapped = 0;
@@ -258,6 +259,7 @@ static __always_inline u64 send_copy(struct capture *capture, u64 hash)
 	copy->instruction_pointer = missing->instruction_pointer;
 	copy->stack_pointer = missing->stack_pointer;
 	copy->frame_pointer = missing->frame_pointer;
+	copy->base_pointer = capture->walk.base_pointer;
 	copy->is_exact = missing->is_exact;
 	copy->has_frame_pointer = missing->has_frame_pointer;
 	copy->pages = 0;

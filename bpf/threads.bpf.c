@@ -40,6 +40,7 @@ int bpf_iter__task(struct task_iteration *ctx)
 	record.instruction_pointer = regs.instruction_pointer;
 	record.stack_pointer = regs.stack_pointer;
 	record.frame_pointer = regs.frame_pointer;
+	record.base_pointer = regs.base_pointer;
 	record.thread_pointer = task_u64(task, host(TASK_THREAD_POINTER));
 	record.started_ns = task_started_ns(task);
 	record.ran_ns = task_ran_ns(task);

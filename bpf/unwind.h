@@ -82,6 +82,7 @@ struct walk {
 	u64 instruction_pointer;
 	u64 stack_pointer;
 	u64 frame_pointer;
+	u64 base_pointer; /* of the leaf */
 	u64 hash;
 	u64 image;
 	u64 mappings_id; /* mapping_slot.bias of the process's first slot */

@@ -28,19 +28,28 @@ static __always_inline u32 step_over_signal(struct walk *walk, struct unwind_rul
 static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *rule)
 {
 	u64 cfa = walk->stack_pointer + (s64)rule->cfa_offset;
-	u64 saved;
+	u64 saved, added = 0;
 
 	if (rule->kind == RULE_PLT) {
 		cfa = walk->stack_pointer + 8;
 		if ((walk->instruction_pointer & 15) >= (u64)rule->cfa_offset)
 			cfa += 8;
+	} else if (rule->kind == RULE_RBX) {
+		if (walk->depth != 1)
+			return end_walk(walk, STOP_UNSUPPORTED_RULE);
+		cfa = walk->base_pointer + (s64)rule->cfa_offset;
+	} else if (rule->kind == RULE_RSP_SLOT) {
+		cfa = walk->stack_pointer + (rule->cfa_offset >> 16 & 0xffff);
+		added = rule->cfa_offset & 0xffff;
 	} else if (rule->kind != RULE_RSP && rule->kind != RULE_RSP_HEURISTIC) {
 		if (!walk->has_frame_pointer)
 			return end_walk(walk, STOP_UNSUPPORTED_RULE);
 		cfa = walk->frame_pointer + (s64)rule->cfa_offset;
-		if (rule->kind == RULE_RBP_DEREF && !read_word(walk, cfa, &cfa))
-			return end_walk(walk, STOP_UNREADABLE);
 	}
+	if ((rule->kind == RULE_RBP_DEREF || rule->kind == RULE_RSP_SLOT) &&
+	    !read_word(walk, cfa, &cfa))
+		return end_walk(walk, STOP_UNREADABLE);
+	cfa += added;
 	/* Each call pushes a word: this is what ends a table that goes round in circles. */
 	if (cfa <= walk->stack_pointer || (cfa & 7))
 		return end_walk(walk, STOP_NO_TABLE);

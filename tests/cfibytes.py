@@ -17,7 +17,7 @@ from elfbytes import Elf, Section
 
 TEXT = 0x10000
 FRAMES = 0x80000
-RBP, RSP, RIP = 6, 7, 16
+RBX, RBP, RSP, RIP = 3, 6, 7, 16
 PCREL_SDATA4 = 0x1B
 
 

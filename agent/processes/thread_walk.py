@@ -173,7 +173,10 @@ class StackWalker:
     ) -> WalkedThread:
         """Follows the stack of a thread with these registers to its end."""
         start = walk.Registers(
-            registers.instruction_pointer, registers.stack_pointer, registers.frame_pointer
+            registers.instruction_pointer,
+            registers.stack_pointer,
+            registers.frame_pointer,
+            registers.base_pointer,
         )
         return self.walk_on(image, WalkBegin(start, is_exact=True, depth=1), memory)
 

@@ -42,6 +42,7 @@ class ThreadRegisters(NamedTuple):
     instruction_pointer: int
     stack_pointer: int
     frame_pointer: int
+    base_pointer: int
     thread_pointer: int
     stopped_ns: int
     pid: int

@@ -278,7 +278,10 @@ def _copy_of(row: np.void, record: npt.NDArray[np.void], table: ProcessTable) ->
     before = stack_pointer % abi.STACK_PAGE_BYTES
     memory = row["memory"].tobytes()[before : int(row["pages"]) * abi.STACK_PAGE_BYTES]
     frame_pointer = int(row["frame_pointer"]) if row["has_frame_pointer"] else None
-    registers = Registers(int(row["instruction_pointer"]), stack_pointer, frame_pointer)
+    base_pointer = int(row["base_pointer"]) if row["depth"] == 1 else None
+    registers = Registers(
+        int(row["instruction_pointer"]), stack_pointer, frame_pointer, base_pointer
+    )
     return _Copy(
         stack=int(row["stack"]),
         image=table.image(int(record["tgid"][0]), int(record["image"][0])),

@@ -34,7 +34,7 @@ from aiflame.agent.unwind.sections import code_ranges, frame_sections
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout: two versions of aiflame may share a cache.
-_SUFFIX = ".unwind05"
+_SUFFIX = ".unwind06"
 _NO_BUILD_ID = "x"
 
 

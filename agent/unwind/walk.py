@@ -88,11 +88,12 @@ class Walk:
 
 
 class Registers(NamedTuple):
-    """What a walk needs of a thread; `rbp` None once it is lost."""
+    """What a walk needs of a thread; `rbp` None once it is lost, `rbx` above the leaf."""
 
     rip: int
     rsp: int
     rbp: int | None
+    rbx: int | None = None
 
 
 class _Stop(Exception):
@@ -125,9 +126,9 @@ class ReplayWalker:
         self._max_frames = max_frames
         self._read_code = read_code
 
-    def walk(self, rip: int, rsp: int, rbp: int) -> Walk:
+    def walk(self, rip: int, rsp: int, rbp: int, rbx: int | None = None) -> Walk:
         """Follow the stack of a thread with these registers to its end."""
-        return self.resume(Registers(rip, rsp, rbp), is_exact=True, depth=1)
+        return self.resume(Registers(rip, rsp, rbp, rbx), is_exact=True, depth=1)
 
     def resume(self, registers: Registers, is_exact: bool, depth: int) -> Walk:
         """Goes on with a walk.
@@ -195,6 +196,13 @@ class ReplayWalker:
         if rule.kind == RuleKind.PLT:
             pushed = (at.rip & 15) >= rule.cfa_offset
             return at.rsp + (2 * WORD_BYTES if pushed else WORD_BYTES) & _ADDRESS_MASK
+        if rule.kind == RuleKind.RBX:
+            if at.rbx is None:
+                raise _Stop(WalkEnd.UNSUPPORTED)
+            return at.rbx + rule.cfa_offset & _ADDRESS_MASK
+        if rule.kind == RuleKind.RSP_SLOT:
+            slot, offset = rule.cfa_offset >> 16 & 0xFFFF, rule.cfa_offset & 0xFFFF
+            return self._read(at.rsp + slot) + offset & _ADDRESS_MASK
         if at.rbp is None:
             raise _Stop(WalkEnd.UNSUPPORTED)
         slot = at.rbp + rule.cfa_offset & _ADDRESS_MASK

@@ -23,7 +23,7 @@ import numpy as np
 MACHINE = "X86_64"
 
 # System V psABI for x86-64, figure 3.36 (DWARF register numbers)
-RBP, RSP, RIP = 6, 7, 16
+RBX, RBP, RSP, RIP = 3, 6, 7, 16
 CODE_ALIGN, DATA_ALIGN = 1, -8
 
 RULE = np.dtype([("kind", "u1"), ("rbp_kind", "u1"), ("rbp_offset", "<i2"), ("cfa_offset", "<i4")])
@@ -42,9 +42,19 @@ class RuleKind(enum.IntEnum):
     UNSUPPORTED = 7  # there is CFI, but no rule expresses it
     RSP_HEURISTIC = 8  # as RSP, from a prologue; the return address must follow a call
     RBP_HEURISTIC = 9  # as RBP, likewise
+    # CFA = RBX + cfa_offset, from CFI or a prologue; likewise. Only of a leaf: no rule tells where
+    # a callee saved RBX.
+    RBX = 10
+    # CFA = *(RSP + high half of cfa_offset) + low half, from a prologue; likewise.
+    RSP_SLOT = 11
 
 
-HEURISTICS = (RuleKind.RSP_HEURISTIC, RuleKind.RBP_HEURISTIC)
+HEURISTICS = (
+    RuleKind.RSP_HEURISTIC,
+    RuleKind.RBP_HEURISTIC,
+    RuleKind.RBX,
+    RuleKind.RSP_SLOT,
+)
 
 
 class RbpKind(enum.IntEnum):
@@ -75,7 +85,9 @@ RA_NONE, RA_AT_CFA_8, RA_UNDEFINED, RA_UCONTEXT, RA_UNSUPPORTED = range(5)
 # Forms of the CFA besides register + offset
 MAX_REGISTER = 63
 CFA_RBP_DEREF, CFA_RSP_DEREF, CFA_PLT, CFA_UNSUPPORTED, CFA_NO_CFI = range(64, 69)
-CFA_RSP_HEURISTIC, CFA_RBP_HEURISTIC = 69, 70
+CFA_RSP_HEURISTIC, CFA_RBP_HEURISTIC, CFA_RSP_SLOT = 69, 70, 71
+# Of the slot: what fits beside the offset from what is in it, without a sign.
+MAX_SLOT = 1 << 15
 
 # struct rt_sigframe after its return address, Linux arch/x86/include/uapi/asm/{ucontext,
 # sigcontext}.h: where the interrupted RSP, RIP and RBP are, as glibc's __restore_rt describes them.
@@ -105,6 +117,11 @@ def with_cfa(state: int, form: int, offset: int) -> int:
     if not -(1 << 31) <= offset < 1 << 31 or not 0 <= form < 1 << 8:
         form, offset = CFA_UNSUPPORTED, 0
     return state & ~(CFA_MASK | OFFSET_MASK) | form << CFA_SHIFT | offset & OFFSET_MASK
+
+
+def slot_and_offset(slot: int, offset: int) -> int:
+    """What stands for the offset of CFA_RSP_SLOT; one that no state holds where they do not fit."""
+    return slot << 16 | offset if 0 <= slot < MAX_SLOT and 0 <= offset < 1 << 16 else 1 << 32
 
 
 def with_rbp(state: int, kind: RbpKind, offset: int = 0) -> int:
@@ -173,7 +190,8 @@ def rule_of(state: int) -> Rule:
         if offset == _UCONTEXT_RSP and rbp_kind == RbpKind.AT_RSP:
             return Rule(RuleKind.SIGNAL, rbp_kind, rbp_offset, offset)
         return UNSUPPORTED_RULE
-    kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP}
+    kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP, RBX: RuleKind.RBX}
+    kinds |= {CFA_RSP_SLOT: RuleKind.RSP_SLOT}
     kinds |= {CFA_RBP_DEREF: RuleKind.RBP_DEREF, CFA_PLT: RuleKind.PLT}
     kinds |= {CFA_RSP_HEURISTIC: RuleKind.RSP_HEURISTIC, CFA_RBP_HEURISTIC: RuleKind.RBP_HEURISTIC}
     if ra != RA_AT_CFA_8 or form not in kinds:

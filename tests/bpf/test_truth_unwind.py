@@ -7,7 +7,9 @@ by frame pointer meanwhile; from then on they are in the cache.
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,13 +17,16 @@ import numpy as np
 import pytest
 import support
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.profile import Profile, StopReason
+from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass, StopReason
 from recordings import Workload, frames_of, record_workload, rows_of
 
 pytestmark = pytest.mark.bpf
 
 # Debian's and Ubuntu's interpreter has no frame pointers, and is on every machine that runs these.
 _PYTHON = "/usr/bin/python3"
+# OpenBLAS's kernels for matrices have no CFI. Its threads only wait, and are of no interest here.
+_MATRICES = "import numpy; a = numpy.random.rand(300, 300)\nwhile True: a @ a; numpy.linalg.inv(a)"
+_ONE_THREAD = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 _BUSY = "import json\nwhile True: json.dumps(list(range(200)))"
 
 
@@ -54,6 +59,24 @@ def test_pythons_own_code_is_walked_to_its_start(
     assert not profile.losses
 
 
+def test_numpys_matrices_are_walked_to_their_start(tmp_path: Path) -> None:
+    command = [*support.AIFLAME, "record", "-q", "--force"]
+    with subprocess.Popen([sys.executable, "-c", _MATRICES], env=_ONE_THREAD) as numpy:
+        try:
+            for name in ("first.aiflame", "second.aiflame"):
+                options = ["-p", str(numpy.pid), "-d", "2", "-F", "499", "-o", str(tmp_path / name)]
+                subprocess.run([*command, *options], check=True, timeout=120)
+        finally:
+            numpy.kill()
+    profile = read_capture(tmp_path / "second.aiflame")
+    rows = rows_of(profile, None, None, SampleClass.ON_CPU)
+    is_complete = np.isin(profile.stacks.ends[rows["stack"]], [*COMPLETE_REASONS])
+    assert rows["ns"][is_complete].sum() > 0.98 * rows["ns"].sum()
+    # All that computes is below the line that says so.
+    in_python = rows_of(profile, "<module>", None, SampleClass.ON_CPU)["ns"].sum()
+    assert in_python > 0.98 * rows["ns"].sum()
+
+
 def test_a_hundred_calls_without_frame_pointers_are_a_hundred_frames(
     tmp_path_factory: pytest.TempPathFactory, workload: Callable[..., Path]
 ) -> None:
@@ -68,3 +91,34 @@ def test_a_hundred_calls_without_frame_pointers_are_a_hundred_frames(
     assert depths.max() == 100
     assert np.average(depths == 100, weights=rows["ns"]) > 0.99
     assert all(frames.index("descend") <= 3 for frames in stacks)
+
+
+_KEEPING = ("aligned_kernel", "slot_kernel", "brief_kernel")
+_CALLERS = ["main", "spend", "with_array", "inner"]
+
+
+def test_kernels_that_align_their_stack_are_walked_by_what_they_keep_of_it(
+    tmp_path_factory: pytest.TempPathFactory, workload: Callable[..., Path]
+) -> None:
+    program = workload("kernels", "-fomit-frame-pointer")
+    for name in ("first", "second"):
+        folder = tmp_path_factory.mktemp(name)
+        profile, _ = record_workload(folder, Workload([program]), "-F", 999)
+    shares = {}
+    for kernel in (*_KEEPING, "borrowing_kernel"):
+        rows = rows_of(profile, kernel, None, SampleClass.ON_CPU)
+        ends = profile.stacks.ends[rows["stack"]]
+        for stack, end in zip(rows["stack"].tolist(), ends.tolist(), strict=True):
+            frames = frames_of(profile, stack)
+            native = frames[: frames.index(kernel) + 1]
+            # THEN every frame is a true one, whatever RBX holds
+            if end in COMPLETE_REASONS:
+                native = native[native.index("main") :]
+                assert native == [*_CALLERS, kernel]
+            else:
+                assert native == [kernel]
+        is_complete = np.isin(ends, [*COMPLETE_REASONS])
+        shares[kernel] = float(rows["ns"][is_complete].sum() / rows["ns"].sum())
+    # At any instruction of a kernel that keeps its RBX; of one that does not, while it has it.
+    assert all(shares[kernel] > 0.98 for kernel in _KEEPING), shares
+    assert 0.3 < shares["borrowing_kernel"] < 0.7, shares

@@ -21,7 +21,7 @@ _FRAMES = (_KERNEL, _LIBC, _GLUE, _PYTHON)
 
 def _registers(state: int, is_on_cpu: int = 0, stopped_ns: int = 1000) -> ThreadRegisters:
     return ThreadRegisters(
-        1, 2, 3, 4, 0x1000, 0x2000, 0, 0x3000, stopped_ns, 41, 42, state, is_on_cpu, b"name"
+        1, 2, 3, 4, 0x1000, 0x2000, 0, 0, 0x3000, stopped_ns, 41, 42, state, is_on_cpu, b"name"
     )
 
 

@@ -41,7 +41,9 @@ _NO_PYTHON: Any = SimpleNamespace(
 
 
 def _record(pid: int, tid: int, **fields: Any) -> ThreadRegisters:
-    whole = ThreadRegisters(1, 2, 3, 4, 0x1000, 0x2000, 0x3000, 5, 6, pid, tid, 1, 0, b"name")
+    whole = ThreadRegisters(
+        1, 2, 3, 4, 0x1000, 0x2000, 0x3000, 0x4000, 5, 6, pid, tid, 1, 0, b"name"
+    )
     return whole._replace(**fields)
 
 

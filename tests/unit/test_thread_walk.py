@@ -81,7 +81,7 @@ def _walk(
     piece = bytearray(max(words, default=0) + 8)
     for offset, word in words.items():
         struct.pack_into("<Q", piece, offset, word)
-    registers = ThreadRegisters(1, 2, 3, 4, leaf, _STACK, frame, 0, 0, 41, 42, 1, 0, b"sleeper")
+    registers = ThreadRegisters(1, 2, 3, 4, leaf, _STACK, frame, 0, 0, 0, 41, 42, 1, 0, b"sleeper")
     memory = StackMemory(Span(41, 42, _STACK, len(piece)), bytes(piece), None)
     return walker.walk_thread(image, registers, memory)
 

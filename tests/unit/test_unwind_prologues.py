@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,87 @@ def test_rbp_that_holds_an_address_is_no_frame_pointer() -> None:
         (26, _heuristic(16, -16)),
         (27, _heuristic(8)),
     ]
+
+
+# sub $0x60,%rsp; mov %rbx,(%rsp); mov %rbp,8(%rsp); mov %rsp,%rbx; sub $0x2080,%rsp; and $~4095,
+# %rsp
+_ALIGNED = "4883ec60 48891c24 48896c2408 4889e3 4881ec80200000 4881e400f0ffff"
+# mov (%rsp),%rbx; mov 8(%rsp),%rbp; add $0x60,%rsp; ret
+_RESTORED = "488b1c24 488b6c2408 4883c460 c3"
+
+
+@pytest.mark.parametrize("back", ["4889dc", "488be3"])  # mov %rbx,%rsp in both encodings
+def test_a_stack_that_is_aligned_is_known_by_what_rbx_keeps_of_it(back: str) -> None:
+    # GIVEN such a function that uses RBP: mov $1,%ebp; and code after its return: nop
+    code = bytes.fromhex(f"{_ALIGNED} bd01000000 {back} {_RESTORED} 90")
+    kept = Rule(RuleKind.RBX, RbpKind.AT_CFA, -96, 104)
+    assert _rules(code) == [
+        (0, _heuristic(8)),
+        (4, _heuristic(104)),
+        (13, _heuristic(104, -96)),
+        (23, kept),
+        (38, _heuristic(104, -96)),  # back, and RBX may be the caller's from here on
+        (51, _heuristic(8)),
+        (52, kept),
+    ]
+
+
+# sub $0x40,%rsp; mov %rbp,8(%rsp); mov %rsp,%rbp; sub %rax,%rsp; and $~4095,%rsp; mov %rbp,N(%rsp)
+_PARKED = "4883ec40 48896c2408 4889e5 4829c4 4881e400f0ffff 4889ac2498000000"
+
+
+@pytest.mark.parametrize("back", ["488ba42498000000", "488b842498000000 4889c4"])  # or by RAX
+def test_a_stack_that_is_aligned_is_known_by_what_is_kept_in_it(back: str) -> None:
+    # GIVEN such a function, which then uses RBP: mov $1,%ebp; jmp
+    code = bytes.fromhex(f"{_PARKED} bd01000000 eb00 {back} 488b6c2408 4883c440 c3")
+    in_slot = Rule(RuleKind.RSP_SLOT, RbpKind.AT_CFA, -64, 0x98 << 16 | 72)
+    end = len(code) - 10
+    assert _rules(code) == [
+        (0, _heuristic(8)),
+        (4, _heuristic(72)),
+        (9, _heuristic(72, -64)),
+        (15, Rule(RuleKind.RBP_HEURISTIC, RbpKind.AT_CFA, -64, 72)),
+        (30, in_slot),
+        (end, _heuristic(72, -64)),
+        (end + 9, _heuristic(8)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{_ALIGNED} {_RESTORED}",  # no way back by RBX
+        f"{_ALIGNED} 4889dc 488b1c24 eb00",  # a way back that does not return
+        f"{_ALIGNED} bb01000000 4889dc {_RESTORED}",  # RBX overwritten at once
+        f"{_ALIGNED} 53 4889dc {_RESTORED}",  # pushes to where the stack may be anything
+        # RBX not saved, or overwritten before the stack is aligned: mov %rsi,%rbx
+        f"4883ec60 4889e3 4883e4c0 4889dc {_RESTORED}",
+        f"4883ec60 48891c24 4889e3 4889f3 4883e4c0 4889dc {_RESTORED}",
+        # The stack moved after it was kept in it, or no way back: sub $16,%rsp
+        f"{_PARKED} 4883ec10 eb00 488ba42498000000 {_RESTORED}",
+        f"{_PARKED} eb00 4883ec10 488ba42498000000 {_RESTORED}",
+        f"{_PARKED} eb00 {_RESTORED}",
+        # RBP overwritten before: mov $1,%ebp
+        f"4883ec40 48896c2408 4889e5 4829c4 bd01000000 4889ac2498000000 eb00 4889ec {_RESTORED}",
+    ],
+)
+def test_a_stack_that_is_not_sure_to_be_kept_gives_no_rows(code: str) -> None:
+    assert rows_of_function(bytes.fromhex(code)) == []
+
+
+def test_rbx_that_holds_the_stack_pointer_for_another_use_is_not_looked_at() -> None:
+    # push %rbx; mov %rsp,%rbx; call; pop %rbx; ret
+    code = bytes.fromhex("53 4889e3 e800000000 5b c3")
+    assert _rules(code) == [(0, _heuristic(8)), (1, _heuristic(16)), (10, _heuristic(8))]
+
+
+def test_ways_back_by_the_thousand_take_no_long() -> None:
+    # GIVEN a megabyte of ways back, each with a long way to a return that is none of the frame's
+    way = bytes.fromhex("4889dc") + 44 * b"\x90" + b"\xc3"
+    code = bytes.fromhex(_ALIGNED) + ((1 << 20) // len(way)) * way
+    begun = time.process_time()
+    assert rows_of_function(code) == []
+    assert time.process_time() - begun < 2  # 3 s if all were followed
 
 
 def test_code_that_runs_past_its_end_is_no_way_to_a_return() -> None:

@@ -167,7 +167,8 @@ def agrees(rule: Rule, expected: dict[str, str]) -> bool:
     if expected["CFA"] == "exp":
         return rule.kind in (RuleKind.PLT, RuleKind.RBP_DEREF, RuleKind.UNSUPPORTED)
     register, offset = re.fullmatch(r"(\w+)([+-]\d+)", expected["CFA"]).groups()  # type: ignore[union-attr]
-    kind = {"rsp": RuleKind.RSP, "rbp": RuleKind.RBP}.get(register, RuleKind.UNSUPPORTED)
+    kinds = {"rsp": RuleKind.RSP, "rbp": RuleKind.RBP, "rbx": RuleKind.RBX}
+    kind = kinds.get(register, RuleKind.UNSUPPORTED)
     if rule.kind != kind or kind == RuleKind.UNSUPPORTED:
         return rule.kind == kind
     rbp = expected.get("rbp", "u")

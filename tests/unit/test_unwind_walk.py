@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from aiflame.agent.unwind import x86_64 as arch
 from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.walk import FoundBy, Mapping, ReplayWalker, Walk, WalkEnd
 from cfibytes import (
     PROLOGUE,
     RBP,
+    RBX,
     RIP,
     RSP,
     TEXT,
     Frames,
     cfa_expression,
+    def_cfa,
     def_cfa_offset,
     elf_with,
     expression,
@@ -28,9 +32,14 @@ JIT = 0x1234_0000
 CALL = 0xE8 << 24  # call rel32 in the last five bytes of a word
 PLT = b"\x77\x08\x80\x00\x3f\x1a\x3b\x2a\x33\x24\x22"
 # Where the functions of the test library are
-ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, NO_CFI = range(
-    TEXT, TEXT + 0x900, 0x100
+ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, IN_RBX, NO_CFI = range(
+    TEXT, TEXT + 0xA00, 0x100
 )
+IN_SLOT = WITH_RBP  # in a table of its own
+
+
+def code(offset: int, after: int = 8) -> int:
+    return BIAS + offset + after
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +58,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> UnwindTable:
     frames.fde(signal_cie, SIGNAL, 0x100, signal)
     frames.fde(cie, ODD, 0x100, cfa_expression(b"\x70\0"))
     frames.fde(cie, LOSES_RBP, 0x100, b"\x07" + uleb(RBP))
+    frames.fde(cie, IN_RBX, 0x100, def_cfa(RBX, 32))
     return table_of(elf_with(frames), tmp_path_factory.mktemp("walk"))
 
 
 def walk(
-    library: UnwindTable, words: dict[int, int], registers: tuple[int, int, int], depth: int = 127
+    library: UnwindTable, words: dict[int, int], registers: tuple[int, ...], depth: int = 127
 ) -> Walk:
     """Walk with code at BIAS and JIT; `words` are by distance from the stack's start.
 
@@ -69,12 +79,8 @@ def walk(
         in_code = any(mapping.start <= address < mapping.end for mapping in mappings)
         return CALL if in_code else None
 
-    rip, rsp, rbp = registers
-    return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, rbp)
-
-
-def code(offset: int, after: int = 8) -> int:
-    return BIAS + offset + after
+    rip, rsp, *others = registers
+    return ReplayWalker(mappings, memory.get, depth, read).walk(rip, STACK + rsp, *others)
 
 
 def addresses(found: Walk) -> list[int]:
@@ -124,6 +130,50 @@ def test_frame_pointers_where_there_is_no_table(library: UnwindTable) -> None:
         FoundBy.FRAME_POINTER,
     ]
     assert found.end == WalkEnd.ROOTED
+
+
+def test_rbx_leads_on_from_the_leaf_only(library: UnwindTable) -> None:
+    words = {8: code(IN_RBX), 0x60 - 8: code(ROOT)}
+    rbx = STACK + 0x40
+    found = walk(library, words, (code(IN_RBX), 0, 0, rbx))
+    assert addresses(found) == [code(IN_RBX), code(ROOT)]
+    assert found.end == WalkEnd.ROOTED and found.frames[1].found_by == FoundBy.HEURISTIC
+    # A callee may have another RBX.
+    found = walk(library, {**words, 0: code(IN_RBX)}, (code(LOSES_RBP), 0, 0, rbx))
+    assert addresses(found) == [code(LOSES_RBP), code(IN_RBX)]
+    assert found.end == WalkEnd.UNSUPPORTED
+
+
+def test_rbx_that_is_something_else_leads_nowhere(library: UnwindTable) -> None:
+    for rbx, end in ((0, WalkEnd.BAD_ADDRESS), (STACK + 0x40, WalkEnd.NO_TABLE)):
+        found = walk(library, {0x60 - 8: 1234}, (code(IN_RBX), 0, 0, rbx))
+        assert (addresses(found), found.end) == ([code(IN_RBX)], end)
+
+
+@pytest.mark.parametrize(
+    ("words", "frames", "end"),
+    [
+        # At any depth, as the register that it is read by is known at any.
+        ({0: code(IN_SLOT), 8 + 0x98: STACK + 0x200, 0x240: code(NO_CFI)}, 3, WalkEnd.ROOTED),
+        ({0: code(IN_SLOT), 8 + 0x98: STACK - 0x100}, 2, WalkEnd.BAD_ADDRESS),
+        ({0: code(IN_SLOT), 8 + 0x98: STACK + 0x200}, 2, WalkEnd.UNREADABLE),
+        ({0: code(IN_SLOT)}, 2, WalkEnd.UNREADABLE),
+        ({0: code(IN_SLOT), 8 + 0x98: STACK + 0x200, 0x240: 1234}, 2, WalkEnd.NO_TABLE),
+    ],
+)
+def test_a_stack_pointer_in_the_stack_leads_on(
+    words: dict[int, int], frames: int, end: WalkEnd
+) -> None:
+    forms = {
+        PLAIN: (arch.RSP, 8),
+        IN_SLOT: (arch.CFA_RSP_SLOT, arch.slot_and_offset(0x98, 0x48)),
+    }
+    states = [arch.with_ra(arch.with_cfa(0, *form), arch.RA_AT_CFA_8) for form in forms.values()]
+    states.append(arch.with_ra(states[0], arch.RA_UNDEFINED))
+    starts = np.array([*forms, NO_CFI], np.uint64)
+    table = UnwindTable.of_states(starts, np.array(states, np.uint64), {})
+    found = walk(table, words, (code(PLAIN), 0, 0))
+    assert (len(found.frames), found.end) == (frames, end)
 
 
 def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTable) -> None:

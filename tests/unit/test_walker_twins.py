@@ -57,7 +57,7 @@ class World(NamedTuple):
     states: list[tuple[int, int]]  # (offset in its code, state)
     code: bytes
     stack: list[int]
-    registers: tuple[int, int, int]
+    registers: tuple[int, int, int, int]
 
     @property
     def table(self) -> UnwindTable:
@@ -100,8 +100,8 @@ _INSTRUCTIONS = [
         "90 90 90 90 90 90 90 90",
     )
 ]
-_OTHER_FORMS = (arch.RBP, arch.CFA_RBP_DEREF, arch.CFA_RSP_HEURISTIC, arch.CFA_RBP_HEURISTIC)
-_FORMS = (*[arch.RSP] * 8, *_OTHER_FORMS)
+_HEURISTIC_FORMS = (arch.CFA_RSP_HEURISTIC, arch.CFA_RBP_HEURISTIC, arch.RBX, arch.CFA_RSP_SLOT)
+_FORMS = (*[arch.RSP] * 8, arch.RBP, arch.CFA_RBP_DEREF, *_HEURISTIC_FORMS)
 _SIGNAL_STATE = arch.with_ra(
     arch.with_rbp(arch.with_cfa(0, arch.CFA_RSP_DEREF, 160), RbpKind.AT_RSP, 120), arch.RA_UCONTEXT
 )
@@ -149,6 +149,7 @@ def _world(seed: int) -> World:
         (
             _code_address(chance),
             chance.choice((*[_stack_address(chance)] * 9, chance.choice(_JUNK))),
+            chance.choice((*[_stack_address(chance)] * 9, _word(chance))),
             chance.choice((*[_stack_address(chance)] * 9, _word(chance))),
         ),
     )
@@ -232,7 +233,8 @@ def test_a_copied_stack_is_walked_on_as_if_its_table_had_been_there(
 
     mappings = [Mapping(*code) for code in world.mappings]
     frame_pointer = int(row["frame_pointer"]) if row["has_frame_pointer"] else None
-    registers = Registers(int(row["instruction_pointer"]), begin, frame_pointer)
+    base_pointer = int(row["base_pointer"]) if row["depth"] == 1 else None
+    registers = Registers(int(row["instruction_pointer"]), begin, frame_pointer, base_pointer)
     start = (registers, bool(row["is_exact"]), int(row["depth"]))
     # WHEN it is walked on with the table, THEN it is as if all memory could be read, where no word
     # is asked for that lies below the stack pointer or past the copy.
@@ -275,7 +277,7 @@ def test_what_is_known_of_an_address_is_of_one_writer(kernel: KernelWalkers) -> 
     kept = kernel.known_address(one)
     written = {}
     for function in (one, other):
-        kernel.walk(function, _STACK, 0)
+        kernel.walk(function, _STACK, 0, 0)
         written[function] = kept.copy()
     assert kernel.known_address(other).ctypes.data == kept.ctypes.data
     # WHEN one is interrupted by the other between its two words, in any order
@@ -284,7 +286,7 @@ def test_what_is_known_of_an_address_is_of_one_writer(kernel: KernelWalkers) -> 
         for function, caller in ((one, 11), (other, 22)):
             kept[:] = torn
             # THEN neither is taken for the other
-            assert kernel.walk(function, _STACK, 0).addresses == [function, caller]
+            assert kernel.walk(function, _STACK, 0, 0).addresses == [function, caller]
 
 
 _LAYOUTS = [

@@ -34,6 +34,12 @@ class Code(NamedTuple):
     table: UnwindTable | None
 
 
+class _UserRegs(ctypes.Structure):
+    """struct user_regs of bpf/arch.h."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("rip", "rsp", "rbp", "rbx")]
+
+
 class Stack(NamedTuple):
     """Addresses, leaf first, and why there are no more."""
 
@@ -109,18 +115,17 @@ class KernelWalkers:
         for number, words in self._kept["code"][1]:
             self._library.set_table(number, _pointer(words), ctypes.c_uint64(len(words)))
 
-    def walk(self, rip: int, rsp: int, rbp: int) -> Stack:
+    def walk(self, rip: int, rsp: int, rbp: int, rbx: int) -> Stack:
         """Walks a stack from these registers on."""
         record = np.zeros(1, abi.STACK_DTYPE)
-        self._library.walk_stack(_pointer(record), *map(ctypes.c_uint64, (rip, rsp, rbp)))
+        self._library.walk_stack(_pointer(record), _UserRegs(rip, rsp, rbp, rbx))
         depth = int(record[0]["user_depth"])
         return Stack(record[0]["user"][:depth].tolist(), StopReason(int(record[0]["end"])))
 
-    def copy(self, rip: int, rsp: int, rbp: int) -> npt.NDArray[np.void] | None:
+    def copy(self, rip: int, rsp: int, rbp: int, rbx: int) -> npt.NDArray[np.void] | None:
         """Walks a stack, and copies it if it met code without its table, as STACK_COPY_DTYPE."""
         copied = np.zeros(1, abi.STACK_COPY_DTYPE)
-        registers = map(ctypes.c_uint64, (rip, rsp, rbp))
-        is_copied = self._library.copy_stack(_pointer(copied), *registers)
+        is_copied = self._library.copy_stack(_pointer(copied), _UserRegs(rip, rsp, rbp, rbx))
         return copied if is_copied & 1 else None
 
     def known_address(self, address: int) -> npt.NDArray[np.uint64]:

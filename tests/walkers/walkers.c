@@ -42,10 +42,8 @@ u64 *known_address_of(u64 address)
 }
 
 /* Walks a user stack as a program does that samples it. */
-static void walk_from(u64 instruction_pointer, u64 stack_pointer, u64 frame_pointer)
+static void walk_from(struct user_regs regs)
 {
-	struct user_regs regs = { instruction_pointer, stack_pointer, frame_pointer };
-
 	host_constants[HOST_WITH_USER_STACKS] = 1;
 	begin_capture_in(&capture, NULL, &regs, false, (u64)TGID << 32 | TGID, IMAGE);
 	if (capture.walk.depth && mappings_of(&capture.walk))
@@ -53,24 +51,22 @@ static void walk_from(u64 instruction_pointer, u64 stack_pointer, u64 frame_poin
 			;
 }
 
-void walk_stack(struct stack_record *out, u64 instruction_pointer, u64 stack_pointer,
-		u64 frame_pointer)
+void walk_stack(struct stack_record *out, struct user_regs regs)
 {
-	walk_from(instruction_pointer, stack_pointer, frame_pointer);
+	walk_from(regs);
 	finish_capture(&capture);
 	*out = capture.record;
 }
 
 /* The same, and copies the stack if it has to be walked on; returns whether it has. */
-bool copy_stack(struct stack_copy *out, u64 instruction_pointer, u64 stack_pointer,
-		u64 frame_pointer)
+bool copy_stack(struct stack_copy *out, struct user_regs regs)
 {
 	u64 count = stack_copies_count;
 
 	settings_values[SETTING_STACK_COPIES] = ~0ull;
 	processes_key = TGID;
 	processes_found = &processes_value;
-	walk_from(instruction_pointer, stack_pointer, frame_pointer);
+	walk_from(regs);
 	finish_or_copy(&capture);
 	__builtin_memcpy(out, stack_copies_record, sizeof(*out));
 	return stack_copies_count != count;
