@@ -56,7 +56,7 @@ class StopReason(enum.IntEnum):
     """Why the walk of a user stack stopped. Values are shared with bpf/aiflame.h."""
 
     ROOTED = 0  # reached the outermost frame
-    KERNEL_ONLY = 1  # a kernel thread: there is no user stack
+    KERNEL_ONLY = 1  # a kernel thread, or exec between two programs: there is no user stack
     NO_FRAME_POINTER = 2  # the frame-pointer chain stopped short of the thread's start
     UNREADABLE = 3  # stack memory could not be read (paged out, or a wild pointer)
     TOO_DEEP = 4  # more frames than are kept
