@@ -121,6 +121,7 @@ enum event_type {
 	EVENT_CALL = 6, /* a call of a device API, where each was asked for */
 	EVENT_KERNEL_NAMED = 7, /* a device API tied a name to a kernel's handle */
 	EVENT_SAMPLE = 8, /* an on-CPU sample of a process whose samples have a time */
+	EVENT_EXEC = 9, /* the arguments of a new program, which may end before anybody asks */
 };
 
 /* Bits of process_state.flags. */
@@ -171,6 +172,9 @@ enum host_constant {
 	HOST_TASK_ON_CPU,
 	HOST_TASK_THREAD_POINTER, /* thread.fsbase */
 	HOST_SIGNAL_LIVE,
+	HOST_TASK_MM,
+	HOST_MM_ARG_START,
+	HOST_MM_ARG_END,
 	HOST_MAX,
 };
 
@@ -374,6 +378,18 @@ struct process_event {
 	u64 ns;
 	u64 cgroup_id; /* inode of the cgroup v2 directory */
 	char comm[16];
+};
+
+/* Of the arguments of a program: what tells the runs of a compiler apart. */
+#define ARGUMENTS_BYTES 256
+
+struct exec_event {
+	u32 type;
+	u32 tgid;
+	u64 image;
+	u32 size; /* bytes of `arguments` that are known */
+	u32 unused;
+	char arguments[ARGUMENTS_BYTES]; /* a NUL after each */
 };
 
 struct thread_event {
