@@ -42,6 +42,7 @@ enum stop_reason {
 	STOP_ROOTED_BY_HEURISTIC =
 		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 	STOP_NO_TABLE_YET = 12, /* set by the host half only */
+	STOP_NOT_RUN_YET = 13, /* likewise, for NOT_RUN_STACK */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
@@ -354,6 +355,9 @@ struct python_chain {
 	u16 end; /* enum python_end */
 	struct python_frame frames[FRAME_SLOTS]; /* leaf first */
 };
+
+/* The stack of a thread between fork and its first instruction: there is none to be walked. */
+#define NOT_RUN_STACK 1ull
 
 struct sum_key {
 	u64 stack; /* id in `stacks`, 0 for none */

@@ -47,7 +47,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	}
 	if (!host(WITH_OFF_CPU) || !(parent->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
-	/* From now to its first switch-in the new thread waits for a CPU; it has no stack of its own. */
+	/* From now to its first switch-in the new thread waits for a CPU. */
 	thread = thread_of(tid, child, tgid, now_ns);
 	if (!thread)
 		return 0;
@@ -55,7 +55,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	thread->off_class = CLASS_BLOCKED;
 	thread->switched_ns = now_ns;
 	thread->waking_ns = now_ns;
-	thread->stack = 0;
+	thread->stack = NOT_RUN_STACK;
 	return 0;
 }
 

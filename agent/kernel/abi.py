@@ -100,6 +100,9 @@ class HostConstant(enum.IntEnum):
     MM_ARG_END = 33
 
 
+# Stands for the stack of a thread that has not run yet.
+NOT_RUN_STACK = 1
+
 # END_NS of a recording whose end is not known yet.
 NEVER_NS = 2**64 - 1
 

@@ -145,6 +145,10 @@ def test_short_processes_are_complete_the_first_time(tmp_path: Path, loops: int)
     ends = profile.stacks.ends[on_cpu["stack"][np.array(in_exec)]].tolist()
     assert StopReason.KERNEL_ONLY in ends
     assert ends.count(StopReason.UNREADABLE) == 0
+    # AND so is a child that waits for its first turn on a CPU
+    waiting = rows_of(profile, None, None, SampleClass.WAITING_TO_RUN)
+    assert StopReason.NOT_RUN_YET in profile.stacks.ends[waiting["stack"]]
+    assert StopReason.NOT_WALKED not in profile.stacks.ends
 
 
 def test_no_device_is_looked_for_where_no_process_uses_one(tmp_path: Path) -> None:

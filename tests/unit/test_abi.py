@@ -103,6 +103,7 @@ _CONSTANTS = {
     "ALL_QUEUES": abi.ALL_QUEUES,
     "DEFAULT_QUEUE": abi.DEFAULT_QUEUE,
     "ARGUMENTS_BYTES": abi.ARGUMENTS_BYTES,
+    "NOT_RUN_STACK": abi.NOT_RUN_STACK,
     "COUNTER_MAX": abi.COUNTERS_MAX,
     "SETTING_MAX": len(abi.Setting),
     "HOST_MAX": len(abi.HostConstant),
