@@ -42,6 +42,7 @@ enum stop_reason {
 	STOP_ROOTED_BY_HEURISTIC =
 		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 	STOP_NO_TABLE_YET = 12, /* set by the host half only */
+	STOP_NOT_RUN_YET = 13, /* likewise, for NOT_RUN_STACK */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
@@ -125,6 +126,7 @@ enum event_type {
 	EVENT_CALL = 6, /* a call of a device API, where each was asked for */
 	EVENT_KERNEL_NAMED = 7, /* a device API tied a name to a kernel's handle */
 	EVENT_SAMPLE = 8, /* an on-CPU sample of a process whose samples have a time */
+	EVENT_EXEC = 9, /* the arguments of a new program, which may end before anybody asks */
 };
 
 /* Bits of process_state.flags. */
@@ -175,6 +177,9 @@ enum host_constant {
 	HOST_TASK_ON_CPU,
 	HOST_TASK_THREAD_POINTER, /* thread.fsbase */
 	HOST_SIGNAL_LIVE,
+	HOST_TASK_MM,
+	HOST_MM_ARG_START,
+	HOST_MM_ARG_END,
 	HOST_MAX,
 };
 
@@ -356,6 +361,9 @@ struct python_chain {
 	struct python_frame frames[FRAME_SLOTS]; /* leaf first */
 };
 
+/* The stack of a thread between fork and its first instruction: there is none to be walked. */
+#define NOT_RUN_STACK 1ull
+
 struct sum_key {
 	u64 stack; /* id in `stacks`, 0 for none */
 	u64 image; /* a thread that has not run yet has no stack that would tell */
@@ -379,6 +387,18 @@ struct process_event {
 	u64 ns;
 	u64 cgroup_id; /* inode of the cgroup v2 directory */
 	char comm[16];
+};
+
+/* Of the arguments of a program: what tells the runs of a compiler apart. */
+#define ARGUMENTS_BYTES 256
+
+struct exec_event {
+	u32 type;
+	u32 tgid;
+	u64 image;
+	u32 size; /* bytes of `arguments` that are known */
+	u32 unused;
+	char arguments[ARGUMENTS_BYTES]; /* a NUL after each */
 };
 
 struct thread_event {

@@ -47,7 +47,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	}
 	if (!host(WITH_OFF_CPU) || !(parent->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
-	/* From now to its first switch-in the new thread waits for a CPU; it has no stack of its own. */
+	/* From now to its first switch-in the new thread waits for a CPU. */
 	thread = thread_of(tid, child, tgid, now_ns);
 	if (!thread)
 		return 0;
@@ -55,7 +55,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	thread->off_class = CLASS_BLOCKED;
 	thread->switched_ns = now_ns;
 	thread->waking_ns = now_ns;
-	thread->stack = 0;
+	thread->stack = NOT_RUN_STACK;
 	return 0;
 }
 
@@ -87,6 +87,35 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	threads.delete(&tid);
 }
 
+/*
+ * Sends the arguments of the program that the current task has become: a short one is gone before
+ * /proc can be read. exec has just written them, so that they are in memory.
+ */
+static __always_inline void send_arguments(void *task, u32 tgid, u64 image)
+{
+	void *mm = (void *)task_u64(task, host(TASK_MM));
+	u64 start = task_u64(mm, host(MM_ARG_START));
+	u64 size = task_u64(mm, host(MM_ARG_END)) - start;
+	struct exec_event *event = ring.ringbuf_reserve(sizeof(*event));
+
+	if (!event) {
+		count(LOST_RING_FULL);
+		return;
+	}
+	event->type = EVENT_EXEC;
+	event->tgid = tgid;
+	event->image = image;
+	event->unused = 0;
+	if (size > ARGUMENTS_BYTES - 1)
+		size = ARGUMENTS_BYTES - 1;
+	OPAQUE(size);
+	size &= ARGUMENTS_BYTES - 1; /* the bound, where verifiers see it */
+	if (bpf_probe_read_user(event->arguments, size, (void *)start))
+		size = 0;
+	event->size = size;
+	ring.ringbuf_submit(event, BPF_RB_NO_WAKEUP);
+}
+
 /* sched_process_exec(struct task_struct *task, pid_t old_pid, struct linux_binprm *binary) */
 int on_exec(struct raw_tracepoint *ctx)
 {
@@ -109,7 +138,10 @@ int on_exec(struct raw_tracepoint *ctx)
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
 	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED);
-	if (!host(WITH_OFF_CPU) || !(process->flags & PROCESS_TARGET) || !is_recorded(now_ns))
+	if (!(process->flags & PROCESS_TARGET) || !is_recorded(now_ns))
+		return 0;
+	send_arguments(task, tgid, now_ns);
+	if (!host(WITH_OFF_CPU))
 		return 0;
 	thread = thread_of(tgid, task, tgid, now_ns);
 	if (!thread)

@@ -27,6 +27,7 @@ class EventType(enum.IntEnum):
     CALL = 6
     KERNEL_NAMED = 7
     SAMPLE = 8
+    EXEC = 9
 
 
 class ProcessFlag(enum.IntFlag):
@@ -94,7 +95,13 @@ class HostConstant(enum.IntEnum):
     TASK_ON_CPU = 28
     TASK_THREAD_POINTER = 29
     SIGNAL_LIVE = 30
+    TASK_MM = 31
+    MM_ARG_START = 32
+    MM_ARG_END = 33
 
+
+# Stands for the stack of a thread that has not run yet.
+NOT_RUN_STACK = 1
 
 # END_NS of a recording whose end is not known yet.
 NEVER_NS = 2**64 - 1
@@ -307,6 +314,17 @@ PROCESS_EVENT_DTYPE = np.dtype(
         ("ns", "<u8"),
         ("cgroup_id", "<u8"),
         ("comm", "S16"),
+    ]
+)
+ARGUMENTS_BYTES = 256
+EXEC_EVENT_DTYPE = np.dtype(
+    [
+        ("type", "<u4"),
+        ("tgid", "<u4"),
+        ("image", "<u8"),
+        ("size", "<u4"),
+        ("unused", "<u4"),
+        ("arguments", "u1", (ARGUMENTS_BYTES,)),
     ]
 )
 THREAD_EVENT_DTYPE = np.dtype(

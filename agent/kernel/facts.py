@@ -72,6 +72,9 @@ _OFFSETS: dict[HostConstant, tuple[tuple[str, ...], ...]] = {
     HostConstant.TASK_ON_CPU: (("task_struct", "on_cpu"),),
     HostConstant.TASK_THREAD_POINTER: (("task_struct", "thread"), ("thread_struct", "fsbase")),
     HostConstant.SIGNAL_LIVE: (("signal_struct", "live"),),
+    HostConstant.TASK_MM: (("task_struct", "mm"),),
+    HostConstant.MM_ARG_START: (("mm_struct", "arg_start"),),
+    HostConstant.MM_ARG_END: (("mm_struct", "arg_end"),),
 }
 # Of when a task last got a CPU: only with CONFIG_SCHED_INFO.
 _LAST_ARRIVAL = (("task_struct", "sched_info"), ("sched_info", "last_arrival"))

@@ -56,11 +56,11 @@ class StopReason(enum.IntEnum):
     """Why the walk of a user stack stopped. Values are shared with bpf/aiflame.h."""
 
     ROOTED = 0  # reached the outermost frame
-    KERNEL_ONLY = 1  # a kernel thread: there is no user stack
+    KERNEL_ONLY = 1  # a kernel thread, or exec between two programs: there is no user stack
     NO_FRAME_POINTER = 2  # the frame-pointer chain stopped short of the thread's start
     UNREADABLE = 3  # stack memory could not be read (paged out, or a wild pointer)
     TOO_DEEP = 4  # more frames than are kept
-    NOT_WALKED = 5  # not yet run, or woken up before its stack could be read
+    NOT_WALKED = 5  # woken up before its stack could be read
     LOST = 6  # the stack store was full: only the time is known
     EXCLUDED = 7  # not asked for (--kernel-only)
     ROOTED_BY_TABLE = 8  # as ROOTED, by the unwind table; a capture says ROOTED
@@ -68,6 +68,7 @@ class StopReason(enum.IntEnum):
     UNSUPPORTED_RULE = 10  # unwind information that no rule expresses
     ROOTED_BY_HEURISTIC = 11  # as ROOTED, with a caller found by a checked heuristic
     NO_TABLE_YET = 12  # code whose unwind information was still being read
+    NOT_RUN_YET = 13  # a new thread that waits for its first CPU: it has no stack
 
     @property
     def label(self) -> str:

@@ -114,8 +114,12 @@ def command_line(opener: Opener, pid: int) -> str:
 
     They are the process's own memory, which has to be waited for as the mappings have.
     """
-    raw = opener.proc(pid, "cmdline", _MAX_COMMAND_LINE_BYTES).decode(errors="replace")
-    return raw.rstrip("\0").replace("\0", " ")
+    return joined_arguments(opener.proc(pid, "cmdline", _MAX_COMMAND_LINE_BYTES))
+
+
+def joined_arguments(raw: bytes) -> str:
+    """Returns the arguments of a program, of which each ends in a NUL, joined by spaces."""
+    return raw.decode(errors="replace").rstrip("\0").replace("\0", " ")
 
 
 def executable(pid: int) -> str:

@@ -9,6 +9,7 @@ replaced stay where newer ones do not cover them: old samples still mean the old
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
@@ -30,6 +31,9 @@ NO_BINARY = -1
 
 # Intervals between reads of mappings that brought nothing: a minute.
 _MAX_READS_TO_SKIP = 64
+
+# Of programs that were not entered yet: each has its first sample, or its end, within a second.
+_MAX_ARGUMENTS = 1024
 
 # A command in a pipe is a child of a shell's child, of which there may have been no sample.
 _MAX_GENERATIONS = 4
@@ -185,6 +189,7 @@ class ProcessTable:
         self._lives = lives or Lives()
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
+        self._arguments: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid
         self._next_image = self._next_thread = 0
         self._ended: list[ProcessImage] = []
@@ -287,6 +292,23 @@ class ProcessTable:
             self.read_mappings(known)
         return known
 
+    def has_become(self, pid: int, image: int, arguments: bytes) -> None:
+        """Takes note of the arguments of a new program, which may be gone before it is entered.
+
+        Args:
+            pid: The process.
+            image: Its identity from here on.
+            arguments: Of these, the first bytes; a NUL after each.
+        """
+        known = self._by_key.get((pid, image))
+        if known is None:
+            self._arguments[(pid, image)] = arguments
+            if len(self._arguments) > _MAX_ARGUMENTS:
+                self._arguments.popitem(last=False)
+        elif not known.command_line:
+            known.command_line = procfs.joined_arguments(arguments)
+            self._changed[known.index] = known
+
     def _is_enough(self, life: Life | None) -> TypeGuard[Life]:
         """Whether what was told of a life is all that it has mapped, and /proc need not be read.
 
@@ -320,6 +342,8 @@ class ProcessTable:
     def _identify(self, image: ProcessImage, name: str) -> None:
         """Finds out who a process image is: by /proc, or by what was told if it is over."""
         pid = image.pid
+        arguments = self._arguments.pop((pid, image.image), b"")
+        image.command_line = procfs.joined_arguments(arguments)
         if not self._is_shown(image):
             self._inherit(image, name)
             return
@@ -330,7 +354,8 @@ class ProcessTable:
             self._inherit(image, name)  # it is gone, or has become another program by exec
             return
         image.name = name or name_now or f"pid {pid}"
-        image.cgroup, image.executable, image.command_line = cgroup, executable, command_line
+        image.cgroup, image.executable = cgroup, executable
+        image.command_line = command_line or image.command_line
         image.parent_pid = image.parent_pid or status.parent_pid
         image.namespaced_pid, image.owner_uid = status.namespaced_pid, status.owner_uid
         image.root = self.binaries.root_of(pid, image.payer)

@@ -68,6 +68,10 @@ class Events:
                 image, ns = int(event["image"]), int(event["ns"])
                 self._table.seen(int(event["tgid"]), image, int(event["parent_tgid"]), name, ns)
                 self._follow_mappings()
+            elif kind == abi.EventType.EXEC:
+                event = np.frombuffer(payload, abi.EXEC_EVENT_DTYPE, 1)[0]
+                arguments = event["arguments"][: int(event["size"])].tobytes()
+                self._table.has_become(int(event["tgid"]), int(event["image"]), arguments)
             elif kind == abi.EventType.PROCESS_EXIT:
                 event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
                 self._table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))

@@ -149,7 +149,8 @@ class LateWalks:
 
     Attributes:
         complete: How many stacks were walked to their end.
-        truncated: How many were not, although all was waited for.
+        truncated: How many were not, although all was waited for. Not those of which nothing could
+            be read when they were taken, as inside exec: no table is missing for them.
         losses: Copies that there was no room for.
     """
 
@@ -248,7 +249,7 @@ class LateWalks:
                 _extend(copy.record[0], copy.begin.depth - 1, copy.walked)
             is_complete = int(copy.record["end"][0]) in COMPLETE_REASONS
             self.complete += is_complete
-            self.truncated += not is_complete
+            self.truncated += not is_complete and bool(copy.memory)
         self._give([(copy.stack, copy.record) for copy in copies], is_late=True)
 
     def _give(

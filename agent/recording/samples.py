@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.model.window import COLUMNS, OpenWindow, rows_of
-from aiflame.agent.processes.table import ProcessTable, ThreadInfo
-from aiflame.agent.recording.stacks import ENTERED_STACKS
+from aiflame.agent.model.profile import SampleClass, StopReason
+from aiflame.agent.model.window import COLUMNS, NO_CHAIN, NONE, OpenWindow, rows_of
+from aiflame.agent.processes.table import ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.recording.stacks import ENTERED_STACKS, NOT_RUN_STACKS
 
 
 class ReplacesStacks(Protocol):
@@ -51,13 +51,25 @@ class Samples:
         for key, value in zip(keys.tolist(), values.tolist(), strict=True):
             stack, image_id, tgid, tid, sample_class, _ = key
             count, ns = value
-            thread = self._table.thread(self._table.image(tgid, image_id), tid)
-            rows.append((stack, thread.index, sample_class, count, ns))
+            image = self._table.image(tgid, image_id)
+            thread = self._table.thread(image, tid)
+            rows.append((self._known(stack, image), thread.index, sample_class, count, ns))
             self.ns_by_class[sample_class] += ns
             if sample_class == SampleClass.ON_CPU:
                 self.count += count
         self._window.add("samples", np.array(rows, COLUMNS["samples"].dtype))
         self._note_made(keys["stack"])
+
+    def _known(self, stack: int, image: ProcessImage) -> int:
+        """Returns the id that windows have of a stack: of none yet, one that says so."""
+        if stack != abi.NOT_RUN_STACK:
+            return stack
+        made = NOT_RUN_STACKS + image.index
+        end = int(StopReason.NOT_RUN_YET)
+        row = (made, NO_CHAIN, image.index, 0, 0, 0, end, 0, False, NONE, 0)
+        addresses = np.zeros(0, COLUMNS["addresses"].dtype)
+        self._window.define("stacks", np.array([row], COLUMNS["stacks"].dtype), addresses)
+        return made
 
     def _note_made(self, stacks: npt.NDArray[np.uint64]) -> None:
         self.made.update(stacks[(stacks >> np.uint64(31)) == ENTERED_STACKS >> 31].tolist())
@@ -71,7 +83,7 @@ class Samples:
         """Takes in a long wait from its ring-buffer event."""
         image = self._table.image(int(event["tgid"]), int(event["image"]))
         thread = self._table.thread(image, int(event["tid"]))
-        stack = self._sleeps.take_wait(event)
+        stack = self._known(self._sleeps.take_wait(event), image)
         start_ns = max(int(event["start_ns"]) - self._table.start_ns, 0)
         times = (start_ns, int(event["blocked_ns"]), int(event["runnable_ns"]))
         row = (stack, thread.index, *times, is_open)

@@ -20,8 +20,10 @@ from aiflame.agent.model.window import COLUMNS, MADE_STACKS, NO_CHAIN, NONE, Ope
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.recording.cut_stacks import CutStack, CutStacks
 
-# Of these, by bit 31, threads that were there when the recording began, and sleeps of later.
+# Of these, by their highest bits, threads that were there when the recording began, those that have
+# not run yet, and sleeps of later.
 ENTERED_STACKS = MADE_STACKS << 32
+NOT_RUN_STACKS = ENTERED_STACKS | 1 << 30
 LATE_SLEEPS = ENTERED_STACKS | 1 << 31
 
 # Of which is known that they have come: those that windows keep (Bounds.kept_stacks).

@@ -39,12 +39,12 @@ U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
-# Stop reasons after which the first frame shown is not the outermost one. KERNEL_ONLY and EXCLUDED
-# are of complete stacks: there is no user half, or none was asked for.
+# Those of complete stacks without a user half: there is none, or none was asked for.
+_WITHOUT_USER_STACK = (StopReason.KERNEL_ONLY, StopReason.EXCLUDED, StopReason.NOT_RUN_YET)
+
+# Stop reasons after which the first frame shown is not the outermost one.
 TRUNCATED_REASONS = tuple(
-    reason
-    for reason in StopReason
-    if reason not in (*COMPLETE_REASONS, StopReason.KERNEL_ONLY, StopReason.EXCLUDED)
+    reason for reason in StopReason if reason not in (*COMPLETE_REASONS, *_WITHOUT_USER_STACK)
 )
 
 # Their positions stay in the processor's cache.

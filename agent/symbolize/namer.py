@@ -21,7 +21,7 @@ import numpy as np
 from aiflame.agent.elf.headers import HEADERS, Headers
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
+from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind, StopReason
 from aiflame.agent.model.window import NONE, Rows, Window
 from aiflame.agent.python.codes import UNREADABLE_FRAME
 from aiflame.agent.python.interpreter import Interpreter, may_hold_interpreter
@@ -53,6 +53,17 @@ _KERNEL_PATH = "[kernel]"
 # What stands between a tracepoint and a BPF program (include/trace/bpf_probe.h, v6.18).
 _TRACING_PREFIXES = ("bpf_trace_run", "__bpf_trace_", "__traceiter_", "trace_call_bpf")
 
+# The system call (arch/x86/entry/syscalls, since v4.17), and what it calls only once the thread has
+# the new program's address space: begin_new_exec frees the old one, load_elf_binary does the rest
+# (fs/exec.c and fs/binfmt_elf.c, v5.10 and v6.18; elf_map is elf_load since v6.10).
+_EXEC_SUFFIXES = ("_sys_execve", "_sys_execveat")
+_PAST_EXEC = frozenset(
+    {
+        *("exit_mmap", "setup_arg_pages", "elf_map", "elf_load", "load_elf_interp"),
+        *("create_elf_tables", "arch_setup_additional_pages", "set_brk", "vm_brk_flags"),
+    }
+)
+
 # What is kept from window to window: for how many, and how much, as `Recent` has it. Addresses of
 # hot code and what is read of files are asked of other processes, so they stay for long; what a
 # process had mapped is sorted in 0.1 ms.
@@ -69,6 +80,8 @@ class Location:
     is_mapped: bool = True
     is_start: bool = False
     is_tracing: bool = False  # the profiler's own, when it is at the leaf of a switch stack
+    is_exec: bool = False
+    is_past_exec: bool = False  # exec comes there once the caller's memory is gone
     is_trampoline: bool = False  # of CPython's -X perf
     binary: int = NONE
     binary_id: int | None = None
@@ -144,8 +157,16 @@ class Namer:
         raw = RawStacks.of_rows(rows)
         locations = self._located(raw, facts)
         kept = raw.kept_lengths(np.array([location.is_mapped for location in locations], bool))
+        is_gone = raw.taken_by_exec(
+            kept,
+            np.array([location.is_exec for location in locations], bool),
+            np.array([location.is_past_exec for location in locations], bool),
+        )
+        kept[is_gone] = raw.kernel_depths[is_gone]
         is_start = np.array([location.is_start for location in locations], bool)
-        stop_reasons = raw.final_stop_reasons(kept, is_start).tolist()
+        final = raw.final_stop_reasons(kept, is_start)
+        final[is_gone] = StopReason.KERNEL_ONLY
+        stop_reasons = final.tolist()
         sizes = np.array([len(location.chain) for location in locations], np.int64)
         chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         chains = np.array([frame for location in locations for frame in location.chain], np.int64)
@@ -228,7 +249,15 @@ class Namer:
             frame = SourceFrame(clean_name(name), "", 0, False)
             chain = (self._ids.frame(FrameKind.KERNEL, frame, binary, address),)
             is_tracing = module == "bpf" or name.startswith(_TRACING_PREFIXES)
-            found.append(Location(chain, is_tracing=is_tracing))
+            function = name.partition(".")[0]  # of a part or a clone of it
+            found.append(
+                Location(
+                    chain,
+                    is_tracing=is_tracing,
+                    is_exec=function.endswith(_EXEC_SUFFIXES),
+                    is_past_exec=function in _PAST_EXEC,
+                )
+            )
         return found
 
     def _symbols_of_kernel(self) -> KernelSymbols | None:

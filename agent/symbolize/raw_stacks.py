@@ -21,6 +21,14 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+# How walks end that may go on elsewhere: at what they cannot read, or have no table of.
+_CUT_REASONS = (
+    StopReason.NO_FRAME_POINTER,
+    StopReason.UNREADABLE,
+    StopReason.NO_TABLE,
+    StopReason.NO_TABLE_YET,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RawStacks:
@@ -117,6 +125,33 @@ class RawStacks:
             first[filled] = np.minimum.reduceat(position, self.starts[:-1][filled])
         return np.where(is_from_switch, np.minimum(first, length), 0)
 
+    def taken_by_exec(self, kept: I64, is_exec: Bools, is_past: Bools) -> Bools:
+        """Tells which stacks exec had taken away, so that only their leaf, a register, is known.
+
+        exec gives the thread another address space and frees the one that its caller's stack was in
+        (exec_mmap in fs/exec.c), which takes as long as a short program runs. From there to its end
+        there is no user stack: neither the caller's, nor one of the new program.
+
+        Args:
+            kept: As from `kept_lengths`.
+            is_exec: For each location, whether it is in exec at all, shape (u,).
+            is_past: The same, whether it is in what exec does only after that.
+        """
+        is_leaf_alone = kept - self.kernel_depths == 1
+        is_unreadable = self.stop_reasons == StopReason.UNREADABLE
+        is_cut = np.isin(self.stop_reasons, _CUT_REASONS)
+        is_past_it = is_unreadable | (is_cut & self._have_kernel_frame(is_past))
+        found: Bools = is_leaf_alone & is_past_it & self._have_kernel_frame(is_exec)
+        return found
+
+    def _have_kernel_frame(self, is_one: Bools) -> Bools:
+        """Tells which stacks have a kernel frame at one of some locations."""
+        stack_of = np.repeat(np.arange(len(self.ids)), self.lengths)
+        is_kernel = self.positions < self.kernel_depths[stack_of]
+        found = np.zeros(len(self.ids), bool)
+        found[stack_of[is_kernel & is_one[self.location]]] = True
+        return found
+
     def final_stop_reasons(self, kept: I64, is_thread_start: Bools) -> npt.NDArray[np.uint8]:
         """Returns the stop reason of each stack, now that its last frame is known.
 
@@ -128,16 +163,7 @@ class RawStacks:
             is_thread_start: For each location, shape (u,).
         """
         found = self.stop_reasons.copy()
-        by_pointer = np.isin(
-            found,
-            [
-                StopReason.ROOTED,
-                StopReason.NO_FRAME_POINTER,
-                StopReason.UNREADABLE,
-                StopReason.NO_TABLE,
-                StopReason.NO_TABLE_YET,
-            ],
-        )
+        by_pointer = np.isin(found, [StopReason.ROOTED, *_CUT_REASONS])
         is_cut = (kept < self.lengths) & (found != StopReason.KERNEL_ONLY)
         found[is_cut] = StopReason.NO_FRAME_POINTER
         has_user = kept > self.kernel_depths

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,20 @@ _AIM_PCT = 98
 # Of root: tables, symbols and kernel facts; answers about files.
 _KEPT = ("/var/cache/aiflame", "/run/aiflame")
 _CAPTURE = "bench.aiflame"
+_GONE = "[exited before it could be read]"
+
+# Root folders with the user space of other distributions, as debootstrap makes them, by name:
+# "Debian 13=/srv/trixie,Ubuntu 24.04=/srv/noble".
+_ROOTS = "AIFLAME_BENCH_ROOTS"
+# Where the programs are seen inside.
+_INSIDE = Path("/mnt")
+_PACKAGES = "bash, gcc, gzip, gunicorn, make, perl, python3-gunicorn, python3-numpy"
+
+_INTRO_ROOTS = f"""\
+The same when nothing was ever recorded, of commands in the user space of other distributions
+({_PACKAGES}, as they come), on this kernel, once each: share of CPU time, of all time, and of the
+CPU time that is shown as `[exited before it could be read]`. Busy: beside two loops, on each
+processor one."""
 
 _INTRO = f"""\
 Share of the time in stacks that are complete, of CPU time and of all time, in % (the aim is
@@ -102,6 +118,63 @@ while True:
     optimizer.step()
 """
 
+_APPLICATION = """
+import hashlib, json, zlib
+def app(environ, start_response):
+    data = json.dumps({str(i): i for i in range(2000)}).encode()
+    body = hashlib.sha256(zlib.compress(data)).hexdigest().encode()
+    start_response("200 OK", [("Content-Length", str(len(body)))])
+    return [body]
+"""
+
+_CLIENT = """
+import http.client, time
+until = time.monotonic() + 5
+while time.monotonic() < until:
+    connection = http.client.HTTPConnection("127.0.0.1", 8123)
+    try:
+        connection.request("GET", "/")
+        connection.getresponse().read()
+    except OSError:
+        time.sleep(0.1)  # it is not listening yet
+    connection.close()
+"""
+
+_GUNICORN = f"""
+cd {_INSIDE}
+gunicorn -w 2 -b 127.0.0.1:8123 --log-level error application:app &
+python3 client.py
+kill $!
+wait
+"""
+
+_PROGRAM = """
+import hashlib, json, math, re, sqlite3, time, zlib
+until = time.monotonic() + 4
+while time.monotonic() < until:
+    sum(math.gamma(1 + i % 20) for i in range(3000))
+    re.sub("[a-z]+", lambda match: match.group(0).upper(), "some words to change " * 200)
+    hashlib.sha256(zlib.compress(json.dumps(list(range(3000))).encode())).hexdigest()
+    database = sqlite3.connect(":memory:")
+    database.execute("create table numbers (number)")
+    database.executemany("insert into numbers values (?)", [(i,) for i in range(500)])
+    database.execute("select sum(number) from numbers").fetchall()
+"""
+
+# Ten processes a round, of programs that every distribution has; what they do takes 1 to 20 ms.
+_SHORT = """
+for i in $(seq 30); do
+  ls -l /usr/bin
+  date
+  grep -c root /etc/passwd
+  head -c 200000 /bin/bash | gzip -c
+  head -c 1000000 /bin/bash | gzip -1 -c
+  perl -e '$s += $_ for 1..20000'
+  sort /etc/passwd
+  sed -n '$p' /etc/passwd
+done > /dev/null
+"""
+
 _SHELL = "for i in $(seq 100); do seq $i | gzip -9 | gzip -d | wc; date; ls -l /usr/lib; done"
 
 # As many files as keep two compilers at work for some seconds.
@@ -110,11 +183,18 @@ _C_FILES = 12
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Of one recording: shares in %, time in seconds."""
+    """Of one recording: shares in %, time in seconds.
+
+    Attributes:
+        cpu, all: What is complete, of CPU time and of all time.
+        live_s: Until it was attached.
+        gone: What has no names as its process was gone, of CPU time.
+    """
 
     cpu: float
     all: float
     live_s: float
+    gone: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +214,27 @@ def _complete_pct(profile: Profile, classes: Sequence[SampleClass]) -> float:
     return 100 * float(ns[~truncated].sum() / max(ns.sum(), 1))
 
 
-def _recorded(arguments: Sequence[str], folder: Path) -> _Shares:
-    """Records with what recordings keep in a folder."""
-    script = []
+def _gone_pct(profile: Profile) -> float:
+    samples = profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]
+    nameless = [at for at, one in enumerate(profile.functions) if one.name == _GONE]
+    is_nameless = np.isin(profile.frames["function"][profile.stacks.frames], nameless)
+    found = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_nameless)])
+    of_stack = np.diff(found[profile.stacks.offsets]) > 0
+    ns = samples["ns"].astype(np.int64)
+    return 100 * float(ns[of_stack[samples["stack"]]].sum() / max(ns.sum(), 1))
+
+
+def _recorded(
+    arguments: Sequence[str], folder: Path, binds: Sequence[tuple[Path, Path]] = ()
+) -> _Shares:
+    """Records with what recordings keep in a folder.
+
+    Args:
+        arguments: Of `aiflame record`.
+        folder: Where that is.
+        binds: Folders, and where else they are seen.
+    """
+    script = [f"mount --bind {shlex.quote(str(one))} {at}" for one, at in binds]
     for place in map(Path, _KEPT):
         kept = folder / "kept" / place.name / place.parent.name
         kept.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -151,6 +249,7 @@ def _recorded(arguments: Sequence[str], folder: Path) -> _Shares:
         _complete_pct(profile, [SampleClass.ON_CPU]),
         _complete_pct(profile, list(SampleClass)),
         running.live_s - running.started_s,
+        _gone_pct(profile),
     )
 
 
@@ -204,6 +303,68 @@ def _cases(folder: Path) -> list[_Case]:
     return cases
 
 
+def _roots() -> dict[str, Path]:
+    """Returns the root folders of other distributions by name, the machine's own first."""
+    named = filter(None, os.environ.get(_ROOTS, "").split(","))
+    others = {name: Path(folder) for name, _, folder in (one.partition("=") for one in named)}
+    return {"this one": Path("/"), **others} if others else {}
+
+
+def _commands(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Writes programs into a folder that is seen at `_INSIDE`; returns commands by name."""
+    texts = {
+        "short.sh": _SHORT,
+        "pool.py": _POOL,
+        "program.py": _PROGRAM,
+        "numpy_load.py": _NUMPY.replace("sys.stdin.readline()", "import time").replace(
+            "while True:", "until = time.monotonic() + 4\nwhile time.monotonic() < until:"
+        ),
+        "gunicorn.sh": _GUNICORN,
+        "application.py": _APPLICATION,
+        "client.py": _CLIENT,
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    python = loads.PYTHON
+    return {
+        "bash, 300 short processes": ("bash", f"{_INSIDE}/short.sh"),
+        "`make -j2`, gcc": ("make", "-s", "-j2", "-C", f"{_INSIDE}/{_c_project(folder).name}"),
+        "multiprocessing pool, spawn": (python, f"{_INSIDE}/pool.py"),
+        "Python: re, json, zlib, sqlite3": (python, f"{_INSIDE}/program.py"),
+        "numpy": (python, f"{_INSIDE}/numpy_load.py"),
+        "gunicorn, two workers": ("sh", f"{_INSIDE}/gunicorn.sh"),
+    }
+
+
+@contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """Keeps so many processors busy."""
+    loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def _rows_of_roots(folder: Path) -> Iterator[tuple[str, ...]]:
+    for number, (distribution, root) in enumerate(_roots().items()):
+        programs = folder / f"root-{number}"
+        programs.mkdir()
+        inside = (programs, root / _INSIDE.relative_to("/"))
+        is_own = root == Path("/")
+        chroot = () if is_own else ("chroot", str(root))
+        for at, (what, command) in enumerate(_commands(programs).items()):
+            for loops in (0, 2) if at == 0 else (0,):
+                kept = programs / f"{at}-{loops}"
+                kept.mkdir()
+                with _busy(loops):
+                    shares = _recorded(("--", *chroot, *command), kept, [inside])
+                figures = (f"{shares.cpu:.1f}", f"{shares.all:.1f}", f"{shares.gone:.1f}")
+                yield (what + (", busy" if loops else ""), distribution, *figures)
+
+
 def _row(case: _Case, folder: Path) -> tuple[str, ...]:
     name = re.sub(r"\W+", "-", case.what)
     pairs = [_pair(case, folder / f"{name}-{number}") for number in range(_ROUNDS)]
@@ -221,7 +382,10 @@ def _row(case: _Case, folder: Path) -> tuple[str, ...]:
 
 
 def measure(busy: Path, folder: Path) -> list[Table]:
-    """Measures all programs; PyTorch where AIFLAME_BENCH_TORCH says which Python has it."""
+    """Measures all programs; PyTorch where AIFLAME_BENCH_TORCH says which Python has it.
+
+    Other distributions' programs where AIFLAME_BENCH_ROOTS says where they are.
+    """
     del busy
     rows = [_row(case, folder) for case in _cases(folder)]
     figures = ("CPU time", "all time", "attached, s")
@@ -231,4 +395,8 @@ def measure(busy: Path, folder: Path) -> list[Table]:
         *(f"first: {figure}" for figure in figures),
         *(f"second: {figure}" for figure in figures),
     )
-    return [Table("The first recording", _INTRO, columns, rows)]
+    tables = [Table("The first recording", _INTRO, columns, rows)]
+    if others := [*_rows_of_roots(folder)]:
+        columns = ("program", "distribution", "CPU time", "all time", "exited")
+        tables.append(Table("The first recording elsewhere", _INTRO_ROOTS, columns, others))
+    return tables

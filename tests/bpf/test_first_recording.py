@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.profile import Profile, SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
-from recordings import Recording
+from recordings import Recording, frames_of, rows_of
 from support import AIFLAME
 
 pytestmark = pytest.mark.bpf
@@ -31,6 +31,20 @@ data = bytes(range(256)) * 400
 while True:
     hashlib.sha256(zlib.compress(data)).digest()
     sum(math.gamma(1 + i % 20) for i in range(5000))
+"""
+
+# Ten processes a round, of programs that every Debian has; what they do takes 1 to 20 ms.
+_SHORT = """
+for i in $(seq 30); do
+  ls -l /usr/bin > /dev/null
+  date > /dev/null
+  grep -c root /etc/passwd > /dev/null
+  head -c 200000 /bin/bash | gzip -c > /dev/null
+  head -c 1000000 /bin/bash | gzip -1 -c > /dev/null
+  perl -e '$s += $_ for 1..20000'
+  sort /etc/passwd > /dev/null
+  sed -n '$p' /etc/passwd > /dev/null
+done
 """
 
 _LATE_OPENCL = """
@@ -64,6 +78,38 @@ def _go(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def _recorded_cold(folder: Path, times: int, *arguments: object) -> list[Profile]:
+    """Records so many times, one after the other, as if nothing had ever been recorded before.
+
+    What recordings keep is in memory, in a mount namespace of these.
+    """
+    kept = ("/run/aiflame", "/var/cache/aiflame")
+    for place in kept:
+        Path(place).mkdir(mode=0o700, exist_ok=True)
+    names = [f"{number}.aiflame" for number in range(times)]
+    lines = [
+        *("set -e", *(f"mount -t tmpfs -o mode=0700 none {place}" for place in kept)),
+        *(
+            shlex.join(map(str, [*AIFLAME, "record", "--force", "-o", n, *arguments]))
+            for n in names
+        ),
+    ]
+    script = "\n".join(lines)
+    subprocess.run(["unshare", "-m", "sh", "-c", script], cwd=folder, check=True, timeout=120)
+    return [read_capture(folder / name) for name in names]
+
+
 def _complete_share(profile: Profile) -> float:
     samples = profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]
     truncated = np.isin(profile.stacks.ends, TRUNCATED_REASONS)[samples["stack"]]
@@ -73,24 +119,36 @@ def _complete_share(profile: Profile) -> float:
 
 def test_a_first_recording_is_as_complete_as_the_second(tmp_path: Path) -> None:
     # GIVEN a busy process, and a machine on which nothing was ever recorded
-    record = shlex.join([*AIFLAME, "record", "--force", "-q", "-F", "499", "-d", "2", "-o"])
+    record = ("-q", "-F", "499", "-d", "2")
     with _running(_BUSY) as process:
         _go(process)
-        script = "\n".join(
-            (
-                "set -e",
-                "mount -t tmpfs -o mode=0700 none /run/aiflame",
-                "mount -t tmpfs -o mode=0700 none /var/cache/aiflame",
-                f"{record} first.aiflame -p {process.pid}",
-                f"{record} second.aiflame -p {process.pid}",
-            )
-        )
-        for folder in ("/run/aiflame", "/var/cache/aiflame"):
-            Path(folder).mkdir(mode=0o700, exist_ok=True)
-        subprocess.run(["unshare", "-m", "sh", "-c", script], cwd=tmp_path, check=True, timeout=120)
+        first, second = _recorded_cold(tmp_path, 2, *record, "-p", process.pid)
     # THEN both are complete
-    for name in ("first", "second"):
-        assert _complete_share(read_capture(tmp_path / f"{name}.aiflame")) >= 0.98
+    assert _complete_share(first) >= 0.98
+    assert _complete_share(second) >= 0.98
+
+
+@pytest.mark.parametrize("loops", [0, 2], ids=["quiet", "busy"])
+def test_short_processes_are_complete_the_first_time(tmp_path: Path, loops: int) -> None:
+    # GIVEN three hundred processes of some milliseconds, maybe on a machine that is busy
+    with _busy_loops(loops):
+        # WHEN they are recorded, and nothing was ever recorded before
+        (profile,) = _recorded_cold(tmp_path, 1, "-F", "999", "--", "bash", "-c", _SHORT)
+    # THEN there is a stack for their time, down to what they began with
+    assert _complete_share(profile) >= 0.95
+    on_cpu = rows_of(profile, None, None, SampleClass.ON_CPU)
+    stacks = [frames_of(profile, stack) for stack in on_cpu["stack"].tolist()]
+    is_gone = np.array(["[exited before it could be read]" in frames for frames in stacks])
+    assert on_cpu["ns"][is_gone].sum() < 0.01 * on_cpu["ns"].sum()
+    # AND exec, which has no stack once the program that called it is gone, is said to have none
+    in_exec = [any(name.endswith("_sys_execve") for name in frames) for frames in stacks]
+    ends = profile.stacks.ends[on_cpu["stack"][np.array(in_exec)]].tolist()
+    assert StopReason.KERNEL_ONLY in ends
+    assert ends.count(StopReason.UNREADABLE) == 0
+    # AND so is a child that waits for its first turn on a CPU
+    waiting = rows_of(profile, None, None, SampleClass.WAITING_TO_RUN)
+    assert StopReason.NOT_RUN_YET in profile.stacks.ends[waiting["stack"]]
+    assert StopReason.NOT_WALKED not in profile.stacks.ends
 
 
 def test_no_device_is_looked_for_where_no_process_uses_one(tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ done
 """
 _PROGRAMS = Counter(ls=1, date=1, grep=1, head=2, gzip=2, perl=1, sort=1, sed=1)
 
+_COMMAND_LINES = {
+    *("ls -l /usr/bin", "date", "grep -c root /etc/passwd", "gzip -c", "gzip -1 -c"),
+    *("head -c 200000 /bin/bash", "head -c 1000000 /bin/bash", "perl -e $s += $_ for 1..20000"),
+    *("sort /etc/passwd", "sed -n $p /etc/passwd"),
+}
+
 
 def _share_of(profile: Profile, name: str) -> float:
     """Which share of the CPU time was spent in stacks with a frame of that name."""
@@ -66,6 +72,8 @@ def test_hundreds_of_short_processes_have_names(tmp_path: Path, with_a_busy_mach
     names = Counter(process.name for process in profile.processes)
     wanted = {name: _ROUNDS * count for name, count in _PROGRAMS.items()}
     assert names == {**wanted, "bash": _ROUNDS * _PROGRAMS.total() + 2, "seq": 1}
+    lines = {process.command_line for process in profile.processes if process.name in _PROGRAMS}
+    assert lines == _COMMAND_LINES
     threads = Counter(
         (thread.name, profile.processes[thread.process].name) for thread in profile.threads
     )

@@ -32,7 +32,8 @@ _BUSY = "import json\nwhile True: json.dumps(list(range(200)))"
 
 def walked_share(profile: Profile, end: StopReason) -> float:
     """Returns the share of time in stacks with this end, among those that were walked at all."""
-    walked = ~np.isin(profile.stacks.ends, [StopReason.NOT_WALKED, StopReason.KERNEL_ONLY])
+    others = [StopReason.NOT_WALKED, StopReason.NOT_RUN_YET, StopReason.KERNEL_ONLY]
+    walked = ~np.isin(profile.stacks.ends, others)
     rows = profile.samples[walked[profile.samples["stack"]]]
     has_end = profile.stacks.ends[rows["stack"]] == end
     return float(rows["ns"][has_end].sum() / rows["ns"].sum())

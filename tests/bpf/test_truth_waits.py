@@ -73,7 +73,7 @@ def test_waits_for_a_mutex_last_as_long_as_the_thread_says(run: Run) -> None:
     # Of the whole thread: the C library's lock hides its callers. The thread's wait for its first
     # turn, before it could measure anything, has no stack.
     off_cpu = rows_of(run.profile, None, "locks", *OFF_CPU)
-    off_cpu = off_cpu[run.profile.stacks.ends[off_cpu["stack"]] != StopReason.NOT_WALKED]
+    off_cpu = off_cpu[run.profile.stacks.ends[off_cpu["stack"]] != StopReason.NOT_RUN_YET]
     truth_ns = run.truth["locks.wall_ns"] - run.truth["locks.cpu_ns"]
     assert int(off_cpu["ns"].sum()) == pytest.approx(truth_ns, rel=0.02)
 

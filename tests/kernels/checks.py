@@ -161,7 +161,8 @@ class _Threads:
     def complete_and_whole_ns(self) -> tuple[int, int]:
         """Nanoseconds with complete stacks, and all."""
         ends = self._profile.stacks.ends[self._rows["stack"]]
-        whole = np.isin(ends, [*COMPLETE_REASONS, StopReason.KERNEL_ONLY])
+        without = (StopReason.KERNEL_ONLY, StopReason.NOT_RUN_YET)
+        whole = np.isin(ends, [*COMPLETE_REASONS, *without])
         return int(self._rows["ns"][whole].sum()), int(self._rows["ns"].sum())
 
 

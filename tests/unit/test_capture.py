@@ -37,6 +37,7 @@ from aiflame.agent.model.profile import (
     Loss,
     Process,
     SampleClass,
+    StopReason,
     Thread,
 )
 
@@ -681,7 +682,7 @@ def test_values_of_the_wrong_type(
         ("frames.line", "-1"),
         ("frames.line", "1 << 40"),
         ("frames.address", "-1"),
-        ("stacks.end_reason", "13"),
+        ("stacks.end_reason", str(max(StopReason) + 1)),
         ("stacks.end_reason", "256"),
         ("stacks.end_reason", "-1"),
         ("stacks.gil", "5"),

@@ -203,3 +203,14 @@ def test_some_are_walked_at_a_time(recording: _Recording) -> None:
     recording.late.poll()
     assert recording.late.complete == 3 * late_walks._MOST_WALKED
     assert not recording.late.used_images()
+
+
+def test_a_stack_that_could_not_be_read_is_not_counted_as_one_without_a_table(
+    recording: _Recording,
+) -> None:
+    recording.map_code()
+    recording.copy(pages=0)
+    recording.copy(8)
+    recording.late.finish()
+    assert [stack for stack, *_, is_late in recording.given if is_late] == [7, 8]
+    assert (recording.late.complete, recording.late.truncated) == (0, 1)

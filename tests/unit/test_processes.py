@@ -323,6 +323,33 @@ def test_a_program_that_is_gone_is_what_the_kernel_told(
         assert thread.name == image.name
 
 
+def test_a_program_that_is_gone_has_the_arguments_that_it_was_given(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    # GIVEN a program that nobody could ask, as the kernel half has seen it begin
+    machine.image = None
+    table.has_become(42, 25, b"ls\0-l\0/usr/bin\0")
+    # THEN its command line is known, and not that of another that has the same pid
+    assert table.image(42, 25).command_line == "ls -l /usr/bin"
+    assert table.image(42, 26).command_line == ""
+    # AND so it is where its end came first
+    late = table.image(43, 30)
+    table.take_changed()
+    table.has_become(43, 30, b"date\0")
+    assert late.command_line == "date"
+    assert late in table.take_changed()[0]
+
+
+def test_arguments_of_programs_that_nobody_asks_for_are_bounded(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    machine.image = None
+    for image in range(3000):
+        table.has_become(42, image, b"ls\0")
+    assert table.image(42, 0).command_line == ""
+    assert table.image(42, 2999).command_line == "ls"
+
+
 def test_what_was_told_is_there_without_a_read_while_it_is_all(
     machine: _Machine, told_table: ProcessTable, told: _Told
 ) -> None:

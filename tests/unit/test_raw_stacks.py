@@ -174,6 +174,35 @@ def test_how_a_stack_really_ended(
     assert [StopReason(value) for value in ends] == [StopReason.ROOTED, judged, StopReason.ROOTED]
 
 
+_EXEC, _PAST, _OTHER = _KERNEL + 0x41, _KERNEL + 0x51, _KERNEL + 0x61
+
+
+@pytest.mark.parametrize(
+    ("end", "kernel", "user", "is_taken"),
+    [
+        (StopReason.UNREADABLE, [_OTHER, _EXEC], [0x10], True),
+        (StopReason.NO_FRAME_POINTER, [_OTHER, _PAST, _EXEC], [0x10], True),
+        (StopReason.NO_TABLE, [_PAST - 1, _EXEC], [0x10], True),
+        # The caller's memory is still there, or is read.
+        (StopReason.NO_TABLE, [_OTHER, _EXEC], [0x10], False),
+        (StopReason.UNREADABLE, [_OTHER, _EXEC], [0x10, 0x20], False),
+        (StopReason.ROOTED_BY_TABLE, [_PAST, _EXEC], [0x10], False),
+        # No exec: a process that ends, and a page that is not there.
+        (StopReason.NO_TABLE, [_PAST, _OTHER], [0x10], False),
+        (StopReason.UNREADABLE, [_OTHER], [0x10], False),
+        (StopReason.UNREADABLE, [], [_EXEC], False),
+    ],
+)
+def test_exec_takes_the_stack_of_its_caller_away(
+    end: StopReason, kernel: list[int], user: list[int], is_taken: bool
+) -> None:
+    other = _row(0, 1, [_PAST, _EXEC], [0x10, _START], StopReason.ROOTED)
+    stacks = RawStacks.of_rows([other, _row(1, 1, kernel, user, end), other])
+    kept = stacks.kept_lengths(np.ones(len(stacks.addresses), bool))
+    is_exec, is_past = _flags(stacks, _EXEC - 1), _flags(stacks, _PAST - 1)
+    assert stacks.taken_by_exec(kept, is_exec, is_past).tolist() == [False, is_taken, False]
+
+
 def test_frames_are_root_first_with_inlined_functions_inside_their_callers() -> None:
     stacks = RawStacks.of_rows(
         [_row(0, 1, [_KERNEL], [0x10, 0x21, 0x31]), _row(1, 1, [], []), _row(2, 1, [], [0x30])]
