@@ -45,7 +45,7 @@ class Scenario:
     cost: str = "items"
     wait: str = "finish"
     processes: int = 1
-    length_ms: int = 8000
+    length_ms: int = 5000
     is_late: bool = False
     options: tuple[str, ...] = field(default=())
 
@@ -72,7 +72,7 @@ class Measured:
 
 
 SCENARIOS = (
-    Scenario("2 sites, 100 ms, one by one", 100_000, 2),
+    Scenario("2 sites, 100 ms, one by one", 100_000, 2, length_ms=8000),
     Scenario("2 sites, 500 ms, one by one", 500_000, 2, length_ms=12_000),
     Scenario("10 sites, 20 ms, one by one", 20_000, 10),
     Scenario("4 sites, 1 ms, one by one", 1_000, 4),
@@ -80,13 +80,16 @@ SCENARIOS = (
     Scenario("4 sites, 20 ms, by event", 20_000, 4, wait="event"),
     Scenario("4 sites, 20 ms, by a blocking read", 20_000, 4, wait="read"),
     Scenario("4 sites, 20 ms, cost not by work", 20_000, 4, cost="rounds"),
-    Scenario("2 sites, 100 ms, queued by 8", 100_000, 2, depth=8),
+    Scenario("2 sites, 100 ms, queued by 8", 100_000, 2, depth=8, length_ms=8000),
+    Scenario("1 site, 5 ms, queued by 16", 5_000, 1, depth=16),
     Scenario("4 sites, 5 ms, queued by 16", 5_000, 4, depth=16),
     Scenario("4 sites, 200 us, queued by 64", 200, 4, depth=64),
     Scenario("4 sites, 5 ms, queued by 16, cost not by work", 5_000, 4, depth=16, cost="rounds"),
+    Scenario("10 sites, 5 ms, queued by 16", 5_000, 10, depth=16),
     Scenario("4 sites, 20 ms, 3 queues", 20_000, 4, depth=3, queues=3),
     Scenario("4 sites, 5 ms, 3 queues, queued by 12", 5_000, 4, depth=12, queues=3),
     Scenario("4 processes, 4 sites, 20 ms", 20_000, 4, processes=4),
+    Scenario("4 processes, 4 sites, 5 ms, queued by 16", 5_000, 4, depth=16, processes=4),
     Scenario("4 sites, 20 ms, one by one, late attach", 20_000, 4, is_late=True),
     Scenario("4 sites, 5 ms, queued by 16, late attach", 5_000, 4, depth=16, is_late=True),
 )

@@ -55,6 +55,7 @@ class Stretches:
         begin_ns: Of each stretch, shape (stretches,).
         end_ns: NaN where that is not known.
         samples: How many were taken in each.
+        by_rank: Where these tell better than times how far a stretch has come.
         busy: In which part of a stretch, from its beginning on, nearly all samples are, 0 to 1.
     """
 
@@ -62,6 +63,7 @@ class Stretches:
     begin_ns: F64
     end_ns: F64
     samples: F64
+    by_rank: npt.NDArray[np.bool_]
     busy: float
 
 

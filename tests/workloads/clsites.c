@@ -101,6 +101,12 @@ static void wait_for(cl_event *ends, int count, const char *way)
 	}
 }
 
+/* By the processors' time, which other programs make no longer: PoCL has a worker for each. */
+static long long worked_ns(void)
+{
+	return clock_ns(CLOCK_PROCESS_CPUTIME_ID) / sysconf(_SC_NPROCESSORS_ONLN);
+}
+
 static void calibrate(long long kernel_ns)
 {
 	long long took_ns = 0, start_ns;
@@ -110,11 +116,11 @@ static void calibrate(long long kernel_ns)
 	for (int i = 0; i < 5; i++) {
 		cl_event end;
 
-		start_ns = clock_ns(CLOCK_MONOTONIC);
+		start_ns = worked_ns();
 		site_0(queues[0], &end);
 		check(clFinish(queues[0]), "clFinish");
 		clReleaseEvent(end);
-		took_ns = clock_ns(CLOCK_MONOTONIC) - start_ns;
+		took_ns = worked_ns() - start_ns;
 		if (i == 2 && took_ns < 20 * MS)
 			rounds = CALIBRATION_ROUNDS * (20.0 * MS / took_ns) + 1;
 	}
