@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NO_END
-from aiflame.gpu.attribution.costs import Stretches, costs_of
+from aiflame.gpu.attribution.costs import Stretches, costs_of, stretches_at
 from aiflame.gpu.attribution.launches import UNNAMED
 
 I64 = npt.NDArray[np.int64]
@@ -125,6 +125,20 @@ def _distance(position: F64, begin: F64, end: F64) -> F64:
 
 
 @dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Rows of launches of all queues as they were enqueued, by stretch; shape (rows,).
+
+    `belief` as in Costs.
+    """
+
+    name: I64
+    stack: I64
+    count: F64
+    took_ns: F64
+    belief: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """The launches of a process, and its stretches of time.
 
@@ -133,6 +147,7 @@ class Timeline:
 
     queues: list[Queue]
     stretches: Stretches
+    rows: LaidOut
 
     def positions(self, time_ns: I64) -> F64:
         """Returns where samples are, ascending by time, shape (samples,).
@@ -142,8 +157,7 @@ class Timeline:
         of one sample is added that differs between stretches, as each may have the same launches.
         In one without a known end that is a part of the longest that there is.
         """
-        which = np.searchsorted(self.stretches.begin_ns, time_ns, side="right") - 1
-        which = np.maximum(which, 0)
+        which = self.stretches.at(time_ns)
         count = np.bincount(which, minlength=len(self.stretches.begin_ns))
         rank = np.arange(len(time_ns)) - (np.cumsum(count) - count)[which]
         by_rank = (rank + which * _GOLDEN % 1) / count[which]
@@ -170,14 +184,16 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
     order = np.lexsort((launches["last_ns"], launches["first_ns"]))
     launches, names, measured_ns = launches[order], names[order], measured_ns[order]
     queues, which = np.unique(launches["queue"], return_inverse=True)
-    rows = [np.flatnonzero(which == queue) for queue in range(len(queues))]
+    of_queue = [np.flatnonzero(which == queue) for queue in range(len(queues))]
     ended_ns = np.array(launches["ended_ns"])
-    for own in rows:  # what had ended by then, had all before it
+    for own in of_queue:  # what had ended by then, had all before it
         ended_ns[own] = np.minimum.accumulate(ended_ns[own][::-1])[::-1]
     first_ns = launches["first_ns"].astype(np.int64)
     stretches = _stretches(first_ns, ended_ns, sampled_ns, is_one_queue=len(queues) == 1)
-    took_ns = costs_of(launches, names, stretches, measured_ns)
-    begin, end = _laid_out(first_ns.astype(np.float64), took_ns, stretches, np.sort(sampled_ns))
+    costs = costs_of(launches, names, stretches, measured_ns)
+    begin, end = _laid_out(
+        first_ns.astype(np.float64), costs.took_ns, stretches, np.sort(sampled_ns)
+    )
     stack = launches["stack"].astype(np.int64)
     found = [
         Queue(
@@ -190,9 +206,11 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
             end=end[own],
             by_name=_by_name(names[own]),
         )
-        for own in rows
+        for own in of_queue
     ]
-    return Timeline(found, stretches)
+    count = launches["count"].astype(np.float64)
+    rows = LaidOut(names, stack, count, costs.took_ns, costs.belief)
+    return Timeline(found, stretches, rows)
 
 
 def _by_name(names: I64) -> I64:
@@ -219,7 +237,7 @@ def _stretches(first_ns: I64, ended_ns: I64, sampled_ns: I64, *, is_one_queue: b
     is_known = np.bincount(of_launch, has_end, len(first)) > 0
     begin_ns = first_ns[first].astype(np.float64)
     begin_ns[1:] = np.maximum(begin_ns[1:], np.where(is_known[:-1], end_ns[:-1], 0.0))
-    sampled = np.maximum(np.searchsorted(begin_ns, sampled_ns, side="right") - 1, 0)
+    sampled = stretches_at(begin_ns, sampled_ns)
     length_ns = np.maximum(end_ns - begin_ns, 1.0)[sampled]
     part = (sampled_ns - begin_ns[sampled]) / length_ns
     samples = np.bincount(sampled, minlength=len(first)).astype(np.float64)
