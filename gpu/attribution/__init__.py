@@ -124,7 +124,7 @@ def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -
     variances = Variances(1 + _last(gpu.launches["stack"], launches.stack))
     is_found, exact = _by_time(gpu, names, _Shared(shared, name[shared]), times, stack, variances)
     certainty[shared] = np.where(exact, Certainty.EXACT, Certainty.SHARED)
-    shared = shared[~is_found]
+    of_several, shared = shared, shared[~is_found]
 
     parts = Parts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     if len(shared):
@@ -132,8 +132,11 @@ def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -
         own = windows.launches
         time_ns = _mean_times(own.name, own.stack, names, times)
         parts = _share(gpu, windows, _Shared(shared, name[shared]), time_ns, variances)
+        of_name = np.bincount(own.name, own.count)
+        sampled = np.bincount(name[of_several], samples["count"][of_several], len(of_name))
+        one = sampled / np.maximum(of_name, 1.0)
         unseen = parts.where(_unseen(gpu, names, parts.row))
-        add_unseen(variances, name[unseen.row], unseen.party, unseen.count)
+        add_unseen(variances, name[unseen.row], unseen.party, unseen.count, one)
     undivided = np.delete(np.arange(len(samples)), shared)
     rows = _rows(samples, stack, certainty, undivided, parts)
     return Attribution(rows, variances.error(int(samples["count"].sum())))

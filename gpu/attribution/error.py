@@ -39,7 +39,7 @@ Mask = npt.NDArray[np.bool_]
 _ENDS = 0.4
 # And by this part of all that it has, as other programs and memory have it, where nothing tells
 # better: what the truth programs scatter by on a busy machine.
-_SCATTER = 0.2
+_SCATTER = 0.15
 # As much as is known of that beforehand, in stretches.
 _PRIOR_STRETCHES = 4.0
 
@@ -195,24 +195,26 @@ def _by_crossing(entries: Entries, goes_on: Mask, stacks: int) -> F64:
     return _sums(keys % stacks, variance, stacks)
 
 
-def add_unseen(variances: Variances, name: I64, stack: I64, count: I64) -> None:
+def add_unseen(variances: Variances, name: I64, stack: I64, count: I64, one: F64) -> None:
     """Adds what is not known of samples that were taken before the first launch that was seen.
 
-    They are of a launch that was under way then: all of them have one stack, which may be any.
+    They are of launches that were under way then, of which each may be any stack's.
 
     Args:
         variances: Where to.
         name: A number for the name of the kernel of each part.
         stack: That it was given to.
         count: How many samples.
+        one: How many samples a launch has, by name.
     """
     is_known = stack != NONE
     name, stack, count = name[is_known], stack[is_known], count[is_known]
     keys, at = np.unique(name * variances.stacks + stack, return_inverse=True)
     given = _sums(at, count, len(keys))
     name, stack = keys // variances.stacks, keys % variances.stacks
-    whole = _sums(name, given)[name] if len(name) else given
-    variances.of_launches += _sums(stack, given * (whole - given), variances.stacks)
+    whole = _sums(name, given, len(one))[name]
+    together = np.minimum(one[name], whole) / whole
+    variances.of_launches += _sums(stack, given * (whole - given) * together, variances.stacks)
 
 
 def _off(variance: F64) -> float:
