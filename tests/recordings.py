@@ -231,15 +231,17 @@ def off_cpu_by_thread(profile: Profile) -> npt.NDArray[np.int64]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the pids of a process's children."""
+    """Returns the pids of a process's children, the youngest last: pids begin anew now and then."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and f"\nPPid:\t{pid}\n" in (folder / "status").read_text():
-                found.append(int(folder.name))
+                # Documentation/filesystems/proc.rst: starttime, ticks since boot.
+                words = (folder / "stat").read_text().rpartition(")")[2].split()
+                found.append((int(words[19]), int(folder.name)))
         except OSError:  # noqa: PERF203 - it has ended since the listing
             continue
-    return found
+    return [child for _, child in sorted(found)]
 
 
 @contextmanager

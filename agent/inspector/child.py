@@ -31,9 +31,7 @@ _STARVED_PATIENCE_S = 30.0
 MAX_DEATHS = 4
 # Children that cannot be killed stay until their file system answers, or ends.
 MAX_STUCK = 256
-# When the recorder ends, for each child.
-_ENDING_S = 0.05
-# A killed child of 1 GB takes a tenth of that.
+# A killed child of 1 GB takes a tenth of that; when the recorder ends, all of them together.
 _KILLING_S = 1.0
 _MAX_MESSAGE_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 4
@@ -242,7 +240,8 @@ class Children(Generic[ChildT]):
     def close(self) -> None:
         """Ends the child."""
         self._leave()
-        for child in self._ended:
+        until_s = time.monotonic() + _KILLING_S
+        for child in reversed(self._ended):  # the last one is not stuck
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(_ENDING_S)
+                child.process.wait(max(until_s - time.monotonic(), 0))
         self._ended = []

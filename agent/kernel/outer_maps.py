@@ -9,6 +9,7 @@ and may go to sleep with the stack that it then keeps: its recorder must not wai
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Collection, Mapping
@@ -101,7 +102,9 @@ class OuterMap:
                 for key in changes:
                     del self._asked[key]
                 self._changing.update(changes)
-            refused = self._make(changes)
+            refused = [key for key, fd in changes.items() if fd is not None]
+            with contextlib.suppress(MemoryError):  # the recorder says so; who waits is let go
+                refused = self._make(changes)
             with self._changed:
                 self._refused += refused
                 self._changing.difference_update(changes)

@@ -32,6 +32,7 @@ from aiflame.agent.model.window import (
     Rows,
     Window,
     added_up,
+    key_numbers,
     lengths,
     newest,
 )
@@ -366,8 +367,8 @@ class WindowBuilder:
             else:
                 chosen = np.isin(known[number], _joined(wanted[name], known[number].dtype))
             if len(changed[name]):
-                fields = list(column.key)
-                chosen |= np.isin(known[fields], changed[name][fields])
+                numbers = key_numbers(np.concatenate([known, changed[name]]), column)
+                chosen |= np.isin(numbers[: len(known)], numbers[len(known) :])
             columns[name] = known[chosen]
             for reference, other in column.refers.items():
                 wanted[other].append(columns[name][reference])

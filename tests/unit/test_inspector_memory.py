@@ -149,7 +149,7 @@ def _reader() -> int:
     """The pid of the one process that reads."""
     # One that was replaced may not be over yet.
     alive = [pid for pid in children_of(os.getpid()) if _state(pid) != "Z"]
-    return max(alive)
+    return alive[-1]
 
 
 def _state(pid: int) -> str:

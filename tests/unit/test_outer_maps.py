@@ -128,3 +128,19 @@ def test_closing_leaves_no_descriptor_open(outer: OuterMap, slow: _Slow) -> None
     for fd in (first, second):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+def test_whoever_waits_is_let_go_when_there_is_no_memory_for_a_change() -> None:
+    # GIVEN a change that this process has no memory for
+    class Poor(_Slow):
+        def update_many(self, entries: Mapping[int, int]) -> list[int]:
+            raise MemoryError
+
+    outer = OuterMap(Poor())
+    outer.go_beside()
+    # WHEN it is asked for
+    outer.put({1: _file()[0]})
+    # THEN nobody waits for it for ever, and it counts as refused
+    outer.wait()
+    assert outer.take_refused() == [1]
+    outer.close()

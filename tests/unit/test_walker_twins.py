@@ -178,7 +178,7 @@ def _python_stack(world: World) -> tuple[list[int], WalkEnd, bool]:
     return addresses, found.end, any(frame.found_by is FoundBy.HEURISTIC for frame in found.frames)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.integers(0, 1 << 64).map(_world))
 def test_native_walks_agree(kernel: KernelWalkers, world: World) -> None:
     kernel.set_memory(world.memory)
@@ -202,7 +202,7 @@ def test_native_walks_agree(kernel: KernelWalkers, world: World) -> None:
         assert (end is StopReason.ROOTED_BY_HEURISTIC) == is_heuristic
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.integers(0, 1 << 64).map(_world))
 def test_a_copied_stack_is_walked_on_as_if_its_table_had_been_there(
     kernel: KernelWalkers, world: World
@@ -246,7 +246,7 @@ def test_a_copied_stack_is_walked_on_as_if_its_table_had_been_there(
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 1 << 64).map(_world))
 def test_a_table_that_comes_after_its_mappings_is_used_at_once(
     kernel: KernelWalkers, world: World
@@ -334,7 +334,7 @@ _codes = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.sampled_from(_LAYOUTS),
     st.lists(
