@@ -45,6 +45,7 @@ class Scenario:
     queues: int = 1
     cost: str = "items"
     wait: str = "finish"
+    order: str = "ordered"
     processes: int = 1
     length_ms: int = 5000
     is_late: bool = False
@@ -98,9 +99,20 @@ SCENARIOS = (
     Scenario("4 sites, 5 ms, 3 queues, queued by 12", 5_000, 4, depth=12, queues=3),
     Scenario("4 processes, 4 sites, 20 ms", 20_000, 4, processes=4),
     Scenario("4 processes, 4 sites, 5 ms, queued by 16", 5_000, 4, depth=16, processes=4),
-    Scenario("4 sites, 20 ms, one by one, late attach", 20_000, 4, length_ms=8000, is_late=True),
     Scenario(
-        "4 sites, 5 ms, queued by 16, late attach", 5_000, 4, depth=16, length_ms=8000, is_late=True
+        "4 sites, 20 ms, one by one, late attach", 20_000, 4, length_ms=_LATE_MS, is_late=True
+    ),
+    Scenario(
+        "4 sites, 5 ms, queued by 16, late attach",
+        5_000,
+        4,
+        depth=16,
+        length_ms=_LATE_MS,
+        is_late=True,
+    ),
+    Scenario("4 sites, 5 ms, queued by 16, any order", 5_000, 4, depth=16, order="any"),
+    Scenario(
+        "4 sites, 5 ms, queued by 4, any order, by event", 5_000, 4, 4, wait="event", order="any"
     ),
 )
 
@@ -119,7 +131,8 @@ def record(scenario: Scenario, program: Path, folder: Path) -> Ended:
     cache.mkdir(exist_ok=True)
     environment = {**os.environ, "POCL_CACHE_DIR": str(cache), "HOME": str(folder)}
     s = scenario
-    command = [program, s.length_ms, s.kernel_us, s.sites, s.depth, s.queues, s.cost, s.wait]
+    numbers = s.length_ms, s.kernel_us, s.sites, s.depth, s.queues
+    command = [program, *numbers, s.cost, s.wait, s.order]
     with ExitStack() as stack:
         running = [
             stack.enter_context(Workload(command, env=environment)) for _ in range(s.processes)

@@ -7,7 +7,8 @@
  *
  * Arguments: milliseconds to launch for; microseconds that a kernel of most work takes; sites;
  * launches that are queued before they are waited for; queues, which take turns; "items" or
- * "rounds"; "finish", "event" or "read": how launches are waited for.
+ * "rounds"; "finish", "event" or "read": how launches are waited for; "ordered", or "any" for
+ * queues that run launches in any order.
  */
 #define _GNU_SOURCE
 #include <string.h>
@@ -147,7 +148,10 @@ int main(int argc, char **argv)
 	by_items = !strcmp(argv[6], "items");
 	open_device(3 * ITEMS);
 	for (int i = 0; i < queue_count; i++) {
-		queues[i] = clCreateCommandQueue(context, device, 0, &error);
+		queues[i] = clCreateCommandQueue(
+			context, device,
+			strcmp(argv[8], "any") ? 0 : CL_QUEUE_OUT_OF_ORDER_EXEC_MODE_ENABLE,
+			&error);
 		check(error, "clCreateCommandQueue");
 	}
 	work = kernel_of(build(SOURCE, "-g"), "work", 1);
