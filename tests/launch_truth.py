@@ -228,7 +228,7 @@ def _told(measured: Sequence[Measured]) -> str:
     told = float(np.median([m.told for m in measured]))
     if_unequal = float(np.median([m.told_if_unequal for m in measured]))
     words = f"{100 * told:.1f} %"
-    return words if if_unequal < max(2 * told, 0.005) else f"{words}, {100 * if_unequal:.0f} %"
+    return words if if_unequal < 2 * max(told, 0.005) else f"{words}, {100 * if_unequal:.0f} %"
 
 
 def main() -> None:

@@ -47,14 +47,17 @@ def _certainty(profile: Profile, samples: DeviceSamples) -> str:
         f"{percent(int(samples.count[samples.certainty == c].sum()), whole)} {c.label}"
         for c in Certainty
     )
-    when = "" if profile.recording.time_range is None else " in the whole recording"
-    return f"Attribution: {shares}, {lost(profile):,} lost{when}."
+    return f"Attribution: {shares}, {lost(profile):,} lost{_when(profile)}."
 
 
-def error_words(error: SharingError) -> str:
-    """Return by how much what is shared is off."""
-    words = f"Shared is an estimate, off by {_about(error.expected)} of all samples"
-    if error.if_unequal < max(_OFTEN * error.expected, _LEAST_ERROR):
+def _when(profile: Profile) -> str:
+    return "" if profile.recording.time_range is None else " in the whole recording"
+
+
+def error_words(error: SharingError, when: str = "") -> str:
+    """Return by how much what is shared is off; `when` follows what it is a part of."""
+    words = f"Shared is an estimate, off by {_about(error.expected)} of all samples{when}"
+    if error.if_unequal < _OFTEN * max(error.expected, _LEAST_ERROR):
         return f"{words}."
     unequal = "if launches of equal work took unequal time, which nothing told"
     return f"{words}; by {_about(error.if_unequal)} {unequal}."
@@ -121,5 +124,5 @@ def notes(profile: Profile, samples: DeviceSamples) -> list[str]:
         return [absence(profile)]
     lines = [_certainty(profile, samples)]
     if samples.count[samples.certainty == Certainty.SHARED].sum():
-        lines.append(error_words(samples.error))
+        lines.append(error_words(samples.error, _when(profile)))
     return lines
