@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aiflame.agent.model.gpu import Device, GpuProfile, Tier
+from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.device_facts import attribution
+from aiflame.agent.reports.device_rows import device_samples
 from aiflame.agent.symbols.frames import clean_name
 
 # The three tiers in a reader's words.
@@ -16,14 +19,16 @@ _REACHED = {
 }
 
 
-def device_lines(gpu: GpuProfile) -> Iterator[str]:
-    """Yields a line for each device, and one for the samples of all."""
+def device_lines(profile: Profile) -> Iterator[str]:
+    """Yields a line for each device, and for the samples of all how many and how sure they are."""
+    gpu = profile.gpu
     for device in gpu.devices:
         yield _device_line(device)
     count = int(gpu.samples["count"].sum())
     if count:
         kernels = {gpu.codes[code].kernel for code in gpu.samples["code"].tolist()}
         yield f"{count:,} device samples in {len(kernels):,} kernels."
+        yield attribution(profile, device_samples(profile))
 
 
 def _device_line(device: Device) -> str:

@@ -364,7 +364,7 @@ class _Session:
             say(f"lost: {loss.name} {loss.count:,}: {loss.meaning}")
         if not profile.losses:
             say("0 lost.")
-        for line in device_lines(profile.gpu):
+        for line in device_lines(profile):
             say(line)
         if not len(profile.samples):
             say("No samples were captured: was the target idle, or gone?")

@@ -198,11 +198,25 @@ def _empty(dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
 
 
 @dataclass(frozen=True, slots=True)
+class SharingError:
+    """How much of all samples is probably with another stack than its own, all in all, 0 to 1.
+
+    Attributes:
+        expected: If launches of equal work take equal time, wherever nothing told what they take.
+        if_unequal: If they do not.
+    """
+
+    expected: float
+    if_unequal: float
+
+
+@dataclass(frozen=True, slots=True)
 class GpuProfile:
     """All that a capture holds of devices.
 
-    `attributed` is set in a time range of a recording: what attribution made of the whole one (see
-    gpu/attribution), since a launch may come before the range that its samples are in.
+    `attributed` and `error` are set in a time range of a recording: what attribution made of the
+    whole one (see gpu/attribution), since a launch may come before the range that its samples are
+    in.
     """
 
     devices: tuple[Device, ...] = ()
@@ -217,3 +231,4 @@ class GpuProfile:
     samples: npt.NDArray[np.void] = field(default_factory=lambda: _empty(DEVICE_SAMPLE_DTYPE))
     times: npt.NDArray[np.void] = field(default_factory=lambda: _empty(KERNEL_TIME_DTYPE))
     attributed: npt.NDArray[np.void] | None = None
+    error: SharingError | None = None

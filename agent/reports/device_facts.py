@@ -6,13 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.gpu import GpuProfile
+from aiflame.agent.model.gpu import GpuProfile, SharingError
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.device_rows import DeviceSamples
 from aiflame.agent.reports.facts import counted, lasted, range_words
 from aiflame.agent.reports.words import duration, percent, showable
-from aiflame.gpu.attribution import ERROR_BY_ORDER, ERROR_BY_SECOND, Certainty
+from aiflame.gpu.attribution import Certainty
+
+# Less is told of no estimate: rounding alone is that much of some hundred samples.
+_LEAST_ERROR = 0.005
+
+# How many times the expected error is another one that is worth a word.
+_OFTEN = 2.0
 
 # Losses that count device samples. Others of devices cost a sample its words only.
 _LOSSES = frozenset(kind.stored_name for kind in LossKind if kind.is_of_device)
@@ -32,20 +38,36 @@ def subtitle(profile: Profile, samples: DeviceSamples) -> str:
 
 def attribution(profile: Profile, samples: DeviceSamples) -> str:
     """Return how sure the launching stacks are, and how many samples were lost."""
+    return " ".join(notes(profile, samples))
+
+
+def _certainty(profile: Profile, samples: DeviceSamples) -> str:
     whole = int(samples.count.sum())
     shares = ", ".join(
         f"{percent(int(samples.count[samples.certainty == c].sum()), whole)} {c.label}"
         for c in Certainty
     )
-    when = "" if profile.recording.time_range is None else " in the whole recording"
-    words = f"Attribution: {shares}, {lost(profile):,} lost{when}."
-    if not samples.count[samples.certainty == Certainty.SHARED].sum():
-        return words
-    launches, taken = profile.gpu.launches, profile.gpu.samples
-    has_order = len(launches) and (launches["queue"] != 0).all()
-    has_times = (taken["begin_ns"] == taken["end_ns"]).all()
-    error = ERROR_BY_ORDER if has_order and has_times else ERROR_BY_SECOND
-    return f"{words} Shared is an estimate: {error}."
+    return f"Attribution: {shares}, {lost(profile):,} lost{_when(profile)}."
+
+
+def _when(profile: Profile) -> str:
+    return "" if profile.recording.time_range is None else " in the whole recording"
+
+
+def error_words(error: SharingError, when: str = "") -> str:
+    """Return by how much what is shared is off; `when` follows what it is a part of."""
+    words = f"Shared is an estimate, off by {_about(error.expected)} of all samples{when}"
+    if error.if_unequal < _OFTEN * max(error.expected, _LEAST_ERROR):
+        return f"{words}."
+    unequal = "if launches of equal work took unequal time, which nothing told"
+    return f"{words}; by {_about(error.if_unequal)} {unequal}."
+
+
+def _about(share: float) -> str:
+    """Return a share of samples in two digits, which is more than is known of it."""
+    if share < _LEAST_ERROR:
+        return f"less than {100 * _LEAST_ERROR:.1f} %"
+    return f"about {100 * share:.1f} %" if share < 0.1 else f"about {100 * share:.0f} %"
 
 
 def certainty_words(counts: Sequence[int]) -> str:
@@ -98,4 +120,9 @@ def absence(profile: Profile) -> str:
 
 def notes(profile: Profile, samples: DeviceSamples) -> list[str]:
     """Return the lines under a flame graph of device samples."""
-    return [attribution(profile, samples)] if len(samples) else [absence(profile)]
+    if not len(samples):
+        return [absence(profile)]
+    lines = [_certainty(profile, samples)]
+    if samples.count[samples.certainty == Certainty.SHARED].sum():
+        lines.append(error_words(samples.error, _when(profile)))
+    return lines

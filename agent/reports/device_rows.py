@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.gpu import NONE, GpuProfile
+from aiflame.agent.model.gpu import NONE, GpuProfile, SharingError
 from aiflame.agent.model.profile import COMPLETE_REASONS, SPAN_DTYPE, Profile, Stacks, StopReason
 from aiflame.agent.reports.base import Leaf, ReportOptions, View
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
@@ -33,7 +33,7 @@ from aiflame.agent.reports.rows import (
 )
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.words import showable
-from aiflame.gpu.attribution import attribute
+from aiflame.gpu.attribution import attribution_of
 from aiflame.gpu.stalls import category_of
 
 U8 = npt.NDArray[np.uint8]
@@ -60,6 +60,7 @@ class DeviceSamples:
     count: U64
     category: U8  # StallCategory
     spans: npt.NDArray[np.void]  # SPAN_DTYPE, `sample` being a row here, and `ns` the count
+    error: SharingError
 
     def __len__(self) -> int:
         return len(self.count)
@@ -68,7 +69,8 @@ class DeviceSamples:
 def device_samples(profile: Profile) -> DeviceSamples:
     """Return the device samples of a profile with the stacks that launched what was sampled."""
     gpu = profile.gpu
-    found = attribute(gpu)
+    attribution = attribution_of(gpu)
+    found = attribution.rows
     of = gpu.samples[found["sample"]]
     stack = np.where(found["stack"] == NONE, -1, found["stack"].astype(np.int64))
     columns = (stack, of["code"], of["device"], of["reason"], found["certainty"])
@@ -104,6 +106,7 @@ def device_samples(profile: Profile) -> DeviceSamples:
         count=counts,
         category=categories[reason],
         spans=spans,
+        error=attribution.error,
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
-from aiflame.gpu.attribution import attribute
+from aiflame.gpu.attribution import attribution_of
 
 I64 = npt.NDArray[np.int64]
 
@@ -101,7 +101,8 @@ def _clipped_waits(waits: npt.NDArray[np.void], chosen: TimeRange) -> npt.NDArra
 
 
 def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) -> GpuProfile:
-    attributed = attribute(gpu)
+    attribution = attribution_of(gpu)
+    attributed = attribution.rows
     is_in = _is_within(gpu.samples["interval"], first_s, end_s)
     is_event_in = _is_within(gpu.events["start_ns"], chosen.start_ns, chosen.end_ns)
     samples = gpu.samples[is_in]
@@ -116,6 +117,7 @@ def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) 
         samples=samples,
         times=gpu.times[_is_within(gpu.times["end_ns"], chosen.start_ns, chosen.end_ns)],
         attributed=attributed,
+        error=attribution.error,
     )
 
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.gpu import NONE, GpuProfile
+from aiflame.agent.model.gpu import NO_END, NONE, GpuProfile, SharingError
 from aiflame.gpu.attribution.by_time import stacks_by_time
+from aiflame.gpu.attribution.error import Variances, add_by_second, add_by_time, add_unseen
 from aiflame.gpu.attribution.launches import (
     UNNAMED,
     Mask,
@@ -34,18 +36,13 @@ from aiflame.gpu.attribution.rounding import Parts, divide
 from aiflame.gpu.attribution.sharing import Windows, pools_of, windows_of
 from aiflame.gpu.attribution.timeline import timeline_of
 
-# By how much shared samples were off in tests, by the order of launches and by the second alone;
-# ATTRIBUTION.md has the tables.
-ERROR_BY_ORDER = "off by up to 3 % in tests"
-ERROR_BY_SECOND = "off by 3 % in tests, 25 % where equal work takes unequal time"
-
 __all__ = [
     "ATTRIBUTED_DTYPE",
-    "ERROR_BY_ORDER",
-    "ERROR_BY_SECOND",
     "TIME_DTYPE",
+    "Attribution",
     "Certainty",
     "attribute",
+    "attribution_of",
 ]
 
 I64 = npt.NDArray[np.int64]
@@ -78,7 +75,25 @@ TIME_DTYPE = np.dtype(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """The stacks of a profile's device samples.
+
+    Attributes:
+        rows: ATTRIBUTED_DTYPE.
+        error: How much of the samples is probably with another stack than its own.
+    """
+
+    rows: npt.NDArray[np.void]
+    error: SharingError
+
+
 def attribute(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -> npt.NDArray[np.void]:
+    """Returns the rows of `attribution_of`."""
+    return attribution_of(gpu, times).rows
+
+
+def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -> Attribution:
     """Finds the stacks of a profile's device samples.
 
     Args:
@@ -86,12 +101,12 @@ def attribute(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -> npt
         times: Measured time on the device, TIME_DTYPE, where there is any.
 
     Returns:
-        ATTRIBUTED_DTYPE; the counts of each sample's rows add up to its own exactly. The same
-        input gives the same output, and the order of a profile's rows makes no difference. Of a
-        time range, what it was in the whole recording.
+        The counts of each sample's rows add up to its own exactly. The same input gives the same
+        output, and the order of a profile's rows makes no difference. Of a time range, what it was
+        in the whole recording.
     """
-    if gpu.attributed is not None:
-        return gpu.attributed
+    if gpu.attributed is not None and gpu.error is not None:
+        return Attribution(gpu.attributed, gpu.error)
     samples = gpu.samples
     names = name_ids(gpu)
     launches = launches_of(gpu)
@@ -106,17 +121,42 @@ def attribute(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -> npt
     stack[alone] = one[name[alone]]
     shared = open_[stacks[name[open_]] > 1]
     certainty = np.zeros(len(samples), np.uint8)
-    is_found, exact = _by_time(gpu, names, _Shared(shared, name[shared]), times, stack)
+    variances = Variances(1 + _last(gpu.launches["stack"], launches.stack))
+    is_found, exact = _by_time(gpu, names, _Shared(shared, name[shared]), times, stack, variances)
     certainty[shared] = np.where(exact, Certainty.EXACT, Certainty.SHARED)
-    shared = shared[~is_found]
+    of_several, shared = shared, shared[~is_found]
 
     parts = Parts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     if len(shared):
         windows = windows_of(launches.where(stacks[launches.name] > 1))
         own = windows.launches
         time_ns = _mean_times(own.name, own.stack, names, times)
-        parts = _share(gpu, windows, _Shared(shared, name[shared]), time_ns)
-    return _rows(samples, stack, certainty, np.delete(np.arange(len(samples)), shared), parts)
+        parts = _share(gpu, windows, _Shared(shared, name[shared]), time_ns, variances)
+        of_name = np.bincount(own.name, own.count)
+        sampled = np.bincount(name[of_several], samples["count"][of_several], len(of_name))
+        one = sampled / np.maximum(of_name, 1.0)
+        unseen = parts.where(_unseen(gpu, names, parts.row))
+        add_unseen(variances, name[unseen.row], unseen.party, unseen.count, one)
+    undivided = np.delete(np.arange(len(samples)), shared)
+    rows = _rows(samples, stack, certainty, undivided, parts)
+    return Attribution(rows, variances.error(int(samples["count"].sum())))
+
+
+def _unseen(gpu: GpuProfile, names: I64, row: I64) -> Mask:
+    """Returns which samples were taken before the first launch of their kernel that was seen."""
+    first_ns = np.full(int(names.max(initial=UNNAMED)) + 2, NO_END)
+    np.minimum.at(first_ns, names[gpu.launches["kernel"]], gpu.launches["first_ns"])
+    kernel = np.array([code.kernel for code in gpu.codes], np.int64)[gpu.samples["code"][row]]
+    first_ns[UNNAMED] = NO_END
+    first_ns = np.where(first_ns < NO_END, first_ns, 0)[names[kernel]]
+    found: Mask = gpu.samples["end_ns"][row].astype(np.int64) < first_ns
+    return found
+
+
+def _last(*stacks: npt.NDArray[np.integer[Any]]) -> int:
+    """Returns the highest number of a stack, -1 where there is none."""
+    found = np.concatenate([stack.astype(np.int64) for stack in stacks])
+    return int(found[found != NONE].max(initial=-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +205,9 @@ def _by_time(
     shared: _Shared,
     times: npt.NDArray[np.void] | None,
     stack: I64,
+    variances: Variances,
 ) -> tuple[Mask, Mask]:
-    """Finds the stacks of samples by when they were taken, and enters them.
+    """Finds the stacks of samples by when they were taken, and enters them, and their variances.
 
     Returns:
         Of which of the shared samples that was possible, and of which it is exact; shape (shared,).
@@ -200,6 +241,11 @@ def _by_time(
         is_found[at] = of_time.stack[found] != NONE
         is_exact[at] = of_time.is_exact[found]
         stack[shared.row[at]] = of_time.stack[found]
+        estimated = at[is_found[at] & ~is_exact[at]]
+        if len(estimated):
+            add_by_time(
+                variances, timeline, gpu.samples[shared.row[estimated]], shared.name[estimated]
+            )
     return is_found, is_exact
 
 
@@ -220,13 +266,18 @@ def _mean_times(name: I64, stack: I64, names: I64, times: npt.NDArray[np.void] |
     return found
 
 
-def _share(gpu: GpuProfile, windows: Windows, shared: _Shared, times_ns: F64) -> Parts:
+def _share(
+    gpu: GpuProfile, windows: Windows, shared: _Shared, times_ns: F64, variances: Variances
+) -> Parts:
     """Divides shared samples; returns parts by row of gpu.samples and stack."""
     order = _order(gpu.samples, shared)
     row, name = shared.row[order], shared.name[order]
     counts = gpu.samples["count"][row].astype(np.int64)
     window = windows.of(name, gpu.samples["interval"][row].astype(np.int64))
-    parts = divide(counts, window, name, pools_of(windows, times_ns))
+    pools = pools_of(windows, times_ns)
+    parts = divide(counts, window, name, pools)
+    in_pool = np.bincount(window, counts, pools.count).astype(np.float64)
+    add_by_second(variances, windows, pools, in_pool, times_ns)
     stack = windows.stack_of(name[parts.row], parts.party)
     return Parts(row[parts.row], stack, parts.count)
 

@@ -29,10 +29,10 @@ _PASSES = 200
 _CLOSE = 1e-4
 
 # A wait that returns late, and the calls up to the next launch, are a part of each stretch.
-_LEAST_BUSY = 0.8
+LEAST_BUSY = 0.8
 
 # Some thousands tell costs as well as all do, which may be millions.
-_MOST_STRETCHES = 10_000
+MOST_STRETCHES = 10_000
 
 # How many standard deviations above what chance gains a fit has to gain.
 _SIGNIFICANT = 3.0
@@ -55,6 +55,7 @@ class Stretches:
         begin_ns: Of each stretch, shape (stretches,).
         end_ns: NaN where that is not known.
         samples: How many were taken in each.
+        by_rank: Where these tell better than times how far a stretch has come.
         busy: In which part of a stretch, from its beginning on, nearly all samples are, 0 to 1.
     """
 
@@ -62,13 +63,38 @@ class Stretches:
     begin_ns: F64
     end_ns: F64
     samples: F64
+    by_rank: npt.NDArray[np.bool_]
     busy: float
+
+    def at(self, time_ns: I64) -> I64:
+        """Returns the stretch that times are in."""
+        return stretches_at(self.begin_ns, time_ns)
+
+
+def stretches_at(begin_ns: F64, time_ns: I64) -> I64:
+    """Returns the stretch that times are in, from when stretches begin, ascending."""
+    found = np.searchsorted(begin_ns, time_ns, side="right").astype(np.int64) - 1
+    return np.maximum(found, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What launches take.
+
+    Attributes:
+        took_ns: Each row of launches, above 0.
+        belief: How far stretches or measurements told what those of each stack take, 0 to 1; else
+            it is as their work items say.
+    """
+
+    took_ns: F64
+    belief: float
 
 
 def costs_of(
     launches: npt.NDArray[np.void], names: I64, stretches: Stretches, measured_ns: F64
-) -> F64:
-    """Returns what each row of launches takes, in ns, above 0.
+) -> Costs:
+    """Finds what each row of launches takes.
 
     Args:
         launches: LAUNCH_DTYPE, in their order.
@@ -77,31 +103,33 @@ def costs_of(
         measured_ns: How long one of each is known to take, NaN where that was not measured.
     """
     if not len(launches):
-        return np.zeros(0)
+        return Costs(np.zeros(0), belief=1.0)
     count = launches["count"].astype(np.float64)
     _, name = np.unique(names, return_inverse=True)
     has_work = np.bincount(name, launches["work"] == 0)[name] == 0
     weight = np.maximum(np.where(has_work, launches["work"].astype(np.float64), count), 1.0)
     stretch = stretches.of_launch
     known = np.flatnonzero(~np.isnan(stretches.end_ns))
-    if len(known) > _MOST_STRETCHES:  # by chance: programs have periods
-        chosen = np.random.default_rng(0).permutation(len(known))[:_MOST_STRETCHES]
+    if len(known) > MOST_STRETCHES:  # by chance: programs have periods
+        chosen = np.random.default_rng(0).permutation(len(known))[:MOST_STRETCHES]
         known = np.sort(known[chosen])
     rows = np.flatnonzero(np.isin(stretch, known))
     used, of_used = weight[rows], np.searchsorted(known, stretch[rows])
     samples = stretches.samples[known]
     lengths_ns = (stretches.end_ns - stretches.begin_ns)[known]
     # Of stretches that are mostly idle, lengths say what the host did.
-    observed = [samples] if stretches.busy < _LEAST_BUSY else [samples, lengths_ns]
+    observed = [samples] if stretches.busy < LEAST_BUSY else [samples, lengths_ns]
     # Of a kernel first, then of each stack that launches it.
     mean_ns = lengths_ns.sum() / max(float(used.sum()), 1.0)
     plain = np.full(int(name.max()) + 1, max(mean_ns, 1.0))
-    of_name = _fitted(plain, name[rows], used, of_used, *observed)
+    of_name, _ = _fitted(plain, name[rows], used, of_used, *observed)
     keys = name.astype(np.int64) << 32 | launches["stack"]
     _, a_row, pair = np.unique(keys, return_index=True, return_inverse=True)
-    of_pair = _fitted(of_name[name[a_row]], pair[rows], used, of_used, *observed)
+    of_pair, belief = _fitted(of_name[name[a_row]], pair[rows], used, of_used, *observed)
     fitted: F64 = np.maximum(of_pair[pair] * weight, 1.0)
-    return np.where(np.isnan(measured_ns), fitted, measured_ns * count)
+    is_measured = ~np.isnan(measured_ns)
+    took_ns = np.where(is_measured, measured_ns * count, fitted)
+    return Costs(took_ns, 1.0 if is_measured.all() else belief)
 
 
 def _sums(key: Keys, values: F64, size: int) -> F64:
@@ -114,7 +142,7 @@ def _fitted(
     used: F64,
     stretch: I64,
     *observed: F64,
-) -> F64:
+) -> tuple[F64, float]:
     """Fits the costs of keys to what was observed of stretches, from plain ones.
 
     Args:
@@ -123,17 +151,22 @@ def _fitted(
         used: Its weight.
         stretch: Of each launch.
         observed: By stretch, each in a unit of its own.
+
+    Returns:
+        The costs, and how far they are to be believed; 0: they are the plain ones.
     """
     parts = []
+    by_chance = _by_chance(len(plain), int(np.unique(stretch).size))
     for one in observed:
         scale = one.sum() / max(float((used * plain[key]).sum()), 1.0)
         if scale > 0:
             own = used * plain[key] * scale
             factor = _factors(own, key, stretch, one, len(plain))
-            scatter = _scatter(own, own * factor[key], stretch, one, len(plain))
-            parts.append((own / scatter, one / scatter))
+            fit = _Fit.of(own, own * factor[key], stretch, one, len(plain))
+            if fit.explained > by_chance:
+                parts.append((own / fit.scatter, one / fit.scatter))
     if not parts:
-        return plain
+        return plain, 0.0
     # Both as if they were stretches of their own.
     owns, ones = zip(*parts, strict=True)
     shift = np.repeat(np.arange(len(parts)), len(stretch)) * len(observed[0])
@@ -142,7 +175,7 @@ def _fitted(
     factor = _factors(own, keys, stretches, one, len(plain))
     belief = _belief(own, own * factor[keys], stretches, one, len(plain))
     found: F64 = plain * factor**belief
-    return found
+    return found, belief
 
 
 def _factors(own: F64, key: Keys, stretch: Keys, observed: F64, size: int) -> F64:
@@ -165,13 +198,39 @@ def _left(expected: F64, observed: F64, scale: F64) -> float:
     return float(np.sum((observed[used] - expected[used]) ** 2 / scale[used]))
 
 
-def _scatter(before: F64, after: F64, stretch: Keys, observed: F64, keys: int) -> float:
-    """Returns the variance of what was observed in units of its mean, as a fit leaves it."""
-    size = len(observed)
-    scale = _sums(stretch, before, size)
-    freedom = int((scale > 0).sum()) - keys
-    left = _left(_sums(stretch, after, size), observed, scale)
-    return max(left / freedom, 1e-9) if freedom > 0 else 1.0
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How well fitted costs explain what was observed of stretches.
+
+    Attributes:
+        scatter: The variance of what was observed in units of its mean, as the fit leaves it.
+        explained: What part of the scatter that plain costs leave is explained, 0 to 1.
+    """
+
+    scatter: float
+    explained: float
+
+    @classmethod
+    def of(cls, before: F64, after: F64, stretch: Keys, observed: F64, keys: int) -> _Fit:
+        size = len(observed)
+        scale = _sums(stretch, before, size)
+        freedom = int((scale > 0).sum()) - keys
+        left = _left(_sums(stretch, after, size), observed, scale)
+        left_before = _left(scale, observed, scale)
+        scatter = max(left / freedom, 1e-9) if freedom > 0 else 1.0
+        return cls(scatter, 1 - left / left_before if left_before > 0 else 0.0)
+
+
+def _by_chance(keys: int, stretches: int) -> float:
+    """Returns what part of the scatter of stretches a fit of keys that are alike may explain.
+
+    That part has a beta distribution (as R2 of a regression on noise): its mean and some standard
+    deviations. It is beyond 1 where there are few stretches for each key.
+    """
+    by_chance, freedom = float(keys - 1), float(max(stretches - 1, 1))
+    mean = by_chance / freedom
+    variance = 2 * by_chance * max(freedom - by_chance, 0.0) / (freedom**2 * (freedom + 2))
+    return mean + _SIGNIFICANT * variance**0.5 if mean < 1 else 1.0
 
 
 def _belief(before: F64, after: F64, stretch: Keys, observed: F64, keys: int) -> float:

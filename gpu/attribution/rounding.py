@@ -45,6 +45,10 @@ class Parts:
     party: I64
     count: I64
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> Parts:
+        """Returns the chosen parts."""
+        return Parts(self.row[chosen], self.party[chosen], self.count[chosen])
+
 
 @dataclass(frozen=True, slots=True)
 class _Level:

@@ -19,7 +19,7 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 # More than any interval: 32 bits in the profile.
-_INTERVAL_BITS = 32
+INTERVAL_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Windows:
     def of(self, name: I64, interval: I64) -> I64:
         """Returns the window of samples: of their second, else the nearest earlier, else later."""
         at = np.searchsorted(self.keys, _key(name, interval), side="right") - 1
-        is_earlier = (at >= 0) & (self.keys[np.maximum(at, 0)] >> _INTERVAL_BITS == name)
+        is_earlier = (at >= 0) & (self.keys[np.maximum(at, 0)] >> INTERVAL_BITS == name)
         return np.where(is_earlier, at, at + 1)
 
     def stack_of(self, name: I64, party: I64) -> I64:
@@ -57,7 +57,7 @@ class Windows:
 
 
 def _key(name: I64, number: I64) -> I64:
-    return (name << _INTERVAL_BITS) | number
+    return (name << INTERVAL_BITS) | number
 
 
 def windows_of(launches: Launches) -> Windows:

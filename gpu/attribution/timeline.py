@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NO_END
-from aiflame.gpu.attribution.costs import Stretches, costs_of
+from aiflame.gpu.attribution.costs import Stretches, costs_of, stretches_at
 from aiflame.gpu.attribution.launches import UNNAMED
 
 I64 = npt.NDArray[np.int64]
@@ -37,8 +37,9 @@ _LEAST_PART = 0.001
 
 # From one stretch to the next; what is in a stretch is nearer than what is in another.
 _STRETCH = 4.0
-# Of a recording; 278 hours.
+# Of a recording: 278 hours, and more samples than any has.
 _LONGEST_NS = 1e15
+_MOST_SAMPLES = 1e10
 # Multiples of the golden ratio's fraction are spread evenly (Knuth, The Art of Computer Programming
 # 3, 6.4).
 _GOLDEN = 0.6180339887498949
@@ -124,6 +125,20 @@ def _distance(position: F64, begin: F64, end: F64) -> F64:
 
 
 @dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Rows of launches of all queues as they were enqueued, by stretch; shape (rows,).
+
+    `belief` as in Costs.
+    """
+
+    name: I64
+    stack: I64
+    count: F64
+    took_ns: F64
+    belief: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """The launches of a process, and its stretches of time.
 
@@ -132,6 +147,7 @@ class Timeline:
 
     queues: list[Queue]
     stretches: Stretches
+    rows: LaidOut
 
     def positions(self, time_ns: I64) -> F64:
         """Returns where samples are, ascending by time, shape (samples,).
@@ -139,26 +155,21 @@ class Timeline:
         In a stretch that has more samples than launches that is their rank, else their time: what
         keeps a device's processors busy with other things keeps all launches waiting alike. A part
         of one sample is added that differs between stretches, as each may have the same launches.
+        In one without a known end that is a part of the longest that there is.
         """
-        which = np.searchsorted(self.stretches.begin_ns, time_ns, side="right") - 1
-        which = np.maximum(which, 0)
+        which = self.stretches.at(time_ns)
         count = np.bincount(which, minlength=len(self.stretches.begin_ns))
         rank = np.arange(len(time_ns)) - (np.cumsum(count) - count)[which]
         by_rank = (rank + which * _GOLDEN % 1) / count[which]
         after_ns = np.maximum(time_ns - self.stretches.begin_ns[which], 0.0)
         length_ns = np.maximum(self.stretches.end_ns - self.stretches.begin_ns, 1.0)[which]
         by_time = np.minimum(after_ns / (length_ns * self.stretches.busy), 1.0)
-        launches = np.bincount(self.stretches.of_launch, minlength=len(count))
-        inside = np.where((count >= launches)[which], by_rank, by_time)
-        inside = np.where(np.isnan(length_ns), _fraction(after_ns), inside)
+        is_open = np.isnan(length_ns)
+        by_rank = np.where(is_open, np.minimum((rank + 0.5) / _MOST_SAMPLES, 1.0), by_rank)
+        by_time = np.where(is_open, np.minimum(after_ns / _LONGEST_NS, 1.0), by_time)
+        inside = np.where(self.stretches.by_rank[which], by_rank, by_time)
         found: F64 = which * _STRETCH + inside
         return found
-
-
-def _fraction(ns: F64) -> F64:
-    """Returns a time as a part of the longest that there is."""
-    found: F64 = np.minimum(ns / _LONGEST_NS, 1.0)
-    return found
 
 
 def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -> Timeline:
@@ -173,14 +184,16 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
     order = np.lexsort((launches["last_ns"], launches["first_ns"]))
     launches, names, measured_ns = launches[order], names[order], measured_ns[order]
     queues, which = np.unique(launches["queue"], return_inverse=True)
-    rows = [np.flatnonzero(which == queue) for queue in range(len(queues))]
+    of_queue = [np.flatnonzero(which == queue) for queue in range(len(queues))]
     ended_ns = np.array(launches["ended_ns"])
-    for own in rows:  # what had ended by then, had all before it
+    for own in of_queue:  # what had ended by then, had all before it
         ended_ns[own] = np.minimum.accumulate(ended_ns[own][::-1])[::-1]
     first_ns = launches["first_ns"].astype(np.int64)
     stretches = _stretches(first_ns, ended_ns, sampled_ns, is_one_queue=len(queues) == 1)
-    took_ns = costs_of(launches, names, stretches, measured_ns)
-    begin, end = _laid_out(first_ns.astype(np.float64), took_ns, stretches)
+    costs = costs_of(launches, names, stretches, measured_ns)
+    begin, end = _laid_out(
+        first_ns.astype(np.float64), costs.took_ns, stretches, np.sort(sampled_ns)
+    )
     stack = launches["stack"].astype(np.int64)
     found = [
         Queue(
@@ -193,9 +206,11 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
             end=end[own],
             by_name=_by_name(names[own]),
         )
-        for own in rows
+        for own in of_queue
     ]
-    return Timeline(found, stretches)
+    count = launches["count"].astype(np.float64)
+    rows = LaidOut(names, stack, count, costs.took_ns, costs.belief)
+    return Timeline(found, stretches, rows)
 
 
 def _by_name(names: I64) -> I64:
@@ -222,14 +237,16 @@ def _stretches(first_ns: I64, ended_ns: I64, sampled_ns: I64, *, is_one_queue: b
     is_known = np.bincount(of_launch, has_end, len(first)) > 0
     begin_ns = first_ns[first].astype(np.float64)
     begin_ns[1:] = np.maximum(begin_ns[1:], np.where(is_known[:-1], end_ns[:-1], 0.0))
-    sampled = np.maximum(np.searchsorted(begin_ns, sampled_ns, side="right") - 1, 0)
+    sampled = stretches_at(begin_ns, sampled_ns)
     length_ns = np.maximum(end_ns - begin_ns, 1.0)[sampled]
     part = (sampled_ns - begin_ns[sampled]) / length_ns
+    samples = np.bincount(sampled, minlength=len(first)).astype(np.float64)
     return Stretches(
         of_launch=of_launch,
         begin_ns=begin_ns,
         end_ns=np.where(is_known, end_ns, np.nan),
-        samples=np.bincount(sampled, minlength=len(first)).astype(np.float64),
+        samples=samples,
+        by_rank=samples >= np.bincount(of_launch, minlength=len(first)),
         busy=_busy(part, is_known[sampled]),
     )
 
@@ -242,8 +259,17 @@ def _busy(part: F64, is_known: Mask) -> float:
     return min(max(float(np.quantile(part, _NEARLY_ALL)) / _NEARLY_ALL, _LEAST_PART), 1.0)
 
 
-def _laid_out(first_ns: F64, took_ns: F64, stretches: Stretches) -> tuple[F64, F64]:
-    """Returns the positions at which launches probably ran: in their order, in their stretch."""
+def _laid_out(
+    first_ns: F64, took_ns: F64, stretches: Stretches, sampled_ns: I64
+) -> tuple[F64, F64]:
+    """Returns the positions at which launches probably ran: in their order, in their stretch.
+
+    Args:
+        first_ns: When each was enqueued, ascending.
+        took_ns: What each took.
+        stretches: That they are in.
+        sampled_ns: When samples were taken, ascending.
+    """
     which = stretches.of_launch
     first = np.searchsorted(which, np.arange(len(stretches.begin_ns)))
     # Each takes its part of a stretch of known length.
@@ -252,14 +278,38 @@ def _laid_out(first_ns: F64, took_ns: F64, stretches: Stretches) -> tuple[F64, F
     whole = np.bincount(which, took_ns)[which]
     part_begin = (before - before[first][which]) / whole
     part_end = (total - before[first][which]) / whole
-    # Else one after the other, none before it is enqueued:
-    # end[i] = max(first[i], end[i-1]) + took[i].
-    begin_ns = np.maximum.accumulate(first_ns - before) + before
-    after_ns = begin_ns - stretches.begin_ns[which]
     is_open = np.isnan(stretches.end_ns)[which]
-    begin = np.where(is_open, _fraction(np.maximum(after_ns, 0.0)), part_begin)
-    end = np.where(is_open, _fraction(np.maximum(after_ns + took_ns, 0.0)), part_end)
-    return which * _STRETCH + begin, which * _STRETCH + end
+    if not is_open.any():
+        return which * _STRETCH + part_begin, which * _STRETCH + part_end
+    # Else one after the other, none before it is enqueued: by time, or by samples, of which one has
+    # as many for what it took as in stretches of known length.
+    by_rank = stretches.by_rank[which]
+    rate = stretches.samples[np.unique(which[~is_open])].sum() / max(took_ns[~is_open].sum(), 1.0)
+    sampled = (
+        np.searchsorted(sampled_ns, first_ns)
+        - np.searchsorted(sampled_ns, stretches.begin_ns)[which]
+    )
+    after_ns = first_ns - stretches.begin_ns[which]
+    most = np.where(by_rank, _MOST_SAMPLES, _LONGEST_NS)
+    after = np.maximum(np.where(by_rank, sampled, after_ns) / most, 0.0)[is_open]
+    took = (np.where(by_rank, took_ns * rate, took_ns) / most)[is_open]
+    begin, end = _one_after_the_other(after, took, which[is_open])
+    part_begin[is_open], part_end[is_open] = np.minimum(begin, 1.0), np.minimum(end, 1.0)
+    return which * _STRETCH + part_begin, which * _STRETCH + part_end
+
+
+def _one_after_the_other(first: F64, took: F64, stretch: I64) -> tuple[F64, F64]:
+    """Returns where launches begin and end: end[i] = max(first[i], end[i-1]) + took[i].
+
+    In each stretch alone, whose launches follow each other.
+    """
+    before = np.cumsum(took) - took
+    least = first - before
+    # What a stretch begins with is above all that was before.
+    span = float(np.ptp(least)) * 1.01
+    shift = np.cumsum(np.append(0, np.diff(stretch) != 0)) * span
+    begin = np.maximum.accumulate(least + shift) - shift + before
+    return begin, begin + took
 
 
 def possible(queue: Queue, name: I64, begin_ns: I64, end_ns: I64, *, in_order: Mask) -> Possible:

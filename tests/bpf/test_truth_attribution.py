@@ -10,6 +10,8 @@ from pathlib import Path
 import launch_truth
 import numpy as np
 import pytest
+from aiflame.agent.reports.device_facts import error_words
+from aiflame.gpu.attribution import attribution_of
 from launch_truth import SCENARIOS, Measured, Scenario, measure, without_times
 
 pytestmark = pytest.mark.bpf
@@ -41,8 +43,8 @@ def program(workload: Callable[..., Path]) -> Path:
 
 def test_without_times_a_second_is_shared_by_work(program: Path, tmp_path: Path) -> None:
     shorter = replace(_BY_NAME["4 sites, 1 ms, one by one"], length_ms=_LENGTH_MS)
-    profile = launch_truth.record(replace(shorter, options=("-F", "997")), program, tmp_path)
-    found = measure(without_times(profile))
+    ended = launch_truth.record(replace(shorter, options=("-F", "997")), program, tmp_path)
+    found = measure(without_times(ended.profile))
     assert found.exact == 0
     assert found.off < 0.03 + 4 * 0.5 / np.sqrt(found.samples)
 
@@ -51,7 +53,7 @@ def _measure(name: str, program: Path, folder: Path) -> Measured:
     scenario: Scenario = _BY_NAME[name]
     length_ms = _LENGTH_MS + 2000 * scenario.is_late  # a recorder takes a second to start
     shorter = replace(scenario, length_ms=length_ms, options=("-F", "997"))
-    return measure(launch_truth.record(shorter, program, folder))
+    return measure(launch_truth.record(shorter, program, folder).profile)
 
 
 @pytest.mark.parametrize("name", _ONE_BY_ONE)
@@ -62,6 +64,8 @@ def test_launch_and_wait_in_turn_is_exact(name: str, program: Path, tmp_path: Pa
     assert found.exact > 0.85
     assert found.exact_wrong < 0.005
     assert found.wrong < 0.02
+    # And no error is told, but of the launch that was under way when the recording began.
+    assert found.told < 0.005 or _BY_NAME[name].is_late
 
 
 @pytest.mark.parametrize("name", _QUEUED)
@@ -74,3 +78,15 @@ def test_what_is_queued_is_shared_by_the_time_that_it_took(
     # Two points, and four standard deviations of as many samples of four sites; other programs
     # make a queue's stretches longer than its launches take.
     assert found.off < 0.02 + 4 * 0.5 / np.sqrt(found.samples) + 0.03
+    # What is told of it is an error's mean. Where nothing told what launches cost, they may cost
+    # anything.
+    assert found.off < 4 * found.told_if_unequal + 0.01
+
+
+def test_summary_says_by_how_much_an_estimate_is_off(program: Path, tmp_path: Path) -> None:
+    scenario = replace(_BY_NAME["4 sites, 5 ms, queued by 16"], length_ms=_LENGTH_MS)
+    ended = launch_truth.record(scenario, program, tmp_path)
+    told = error_words(attribution_of(ended.profile.gpu).error)
+    assert told.startswith("Shared is an estimate, off by ")
+    (said,) = (line for line in ended.stderr.splitlines() if "Attribution: " in line)
+    assert said.endswith(told)

@@ -152,6 +152,22 @@ def test_a_queue_that_is_not_in_order_bounds_nothing_by_its_order() -> None:
     assert {certainty for stack, certainty in parts if stack != 3} == {"shared"}
 
 
+def test_last_launches_whose_end_nothing_tells_take_turns_by_their_samples() -> None:
+    # GIVEN stretches of two launches and 30 samples, and after them one of two launches whose end
+    # is not known, on a device that others have taken half the time of
+    launches, samples = [], []
+    for i in range(20):
+        at, end = i * 60 * _MS, (i + 1) * 60 * _MS
+        launches += [(at, end, 1, _A, _Q), (at + 1, end, 2, _A, _Q)]
+        samples += [(at + ms * _MS, _A) for ms in range(0, 60, 2)]
+    last = 20 * 60 * _MS
+    launches += [(last, NO_END, 1, _A, _Q), (last + 1, NO_END, 2, _A, _Q)]
+    samples += [(last + ms * _MS, _A) for ms in range(0, 120, 4)]
+    # THEN each has as many as in the other stretches, and not the first one those of 30 ms
+    parts = found(profile(launches, samples, {1: 100, 2: 100}))[-30:]
+    assert 13 <= sum(stack == 1 for stack, _ in parts) <= 17
+
+
 def test_while_launches_had_no_order_times_tell_nothing() -> None:
     launches = [(i * 10 * _MS, (i + 1) * 10 * _MS, 1 + i % 2, _A, _Q) for i in range(4)]
     launches += [(40 * _MS, NO_END, 1, _A, 0), (40 * _MS, NO_END, 2, _A, 0)]

@@ -162,6 +162,12 @@ def test_device_samples_keep_the_stacks_that_they_have_in_the_whole() -> None:
     assert sorted(f"{stack} {count}" for stack, count in counts.items()) == _folded(whole, View.GPU)
 
 
+def test_the_error_of_a_range_is_that_of_the_whole() -> None:
+    whole = device_samples(_device_profile()).error
+    assert whole.if_unequal > 0
+    assert device_samples(_part(_device_profile(), 2 * S, 3 * S)).error == whole
+
+
 def test_a_range_of_a_range() -> None:
     part = _part(_device_profile(), S, 4 * S)
     again = in_range(part, TimeRange(2 * S, 3 * S))
