@@ -105,8 +105,9 @@ class LossKind(enum.Enum):
         in_kernel=True,
     )
     LAUNCHES_NOT_TIMED = _Entry(
-        "launches beyond 8,192 a second that differ from the one before on their queue: they are"
-        " counted, without their order and time, and samples of such a second are shared",
+        "launches beyond 8,192 a second that differ from the one before on their queue, as those"
+        " with a number do: they are counted, without their order, number and time, and samples of"
+        " such a second are shared",
         in_kernel=True,
     )
     SAMPLES_NOT_TIMED = _Entry(
@@ -341,6 +342,19 @@ class LossKind(enum.Enum):
     )
     KERNEL_TIMES_REFUSED = _Entry(
         "kernel times that a device cannot have taken; they are not counted"
+    )
+    DEVICE_MEMORY_NOT_OPENED = _Entry(
+        "memory in which processes tell of devices that could not be opened: kernel times and"
+        " samples of those processes are missing",
+        cure="run with CAP_CHECKPOINT_RESTORE, or CAP_SYS_ADMIN on kernels before 5.9",
+    )
+    DEVICE_MEMORY_DAMAGED = _Entry(
+        "processes whose memory for telling of devices holds what no helper writes: it is not read"
+        " any further"
+    )
+    DEVICE_RECORDS_OVERWRITTEN = _Entry(
+        "records of kernel times and samples that a process wrote faster than they were read",
+        is_of_device=True,
     )
     KERNEL_NOT_DISASSEMBLED = _Entry("GPU kernels whose instructions are not known")
     DEVICE_CODE_REPLACED = _Entry(

@@ -127,6 +127,7 @@ enum event_type {
 	EVENT_KERNEL_NAMED = 7, /* a device API tied a name to a kernel's handle */
 	EVENT_SAMPLE = 8, /* an on-CPU sample of a process whose samples have a time */
 	EVENT_EXEC = 9, /* the arguments of a new program, which may end before anybody asks */
+	EVENT_BELL = 10, /* a helper has something to tell that should not wait */
 };
 
 /* Bits of process_state.flags. */
@@ -219,6 +220,7 @@ struct process_state {
 	u32 asked; /* how often the host half was asked to read its mappings again */
 	u64 asked_ns; /* when it was last asked */
 	struct event_budget copies; /* of stacks */
+	struct event_budget bells;
 };
 
 /*
@@ -426,6 +428,12 @@ struct wait_event {
 	u64 runnable_ns;
 };
 
+struct bell_event {
+	u32 type;
+	u32 tgid;
+	u64 image;
+};
+
 /* Functions of device APIs that can be told apart; a number is given out for each by the host half. */
 #define API_CALLS_MAX 1024
 /* Sites where they are probed, in all files; and APIs. */
@@ -475,6 +483,7 @@ struct api_call {
 	struct api_argument alias; /* of a naming: a handle that has the name */
 	struct api_argument event; /* of a launch: where its event will be */
 	struct api_argument blocking; /* it waits only where this is not 0 */
+	struct api_argument launch_id; /* of a launch: its number, 0 for none */
 	u32 grid; /* GRID_* */
 	u32 handle_from; /* HANDLE_*, of a naming */
 	u32 api; /* number of its API, below APIS_MAX */
@@ -507,13 +516,14 @@ struct call_key {
 #define CALL_KERNEL_IS_NAMED 0x80000000u
 
 struct call_value {
-	u64 count;
+	u64 count; /* 0: it tells the number of a launch that is counted elsewhere */
 	u64 work; /* work items in all */
 	u64 bytes;
 	u64 first_ns; /* from here on of launches */
 	u64 last_ns;
 	u64 waited_from_ns; /* what was on the queue then */
 	u64 waited_until_ns; /* had ended by then; 0: not known */
+	u64 launch_id; /* of the one launch of its run; 0: it has none */
 };
 
 /* A queue, or all of a process (ALL_QUEUES). */

@@ -63,6 +63,7 @@ struct caller {
 	u64 is_launch;
 	u64 has_order; /* its process's launches have one */
 	u64 queue; /* DEFAULT_QUEUE for that which has no handle */
+	u64 launch_id; /* 0: it has none */
 	/* The call in work. */
 	struct call_event call;
 	u64 work;

@@ -15,6 +15,9 @@
 #include "arguments.h"
 #include "kernel_names.h"
 
+/* Of one process in a second: what rings on is heard all the same, a second later. */
+#define BELLS_MAX 4
+
 BPF_TABLE("hash", struct call_key, struct call_value, calls0, SIZED_BY_HOST);
 BPF_TABLE("hash", struct call_key, struct call_value, calls1, SIZED_BY_HOST);
 /* Those that have not been used for long make way for others. */
@@ -207,42 +210,98 @@ static __always_inline void note_launch(struct call_key *key, struct call_value 
 	value->waited_until_ns = state->waited_until_ns;
 }
 
-static __always_inline void add_call(struct caller *caller)
+/* Tells a launch that has a number apart from all others: its number tells what is on its queue. */
+static __always_inline void number_launch(struct call_key *key, struct call_value *value,
+					  struct caller *caller, u64 run)
 {
-	struct call_event *call = &caller->call;
-	struct call_key key = {};
-	struct call_value first = { .count = 1 };
-	struct call_value *value;
-	bool is_second = writes_second(boundary_at(bpf_ktime_get_ns()));
+	u32 zero = 0;
 
-	key.stack = call->stack;
-	key.image = call->image;
-	key.kernel = call->kernel;
-	key.tgid = call->tgid;
-	key.tid = call->tid;
-	key.call = call->call;
-	key.kind = call->kind;
-	first.work = caller->work;
-	first.bytes = call->bytes;
-	if (caller->is_launch && caller->has_order) {
-		key.queue = caller->queue;
-		note_launch(&key, &first, call, setting(SETTING_LAUNCH_RUNS));
-	}
-	if (is_second)
-		value = calls1.lookup(&key);
-	else
-		value = calls0.lookup(&key);
-	if (value) {
-		__sync_fetch_and_add(&value->count, 1);
-		__sync_fetch_and_add(&value->work, first.work);
-		__sync_fetch_and_add(&value->bytes, first.bytes);
-		value->last_ns = first.last_ns;
+	if (!spend(run_budget.lookup(&zero), run, setting(SETTING_LAUNCH_RUNS))) {
+		count(LOST_LAUNCHES_NOT_TIMED);
 		return;
 	}
-	if (is_second ? calls1.insert(&key, &first) : calls0.insert(&key, &first))
+	value->launch_id = caller->launch_id;
+	value->first_ns = value->last_ns = caller->call.ns;
+	key->run = run;
+}
+
+static __always_inline void fill_key(struct call_key *key, struct caller *caller)
+{
+	struct call_event *call = &caller->call;
+
+	key->stack = call->stack;
+	key->image = call->image;
+	key->kernel = call->kernel;
+	key->tgid = call->tgid;
+	key->tid = call->tid;
+	key->call = call->call;
+	key->kind = call->kind;
+}
+
+static __always_inline void add_to_sums(struct call_key *key, struct call_value *first)
+{
+	bool is_second = writes_second(boundary_at(bpf_ktime_get_ns()));
+	struct call_value *value;
+
+	if (is_second)
+		value = calls1.lookup(key);
+	else
+		value = calls0.lookup(key);
+	if (value) {
+		__sync_fetch_and_add(&value->count, first->count);
+		__sync_fetch_and_add(&value->work, first->work);
+		__sync_fetch_and_add(&value->bytes, first->bytes);
+		value->last_ns = first->last_ns;
+		return;
+	}
+	if (is_second ? calls1.insert(key, first) : calls0.insert(key, first))
 		count(LOST_CALLS_FULL);
-	else if (!key.run) /* the others are bounded by their budget, to half of the map */
+	else if (!key->run) /* the others are bounded by their budget, to half of the map */
 		count_stored(COUNTER_CALLS_STORED, SETTING_CALLS_DRAIN);
+}
+
+static __always_inline void add_call(struct caller *caller)
+{
+	struct call_value first = { .count = 1 };
+	struct call_key key = {};
+
+	fill_key(&key, caller);
+	first.work = caller->work;
+	first.bytes = caller->call.bytes;
+	if (caller->is_launch && (caller->has_order || caller->launch_id)) {
+		key.queue = caller->queue;
+		if (caller->launch_id)
+			number_launch(&key, &first, caller, caller->call.ns);
+		else
+			note_launch(&key, &first, &caller->call, setting(SETTING_LAUNCH_RUNS));
+	}
+	add_to_sums(&key, &first);
+}
+
+/*
+ * Whether a call that tells a number is inside of a launch that was counted without: then it is that
+ * one's, and no launch of its own. A launch has one number, so that what a call that has returned left
+ * on the stack is not taken for it again.
+ */
+static __always_inline bool numbers_outer(struct caller *caller, struct api_call *api,
+					  struct outer_call *outer, struct outer_call *now,
+					  u64 now_ns)
+{
+	struct call_value first = {};
+	struct call_key key = {};
+
+	if (!api->launch_id.is_used || !caller->is_launch || caller->launch_id ||
+	    caller->last_api != api->api || !is_inside(outer, now->stack_pointer))
+		return false;
+	caller->launch_id = value_of(caller, &api->launch_id);
+	if (!caller->launch_id)
+		return true;
+	fill_key(&key, caller);
+	key.queue = caller->queue;
+	number_launch(&key, &first, caller, now_ns);
+	if (key.run)
+		add_to_sums(&key, &first);
+	return true;
 }
 
 static __always_inline void finish_call(struct caller *caller)
@@ -323,7 +382,7 @@ int on_call(struct pt_regs *ctx)
 	caller = fired.caller;
 	begin_call(&now, &fired, ctx);
 	outer = &AT(caller->outers, api->api);
-	if (is_nested(outer, api, &now))
+	if (numbers_outer(caller, api, outer, &now, now_ns) || is_nested(outer, api, &now))
 		return 0;
 	count(COUNTER_CALLS);
 	announce(process, tgid);
@@ -343,6 +402,7 @@ int on_call(struct pt_regs *ctx)
 	caller->queue = caller->call.queue;
 	if (!caller->queue && api->queue.is_used)
 		caller->queue = DEFAULT_QUEUE;
+	caller->launch_id = value_of(caller, &api->launch_id);
 	caller->call.bytes = capped(value_of(caller, &api->bytes));
 	caller->call.kind = value_of(caller, &api->kind);
 	name_kernel(&caller->call);
@@ -366,5 +426,21 @@ int on_call(struct pt_regs *ctx)
 	if (begin_python_of(&caller->capture))
 		call_walkers.call(ctx, 1);
 	finish_call(caller);
+	return 0;
+}
+
+/* A function by which a helper says that something is in the memory that it shares. */
+int on_bell(struct pt_regs *ctx)
+{
+	u64 now_ns = bpf_ktime_get_ns();
+	u32 tgid = bpf_get_current_pid_tgid() >> 32;
+	struct process_state *process = current_target(tgid);
+	struct bell_event event = { .type = EVENT_BELL, .tgid = tgid };
+
+	if (!process || !is_recorded(now_ns) || !spend(&process->bells, now_ns, BELLS_MAX))
+		return 0;
+	announce(process, tgid);
+	event.image = process->image;
+	send(&event, sizeof(event), 0);
 	return 0;
 }

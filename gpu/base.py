@@ -3,19 +3,25 @@
 
 The recorder knows devices through a `Family` alone: it asks what there is, starts it with the
 recording, drains it once an interval, stops it, and then asks for the instructions of what it
-sampled. A family knows the recorder through the `Host` alone: files that targets map, events that
-come by a descriptor, and the open window, which takes samples, kernel times and losses.
+sampled. A family knows the recorder through the `Host` alone: files that targets map, memory that
+they share, events that come by a descriptor, and the open window, which takes samples, kernel times
+and losses.
+
+A family may have a helper in its targets: a library, whose functions it names as those of an API
+are named (`Family.probes`), so that a launch has a number and a stack, and which writes what the
+device tells of that number into memory that it shares (`Family.memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from aiflame.agent.file_questions import Question
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device
+from aiflame.gpu.apis.base import Api
 
 T = TypeVar("T")
 
@@ -66,7 +72,7 @@ class KernelSample:
     """Samples of one instruction; fields as in agent/model/gpu.py.
 
     They were taken between begin_ns and end_ns, monotonic, which are the same where the moment is
-    known; 0 where only the interval is.
+    known; 0 where only the interval is. launch_id is as of `KernelTime`.
     """
 
     interval: int
@@ -93,7 +99,7 @@ class KernelTime:
         duration_ns: Of all.
         count: How many.
         queue: Handle of the stream or queue, 0 where it is not known.
-        launch_id: As the device numbers launches, 0 where it does not.
+        launch_id: Number of the launch, as `Call.launch_id` has it; 0 where there is none.
     """
 
     device: int
@@ -145,6 +151,21 @@ class Finding:
 SourceLines = Callable[[int, Sequence[int]], Sequence[tuple[str, int]]]
 
 
+class SharedMemory(Protocol):
+    """Memory that a process shares with a family. It is the process's, and may hold anything.
+
+    Attributes:
+        process: Which process image, by an id of the recorder's.
+    """
+
+    @property
+    def process(self) -> int: ...
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Returns up to `size` bytes of what is there now, fewer or none where it has fewer."""
+        ...
+
+
 class Host(Protocol):
     """The recording, as a family sees it.
 
@@ -168,6 +189,13 @@ class Host(Protocol):
         """
         ...
 
+    def memories(self) -> Collection[SharedMemory]:
+        """Returns what processes share that are there, or were until a moment ago.
+
+        It is the same object each time, and of one process at most four.
+        """
+        ...
+
     def watch(self, descriptor: int, take: Callable[[], None]) -> None:
         """Has events taken as they come, to the end of the recording.
 
@@ -177,12 +205,23 @@ class Host(Protocol):
         """
         ...
 
+    def listen(self, hear: Callable[[int], None]) -> None:
+        """Has the family told when a helper rings a bell (`Api.bells`).
+
+        Args:
+            hear: Takes the process, reads what it shares, and never waits.
+        """
+        ...
+
     def add_samples(self, samples: Iterable[KernelSample]) -> None:
         """Adds samples to the open window."""
         ...
 
     def add_times(self, times: Iterable[KernelTime]) -> None:
-        """Adds kernel times to the window in which they end, or to the open one if that is over."""
+        """Adds kernel times to the window in which they end, or to the open one if that is over.
+
+        Those that ended before the recording are left out.
+        """
         ...
 
     def lose(self, kind: LossKind, count: int = 1) -> None:
@@ -220,10 +259,21 @@ class Sampler(Protocol):
 
 
 class Family(Protocol):
-    """One family of devices. Adding one is one new folder and one line in gpu/families.py."""
+    """One family of devices. Adding one is one new folder and one line in gpu/families.py.
 
-    name: str  # as typed after --gpu
-    api: str  # by which its kernels are launched, as in gpu/apis/
+    Attributes:
+        name: As typed after --gpu.
+        api: By which its kernels are launched, as in gpu/apis/.
+        probes: What is probed besides, in libraries of its own.
+        memory: How the names begin of memory that it shares with targets, as /proc/PID/maps has
+            them ("/memfd:..."); "" for none. It is looked for where `runs_by` or a library of the
+            API or of `probes` says so.
+    """
+
+    name: str
+    api: str
+    probes: tuple[Api, ...]
+    memory: str
 
     def runs_by(self, path: str) -> bool:
         """Whether a process that maps a file may run kernels of this family on CPUs.

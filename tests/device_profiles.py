@@ -46,7 +46,7 @@ def device_samples(rows: Iterable[tuple[int, ...]]) -> npt.NDArray[np.void]:
     """Samples of which only the second is known.
 
     Args:
-        rows: Interval, device, code, offset, reason, launch_id, count.
+        rows: Interval, device, code, offset, reason, stack, count.
     """
     found = [
         (second, *what, second * NS_PER_S, (second + 1) * NS_PER_S, count)
@@ -152,7 +152,7 @@ def device_profile_of(
         samples=device_samples(
             (
                 *(x.interval, 0, sampled.index((x.process, x.kernel)), x.offset),
-                *(reasons.index(x.reason), 0, x.count),
+                *(reasons.index(x.reason), NONE, x.count),
             )
             for x in runs
         ),

@@ -18,6 +18,7 @@ import numpy as np
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     DEVICE_SAMPLE_DTYPE,
+    NONE,
     ApiFunction,
     Device,
     GpuProfile,
@@ -188,6 +189,7 @@ def simulate(scenario: Scenario, seed: int = 1) -> Simulated:
     samples = np.zeros(len(keys), DEVICE_SAMPLE_DTYPE)
     for i, column in enumerate(("interval", "code", "offset", "reason")):
         samples[column] = keys[:, i]
+    samples["stack"] = NONE
     samples["begin_ns"] = samples["interval"].astype(np.uint64) * SECOND
     samples["end_ns"] = samples["begin_ns"] + SECOND
     samples["count"] = [sum(counts.values()) for counts in truth]

@@ -105,11 +105,17 @@ class Recording(AbstractContextManager["Recording"]):
         folder: Where it runs; its capture is run.aiflame there unless arguments say -o.
         arguments: What follows the verb.
         patience_s: How long it may take to end.
+        program: What records.
         keywords: As for subprocess.Popen.
     """
 
     def __init__(
-        self, folder: Path, *arguments: object, patience_s: float = _PATIENCE_S, **keywords: Any
+        self,
+        folder: Path,
+        *arguments: object,
+        patience_s: float = _PATIENCE_S,
+        program: Sequence[str] = (*AIFLAME, "record"),
+        **keywords: Any,
     ) -> None:
         self._patience_s = patience_s
         words = [*map(str, arguments)]
@@ -117,7 +123,7 @@ class Recording(AbstractContextManager["Recording"]):
             words = ["-o", "run.aiflame", *words]
         self.capture = folder / words[words.index("-o") + 1]
         self.process = subprocess.Popen(
-            [*AIFLAME, "record", *words],
+            [*program, *words],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -13,6 +13,7 @@ import sqlite3
 
 from aiflame.agent.capture.schema import (
     COLUMNS_SINCE_VERSION_5,
+    COLUMNS_SINCE_VERSION_6,
     SINCE_VERSION_2,
     SINCE_VERSION_3,
     SINCE_VERSION_4,
@@ -74,6 +75,7 @@ def _conditions(version: int) -> dict[str, str]:
                 for _, name, kind, not_null, _, key in empty.execute(f"PRAGMA table_info({table})")
                 if (version > 1 or (table, name) not in SINCE_VERSION_2)
                 and (version > 4 or (table, name) not in COLUMNS_SINCE_VERSION_5)
+                and (version > 5 or (table, name) not in COLUMNS_SINCE_VERSION_6)
             )
             for (table,) in tables
             if (version > 2 or table not in SINCE_VERSION_3)

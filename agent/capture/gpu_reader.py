@@ -190,8 +190,17 @@ class GpuReader:
         records["block"] = np.stack(sizes[3:], axis=1)
         return records
 
+    def _launch_stacks(self, table: str) -> npt.NDArray[np.uint32]:
+        """Returns the stacks of rows of which a device has named the launch, NONE for others."""
+        if self._version < 6:
+            return np.full(len(self._tables.columns(table, ("count",))[0]), NONE, np.uint32)
+        (found,) = self._tables.columns(table, ("stack_id",))
+        if bool((found < NULL).any()):
+            raise ValueError("a negative number")
+        return self._positions("stacks", found)
+
     def _samples(self) -> npt.NDArray[np.void]:
-        names = ["interval", "device_id", "code_id", "offset", "reason_id", "launch_id", "count"]
+        names = ["interval", "device_id", "code_id", "offset", "reason_id", "count"]
         if self._version > 4:
             names += ["begin_ns", "end_ns"]
         found = self._columns("device_samples", names)
@@ -203,10 +212,9 @@ class GpuReader:
             raise ValueError("a device sample that ends before it begins")
         if float(np.sum(found["count"], dtype=float)) >= _LARGEST_SUM:
             raise ValueError("more device samples than there can be")
-        launches = int(self._rows("SELECT count(*) FROM api_events")[0][0])
-        if len(found["launch_id"]) and int(found["launch_id"].max()) > launches:
-            raise ValueError("a device sample of a launch that is missing")
-        return self._filled(DEVICE_SAMPLE_DTYPE, found, _SAMPLE_TABLES)
+        records = self._filled(DEVICE_SAMPLE_DTYPE, found, _SAMPLE_TABLES)
+        records["stack"] = self._launch_stacks("device_samples")
+        return records
 
     def _launches(self) -> npt.NDArray[np.void]:
         if self._version < 5:
@@ -228,7 +236,7 @@ class GpuReader:
     def _times(self) -> npt.NDArray[np.void]:
         if self._version < 4:
             return np.zeros(0, KERNEL_TIME_DTYPE)
-        names = ("device_id", "kernel_id", "queue", "launch_id", "begin_ns", "end_ns", "count")
+        names = ("device_id", "kernel_id", "queue", "begin_ns", "end_ns", "count")
         found = self._columns("kernel_times", (*names, "duration_ns"))
         if any(
             float(np.sum(found[n], dtype=float)) >= _LARGEST_SUM for n in ("count", "duration_ns")
@@ -236,7 +244,9 @@ class GpuReader:
             raise ValueError("more kernel times than there can be")
         if len(found["kernel_id"]) and int(found["kernel_id"].min()) < 0:
             raise ValueError("a kernel time of no kernel")
-        return self._filled(KERNEL_TIME_DTYPE, found, _TIME_TABLES)
+        records = self._filled(KERNEL_TIME_DTYPE, found, _TIME_TABLES)
+        records["stack"] = self._launch_stacks("kernel_times")
+        return records
 
 
 _CALL_TABLES = {

@@ -209,28 +209,29 @@ CREATE TABLE launches (
     work INTEGER NOT NULL
 );
 
--- Samples of kernels. launch_id: 0, or 1 + the row of api_events in the order of its rowids. Taken
--- between begin_ns and end_ns (since version 5), which are the same where the moment is known.
+-- Samples of kernels. stack_id (since version 6): of the launch where the device named it by its
+-- number, else NULL. Taken between begin_ns and end_ns (since version 5), which are the same where the
+-- moment is known.
 CREATE TABLE device_samples (
     interval INTEGER NOT NULL,
     device_id INTEGER NOT NULL REFERENCES devices (id),
     code_id INTEGER NOT NULL REFERENCES kernel_codes (id),
     offset INTEGER NOT NULL,
     reason_id INTEGER NOT NULL REFERENCES stall_reasons (id),
-    launch_id INTEGER NOT NULL,
+    stack_id INTEGER REFERENCES stacks (id),
     begin_ns INTEGER NOT NULL,
     end_ns INTEGER NOT NULL,
     count INTEGER NOT NULL
 );
 
 -- How long a device ran a kernel (since version 4): count executions between begin_ns and end_ns, of
--- duration_ns in all. queue: handle of the stream or queue, 0 where it is not known; launch_id: as
--- the device numbers launches, 0 where it does not.
+-- duration_ns in all. queue: handle of the stream or queue, 0 where it is not known or where a row is
+-- of several; stack_id (since version 6): as in device_samples.
 CREATE TABLE kernel_times (
     device_id INTEGER NOT NULL REFERENCES devices (id),
     kernel_id INTEGER NOT NULL REFERENCES kernels (id),
     queue INTEGER NOT NULL,
-    launch_id INTEGER NOT NULL,
+    stack_id INTEGER REFERENCES stacks (id),
     begin_ns INTEGER NOT NULL,
     end_ns INTEGER NOT NULL,
     count INTEGER NOT NULL,

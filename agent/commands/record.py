@@ -18,7 +18,7 @@ from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_start import record
-from aiflame.agent.devices.choice import AUTO, CHOICES
+from aiflame.agent.devices.choice import AUTO, CHOICES, ChooseFamilies, choose_families
 from aiflame.agent.errors import UsageError
 from aiflame.agent.processes.targets import (
     Target,
@@ -227,8 +227,13 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Record, and write what was asked for; returns the exit code."""
+def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> int:
+    """Record, and write what was asked for; returns the exit code.
+
+    Args:
+        args: Of the command line.
+        choose: Which device families `--gpu` means.
+    """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     _refuse_contradictions(args, command)
     plan_output(args.output, args.format, "check", args.force)  # before anything is started
@@ -257,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
         printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
         if target.note:
             printer.say(target.note)
-        return record(target, options, plan, printer)
+        return record(target, options, plan, printer, choose)
     finally:
         if target.command is not None:
             target.command.end()

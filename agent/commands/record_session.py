@@ -31,7 +31,7 @@ from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
-from aiflame.agent.devices.choice import AUTO, choose_families
+from aiflame.agent.devices.choice import AUTO, ChooseFamilies
 from aiflame.agent.errors import Aborted, AiflameError, DiskFull
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import KINDS_BY_NAME, LossKind
@@ -85,9 +85,10 @@ def record(
     plan: OutputPlan,
     printer: ProgressPrinter,
     foundation: Foundation,
+    choose: ChooseFamilies,
 ) -> int:
     """As `record_start.record`, with what that has begun."""
-    families = choose_families(options.gpu)
+    families = choose(options.gpu)
     _mention_unfinished(printer.say)
     destination = Destination(
         path=plan.kept_path.absolute(),

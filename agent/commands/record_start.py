@@ -8,6 +8,7 @@ from aiflame.agent.allocator import map_large_blocks
 from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.commands.record_progress import ProgressPrinter
+from aiflame.agent.devices.choice import ChooseFamilies
 from aiflame.agent.kernel import checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.processes.targets import Target
@@ -15,7 +16,11 @@ from aiflame.agent.recording.foundation import Foundation
 
 
 def record(
-    target: Target, options: RecordOptions, plan: OutputPlan, printer: ProgressPrinter
+    target: Target,
+    options: RecordOptions,
+    plan: OutputPlan,
+    printer: ProgressPrinter,
+    choose: ChooseFamilies,
 ) -> int:
     """Records, writes what is planned, and prints the summary; returns the exit code.
 
@@ -37,4 +42,4 @@ def record(
     with Foundation(options.for_programs(target)) as foundation:
         from aiflame.agent.commands import record_session  # the kernel is at work meanwhile
 
-        return record_session.record(target, options, plan, printer, foundation)
+        return record_session.record(target, options, plan, printer, foundation, choose)

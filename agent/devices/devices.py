@@ -10,6 +10,7 @@ written before the first sample of theirs; instructions, sizes and files come wh
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,12 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
+from aiflame.agent.devices.memories import Memories
 from aiflame.agent.file_questions import Question
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import COLUMNS, NONE, OpenWindow, Timing, rows_of
-from aiflame.agent.processes.binaries import BinaryTable
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
@@ -36,6 +37,7 @@ from aiflame.gpu.base import (
     KernelTime,
     Listing,
     Sampler,
+    SharedMemory,
     SourceLines,
 )
 
@@ -49,11 +51,15 @@ T = TypeVar("T")
 
 # Executions that one kernel time tells of: a device starts no more than a million a second.
 _MAX_EXECUTIONS = 1 << 24
-# Of all kernel times of a recording, as readers add them up.
-_MAX_KERNEL_NS = 1 << 62
+# Of the kernel times of a recording, as readers add them up: of one process, 52 days, and of all.
+_MAX_KERNEL_NS_OF_PROCESS, _MAX_KERNEL_NS = 1 << 52, 1 << 62
 
 # Kernel times of a family that wait for their window: a second of short kernels on a fast device.
+# Of one process at most half of them: each may lie.
 _MAX_WAITING_TIMES = 1 << 16
+_MAX_WAITING_TIMES_OF_PROCESS = _MAX_WAITING_TIMES // 2
+# By how much a device's clock may be ahead of this machine's; what ends later has not ended.
+_MAX_AHEAD_NS = 1_000_000_000
 
 
 class _FamilyHost:
@@ -63,11 +69,12 @@ class _FamilyHost:
         family: The family.
         first: From what number on its devices are in the window.
         devices: Those that it found, or one without a name.
-        binaries: The files that targets map.
+        table: Process table.
         watch: Has the recorder wake up for a descriptor.
 
     Attributes:
         sampler: The family's half of the recording.
+        shared: What processes share with it.
         losses: Of the family.
     """
 
@@ -76,16 +83,19 @@ class _FamilyHost:
         family: Family,
         first: int,
         devices: tuple[Device, ...],
-        binaries: BinaryTable,
+        table: ProcessTable,
         watch: Callable[[int], None],
     ) -> None:
         self.family = family
         self.first = first
         self.devices = devices
-        self._binaries = binaries
+        self._binaries = table.binaries
+        self.shared = Memories(table, family.memory)
         self._watch = watch
         self._takes: list[Callable[[], None]] = []
+        self._hears: list[Callable[[int], None]] = []
         self._times: list[KernelTime] = []
+        self._times_of: Counter[int] = Counter()  # by process
         self._samples: list[KernelSample] = []
         self.losses: Counter[LossKind] = Counter()
         self.sampler: Sampler = family.start(self)
@@ -99,17 +109,28 @@ class _FamilyHost:
     def ask(self, file: int, question: Question[T]) -> T | None:
         return self._binaries.ask(file, question)
 
+    def memories(self) -> Collection[SharedMemory]:
+        return self.shared.all()
+
     def watch(self, descriptor: int, take: Callable[[], None]) -> None:
         self._takes.append(take)
         self._watch(descriptor)
+
+    def listen(self, hear: Callable[[int], None]) -> None:
+        self._hears.append(hear)
 
     def add_samples(self, samples: Iterable[KernelSample]) -> None:
         self._samples += samples
 
     def add_times(self, times: Iterable[KernelTime]) -> None:
-        for time in times:
-            if len(self._times) < _MAX_WAITING_TIMES:
-                self._times.append(time)
+        latest_ns = time.monotonic_ns() + _MAX_AHEAD_NS
+        for one in times:
+            has_room = self._times_of[one.process] < _MAX_WAITING_TIMES_OF_PROCESS
+            if one.end_ns > latest_ns:
+                self.lose(LossKind.KERNEL_TIMES_REFUSED)
+            elif has_room and len(self._times) < _MAX_WAITING_TIMES:
+                self._times.append(one)
+                self._times_of[one.process] += 1
             else:
                 self.lose(LossKind.WINDOW_EVENTS_FULL)
 
@@ -121,6 +142,12 @@ class _FamilyHost:
         for take in self._takes:
             take()
 
+    def ring(self, image: ProcessImage) -> None:
+        """Tells the family that a process has something to tell."""
+        self.shared.heard(image)
+        for hear in self._hears:
+            hear(image.index)
+
     def take_samples(self) -> list[KernelSample]:
         """Returns the samples since last."""
         samples, self._samples = self._samples, []
@@ -130,6 +157,7 @@ class _FamilyHost:
         """Returns the kernel times up to a monotonic time; later ones are for the next window."""
         times = [time for time in self._times if time.end_ns <= until_ns]
         self._times = [time for time in self._times if time.end_ns > until_ns]
+        self._times_of = Counter(time.process for time in self._times)
         return times
 
 
@@ -184,6 +212,7 @@ class Devices:
         self._timed: set[int] = set()
         self._time_samples = time_samples
         self._kernel_ns_left = _MAX_KERNEL_NS
+        self._kernel_ns_of: Counter[int] = Counter()  # by index of the image
         self.samples = 0
 
     def start(self) -> None:
@@ -201,8 +230,7 @@ class Devices:
         absent = Device(family.name, "", Tier.LAUNCHES, finding.why, 0)
         first = sum(len(running.devices) for running in self._running)
         devices = finding.devices or (absent,)
-        binaries = self._table.binaries
-        self._running.append(_FamilyHost(family, first, devices, binaries, self._watch))
+        self._running.append(_FamilyHost(family, first, devices, self._table, self._watch))
         self._owners.clear()
         self._tell_devices()
 
@@ -212,11 +240,14 @@ class Devices:
         if not self._idle or self._considered.get(image.index) is image.mappings:
             return
         self._considered[image.index] = image.mappings
-        files = self._table.binaries.files
-        paths = {files[m.binary].path for m in image.mappings if m.binary != NO_BINARY}
+        paths = self._paths(image)
         for family in [*self._idle]:
             if any(_may_use(family, path) for path in paths):
                 self._begin(family)
+
+    def _paths(self, image: ProcessImage) -> set[str]:
+        files = self._table.binaries.files
+        return {files[m.binary].path for m in image.mappings if m.binary != NO_BINARY}
 
     def _tell_devices(self) -> None:
         text = self._window.text
@@ -272,6 +303,19 @@ class Devices:
         if image.index not in self._timed and self._runs_kernels(image):
             self._timed.add(image.index)
             self._time_samples(image.pid)
+        for running in self._sharing(image):
+            running.shared.look(image)
+
+    def ring(self, image: ProcessImage) -> None:
+        """Tells families that the helper in a process has something to tell."""
+        for running in self._sharing(image):
+            running.ring(image)
+
+    def _sharing(self, image: ProcessImage) -> list[_FamilyHost]:
+        """Returns the families that a process may share memory with."""
+        sharing = [running for running in self._running if running.family.memory]
+        paths = self._paths(image) if sharing else ()
+        return [one for one in sharing if any(_may_use(one.family, path) for path in paths)]
 
     def _runs_kernels(self, image: ProcessImage) -> bool:
         binaries = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
@@ -303,6 +347,7 @@ class Devices:
             by_family[self._owner(sample.file)].append(sample)
         for running in self._running:
             running.poll()
+            running.shared.look_again()
             running.sampler.drain(Interval(interval, by_family[running]))
             self._take(running, end_ns)
 
@@ -343,17 +388,25 @@ class Devices:
 
     def _take_times(self, running: _FamilyHost, end_ns: int) -> None:
         start_ns, rows = self._table.start_ns, []
-        for time in running.take_times(start_ns + end_ns):
-            if not _is_sound(time) or time.duration_ns > self._kernel_ns_left:
+        for one in running.take_times(start_ns + end_ns):
+            if not _is_sound(one) or not self._has_room(one):
                 running.lose(LossKind.KERNEL_TIMES_REFUSED)
                 continue
-            kernel = self._kernels.id_of(time.process, running.family.api, time.kernel)
-            self._kernel_ns_left -= time.duration_ns
+            if one.end_ns < start_ns:
+                continue
+            kernel = self._kernels.id_of(one.process, running.family.api, one.kernel)
+            self._kernel_ns_left -= one.duration_ns
+            self._kernel_ns_of[one.process] += one.duration_ns
             # A kernel may have begun before the recording.
-            times = (max(time.begin_ns - start_ns, 0), max(time.end_ns - start_ns, 0))
-            what = (running.first + time.device, kernel, time.queue, time.launch_id)
-            rows.append((*what, *times, time.count, time.duration_ns))
+            times = (max(one.begin_ns - start_ns, 0), max(one.end_ns - start_ns, 0))
+            what = (running.first + one.device, kernel, one.queue, one.launch_id)
+            rows.append((*what, *times, one.count, one.duration_ns))
         self._window.add("kernel_times", np.array(rows, COLUMNS["kernel_times"].dtype))
+
+    def _has_room(self, time: KernelTime) -> bool:
+        """Whether a kernel time can be added up with all others."""
+        of_process = self._kernel_ns_of[time.process] + time.duration_ns
+        return of_process <= _MAX_KERNEL_NS_OF_PROCESS and time.duration_ns <= self._kernel_ns_left
 
     def _found_late(self, running: _FamilyHost) -> None:
         """A driver that is not installed here, but where the target runs."""
@@ -444,8 +497,16 @@ class Devices:
         """Forgets process images that have ended; what was sampled of them is kept."""
         self._locations.forget_images(images)
         self._timed.difference_update(images)
+        for running in self._running:
+            running.shared.forget_images(images)
         for index in images:
             self._considered.pop(index, None)
+            self._kernel_ns_of.pop(index, None)
+
+    def close(self) -> None:
+        """Closes what processes share."""
+        for running in self._running:
+            running.shared.close()
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more."""
@@ -458,13 +519,15 @@ class Devices:
         found = Counter(self._locations.losses)
         for running in self._running:
             found.update(running.losses)
+            found.update(running.shared.losses)
         return found
 
 
 def _may_use(family: Family, path: str) -> bool:
     """Whether a process that maps a file may use devices of a family."""
     name = path.rpartition("/")[2]
-    libraries = tuple(name for api in APIS if api.name == family.api for name in api.libraries)
+    apis = (*(api for api in APIS if api.name == family.api), *family.probes)
+    libraries = tuple(name for api in apis for name in api.libraries)
     return name.startswith(libraries) or family.runs_by(path)
 
 

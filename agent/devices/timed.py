@@ -30,8 +30,6 @@ class TimedProcesses:
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        # Launches that differ each take an entry: no more a second than half of the map holds.
-        self._runs_per_s = programs.calls[0].max_entries // 2
         self._pids: set[int] = set()
         self.losses: Counter[LossKind] = Counter()
 
@@ -39,7 +37,6 @@ class TimedProcesses:
         """Asks for those of a process; counts one that there is no room for."""
         if not self._pids:
             self._programs.set(abi.Setting.TIMED_SAMPLES, _SAMPLES_PER_S)
-            self._programs.set(abi.Setting.LAUNCH_RUNS, self._runs_per_s)
         if len(self._pids) < self._programs.timed_processes.max_entries:
             self._pids.add(pid)
             key = pid.to_bytes(4, "little")

@@ -62,7 +62,7 @@ class ThreadNamer:
         self._pythons = PythonFacts(self._window, Counter[LossKind]())
         self._frames = _Frames()
         files = _OpenFiles(table)
-        self._namer = Namer(files, service, self._frames, table.binaries.guard)
+        self._namer = Namer(files, service, self._frames, table.binaries.facts)
         self._next_chain = NO_CHAIN + 1
 
     def name(self, targets: Sequence[Target]) -> list[list[NamedThread]]:

@@ -25,7 +25,7 @@ _END_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
 _ZEROS = bytes(_CHUNK_BYTES)
 # DWARF of 1 GB and what is beside it; more is not parsed.
-_MAX_BYTES = 3 << 29
+MAX_BYTES = 3 << 29
 _TABLES_OF_SYMBOLS = (elf.SHT_SYMTAB, elf.SHT_DYNSYM)
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -136,7 +136,7 @@ def _contents(file: TargetFile, image: ElfImage, wanted: Iterable[tuple[int, int
             parts.append((begin, stop - begin))
         total += stop - begin
         end = stop
-    if total > _MAX_BYTES:
+    if total > MAX_BYTES:
         raise BadTargetFile("more to read than any real file has")
     return Contents(file.size_bytes, tuple(parts))
 

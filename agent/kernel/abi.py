@@ -28,6 +28,7 @@ class EventType(enum.IntEnum):
     KERNEL_NAMED = 7
     SAMPLE = 8
     EXEC = 9
+    BELL = 10
 
 
 class ProcessFlag(enum.IntFlag):
@@ -173,8 +174,10 @@ PROCESS_STATE_DTYPE = np.dtype(
         ("asked", "<u4"),
         ("asked_ns", "<u8"),
         ("copies", EVENT_BUDGET_DTYPE),
+        ("bells", EVENT_BUDGET_DTYPE),
     ]
 )
+BELL_EVENT_DTYPE = np.dtype([("type", "<u4"), ("tgid", "<u4"), ("image", "<u8")])
 CROSSING_DTYPE = np.dtype(
     [
         ("boundary_ns", "<u8"),
@@ -373,6 +376,7 @@ API_CALL_DTYPE = np.dtype(
         ("alias", API_ARGUMENT_DTYPE),
         ("event", API_ARGUMENT_DTYPE),
         ("blocking", API_ARGUMENT_DTYPE),
+        ("launch_id", API_ARGUMENT_DTYPE),
         ("grid", "<u4"),
         ("handle_from", "<u4"),
         ("api", "<u4"),
@@ -406,6 +410,7 @@ CALL_VALUE_DTYPE = np.dtype(
         ("last_ns", "<u8"),
         ("waited_from_ns", "<u8"),
         ("waited_until_ns", "<u8"),
+        ("launch_id", "<u8"),
     ]
 )
 QUEUE_KEY_DTYPE = np.dtype([("image", "<u8"), ("queue", "<u8"), ("tgid", "<u8")])

@@ -24,13 +24,14 @@ PROGRAMS = {
     "walk_call_python": "uprobe",
     "on_naming": "uprobe",
     "on_named": "uprobe",
+    "on_bell": "uprobe",
     "on_fork": "raw_tracepoint",
     "on_exec": "raw_tracepoint",
     "on_exit": "raw_tracepoint",
     THREAD_ITERATOR: ITERATOR,
 }
 # Those that are loaded once a function of a device API is found: most targets have none.
-CALL_PROGRAMS = ("on_call", "walk_call", "walk_call_python", "on_naming", "on_named")
+CALL_PROGRAMS = ("on_call", "walk_call", "walk_call_python", "on_naming", "on_named", "on_bell")
 
 # The maps of maps, and what their inner maps are made like.
 TEMPLATES = {"unwind_tables": "unwind_table", "process_mappings": "mapping_table"}

@@ -8,7 +8,7 @@ first seen; what it is called is filled in at the end (see `kernel_names`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from aiflame.agent.model.window import (
 )
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
+from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Call
 
 # Whose last wait is remembered: twice what the kernel half knows.
@@ -94,6 +95,7 @@ class ApiCalls:
         images: ELF headers of the targets' files.
         kernels: Gives out rows of kernels.
         window: Where calls go.
+        apis: Whose.
     """
 
     def __init__(
@@ -103,12 +105,13 @@ class ApiCalls:
         images: ElfImages,
         kernels: KernelTable,
         window: OpenWindow,
+        apis: Sequence[Api] = APIS,
     ) -> None:
         self._window = window
         self._programs = programs
         self._table = table
         self._images = images
-        self.probes = ApiProbes(programs, table.binaries.facts)
+        self.probes = ApiProbes(programs, table.binaries.facts, apis)
         self._names = KernelNames(table, images, kernels, window)
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}
@@ -243,6 +246,7 @@ class ApiCalls:
             at_ns = values[ns].astype(np.int64) - self._table.start_ns
             rows[name] = np.where(values[ns] > 0, np.clip(at_ns, 0, window_ns[1]), bound_ns)
         rows["count"], rows["work"] = values["count"], values["work"]
+        rows["launch_id"] = values["launch_id"]
         self._window.add("launches", rows[np.argsort(rows["enqueued_ns"], kind="stable")])
         waits = _filled("queue_waits", calls)
         waits["queue"] = keys["queue"]

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from aiflame.agent.model.window import OpenWindow, rows_of
 from aiflame.agent.symbols.frames import clean_name
+
+# Names of one process: PyTorch's libraries have some thousand kernels, of which a model runs a few
+# hundred.
+_MOST_NAMES = 1 << 14
+_TOO_MANY = f"beyond {_MOST_NAMES:,} kernels of its process"
 
 
 class KernelTable:
@@ -19,6 +25,7 @@ class KernelTable:
     def __init__(self, window: OpenWindow) -> None:
         self._window = window
         self._ids: dict[tuple[int, str, str, str], int] = {}
+        self._names: Counter[int] = Counter()  # of each process image
         self._next = 0
 
     def id_of(self, image: int, api: str, name: str, unnamed: str = "") -> int:
@@ -31,8 +38,11 @@ class KernelTable:
             unnamed: Why it is unknown.
         """
         key = (image, api, clean_name(name), unnamed)
+        if key not in self._ids and self._names[image] >= _MOST_NAMES:
+            key = (image, api, "", _TOO_MANY)
         known = self._ids.get(key)
         if known is None:
+            self._names[image] += 1
             known = self._ids[key] = self._next
             self._next += 1
             self._tell(known, *key)
@@ -55,6 +65,8 @@ class KernelTable:
         """Forgets the kernels of process images that have ended."""
         for key in [key for key in self._ids if key[0] in images]:
             del self._ids[key]
+        for image in images:
+            del self._names[image]
 
     def _tell(self, kernel: int, image: int, api: str, name: str, unnamed: str) -> None:
         text = self._window.text

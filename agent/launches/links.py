@@ -22,7 +22,7 @@ from aiflame.agent.launches.questions import ProbedFunction
 # As if nothing were known of the function's code.
 _ENTRY = ProbeSite(0, 0, False)
 
-_PROGRAMS = ("on_call", "on_naming", "on_named")
+_PROGRAMS = ("on_call", "on_naming", "on_named", "on_bell")
 
 
 class Probe(NamedTuple):

@@ -33,12 +33,15 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.shares import Shares
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.gpu.apis import APIS
-from aiflame.gpu.apis.base import Api, Argument, Call, HandleFrom, Naming
+from aiflame.gpu.apis.base import Api, Argument, Bell, Call, HandleFrom, Naming, Probed
 
 _UNPAID = "more functions than one process or user may have probed"
 
 # Processes that are asked to pay for one file.
 _MOST_ASKED = 256
+
+# What is run where a function is called.
+_PROGRAMS = {Call: "on_call", Naming: "on_naming", Bell: "on_bell"}
 
 # Device and inode.
 FileIdentity = tuple[int, int]
@@ -61,8 +64,7 @@ def _reason(error: OSError) -> str:
 
 def functions_of(apis: Sequence[Api]) -> Question[Functions]:
     """Which functions of some APIs a file defines."""
-    calls = {call.symbol for api in apis for call in api.calls}
-    return functions_among(calls | {naming.symbol for api in apis for naming in api.namings})
+    return functions_among({function.symbol for api in apis for function in api.probed})
 
 
 class ApiProbes:
@@ -84,21 +86,22 @@ class ApiProbes:
     """
 
     def __init__(self, programs: Programs, facts: FileFacts, apis: Sequence[Api] = APIS) -> None:
-        if len(apis) > abi.APIS_MAX:
-            raise ValueError(f"{len(apis)} device APIs, and room for {abi.APIS_MAX} (APIS_MAX)")
+        # What a family adds to an API is of that API: calls inside each other are told by it.
+        self._names = [*dict.fromkeys(api.name for api in apis)]
+        count = len(self._names)
+        if count > abi.APIS_MAX:
+            raise ValueError(f"{count} device APIs, and room for {abi.APIS_MAX} (APIS_MAX)")
         self._programs = programs
         self._facts = facts
-        self._apis = tuple(apis)
-        self._wanted: dict[str, list[tuple[Api, Call | Naming]]] = {}
+        self._wanted: dict[str, list[tuple[Api, Probed]]] = {}
         for api in apis:
-            functions: tuple[Call | Naming, ...] = (*api.calls, *api.namings)
-            for function in functions:
+            for function in api.probed:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
         self._question = functions_of(apis)
         self._seen: set[FileIdentity] = set()
         self.ranges: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
-        self.functions: list[tuple[Api, Call | Naming]] = []
+        self.functions: list[tuple[Api, Probed]] = []
         self._links = ApiLinks(programs)
         self._described = 0
         self._waiting: list[tuple[int, str, list[Probe]]] = []  # descriptors of our own
@@ -199,7 +202,7 @@ class ApiProbes:
             self._failed(path, _reason(one.error))
 
     def _probes(
-        self, file: FileIdentity, located: ProbedFunction, api: Api, function: Call | Naming
+        self, file: FileIdentity, located: ProbedFunction, api: Api, function: Probed
     ) -> list[Probe]:
         """Describes the probes of a function to the kernel half."""
         slot = self._slot(api, function)
@@ -210,8 +213,7 @@ class ApiProbes:
         nops = self._programs.uprobes.answers.nops
         chosen = choose_site(located.prologue, nops)
         self.ranges[file, slot] = (located.file_offset, located.size_bytes)
-        program = "on_naming" if isinstance(function, Naming) else "on_call"
-        probes = [Probe(program, located, chosen, slot, number)]
+        probes = [Probe(_PROGRAMS[type(function)], located, chosen, slot, number)]
         self._links.describe(probes[0])
         if isinstance(function, Naming) and function.handle_from is not HandleFrom.ARGUMENT:
             back = choose_site(located.prologue, nops, for_return=True)
@@ -223,7 +225,7 @@ class ApiProbes:
         culprits = self.loss_files.setdefault(LossKind.CALLS_NOT_PROBED, set())
         culprits.add(f"{path} ({reason})")
 
-    def _slot(self, api: Api, function: Call | Naming) -> int:
+    def _slot(self, api: Api, function: Probed) -> int:
         key = (api.name, function.symbol)
         slot = self._slots.get(key)
         if slot is None:
@@ -234,7 +236,7 @@ class ApiProbes:
             self.functions.append((api, function))
             row = np.zeros(1, abi.API_CALL_DTYPE)[0]
             _describe(row, function)
-            row["api"] = self._apis.index(api)
+            row["api"] = self._names.index(api.name)
             self._programs.api_calls.update(slot.to_bytes(4, "little"), row.tobytes())
         return slot
 
@@ -263,7 +265,7 @@ class TooManyFunctions(Exception):
     """The kernel half's table of functions is full."""
 
 
-def _describe(row: np.void, function: Call | Naming) -> None:
+def _describe(row: np.void, function: Probed) -> None:
     """Fills in a struct api_call."""
     arguments: Iterable[tuple[str, Argument | None]]
     if isinstance(function, Naming):
@@ -273,6 +275,8 @@ def _describe(row: np.void, function: Call | Naming) -> None:
             ("alias", function.alias),
         )
         row["handle_from"] = int(function.handle_from)
+    elif isinstance(function, Bell):
+        arguments = ()
     else:
         arguments = (
             ("kernel", function.kernel),
@@ -281,6 +285,7 @@ def _describe(row: np.void, function: Call | Naming) -> None:
             ("kind", function.kind),
             ("event", function.event),
             ("blocking", function.blocking),
+            ("launch_id", function.launch_id),
         )
         row["grid"] = int(function.grid)
         row["operation"] = int(function.operation)

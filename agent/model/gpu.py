@@ -161,8 +161,7 @@ LAUNCH_DTYPE = np.dtype(
 )
 
 # Samples of kernels, taken between begin_ns and end_ns, which are the same where the moment is
-# known. `launch_id` is 0 where the hardware tells none, else the number of a launch: row
-# `launch_id - 1` of `events`.
+# known. `stack` is that of the launch where the device named it by its number, else NONE.
 DEVICE_SAMPLE_DTYPE = np.dtype(
     [
         ("interval", "<u4"),
@@ -170,7 +169,7 @@ DEVICE_SAMPLE_DTYPE = np.dtype(
         ("code", "<u4"),
         ("offset", "<u8"),
         ("reason", "<u4"),
-        ("launch_id", "<u8"),
+        ("stack", "<u4"),
         ("begin_ns", "<u8"),
         ("end_ns", "<u8"),
         ("count", "<u8"),
@@ -178,13 +177,14 @@ DEVICE_SAMPLE_DTYPE = np.dtype(
 )
 
 # How long a device ran a kernel: `count` executions between two times, in ns since the start of the
-# recording, of `duration_ns` in all. `launch_id` is 0 where the device does not number launches.
+# recording, of `duration_ns` in all. `stack` as in samples: those of one stack are one row for a
+# window of the recording.
 KERNEL_TIME_DTYPE = np.dtype(
     [
         ("device", "<u4"),
         ("kernel", "<u4"),
         ("queue", "<u8"),
-        ("launch_id", "<u8"),
+        ("stack", "<u4"),
         ("begin_ns", "<u8"),
         ("end_ns", "<u8"),
         ("count", "<u8"),

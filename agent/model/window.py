@@ -205,7 +205,8 @@ CALL_DTYPE = np.dtype(
 # other launch and no return of a wait between them; the first enqueued at enqueued_ns, the last at
 # last_enqueued_ns. queue: the handle of the stream or queue, unique in a process; 0 where it is not
 # known: then they are all equal ones between the two times. launch_id: number of the first, 0 where
-# they are not numbered; work: work items of all.
+# they are not numbered; work: work items of all. A row of count 0 tells the number of a launch that
+# is in another row.
 LAUNCH_DTYPE = np.dtype(
     [
         ("process", "<u4"),
@@ -837,7 +838,9 @@ def join_runs(launches: Rows, waits: Rows) -> Rows:
 def _continues(run: np.void, launch: np.void, returned: Iterable[Sequence[int]]) -> bool:
     if any(run[name] != launch[name] for name in _RUN):
         return False
-    if run["launch_id"] and launch["launch_id"] != run["launch_id"] + run["count"]:
+    is_numbered = bool(run["launch_id"] or launch["launch_id"])
+    follows = run["launch_id"] and launch["launch_id"] == run["launch_id"] + run["count"]
+    if is_numbered and not (follows and run["count"] and launch["count"]):
         return False
     after_ns, until_ns = int(run["last_enqueued_ns"]), int(launch["enqueued_ns"])
     return all(bisect_right(ends, after_ns) == bisect_right(ends, until_ns) for ends in returned)

@@ -7,6 +7,7 @@ can be read when the recording has ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -132,6 +133,36 @@ class BinaryTable:
             return os.pread(file.fd, size, offset)
         except OSError:
             return b""
+
+    def hold_shared(self, pid: int, payer: str, line: MapsLine) -> int | None:
+        """Opens memory that a process shares; None where it is no memory, or not to be had.
+
+        Args:
+            pid: Of the process.
+            payer: As of `payer_of`.
+            line: The mapping.
+
+        Returns:
+            A descriptor, for `release_shared`.
+        """
+        if not self._shares.take(pid, payer):
+            return None
+        opener = self._inspector.opener
+        fd = None
+        with contextlib.suppress(OSError):
+            opened = opener.mapped(pid, line.start, line.end, line.device, line.inode, line.path)
+            fd = keep(opened.fd)
+            if fd is not None and not opened.is_local:  # a file that is called so
+                os.close(fd)
+                fd = None
+        if fd is None:
+            self._shares.give_back(pid, payer)
+        return fd
+
+    def release_shared(self, pid: int, payer: str, fd: int) -> None:
+        """Closes what `hold_shared` has opened."""
+        os.close(fd)
+        self._shares.give_back(pid, payer)
 
     def readable(self, file: BinaryFile) -> int | None:
         """Returns a file's descriptor for a child to read, None where a read of it got nowhere."""

@@ -9,7 +9,7 @@ Documentation/filesystems/proc.rst (v6.1).
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ _MAX_COMMAND_LINE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class MapsLine:
-    """One executable mapping. Addresses and offset in bytes."""
+    """One mapping. Addresses and offset in bytes."""
 
     start: int
     end: int
@@ -78,16 +78,23 @@ def executable_mappings(opener: Opener, pid: int) -> list[MapsLine]:
 
     The kernel waits for whoever is changing the mappings, and that may wait for a file system.
     """
-    found = []
+    return _mappings(opener, pid, lambda fields: "x" in fields[1])
+
+
+def shared_mappings(opener: Opener, pid: int, name: str) -> list[MapsLine]:
+    """Returns the memory of a process that is shared and whose name begins so, as above."""
+
+    def is_wanted(fields: list[str]) -> bool:
+        return fields[1].endswith("s") and len(fields) > 5 and fields[5].startswith(name)
+
+    return _mappings(opener, pid, is_wanted)
+
+
+def _mappings(opener: Opener, pid: int, is_wanted: Callable[[list[str]], bool]) -> list[MapsLine]:
     text = opener.proc(pid, "maps", _MAX_MAPS_BYTES).decode(errors="replace")
-    for line in _lines(text):
-        fields = line.split(None, 5)
-        if len(fields) < 5 or "x" not in fields[1]:
-            continue
-        mapping = _mapping(fields)
-        if mapping is not None:
-            found.append(mapping)
-    return found
+    lines = (line.split(None, 5) for line in _lines(text))
+    found = (_mapping(fields) for fields in lines if len(fields) >= 5 and is_wanted(fields))
+    return [mapping for mapping in found if mapping is not None]
 
 
 def _mapping(fields: list[str]) -> MapsLine | None:

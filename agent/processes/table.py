@@ -415,6 +415,13 @@ class ProcessTable:
         lines = procfs.executable_mappings(self._opener, image.pid)
         return lines if self._is_shown(image) else []
 
+    def shared_memory(self, image: ProcessImage, name: str) -> list[MapsLine]:
+        """Returns memory that an image shares and whose name begins so, none if it is over."""
+        if not self.is_current(image):
+            return []
+        lines = procfs.shared_mappings(self._opener, image.pid, name)
+        return lines if self._is_shown(image) else []
+
     def _map_as_told(self, image: ProcessImage) -> bool:
         """Takes in what the kernel told of an image that is over, and what it had from its parent.
 

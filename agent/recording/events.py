@@ -35,6 +35,7 @@ class Events:
         follow_mappings: Is called when the mappings of processes may have been read, before
             anything later of them is told.
         take_sample: Takes the stack, thread and time of samples of which that is asked.
+        take_bell: Takes the pid and image of a process whose helper has something to tell.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Events:
         calls: ApiCalls,
         follow_mappings: Callable[[], None],
         take_sample: Callable[[int, int, int], None],
+        take_bell: Callable[[int, int], None],
     ) -> None:
         self._ring = ring
         self._table = table
@@ -56,6 +58,7 @@ class Events:
         self._calls = calls
         self._follow_mappings = follow_mappings
         self._take_sample = take_sample
+        self._take_bell = take_bell
 
     def take(self) -> bool:
         """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
@@ -84,6 +87,9 @@ class Events:
             elif kind == abi.EventType.SAMPLE:
                 event = np.frombuffer(payload, abi.SAMPLE_EVENT_DTYPE, 1)[0]
                 self._take_sample(int(event["stack"]), int(event["tid"]), int(event["ns"]))
+            elif kind == abi.EventType.BELL:
+                event = np.frombuffer(payload, abi.BELL_EVENT_DTYPE, 1)[0]
+                self._take_bell(int(event["tgid"]), int(event["image"]))
             elif kind in (abi.EventType.CALL, abi.EventType.KERNEL_NAMED):
                 self._calls.take_event(kind, payload)
             elif kind == abi.EventType.DRAIN:

@@ -61,6 +61,7 @@ from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import Charged, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -203,7 +204,8 @@ class Recorder:
         self.facts = ProcessFacts(window, table, self.images)
         self.pythons = PythonProcesses(programs, table, self.images, window)
         self.kernels = KernelTable(window)
-        self.calls = ApiCalls(programs, table, self.images, self.kernels, window)
+        apis = (*APIS, *(api for family in families for api in family.probes))
+        self.calls = ApiCalls(programs, table, self.images, self.kernels, window, apis)
         parts.callback(self.calls.close)
         self._timed = TimedProcesses(programs)
         self.devices = Devices(
@@ -217,6 +219,7 @@ class Recorder:
             self._ring.watch,
             self._timed.add,
         )
+        parts.callback(self.devices.close)
         self.stacks = Stacks(window, table, self.calls, CutStacks(self.pythons), [self.devices])
         copies = RingBuffer(programs.copies_fd, programs.copies_bytes)
         parts.callback(copies.close)
@@ -250,6 +253,7 @@ class Recorder:
             self.calls,
             self._follow_mappings,
             self._take_sample,
+            self._take_bell,
         )
 
     def __enter__(self) -> Recorder:
@@ -273,6 +277,8 @@ class Recorder:
         programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
         programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
         programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
+        # Those that are told apart each take an entry: no more a second than half of the map holds.
+        programs.set(abi.Setting.LAUNCH_RUNS, self._options.calls_max // 2)
         command = self._target.command
         if self._target.filter is not abi.Filter.PIDS or self._options.follow_children:
             self._life_events.start()
@@ -395,6 +401,10 @@ class Recorder:
 
     def _take_sample(self, stack: int, tid: int, ns: int) -> None:
         self.devices.take_sample(stack, tid, ns, self.stacks.has_come)
+
+    def _take_bell(self, pid: int, image: int) -> None:
+        self._follow_mappings()
+        self.devices.ring(self.table.image(pid, image))
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""

@@ -142,8 +142,10 @@ def _reasons(samples: DeviceSamples, limit: int) -> Table:
 
 def _launch_stacks(samples: DeviceSamples, callers: Callers, limit: int) -> Table:
     calls = launch_calls(samples.gpu)
+    times = samples.gpu.times
     launches: dict[tuple[str, ...], int] = {}
     sums: dict[tuple[str, ...], int] = {}
+    time_ns: dict[tuple[str, ...], int] = {}
     known: dict[int, tuple[str, ...]] = {-1: (UNKNOWN_LAUNCH,), NONE: (UNKNOWN_LAUNCH,)}
 
     def add(to: dict[tuple[str, ...], int], stack: int, count: int) -> None:
@@ -156,19 +158,28 @@ def _launch_stacks(samples: DeviceSamples, callers: Callers, limit: int) -> Tabl
         add(launches, stack, count)
     for stack, count in zip(samples.stack.tolist(), samples.count.tolist(), strict=True):
         add(sums, stack, count)
+    for stack, ns in zip(times["stack"].tolist(), times["duration_ns"].tolist(), strict=True):
+        add(time_ns, stack, ns)
     whole = sum(sums.values())
     order = sorted(
-        {**launches, **sums},
-        key=lambda names: (-sums.get(names, 0), -launches.get(names, 0), names),
+        {**launches, **sums, **time_ns},
+        key=lambda names: (
+            *(-sums.get(names, 0), -time_ns.get(names, 0), -launches.get(names, 0)),
+            names,
+        ),
     )
     return Table(
         "Top launch stacks",
         f"100 % = {counted(whole, 'device sample')}; innermost frame first",
-        (">samples", ">share", ">launches", "launched from"),
+        (
+            *(">samples", ">share", *([">ms on device"] if len(times) else [])),
+            *(">launches", "launched from"),
+        ),
         tuple(
             (
                 f"{sums.get(names, 0):,}",
                 percent(sums.get(names, 0), whole),
+                *([ms(time_ns.get(names, 0))] if len(times) else []),
                 f"{launches.get(names, 0):,}",
                 _words(names),
             )

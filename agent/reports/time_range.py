@@ -104,17 +104,13 @@ def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) 
     attribution = attribution_of(gpu)
     attributed = attribution.rows
     is_in = _is_within(gpu.samples["interval"], first_s, end_s)
-    is_event_in = _is_within(gpu.events["start_ns"], chosen.start_ns, chosen.end_ns)
-    samples = gpu.samples[is_in]
-    event = np.concatenate(([0], np.cumsum(is_event_in) * is_event_in)).astype(np.uint64)
-    samples["launch_id"] = event[np.minimum(samples["launch_id"], len(gpu.events)).astype(np.int64)]
     attributed = attributed[is_in[attributed["sample"]]]
     attributed["sample"] = (np.cumsum(is_in) - 1)[attributed["sample"]]
     return replace(
         gpu,
         calls=gpu.calls[_is_within(gpu.calls["interval"], first_s, end_s)],
-        events=gpu.events[is_event_in],
-        samples=samples,
+        events=gpu.events[_is_within(gpu.events["start_ns"], chosen.start_ns, chosen.end_ns)],
+        samples=gpu.samples[is_in],
         times=gpu.times[_is_within(gpu.times["end_ns"], chosen.start_ns, chosen.end_ns)],
         attributed=attributed,
         error=attribution.error,

@@ -29,6 +29,7 @@ from aiflame.agent.model.window import (
     Window,
 )
 from aiflame.agent.sinks.index import Numbers
+from aiflame.agent.sinks.launch_ids import LaunchIds
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.symbolize.mapped import laid_over
@@ -97,6 +98,7 @@ class CaptureSink:
         self._row_count = 0
         self._mapped = Numbers()  # by process: a hash of what it had mapped
         self._launch_order = LaunchOrder()
+        self._launch_ids = LaunchIds()
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
 
@@ -307,7 +309,7 @@ class CaptureSink:
             row = self._row_of(stack, process_of[thread])
             size = self._bounded("bytes", size_bytes)
             calls.append((interval, row, thread, function, None, direction, count, 0, size))
-        for launch in _launches_added_up(window.launches):
+        for launch in _launches_added_up(window.launches[window.launches["count"] > 0]):
             function, thread, stack, kernel, count, work = launch
             row = self._row_of(stack, process_of[thread])
             items = self._bounded("work", work)
@@ -376,23 +378,58 @@ class CaptureSink:
             "kernel_codes",
             [(code, kernel, binaries[binary], 0) for code, kernel, binary in window.codes.tolist()],
         )
+        self._launch_ids.put(window)
+        process_of = dict(window.kernels[["kernel", "process"]].tolist())
+        kernel_of = dict(window.codes[["code", "kernel"]].tolist())
+        kernels = [kernel_of[code] for code in window.device_samples["code"].tolist()]
+        stacks = self._launched_from(kernels, process_of, window.device_samples)
         rows = []
-        for sample in window.device_samples.tolist():
-            device, code, offset, reason, launch_id, timing, begin_ns, end_ns, count = sample
+        for sample, stack in zip(window.device_samples.tolist(), stacks, strict=True):
+            device, code, offset, reason, _, timing, begin_ns, end_ns, count = sample
             if timing == Timing.NONE:
                 begin_ns, end_ns = window.start_ns, window.end_ns
             times = (self._time(begin_ns), self._time(end_ns))
             at = interval if timing == Timing.NONE else times[0] // _INTERVAL_NS
-            rows.append((at, device, code, offset, reason, launch_id, *times, count))
+            rows.append((at, device, code, offset, reason, stack, *times, count))
         writer.put("device_samples", rows)
-        kernel_times = []
-        for time in window.kernel_times.tolist():
-            device, kernel, queue, launch_id, begin_ns, end_ns, count, duration_ns = time
-            what = (device, kernel, min(queue, MAX_INTEGER), launch_id)
-            kernel_times.append(
-                (*what, self._time(begin_ns), self._time(end_ns), count, duration_ns)
-            )
-        writer.put("kernel_times", kernel_times)
+        self._put_kernel_times(window.kernel_times, process_of)
+
+    def _put_kernel_times(self, times: Rows, process_of: dict[int, int]) -> None:
+        """Writes kernel times: those of one stack as one row, since it is all that they tell."""
+        stacks = self._launched_from(times["kernel"].tolist(), process_of, times)
+        together: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        rows: list[tuple[int | None, ...]] = []
+        for time, stack in zip(times.tolist(), stacks, strict=True):
+            device, kernel, queue, _, begin_ns, end_ns, count, duration_ns = time
+            begin_ns, end_ns = self._time(begin_ns), self._time(end_ns)
+            if stack is None:
+                what = (device, kernel, min(queue, MAX_INTEGER), None)
+                rows.append((*what, begin_ns, end_ns, count, duration_ns))
+                continue
+            key = device, kernel, stack
+            first_ns, last_ns, counts, sum_ns = together.get(key, (begin_ns, end_ns, 0, 0))
+            between = min(first_ns, begin_ns), max(last_ns, end_ns)
+            together[key] = (*between, counts + count, sum_ns + duration_ns)
+        for (device, kernel, stack), sums in together.items():
+            rows.append((device, kernel, 0, stack, *sums))
+        self._writer.put("kernel_times", rows)
+
+    def _launched_from(
+        self, kernels: Sequence[int], process_of: dict[int, int], told: Rows
+    ) -> list[int | None]:
+        """Returns the rows of the stacks of launches that a device named by their numbers.
+
+        Args:
+            kernels: Of each.
+            process_of: The process of each kernel.
+            told: What the device told, with a `launch_id`.
+        """
+        processes = [process_of[kernel] for kernel in kernels]
+        found = self._launch_ids.stacks(np.array(processes, np.int64), told["launch_id"])
+        return [
+            None if stack == NO_STACK else self._row_of(stack, process)
+            for stack, process in zip(found.tolist(), processes, strict=True)
+        ]
 
 
 def _launches_added_up(launches: Rows) -> Iterator[tuple[int, ...]]:

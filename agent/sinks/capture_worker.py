@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows, newest
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles, JitProcess, OpenFile
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.target_files import FileGuard
 
 # Of a message: a path is at most 4,096 bytes, each of which takes six in JSON.
 _MAX_MESSAGE_BYTES = 1 << 16
@@ -36,7 +39,10 @@ def main(folder: Path, database: Path) -> None:
     """Serves one recording."""
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()
-    with SymbolService(cache_dir()) as service:
+    with (
+        SymbolService(cache_dir()) as service,
+        closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
+    ):
         service.start()  # it is ready by the time that the first window is there
         capture: WrittenCapture | None = None
         jit_symbols = JitSymbolSink(folder)
@@ -53,7 +59,7 @@ def main(folder: Path, database: Path) -> None:
                     continue
                 try:
                     if capture is None:
-                        naming = Naming(files, service)
+                        naming = Naming(files, service, file_facts)
                         facts = following.facts
                         capture = WrittenCapture(database, window.start_ns, facts, naming)
                     capture.put(window)

@@ -51,8 +51,9 @@ class LaunchOrder:
             known.
         """
         samples = _samples_by_process(window)
-        has_order = window.launches["queue"] != 0
-        launches, others = window.launches[has_order], window.launches[~has_order]
+        launches = window.launches[window.launches["count"] > 0]
+        has_order = launches["queue"] != 0
+        launches, others = launches[has_order], launches[~has_order]
         self._sampled.update(samples)
         others = others[np.isin(others["process"], list(self._sampled))]
         yield others, np.full(len(others), NO_TIME, np.int64)

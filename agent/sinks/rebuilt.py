@@ -12,8 +12,10 @@ from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import FoundFiles
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.target_files import FileGuard
 
 
 def capture_of_windows(
@@ -38,8 +40,12 @@ def capture_of_windows(
     if not with_names:
         _write(path, windows, facts)
         return
-    with SymbolService(cache_dir()) as service, closing(FoundFiles()) as files:
-        _write(path, windows, facts, Naming(files, service))
+    with (
+        SymbolService(cache_dir()) as service,
+        closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
+        closing(FoundFiles(file_facts)) as files,
+    ):
+        _write(path, windows, facts, Naming(files, service, file_facts))
 
 
 def _write(

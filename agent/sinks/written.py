@@ -18,6 +18,7 @@ from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbolize.files import Files
 from aiflame.agent.symbolize.namer import Namer
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.service import SymbolService
 
 
@@ -27,6 +28,7 @@ class Naming:
 
     files: Files
     service: SymbolService
+    file_facts: FileFacts
 
 
 class WrittenCapture:
@@ -53,11 +55,11 @@ class WrittenCapture:
         self._path = path
         names = Names()
         self._service = None if naming is None else naming.service
-        self._namer = None if naming is None else Namer(naming.files, naming.service, names)
+        self._namer = None
+        if naming is not None:
+            self._namer = Namer(naming.files, naming.service, names, naming.file_facts)
         try:
             with contextlib.ExitStack() as parts:
-                if self._namer is not None:
-                    parts.callback(self._namer.close)
                 self._writer = CaptureWriter(path)
                 parts.callback(self._writer.close)
                 self._sink = CaptureSink(self._writer, start_ns, names, self._namer)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from aiflame.agent.elf.image import ElfImage, NotElf
+from aiflame.agent.elf.headers import HEADERS
 from aiflame.agent.inspector.rootfs import open_regular
-from aiflame.agent.target_files import BadTargetFile, TargetFile
+from aiflame.agent.symbols.file_facts import FileFacts
 
 
 class OpenFile(NamedTuple):
@@ -84,17 +83,36 @@ class GivenFiles:
 
 
 class FoundFiles:
-    """Files that are still where they were, and have the build id that was recorded."""
+    """Files that are still where they were, and have the build id that was recorded.
 
-    def __init__(self) -> None:
+    Args:
+        file_facts: Tells which they have; closing it stays the caller's.
+    """
+
+    def __init__(self, file_facts: FileFacts) -> None:
+        self._file_facts = file_facts
         self._files: dict[tuple[str, str], OpenFile] = {}
 
     def open(self, binary: int, path: str, build_id: str) -> OpenFile:
         """As `Files.open`."""
         key = (path, build_id)
         if key not in self._files:
-            self._files[key] = OpenFile(_open_same(path, build_id), "/")
+            self._files[key] = OpenFile(self._open_same(path, build_id), "/")
         return self._files[key]
+
+    def _open_same(self, path: str, build_id: str) -> int | None:
+        """Opens a file if it is the one that was recorded."""
+        if not path.startswith("/") or not build_id:
+            return None
+        try:
+            fd = open_regular(path)
+        except (OSError, ValueError):
+            return None
+        headers = self._file_facts.ask(path, fd, HEADERS)
+        if headers is not None and headers.build_id == build_id:
+            return fd
+        os.close(fd)
+        return None
 
     def jit_process(self, process: int) -> JitProcess | None:
         """None: what has the process's id by now may be another."""
@@ -110,18 +128,3 @@ def _close(files: Iterable[OpenFile]) -> None:
     for file in files:
         if file.fd is not None:
             os.close(file.fd)
-
-
-def _open_same(path: str, build_id: str) -> int | None:
-    """Opens a file if it is the one that was recorded."""
-    if not path.startswith("/") or not build_id:
-        return None
-    try:
-        fd = open_regular(path)
-    except (OSError, ValueError):
-        return None
-    with suppress(BadTargetFile, NotElf, OSError):
-        if ElfImage.read(TargetFile(fd)).build_id == build_id:
-            return fd
-    os.close(fd)
-    return None

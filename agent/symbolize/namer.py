@@ -42,11 +42,10 @@ from aiflame.agent.symbolize.splicing import (
 )
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, UnnamedStack
 from aiflame.agent.symbols import roots
-from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
 from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
 from aiflame.agent.symbols.service import Request, SymbolService
-from aiflame.agent.target_files import FileGuard
 
 _KERNEL_PATH = "[kernel]"
 
@@ -101,7 +100,7 @@ class Namer:
         files: What processes had mapped.
         service: Names addresses in binaries.
         ids: Of frames and binaries.
-        guard: Inside which files are read; one of its own where none is given.
+        file_facts: Answers questions about files; closing it stays the caller's.
 
     Attributes:
         losses: What could not be named.
@@ -114,13 +113,13 @@ class Namer:
         files: Files,
         service: SymbolService,
         ids: FrameIds,
-        guard: FileGuard | None = None,
+        file_facts: FileFacts,
     ) -> None:
         self._files = files
         self._service = service
         self._ids = ids
-        self._guard = guard or FileGuard()
-        self._file_facts = FileFacts(self._guard, (), facts_directory(), is_urgent=False)
+        self._file_facts = file_facts
+        self._guard = file_facts.guard
         self._splicer = Splicer(ids)
         self._kernel_symbols: KernelSymbols | None = None
         self._is_kernel_hidden = False
@@ -137,10 +136,6 @@ class Namer:
         found = Counter(self._losses)
         found[LossKind.PYTHON_MISFIT] = self._splicer.misfits
         return found + self._service.losses
-
-    def close(self) -> None:
-        """Ends those who read files."""
-        self._file_facts.close()
 
     def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
         """Names stacks of a window, in their order."""

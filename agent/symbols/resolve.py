@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.demangle import Demangler
-from aiflame.agent.elf.image import BadElf, ElfImage
+from aiflame.agent.elf.image import BadElf
 from aiflame.agent.inspector.rootfs import open_regular, path_in_root
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import (
@@ -69,7 +69,9 @@ class Access(Protocol):
     def path_inside(self, path: str) -> str:
         """As `path_in_root`."""
 
-    def candidates(self, image: ElfImage, inside: str, root_path: str) -> Iterator[Candidate]:
+    def candidates(
+        self, build_id: str, link: str, inside: str, root_path: str
+    ) -> Iterator[Candidate]:
         """As `open_candidates`."""
 
     def checksum(self, candidate: Candidate) -> int:
@@ -95,10 +97,11 @@ class DirectAccess:
         """As `path_in_root`."""
         return path_in_root(path)
 
-    def candidates(self, image: ElfImage, inside: str, root_path: str) -> Iterator[Candidate]:
+    def candidates(
+        self, build_id: str, link: str, inside: str, root_path: str
+    ) -> Iterator[Candidate]:
         """As `open_candidates`."""
-        link = "" if image.debuglink is None else image.debuglink.name
-        return open_candidates(image.build_id, link, inside, root_path)
+        return open_candidates(build_id, link, inside, root_path)
 
     def checksum(self, candidate: Candidate) -> int:
         """CRC-32 of a candidate."""
@@ -178,7 +181,8 @@ class Resolver:
             self._problem(LossKind.BAD_ELF, f"{self._access.path_inside(path) or path}: {error}")
             return None
         inside = self._access.path_inside(path)
-        candidates = self._access.candidates(binary.image, inside, root_path)
+        link = "" if binary.image.debuglink is None else binary.image.debuglink.name
+        candidates = self._access.candidates(binary.image.build_id, link, inside, root_path)
         debug = find_debug_file(binary, candidates, self._access.checksum, self.problems)
         files = [binary] if debug is None else [binary, debug]
         try:

@@ -6,7 +6,8 @@ requests come on standard input, answers go to standard output (`protocol`). A p
 (`inspector.parser`) gets the binary as a descriptor and asks for all else: candidates for a debug
 file, and files of the cache, all of whose names hold a digest of the binary and the candidates. It
 writes to the cache only what it made of copies, which have the bytes of that digest and no others
-(`elf.contents`). This process looks at no byte of a target but for digests, checksums and headers.
+(`elf.contents`). This process takes digests and checksums of files, and makes nothing else of their
+bytes: even what their headers say a parser tells it (`outline`).
 
 A parser has a limit of its address space, and a timer that ends it when it takes too much CPU time.
 When one dies, so does the worker, in the same way: `service` starts another. It ends when its
@@ -34,8 +35,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from aiflame.agent.demangle import Demangler
-from aiflame.agent.elf.contents import Contents, for_symbols
-from aiflame.agent.elf.image import BadElf, ElfImage
+from aiflame.agent.elf.contents import Contents
 from aiflame.agent.inspector.parser import (
     BadMessage,
     Channel,
@@ -45,9 +45,10 @@ from aiflame.agent.inspector.parser import (
     end_as,
 )
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.debugfiles import Candidate, has_lines, has_symbols
+from aiflame.agent.symbols.debugfiles import Candidate
 from aiflame.agent.symbols.frames import Problem, RawFrame, clean_name
 from aiflame.agent.symbols.known import KnownTables, known_directory
+from aiflame.agent.symbols.outline import Outline, checked, read_outline
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap, open_perf_map
 from aiflame.agent.symbols.protocol import (
     LENGTH,
@@ -137,7 +138,9 @@ class _RemoteAccess:
         """Its path inside the target's root."""
         return self._inside
 
-    def candidates(self, image: ElfImage, inside: str, root_path: str) -> Iterator[Candidate]:
+    def candidates(
+        self, build_id: str, link: str, inside: str, root_path: str
+    ) -> Iterator[Candidate]:
         """As `open_candidates`, which the other side has done."""
         self._channel.send({"ask": "debug"})
         message, fds = self._channel.receive()
@@ -164,10 +167,16 @@ def _parse(channel: Channel, timeout_s: float) -> None:
     for number in itertools.count(1):
         if number % _COLLECT_REQUESTS == 0:
             gc.collect()
-        question, (fd, text) = channel.receive()
-        with os.fdopen(text, "rb") as file:
-            request = json.loads(file.read())
+        question, (fd, *texts) = channel.receive()
         signal.setitimer(signal.ITIMER_PROF, timeout_s)
+        if not texts:
+            found = read_outline(fd, "symbols")
+            os.close(fd)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            channel.send(found)
+            continue
+        with os.fdopen(texts[0], "rb") as file:
+            request = json.loads(file.read())
         if request["perf_map_uid"] is None:
             answer = _parsed(_RemoteAccess(channel, fd, str(question["inside"])), request)
         else:
@@ -216,6 +225,7 @@ class _Files:
 
     Args:
         access: Opens files.
+        parser: Reads what they are.
         known: Digests of files that were read before.
         incomplete: Digests of files some of whose tables are not in the cache.
         fd: Of the binary.
@@ -233,6 +243,7 @@ class _Files:
     def __init__(
         self,
         access: DirectAccess,
+        parser: Parser,
         known: KnownTables,
         incomplete: set[str],
         fd: int,
@@ -240,8 +251,10 @@ class _Files:
         root_path: str,
     ) -> None:
         self._access = access
+        self._parser = parser
         self._known = known
         self._incomplete = incomplete
+        self._outlines: dict[int, Outline] = {}
         self.handed = [fd]
         self.candidates: list[Candidate] = []
         self.digest = ""
@@ -263,16 +276,17 @@ class _Files:
         self._stack.close()
 
     def _find(self, fd: int, inside: str, root_path: str) -> None:
-        image = ElfImage.read(TargetFile(fd))
-        if not (has_symbols(image) and has_lines(image)):
-            for candidate in self._access.candidates(image, inside, root_path):
+        own = self._outline(fd)
+        if not own.is_complete:
+            found = self._access.candidates(own.build_id, own.debuglink, inside, root_path)
+            for candidate in found:
                 self._stack.callback(os.close, candidate.fd)
                 self._add(candidate)
         fds = [fd, *(candidate.fd for candidate in self.candidates)]
         self.handed = fds
         store = self._access.store
         # Where nothing begins with its build id, a digest alone would be taken in vain.
-        may_be_held = not image.build_id or store.holds(image.build_id[:40])
+        may_be_held = not own.build_id or store.holds(own.build_id[:40])
         digest = _joined(self._digest(one) for one in fds) if may_be_held else ""
         if not digest or digest in self._incomplete or not store.holds(digest):
             copies = [self._copied(one) for one in fds]
@@ -289,35 +303,50 @@ class _Files:
     def _add(self, candidate: Candidate) -> None:
         # A name in a link may be that of any file beside the binary.
         try:
-            ElfImage.read(TargetFile(candidate.fd))
-        except BadElf as error:
+            self._outline(candidate.fd)
+        except BadTargetFile as error:
             words = clean_name(f"{candidate.path}: {error}")
             self.problems.append(Problem(LossKind.BAD_DEBUG_FILE, words))
             return
         if len(self.candidates) < _MAX_CANDIDATES:
             self.candidates.append(candidate)
 
+    def _outline(self, fd: int) -> Outline:
+        """Returns what the parser says of a file.
+
+        Raises:
+            BadTargetFile: It is damaged.
+        """
+        if fd not in self._outlines:
+            self._parser.channel.send({}, [fd])
+            answer, fds = self._parser.channel.receive()
+            for one in fds:
+                os.close(one)
+            self._outlines[fd] = checked(answer, os.fstat(fd).st_size)
+        return self._outlines[fd]
+
+    def _parts(self, fd: int) -> tuple[TargetFile, Contents]:
+        parts = self._outline(fd).contents
+        if parts is None:
+            raise BadTargetFile("more to read than any real file has")
+        return TargetFile(fd, max_bytes=_MAX_FILE_BYTES), parts
+
     def _digest(self, fd: int) -> str:
         digest = self._known.name(fd)
         if not digest:
             before = os.fstat(fd)
-            file, parts = _parts(fd)
+            file, parts = self._parts(fd)
             digest = parts.digest(file).hex()
             self._known.keep(before, fd, digest)
         return digest
 
     def _copied(self, fd: int) -> tuple[int, str]:
         before = os.fstat(fd)
-        file, parts = _parts(fd)
+        file, parts = self._parts(fd)
         copy, digest = parts.copied(file)
         self._stack.callback(os.close, copy)
         self._known.keep(before, fd, digest.hex())
         return copy, digest.hex()
-
-
-def _parts(fd: int) -> tuple[TargetFile, Contents]:
-    file = TargetFile(fd, max_bytes=_MAX_FILE_BYTES)
-    return file, for_symbols(file, ElfImage.read(file))
 
 
 def _joined(digests: Iterable[str]) -> str:
@@ -446,21 +475,25 @@ class Worker:
     def _parsed(self, request: dict[str, Any], fd: int) -> dict[str, Any]:
         """Has a binary parsed; returns what its parser answers."""
         inside, root = self._access.path_inside(request["path"]), str(request["root"])
-        with (
-            _Files(self._access, self._known, self._incomplete, fd, inside, root) as files,
-            self._parsers.of(fd) as parser,
-        ):
-            opener = _Opener(self._access, files)
+        with self._parsers.of(fd) as parser:
             try:
-                with _in_memory(request) as text:
-                    parser.channel.send({"inside": inside}, [files.handed[0], text.fileno()])
-                for _ in range(_MAX_QUESTIONS):
-                    answer = self._answered(parser, opener)
-                    if answer is not None:
-                        answer["problems"] += pack_problems(files.problems)
-                        return answer
+                return self._parsed_by(parser, request, fd, inside, root)
             except (EOFError, ConnectionError):
                 end_as(parser.end() or 1)
+
+    def _parsed_by(
+        self, parser: Parser, request: dict[str, Any], fd: int, inside: str, root: str
+    ) -> dict[str, Any]:
+        known, incomplete = self._known, self._incomplete
+        with _Files(self._access, parser, known, incomplete, fd, inside, root) as files:
+            opener = _Opener(self._access, files)
+            with _in_memory(request) as text:
+                parser.channel.send({"inside": inside}, [files.handed[0], text.fileno()])
+            for _ in range(_MAX_QUESTIONS):
+                answer = self._answered(parser, opener)
+                if answer is not None:
+                    answer["problems"] += pack_problems(files.problems)
+                    return answer
         raise BadMessage("too many questions")
 
     def _answered(self, parser: Parser, opener: _Opener) -> dict[str, Any] | None:

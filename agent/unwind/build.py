@@ -53,7 +53,7 @@ def load_or_build(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTabl
         BadUnwindInfo: The file is for another machine, or over a limit.
         BadTargetFile: As `TargetFile.read`.
     """
-    name = table_name(image, for_unwinding(file, image).digest(file))
+    name = table_name(image.build_id, for_unwinding(file, image).digest(file))
     table = load(name, store)
     if table is None:
         table = build(file, image)
@@ -61,14 +61,14 @@ def load_or_build(file: TargetFile, image: ElfImage, store: Cache) -> UnwindTabl
     return table
 
 
-def table_name(image: ElfImage, digest: bytes) -> str:
+def table_name(build_id: str, digest: bytes) -> str:
     """How the cache calls the table of a file: by its build id, for the reader, and its contents.
 
     Args:
-        image: Headers of the file.
+        build_id: Of the file, "" for none.
         digest: Of what `for_unwinding` tells.
     """
-    return f"{image.build_id[:40] or _NO_BUILD_ID}-{digest.hex()[:48]}{_SUFFIX}"
+    return f"{build_id[:40] or _NO_BUILD_ID}-{digest.hex()[:48]}{_SUFFIX}"
 
 
 def identity_of(name: str) -> bytes:

@@ -21,7 +21,7 @@ def name_of_table(file: TargetFile) -> Json:
         image = ElfImage.read(file)
     except NotElf:
         return None
-    return table_name(image, for_unwinding(file, image).digest(file))
+    return table_name(image.build_id, for_unwinding(file, image).digest(file))
 
 
 def _checked(answer: Json) -> str:

@@ -3,9 +3,9 @@
 
 It reads a path a line, and answers with a line: the name of the file's table once it is in the
 cache, or why there is none. This process opens files, copies what a table is made of, and writes
-the cache. It reads no more than headers itself: parsers without rights do the rest
-(`inspector.parser`), and get the copy. One that dies takes this process with it, and is started
-again; a file costs only itself.
+the cache. It makes nothing of a file's bytes but a digest: parsers without rights tell it which
+parts a table is made of, and make the table of the copy (`inspector.parser`). One that dies takes
+this process with it, and is started again; a file costs only itself.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import capstone  # noqa: F401 - parsers use it, and cannot open its files
-from aiflame.agent.elf.contents import for_unwinding
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.inspector.parser import BadMessage, Channel, Parsers, contents, end_as
+from aiflame.agent.inspector.parser import BadMessage, Channel, Parser, Parsers, contents, end_as
 from aiflame.agent.symbols.known import KnownTables, known_directory
+from aiflame.agent.symbols.outline import Outline, checked, read_outline
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.agent.unwind.build import build, identity_of, load, table_name
@@ -46,7 +48,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def _parse(channel: Channel) -> None:
     """What a parser does: builds the table of each file that it is sent."""
     while True:
-        message, (fd, answer) = channel.receive()
+        message, (fd, *answers) = channel.receive()
+        if not answers:
+            found = read_outline(fd, "unwinding")
+            os.close(fd)
+            channel.send(found)
+            continue
+        (answer,) = answers
         why = ""
         try:
             file = TargetFile(fd)
@@ -87,36 +95,58 @@ class _Builder:
             stack.callback(os.close, fd)
             before = os.fstat(fd)
             file = TargetFile(fd, max_bytes=_MAX_FILE_BYTES)
-            image = ElfImage.read(file)
-            parts = for_unwinding(file, image)
+            parser = stack.enter_context(self._parsers.of(fd))
+            found = _outline(parser, fd, before.st_size)
+            parts, build_id = found.contents, found.build_id
+            if parts is None:
+                raise _NotBuilt("more to read than any real file has")
             name = ""
             # Where nothing begins with its build id, a digest alone would be taken in vain.
-            if not image.build_id or self._store.holds(image.build_id[:40]):
-                name = table_name(image, parts.digest(file))
+            if not build_id or self._store.holds(build_id[:40]):
+                name = table_name(build_id, parts.digest(file))
             if not name or load(name, self._store) is None:
                 copy, digest = parts.copied(file)
                 stack.callback(os.close, copy)
-                name = table_name(image, digest)
-                self._make(name, fd, copy)
+                name = table_name(build_id, digest)
+                self._make(parser, name, copy)
             self._known.keep(before, fd, name)
             return name
 
-    def _make(self, name: str, fd: int, copy: int) -> None:
+    def _make(self, parser: Parser, name: str, copy: int) -> None:
         with contextlib.ExitStack() as stack:
             answer = os.memfd_create("table", os.MFD_CLOEXEC)
             stack.callback(os.close, answer)
-            parser = stack.enter_context(self._parsers.of(fd))
-            try:
-                parser.channel.send({"name": name}, (copy, answer))
-                message, _ = parser.channel.receive()
-            except (EOFError, BadMessage, ConnectionError):
-                end_as(parser.end() or 1)
+            message = _asked(parser, {"name": name}, (copy, answer))
             why = str(message.get("failed", "no answer"))
             if why:
                 raise _NotBuilt(why)
             # What it holds is checked by whoever uses it (`UnwindTable.from_mapping`).
             if not self._store.write(name, contents(answer, _MAX_TABLE_BYTES)):
                 raise _NotBuilt("the cache cannot be written")
+
+
+def _outline(parser: Parser, fd: int, size_bytes: int) -> Outline:
+    """Returns what a parser says of a file.
+
+    Raises:
+        BadTargetFile: It is damaged.
+    """
+    try:
+        return checked(_asked(parser, {}, (fd,)), size_bytes)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _NotBuilt(f"its parser: {error}") from error
+
+
+def _asked(parser: Parser, question: dict[str, Any], fds: Sequence[int]) -> dict[str, Any]:
+    """Returns a parser's answer; this process ends where that does."""
+    try:
+        parser.channel.send(question, fds)
+        answer, given = parser.channel.receive()
+    except (EOFError, BadMessage, ConnectionError):
+        end_as(parser.end() or 1)
+    for one in given:
+        os.close(one)
+    return answer
 
 
 class _NotBuilt(AiflameError):

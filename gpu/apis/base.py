@@ -68,6 +68,9 @@ class Call:
         event: Of a launch: the argument that points to where its event will be.
         waits_for: What has ended when it returns.
         blocking: Where it is 0, the call waits for nothing after all.
+        launch_id: Of a launch: its number, by which a device's samples and times name it; unique in
+            a process, 0 where it has none. A call that tells it inside of a launch that does not
+            tells that one's, and counts as nothing more.
     """
 
     symbol: str
@@ -81,6 +84,7 @@ class Call:
     event: Argument | None = None
     waits_for: WaitsFor = WaitsFor.NOTHING
     blocking: Argument | None = None
+    launch_id: Argument | None = None
 
 
 class HandleFrom(enum.IntEnum):
@@ -112,6 +116,23 @@ class Naming:
 
 
 @dataclass(frozen=True, slots=True)
+class Bell:
+    """A function that a helper calls when something is in the memory that it shares.
+
+    For what should not wait until the memory is read again, within a second: that it is there at
+    all, or that code was loaded which may be gone by then. It counts as nothing.
+
+    Attributes:
+        symbol: Its name.
+    """
+
+    symbol: str
+
+
+Probed = Call | Naming | Bell
+
+
+@dataclass(frozen=True, slots=True)
 class Api:
     """One device API.
 
@@ -119,6 +140,7 @@ class Api:
         name: As in reports: "cuda", "opencl".
         calls: What is recorded. A call inside another one of the same API is not counted again.
         namings: What tells names.
+        bells: Of a helper (see `Family.probes`).
         directions: Of a copy by `Call.kind`.
         libraries: How the names of its libraries begin, for those that a program may yet load.
         skip_files: Names of files (regular expression) that hold these symbols and are not probed,
@@ -128,6 +150,12 @@ class Api:
     name: str
     calls: tuple[Call, ...]
     namings: tuple[Naming, ...] = ()
+    bells: tuple[Bell, ...] = ()
     directions: tuple[Direction, ...] = ()
     libraries: tuple[str, ...] = ()
     skip_files: str = ""
+
+    @property
+    def probed(self) -> tuple[Probed, ...]:
+        """All functions."""
+        return (*self.calls, *self.namings, *self.bells)

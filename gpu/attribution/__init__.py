@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CPU stacks the samples of kernels belong to: a pure function of a profile's device half.
 
-Rules, in this order. A sample that carries the number of a launch belongs to its stack. Else the
+Rules, in this order. A sample whose launch the device named belongs to that one's stack. Else the
 candidates are the stacks that launched a kernel of the same name in the same process: if there is
 one, it is that. If there are several, times tell (by_time.py, timeline.py): what can have run when
 the sample was taken, and what of that probably did. Where times are not known, they share the
@@ -112,9 +112,7 @@ def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -
     launches = launches_of(gpu)
     stacks, one = stacks_by_name(launches, int(names.max(initial=UNNAMED)) + 1)
 
-    stack = np.full(len(samples), NONE, np.int64)
-    by_id = (samples["launch_id"] > 0) & (samples["launch_id"] <= len(gpu.events))
-    stack[by_id] = gpu.events["stack"][samples["launch_id"][by_id].astype(np.int64) - 1]
+    stack = samples["stack"].astype(np.int64)
     name = names[np.array([code.kernel for code in gpu.codes], np.int64)[samples["code"]]]
     open_ = np.flatnonzero((stack == NONE) & (name != UNNAMED))
     alone = open_[stacks[name[open_]] == 1]

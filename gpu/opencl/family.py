@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from aiflame.agent.losses import LossKind
+from aiflame.gpu.apis.base import Api
 from aiflame.gpu.base import (
     CodeKey,
     CpuSample,
@@ -45,6 +46,8 @@ class OpenClFamily:
 
     name = "opencl"
     api = "opencl"
+    probes: tuple[Api, ...] = ()
+    memory = ""
 
     def __init__(self, vendors: Path = platforms.VENDORS) -> None:
         self._vendors = vendors

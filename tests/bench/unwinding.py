@@ -141,7 +141,7 @@ def _table_row(path: Path, folder: Path) -> tuple[tuple[str, ...], float, float,
     known.keep(
         os.fstat(fd),
         fd,
-        table_name(image, for_unwinding(TargetFile(fd), image).digest(TargetFile(fd))),
+        table_name(image.build_id, for_unwinding(TargetFile(fd), image).digest(TargetFile(fd))),
     )
     warm_ms = []
     for _ in range(_ROUNDS):

@@ -92,7 +92,7 @@ def _has_table(binary: Path) -> bool:
     with binary.open("rb") as file:
         opened = TargetFile(file.fileno())
         image = ElfImage.read(opened)
-        name = table_name(image, for_unwinding(opened, image).digest(opened))
+        name = table_name(image.build_id, for_unwinding(opened, image).digest(opened))
         return load(name, Store(cache_dir())) is not None
 
 

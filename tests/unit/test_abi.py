@@ -61,6 +61,7 @@ _DTYPES = {
     "queue_key": abi.QUEUE_KEY_DTYPE,
     "queue_state": abi.QUEUE_STATE_DTYPE,
     "sample_event": abi.SAMPLE_EVENT_DTYPE,
+    "bell_event": abi.BELL_EVENT_DTYPE,
     "call_event": abi.CALL_EVENT_DTYPE,
     "kernel_named_event": abi.KERNEL_NAMED_DTYPE,
 }
@@ -140,6 +141,7 @@ _KERNEL_HALF_ONLY = {
     *("FAIR_POLICIES", "F_MMAPABLE", "F_INNER_MAP", "WINDOW_WORDS", "WINDOW_BELOW_BYTES"),
     *("KNOWN_ADDRESSES", "STEP_ON", "STEP_END", "STEP_CHECK", "HASH_MULTIPLIER", "NS_PER_S"),
     *("LONGEST_TICK_NS", "BPF_LICENSE", "LAUNCH_EVENTS_MAX", "RULE_TABLE_IS_MISSING"),
+    "BELLS_MAX",
 }
 # What the test of searches is about.
 _STEPS = {"MAPPING_STEPS", "ROW_STEPS"}

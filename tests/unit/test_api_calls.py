@@ -5,18 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from aiflame.agent.file_questions import Question
 from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.uprobe_tries import NopTreatment
 from aiflame.agent.launches.calls import ApiCalls
+from aiflame.agent.launches.probe_sites import Prologue
 from aiflame.agent.launches.probes import ApiProbes
+from aiflame.agent.launches.questions import ProbedFunction
+from aiflame.agent.model.gpu import Operation
 from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard
 from aiflame.gpu.apis import APIS
+from aiflame.gpu.apis.base import Api, Argument, Bell, Call
+from aiflame.gpu.families import FAMILIES
 from support import blind_inspector
 
 _LIBRARY, _OTHER, _SLOT = 3, 4, 0
@@ -80,7 +88,78 @@ def test_more_apis_than_the_kernel_half_tells_apart_are_refused() -> None:
         ApiProbes(anything, FileFacts(FileGuard()), apis)
 
 
-def test_there_is_room_for_all_apis_and_their_functions() -> None:
+class _Programs:
+    """Keeps how functions are described to the kernel half."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, np.void] = {}
+        self.api_calls = SimpleNamespace(update=self._take_call)
+        self.api_probes = SimpleNamespace(update=lambda *_: None)
+        self.uprobes = SimpleNamespace(answers=SimpleNamespace(nops=NopTreatment()))
+
+    calls_are_loading = False
+
+    def expect_calls(self) -> None:
+        pass
+
+    def _take_call(self, slot: bytes, row: bytes) -> None:
+        self.calls[int.from_bytes(slot, "little")] = np.frombuffer(row, abi.API_CALL_DTYPE)[0]
+
+
+class _Facts:
+    """Says that a file has all functions."""
+
+    guard = FileGuard()
+
+    def ask(self, path: str, fd: int, question: Question[Any]) -> dict[str, ProbedFunction]:
+        prologue = Prologue((), 1)
+        return {name: ProbedFunction(name, 64, 8, 0, 8, prologue) for name in question.arguments}
+
+
+def _described(monkeypatch: pytest.MonkeyPatch, apis: list[Api]) -> dict[str, np.void]:
+    """Returns what the kernel half is told of the functions of some APIs, by symbol."""
+    programs: Any = _Programs()
+    facts: Any = _Facts()
+    probes = ApiProbes(programs, facts, apis)
+    attached: list[str] = []
+    monkeypatch.setattr(probes, "_attach", lambda fd, path, found: attached.extend(found))
+    with Path("/dev/null").open() as file:
+        probes.look(file.fileno(), "library")
+    assert len(attached) == len(probes.functions)
+    return {one.symbol: programs.calls[at] for at, (_, one) in enumerate(probes.functions)}
+
+
+def test_the_last_api_that_there_is_room_for_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    apis = [
+        Api(f"api{number}", (Call(f"launch{number}", Operation.LAUNCH, kernel=Argument(number)),))
+        for number in range(abi.APIS_MAX)
+    ]
+    found = _described(monkeypatch, apis)
+    for number in range(abi.APIS_MAX):
+        assert found[f"launch{number}"]["api"] == number
+        assert found[f"launch{number}"]["kernel"]["number"] == number
+
+
+def test_what_a_family_adds_to_an_api_is_of_that_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN as many APIs as there is room for, and a helper's functions for one of them
+    apis = [
+        Api(f"api{number}", (Call(f"launch{number}", Operation.LAUNCH),))
+        for number in range(abi.APIS_MAX)
+    ]
+    helper = Api(
+        "api3",
+        (Call("helper_launch", Operation.LAUNCH, launch_id=Argument(2, size_bytes=4)),),
+        bells=(Bell("helper_bell"),),
+    )
+    found = _described(monkeypatch, [*apis, helper])
+    assert found["helper_launch"]["api"] == 3
+    assert found["helper_launch"]["launch_id"].tolist() == (1, 2, 0, 4, 0)
+    assert found["launch3"]["launch_id"].tolist() == (0, 0, 0, 0, 0)
+    assert "helper_bell" in found
+
+
+def test_functions_of_all_families_find_room() -> None:
+    apis = [*APIS, *(api for make in FAMILIES.values() for api in make().probes)]
     anything: Any = SimpleNamespace()
-    ApiProbes(anything, FileFacts(FileGuard()))
-    assert sum(len(api.calls) + len(api.namings) for api in APIS) <= abi.API_CALLS_MAX
+    ApiProbes(anything, FileFacts(FileGuard()), apis)
+    assert sum(len(api.probed) for api in apis) <= abi.API_CALLS_MAX

@@ -108,8 +108,8 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
         (1, 9, 2, 3, 0x5000, 7 * _MS, 8 * _MS, 9 * _MS, 3, 192),
         (1, 9, 2, 3, 0x6000, 7 * _MS, 7 * _MS, None, 1, 64),
     ],
-    "device_samples": [(0, 4, 6, 16, 1, 0, 0, 1000 * _MS, 30), (1, 4, 6, 0, 1, 1, 9, 9, 2)],
-    "kernel_times": [(4, 3, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)],
+    "device_samples": [(0, 4, 6, 16, 1, None, 0, 1000 * _MS, 30), (1, 4, 6, 0, 1, 6, 9, 9, 2)],
+    "kernel_times": [(4, 3, 0x5000, 6, 7 * _MS, 9 * _MS, 2, 3 * _MS)],
 }
 
 
@@ -189,7 +189,7 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
         (0, 1, 0, 0, 0x6000, 7 * _MS, 7 * _MS, NO_END, 1, 64),
     ]
     assert gpu.samples.tolist() == [
-        (0, 0, 0, 16, 0, 0, 0, 1000 * _MS, 30),
+        (0, 0, 0, 16, 0, NONE, 0, 1000 * _MS, 30),
         (1, 0, 0, 0, 0, 1, 9, 9, 2),
     ]
     assert gpu.times.tolist() == [(0, 0, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)]
@@ -205,8 +205,14 @@ def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
 
 
-# What version 5 brought.
+# What version 6 brought.
+_AS_VERSION_5 = (
+    "ALTER TABLE device_samples DROP COLUMN stack_id",
+    "ALTER TABLE kernel_times DROP COLUMN stack_id",
+)
+# And version 5.
 _AS_VERSION_4 = (
+    *_AS_VERSION_5,
     "DROP TABLE launches",
     "ALTER TABLE device_samples DROP COLUMN begin_ns",
     "ALTER TABLE device_samples DROP COLUMN end_ns",
@@ -214,7 +220,7 @@ _AS_VERSION_4 = (
 
 
 def test_a_capture_from_before_kernel_times_were_known(capture: Path) -> None:
-    _change(capture, "DROP TABLE kernel_times", *_AS_VERSION_4, "PRAGMA user_version = 3")
+    _change(capture, *_AS_VERSION_4, "DROP TABLE kernel_times", "PRAGMA user_version = 3")
     profile = read_capture(capture)
     assert (len(profile.gpu.samples), len(profile.gpu.times)) == (2, 0)
 
@@ -229,6 +235,13 @@ def test_a_capture_from_before_times_of_launches_and_samples_were_known(capture:
     ]
 
 
+def test_a_capture_from_before_devices_named_launches(capture: Path) -> None:
+    _change(capture, *_AS_VERSION_5, "PRAGMA user_version = 5")
+    gpu = read_capture(capture).gpu
+    assert gpu.samples["stack"].tolist() == [NONE, NONE]
+    assert gpu.times["stack"].tolist() == [NONE]
+
+
 @pytest.mark.parametrize("change", [
     "UPDATE launches SET kernel_id = 99",
     "UPDATE launches SET first_ns = last_ns + 1",
@@ -239,7 +252,9 @@ def test_a_capture_from_before_times_of_launches_and_samples_were_known(capture:
     "UPDATE kernel_times SET duration_ns = 9223372036854775807",
     "UPDATE kernel_times SET begin_ns = -1",
     "UPDATE kernel_times SET kernel_id = 99",
-    "UPDATE device_samples SET launch_id = 2",
+    "UPDATE device_samples SET stack_id = 2",
+    "UPDATE device_samples SET stack_id = -2",
+    "UPDATE kernel_times SET stack_id = 2",
     "UPDATE device_samples SET code_id = 99",
     "UPDATE device_samples SET count = 9223372036854775807",
     "UPDATE api_calls SET direction = 5",
@@ -612,11 +627,12 @@ _COLUMNS = {
     "api_events": "start_ns stack_id thread_id function_id kernel_id direction queue grid_x bytes",
     "launches": "stack_id thread_id function_id kernel_id queue first_ns last_ns ended_ns count"
     " work",
-    "device_samples": "interval device_id code_id offset reason_id launch_id begin_ns end_ns count",
+    "device_samples": "interval device_id code_id offset reason_id stack_id begin_ns end_ns count",
 }
 _MAY_BE_NULL = {
     *("processes.exited_ns", "functions.binary_id", "stacks.frames", "kernel_codes.binary_id"),
     *("api_calls.kernel_id", "api_events.kernel_id", "launches.ended_ns"),
+    "device_samples.stack_id",
 }
 _TEXTS = {
     "meta": "key value",

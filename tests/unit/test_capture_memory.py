@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import statistics
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from aiflame.agent.model.window import COLUMNS, NO_TIME, NONE, Window, check
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import GivenFiles
 from aiflame.agent.symbolize.recent import Recent
+from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.service import SymbolService
+from aiflame.agent.target_files import FileGuard
 
 _S = 1_000_000_000
 # Of one window, which are those of no other.
@@ -74,8 +77,9 @@ def _anonymous_mb() -> float:
 def _sizes_mb(path: Path, windows: int) -> list[float]:
     """Returns how large this process is after each of so many windows."""
     found = []
-    with SymbolService(None) as service:
-        capture = WrittenCapture(path, 0, {}, Naming(GivenFiles(), service))
+    with SymbolService(None) as service, closing(FileFacts(FileGuard())) as file_facts:
+        naming = Naming(GivenFiles(), service, file_facts)
+        capture = WrittenCapture(path, 0, {}, naming)
         for number in range(windows):
             capture.put(_churn(number))
             found.append(_anonymous_mb())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.devices import choice as device_choice
+from aiflame.agent.devices.choice import choose_families
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.errors import EnvironmentUnfit
@@ -33,6 +33,7 @@ from aiflame.agent.reports.device_rows import device_samples
 from aiflame.agent.reports.kernel_stats import kernel_stats
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.symbols.service import SymbolService
+from aiflame.gpu.apis.base import Api
 from aiflame.gpu.base import (
     CodeKey,
     CpuSample,
@@ -230,6 +231,8 @@ class _Family:
 
     name = "toy"
     api = "toys"
+    probes: tuple[Api, ...] = ()
+    memory = ""
 
     def __init__(
         self, devices: tuple[Device, ...], samples: Sequence[KernelSample] = (), events: int = -1
@@ -354,15 +357,14 @@ def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
     assert devices.losses == {LossKind.KERNEL_NOT_OPENED: 2}
 
 
-def test_auto_takes_what_there_is_and_a_name_insists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_there_is_and_a_name_insists() -> None:
     families = {"toy": lambda: _Family((_TOY,)), "absent": lambda: _Family(())}
-    monkeypatch.setattr(device_choice, "FAMILIES", families)
-    assert len(device_choice.choose_families("auto")) == 2
-    assert device_choice.choose_families("none") == ()
-    (toy,) = device_choice.choose_families("toy")
+    assert len(choose_families("auto", families)) == 2
+    assert choose_families("none", families) == ()
+    (toy,) = choose_families("toy", families)
     assert toy.name == "toy"
     with pytest.raises(EnvironmentUnfit, match="--gpu absent: no toys here") as caught:
-        device_choice.choose_families("absent")
+        choose_families("absent", families)
     assert caught.value.exit_code == 3
     assert caught.value.hint == "apt-get install toys; or --gpu auto records without"
 
@@ -380,19 +382,16 @@ def test_kernel_times_and_samples_of_a_new_family_are_in_window_and_capture(
     writer: CaptureWriter,
     table: ProcessTable,
     pipe: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # GIVEN a family that is one row in the list of families, with exact times of its kernels
     samples = [KernelSample(0, 0, CodeKey(0, None, "bounce"), 8, "asleep", 5)]
     toy = Device("toy", "Toy 1", Tier.STALLS, "", 7)
-    monkeypatch.setattr(
-        device_choice, "FAMILIES", {"toy": lambda: _Family((toy,), samples, pipe[0])}
-    )
+    known = {"toy": lambda: _Family((toy,), samples, pipe[0])}
     table.start_ns = 1_000
     watched: list[int] = []
     window, sink = _window(), CaptureSink(writer)
     kernels = KernelTable(window)
-    families = device_choice.choose_families("toy")
+    families = choose_families("toy", known)
     devices = _devices(families, table, window, kernels, watched.append)
     devices.start()
     assert watched == [pipe[0]]
@@ -439,6 +438,7 @@ def test_kernel_times_and_samples_of_a_new_family_are_in_window_and_capture(
         {"count": 1 << 40},
         {"queue": 1 << 64},
         {"launch_id": -1},
+        {"end_ns": 1 << 62},
     ],
 )
 def test_kernel_times_that_cannot_be_are_refused_and_counted(
@@ -487,3 +487,73 @@ def test_a_family_begins_when_a_process_may_use_its_devices(table: ProcessTable)
         devices.look(image)
     devices.drain(0, 2_000)
     assert len(window.close(2_000).devices) == 1
+
+
+class _Teller(_Sampler):
+    """Gives the times that it is told to."""
+
+    times: Sequence[KernelTime] = ()
+
+    def drain(self, interval: Interval) -> None:
+        self._host.add_times(self.times)
+        self.times = ()
+
+
+class _TellingFamily(_Family):
+    sampler: _Teller
+
+    def start(self, host: Host) -> Sampler:
+        self.sampler = _Teller(self, host)
+        return self.sampler
+
+
+@pytest.fixture
+def telling(table: ProcessTable) -> tuple[_TellingFamily, Devices, WindowBuilder]:
+    family, window = _TellingFamily((_TOY,)), _window()
+    window.define("processes", rows_of("processes", (1, 78, 1, 78, 0, 0, -1, NONE, 0, 0, 0)))
+    devices = _devices([family], table, window, KernelTable(window))
+    devices.start()
+    return family, devices, window
+
+
+def test_times_of_one_process_leave_room_for_those_of_others(
+    telling: tuple[_TellingFamily, Devices, WindowBuilder],
+) -> None:
+    family, devices, window = telling
+    time = KernelTime(0, 0, "bounce", 100, 200, 100)
+    # GIVEN a process with more times than there is room for, and longer ones than there can be
+    long_ns = (1 << 52) // (1 << 24)
+    long = replace(time, end_ns=100 + long_ns, duration_ns=1 << 52, count=1 << 24)
+    family.sampler.times = [long, *[time] * 100_000, *[replace(time, process=1)] * 10_000]
+    devices.drain(0, 1 << 40)
+    rows = window.close(1 << 40).kernel_times
+    # THEN those of another one are there
+    assert (rows["duration_ns"] == 100).sum() == 10_000
+    assert devices.losses == {
+        LossKind.WINDOW_EVENTS_FULL: 100_001 - (1 << 15),
+        LossKind.KERNEL_TIMES_REFUSED: (1 << 15) - 1,
+    }
+
+
+def test_times_from_before_the_recording_are_left_out(
+    telling: tuple[_TellingFamily, Devices, WindowBuilder], table: ProcessTable
+) -> None:
+    family, devices, window = telling
+    table.start_ns = 150
+    time = KernelTime(0, 0, "bounce", 100, 149, 10)
+    family.sampler.times = [time, replace(time, end_ns=160)]
+    devices.drain(0, 1_000)
+    assert window.close(1_000).kernel_times["end_ns"].tolist() == [10]
+    assert devices.losses == {}
+
+
+def test_a_process_has_so_many_kernels_and_no_more(table: ProcessTable) -> None:
+    window = _window()
+    kernels = KernelTable(window)
+    found = [kernels.id_of(0, "toys", f"k{number}") for number in range(20_000)]
+    assert len(set(found)) == (1 << 14) + 1
+    assert kernels.id_of(0, "toys", "k5") == found[5]
+    assert kernels.id_of(1, "toys", "k0") not in found
+    # Of a process that has ended nothing counts any more.
+    kernels.forget_images([0])
+    assert kernels.id_of(0, "toys", "k19999") not in found

@@ -10,7 +10,6 @@ from itertools import product
 import numpy as np
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
-    CALL_EVENT_DTYPE,
     NONE,
     ApiFunction,
     GpuProfile,
@@ -42,24 +41,20 @@ def call(
 
 
 def sample(
-    count: int, interval: int = 0, kernel: int = K, offset: int = 0, launch_id: int = 0
+    count: int, interval: int = 0, kernel: int = K, offset: int = 0, stack: int = NONE
 ) -> tuple[int, ...]:
-    return (interval, 0, kernel, offset, 0, launch_id, count)
+    return (interval, 0, kernel, offset, 0, stack, count)
 
 
 def gpu_of(
     calls: Sequence[tuple[int, ...]],
     samples: Sequence[tuple[int, ...]],
-    event_stacks: Sequence[int] = (),
 ) -> GpuProfile:
-    events = np.zeros(len(event_stacks), CALL_EVENT_DTYPE)
-    events["stack"] = event_stacks
     return GpuProfile(
         functions=_FUNCTIONS,
         kernels=_KERNELS,
         codes=tuple(KernelCode(kernel, None, 0) for kernel in range(len(_KERNELS))),
         calls=np.array(calls, CALL_DTYPE),
-        events=events,
         samples=device_samples(samples),
     )
 
@@ -127,12 +122,11 @@ def test_calls_that_launch_nothing_do_not_count() -> None:
 def test_the_number_of_a_launch_beats_every_other_rule() -> None:
     gpu = gpu_of(
         [call(7), call(8)],
-        [sample(4, launch_id=2), sample(9, kernel=UNNAMED, launch_id=1), sample(1, launch_id=3)],
-        event_stacks=(5, 6, NONE),
+        [sample(4, stack=6), sample(9, kernel=UNNAMED, stack=5), sample(1)],
     )
     found = parts(gpu)
     assert found[:2] == [(0, 6, "exact", 4), (1, 5, "exact", 9)]
-    assert [row[2] for row in found[2:]] == ["shared"], "an event without a stack tells nothing"
+    assert [row[2] for row in found[2:]] == ["shared"], "without one it is not known"
 
 
 def test_two_stacks_share_by_work_of_the_second() -> None:

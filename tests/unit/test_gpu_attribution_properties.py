@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
-    CALL_EVENT_DTYPE,
     NONE,
     ApiFunction,
     GpuProfile,
@@ -54,12 +53,10 @@ def cases(draw: st.DrawFn) -> Case:
             max_size=30,
         )
     )  # fmt: skip
-    events = np.zeros(draw(st.integers(0, 3)), CALL_EVENT_DTYPE)
-    events["stack"] = draw(st.lists(stack, min_size=len(events), max_size=len(events)))
     samples = draw(
         st.lists(
             st.tuples(st.integers(0, 5), _SMALL, _INDEX, _SMALL, _SMALL,
-                      st.integers(0, len(events)), _COUNT),
+                      st.one_of(st.just(NONE), stack), _COUNT),
             max_size=40,
         )
     )  # fmt: skip
@@ -74,7 +71,6 @@ def cases(draw: st.DrawFn) -> Case:
         kernels=_KERNELS,
         codes=tuple(KernelCode(i, None, 0) for i in range(len(_KERNELS))),
         calls=np.array(calls, CALL_DTYPE),
-        events=events,
         samples=device_samples(samples),
     )
     return Case(gpu, np.array(times, TIME_DTYPE))
@@ -120,10 +116,9 @@ def test_a_sample_goes_to_a_stack_that_launched_its_kernel(case: Case) -> None:
     gpu = case.gpu
     for sample, stack, certainty, _ in attribute(gpu).tolist():
         row = gpu.samples[sample]
-        by_id = int(gpu.events["stack"][row["launch_id"] - 1]) if row["launch_id"] else NONE
         launchers = _launchers(gpu, int(row["code"]))
-        if by_id != NONE:
-            assert (stack, certainty) == (by_id, Certainty.EXACT)
+        if row["stack"] != NONE:
+            assert (stack, certainty) == (row["stack"], Certainty.EXACT)
         elif stack == NONE:
             assert certainty == Certainty.UNATTRIBUTED
             assert not launchers or NONE in launchers
@@ -173,7 +168,7 @@ def test_a_stack_is_given_what_is_due_to_it_in_all(work: list[int], counts: list
             CALL_DTYPE,
         ),
         samples=device_samples(
-            (i % 5, 0, 0, i // 5 * 4, i % 3, 0, n) for i, n in enumerate(counts)
+            (i % 5, 0, 0, i // 5 * 4, i % 3, NONE, n) for i, n in enumerate(counts)
         ),
     )
     rows = attribute(gpu)

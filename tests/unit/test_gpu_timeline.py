@@ -11,6 +11,7 @@ from aiflame.agent.model.gpu import (
     DEVICE_SAMPLE_DTYPE,
     LAUNCH_DTYPE,
     NO_END,
+    NONE,
     ApiFunction,
     GpuProfile,
     Kernel,
@@ -44,7 +45,7 @@ def profile(
         calls=np.array(calls, CALL_DTYPE),
         launches=np.array(rows, LAUNCH_DTYPE),
         samples=np.array(
-            [(0, 0, kernel, 0, 0, 0, at, at, 1) for at, kernel in samples], DEVICE_SAMPLE_DTYPE
+            [(0, 0, kernel, 0, 0, NONE, at, at, 1) for at, kernel in samples], DEVICE_SAMPLE_DTYPE
         ),
     )
 

@@ -31,7 +31,7 @@ class _Recordings:
     def __init__(self) -> None:
         self.asked: list[tuple[Target, RecordOptions, OutputPlan]] = []
 
-    def record(self, target: Target, options: RecordOptions, plan: OutputPlan, _: object) -> int:
+    def record(self, target: Target, options: RecordOptions, plan: OutputPlan, *_: object) -> int:
         self.asked.append((target, options, plan))
         return 0
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from aiflame.agent.commands import report as verb
 from aiflame.agent.errors import UsageError
-from aiflame.agent.model.gpu import Device, Kernel, Tier
+from aiflame.agent.model.gpu import KERNEL_TIME_DTYPE, NONE, Device, Kernel, Tier
 from aiflame.agent.model.profile import Loss, Profile, StopReason
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
@@ -364,6 +364,23 @@ def test_stats_have_the_tables_of_devices() -> None:
         *(("300.00", "100.0 %", "9", "clFinish < main"),),
     )
     assert wall["Blocked time by cause"].rows[0][3] == "GPU wait"
+
+
+def test_stats_show_kernel_times_under_the_stacks_of_launches_that_devices_named() -> None:
+    profile = small_device_profile()
+    calls = profile.gpu.calls
+    times = np.zeros(3, KERNEL_TIME_DTYPE)
+    times["stack"] = [calls["stack"][0], calls["stack"][0], NONE]
+    times["kernel"] = calls["kernel"][0]
+    times["count"], times["duration_ns"] = 1, [1_500_000, 500_000, 7_000_000]
+    found = tables(replace(profile, gpu=replace(profile.gpu, times=times)), View.GPU, 10)
+    (table,) = (table for table in found if table.title == "Top launch stacks")
+    assert table.columns[2] == ">ms on device"
+    ms = {row[-1]: row[2] for row in table.rows}
+    (first,) = (row[-1] for row in table.rows if row[2] == "2.00")
+    assert "step (train.py:12)" in first
+    assert ms["[unknown launch]"] == "7.00"
+    assert sorted(ms.values())[:-2] == ["0.00"] * (len(ms) - 2)
 
 
 def test_stats_of_a_program_without_devices_say_so_only_when_asked() -> None:

@@ -178,13 +178,9 @@ def test_calls_one_by_one_are_those_of_the_range() -> None:
     profile = _device_profile()
     events = np.zeros(3, CALL_EVENT_DTYPE)
     events["start_ns"] = [500 * MS, 1_500 * MS, 2_500 * MS]
-    samples = profile.gpu.samples.copy()
-    samples["launch_id"] = [1, 3, 2]
-    gpu = replace(profile.gpu, events=events, samples=samples)
+    gpu = replace(profile.gpu, events=events)
     part = _part(replace(profile, gpu=gpu), S, 4 * S).gpu
     assert part.events["start_ns"].tolist() == [1_500 * MS, 2_500 * MS]
-    # Rows of `events`, from 1 on; the first of the whole is not here.
-    assert part.samples["launch_id"].tolist() == [2, 1]
 
 
 # ---- from a capture ----------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that targets share with a device family: found among their mappings, and kept open.
+
+It is read with pread, so that memory which shrinks ends no reader, and never mapped. A process that
+is gone leaves it as it was: what it wrote last is read all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from aiflame.agent.losses import LossKind
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
+
+# A helper has one, and another one after it was loaded again. Those that do not open count as well.
+_MOST_OF_PROCESS = 4
+# At what a process has mapped that shares nothing, each after twice as many drains as the one
+# before: a helper that is there may begin at any time. A look takes 0.1 to 2 ms.
+_MOST_LOOKS = 4
+# A process that maps something all the time, or rings, has no more of them than this.
+_LOOKS_PER_DRAIN = 4
+_CLOSED = -1
+
+
+class _Memory:
+    """See `aiflame.gpu.base.SharedMemory`."""
+
+    def __init__(self, process: int, fd: int) -> None:
+        self.process = process
+        self.fd = fd
+
+    def read(self, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(self.fd, size, offset)
+        except (OSError, OverflowError):  # an offset that no file has
+            return b""
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process that may share memory, or does."""
+
+    image: ProcessImage
+    payer: str
+    memories: dict[tuple[str, int], _Memory | None]  # by device and inode; None: not opened
+    looks: int = 0  # in vain
+    drains_to_skip: int = 0
+    looks_left: int = _LOOKS_PER_DRAIN
+
+
+class Memories:
+    """What processes share with one family.
+
+    Args:
+        table: Process table.
+        name: As `Family.memory`; "" for a family that shares none.
+
+    Attributes:
+        losses: What could not be opened, or is more than there may be descriptors for.
+    """
+
+    def __init__(self, table: ProcessTable, name: str) -> None:
+        self._table = table
+        self._name = name
+        self._processes: dict[int, _Process] = {}  # by index of the image
+        self.losses: Counter[LossKind] = Counter()
+
+    def look(self, image: ProcessImage) -> None:
+        """Looks for what a process shares, now that it has mapped something, and from now on."""
+        if not self._name:
+            return
+        known = self._processes.setdefault(image.index, _Process(image, image.payer, {}))
+        if known.looks_left:
+            known.looks_left -= 1
+            self._look(known)
+
+    def heard(self, image: ProcessImage) -> None:
+        """Looks for what a process that rings has begun to share."""
+        known = self._processes.get(image.index)
+        if known is None or not known.memories:
+            self.look(image)
+
+    def look_again(self) -> None:
+        """To be called at a drain: looks at processes that have not begun to share."""
+        for process in self._processes.values():
+            process.looks_left = _LOOKS_PER_DRAIN
+            if process.memories:
+                continue
+            if process.drains_to_skip:
+                process.drains_to_skip -= 1
+            else:
+                self._look(process)
+                process.looks = min(process.looks + 1, _MOST_LOOKS)
+                process.drains_to_skip = 1 << process.looks
+
+    def _look(self, process: _Process) -> None:
+        image = process.image
+        for line in self._table.shared_memory(image, self._name):
+            identity = line.device, line.inode
+            # A child that was forked has its parent's, which the parent has written.
+            is_known = any(identity in one.memories for one in self._processes.values())
+            if is_known or len(process.memories) == _MOST_OF_PROCESS:
+                continue
+            fd = self._table.binaries.hold_shared(image.pid, process.payer, line)
+            if fd is None:
+                self.losses[LossKind.DEVICE_MEMORY_NOT_OPENED] += 1
+            process.memories[identity] = None if fd is None else _Memory(image.index, fd)
+
+    def all(self) -> list[_Memory]:
+        """Returns what is shared by processes that are known."""
+        memories = (memory for one in self._processes.values() for memory in one.memories.values())
+        return [memory for memory in memories if memory is not None]
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended."""
+        for index in images:
+            process = self._processes.pop(index, None)
+            if process is not None:
+                self._release(process)
+
+    def close(self) -> None:
+        """Closes all."""
+        self.forget_images([*self._processes])
+
+    def _release(self, process: _Process) -> None:
+        for memory in process.memories.values():
+            if memory is not None:
+                pid, payer = process.image.pid, process.payer
+                self._table.binaries.release_shared(pid, payer, memory.fd)
+                memory.fd = _CLOSED

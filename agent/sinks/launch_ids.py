@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stacks of launches that devices name by their numbers.
+
+A launch and what a device tells of it may come in different windows, the launch first. Its number
+is the process's own: one that it has given to launches from several stacks tells nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.window import COLUMNS, NO_STACK, Rows, Window
+
+U64 = npt.NDArray[np.uint64]
+
+# The newest: at 8,192 launches with numbers a second, as many as the kernel half tells apart, those
+# of the last 16 s. A device is seldom so far behind.
+_MOST_KEPT = 1 << 17
+
+
+class LaunchIds:
+    """Launches of windows that have numbers."""
+
+    def __init__(self) -> None:
+        self._launches: Rows = np.zeros(0, COLUMNS["launches"].dtype)
+
+    def put(self, window: Window) -> None:
+        """Takes the launches of a window."""
+        numbered = window.launches[window.launches["launch_id"] != 0]
+        if len(numbered):
+            self._launches = np.concatenate([self._launches, numbered])[-_MOST_KEPT:]
+
+    def stacks(self, process: npt.NDArray[np.int64], launch_id: U64) -> U64:
+        """Returns the stacks of launches, NO_STACK for those that are not known.
+
+        Args:
+            process: Who has launched, shape (n,).
+            launch_id: The number of the launch there, 0 for none.
+        """
+        found = np.full(len(launch_id), NO_STACK, np.uint64)
+        is_numbered = launch_id != 0
+        for one in np.unique(process[is_numbered]).tolist():
+            own = is_numbered & (process == one)
+            launches = self._launches[self._launches["process"] == one]
+            found[own] = _stacks_among(launches, launch_id[own])
+        return found
+
+
+def _stacks_among(launches: Rows, launch_id: U64) -> U64:
+    """Returns the stacks of launches of one process by their numbers."""
+    if not len(launches):
+        return np.full(len(launch_id), NO_STACK, np.uint64)
+    launches = launches[np.argsort(launches["launch_id"], kind="stable")]
+    first, stack = launches["launch_id"], launches["stack"].copy()
+    last = first + (np.maximum(launches["count"], 1) - np.uint64(1))
+    # Of a number that was given twice; the runs before one end where it begins, or overlap it.
+    is_again = np.append(first[1:] <= np.maximum.accumulate(last)[:-1], False)
+    is_again[:-1] &= stack[1:] != stack[:-1]
+    is_again[1:] |= is_again[:-1].copy()
+    stack[is_again] = NO_STACK
+    at = np.searchsorted(first, launch_id, side="right") - 1
+    is_known = (at >= 0) & (launch_id <= last[at])
+    found: U64 = np.where(is_known, stack[at], np.uint64(NO_STACK))
+    return found
