@@ -77,8 +77,12 @@ def identity_of(name: str) -> bytes:
 
 
 def load(name: str, store: Cache) -> UnwindTable | None:
-    """Returns a table of the cache by its name, None where it has none."""
-    mapping = store.open(name)
+    """Returns a table of the cache by its name, None where it has none.
+
+    What is known of files since the boot (`symbols.known`) may name one of another version, which
+    may know fewer rules.
+    """
+    mapping = store.open(name) if name.endswith(_SUFFIX) else None
     if mapping is not None:
         try:
             return UnwindTable.from_mapping(mapping, identity_of(name))

@@ -320,6 +320,18 @@ def test_cache_is_not_shared_by_files_that_differ_in_their_cfi(tmp_path: Path) -
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+def test_a_table_of_another_version_is_not_used(tmp_path: Path) -> None:
+    frames = Frames()
+    frames.fde(frames.cie(), TEXT, 64, PROLOGUE)
+    store = Store(tmp_path / "cache")
+    table = table_of(elf_with(frames), tmp_path, store)
+    (file,) = (tmp_path / "cache").iterdir()
+    assert build_module.load(file.name, store) is not None
+    old = f"{file.stem}.unwind01"
+    store.write(old, table.to_chunks(build_module.identity_of(old)))
+    assert build_module.load(old, store) is None
+
+
 def test_damaged_cache_is_built_anew(tmp_path: Path) -> None:
     frames = Frames()
     frames.fde(frames.cie(), TEXT, 64, PROLOGUE)
