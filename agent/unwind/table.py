@@ -172,7 +172,7 @@ class UnwindTable:
         return table
 
     def check(self) -> None:
-        """Make sure that a search stays inside the arrays.
+        """Make sure that a search stays inside the arrays, and finds a rule that there is.
 
         Raises:
             CorruptTable: It would not.
@@ -183,6 +183,9 @@ class UnwindTable:
         highest = int(self.rows["rule"].max()) if len(self.rows) else 0
         if not sound or highest >= len(self.rules):
             raise CorruptTable("indexes reach outside the table")
+        kinds, rbp_kinds = self.rules["kind"], self.rules["rbp_kind"]
+        if (kinds > max(arch.RuleKind)).any() or (rbp_kinds > max(arch.RbpKind)).any():
+            raise CorruptTable("rules of kinds that there are not")
 
 
 def _rules(states: U64) -> tuple[npt.NDArray[np.void], I64, int]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -340,6 +341,21 @@ def test_a_table_of_another_binary_is_refused(tmp_path: Path) -> None:
     assert len(UnwindTable.from_mapping(data, b"a" * 32)) == len(table)
     with pytest.raises(CorruptTable, match="another binary"):
         UnwindTable.from_mapping(data, b"b" * 32)
+
+
+@pytest.mark.parametrize("field", ["kind", "rbp_kind"])
+def test_a_table_with_rules_of_no_known_kind_is_refused(tmp_path: Path, field: str) -> None:
+    # GIVEN a table as a parser that was taken over may make it, with a checksum that is right
+    frames = Frames()
+    frames.fde(frames.cie(), TEXT, 64, PROLOGUE)
+    table = table_of(elf_with(frames), tmp_path)
+    rules = table.rules.copy()
+    rules[field][-1] = 200
+    forged = replace(table, rules=rules)
+    data = b"".join(bytes(chunk) for chunk in forged.to_chunks(b"a" * 32))
+    # WHEN it is read THEN it is none, and not an error of whoever looks an address up
+    with pytest.raises(CorruptTable, match="kinds"):
+        UnwindTable.from_mapping(data, b"a" * 32)
 
 
 def test_file_without_section_headers(tmp_path: Path) -> None:
