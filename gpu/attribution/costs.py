@@ -155,7 +155,8 @@ def _fitted(
     Returns:
         The costs, and how far they are to be believed; 0: they are the plain ones.
     """
-    parts = []
+    parts: list[tuple[F64, F64]] = []
+    others: list[tuple[F64, F64]] = []
     by_chance = _by_chance(len(plain), int(np.unique(stretch).size))
     for one in observed:
         scale = one.sum() / max(float((used * plain[key]).sum()), 1.0)
@@ -163,8 +164,8 @@ def _fitted(
             own = used * plain[key] * scale
             factor = _factors(own, key, stretch, one, len(plain))
             fit = _Fit.of(own, own * factor[key], stretch, one, len(plain))
-            if fit.explained > by_chance:
-                parts.append((own / fit.scatter, one / fit.scatter))
+            chosen = parts if fit.explained > by_chance else others
+            chosen.append((own / fit.scatter, one / fit.scatter))
     if not parts:
         return plain, 0.0
     # Both as if they were stretches of their own.
@@ -173,8 +174,13 @@ def _fitted(
     own, one = np.concatenate(owns), np.concatenate(ones)
     keys, stretches = np.tile(key, len(parts)), np.tile(stretch, len(parts)) + shift
     factor = _factors(own, keys, stretches, one, len(plain))
-    belief = _belief(own, own * factor[keys], stretches, one, len(plain))
-    found: F64 = plain * factor**belief
+    belief = _belief(_gained(own, own * factor[keys], stretches, one), len(plain))
+    factor = factor**belief
+    # Lengths contain what other programs did; what samples contradict is none of launches' costs.
+    for own, one in others:
+        if _belief(-_gained(own, own * factor[key], stretch, one), len(plain)):
+            return plain, 0.0
+    found: F64 = plain * factor
     return found, belief
 
 
@@ -233,16 +239,20 @@ def _by_chance(keys: int, stretches: int) -> float:
     return mean + _SIGNIFICANT * variance**0.5 if mean < 1 else 1.0
 
 
-def _belief(before: F64, after: F64, stretch: Keys, observed: F64, keys: int) -> float:
-    """Returns how much of a fit is to be believed, 0 to 1; what is observed scatters by its mean.
+def _gained(before: F64, after: F64, stretch: Keys, observed: F64) -> float:
+    """Returns by how much nearer to what was observed a fit is, in what that scatters by."""
+    size = len(observed)
+    scale = _sums(stretch, before, size)
+    return _left(scale, observed, scale) - _left(_sums(stretch, after, size), observed, scale)
+
+
+def _belief(gained: float, keys: int) -> float:
+    """Returns how much of a fit is to be believed, 0 to 1.
 
     Chance alone gains as much as there are costs, with twice the variance: a fit that gains no more
     than that, and three deviations, is none. Of one that does, the part beyond (James and Stein,
     1961).
     """
-    size = len(observed)
-    scale = _sums(stretch, before, size)
-    gained = _left(scale, observed, scale) - _left(_sums(stretch, after, size), observed, scale)
     by_chance = float(keys - 1)
     if gained <= by_chance + _SIGNIFICANT * (2 * by_chance) ** 0.5:
         return 0.0

@@ -53,6 +53,9 @@ _ALIKE = 0.01
 # Costs that are told apart; what seldom runs is taken as one.
 _MOST_COSTS = 64
 
+# There may be a million, with so many costs each.
+_POOLS_AT_ONCE = 4096
+
 # The mean of a normal distribution's absolute value, in standard deviations.
 _MEAN_ABSOLUTE = sqrt(2 / pi)
 
@@ -263,11 +266,7 @@ def scatter_of(stretches: Stretches, count: F64, took_ns: F64) -> float:
     return min(max(found, 0.0), 1.0)
 
 
-def variance_by_costs(
-    entries: Entries,
-    stacks: int,
-    told: Told | None,
-) -> F64:
+def variance_by_costs(entries: Entries, stacks: int, told: Told | None) -> F64:
     """Returns the variance of what each stack has for what is not known of launches' costs.
 
     Args:
@@ -280,11 +279,7 @@ def variance_by_costs(
     of_stack = np.full(stacks, len(most))  # the rest
     of_stack[most] = np.arange(len(most))
     size = len(most) + 1
-    # d samples / d log cost
-    pools, pool = np.unique(entries.pool, return_inverse=True)
-    by_cost = _table(pool, of_stack[entries.stack], entries.samples, (len(pools), size))
-    whole = np.maximum(by_cost.sum(axis=1, keepdims=True), 1e-12)
-    slope = np.diag(by_cost.sum(axis=0)) - (by_cost / whole).T @ by_cost
+    slope = _slope(entries, of_stack, size)
     information = _information(np.append(of_stack, len(most)), size, told)
     # What is known beforehand is added where nothing is told, which an inversion would not survive.
     values, vectors = np.linalg.eigh(information)
@@ -292,6 +287,24 @@ def variance_by_costs(
     variance = along**2 @ (1 / (np.maximum(values, 0.0) + _UNEQUAL**-2))
     found = np.zeros(stacks)
     found[most] = variance[: len(most)]
+    return found
+
+
+def _slope(entries: Entries, of_stack: I64, size: int) -> F64:
+    """Returns by how much the samples of each change with the logarithm of another one's cost."""
+    order = np.argsort(entries.pool, kind="stable")
+    pool, cost = entries.pool[order], of_stack[entries.stack[order]]
+    samples = entries.samples[order]
+    found: F64 = np.zeros((size, size))
+    at = 0
+    while at < len(pool):
+        first = int(pool[at])
+        end = int(np.searchsorted(pool, first + _POOLS_AT_ONCE))
+        shape = (_POOLS_AT_ONCE, size)
+        by_cost = _table(pool[at:end] - first, cost[at:end], samples[at:end], shape)
+        whole = np.maximum(by_cost.sum(axis=1, keepdims=True), 1e-12)
+        found += np.diag(by_cost.sum(axis=0)) - (by_cost / whole).T @ by_cost
+        at = end
     return found
 
 
@@ -337,13 +350,10 @@ def _information(of_stack: I64, size: int, told: Told | None) -> F64:
     freedom = len(known) - int((took.sum(axis=0) > 0).sum())
     for one in observed if freedom > 0 else []:
         rate = one.sum() / max(float(whole.sum()), 1.0)
-        expected = whole * rate
-        freedom = max(len(known) - size, 1)
-        left = np.divide(
-            (one - expected) ** 2, expected, where=expected > 0, out=np.zeros(len(one))
-        )
-        unit = max(float(left.sum()) / freedom, 1e-9)
-        scaled = took * rate / np.sqrt(np.maximum(expected, 1e-12) * unit)[:, None]
+        expected = np.maximum(whole * rate, 1e-12)
+        left = float(((one - expected) ** 2 / expected).sum())
+        unit = max(left / freedom, _ALIKE**2 * float(expected.mean()))
+        scaled = took * rate / np.sqrt(expected * unit)[:, None]
         by_one = scaled.T @ scaled / part
         found = by_one if np.trace(by_one) > np.trace(found) else found
     return found

@@ -120,6 +120,27 @@ def test_what_launches_cost_is_learnt_from_how_long_stretches_took() -> None:
     assert [stack for stack, _ in found(profile(launches, samples))] == [1, 1, 2]
 
 
+@pytest.mark.parametrize(("stretches", "has_samples"), [(12, True), (3, False)])
+def test_what_others_take_of_a_device_is_no_cost_of_launches(
+    stretches: int, has_samples: bool
+) -> None:
+    # GIVEN launches of equal work, and others on the device whenever many were of stack 1, of which
+    # either samples tell, or that there are few stretches
+    launches: list[Launch] = []
+    samples, at = [], 0
+    for i in range(stretches):
+        ones = 1 + i % 3
+        end = at + (40 + 40 * ones) * _MS
+        launches += [(at + j, end, 1 if j < ones else 2, _A, _Q) for j in range(4)]
+        samples += [(at + (end - at) * k // 80, _A) for k in range(80 if has_samples else 0)]
+        at = end
+    # WHEN one of each was queued, THEN half the time is the first one's
+    launches += [(at, at + 60 * _MS, 1, _A, _Q), (at + 1, at + 60 * _MS, 2, _A, _Q)]
+    samples += [(at + ms * _MS, _A) for ms in range(0, 60, 2)]
+    parts = found(profile(launches, samples))[-30:]
+    assert 13 <= sum(stack == 1 for stack, _ in parts) <= 17
+
+
 def test_only_one_queue_that_can_have_run_is_exact() -> None:
     launches = [
         *((0, 10 * _MS, 1, _A, _Q), (0, 12 * _MS, 2, _A, _R)),
