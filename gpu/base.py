@@ -264,7 +264,8 @@ class Family(Protocol):
     Attributes:
         name: As typed after --gpu.
         api: By which its kernels are launched, as in gpu/apis/.
-        probes: What is probed besides, in libraries of its own.
+        probes: What is probed besides, in libraries of its own: those whose names begin as
+            `Api.libraries` says. An API of the name of another one adds to that.
         memory: How the names begin of memory that it shares with targets, as /proc/PID/maps has
             them ("/memfd:..."); "" for none. It is looked for where `runs_by` or a library of the
             API or of `probes` says so.

@@ -34,7 +34,6 @@ from aiflame.agent.model.window import (
 )
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
-from aiflame.gpu.apis import APIS
 from aiflame.gpu.apis.base import Api, Call
 
 # Whose last wait is remembered: twice what the kernel half knows.
@@ -95,7 +94,7 @@ class ApiCalls:
         images: ELF headers of the targets' files.
         kernels: Gives out rows of kernels.
         window: Where calls go.
-        apis: Whose.
+        helpers: Of device families.
     """
 
     def __init__(
@@ -105,13 +104,13 @@ class ApiCalls:
         images: ElfImages,
         kernels: KernelTable,
         window: OpenWindow,
-        apis: Sequence[Api] = APIS,
+        helpers: Sequence[Api] = (),
     ) -> None:
         self._window = window
         self._programs = programs
         self._table = table
         self._images = images
-        self.probes = ApiProbes(programs, table.binaries.facts, apis)
+        self.probes = ApiProbes(programs, table.binaries.facts, helpers=helpers)
         self._names = KernelNames(table, images, kernels, window)
         self._events: list[bytes] = []
         self._identities: dict[int, FileIdentity] = {}

@@ -74,6 +74,7 @@ class ApiProbes:
         programs: Loaded programs.
         facts: Tells which functions are in a file.
         apis: Whose functions are probed.
+        helpers: The same of device families' helpers, in libraries of their names alone.
 
     Raises:
         ValueError: The kernel half cannot tell so many APIs apart.
@@ -85,19 +86,26 @@ class ApiProbes:
         ranges: File offset and size of each probed function, by file and slot.
     """
 
-    def __init__(self, programs: Programs, facts: FileFacts, apis: Sequence[Api] = APIS) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        facts: FileFacts,
+        apis: Sequence[Api] = APIS,
+        helpers: Sequence[Api] = (),
+    ) -> None:
         # What a family adds to an API is of that API: calls inside each other are told by it.
-        self._names = [*dict.fromkeys(api.name for api in apis)]
+        self._names = [*dict.fromkeys(api.name for api in (*apis, *helpers))]
         count = len(self._names)
         if count > abi.APIS_MAX:
             raise ValueError(f"{count} device APIs, and room for {abi.APIS_MAX} (APIS_MAX)")
         self._programs = programs
         self._facts = facts
         self._wanted: dict[str, list[tuple[Api, Probed]]] = {}
-        for api in apis:
+        for api in (*apis, *helpers):
             for function in api.probed:
                 self._wanted.setdefault(function.symbol, []).append((api, function))
         self._question = functions_of(apis)
+        self._helpers = [(helper.libraries, functions_of([helper])) for helper in helpers]
         self._seen: set[FileIdentity] = set()
         self.ranges: dict[tuple[FileIdentity, int], tuple[int, int]] = {}
         self._slots: dict[tuple[str, str], int] = {}
@@ -137,10 +145,11 @@ class ApiProbes:
         self._seen.add(identity)
         name = path.rpartition("/")[2]
         probes: list[Probe] = []
-        found = self._facts.ask(path, descriptor, self._question) or {}
+        own = (question for names, question in self._helpers if name.startswith(names))
         wanted = [
             (located, api, function)
-            for located in found.values()
+            for question in (self._question, *own)
+            for located in (self._facts.ask(path, descriptor, question) or {}).values()
             for api, function in self._wanted[located.name]
             if not (api.skip_files and re.search(api.skip_files, name))
         ]

@@ -61,7 +61,6 @@ from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import Charged, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import Family
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
@@ -204,8 +203,8 @@ class Recorder:
         self.facts = ProcessFacts(window, table, self.images)
         self.pythons = PythonProcesses(programs, table, self.images, window)
         self.kernels = KernelTable(window)
-        apis = (*APIS, *(api for family in families for api in family.probes))
-        self.calls = ApiCalls(programs, table, self.images, self.kernels, window, apis)
+        helpers = [api for family in families for api in family.probes]
+        self.calls = ApiCalls(programs, table, self.images, self.kernels, window, helpers)
         parts.callback(self.calls.close)
         self._timed = TimedProcesses(programs)
         self.devices = Devices(

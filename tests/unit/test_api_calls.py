@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,15 +116,17 @@ class _Facts:
         return {name: ProbedFunction(name, 64, 8, 0, 8, prologue) for name in question.arguments}
 
 
-def _described(monkeypatch: pytest.MonkeyPatch, apis: list[Api]) -> dict[str, np.void]:
+def _described(
+    monkeypatch: pytest.MonkeyPatch, apis: list[Api], helpers: Sequence[Api] = (), name: str = ""
+) -> dict[str, np.void]:
     """Returns what the kernel half is told of the functions of some APIs, by symbol."""
     programs: Any = _Programs()
     facts: Any = _Facts()
-    probes = ApiProbes(programs, facts, apis)
+    probes = ApiProbes(programs, facts, apis, helpers)
     attached: list[str] = []
     monkeypatch.setattr(probes, "_attach", lambda fd, path, found: attached.extend(found))
     with Path("/dev/null").open() as file:
-        probes.look(file.fileno(), "library")
+        probes.look(file.fileno(), f"/opt/{name}")
     assert len(attached) == len(probes.functions)
     return {one.symbol: programs.calls[at] for at, (_, one) in enumerate(probes.functions)}
 
@@ -150,16 +152,22 @@ def test_what_a_family_adds_to_an_api_is_of_that_api(monkeypatch: pytest.MonkeyP
         "api3",
         (Call("helper_launch", Operation.LAUNCH, launch_id=Argument(2, size_bytes=4)),),
         bells=(Bell("helper_bell"),),
+        libraries=("libhelper",),
     )
-    found = _described(monkeypatch, [*apis, helper])
+    found = _described(monkeypatch, apis, [helper], "libhelper.so.1")
     assert found["helper_launch"]["api"] == 3
     assert found["helper_launch"]["launch_id"].tolist() == (1, 2, 0, 4, 0)
     assert found["launch3"]["launch_id"].tolist() == (0, 0, 0, 0, 0)
     assert "helper_bell" in found
+    # Elsewhere nobody looks for them.
+    assert found.keys() - _described(monkeypatch, apis, [helper], "libc.so.6").keys() == {
+        "helper_launch",
+        "helper_bell",
+    }
 
 
 def test_functions_of_all_families_find_room() -> None:
-    apis = [*APIS, *(api for make in FAMILIES.values() for api in make().probes)]
+    helpers = [api for make in FAMILIES.values() for api in make().probes]
     anything: Any = SimpleNamespace()
-    ApiProbes(anything, FileFacts(FileGuard()), apis)
-    assert sum(len(api.probed) for api in apis) <= abi.API_CALLS_MAX
+    ApiProbes(anything, FileFacts(FileGuard()), APIS, helpers)
+    assert sum(len(api.probed) for api in (*APIS, *helpers)) <= abi.API_CALLS_MAX
