@@ -72,7 +72,7 @@ class Samples:
         return made
 
     def _note_made(self, stacks: npt.NDArray[np.uint64]) -> None:
-        self.made.update(stacks[(stacks >> np.uint64(31)) == ENTERED_STACKS >> 31].tolist())
+        self.made.update(stacks[(stacks >> np.uint64(30)) == ENTERED_STACKS >> 30].tolist())
 
     def add_thread_time(self, thread: ThreadInfo, on_cpu_ns: int, observed_ns: int) -> None:
         """Takes in how long a thread was on a CPU, and how long it was observed."""

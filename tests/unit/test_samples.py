@@ -92,3 +92,5 @@ def test_long_waits_for_the_first_cpu_have_that_as_well(opened: _Open) -> None:
     ((_, end),) = _ends(window).values()
     assert window.waits["stack"].tolist() == [*_ends(window)]
     assert end is StopReason.NOT_RUN_YET
+    # It is none of those that are still to be walked.
+    assert opened.samples.made == set()
