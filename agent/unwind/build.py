@@ -34,7 +34,7 @@ from aiflame.agent.unwind.sections import code_ranges, frame_sections
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout: two versions of aiflame may share a cache.
-_SUFFIX = ".unwind06"
+SUFFIX = ".unwind06"
 _NO_BUILD_ID = "x"
 
 
@@ -68,7 +68,7 @@ def table_name(build_id: str, digest: bytes) -> str:
         build_id: Of the file, "" for none.
         digest: Of what `for_unwinding` tells.
     """
-    return f"{build_id[:40] or _NO_BUILD_ID}-{digest.hex()[:48]}{_SUFFIX}"
+    return f"{build_id[:40] or _NO_BUILD_ID}-{digest.hex()[:48]}{SUFFIX}"
 
 
 def identity_of(name: str) -> bytes:
@@ -82,7 +82,7 @@ def load(name: str, store: Cache) -> UnwindTable | None:
     What is known of files since the boot (`symbols.known`) may name one of another version, which
     may know fewer rules.
     """
-    mapping = store.open(name) if name.endswith(_SUFFIX) else None
+    mapping = store.open(name) if name.endswith(SUFFIX) else None
     if mapping is not None:
         try:
             return UnwindTable.from_mapping(mapping, identity_of(name))

@@ -9,10 +9,11 @@ from aiflame.agent.elf.contents import for_unwinding
 from aiflame.agent.elf.image import ElfImage, NotElf
 from aiflame.agent.file_questions import BadAnswer, Json, Question
 from aiflame.agent.target_files import TargetFile
-from aiflame.agent.unwind.build import table_name
+from aiflame.agent.unwind.build import SUFFIX, table_name
 
-# Of what the cache calls a table: it becomes the name of a file.
-_NAME = re.compile(r"[0-9a-zA-Z]{1,40}-[0-9a-f]{48}\.unwind[0-9]{2}")
+# Of what the cache calls a table: it becomes the name of a file. An answer that another version of
+# this program got and kept is none.
+_NAME = re.compile(r"[0-9a-zA-Z]{1,40}-[0-9a-f]{48}" + re.escape(SUFFIX))
 
 
 def name_of_table(file: TargetFile) -> Json:

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiflame.agent.file_questions import BadAnswer
 from aiflame.agent.symbols.store import Store
 from aiflame.agent.unwind import build as build_module
 from aiflame.agent.unwind import lockstep
 from aiflame.agent.unwind import x86_64 as arch
+from aiflame.agent.unwind.questions import TABLE_NAME
 from aiflame.agent.unwind.records import BadUnwindInfo
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
@@ -420,3 +422,10 @@ def test_lazy_stubs_without_cfi(stub: str, rows: list[tuple[int, int]]) -> None:
 def test_stubs_that_only_jump_leave_the_stack_alone() -> None:
     states = arch.stub_states(bytes.fromhex("f30f1efa ff2500000000 660f1f440000"))
     assert [(at, arch.rule_of(state)) for at, state in states] == [(0, rsp(8))]
+
+
+def test_a_name_that_another_version_kept_is_no_answer() -> None:
+    name = "0" * 40 + "-" + "1" * 48
+    assert TABLE_NAME.checked(name + build_module.SUFFIX) == name + build_module.SUFFIX
+    with pytest.raises(BadAnswer):
+        TABLE_NAME.checked(name + ".unwind01")
