@@ -26,7 +26,7 @@ from typing import Any
 # Also when started as a program, the tests' modules are there.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recordings import Ended, Recording, Workload
+from recordings import Ended, Recording, Workload, children_of
 from support import AIFLAME, wait_until
 
 _HERE = Path(__file__).parent
@@ -91,12 +91,23 @@ def _cpu_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _reading_s(recorder: int) -> float:
+    """Returns the CPU seconds of a recorder, and of those who open and read files for it."""
+    total_s = _cpu_s(recorder)
+    for child in children_of(recorder):
+        with contextlib.suppress(OSError):  # it has ended
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if any(reads in command for reads in (b".inspector.", b".unwind.worker")):
+                total_s += _cpu_s(child)
+    return total_s
+
+
 def _settle(recorder: int) -> None:
     """Waits until a recorder has read what it wants to know of processes that it has just seen."""
     for _ in range(_MOST_SETTLING_S):
-        before_s = _cpu_s(recorder)
+        before_s = _reading_s(recorder)
         time.sleep(1)
-        if _cpu_s(recorder) - before_s < _QUIET_CPU_S:
+        if _reading_s(recorder) - before_s < _QUIET_CPU_S:
             return
 
 
