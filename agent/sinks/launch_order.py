@@ -89,6 +89,8 @@ class LaunchOrder:
         begins = np.minimum.accumulate(begins[::-1])[::-1]
         may_own = begins[np.searchsorted(samples[:, 1], first_ns)] <= ended_ns
         may_own &= begins[np.searchsorted(samples[:, 1], first_ns)] < _NEVER_NS
+        # All that one wait ends, if any of it: what launches cost is told by how long all took.
+        may_own |= np.isin(ended_ns, ended_ns[may_own & (ended_ns < _NEVER_NS)])
         keeps = is_over & may_own
         found = known.launches[keeps], np.where(ended_ns < _NEVER_NS, ended_ns, NO_TIME)[keeps]
         known.launches = known.launches[~is_over]
