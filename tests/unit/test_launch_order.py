@@ -126,3 +126,11 @@ def test_launches_that_nothing_waits_for_do_not_pile_up() -> None:
         assert len(waiting.launches) <= most
     # Of those that made way, the ones that a sample came after.
     assert len(kept) == 4 * most
+
+
+def test_launches_after_the_last_sample_of_their_wait_are_kept() -> None:
+    # GIVEN three launches that one wait ends, and one sample before the last two
+    launches = [_launch(at_ns, at_ns) for at_ns in (100, 120, 140)]
+    # WHEN they are decided THEN all are there: what they cost is told by how long all took
+    taken = _all_taken(_window(0, 1000, launches, [(150, 200)], [110]))
+    assert taken == [(100, 200), (120, 200), (140, 200)]
