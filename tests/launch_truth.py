@@ -24,7 +24,7 @@ from aiflame.gpu.attribution import Certainty, attribution_of
 from recordings import Ended, Recording, Workload, frames_of
 from support import WORKLOADS
 
-# The line of site 0's loop in the kernel's source; those of the others follow.
+# The line of site 0's loop in the kernels' source; those of the others follow.
 _FIRST_LINE = 6
 _SITES = 10
 _UNKNOWN = -1
@@ -46,6 +46,7 @@ class Scenario:
     cost: str = "items"
     wait: str = "finish"
     order: str = "ordered"
+    kernels: str = "random"
     processes: int = 1
     length_ms: int = 5000
     is_late: bool = False
@@ -114,6 +115,13 @@ SCENARIOS = (
     Scenario(
         "4 sites, 5 ms, queued by 4, any order, by event", 5_000, 4, 4, wait="event", order="any"
     ),
+    Scenario("4 sites, 2 kernels in turn, 200 us", 200, 4, 4, kernels="turn"),
+    Scenario("4 sites, 2 kernels in turn, 2 ms", 2_000, 4, 4, kernels="turn"),
+    Scenario("10 sites, 2 kernels in turn, 200 us", 200, 10, 10, kernels="turn"),
+    Scenario(
+        *("4 sites, 2 kernels in turn, 2 ms, cost not by work", 2_000, 4, 4),
+        *(1, "rounds", "finish", "ordered", "turn"),
+    ),
 )
 
 
@@ -132,7 +140,7 @@ def record(scenario: Scenario, program: Path, folder: Path) -> Ended:
     environment = {**os.environ, "POCL_CACHE_DIR": str(cache), "HOME": str(folder)}
     s = scenario
     numbers = s.length_ms, s.kernel_us, s.sites, s.depth, s.queues
-    command = [program, *numbers, s.cost, s.wait, s.order]
+    command = [program, *numbers, s.cost, s.wait, s.order, s.kernels]
     with ExitStack() as stack:
         running = [
             stack.enter_context(Workload(command, env=environment)) for _ in range(s.processes)

@@ -27,11 +27,12 @@ from aiflame.gpu.attribution.error import Variances, add_by_second, add_by_time,
 from aiflame.gpu.attribution.launches import (
     UNNAMED,
     Mask,
-    launches_of,
+    launches_that_ran,
     name_ids,
     order_by,
     stacks_by_name,
 )
+from aiflame.gpu.attribution.mixing import mixed
 from aiflame.gpu.attribution.rounding import Parts, divide
 from aiflame.gpu.attribution.sharing import Windows, pools_of, windows_of
 from aiflame.gpu.attribution.timeline import timeline_of
@@ -43,6 +44,7 @@ __all__ = [
     "Certainty",
     "attribute",
     "attribution_of",
+    "mean_times",
 ]
 
 I64 = npt.NDArray[np.int64]
@@ -109,7 +111,7 @@ def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -
         return Attribution(gpu.attributed, gpu.error)
     samples = gpu.samples
     names = name_ids(gpu)
-    launches = launches_of(gpu)
+    launches = launches_that_ran(gpu)
     stacks, one = stacks_by_name(launches, int(names.max(initial=UNNAMED)) + 1)
 
     stack = samples["stack"].astype(np.int64)
@@ -128,7 +130,7 @@ def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -
     if len(shared):
         windows = windows_of(launches.where(stacks[launches.name] > 1))
         own = windows.launches
-        time_ns = _mean_times(own.name, own.stack, names, times)
+        time_ns = mean_times(own.name, own.stack, names, times)
         parts = _share(gpu, windows, _Shared(shared, name[shared]), time_ns, variances)
         of_name = np.bincount(own.name, own.count)
         sampled = np.bincount(name[of_several], samples["count"][of_several], len(of_name))
@@ -214,7 +216,7 @@ def _by_time(
     if not len(gpu.launches) or not len(shared.row):
         return is_found, is_exact
     launch_name = names[gpu.launches["kernel"]]
-    mean_ns = _mean_times(launch_name, gpu.launches["stack"].astype(np.int64), names, times)
+    mean_ns = mean_times(launch_name, gpu.launches["stack"].astype(np.int64), names, times)
     process_of_kernel = np.array([kernel.process for kernel in gpu.kernels], np.int64)
     has_order = gpu.launches["queue"] != 0
     kernel = np.array([code.kernel for code in gpu.codes], np.int64)[gpu.samples["code"]]
@@ -225,12 +227,15 @@ def _by_time(
     for process in shared_of_process.keys.tolist():
         own = launches_of_process.rows(process)
         own, unordered = own[has_order[own]], own[~has_order[own]]
-        if len(np.unique(gpu.launches["queue"][own])) > _MOST_QUEUES:
+        if not 0 < len(np.unique(gpu.launches["queue"][own])) <= _MOST_QUEUES:
             continue
         # Those of all kernels bound each other.
         rows = samples_of_process.rows(process)
         sampled_ns = gpu.samples["begin_ns"][rows].astype(np.int64)
-        timeline = timeline_of(gpu.launches[own], launch_name[own], mean_ns[own], sampled_ns)
+        timeline = timeline_of(
+            *(gpu.launches[own], launch_name[own], mean_ns[own]),
+            *(sampled_ns, sample_name[rows], gpu.launches[unordered]),
+        )
         of_time = stacks_by_time(
             timeline, gpu.samples[rows], sample_name[rows], gpu.launches[unordered]
         )
@@ -247,7 +252,7 @@ def _by_time(
     return is_found, is_exact
 
 
-def _mean_times(name: I64, stack: I64, names: I64, times: npt.NDArray[np.void] | None) -> F64:
+def mean_times(name: I64, stack: I64, names: I64, times: npt.NDArray[np.void] | None) -> F64:
     """Returns the mean time of a launch in ns by name and stack, NaN where unknown."""
     if times is None or not len(times):
         return np.full(len(name), np.nan)
@@ -302,15 +307,7 @@ def _scattered(samples: npt.NDArray[np.void], row: I64) -> U64:
     What neighbours are given is close to their due, so samples of one instruction have to be
     neighbours; and no pattern of the code may meet the pattern in which stacks take turns.
     """
-    found: U64 = np.zeros(len(row), np.uint64)
-    for field in ("device", "code", "offset", "reason"):
-        found ^= samples[field][row].astype(np.uint64)
-        # The finaliser of splitmix64 (Steele, Lea and Flood, 2014), which mixes all bits.
-        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        found ^= found >> np.uint64(31)
-        found += np.uint64(0x9E3779B97F4A7C15)
-    return found
+    return mixed(*(samples[field][row] for field in ("device", "code", "offset", "reason")))
 
 
 def _rows(

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, SharingError
-from aiflame.gpu.attribution.costs import LEAST_BUSY, MOST_STRETCHES, Stretches
+from aiflame.gpu.attribution.cells import UNEQUAL
+from aiflame.gpu.attribution.costs import ALIKE, Costs, Stretches
 from aiflame.gpu.attribution.rounding import Pools
 from aiflame.gpu.attribution.sharing import INTERVAL_BITS, Windows
 from aiflame.gpu.attribution.timeline import Timeline
@@ -42,13 +43,6 @@ _ENDS = 0.4
 _SCATTER = 0.15
 # As much as is known of that beforehand, in stretches.
 _PRIOR_STRETCHES = 4.0
-
-# By what costs of equal work differ from each other, if they do: as a standard deviation of their
-# logarithms; about 3 to 1.
-_UNEQUAL = 1.0
-
-# To what part of them no two stretches of the same launches are alike.
-_ALIKE = 0.01
 
 # Costs that are told apart; what seldom runs is taken as one.
 _MOST_COSTS = 64
@@ -136,13 +130,13 @@ def add_by_time(
     of_row = stretches.of_launch << 32 | rows.name
     at = np.minimum(np.searchsorted(pools, of_row), len(pools) - 1)
     shares = np.flatnonzero((pools[at] == of_row) & (rows.stack != NONE))
-    at, took_ns = at[shares], rows.took_ns[shares]
+    at, took_ns = at[shares], rows.costs.took_ns[shares]
     whole = _sums(at, took_ns, len(pools))
     entries = Entries(at, rows.stack[shares], rows.count[shares], in_pool[at] * took_ns / whole[at])
-    scatter = scatter_of(stretches, rows.count, rows.took_ns)
-    told = Told(stretches, rows.took_ns, np.where(rows.stack == NONE, variances.stacks, rows.stack))
-    costs = variance_by_costs(entries, variances.stacks, told)
-    variances.add(entries, scatter, rows.belief, costs)
+    scatter = scatter_of(stretches, rows.count, rows.costs.took_ns)
+    stack = np.where(rows.stack == NONE, variances.stacks, rows.stack)
+    costs = variance_by_costs(entries, variances.stacks, Told(rows.costs, stack))
+    variances.add(entries, scatter, rows.costs.belief, costs)
 
 
 def add_by_second(
@@ -254,7 +248,7 @@ def scatter_of(stretches: Stretches, count: F64, took_ns: F64) -> float:
     """
     size = len(stretches.begin_ns)
     took = _sums(stretches.of_launch, took_ns, size)
-    used = ~np.isnan(stretches.end_ns) & (took > 0)
+    used = stretches.is_known & (took > 0)
     rate = stretches.samples[used].sum() / max(took[used].sum(), 1.0)
     expected = took * rate
     ends = _variance_of_launches(count, took_ns * rate, 0.0)
@@ -284,7 +278,7 @@ def variance_by_costs(entries: Entries, stacks: int, told: Told | None) -> F64:
     # What is known beforehand is added where nothing is told, which an inversion would not survive.
     values, vectors = np.linalg.eigh(information)
     along = slope @ vectors
-    variance = along**2 @ (1 / (np.maximum(values, 0.0) + _UNEQUAL**-2))
+    variance = along**2 @ (1 / (np.maximum(values, 0.0) + UNEQUAL**-2))
     found = np.zeros(stacks)
     found[most] = variance[: len(most)]
     return found
@@ -322,38 +316,30 @@ def _sums(key: npt.NDArray[np.integer[Any]], values: npt.NDArray[Any], size: int
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What tells costs: stretches, and what rows of launches in them take, and of which stack."""
+    """What tells costs, and of which stack each row of launches is."""
 
-    stretches: Stretches
-    took_ns: F64
+    costs: Costs
     stack: I64
 
 
 def _information(of_stack: I64, size: int, told: Told | None) -> F64:
-    """Returns what stretches tell of the logarithms of costs: an inverse covariance."""
+    """Returns what was observed tells of the logarithms of costs: an inverse covariance."""
     found: F64 = np.zeros((size, size))
     if told is None:
         return found
-    stretches = told.stretches
-    known = np.flatnonzero(~np.isnan(stretches.end_ns))
-    part = 1.0
-    if len(known) > MOST_STRETCHES:
-        part = MOST_STRETCHES / len(known)
-        known = np.sort(np.random.default_rng(0).permutation(known)[:MOST_STRETCHES])
-    rows = np.flatnonzero(np.isin(stretches.of_launch, known))
-    at, shape = np.searchsorted(known, stretches.of_launch[rows]), (len(known), size)
-    took = _table(at, of_stack[told.stack[rows]], told.took_ns[rows], shape)
-    whole = took.sum(axis=1)
-    observed = [stretches.samples[known]]
-    if stretches.busy >= LEAST_BUSY:
-        observed.append((stretches.end_ns - stretches.begin_ns)[known])
-    freedom = len(known) - int((took.sum(axis=0) > 0).sum())
-    for one in observed if freedom > 0 else []:
-        rate = one.sum() / max(float(whole.sum()), 1.0)
+    rows = told.costs.told
+    for one in told.costs.observed:
+        shape = (len(one.value), size)
+        took = _table(one.cell, of_stack[told.stack[rows]], told.costs.took_ns[rows], shape)
+        whole = took.sum(axis=1)
+        freedom = len(one.value) - int((took.sum(axis=0) > 0).sum())
+        if freedom <= 0:
+            continue
+        rate = one.value.sum() / max(float(whole.sum()), 1.0)
         expected = np.maximum(whole * rate, 1e-12)
-        left = float(((one - expected) ** 2 / expected).sum())
-        unit = max(left / freedom, _ALIKE**2 * float(expected.mean()))
+        left = float(((one.value - expected) ** 2 / expected).sum())
+        unit = max(left / freedom, ALIKE**2 * float(expected.mean()))
         scaled = took * rate / np.sqrt(expected * unit)[:, None]
-        by_one = scaled.T @ scaled / part
+        by_one = scaled.T @ scaled
         found = by_one if np.trace(by_one) > np.trace(found) else found
     return found

@@ -18,6 +18,8 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
+_NS_PER_S = 1_000_000_000
+
 # Of a kernel that has no name.
 UNNAMED = -1
 
@@ -48,7 +50,7 @@ class Launches:
     def __len__(self) -> int:
         return len(self.name)
 
-    def where(self, chosen: Mask) -> Launches:
+    def where(self, chosen: Mask | I64) -> Launches:
         """Returns the chosen rows."""
         return Launches(
             self.name[chosen],
@@ -107,6 +109,35 @@ def launches_of(gpu: GpuProfile) -> Launches:
         count.astype(np.float64),
         np.where(least > 0, work.astype(np.float64), np.nan),
     )
+
+
+def launches_that_ran(gpu: GpuProfile) -> Launches:
+    """Returns `launches_of`, but of kernels whose runs are known by launch, these runs instead.
+
+    A launch of a graph runs kernels that the call does not name, and one that is captured runs
+    nothing. A run counts for the second in which it ended.
+    """
+    called = launches_of(gpu)
+    names = name_ids(gpu)
+    times = gpu.times[(gpu.times["stack"] != NONE) & (gpu.times["count"] > 0)]
+    name = names[times["kernel"]]
+    times, name = times[name != UNNAMED], name[name != UNNAMED]
+    if not len(times):
+        return called
+    interval = (times["end_ns"] // _NS_PER_S).astype(np.int64)
+    stack = times["stack"].astype(np.int64)
+    order, is_first = order_by(name, interval, stack)
+    starts = np.flatnonzero(is_first)
+    count = np.add.reduceat(times["count"][order], starts).astype(np.float64)
+    first, called = order[starts], called.where(~np.isin(called.name, name))
+    whole = Launches(
+        np.concatenate((called.name, name[first])),
+        np.concatenate((called.interval, interval[first])),
+        np.concatenate((called.stack, stack[first])),
+        np.concatenate((called.count, count)),
+        np.concatenate((called.work, np.full(len(first), np.nan))),
+    )
+    return whole.where(np.argsort(whole.name, kind="stable"))
 
 
 def stacks_by_name(launches: Launches, names: int) -> tuple[I64, I64]:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NO_END
-from aiflame.gpu.attribution.costs import Stretches, costs_of, stretches_at
+from aiflame.gpu.attribution.cells import Sampled
+from aiflame.gpu.attribution.costs import Costs, Stretches, costs_of, stretches_at
 from aiflame.gpu.attribution.launches import UNNAMED
 
 I64 = npt.NDArray[np.int64]
@@ -30,10 +31,8 @@ Rows = npt.NDArray[np.void]
 # change of kernels. Less than all leaves more launches possible, never fewer.
 _MOST_ROUNDS = 64
 
-# Of samples, which tell up to where stretches are busy; a few that were taken late tell nothing.
-_NEARLY_ALL = 0.98
+# Which tell where stretches are busy.
 _LEAST_SAMPLES = 50
-_LEAST_PART = 0.001
 
 # From one stretch to the next; what is in a stretch is nearer than what is in another.
 _STRETCH = 4.0
@@ -126,16 +125,12 @@ def _distance(position: F64, begin: F64, end: F64) -> F64:
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """Rows of launches of all queues as they were enqueued, by stretch; shape (rows,).
-
-    `belief` as in Costs.
-    """
+    """Rows of launches of all queues as they were enqueued, by stretch; shape (rows,)."""
 
     name: I64
     stack: I64
     count: F64
-    took_ns: F64
-    belief: float
+    costs: Costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +154,12 @@ class Timeline:
         """
         which = self.stretches.at(time_ns)
         count = np.bincount(which, minlength=len(self.stretches.begin_ns))
+        own = np.maximum(self.stretches.samples, 1.0)
         rank = np.arange(len(time_ns)) - (np.cumsum(count) - count)[which]
-        by_rank = (rank + which * _GOLDEN % 1) / count[which]
+        by_rank = np.minimum((rank + which * _GOLDEN % 1) / own[which], 1.0)
         after_ns = np.maximum(time_ns - self.stretches.begin_ns[which], 0.0)
         length_ns = np.maximum(self.stretches.end_ns - self.stretches.begin_ns, 1.0)[which]
-        by_time = np.minimum(after_ns / (length_ns * self.stretches.busy), 1.0)
+        by_time = self.stretches.done(after_ns / length_ns)
         is_open = np.isnan(length_ns)
         by_rank = np.where(is_open, np.minimum((rank + 0.5) / _MOST_SAMPLES, 1.0), by_rank)
         by_time = np.where(is_open, np.minimum(after_ns / _LONGEST_NS, 1.0), by_time)
@@ -172,7 +168,14 @@ class Timeline:
         return found
 
 
-def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -> Timeline:
+def timeline_of(
+    launches: Rows,
+    names: I64,
+    measured_ns: F64,
+    sampled_ns: I64,
+    sampled_name: I64,
+    unordered: Rows,
+) -> Timeline:
     """Puts launches in order, queue by queue.
 
     Args:
@@ -180,6 +183,8 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
         names: A number for the name of each, UNNAMED for none.
         measured_ns: How long one of each is known to take, NaN where that was not measured.
         sampled_ns: When the process's samples were taken.
+        sampled_name: And of which kernels.
+        unordered: LAUNCH_DTYPE, those whose order was not kept.
     """
     order = np.lexsort((launches["last_ns"], launches["first_ns"]))
     launches, names, measured_ns = launches[order], names[order], measured_ns[order]
@@ -189,8 +194,11 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
     for own in of_queue:  # what had ended by then, had all before it
         ended_ns[own] = np.minimum.accumulate(ended_ns[own][::-1])[::-1]
     first_ns = launches["first_ns"].astype(np.int64)
-    stretches = _stretches(first_ns, ended_ns, sampled_ns, is_one_queue=len(queues) == 1)
-    costs = costs_of(launches, names, stretches, measured_ns)
+    stretches, sampled = _stretches(
+        first_ns, ended_ns, sampled_ns, sampled_name, unordered, is_one_queue=len(queues) == 1
+    )
+    is_in_order = len(queues) == 1 and len(np.unique(launches["thread"])) == 1
+    costs = costs_of(launches, names, stretches, sampled, measured_ns, is_in_order=is_in_order)
     begin, end = _laid_out(
         first_ns.astype(np.float64), costs.took_ns, stretches, np.sort(sampled_ns)
     )
@@ -209,7 +217,7 @@ def timeline_of(launches: Rows, names: I64, measured_ns: F64, sampled_ns: I64) -
         for own in of_queue
     ]
     count = launches["count"].astype(np.float64)
-    rows = LaidOut(names, stack, count, costs.took_ns, costs.belief)
+    rows = LaidOut(names, stack, count, costs)
     return Timeline(found, stretches, rows)
 
 
@@ -219,8 +227,18 @@ def _by_name(names: I64) -> I64:
     return found
 
 
-def _stretches(first_ns: I64, ended_ns: I64, sampled_ns: I64, *, is_one_queue: bool) -> Stretches:
+def _stretches(
+    first_ns: I64,
+    ended_ns: I64,
+    sampled_ns: I64,
+    sampled_name: I64,
+    unordered: Rows,
+    *,
+    is_one_queue: bool,
+) -> tuple[Stretches, Sampled]:
     """Finds the stretches of time in which launches ran, from one enqueueing to a known end.
+
+    And the samples that are in them.
 
     On one queue launches have their known end in common. Those of several queues are taken as one
     after the other too: a kernel that fills the device leaves others no room. There a stretch ends
@@ -237,26 +255,33 @@ def _stretches(first_ns: I64, ended_ns: I64, sampled_ns: I64, *, is_one_queue: b
     is_known = np.bincount(of_launch, has_end, len(first)) > 0
     begin_ns = first_ns[first].astype(np.float64)
     begin_ns[1:] = np.maximum(begin_ns[1:], np.where(is_known[:-1], end_ns[:-1], 0.0))
-    sampled = stretches_at(begin_ns, sampled_ns)
-    length_ns = np.maximum(end_ns - begin_ns, 1.0)[sampled]
-    part = (sampled_ns - begin_ns[sampled]) / length_ns
-    samples = np.bincount(sampled, minlength=len(first)).astype(np.float64)
-    return Stretches(
+    end_ns = np.where(is_known, end_ns, np.nan)
+    begun = np.searchsorted(np.sort(unordered["first_ns"]), end_ns, side="right")
+    over = np.searchsorted(np.sort(unordered["last_ns"]), begin_ns, side="left")
+    which = stretches_at(begin_ns, sampled_ns)
+    part = (sampled_ns - begin_ns[which]) / np.maximum(end_ns - begin_ns, 1.0)[which]
+    is_inside = ~(part > 1)  # past an end it is of a launch that is not known
+    sampled = Sampled(which[is_inside], part[is_inside], sampled_name[is_inside])
+    samples = np.bincount(sampled.stretch, minlength=len(first)).astype(np.float64)
+    stretches = Stretches(
         of_launch=of_launch,
         begin_ns=begin_ns,
-        end_ns=np.where(is_known, end_ns, np.nan),
+        end_ns=end_ns,
+        is_whole=begun <= over,
         samples=samples,
         by_rank=samples >= np.bincount(of_launch, minlength=len(first)),
-        busy=_busy(part, is_known[sampled]),
+        parts=_parts(sampled.part),
     )
+    return stretches, sampled
 
 
-def _busy(part: F64, is_known: Mask) -> float:
-    """Returns up to which part of stretches samples are, from the parts at which they are."""
-    part = part[is_known & (part >= 0) & (part <= 1)]
+def _parts(part: F64) -> F64:
+    """Returns the parts of stretches at which samples are, ascending; evenly if they are few."""
+    part = part[part >= 0]
     if len(part) < _LEAST_SAMPLES:
-        return 1.0
-    return min(max(float(np.quantile(part, _NEARLY_ALL)) / _NEARLY_ALL, _LEAST_PART), 1.0)
+        return np.linspace(0.0, 1.0, _LEAST_SAMPLES, dtype=np.float64)
+    found: F64 = np.sort(part)
+    return found
 
 
 def _laid_out(

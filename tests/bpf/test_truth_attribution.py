@@ -33,6 +33,8 @@ _QUEUED = [
     "4 sites, 5 ms, queued by 16",
     "4 sites, 5 ms, queued by 16, cost not by work",
     "4 sites, 20 ms, 3 queues",
+    "4 sites, 2 kernels in turn, 200 us",
+    "4 sites, 2 kernels in turn, 2 ms, cost not by work",
 ]
 
 
@@ -77,9 +79,11 @@ def test_what_is_queued_is_shared_by_the_time_that_it_took(
     assert found.exact_wrong < 0.005
     # Two points, and four standard deviations of as many samples of four sites; other programs
     # make a queue's stretches longer than its launches take.
-    assert found.off < 0.02 + 4 * 0.5 / np.sqrt(found.samples) + 0.03
-    # What is told of it is an error's mean. Where nothing told what launches cost, they may cost
-    # anything.
+    # Where a busy machine left too few to tell what launches cost, they may cost anything, which is
+    # told.
+    bound = 0.02 + 4 * 0.5 / np.sqrt(found.samples) + 0.03
+    assert found.off < max(bound, 1.5 * found.told_if_unequal)
+    # What is told of it is an error's mean.
     assert found.off < 4 * found.told_if_unequal + 0.01
 
 

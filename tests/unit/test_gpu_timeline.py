@@ -141,6 +141,75 @@ def test_what_others_take_of_a_device_is_no_cost_of_launches(
     assert 13 <= sum(stack == 1 for stack, _ in parts) <= 17
 
 
+# Of kernels A, B, A, B, of stacks 1 to 4: a launch of A costs 6 and 2 ms, of B 1 ms each.
+_IN_TURN = ((1, _A, 6), (2, _B, 1), (3, _A, 2), (4, _B, 1))
+
+
+def in_turn(rounds: int, lead_ms: int) -> tuple[list[Launch], list[tuple[int, int]], list[int]]:
+    """Waits that are all alike, a sample in each; and the stack of each sample.
+
+    Args:
+        rounds: How many waits.
+        lead_ms: So long after the enqueueing work begins.
+    """
+    launches: list[Launch] = []
+    samples, stacks = [], []
+    length_ms = lead_ms + sum(ms for _, _, ms in _IN_TURN)
+    for number in range(rounds):
+        at = number * length_ms * _MS
+        launches += [
+            (at + i, at + length_ms * _MS, stack, kernel, _Q)
+            for i, (stack, kernel, _) in enumerate(_IN_TURN)
+        ]
+        after_us = number * 997 % 10_000  # of the work, in no order
+        end_us = 0
+        for stack, kernel, ms in _IN_TURN:
+            end_us += ms * 1000
+            if after_us < end_us:
+                samples.append((at + lead_ms * _MS + after_us * _US, kernel))
+                stacks.append(stack)
+                break
+    return launches, samples, stacks
+
+
+def test_samples_tell_what_a_work_item_of_each_kernel_costs() -> None:
+    # GIVEN work items of A that cost 8 times as much as those of B, and few samples
+    launches, samples, stacks = in_turn(60, lead_ms=0)
+    work = {1: 600, 2: 800, 3: 200, 4: 800}
+    parts = found(profile(launches, samples, work))
+    # THEN a sample in each of many waits that are alike is where its time is
+    wrong = sum(stack != true for (stack, _), true in zip(parts, stacks, strict=True))
+    assert wrong <= 3
+
+
+@pytest.mark.parametrize("lead_ms", [0, 5])
+def test_other_kernels_between_tell_what_launches_of_equal_work_cost(lead_ms: int) -> None:
+    # GIVEN launches of A of equal work, of which one takes three times as long, in waits that are
+    # all alike and of which a third may be idle
+    launches, samples, stacks = in_turn(400, lead_ms)
+    parts = found(profile(launches, samples))
+    # THEN those of B between them tell
+    wrong = sum(stack != true for (stack, _), true in zip(parts, stacks, strict=True))
+    assert wrong <= 0.03 * len(stacks)
+
+
+def test_stretches_with_launches_that_had_no_order_tell_no_costs() -> None:
+    # GIVEN waits that seem to be for one launch of stack 1 alone and take long, since others were
+    # launched of which the order was not kept
+    launches: list[Launch] = [(i * 100 * _MS, (i + 1) * 100 * _MS, 1, _A, _Q) for i in range(40)]
+    lost = [(i * 100 * _MS, NO_END, 2, _A, 0) for i in range(40)]
+    begin = 4000 * _MS
+    launches += [
+        (begin + i * 20 * _MS + j, begin + (i + 1) * 20 * _MS, 1 + (i + j) % 2, _A, _Q)
+        for i in range(40)
+        for j in range(2)
+    ]
+    samples = [(begin + (20 * i + ms) * _MS, _A) for i in range(40) for ms in (3, 7, 13, 17)]
+    # THEN launches of equal work have equal shares
+    parts = found(profile(lost + launches, samples))
+    assert sum(stack == 1 for stack, _ in parts) == len(samples) / 2
+
+
 def test_only_one_queue_that_can_have_run_is_exact() -> None:
     launches = [
         *((0, 10 * _MS, 1, _A, _Q), (0, 12 * _MS, 2, _A, _R)),
