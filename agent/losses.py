@@ -105,7 +105,7 @@ class LossKind(enum.Enum):
         in_kernel=True,
     )
     LAUNCHES_NOT_TIMED = _Entry(
-        "launches beyond 8,192 a second that differ from the one before on their queue, as those"
+        "launches beyond 16,384 a second that differ from the one before on their queue, as those"
         " with a number do: they are counted, without their order, number and time, and samples of"
         " such a second are shared",
         in_kernel=True,

@@ -21,15 +21,14 @@ BPF_ARRAY(new_caller, struct caller, 1);
 
 static __always_inline struct caller *caller_of(u32 tid)
 {
-	struct caller *caller = callers.lookup(&tid);
-	u32 zero = 0;
+	struct caller *caller = callers.lookup(KEY(tid));
 
 	if (caller)
 		return caller;
-	caller = new_caller.lookup(&zero);
+	caller = new_caller.lookup(KEY(0));
 	if (caller)
 		callers.insert(&tid, caller);
-	caller = callers.lookup(&tid);
+	caller = callers.lookup(KEY(tid));
 	if (!caller)
 		count(LOST_CALLERS_FULL);
 	return caller;

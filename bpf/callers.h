@@ -81,7 +81,7 @@ BPF_TABLE("hash", u32, struct caller, callers, SIZED_BY_HOST);
 static __always_inline void forget_caller(u32 tid)
 {
 	if (host(WITH_CALLS))
-		callers.delete(&tid);
+		callers.delete(KEY(tid));
 }
 
 /* Whether a counted call has not returned: its return address is there. */
@@ -104,7 +104,7 @@ static __always_inline void note_call(struct capture *capture)
 
 	if (!host(WITH_CALLS) || !capture->walk.depth)
 		return;
-	caller = callers.lookup(&tid);
+	caller = callers.lookup(KEY(tid));
 	if (!caller)
 		return;
 	outer = &AT(caller->outers, caller->last_api);

@@ -23,7 +23,12 @@ BPF_TABLE("hash", struct call_key, struct call_value, calls1, SIZED_BY_HOST);
 /* Those that have not been used for long make way for others. */
 BPF_TABLE("lru_hash", struct queue_key, struct queue_state, queues, SIZED_BY_HOST);
 BPF_PERCPU_ARRAY(call_budgets, struct event_budget, 1);
-BPF_ARRAY(run_budget, struct event_budget, 1);
+/* How many runs there were in the window that began at a boundary. */
+struct run_budget {
+	u64 boundary_ns;
+	u64 spent;
+};
+BPF_ARRAY(run_budget, struct run_budget, 1);
 /* Slot 0: walk_call, which goes on with a walk; slot 1: walk_call_python. */
 BPF_PROG_ARRAY(call_walkers, 2);
 
@@ -179,6 +184,25 @@ static __always_inline void note_event(struct caller *caller, struct api_call *a
 	caller->launch_count += 1;
 }
 
+/*
+ * Whether the window that is open has room for another run. From a window to the next it has all of it
+ * again, so that launches without a run are the last ones of theirs.
+ */
+static __always_inline bool spend_run(u64 most)
+{
+	u64 boundary_ns = boundary_at(bpf_ktime_get_ns());
+	struct run_budget *budget = run_budget.lookup(KEY(0));
+
+	if (!budget)
+		return false;
+	if (boundary_ns > budget->boundary_ns) {
+		budget->boundary_ns = boundary_ns;
+		budget->spent = 0;
+	}
+	__sync_fetch_and_add(&budget->spent, 1);
+	return budget->spent <= most;
+}
+
 /* Finds the run that a launch is of, and what had ended on its queue before. */
 static __always_inline void note_launch(struct call_key *key, struct call_value *value,
 					struct call_event *call, u64 most_runs)
@@ -188,7 +212,6 @@ static __always_inline void note_launch(struct call_key *key, struct call_value 
 				     .tgid = call->tgid };
 	struct queue_state *state = queue_of(call, key->queue), *all = queues.lookup(&all_key);
 	u64 hash = hash_step(hash_step(key->stack, key->kernel), (u64)key->tid << 32 | key->call);
-	u32 zero = 0;
 
 	value->first_ns = value->last_ns = call->ns;
 	if (!state)
@@ -200,7 +223,7 @@ static __always_inline void note_launch(struct call_key *key, struct call_value 
 	if (!state->run || state->run_hash != hash || state->waited_until_ns > state->run) {
 		state->run_hash = hash;
 		state->run = call->ns;
-		if (!spend(run_budget.lookup(&zero), call->ns, most_runs)) {
+		if (!spend_run(most_runs)) {
 			state->run = 0;
 			count(LOST_LAUNCHES_NOT_TIMED);
 		}
@@ -214,9 +237,7 @@ static __always_inline void note_launch(struct call_key *key, struct call_value 
 static __always_inline void number_launch(struct call_key *key, struct call_value *value,
 					  struct caller *caller, u64 run)
 {
-	u32 zero = 0;
-
-	if (!spend(run_budget.lookup(&zero), run, setting(SETTING_LAUNCH_RUNS))) {
+	if (!spend_run(setting(SETTING_LAUNCH_RUNS))) {
 		count(LOST_LAUNCHES_NOT_TIMED);
 		return;
 	}
@@ -306,7 +327,6 @@ static __always_inline bool numbers_outer(struct caller *caller, struct api_call
 
 static __always_inline void finish_call(struct caller *caller)
 {
-	u32 zero = 0;
 	u64 most;
 
 	caller->call.stack = finish_or_copy(&caller->capture);
@@ -314,7 +334,7 @@ static __always_inline void finish_call(struct caller *caller)
 	most = setting(SETTING_CALL_EVENTS);
 	if (!most)
 		return;
-	if (spend(call_budgets.lookup(&zero), caller->call.ns, most))
+	if (spend(call_budgets.lookup(KEY(0)), caller->call.ns, most))
 		send(&caller->call, sizeof(caller->call), 0);
 	else
 		count(LOST_CALLS_NOT_LISTED);
@@ -324,7 +344,7 @@ static __always_inline void finish_call(struct caller *caller)
 int walk_call(struct pt_regs *ctx)
 {
 	u32 tid = (u32)bpf_get_current_pid_tgid();
-	struct caller *caller = callers.lookup(&tid);
+	struct caller *caller = callers.lookup(KEY(tid));
 
 	if (!caller)
 		return 0;
@@ -340,7 +360,7 @@ int walk_call(struct pt_regs *ctx)
 int walk_call_python(struct pt_regs *ctx)
 {
 	u32 tid = (u32)bpf_get_current_pid_tgid();
-	struct caller *caller = callers.lookup(&tid);
+	struct caller *caller = callers.lookup(KEY(tid));
 
 	if (!caller)
 		return 0;
@@ -407,7 +427,7 @@ int on_call(struct pt_regs *ctx)
 	caller->call.kind = value_of(caller, &api->kind);
 	name_kernel(&caller->call);
 	read_grid(caller, api->grid);
-	caller->has_order = timed_processes.lookup(&tgid) != NULL;
+	caller->has_order = timed_processes.lookup(KEY(tgid)) != NULL;
 	if (caller->has_order) {
 		end_wait(caller, &caller->call, now_ns);
 		read_event(caller);

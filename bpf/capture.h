@@ -35,7 +35,7 @@ BPF_PERCPU_ARRAY(scratch, struct capture, 1);
 static __always_inline struct python_process *python_of(struct walk *walk)
 {
 	u32 tgid = walk->tgid;
-	struct python_process *python = pythons.lookup(&tgid);
+	struct python_process *python = pythons.lookup(KEY(tgid));
 
 	return python && python->image == walk->image ? python : NULL;
 }
@@ -104,8 +104,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 static __always_inline struct capture *begin_capture(void *ctx, struct user_regs *regs,
 						     bool in_kernel, u64 id, u64 image)
 {
-	u32 zero = 0;
-	struct capture *capture = scratch.lookup(&zero);
+	struct capture *capture = scratch.lookup(KEY(0));
 
 	if (capture)
 		begin_capture_in(capture, ctx, regs, in_kernel, id, image);
@@ -117,13 +116,12 @@ static __always_inline struct capture *begin_capture(void *ctx, struct user_regs
 /* The mappings of the process that is being walked, NULL if the host half has not brought them. */
 static __always_inline void *mappings_of(struct walk *walk)
 {
-	u32 tgid = walk->tgid, zero = 0;
-	void *mappings = process_mappings.lookup(&tgid);
+	void *mappings = process_mappings.lookup(KEY(walk->tgid));
 	struct mapping_slot *slot;
 
 	if (!mappings)
 		return NULL;
-	slot = bpf_map_lookup_elem(mappings, &zero);
+	slot = bpf_map_lookup_elem(mappings, KEY(0));
 	/* After an exec the old image's mappings are there for a moment: better none. */
 	if (!slot || slot->start != walk->image)
 		return NULL;
@@ -241,7 +239,7 @@ static __always_inline u64 send_copy(struct capture *capture, u64 hash)
 	u64 now_ns = bpf_ktime_get_ns(), page, i;
 	u64 most = setting(SETTING_STACK_COPIES);
 	u32 tgid = capture->walk.tgid;
-	struct process_state *process = processes.lookup(&tgid);
+	struct process_state *process = processes.lookup(KEY(tgid));
 	struct stack_copy *copy = NULL;
 
 	if (!most || !process)

@@ -3,13 +3,13 @@
 #ifndef AIFLAME_COUNTERS_H
 #define AIFLAME_COUNTERS_H
 
-#include "aiflame.h"
+#include "host.h"
 
 BPF_PERCPU_ARRAY(counters, u64, COUNTER_MAX);
 
 static __always_inline void count(u32 slot)
 {
-	u64 *value = counters.lookup(&slot);
+	u64 *value = counters.lookup(KEY(slot));
 
 	if (value)
 		*value += 1;

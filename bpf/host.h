@@ -38,6 +38,19 @@
 #define OPAQUE(value) asm volatile("" : "+r"(value))
 
 /*
+ * The address of a map's key of four bytes, which fills its slot of eight on the stack. Verifiers hold
+ * a slot that was written in part for one that is read later as well: paths that differed in nothing
+ * but what an earlier key had left there were followed each on its own (a third of all
+ * instructions, Linux 6.18).
+ */
+#define KEY(number)                                                                                \
+	(&((union {                                                                                \
+		  u64 slot;                                                                        \
+		  u32 key;                                                                         \
+	  }){ .slot = (u32)(number) })                                                             \
+		  .key)
+
+/*
  * An element of an array of a power of two, at an index that is masked to it.
  *
  * Verifiers before Linux 6.2 need the bound in the instructions directly before the access. The mask

@@ -11,7 +11,7 @@
 /* A child has its parent's interpreter at the same addresses, until it calls exec. */
 static __always_inline void inherit_python(u32 parent_tgid, u64 parent_image, u32 tgid, u64 image)
 {
-	struct python_process *parent = pythons.lookup(&parent_tgid), child;
+	struct python_process *parent = pythons.lookup(KEY(parent_tgid)), child;
 
 	if (!parent || parent->image != parent_image)
 		return;
@@ -28,7 +28,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	u32 tgid = task_tgid(child);
 	u32 tid = task_tid(child);
 	u64 now_ns = bpf_ktime_get_ns();
-	struct process_state *parent = processes.lookup(&parent_tgid);
+	struct process_state *parent = processes.lookup(KEY(parent_tgid));
 	struct process_state created = {};
 	struct thread_state *thread;
 
@@ -66,7 +66,7 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	struct thread_event event = {};
 	u64 boundary_ns = boundary_at(now_ns);
 
-	see_entered(thread, task, tid, now_ns, boundary_ns);
+	see_entered(thread, task, now_ns);
 	if (thread->off_class != CLASS_ON_CPU)
 		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
 	note_crossing(thread, boundary_ns);
@@ -84,7 +84,7 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	if (is_exit) /* an exec has renamed it already */
 		bpf_get_current_comm(event.comm, sizeof(event.comm));
 	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
-	threads.delete(&tid);
+	threads.delete(KEY(tid));
 }
 
 /*
@@ -124,8 +124,8 @@ int on_exec(struct raw_tracepoint *ctx)
 	/* A thread that is not the leader takes over the leader's id when it calls exec. */
 	u32 old_tid = (u32)ctx->args[1];
 	u64 now_ns = bpf_ktime_get_ns();
-	struct process_state *process = processes.lookup(&tgid);
-	struct thread_state *thread = threads.lookup(&old_tid);
+	struct process_state *process = processes.lookup(KEY(tgid));
+	struct thread_state *thread = threads.lookup(KEY(old_tid));
 
 	if (thread && is_recorded(now_ns))
 		end_thread(thread, task, old_tid, false, now_ns);
@@ -158,8 +158,8 @@ int on_exit(struct raw_tracepoint *ctx)
 	u64 id = bpf_get_current_pid_tgid();
 	u32 tgid = id >> 32, tid = (u32)id;
 	u64 now_ns = bpf_ktime_get_ns();
-	struct process_state *process = processes.lookup(&tgid);
-	struct thread_state *thread = threads.lookup(&tid);
+	struct process_state *process = processes.lookup(KEY(tgid));
+	struct thread_state *thread = threads.lookup(KEY(tid));
 	struct process_event gone = {};
 
 	/* Once stopped, the host half closes the intervals of all that are there. */
@@ -177,7 +177,7 @@ int on_exit(struct raw_tracepoint *ctx)
 		send(&gone, sizeof(gone),
 		     host(FILTER) == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
 	}
-	processes.delete(&tgid);
-	pythons.delete(&tgid);
+	processes.delete(KEY(tgid));
+	pythons.delete(KEY(tgid));
 	return 0;
 }

@@ -176,7 +176,7 @@ int on_named(struct pt_regs *ctx)
 {
 	u64 id = bpf_get_current_pid_tgid(), stack_pointer = ctx->sp - 8, open;
 	u32 tgid = id >> 32, tid = (u32)id, slot;
-	struct caller *caller = callers.lookup(&tid);
+	struct caller *caller = callers.lookup(KEY(tid));
 	struct kernel_named_event *named;
 	struct naming *naming;
 	struct api_call *api;

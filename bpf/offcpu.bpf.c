@@ -41,8 +41,7 @@ static __always_inline bool same_thread(struct thread_state *thread, void *task)
 
 static __always_inline void set_running(u32 tid)
 {
-	u32 zero = 0;
-	u64 *here = running.lookup(&zero);
+	u64 *here = running.lookup(KEY(0));
 
 	if (here)
 		*here = tid;
@@ -51,7 +50,7 @@ static __always_inline void set_running(u32 tid)
 /* The state of a target's thread; made anew when the id belonged to another thread before. */
 static __always_inline struct thread_state *thread_of(u32 tid, void *task, u32 tgid, u64 now_ns)
 {
-	struct thread_state *thread = threads.lookup(&tid);
+	struct thread_state *thread = threads.lookup(KEY(tid));
 	struct thread_state fresh = {};
 
 	if (thread && same_thread(thread, task))
@@ -62,7 +61,7 @@ static __always_inline struct thread_state *thread_of(u32 tid, void *task, u32 t
 	fresh.first_seen_ns = now_ns;
 	fresh.tgid = tgid;
 	threads.update(&tid, &fresh);
-	thread = threads.lookup(&tid);
+	thread = threads.lookup(KEY(tid));
 	if (!thread)
 		count(LOST_THREADS_FULL);
 	return thread;
@@ -103,7 +102,6 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	};
 	u64 waking_ns = thread->waking_ns;
 	struct wait_event event = {};
-	u32 zero = 0;
 
 	if (thread->off_class == CLASS_PREEMPTED) {
 		key.sample_class = CLASS_PREEMPTED;
@@ -122,7 +120,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 		add_sum(&key, past(boundary_ns, waking_ns, now_ns), boundary_ns);
 	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
-	if (!spend(wait_budgets.lookup(&zero), now_ns, WAIT_EVENTS_PER_S)) {
+	if (!spend(wait_budgets.lookup(KEY(0)), now_ns, WAIT_EVENTS_PER_S)) {
 		count(LOST_WAITS_NOT_LISTED);
 		return;
 	}
@@ -173,20 +171,19 @@ static __always_inline void switch_in_unseen(struct thread_state *thread, void *
 }
 
 /*
- * The first time that a thread is seen since the host half entered it, and it is on the CPU. One
- * that was ready then may have come from a sleep that nobody saw, after the start: it is known from
- * there on only.
+ * The first time that a thread is seen on the CPU since the host half entered it as ready: it may
+ * have come from a sleep that nobody saw, after the start, and is known from there on only. One that
+ * was entered as asleep is left to switch_in_unseen(), which is to follow: each copy of that would
+ * cost verifiers a third of the program.
  */
-static __always_inline void see_entered(struct thread_state *thread, void *task, u32 tid,
-					u64 now_ns, u64 boundary_ns)
+static __always_inline void see_entered(struct thread_state *thread, void *task, u64 now_ns)
 {
 	u64 ran_ns;
 
-	if (!(thread->flags & THREAD_SEEDED) || !same_thread(thread, task))
+	if (!(thread->flags & THREAD_SEEDED) || thread->off_class != CLASS_ON_CPU ||
+	    !same_thread(thread, task))
 		return;
-	if (thread->off_class != CLASS_ON_CPU) {
-		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
-	} else if (task_is_fair(task)) {
+	if (task_is_fair(task)) {
 		ran_ns = task_ran_since_ns(task);
 		if (ran_ns + LONGEST_TICK_NS < now_ns - thread->switched_ns)
 			thread->first_seen_ns = thread->switched_ns = now_ns - ran_ns;
@@ -201,7 +198,7 @@ static __always_inline void finish_switch(struct capture *capture)
 {
 	u32 tid = capture->walk.tid;
 	u64 stack = finish_capture(capture);
-	struct thread_state *thread = threads.lookup(&tid);
+	struct thread_state *thread = threads.lookup(KEY(tid));
 
 	if (thread)
 		thread->stack = stack;
@@ -210,8 +207,7 @@ static __always_inline void finish_switch(struct capture *capture)
 /* Tail-called with a capture in per-CPU memory. */
 int walk_switch(struct raw_tracepoint *ctx)
 {
-	u32 zero = 0;
-	struct capture *capture = scratch.lookup(&zero);
+	struct capture *capture = scratch.lookup(KEY(0));
 
 	if (!capture)
 		return 0;
@@ -226,8 +222,7 @@ int walk_switch(struct raw_tracepoint *ctx)
 /* Likewise, for its Python frames. */
 int walk_switch_python(struct raw_tracepoint *ctx)
 {
-	u32 zero = 0;
-	struct capture *capture = scratch.lookup(&zero);
+	struct capture *capture = scratch.lookup(KEY(0));
 
 	if (!capture)
 		return 0;
@@ -251,7 +246,7 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	thread = thread_of(tid, task, tgid, now_ns);
 	if (!thread)
 		return;
-	see_entered(thread, task, tid, now_ns, boundary_ns);
+	see_entered(thread, task, now_ns);
 	if (thread->off_class != CLASS_ON_CPU)
 		switch_in_unseen(thread, task, tid, now_ns, boundary_ns);
 	note_crossing(thread, boundary_ns);
@@ -294,7 +289,7 @@ int on_switch(struct raw_tracepoint *ctx)
 	if ((u32)id)
 		process = current_target(id >> 32);
 	if (next_tid)
-		thread = threads.lookup(&next_tid);
+		thread = threads.lookup(KEY(next_tid));
 	if (!process) {
 		asm volatile(""); /* else the compiler ors the pointers, which verifiers refuse */
 		if (!thread)
@@ -321,7 +316,7 @@ int on_switch(struct raw_tracepoint *ctx)
 int on_waking(struct raw_tracepoint *ctx)
 {
 	u32 tid = task_tid((void *)ctx->args[0]);
-	struct thread_state *thread = threads.lookup(&tid);
+	struct thread_state *thread = threads.lookup(KEY(tid));
 	u64 now_ns;
 
 	if (!thread || thread->off_class != CLASS_BLOCKED || thread->waking_ns)

@@ -27,13 +27,12 @@ static __always_inline void send_sample(struct sum_key *key, u64 now_ns)
 {
 	struct sample_event event = { .type = EVENT_SAMPLE, .tid = key->tid, .ns = now_ns };
 	u64 most = setting(SETTING_TIMED_SAMPLES);
-	u32 zero = 0;
 
-	if (!most || !timed_processes.lookup(&key->tgid))
+	if (!most || !timed_processes.lookup(KEY(key->tgid)))
 		return;
 	event.stack = key->stack;
 	/* They are read with the next event that wakes the host half, or with the window. */
-	if (spend(sample_budgets.lookup(&zero), now_ns, most))
+	if (spend(sample_budgets.lookup(KEY(0)), now_ns, most))
 		send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
 	else
 		count(LOST_SAMPLES_NOT_TIMED);
@@ -53,8 +52,7 @@ static __always_inline void finish_sample(struct capture *capture)
 /* Tail-called with a capture in per-CPU memory. */
 int walk_sample(struct perf_event_context *ctx)
 {
-	u32 zero = 0;
-	struct capture *capture = scratch.lookup(&zero);
+	struct capture *capture = scratch.lookup(KEY(0));
 
 	if (!capture)
 		return 0;
@@ -69,8 +67,7 @@ int walk_sample(struct perf_event_context *ctx)
 /* Likewise, for its Python frames. */
 int walk_sample_python(struct perf_event_context *ctx)
 {
-	u32 zero = 0;
-	struct capture *capture = scratch.lookup(&zero);
+	struct capture *capture = scratch.lookup(KEY(0));
 
 	if (!capture)
 		return 0;
@@ -82,11 +79,14 @@ int walk_sample_python(struct perf_event_context *ctx)
 
 static __always_inline void see_running(u32 tid, u64 now_ns)
 {
-	struct thread_state *thread = threads.lookup(&tid);
+	struct thread_state *thread = threads.lookup(KEY(tid));
+	void *task = current_task();
 
 	if (!thread || !(thread->flags & THREAD_SEEDED))
 		return;
-	see_entered(thread, current_task(), tid, now_ns, boundary_at(now_ns));
+	see_entered(thread, task, now_ns);
+	if (thread->off_class != CLASS_ON_CPU)
+		switch_in_unseen(thread, task, tid, now_ns, boundary_at(now_ns));
 	set_running(tid);
 }
 

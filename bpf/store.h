@@ -31,7 +31,7 @@ BPF_CGROUP_ARRAY(cgroups, 1);
 
 static __always_inline u64 setting(u32 slot)
 {
-	u64 *value = settings.lookup(&slot);
+	u64 *value = settings.lookup(KEY(slot));
 
 	return value ? *value : 0;
 }
@@ -69,7 +69,7 @@ static __always_inline bool spend(struct event_budget *budget, u64 now_ns, u64 m
 /* The current process if it is to be recorded, else NULL. Runs before anything dearer. */
 static __always_inline struct process_state *current_target(u32 tgid)
 {
-	struct process_state *process = processes.lookup(&tgid);
+	struct process_state *process = processes.lookup(KEY(tgid));
 	struct process_state created = {};
 	u64 is_target;
 
@@ -86,12 +86,13 @@ static __always_inline struct process_state *current_target(u32 tgid)
 	created.image = bpf_ktime_get_ns();
 	created.flags = PROCESS_TARGET;
 	if (processes.insert(&tgid, &created)) {
-		process = processes.lookup(&tgid); /* another CPU was first, or the map is full */
+		process =
+			processes.lookup(KEY(tgid)); /* another CPU was first, or the map is full */
 		if (!process)
 			count(LOST_PROCESSES_FULL);
 		return process;
 	}
-	return processes.lookup(&tgid);
+	return processes.lookup(KEY(tgid));
 }
 
 /* By then the loader has mapped a program's libraries, with room for a slow disk. */
@@ -140,7 +141,7 @@ static __always_inline void announce(struct process_state *process, u32 tgid)
  */
 static __always_inline void ask_for_mappings(u32 tgid)
 {
-	struct process_state *process = processes.lookup(&tgid);
+	struct process_state *process = processes.lookup(KEY(tgid));
 	u64 now_ns = bpf_ktime_get_ns();
 	u32 asked;
 
@@ -161,7 +162,7 @@ static __always_inline void ask_for_mappings(u32 tgid)
 static __always_inline void count_stored(u32 slot, u32 share_slot)
 {
 	u32 event = EVENT_DRAIN;
-	u64 *stored = counters.lookup(&slot);
+	u64 *stored = counters.lookup(KEY(slot));
 	u64 share = setting(share_slot);
 
 	if (!stored)

@@ -106,6 +106,11 @@ struct walk {
 	u64 eval_cfas[2]; /* of the two leafmost of these; 0: none, or not known */
 	u32 is_unmapped; /* 1: it met an address in no mapping that the host half brought */
 	struct missing_table missing;
+	/*
+	 * Where a search stands. In memory, and read as volatile: a verifier knows no more of it after
+	 * one branch than after the other, and follows the rest once.
+	 */
+	u32 low, high, rule_number;
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;
@@ -128,7 +133,7 @@ static __always_inline void note_eval_cfa(struct walk *walk)
 
 static __always_inline u64 word_of(void *table, u32 index)
 {
-	u64 *word = bpf_map_lookup_elem(table, &index);
+	u64 *word = bpf_map_lookup_elem(table, KEY(index));
 
 	return word ? *word : 0;
 }
@@ -137,34 +142,35 @@ static __always_inline u32 half_word(void *table, u32 index)
 {
 	u64 word = word_of(table, index >> 1);
 
-	return index & 1 ? word >> 32 : (u32)word;
+	return word >> (index & 1) * 32;
 }
 
 /* Finds the mapping that holds an address; leaves it in walk->mapping. */
 static __always_inline bool find_mapping(struct walk *walk, void *mappings, u64 address)
 {
 	struct mapping_slot *slot;
-	u32 low = 1, high, middle, i;
-	u32 zero = 0;
+	volatile struct walk *state = walk;
+	u32 middle, i;
 
 	if (address >= walk->mapping.start && address < walk->mapping.end)
 		return true;
-	slot = bpf_map_lookup_elem(mappings, &zero);
+	slot = bpf_map_lookup_elem(mappings, KEY(0));
 	if (!slot)
 		return false;
-	high = slot->end + 1;
+	state->low = 1;
+	state->high = slot->end + 1;
 #pragma clang loop unroll(disable)
 	for (i = 0; i < MAPPING_STEPS; i++) {
-		if (low >= high)
+		if (state->low >= state->high)
 			break;
-		middle = (low + high) >> 1;
-		slot = bpf_map_lookup_elem(mappings, &middle);
+		middle = (state->low + state->high) >> 1;
+		slot = bpf_map_lookup_elem(mappings, KEY(middle));
 		if (!slot)
 			return false;
 		if (address < slot->start) {
-			high = middle;
+			state->high = middle;
 		} else if (address >= slot->end) {
-			low = middle + 1;
+			state->low = middle + 1;
 		} else {
 			walk->mapping = *slot;
 			return true;
@@ -177,7 +183,8 @@ static __always_inline bool find_mapping(struct walk *walk, void *mappings, u64 
 static __always_inline u64 find_rule(struct walk *walk, u64 address)
 {
 	u32 table_slot = walk->mapping.table;
-	u32 rules, low, high, middle, row, page, i, rule = 0;
+	volatile struct walk *state = walk;
+	u32 rules, middle, row, page, i;
 	void *table;
 
 	if (table_slot == TABLE_IS_MISSING)
@@ -186,31 +193,32 @@ static __always_inline u64 find_rule(struct walk *walk, u64 address)
 	if (address >> TABLE_PAGE_SHIFT >= walk->mapping.pages)
 		return 0;
 	/* Mappings may be there before a table that was brought with them: other threads bring it. */
-	table = unwind_tables.lookup((int *)&table_slot);
+	table = unwind_tables.lookup(KEY(table_slot));
 	if (!table)
 		return RULE_TABLE_IS_MISSING;
 	page = address >> TABLE_PAGE_SHIFT;
-	low = half_word(table, page);
-	high = half_word(table, page + 1);
+	state->low = half_word(table, page);
+	state->high = half_word(table, page + 1);
+	state->rule_number = 0;
 	rules = (walk->mapping.pages + 2) >> 1;
 	address &= (1 << TABLE_PAGE_SHIFT) - 1;
-	if (low >= high)
+	if (state->low >= state->high)
 		return 0;
 	/* The last row that begins at or before the address. */
 #pragma clang loop unroll(disable)
 	for (i = 0; i < ROW_STEPS; i++) {
-		if (low >= high)
+		if (state->low >= state->high)
 			break;
-		middle = (low + high) >> 1;
+		middle = (state->low + state->high) >> 1;
 		row = half_word(table, middle);
 		if ((row & 0xffff) <= address) {
-			rule = row >> 16;
-			low = middle + 1;
+			state->rule_number = row >> 16;
+			state->low = middle + 1;
 		} else {
-			high = middle;
+			state->high = middle;
 		}
 	}
-	return word_of(table, rules + rule);
+	return word_of(table, rules + state->rule_number);
 }
 
 /* What a known address has to say of itself, to be that one. */
@@ -225,8 +233,7 @@ static __always_inline u64 check_of(struct walk *walk, u64 address, u64 rule)
  */
 static __always_inline bool find_rule_of(struct walk *walk, void *mappings, u64 address)
 {
-	u32 zero = 0;
-	struct known_addresses *known = known_addresses.lookup(&zero);
+	struct known_addresses *known = known_addresses.lookup(KEY(0));
 	volatile struct known_address *slot;
 	u64 rule;
 

@@ -70,6 +70,8 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, bool in_kernel,
 				       u64 hash)
 {
+	/* Verifiers would follow the loop once for each range of the number that they know. */
+	volatile u16 *frames_count = &record->kernel_depth;
 	u32 depth, i;
 	long bytes;
 
@@ -89,15 +91,14 @@ static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, b
 		count(LOST_KERNEL_FRAMES_CUT);
 		record->kernel_cut = 1;
 	}
-	OPAQUE(depth);
+	*frames_count = depth;
 #pragma clang loop unroll(disable)
 	for (i = 0; i < MAX_FRAMES; i++) {
 		OPAQUE(i);
-		if (i >= depth)
+		if (i >= *frames_count)
 			break;
 		hash = hash_step(hash, AT(record->kernel, i));
 	}
-	record->kernel_depth = depth;
 	return hash;
 }
 

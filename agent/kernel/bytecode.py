@@ -272,7 +272,7 @@ class Loader:
     ) -> dict[str, int]:
         """Loads programs; returns descriptors by name.
 
-        Several at a time: the kernel's verifier takes up to 0.2 s for one of those that walk.
+        Several at a time: the kernel's verifier takes up to 0.1 s for one of them.
 
         Args:
             names: Of the programs. An iterator is left out where the kernel has none.

@@ -37,7 +37,7 @@ _HZ = 499
 # Emulation is ten to thirty times as slow as the machine that it runs on, which may be busy.
 _PATIENCE_S = 300.0
 # A recorder that does nothing but drain its maps takes a tenth of a second for it, emulated.
-_QUIET_CPU_S, _MOST_SETTLING_S = 0.25, 60
+_QUIET_CPU_S, _LEAST_QUIET_S, _MOST_SETTLING_S = 0.25, 3, 60
 _CUDA_ROUNDS = 200
 _OPENCL_MS = 1500
 
@@ -104,10 +104,13 @@ def _reading_s(recorder: int) -> float:
 
 def _settle(recorder: int) -> None:
     """Waits until a recorder has read what it wants to know of processes that it has just seen."""
+    quiet_s = 0
     for _ in range(_MOST_SETTLING_S):
         before_s = _reading_s(recorder)
         time.sleep(1)
-        if _reading_s(recorder) - before_s < _QUIET_CPU_S:
+        # Whoever reads may have waited for a slow disk.
+        quiet_s = quiet_s + 1 if _reading_s(recorder) - before_s < _QUIET_CPU_S else 0
+        if quiet_s == _LEAST_QUIET_S:
             return
 
 

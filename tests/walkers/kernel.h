@@ -77,6 +77,7 @@ static u64 host_constants[HOST_MAX];
 #define host(name) host_constants[HOST_##name]
 #define SIZED_BY_HOST 1
 #define OPAQUE(value) asm volatile("" : "+r"(value))
+#define KEY(number) (&(u32){ (u32)(number) })
 #define AT(array, index) ((array)[(index) & (sizeof(array) / sizeof((array)[0]) - 1)])
 
 /* An inner array. */
