@@ -343,6 +343,10 @@ class LossKind(enum.Enum):
     KERNEL_TIMES_REFUSED = _Entry(
         "kernel times that a device cannot have taken; they are not counted"
     )
+    HELPERS_NOT_LOADED = _Entry(
+        "processes into which no helper could be loaded: of their devices launches alone are known",
+        cure="start them with `aiflame record -- CMD`, or see what was said of each",
+    )
     DEVICE_MEMORY_NOT_OPENED = _Entry(
         "memory in which processes tell of devices that could not be opened: kernel times and"
         " samples of those processes are missing",
@@ -355,6 +359,46 @@ class LossKind(enum.Enum):
     DEVICE_RECORDS_OVERWRITTEN = _Entry(
         "records of kernel times and samples that a process wrote faster than they were read",
         is_of_device=True,
+    )
+    DEVICE_CONTROL_REFUSED = _Entry(
+        "processes with a helper that could not be told to begin: kernel times and samples of"
+        " theirs are missing",
+        cure="run as root, or with CAP_SYS_PTRACE and CAP_DAC_OVERRIDE",
+    )
+    DEVICE_SAMPLES_DROPPED = _Entry("samples that a device dropped", is_of_device=True)
+    DEVICE_BUFFER_FULL = _Entry(
+        "times that a device's buffer of samples was full: all samples since it was read last are"
+        " missing",
+        cure="sample less often (record --gpu-duty)",
+        is_of_device=True,
+    )
+    DEVICE_SAMPLES_FOREIGN = _Entry(
+        "samples of a device in code that its driver does not tell about", is_of_device=True
+    )
+    DEVICE_SAMPLES_REFUSED = _Entry(
+        "samples of a device in functions or for reasons without a name, that it cannot have taken,"
+        " or of more instructions than are told apart",
+        is_of_device=True,
+    )
+    DEVICE_CONTEXTS_FULL = _Entry(
+        "contexts of devices, or devices, beyond those that are told apart; nothing of theirs is"
+        " sampled",
+        is_of_device=True,
+    )
+    KERNEL_TIMES_DROPPED = _Entry("kernel times that a driver dropped, for want of buffers")
+    DEVICE_NAMES_FULL = _Entry(
+        "names of kernels and reasons for which there was no room: what is theirs is unnamed"
+    )
+    DEVICE_CODE_NOT_KEPT = _Entry(
+        "machine code of kernels for which there was no room: their instructions have no text"
+    )
+    DEVICE_FACTS_FULL = _Entry(
+        "modules, graph nodes and other facts of devices that came faster than they were read, or"
+        " for which there was no room"
+    )
+    LAUNCHES_NUMBERED_TWICE = _Entry(
+        "launches whose calls of runtime and driver had two numbers: the times of their kernels"
+        " may be shared among stacks"
     )
     KERNEL_NOT_DISASSEMBLED = _Entry("GPU kernels whose instructions are not known")
     DEVICE_CODE_REPLACED = _Entry(

@@ -14,8 +14,10 @@ device tells of that number into memory that it shares (`Family.memory`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from aiflame.agent.file_questions import Question
@@ -60,11 +62,19 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class CodeKey:
-    """Machine code of one kernel: where it is, and what the kernel is called there."""
+    """Machine code of one kernel: where it is, and what the kernel is called there.
+
+    Attributes:
+        process: Which process image, by an id of the recorder's.
+        file: Which file holds it, None for none.
+        name: The kernel's linkage name.
+        object: Which code object of the process's, by a number of the family's; 0 for none.
+    """
 
     process: int
     file: int | None
     name: str
+    object: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +148,7 @@ class Finding:
     Attributes:
         devices: What is here.
         why: Why nothing is, "" where something is.
-        cure: A command that helps then, "" for none.
+        cure: What helps then, or else to reach a higher tier; "" for none.
     """
 
     devices: tuple[Device, ...]
@@ -165,13 +175,97 @@ class SharedMemory(Protocol):
         """Returns up to `size` bytes of what is there now, fewer or none where it has fewer."""
         ...
 
+    def tell(self, number: int, message: bytes) -> bool:
+        """Writes into a pipe of the process's, which stays open to the end of the recording.
+
+        Args:
+            number: The descriptor of the pipe's other end in the process, as it says itself.
+            message: Written at once, or not at all.
+
+        Returns:
+            Whether it was. A pipe that has a name is none.
+        """
+        ...
+
+    def is_over(self) -> bool:
+        """Whether nobody has the other end of that pipe any more: the process has ended."""
+        ...
+
+    def leave(self) -> None:
+        """Closes that pipe: what was told holds no more, unless others have told it too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HelperLibrary:
+    """A library of a family that is loaded into processes, where it is asked for.
+
+    Attributes:
+        path: Its file.
+        beside: How the names of libraries begin of which a process that runs on the family's
+            devices has one.
+        variables: What a command is started with, so that its driver loads the library itself.
+        adds: What there is more of with it, in words.
+        calls: Names of the system calls that it makes by itself, before it is told anything, of
+            those that `agent.injection.seccomp.Call` has: a process may have given some up.
+    """
+
+    path: Path
+    beside: tuple[str, ...]
+    variables: Mapping[str, str]
+    adds: str
+    calls: tuple[str, ...] = ()
+
+
+class Loading(enum.Enum):
+    """What becomes of processes that have no helper."""
+
+    MENTIONED = enum.auto()  # it is said once what a helper would add
+    DONE = enum.auto()  # it is loaded
+    LEFT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user asks of helpers.
+
+    Attributes:
+        duty_permille: For how much of the time stalls are sampled.
+        loading: Of processes without one.
+    """
+
+    duty_permille: int = 1000
+    loading: Loading = Loading.MENTIONED
+
+
+ALWAYS = Wanted()
+
 
 class Host(Protocol):
     """The recording, as a family sees it.
 
     Files are those that targets map, by ids of the recorder's; they are kept open, so that they can
     be read even if they were deleted since.
+
+    Attributes:
+        wanted: What the user asks of helpers.
+        since_ns: When the recording began, monotonic. A family may begin later, and a process have
+            told something by then.
     """
+
+    @property
+    def wanted(self) -> Wanted: ...
+
+    @property
+    def since_ns(self) -> int: ...
+
+    def found(self, devices: Sequence[Device]) -> None:
+        """Tells of the devices anew: more is known of them, or there are more.
+
+        Args:
+            devices: All; those that were told of before, in their order, and then the new ones.
+        """
+        ...
 
     def path(self, file: int) -> str:
         """Returns the path of a file as the target sees it."""
@@ -186,6 +280,32 @@ class Host(Protocol):
 
         Returns:
             None where it was not opened, or is bad, which is counted.
+        """
+        ...
+
+    def about(self, name: str, data: bytes, question: Question[T]) -> T | None:
+        """Answers a question about bytes of a target's, which a process without rights reads.
+
+        Args:
+            name: What they are called, for the user.
+            data: The bytes.
+            question: The question, which is not kept.
+
+        Returns:
+            None where they are bad, which is counted.
+        """
+        ...
+
+    def run(self, program: str, arguments: Sequence[str], data: bytes) -> bytes | None:
+        """Runs a program of this machine's on bytes of a target's, without rights.
+
+        Args:
+            program: Its path. One that others than root can have put there is not run.
+            arguments: "{}" among them stands for the path of a file with the bytes.
+            data: The bytes.
+
+        Returns:
+            What it says; None where it is not there, fails, or takes or says too much.
         """
         ...
 
@@ -269,12 +389,14 @@ class Family(Protocol):
         memory: How the names begin of memory that it shares with targets, as /proc/PID/maps has
             them ("/memfd:..."); "" for none. It is looked for where `runs_by` or a library of the
             API or of `probes` says so.
+        helper: What shares that memory, where it can be loaded; None for none.
     """
 
     name: str
     api: str
     probes: tuple[Api, ...]
     memory: str
+    helper: HelperLibrary | None
 
     def runs_by(self, path: str) -> bool:
         """Whether a process that maps a file may run kernels of this family on CPUs.

@@ -110,10 +110,8 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
     """A process of this user's that both computes and waits, for longer than any test takes."""
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
+    with support.serving(workload("serving")) as process:
+        yield process
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
     DEVICE_SAMPLE_DTYPE,
+    KERNEL_TIME_DTYPE,
     NONE,
     ApiFunction,
     Device,
@@ -220,4 +221,47 @@ def hostile_device_profile() -> Profile:
         devices=(Device("<i>", "<script>", Tier.STALLS, "</script>", 0),),
         processes=processes,
         threads=threads,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """How long a kernel ran. `launch`: by which of the profile's launches, None: nobody knows."""
+
+    kernel: str
+    ns: int
+    launch: int | None = None
+    count: int = 1
+    end_ns: int = 0
+    process: int = 0
+
+
+def with_times(profile: Profile, times: Sequence[Timed]) -> Profile:
+    """Give a profile kernel times; kernels that it has not are added."""
+    gpu = profile.gpu
+    known = {(kernel.process, kernel.name): i for i, kernel in enumerate(gpu.kernels)}
+    new = dict.fromkeys((x.process, x.kernel) for x in times if (x.process, x.kernel) not in known)
+    known |= {key: len(gpu.kernels) + i for i, key in enumerate(new)}
+    rows = np.zeros(len(times), KERNEL_TIME_DTYPE)
+    for row, x in zip(rows, times, strict=True):
+        row["kernel"] = known[x.process, x.kernel]
+        row["stack"] = NONE if x.launch is None else gpu.calls["stack"][x.launch]
+        row["count"], row["duration_ns"], row["end_ns"] = x.count, x.ns, x.end_ns
+        row["begin_ns"] = max(0, x.end_ns - x.ns)
+    kernels = (*gpu.kernels, *(Kernel(process, "opencl", name, "") for process, name in new))
+    return replace(profile, gpu=replace(gpu, times=rows, kernels=kernels))
+
+
+def small_timed_profile() -> Profile:
+    """That of `small_device_profile`: times of named launches, and of some that nobody named."""
+    return with_times(
+        small_device_profile(),
+        [
+            Timed("matmul", 6 * MS, 0, 30, 500 * MS),
+            Timed("matmul", 9 * MS, 1, 10, 900 * MS),
+            # Shared by what launches of each stack took: 30 of 0.2 ms, 10 of 0.9 ms.
+            Timed("matmul", 5 * MS, None, 7, 1_100 * MS),
+            Timed("fill", 3 * MS, None, 8, 1_200 * MS, process=1),
+            Timed("ghost", 2 * MS, None, 1, 1_300 * MS),
+        ],
     )

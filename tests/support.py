@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,22 @@ def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0) -> None
         assert time.monotonic() < deadline, f"not so within {timeout_s} s"
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.25)
+
+
+# Between two bursts of requests: at 15 % of a CPU it has its samples in each second, and leaves the
+# processors to those who look at it and to other tests.
+_BURST_INTERVAL_MS = 120
+
+
+@contextmanager
+def serving(program: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs workloads/serving.c, which computes and waits, for longer than any test takes."""
+    command = [str(program), "600", str(_BURST_INTERVAL_MS)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class _NoFiles:

@@ -19,6 +19,7 @@ from aiflame.gpu.apis.base import Api, Argument, Bell, Call, HandleFrom, Naming
 from aiflame.gpu.base import (
     CodeKey,
     Finding,
+    HelperLibrary,
     Host,
     Interval,
     KernelTime,
@@ -60,6 +61,7 @@ class ToyFamily:
     api = "toys"
     probes: tuple[Api, ...] = (_PROBES,)
     memory = "/memfd:aiflame-toy"
+    helper: HelperLibrary | None = None
 
     def runs_by(self, path: str) -> bool:
         return False

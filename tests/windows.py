@@ -119,7 +119,9 @@ class RandomRecording:
         text = builder.text
         builder.define("cgroups", rows_of("cgroups", (0, 77, text("/x.slice"), 0, 0, text("x"))))
         builder.define("binaries", rows_of("binaries", (0, text("/lib/\udcff.so"), text("abc"))))
-        builder.define("devices", rows_of("devices", (0, text("opencl"), text("PoCL"), 2, 0, 10)))
+        builder.define(
+            "devices", rows_of("devices", (0, text("opencl"), text("PoCL"), 2, 0, 0, 10))
+        )
         builder.define("reasons", rows_of("reasons", (0, text("opencl"), text("memory"))))
         for number, (name, operation) in enumerate(
             (("launch", Operation.LAUNCH), ("finish", Operation.SYNCHRONIZE))

@@ -14,6 +14,7 @@ import sqlite3
 from aiflame.agent.capture.schema import (
     COLUMNS_SINCE_VERSION_5,
     COLUMNS_SINCE_VERSION_6,
+    COLUMNS_SINCE_VERSION_7,
     SINCE_VERSION_2,
     SINCE_VERSION_3,
     SINCE_VERSION_4,
@@ -76,6 +77,7 @@ def _conditions(version: int) -> dict[str, str]:
                 if (version > 1 or (table, name) not in SINCE_VERSION_2)
                 and (version > 4 or (table, name) not in COLUMNS_SINCE_VERSION_5)
                 and (version > 5 or (table, name) not in COLUMNS_SINCE_VERSION_6)
+                and (version > 6 or (table, name) not in COLUMNS_SINCE_VERSION_7)
             )
             for (table,) in tables
             if (version > 2 or table not in SINCE_VERSION_3)

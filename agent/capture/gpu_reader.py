@@ -71,11 +71,13 @@ class GpuReader:
             query = f"SELECT 1 FROM {table} WHERE {condition} LIMIT 1"  # noqa: S608 - our own names
             if self._database.execute(query).fetchone():
                 raise ValueError("a negative number")
+        details = "details" if self._version > 6 else "''"
         return GpuProfile(
             devices=tuple(
-                Device(family, name, Tier(tier), limit, period_ns)
-                for family, name, tier, limit, period_ns in self._rows(
-                    "SELECT family, name, tier, limit_reason, period_ns FROM devices ORDER BY id"
+                Device(family, name, Tier(tier), *rest)
+                for family, name, tier, *rest in self._rows(
+                    f"SELECT family, name, tier, limit_reason, period_ns, {details} FROM devices"  # noqa: S608 - our own names
+                    " ORDER BY id"
                 )
             ),
             functions=tuple(

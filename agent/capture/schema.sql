@@ -106,14 +106,16 @@ CREATE TABLE waits (
 );
 
 -- The device half (since version 3). Devices that were looked for: tier 0 launches, 1 and times, 2 and
--- stalls; period_ns is what a sample stands for on one worker, 0 where it is no time.
+-- stalls; period_ns is what a sample stands for on one worker, 0 where it is no time; details (since
+-- version 7): versions of drivers and libraries, and how it was sampled.
 CREATE TABLE devices (
     id INTEGER PRIMARY KEY,
     family TEXT NOT NULL,
     name TEXT NOT NULL,
     tier INTEGER NOT NULL,
     limit_reason TEXT NOT NULL,
-    period_ns INTEGER NOT NULL
+    period_ns INTEGER NOT NULL,
+    details TEXT NOT NULL
 );
 
 -- Functions of device APIs that were probed. operation: 0 launch, 1 synchronise, 2 allocate, 3 free,

@@ -28,7 +28,7 @@ _COLUMNS = {
     "samples": 6,
     "waits": 5,
     "losses": 3,
-    "devices": 6,
+    "devices": 7,
     "api_functions": 4,
     "kernels": 5,
     "kernel_codes": 4,

@@ -18,7 +18,7 @@ from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan, plan_output
 from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_start import record
-from aiflame.agent.devices.choice import AUTO, CHOICES, ChooseFamilies, choose_families
+from aiflame.agent.devices.choice import AUTO, CHOICES, NONE, ChooseFamilies, choose_families
 from aiflame.agent.errors import UsageError
 from aiflame.agent.processes.targets import (
     Target,
@@ -61,6 +61,9 @@ _DEFAULT_FREQUENCY_HZ = 99
 # The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
 _MAX_FREQUENCY_HZ = 100_000
 
+# Of --gpu-duty: all the time.
+_ALWAYS_PERMILLE = 1000
+
 # What children enter by themselves.
 _WITH_ALL_CHILDREN = ("-a", "--cgroup", "--container", "--unit")
 
@@ -95,6 +98,13 @@ def _megabytes(text: str) -> int:
     if not text.isdecimal() or int(text) > 1 << 20:
         raise argparse.ArgumentTypeError(f"not a number of megabytes up to {1 << 20}: {text}")
     return int(text) << 20
+
+
+def _permille(text: str) -> int:
+    value = float(text)  # argparse turns a ValueError into a usage error
+    if not 0.1 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"not a percentage from 0.1 to 100: {text}")
+    return round(10 * value)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +204,20 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=AUTO,
         help="devices to record: all that are found, none, or one family (default: %(default)s)",
     )
+    group.add_argument(
+        "--gpu-duty",
+        metavar="PCT",
+        type=_permille,
+        default=_ALWAYS_PERMILLE,
+        help="share of the time in which helpers sample stalls; kernel times are always taken"
+        " (default: 100)",
+    )
+    group.add_argument(
+        "--no-inject",
+        action="store_true",
+        help="load nothing into processes: with --gpu FAMILY helpers tell only where they are"
+        " there already",
+    )
     group.add_argument("-U", dest="user_only", action="store_true", help="no kernel frames")
     group.add_argument("-K", dest="kernel_only", action="store_true", help="no user frames")
 
@@ -257,6 +281,8 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
             command_words=args.command_words,
             trace_calls=args.trace,
             gpu=args.gpu,
+            gpu_duty_permille=args.gpu_duty,
+            inject=not args.no_inject,
             keep_ns=args.keep,
         )
         printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
@@ -290,6 +316,8 @@ def _refuse_contradictions(args: argparse.Namespace, command: list[str]) -> None
         )
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", f"use only {named[0]}")
+    if args.gpu == NONE and args.gpu_duty != _ALWAYS_PERMILLE:
+        raise UsageError("--gpu-duty has no effect with --gpu none", "leave out --gpu-duty")
     if args.user_only and args.kernel_only:
         raise UsageError("-U and -K exclude each other", "leave both off for whole stacks")
     if args.subprocesses is not None and named[0] in _WITH_ALL_CHILDREN:

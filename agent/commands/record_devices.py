@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.profile import Profile
-from aiflame.agent.reports.device_facts import attribution
+from aiflame.agent.reports.device_facts import attribution, times_note
 from aiflame.agent.reports.device_rows import device_samples
+from aiflame.agent.reports.device_times import device_times
+from aiflame.agent.reports.words import duration
 from aiflame.agent.symbols.frames import clean_name
 
 # The three tiers in a reader's words.
@@ -20,10 +22,15 @@ _REACHED = {
 
 
 def device_lines(profile: Profile) -> Iterator[str]:
-    """Yields a line for each device, and for the samples of all how many and how sure they are."""
+    """Yields a line for each device, and for times and samples of all how sure their stacks are."""
     gpu = profile.gpu
     for device in gpu.devices:
         yield _device_line(device)
+    if len(gpu.times):
+        times = device_times(profile)
+        ran = len({*times.kernel.tolist()})
+        yield f"{duration(int(times.ns.sum()))} of GPU time in {ran:,} kernels."
+        yield times_note(profile, times)
     count = int(gpu.samples["count"].sum())
     if count:
         kernels = {gpu.codes[code].kernel for code in gpu.samples["code"].tolist()}

@@ -29,6 +29,8 @@ class RecordOptions:
     unwind_bytes_max: int
     command_words: str
     gpu: str = AUTO
+    gpu_duty_permille: int = 1000
+    inject: bool = True
     keep_ns: int | None = None
     trace_calls: bool = False
 

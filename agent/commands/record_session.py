@@ -47,7 +47,7 @@ from aiflame.agent.reports.words import duration, percent
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.gpu.base import Family
+from aiflame.gpu.base import Family, Loading, Wanted
 
 if TYPE_CHECKING:
     from aiflame.agent.capture.writer import CaptureWriter
@@ -146,6 +146,7 @@ class _Session:
                         self._signals,
                         families,
                         are_families_named=self._options.gpu != AUTO,
+                        wanted=Wanted(self._options.gpu_duty_permille, self._loading),
                     )
                 )
                 recorder.start(self._options.duration_ns, self._printer.say)
@@ -163,7 +164,7 @@ class _Session:
             except Aborted:
                 raise Aborted("aborted: nothing was written") from None
             try:
-                outcome, cost = self._record(recorder, sinks)
+                outcome, cost = self._record(recorder, sinks, families)
                 self._finish(recorder, sinks, outcome, cost)
             except Aborted:
                 raise Aborted("aborted: nothing was written") from None
@@ -175,13 +176,31 @@ class _Session:
             if self._plan.capture is not None:
                 self._publish()
 
-    def _record(self, recorder: Recorder, sinks: RecordSinks) -> tuple[Outcome, _RunningCost]:
+    @property
+    def _loading(self) -> Loading:
+        """What becomes of processes without a helper: none is loaded that was not asked for."""
+        if not self._options.inject:
+            return Loading.LEFT
+        return Loading.MENTIONED if self._options.gpu == AUTO else Loading.DONE
+
+    def _variables(self, families: Sequence[Family]) -> dict[str, str]:
+        """Returns what a command is started with, so that its driver loads helpers."""
+        if self._loading is not Loading.DONE:
+            return {}
+        helpers = [family.helper for family in families if family.helper is not None]
+        return {name: value for helper in helpers for name, value in helper.variables.items()}
+
+    def _record(
+        self, recorder: Recorder, sinks: RecordSinks, families: Sequence[Family]
+    ) -> tuple[Outcome, _RunningCost]:
         """Records until the end: all that windows say."""
         if self._target.command is not None:
-            self._target.command.release()
+            self._target.command.release(self._variables(families))
         cost = self._run(recorder, sinks)
         self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
         outcome = recorder.stop(sinks.give)
+        for words in outcome.said:
+            self._printer.say(words)
         self._workspace.is_kept = True
         priority.as_started()
         self._say_overrun(outcome)
@@ -256,6 +275,8 @@ class _Session:
         begun_cpu_ns, begun_ns = _own_cpu_ns(), time.monotonic_ns()
 
         def every_interval(progress: Progress) -> None:
+            for words in progress.said:
+                self._printer.say(words)
             self._printer.progress(progress)
             if self._signals.take_copy_request():
                 self._printer.say(copies.start())

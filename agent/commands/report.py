@@ -23,7 +23,7 @@ from aiflame.agent.outfile import make_folder, refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
 from aiflame.agent.reports.csv_tables import csv_files
-from aiflame.agent.reports.device_facts import absence
+from aiflame.agent.reports.device_facts import absence, times_absence
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import are_segments
@@ -41,6 +41,7 @@ EXAMPLES
   aiflame report run.aiflame -f pstats             # for python3 -m pstats
   aiflame report run.aiflame -f csv -o tables      # kernels.csv and stalls.csv
   aiflame report run.aiflame -f svg --view gpu     # what devices waited for
+  aiflame report run.aiflame --view gputime        # how long they ran kernels
   aiflame report run.aiflame --from 1s --to 2s     # only this part of the time
 """
 
@@ -82,9 +83,10 @@ _REFUSALS = (
     ("color_by", "pstats", "it has no colours"),
 )
 
-# The same for views: (option, reason), of --view gpu and of all others. The page holds every view.
-_NOT_OF_DEVICES = (("per_thread", "a device's sample has no thread"),)
-_ONLY_OF_DEVICES = (
+# The same for views: (option, reason), of those of devices, and of all but --view gpu. The page
+# holds every view.
+_NOT_OF_DEVICES = (("per_thread", "what a device did has no thread"),)
+_ONLY_OF_SAMPLES = (
     ("leaf", "only device samples have an instruction and a stall reason"),
     ("color_by", "only device samples have a stall reason"),
 )
@@ -120,8 +122,8 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
         "--view",
         choices=[view.value for view in View],
         default=View.WALL.value,
-        help="what to count: time, or samples of devices; the html page can switch"
-        " (default: %(default)s)",
+        help="what to count: time of threads, samples of devices, or how long they ran kernels;"
+        " the html page can switch (default: %(default)s)",
     )
     content.add_argument(
         "--per-thread", action="store_true", help="keep threads apart (default: merged)"
@@ -245,12 +247,16 @@ def _refuse_contradictions(args: argparse.Namespace, report: Report) -> None:
         if name == report.name and value is not None and value is not False:
             flag = "--" + option.replace("_", "-")
             raise UsageError(f"{flag} has no effect with -f {name}: {reason}", f"leave out {flag}")
-    is_gpu = args.view == View.GPU.value
-    if is_gpu and report.name == "pstats":
-        raise UsageError("pstats has no device samples", "use another -f")
+    view = View(args.view)
+    if view.is_of_devices and report.name == "pstats":
+        raise UsageError(f"pstats has no {view.label}", "use another -f")
     if report.name == "html":
         return
-    for option, reason in _NOT_OF_DEVICES if is_gpu else _ONLY_OF_DEVICES:
+    refused = (
+        *(_NOT_OF_DEVICES if view.is_of_devices else ()),
+        *(_ONLY_OF_SAMPLES if view is not View.GPU else ()),
+    )
+    for option, reason in refused:
         if getattr(args, option):
             flag = "--" + option.replace("_", "-")
             raise UsageError(
@@ -284,6 +290,9 @@ def _default_path(args: argparse.Namespace, ending: str) -> Path:
 def _note_if_empty(profile: Profile, options: ReportOptions) -> None:
     if options.view is View.GPU:
         if why := absence(profile):
+            sys.stderr.write(f"aiflame: note: {why}\n")
+    elif options.view is View.GPU_TIME:
+        if why := times_absence(profile):
             sys.stderr.write(f"aiflame: note: {why}\n")
     elif not options.view.selects(profile.samples["klass"]).any():
         when = f" in {range_note(profile)}" if range_note(profile) else ""

@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--view",
         choices=[view.value for view in View],
         default=View.WALL.value,
-        help="which time to count, or devices only (default: %(default)s)",
+        help="which time to count, or devices only: their samples, or how long they ran kernels"
+        " (default: %(default)s)",
     )
     parser.add_argument(
         "-n",

@@ -13,13 +13,16 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.devices.helper_loads import HelperLoads
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.devices.memories import Memories
 from aiflame.agent.file_questions import Question
+from aiflame.agent.inspector.tools import is_sound, run_tool
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, Tier
@@ -28,17 +31,21 @@ from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.service import Request, SymbolService
+from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import (
+    ALWAYS,
     CodeKey,
     Family,
     Interval,
     KernelSample,
     KernelTime,
     Listing,
+    Loading,
     Sampler,
     SharedMemory,
     SourceLines,
+    Wanted,
 )
 
 if TYPE_CHECKING:  # SQLite is for the end
@@ -54,6 +61,13 @@ _MAX_EXECUTIONS = 1 << 24
 # Of the kernel times of a recording, as readers add them up: of one process, 52 days, and of all.
 _MAX_KERNEL_NS_OF_PROCESS, _MAX_KERNEL_NS = 1 << 52, 1 << 62
 
+# Of a recording, as they are kept for its end: codes, and instructions of theirs that were sampled.
+# Eight large programs have 10,000 kernels each, of which a few are hot; these are some 200 MB.
+_MAX_CODES, _MAX_SITES = 1 << 17, 1 << 21
+
+# Of a process: names of kernels that ran, by which those of its handles are found.
+_MOST_NAMES = 1 << 14
+
 # Kernel times of a family that wait for their window: a second of short kernels on a fast device.
 # Of one process at most half of them: each may lie.
 _MAX_WAITING_TIMES = 1 << 16
@@ -67,12 +81,15 @@ class _FamilyHost:
 
     Args:
         family: The family.
-        first: From what number on its devices are in the window.
         devices: Those that it found, or one without a name.
         table: Process table.
         watch: Has the recorder wake up for a descriptor.
+        wanted: What the user asks of helpers.
 
     Attributes:
+        devices: What it told last.
+        numbers: Of its devices in windows.
+        is_news: What it tells of its devices has changed.
         sampler: The family's half of the recording.
         shared: What processes share with it.
         losses: Of the family.
@@ -81,14 +98,17 @@ class _FamilyHost:
     def __init__(
         self,
         family: Family,
-        first: int,
         devices: tuple[Device, ...],
         table: ProcessTable,
         watch: Callable[[int], None],
+        wanted: Wanted,
     ) -> None:
         self.family = family
-        self.first = first
         self.devices = devices
+        self.numbers: list[int] = []
+        self.is_news = True
+        self.wanted = wanted
+        self._table = table
         self._binaries = table.binaries
         self.shared = Memories(table, family.memory)
         self._watch = watch
@@ -96,9 +116,76 @@ class _FamilyHost:
         self._hears: list[Callable[[int], None]] = []
         self._times: list[KernelTime] = []
         self._times_of: Counter[int] = Counter()  # by process
+        self._is_mentioned = False
+        self._said: list[str] = []
+        library = family.helper
+        self._loads = None
+        if library is not None and wanted.loading is Loading.DONE:
+            self._loads = HelperLoads(library, cache_dir(), table.first_image)
         self._samples: list[KernelSample] = []
         self.losses: Counter[LossKind] = Counter()
         self.sampler: Sampler = family.start(self)
+
+    def look(self, image: ProcessImage, libraries: Collection[str]) -> None:
+        """Looks for what a process shares, and at what it has for that, by its libraries' names."""
+        self.shared.look(image)
+        library = self.family.helper
+        if library is None or not any(name.startswith(library.beside) for name in libraries):
+            return
+        if self._loads is not None:
+            self._loads.ask(image)
+        elif self.wanted.loading is Loading.MENTIONED and not self._is_mentioned:
+            self._is_mentioned = True
+            self._said.append(
+                f"{image.name} ({image.pid}) runs on a device of {self.family.name}:"
+                f" --gpu {self.family.name} loads {library.path.name} into it, which adds"
+                f" {library.adds}"
+            )
+
+    def load_helpers(self) -> list[str]:
+        """Loads helpers where they are missing; returns what is to be said."""
+        said, self._said = self._said, []
+        if self._loads is not None:
+            for memory in self.shared.all():
+                self._loads.has_helper(memory.process)
+            said += self._loads.look()
+            for image in self._loads.take_there():
+                self.shared.look(image)
+                if not any(memory.process == image.index for memory in self.shared.all()):
+                    said += self._loads.lose_forked(image)
+        return said
+
+    def finish_loads(self) -> list[str]:
+        """Loads no more helpers; returns what is to be said of those that are loaded."""
+        return [] if self._loads is None else self._loads.finish()
+
+    def forget_images(self, images: Collection[int]) -> None:
+        """Forgets process images that have ended."""
+        self.shared.forget_images(images)
+        if self._loads is not None:
+            for index in images:
+                self._loads.forget(index)
+
+    def close(self) -> None:
+        """Closes what processes share."""
+        self.shared.close()
+        if self._loads is not None:
+            self._loads.close()
+
+    @property
+    def all_losses(self) -> Counter[LossKind]:
+        """Of the family, and of its helpers."""
+        loading = Counter() if self._loads is None else self._loads.losses
+        return self.losses + self.shared.losses + loading
+
+    @property
+    def since_ns(self) -> int:
+        return self._table.start_ns
+
+    def found(self, devices: Sequence[Device]) -> None:
+        if devices and tuple(devices) != self.devices:
+            self.devices = tuple(devices)
+            self.is_news = True
 
     def path(self, file: int) -> str:
         return self._binaries.files[file].path
@@ -108,6 +195,12 @@ class _FamilyHost:
 
     def ask(self, file: int, question: Question[T]) -> T | None:
         return self._binaries.ask(file, question)
+
+    def about(self, name: str, data: bytes, question: Question[T]) -> T | None:
+        return self._binaries.ask_about(name, data, question)
+
+    def run(self, program: str, arguments: Sequence[str], data: bytes) -> bytes | None:
+        return run_tool(program, arguments, data) if is_sound(program) else None
 
     def memories(self) -> Collection[SharedMemory]:
         return self.shared.all()
@@ -174,6 +267,7 @@ class Devices:
         tell_binary: Tells windows of a binary, by its index.
         watch: Has `poll` called soon after a descriptor became readable.
         time_samples: Has `take_sample` told of the samples of a process, by its pid.
+        wanted: What the user asks of helpers.
 
     Attributes:
         samples: Device samples so far.
@@ -190,7 +284,9 @@ class Devices:
         tell_binary: Callable[[int], None],
         watch: Callable[[int], None],
         time_samples: Callable[[int], None],
+        wanted: Wanted = ALWAYS,
     ) -> None:
+        self._wanted = wanted
         self._tell_binary = tell_binary
         self._watch = watch
         self._families = families
@@ -199,6 +295,7 @@ class Devices:
         self._kernels = kernels
         self._cpu_period_ns = cpu_period_ns
         self._idle = [*families]
+        self._libraries = {family.name: _libraries_of(family) for family in families}
         self._considered: dict[int, list[Mapping]] = {}  # by index of the image
         self._running: list[_FamilyHost] = []
         self._owners: dict[int, _FamilyHost | None] = {}
@@ -206,6 +303,7 @@ class Devices:
         self._kernel_of: dict[int, int] = {}  # by code: their processes may be forgotten
         self._reasons: dict[tuple[str, str], int] = {}
         self._offsets: defaultdict[tuple[str, CodeKey], set[int]] = defaultdict(set)
+        self._sites = 0  # of all codes
         self._locations = DeviceLocations(
             table, images, lambda file: self._owner(file) is not None, self._runs_kernels
         )
@@ -213,6 +311,9 @@ class Devices:
         self._time_samples = time_samples
         self._kernel_ns_left = _MAX_KERNEL_NS
         self._kernel_ns_of: Counter[int] = Counter()  # by index of the image
+        self._ran: defaultdict[int, set[str]] = defaultdict(set)  # the same
+        self._next_device = 0
+        self._said: list[str] = []
         self.samples = 0
 
     def start(self) -> None:
@@ -228,9 +329,8 @@ class Devices:
         self._idle.remove(family)
         finding = family.detect(self._cpu_period_ns)
         absent = Device(family.name, "", Tier.LAUNCHES, finding.why, 0)
-        first = sum(len(running.devices) for running in self._running)
         devices = finding.devices or (absent,)
-        self._running.append(_FamilyHost(family, first, devices, self._table, self._watch))
+        self._running.append(_FamilyHost(family, devices, self._table, self._watch, self._wanted))
         self._owners.clear()
         self._tell_devices()
 
@@ -242,8 +342,13 @@ class Devices:
         self._considered[image.index] = image.mappings
         paths = self._paths(image)
         for family in [*self._idle]:
-            if any(_may_use(family, path) for path in paths):
+            if any(self._may_use(family, path) for path in paths):
                 self._begin(family)
+
+    def _may_use(self, family: Family, path: str) -> bool:
+        """Whether a process that maps a file may use devices of a family."""
+        name = path.rpartition("/")[2]
+        return name.startswith(self._libraries[family.name]) or family.runs_by(path)
 
     def _paths(self, image: ProcessImage) -> set[str]:
         files = self._table.binaries.files
@@ -251,14 +356,21 @@ class Devices:
 
     def _tell_devices(self) -> None:
         text = self._window.text
-        rows = [
-            (
-                *(running.first + at, text(d.family), text(clean_name(d.name))),
-                *(int(d.tier), text(d.limit), d.period_ns),
-            )
-            for running in self._running
-            for at, d in enumerate(running.devices)
-        ]
+        rows = []
+        for running in self._running:
+            if not running.is_news:
+                continue
+            running.is_news = False
+            while len(running.numbers) < len(running.devices):
+                running.numbers.append(self._next_device)
+                self._next_device += 1
+            rows += [
+                (
+                    *(number, text(d.family), text(clean_name(d.name)), int(d.tier)),
+                    *(text(d.limit), text(clean_name(d.details)) if d.details else 0, d.period_ns),
+                )
+                for number, d in zip(running.numbers, running.devices, strict=True)
+            ]
         self._window.define("devices", np.array(rows, COLUMNS["devices"].dtype))
 
     def _owner(self, file: int) -> _FamilyHost | None:
@@ -303,8 +415,11 @@ class Devices:
         if image.index not in self._timed and self._runs_kernels(image):
             self._timed.add(image.index)
             self._time_samples(image.pid)
-        for running in self._sharing(image):
-            running.shared.look(image)
+        sharing = self._sharing(image)
+        if sharing:
+            names = {path.rpartition("/")[2] for path in self._paths(image)}
+            for running in sharing:
+                running.look(image, names)
 
     def ring(self, image: ProcessImage) -> None:
         """Tells families that the helper in a process has something to tell."""
@@ -315,7 +430,7 @@ class Devices:
         """Returns the families that a process may share memory with."""
         sharing = [running for running in self._running if running.family.memory]
         paths = self._paths(image) if sharing else ()
-        return [one for one in sharing if any(_may_use(one.family, path) for path in paths)]
+        return [one for one in sharing if any(self._may_use(one.family, path) for path in paths)]
 
     def _runs_kernels(self, image: ProcessImage) -> bool:
         binaries = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
@@ -348,23 +463,34 @@ class Devices:
         for running in self._running:
             running.poll()
             running.shared.look_again()
+            self._said += running.load_helpers()
             running.sampler.drain(Interval(interval, by_family[running]))
             self._take(running, end_ns)
+
+    def take_said(self) -> list[str]:
+        """Returns what is to be said since last."""
+        said, self._said = self._said, []
+        return said
 
     def stop(self, end_ns: int) -> None:
         """Ends sampling; end_ns as for `drain`."""
         for running in self._running:
+            self._said += running.finish_loads()
             running.sampler.stop()
             self._take(running, end_ns)
 
     def _take(self, running: _FamilyHost, end_ns: int) -> None:
         """Fills the open window with what a family gave."""
+        if running.is_news:
+            self._tell_devices()
         rows = []
         for sample in running.take_samples():
+            if not self._has_place(running.family.name, sample):
+                running.lose(LossKind.DEVICE_SAMPLES_REFUSED, sample.count)
+                continue
             code = self._code(running.family, sample.code)
-            self._offsets[running.family.name, sample.code].add(sample.offset)
             reason = self._reason(running.family.name, sample.reason)
-            device = running.first + sample.device
+            device = running.numbers[sample.device]
             times = self._times(sample, end_ns)
             what = (device, code, sample.offset, reason, sample.launch_id)
             rows.append((*what, *times, sample.count))
@@ -373,6 +499,17 @@ class Devices:
             self._found_late(running)
         self._window.add("device_samples", np.array(rows, COLUMNS["device_samples"].dtype))
         self._take_times(running, end_ns)
+
+    def _has_place(self, family: str, sample: KernelSample) -> bool:
+        """Whether the instruction of a sample can be told apart from all others; notes it if so."""
+        known = self._offsets.get((family, sample.code))
+        if known is not None and sample.offset in known:
+            return True
+        if self._sites == _MAX_SITES or (known is None and len(self._codes) == _MAX_CODES):
+            return False
+        self._sites += 1
+        self._offsets[family, sample.code].add(sample.offset)
+        return True
 
     def _times(self, sample: KernelSample, end_ns: int) -> tuple[Timing, int, int]:
         """Returns what is known of when a sample was taken, since the start."""
@@ -388,18 +525,20 @@ class Devices:
 
     def _take_times(self, running: _FamilyHost, end_ns: int) -> None:
         start_ns, rows = self._table.start_ns, []
-        for one in running.take_times(start_ns + end_ns):
-            if not _is_sound(one) or not self._has_room(one):
+        for told in running.take_times(start_ns + end_ns):
+            if told.end_ns < start_ns:
+                continue
+            one = _since(told, start_ns) if _is_sound(told) else None
+            if one is None or not self._has_room(one):
                 running.lose(LossKind.KERNEL_TIMES_REFUSED)
                 continue
-            if one.end_ns < start_ns:
-                continue
             kernel = self._kernels.id_of(one.process, running.family.api, one.kernel)
+            if one.kernel and len(self._ran[one.process]) < _MOST_NAMES:
+                self._ran[one.process].add(one.kernel)
             self._kernel_ns_left -= one.duration_ns
             self._kernel_ns_of[one.process] += one.duration_ns
-            # A kernel may have begun before the recording.
-            times = (max(one.begin_ns - start_ns, 0), max(one.end_ns - start_ns, 0))
-            what = (running.first + one.device, kernel, one.queue, one.launch_id)
+            times = (one.begin_ns - start_ns, one.end_ns - start_ns)
+            what = (running.numbers[one.device], kernel, one.queue, one.launch_id)
             rows.append((*what, *times, one.count, one.duration_ns))
         self._window.add("kernel_times", np.array(rows, COLUMNS["kernel_times"].dtype))
 
@@ -411,8 +550,7 @@ class Devices:
     def _found_late(self, running: _FamilyHost) -> None:
         """A driver that is not installed here, but where the target runs."""
         found = running.family.detect(self._cpu_period_ns, has_samples=True).devices
-        # One row was written for it; more would shift the ids of other families.
-        running.devices = found[:1] or running.devices
+        running.found(found)
         self._tell_devices()
 
     def _code(self, family: Family, key: CodeKey) -> int:
@@ -484,7 +622,7 @@ class Devices:
 
     def kernel_names(self) -> dict[int, frozenset[str]]:
         """Returns the names of kernels that ran, by index of process image."""
-        found: defaultdict[int, set[str]] = defaultdict(set)
+        found = defaultdict(set, {image: {*names} for image, names in self._ran.items()})
         for _, key in self._codes:
             found[key.process].add(key.name)
         return {process: frozenset(names) for process, names in found.items()}
@@ -498,15 +636,16 @@ class Devices:
         self._locations.forget_images(images)
         self._timed.difference_update(images)
         for running in self._running:
-            running.shared.forget_images(images)
+            running.forget_images(images)
         for index in images:
             self._considered.pop(index, None)
             self._kernel_ns_of.pop(index, None)
+            self._ran.pop(index, None)
 
     def close(self) -> None:
         """Closes what processes share."""
         for running in self._running:
-            running.shared.close()
+            running.close()
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more."""
@@ -518,17 +657,24 @@ class Devices:
         """What was lost or is not sure."""
         found = Counter(self._locations.losses)
         for running in self._running:
-            found.update(running.losses)
-            found.update(running.shared.losses)
+            found.update(running.all_losses)
         return found
 
 
-def _may_use(family: Family, path: str) -> bool:
-    """Whether a process that maps a file may use devices of a family."""
-    name = path.rpartition("/")[2]
+def _libraries_of(family: Family) -> tuple[str, ...]:
+    """Returns how the names of libraries begin that processes use a family's devices by."""
     apis = (*(api for api in APIS if api.name == family.api), *family.probes)
-    libraries = tuple(name for api in apis for name in api.libraries)
-    return name.startswith(libraries) or family.runs_by(path)
+    beside = () if family.helper is None else family.helper.beside
+    return (*(name for api in apis for name in api.libraries), *beside)
+
+
+def _since(time: KernelTime, start_ns: int) -> KernelTime:
+    """Returns what of a sound kernel time is in a recording; it may have begun before."""
+    if time.begin_ns >= start_ns:
+        return time
+    # Several executions: nobody knows how many had ended by then.
+    duration_ns = time.duration_ns * (time.end_ns - start_ns) // (time.end_ns - time.begin_ns)
+    return replace(time, begin_ns=start_ns, duration_ns=duration_ns)
 
 
 def _is_sound(time: KernelTime) -> bool:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that targets share with a device family: found among their mappings, and kept open.
 
+A helper may also have a pipe, by which it is told what to do. It is on as long as somebody has the
+other end open: that of a recorder which was killed is closed by the kernel.
+
 It is read with pread, so that memory which shrinks ends no reader, and never mapped. A process that
 is gone leaves it as it was: what it wrote last is read all the same.
 """
@@ -8,9 +11,11 @@ is gone leaves it as it was: what it wrote last is read all the same.
 from __future__ import annotations
 
 import os
+import select
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
@@ -28,15 +33,52 @@ _CLOSED = -1
 class _Memory:
     """See `aiflame.gpu.base.SharedMemory`."""
 
-    def __init__(self, process: int, fd: int) -> None:
+    def __init__(
+        self,
+        process: int,
+        fd: int,
+        open_pipe: Callable[[int], int | None],
+        close: Callable[[int], None],
+    ) -> None:
         self.process = process
         self.fd = fd
+        self._pipe: int | None = None
+        self._open_pipe = open_pipe
+        self._close = close
 
     def read(self, size: int, offset: int) -> bytes:
         try:
             return os.pread(self.fd, size, offset)
         except (OSError, OverflowError):  # an offset that no file has
             return b""
+
+    def tell(self, number: int, message: bytes) -> bool:
+        if self.fd == _CLOSED:
+            return False
+        if self._pipe is None:
+            self._pipe = self._open_pipe(number)
+        try:
+            return self._pipe is not None and os.write(self._pipe, message) == len(message)
+        except OSError:  # its reader is gone, or reads nothing
+            return False
+
+    def is_over(self) -> bool:
+        if self._pipe is None:
+            return False
+        poll = select.poll()
+        poll.register(self._pipe, 0)  # of a pipe without a reader: POLLERR (poll(2))
+        return any(events & select.POLLERR for _, events in poll.poll(0))
+
+    def leave(self) -> None:
+        if self._pipe is not None:
+            self._close(self._pipe)
+            self._pipe = None
+
+    def close(self) -> None:
+        """Closes all of it."""
+        self.leave()
+        self._close(self.fd)
+        self.fd = _CLOSED
 
 
 @dataclass(slots=True)
@@ -107,7 +149,17 @@ class Memories:
             fd = self._table.binaries.hold_shared(image.pid, process.payer, line)
             if fd is None:
                 self.losses[LossKind.DEVICE_MEMORY_NOT_OPENED] += 1
-            process.memories[identity] = None if fd is None else _Memory(image.index, fd)
+            process.memories[identity] = None if fd is None else self._memory(process, fd)
+
+    def _memory(self, process: _Process, fd: int) -> _Memory:
+        close = partial(self._table.binaries.release_shared, process.image.pid, process.payer)
+        return _Memory(process.image.index, fd, partial(self._open_pipe, process), close)
+
+    def _open_pipe(self, process: _Process, number: int) -> int | None:
+        image = process.image
+        if not self._table.is_current(image):  # its pid may be another's by now
+            return None
+        return self._table.binaries.hold_pipe(image.pid, process.payer, number)
 
     def all(self) -> list[_Memory]:
         """Returns what is shared by processes that are known."""
@@ -128,6 +180,4 @@ class Memories:
     def _release(self, process: _Process) -> None:
         for memory in process.memories.values():
             if memory is not None:
-                pid, payer = process.image.pid, process.payer
-                self._table.binaries.release_shared(pid, payer, memory.fd)
-                memory.fd = _CLOSED
+                memory.close()

@@ -56,7 +56,7 @@ CHECKS = (
     Check("bpf.off_cpu", bpf.off_cpu, needs=_TO_RECEIVE),
     Check("bpf.ringbuf", bpf.ring_buffer, needs=_TO_RECEIVE),
     *(Check(f"gpu.{name}", gpu.family(name)) for name in FAMILIES),
-    *(Check(f"gpu.{name}", gpu.vendor(name)) for name in ("nvidia", "amd", "intel")),
+    *(Check(f"gpu.{name}", gpu.vendor(name)) for name in ("amd", "intel")),
     Check("out.folder", out.folder, limit="record needs -o"),
     Check("out.space", out.space, limit="only short recordings fit on the disk"),
     Check("out.recordings", out.recordings, limit="only short recordings fit on the disk"),

@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aiflame.agent import kernelfs
-from aiflame.agent.doctor.base import Context, Finding, ok, skip
+from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.families import FAMILIES
 
 _DRM = Path("/sys/class/drm")
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 # PCI vendor ids (pci.ids), as sysfs writes them.
-_VENDORS = {"nvidia": "0x10de", "amd": "0x1002", "intel": "0x8086"}
-_NAMES = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel"}
+_VENDORS = {"amd": "0x1002", "intel": "0x8086"}
+_NAMES = {"amd": "AMD", "intel": "Intel"}
 
 _REACHED = {
     Tier.LAUNCHES: "launches are recorded",
@@ -35,7 +34,8 @@ def family(name: str) -> Callable[[Context], Finding]:
         finding = FAMILIES[name]().detect()
         if not finding.devices:
             return skip(finding.why)
-        return ok("; ".join(map(_words, finding.devices)))
+        words = "; ".join(map(_words, finding.devices))
+        return warn(words, finding.cure) if finding.cure else ok(words)
 
     return find
 
@@ -49,10 +49,7 @@ def vendor(name: str) -> Callable[[Context], Finding]:
     """Returns the check of a vendor whose devices have no family yet: are there any?"""
 
     def find(_: Context) -> Finding:
-        is_here = _VENDORS[name] in _drm_vendors()
-        if name == "nvidia":
-            is_here = is_here or _NVIDIA_DRIVER.exists()
-        if is_here:
+        if _VENDORS[name] in _drm_vendors():
             return skip(
                 f"a device of {_NAMES[name]} is here, but this version records its launches only"
             )

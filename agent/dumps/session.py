@@ -19,7 +19,6 @@ from aiflame.agent.dumps.model import Dump, ProcessDump, ThreadDump
 from aiflame.agent.dumps.naming import NamedThread, ThreadNamer
 from aiflame.agent.dumps.pythons import find_python
 from aiflame.agent.dumps.reading import RawThread, Target, ThreadReader
-from aiflame.agent.dumps.tables import WaitingTables
 from aiflame.agent.dumps.waits import causes_of, state_of, waited_ns
 from aiflame.agent.errors import AiflameError, EnvironmentUnfit
 from aiflame.agent.inspector.inspector import Inspector
@@ -31,6 +30,7 @@ from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import thread_registers
+from aiflame.agent.processes.waiting_tables import WaitingTables
 from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService
 

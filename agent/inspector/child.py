@@ -43,7 +43,7 @@ _BOOT = (
     "package = type(sys)('aiflame');"
     "package.__path__ = [sys.argv.pop(1)];"
     "sys.modules['aiflame'] = package;"
-    "from aiflame.agent.inspector.{} import main;"
+    "from aiflame.agent.{} import main;"
     "main()"
 )
 
@@ -82,7 +82,7 @@ class Message(NamedTuple):
 
 
 class Child:
-    """A child, which runs `main` of a module beside this one.
+    """A child, which runs `main` of a module.
 
     Its arguments are the number of its end of the socket, the parent's pid, and the numbers of
     further descriptors. Its first message is "ready " and what it could not give up, in words.
@@ -90,18 +90,20 @@ class Child:
     Args:
         module: Name of the module.
         fds: Descriptors that it gets; they stay the caller's.
+        room: Where the module is.
 
     Raises:
         OSError: There is no memory, or there are too many processes.
     """
 
-    def __init__(self, module: str, fds: Sequence[int] = ()) -> None:
+    def __init__(self, module: str, fds: Sequence[int] = (), room: str = "inspector") -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             packages = str(Path(__file__).parents[2])
+            boot = _BOOT.format(f"{room}.{module}")
             numbers = map(str, (theirs.fileno(), os.getpid(), *fds))
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-I", "-S", "-c", _BOOT.format(module), packages, *numbers],
+                [sys.executable, "-I", "-S", "-c", boot, packages, *numbers],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -141,6 +141,19 @@ class Opener:
         words = f"root directory of process {pid}"
         return self._open(words, words, pid, "root", str(pid))
 
+    def pipe(self, pid: int, number: int) -> OpenedFile:
+        """Finds a pipe that a process has, to be opened by /proc/self/fd: it is O_PATH.
+
+        Args:
+            pid: The process.
+            number: Its descriptor there.
+
+        Raises:
+            OSError: There is none, or it is no pipe, or one that has a name (EINVAL).
+        """
+        words = f"descriptor {number} of process {pid}"
+        return self._open(words, words, pid, "pipe", str(pid), str(number))
+
     def proc(self, pid: int, name: str, limit: int) -> bytes:
         """Returns up to so many bytes of a file in /proc/PID; none where it cannot be read."""
         words = f"{name} of process {pid}"

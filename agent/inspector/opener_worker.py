@@ -58,6 +58,7 @@ class _Opener:
             b"mapped": self._mapped,
             b"beneath": self._beneath,
             b"root": self._root,
+            b"pipe": self._pipe,
             b"proc": self._proc,
             b"read": self._read,
         }
@@ -166,6 +167,16 @@ class _Opener:
             self._answer(facts=os.fstat(root), fds=[root])
         finally:
             os.close(root)
+
+    def _pipe(self, pid: bytes, number: bytes) -> None:
+        """Finds a pipe of a process's by its descriptor there: none that has a name anywhere."""
+        found = os.open(b"/proc/%b/fd/%b" % (pid, number), rootfs.LOOK_FLAGS)
+        try:
+            if not rootfs.is_anonymous_pipe(found):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            self._answer(facts=os.fstat(found), fds=[found])
+        finally:
+            os.close(found)
 
     def _proc(self, name: bytes, limit: bytes) -> None:
         """Reads a file of /proc to its end, or a limit."""

@@ -31,6 +31,7 @@ _RESOLVE_IN_ROOT = 0x10
 # linux/magic.h, and those of ZFS and bcachefs. Others without a device of blocks ask somebody:
 # another machine, or a program.
 _FUSE = 0x65735546
+_PIPEFS = 0x50495045
 _LOCAL = {
     0x01021994,  # tmpfs
     0x858458F6,  # ramfs
@@ -188,6 +189,15 @@ def is_local(fd: int) -> bool:
         return False
     (kind,) = struct.unpack_from("<q", facts)
     return kind in _LOCAL or (kind != _FUSE and os.major(os.fstat(fd).st_dev) != 0)
+
+
+def is_anonymous_pipe(fd: int) -> bool:
+    """Whether a descriptor is of a pipe that has no name in any file system."""
+    facts = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.fstatfs(fd, facts):
+        return False
+    (kind,) = struct.unpack_from("<q", facts)
+    return bool(kind == _PIPEFS)
 
 
 def path_in_root(path: str) -> str:

@@ -123,7 +123,7 @@ class _Program(ctypes.Structure):
 
 
 def enter(
-    calls: Collection[int],
+    calls: Collection[int] | None,
     parent_pid: int,
     capabilities: Collection[int] = (),
     *,
@@ -132,7 +132,8 @@ def enter(
     """Takes rights away from this process, for good; it must have one thread.
 
     Args:
-        calls: Numbers of the system calls that it goes on making.
+        calls: Numbers of the system calls that it goes on making; None: all, for who becomes a
+            program that is not ours.
         parent_pid: Of the process that it dies with.
         capabilities: Those that it keeps, where it has them.
         becomes_nobody: Whether it becomes another user, where it is root.
@@ -161,6 +162,8 @@ def enter(
     if os.getppid() != parent_pid:  # it was too late
         os._exit(1)
     attempt("no new privileges", lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1))
+    if calls is None:
+        return failures
     if os.uname().machine == "x86_64":
         attempt("seccomp", lambda: _install(filter_of(calls)))
     else:

@@ -57,6 +57,7 @@ class Device:
     tier: Tier
     limit: str  # what is missing for the next tier, "" at the highest
     period_ns: int  # what one sample stands for on one worker; 0 where it is no time
+    details: str = ""  # versions of its driver and libraries, how it was sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +215,9 @@ class SharingError:
 class GpuProfile:
     """All that a capture holds of devices.
 
-    `attributed` and `error` are set in a time range of a recording: what attribution made of the
-    whole one (see gpu/attribution), since a launch may come before the range that its samples are
-    in.
+    `attributed`, `error` and `attributed_times` are set in a time range of a recording: what
+    attribution made of the whole one (see gpu/attribution), since a launch may come before the
+    range that its samples are in.
     """
 
     devices: tuple[Device, ...] = ()
@@ -232,3 +233,4 @@ class GpuProfile:
     times: npt.NDArray[np.void] = field(default_factory=lambda: _empty(KERNEL_TIME_DTYPE))
     attributed: npt.NDArray[np.void] | None = None
     error: SharingError | None = None
+    attributed_times: npt.NDArray[np.void] | None = None

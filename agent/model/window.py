@@ -185,6 +185,7 @@ DEVICE_DTYPE = np.dtype(
         ("name", "<u4"),
         ("tier", "u1"),
         ("limit", "<u4"),
+        ("details", "<u4"),
         ("period_ns", "<u8"),
     ]
 )
@@ -395,7 +396,7 @@ COLUMNS: Mapping[str, Column] = {
         texts=("api", "name", "unnamed"),
     ),
     "codes": Column(CODE_DTYPE, key=("code",), refers={"kernel": "kernels", "binary": "binaries"}),
-    "devices": Column(DEVICE_DTYPE, key=("device",), texts=("family", "name", "limit")),
+    "devices": Column(DEVICE_DTYPE, key=("device",), texts=("family", "name", "limit", "details")),
     "reasons": Column(REASON_DTYPE, key=("reason",), texts=("family", "name")),
     "calls": Column(
         CALL_DTYPE,

@@ -64,6 +64,10 @@ class BinaryTable:
         self._inspector = inspector
         self.facts = facts or FileFacts(FileGuard(), (HEADERS,), facts_directory())
         self.guard = self.facts.guard
+        # For what is no file: whoever made it has nobody else's time.
+        others = FileGuard()
+        others.bad = self.guard.bad
+        self._bytes_facts = FileFacts(others)
         self.files: dict[int, BinaryFile] = {}  # by index
         self._next = 0
         self.unopened = 0
@@ -124,6 +128,18 @@ class BinaryTable:
         file = self.files[binary]
         return None if file.fd is None else self.facts.ask(file.path, file.fd, question)
 
+    def ask_about(self, name: str, data: bytes, question: Question[T]) -> T | None:
+        """Answers a question about bytes of a target's; None where they are bad."""
+        fd = os.memfd_create("bytes", os.MFD_CLOEXEC)
+        try:
+            os.write(fd, data)
+            return self._bytes_facts.ask(name, fd, question)
+        except OSError as error:
+            self.guard.blame(name, f"cannot read: {error.strerror}")
+            return None
+        finally:
+            os.close(fd)
+
     def bytes_at(self, binary: int, offset: int, size: int) -> bytes:
         """Returns bytes of a local file, fewer at its end; none of one that could not be opened."""
         file = self.files.get(binary)
@@ -159,8 +175,33 @@ class BinaryTable:
             self._shares.give_back(pid, payer)
         return fd
 
+    def hold_pipe(self, pid: int, payer: str, number: int) -> int | None:
+        """Opens a pipe of a process's for writing, which never waits; None where that cannot be.
+
+        Args:
+            pid: Of the process.
+            payer: As of `payer_of`.
+            number: The descriptor of the pipe's other end there, as it says itself.
+
+        Returns:
+            A descriptor, for `release_shared`.
+        """
+        if not self._shares.take(pid, payer):
+            return None
+        fd = None
+        with contextlib.suppress(OSError):
+            found = self._inspector.opener.pipe(pid, number).fd
+            try:
+                own = f"/proc/self/fd/{found}"
+                fd = keep(os.open(own, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            finally:
+                os.close(found)
+        if fd is None:
+            self._shares.give_back(pid, payer)
+        return fd
+
     def release_shared(self, pid: int, payer: str, fd: int) -> None:
-        """Closes what `hold_shared` has opened."""
+        """Closes what `hold_shared` or `hold_pipe` has opened."""
         os.close(fd)
         self._shares.give_back(pid, payer)
 
@@ -234,6 +275,7 @@ class BinaryTable:
     def close(self) -> None:
         """Closes every file, and ends those who read them."""
         self.facts.close()
+        self._bytes_facts.close()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()

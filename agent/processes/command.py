@@ -8,6 +8,7 @@ import pwd
 import select
 import shutil
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiflame.agent import priority
@@ -16,6 +17,8 @@ from aiflame.agent.outfile import sudo_ids
 
 # What a shell returns for a command that it cannot execute (POSIX 2.8.2).
 _CANNOT_EXECUTE = 126
+
+_GO = b"!"
 
 # For a command that is asked to end; one that takes longer goes on by itself.
 _PATIENCE_S = 2.0
@@ -70,13 +73,17 @@ class HeldCommand:
         os.close(gate_read)
         os.close(failure_write)
 
-    def release(self) -> None:
+    def release(self, variables: Mapping[str, str] | None = None) -> None:
         """Lets the command run.
+
+        Args:
+            variables: Of its environment, besides the caller's, which come first.
 
         Raises:
             AiflameError: The exec failed.
         """
-        os.write(self._gate_fd, b"!")
+        pairs = (f"{name}={value}".encode() for name, value in (variables or {}).items())
+        os.write(self._gate_fd, b"\0".join([_GO, *pairs]))
         os.close(self._gate_fd)
         self._gate_fd = -1
         # The other end closes at exec; before that it carries the reason why there was none.
@@ -106,14 +113,24 @@ class HeldCommand:
             self._status = status
 
 
+def _read_all(fd: int) -> bytes:
+    """Returns what comes through a pipe until its other end is closed."""
+    found = b""
+    while data := os.read(fd, select.PIPE_BUF):
+        found += data
+    return found
+
+
 def _become(command: list[str], gate_fd: int, failure_fd: int) -> None:
     try:
         priority.as_started()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        if not os.read(gate_fd, 1):
+        go, *pairs = _read_all(gate_fd).split(b"\0")
+        if go != _GO:
             os._exit(_CANNOT_EXECUTE)  # the recorder gave up
-        environment = dict(os.environ)
+        variables = (pair.decode().partition("=") for pair in pairs)
+        environment = {**{name: value for name, _, value in variables}, **os.environ}
         user = sudo_user()
         if user is not None:
             os.initgroups(user.name, user.gid)

@@ -59,6 +59,10 @@ class ThreadStat:
     switches: int
 
 
+# Of /proc/PID/stat: fields past the name, from 0.
+_START_TIME = 19
+
+
 def read_lines(path: str | Path, limit: int = 65536) -> list[str]:
     """Returns the lines of up to `limit` bytes of a small file, none when it cannot be read.
 
@@ -88,6 +92,11 @@ def shared_mappings(opener: Opener, pid: int, name: str) -> list[MapsLine]:
         return fields[1].endswith("s") and len(fields) > 5 and fields[5].startswith(name)
 
     return _mappings(opener, pid, is_wanted)
+
+
+def writable_mappings(opener: Opener, pid: int) -> list[MapsLine]:
+    """Returns the memory of a process that it alone writes to, as above."""
+    return _mappings(opener, pid, lambda fields: fields[1].startswith("rw"))
 
 
 def _mappings(opener: Opener, pid: int, is_wanted: Callable[[list[str]], bool]) -> list[MapsLine]:
@@ -203,6 +212,15 @@ def cpu_s(pid: int) -> float:
     # utime, stime, cutime, cstime (proc_pid_stat(5)); the name before may hold anything.
     fields = lines[0].rpartition(")")[2].split()[11:15] if lines else []
     return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
+
+
+def start_ticks(pid: int) -> int:
+    """Returns when a process began, in clock ticks since boot; 0 when it is gone.
+
+    With its number it tells one process from any other of this boot (proc_pid_stat(5), field 22).
+    """
+    fields = "".join(read_lines(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
+    return int(fields[_START_TIME]) if len(fields) > _START_TIME else 0
 
 
 def thread_ids(pid: int) -> list[int]:

@@ -68,11 +68,13 @@ class WalkedThread:
         addresses: Leaf first; all but the leaf are looked up one byte before.
         end: Why there are no more.
         lacks: Binaries whose tables were asked for and are still being built.
+        crosses_signal: A signal interrupted one of the frames, and its handler has not returned.
     """
 
     addresses: tuple[int, ...]
     end: StopReason
     lacks: frozenset[int]
+    crosses_signal: bool = False
 
 
 class WalkBegin(NamedTuple):
@@ -122,11 +124,11 @@ class _Rules:
 class _ProcessWalker:
     """Walks stacks of one process while its mappings are these."""
 
-    def __init__(self, known: list[Mapping], mappings: list[walk.Mapping]) -> None:
+    def __init__(self, known: list[Mapping], mappings: list[walk.Mapping], max_frames: int) -> None:
         self.known = known
         self._memory: WalkMemory | None = None
         self._code: dict[int, bytes] = {}  # pages
-        self._walker = walk.ReplayWalker(mappings, self._read, read_code=self._read_code)
+        self._walker = walk.ReplayWalker(mappings, self._read, max_frames, self._read_code)
 
     def _read(self, address: int) -> int | None:
         return None if self._memory is None else self._memory.read_u64(address)
@@ -159,11 +161,15 @@ class StackWalker:
     Args:
         tables: Unwind tables.
         images: ELF headers of the binaries.
+        max_frames: Where a walk is given up.
     """
 
-    def __init__(self, tables: TableSource, images: ElfImages) -> None:
+    def __init__(
+        self, tables: TableSource, images: ElfImages, max_frames: int = walk.MAX_FRAMES
+    ) -> None:
         self._tables = tables
         self._images = images
+        self._max_frames = max_frames
         self._rules: dict[int, _Rules] = {}
         self._walkers: dict[int, _ProcessWalker] = {}
         self._lacking: set[int] = set()
@@ -194,14 +200,16 @@ class StackWalker:
         is_heuristic = any(frame.found_by is walk.FoundBy.HEURISTIC for frame in callers)
         if end is StopReason.ROOTED_BY_TABLE and is_heuristic:
             end = StopReason.ROOTED_BY_HEURISTIC
-        return WalkedThread(addresses, end, frozenset(self._lacking))
+        interrupted = any(caller.is_exact for caller in callers)
+        return WalkedThread(addresses, end, frozenset(self._lacking), interrupted)
 
     def _walker_of(self, image: ProcessImage) -> _ProcessWalker:
         walker = self._walkers.get(image.index)
         # The list is never changed, only replaced by another.
         if walker is None or walker.known is not image.mappings:
             mappings = [self._mapping(mapping) for mapping in image.mappings]
-            walker = self._walkers[image.index] = _ProcessWalker(image.mappings, mappings)
+            walker = _ProcessWalker(image.mappings, mappings, self._max_frames)
+            self._walkers[image.index] = walker
         return walker
 
     def _mapping(self, mapping: Mapping) -> walk.Mapping:

@@ -61,7 +61,7 @@ from aiflame.agent.recording.stacks import Stacks
 from aiflame.agent.recording.thread_times import Charged, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.gpu.base import Family
+from aiflame.gpu.base import ALWAYS, Family, Wanted
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
@@ -89,6 +89,7 @@ class Progress:
     samples: int
     off_cpu_ns: int
     lost: int
+    said: tuple[str, ...] = ()  # by devices, a line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class Outcome:
         counters: What the kernel half counted besides losses.
         losses: What it lost.
         costs: The kernel's account of each program.
+        said: What is to be said since the last progress.
     """
 
     duration_ns: int
@@ -108,6 +110,7 @@ class Outcome:
     counters: dict[abi.Counter, int]
     losses: Counter[LossKind]
     costs: dict[str, ProgramCost]
+    said: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class Recorder:
         signals: Ends the recording.
         families: Devices to record, as far as targets use them.
         are_families_named: The user wants them in any case.
+        wanted: What the user asks of helpers.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -149,8 +153,10 @@ class Recorder:
         families: Sequence[Family] = (),
         *,
         are_families_named: bool = False,
+        wanted: Wanted = ALWAYS,
     ) -> None:
         self._target = target
+        self._wanted = wanted
         self._are_families_named = are_families_named
         self._options = options = foundation.options
         self._signals = signals
@@ -217,6 +223,7 @@ class Recorder:
             self.facts.tell_binary,
             self._ring.watch,
             self._timed.add,
+            self._wanted,
         )
         parts.callback(self.devices.close)
         self.stacks = Stacks(window, table, self.calls, CutStacks(self.pythons), [self.devices])
@@ -504,6 +511,7 @@ class Recorder:
             samples=self.samples.count,
             off_cpu_ns=sum(self.samples.ns_by_class[1:]),
             lost=losses.total(),
+            said=tuple(self.devices.take_said()),
         )
 
     def _drain_stacks(self) -> None:
@@ -670,6 +678,7 @@ class Recorder:
             counters=read_counters(counters, self._possible_cpus),
             losses=read_losses(counters, self._possible_cpus),
             costs=self._programs.costs(),
+            said=tuple(self.devices.take_said()),
         )
 
     def finish(self, give: Callable[[Window], None]) -> None:

@@ -17,21 +17,27 @@ from aiflame.agent.model.profile import Profile, SampleClass
 
 
 class View(enum.Enum):
-    """What is counted: which of a thread's nanoseconds, or the samples of devices."""
+    """What is counted: which of a thread's nanoseconds, or what devices did."""
 
     WALL = "wall"  # all of them: on-CPU and off-CPU together are wall time, per thread
     CPU = "cpu"
     OFFCPU = "offcpu"
     GPU = "gpu"  # no time: samples of devices, by the stacks that launched what was sampled
+    GPU_TIME = "gputime"  # how long devices ran kernels, by the stacks that launched them
 
     @property
     def label(self) -> str:
         """The words used in titles."""
         return _LABELS[self.value]
 
+    @property
+    def is_of_devices(self) -> bool:
+        """Whether it is of devices, not of threads."""
+        return self in (View.GPU, View.GPU_TIME)
+
     def selects(self, klass: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return a mask, of the shape of `klass` (values of SampleClass), of what is counted."""
-        if self is View.GPU:
+        if self.is_of_devices:
             return np.zeros(len(klass), dtype=np.bool_)
         if self is View.WALL:
             return np.ones(len(klass), dtype=np.bool_)
@@ -44,9 +50,10 @@ _LABELS = {
     "cpu": "CPU time",
     "offcpu": "off-CPU time",
     "gpu": "device samples",
+    "gputime": "GPU time",
 }
 
-# The views of nanoseconds; what they count can be added up.
+# The views of threads' nanoseconds; what they count can be added up.
 TIME_VIEWS = (View.WALL, View.CPU, View.OFFCPU)
 
 

@@ -97,11 +97,17 @@ def _kernels(
             *(entry.name.whole, process.name, process.pid, entry.calls),
             entry.work_items or "",
             *(entry.total, _share(entry.total, whole), entry.certainty, entry.stacks),
-            # No device measures how long single launches took.
-            *("", "", "", ""),
+            *_time_cells(entry),
             entry.sampled_ns / 1_000 if entry.sampled_ns else "",
             words(entry),
         )
+
+
+def _time_cells(entry: KernelStats) -> tuple[Cell, ...]:
+    if not entry.runs:
+        return ("", "", "", "")
+    # Captures have sums, not the shortest and the longest.
+    return (entry.time_ns / 1_000, "", round(entry.time_ns / entry.runs / 1_000, 3), "")
 
 
 def _stalls(profile: Profile, samples: DeviceSamples) -> Iterable[Sequence[Cell]]:

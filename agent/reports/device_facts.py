@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said in words about device samples: how many, and how sure their stacks are."""
+"""What is said in words of device samples and GPU time: how much, and how sure the stacks are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from aiflame.agent.model.gpu import GpuProfile, SharingError
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.device_rows import DeviceSamples
+from aiflame.agent.reports.device_times import DeviceTimes
 from aiflame.agent.reports.facts import counted, lasted, range_words
 from aiflame.agent.reports.words import duration, percent, showable
 from aiflame.gpu.attribution import Certainty
@@ -34,6 +35,27 @@ def subtitle(profile: Profile, samples: DeviceSamples) -> str:
     whole = int(samples.count.sum())
     kernels = counted(len(set(samples.kernel.tolist())), "kernel")
     return f"100 % = {counted(whole, 'device sample')} of {kernels}, {lasted(profile.recording)}"
+
+
+def times_subtitle(profile: Profile, times: DeviceTimes) -> str:
+    """Return what the whole of a flame graph of GPU time is."""
+    kernels = counted(len(set(times.kernel.tolist())), "kernel")
+    devices = counted(len(set(times.device.tolist())), "device")
+    whole = duration(int(times.ns.sum()))
+    label = View.GPU_TIME.label
+    return f"100 % = {whole} of {label} of {kernels} on {devices}, {lasted(profile.recording)}"
+
+
+def times_note(profile: Profile, times: DeviceTimes) -> str:
+    """Return how sure the launching stacks of GPU time are; why there is none, where there is."""
+    if not len(times):
+        return times_absence(profile)
+    counts = [int(times.ns[times.certainty == c].sum()) for c in Certainty]
+    shares = ", ".join(
+        f"{percent(count, sum(counts))} {certainty.label}"
+        for certainty, count in zip(Certainty, counts, strict=True)
+    )
+    return f"Attribution of GPU time: {shares}{_when(profile)}."
 
 
 def attribution(profile: Profile, samples: DeviceSamples) -> str:
@@ -86,7 +108,8 @@ def device_lines(gpu: GpuProfile) -> list[tuple[str, str]]:
         name = f"{device.name} ({device.family})" if device.name else device.family
         words = f"{name}: tier {int(device.tier)}, {device.tier.name.lower()}"
         limit = f"; {device.limit}" if device.limit else ""
-        lines.append(("device", showable(words + limit)))
+        details = f"; {device.details}" if device.details else ""
+        lines.append(("device", showable(words + limit + details)))
     return lines
 
 
@@ -106,16 +129,41 @@ def absence(profile: Profile) -> str:
     if len(gpu.samples):
         return ""
     when = "" if recording.time_range is None else f" in {range_words(recording)}"
-    limits = [
+    limits = _limits(gpu)
+    if not has_device(gpu):
+        return _no_calls(when, limits)
+    why = f"Device API calls were seen{when}, but no device samples were taken"
+    if len(gpu.times):
+        why += ", only how long kernels ran (--view gputime)"
+    return f"{why}: {'; '.join(limits)}" if limits else f"{why}."
+
+
+def times_absence(profile: Profile) -> str:
+    """Return why there is no flame graph of GPU time; "" where there is one."""
+    gpu, recording = profile.gpu, profile.recording
+    if len(gpu.times):
+        return ""
+    when = "" if recording.time_range is None else f" in {range_words(recording)}"
+    limits = _limits(gpu)
+    if not has_device(gpu):
+        return _no_calls(when, limits)
+    why = f"No device told how long it ran kernels{when}"
+    if len(gpu.samples):
+        why += ", but there are samples of them (--view gpu)"
+    return f"{why}: {'; '.join(limits)}" if limits else f"{why}."
+
+
+def _limits(gpu: GpuProfile) -> list[str]:
+    return [
         f"{showable(device.name or device.family)}: {showable(device.limit)}"
         for device in gpu.devices
         if device.limit
     ]
-    if not has_device(gpu):
-        why = f"No device API calls were seen in the recorded processes{when}."
-        return why if not limits else f"{why} {'; '.join(limits)}"
-    why = f"Device API calls were seen{when}, but no device samples were taken"
-    return f"{why}: {'; '.join(limits)}" if limits else f"{why}."
+
+
+def _no_calls(when: str, limits: Sequence[str]) -> str:
+    why = f"No device API calls were seen in the recorded processes{when}."
+    return why if not limits else f"{why} {'; '.join(limits)}"
 
 
 def notes(profile: Profile, samples: DeviceSamples) -> list[str]:

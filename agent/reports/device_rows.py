@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NONE, GpuProfile, SharingError
 from aiflame.agent.model.profile import COMPLETE_REASONS, SPAN_DTYPE, Profile, Stacks, StopReason
-from aiflame.agent.reports.base import Leaf, ReportOptions, View
+from aiflame.agent.reports.base import Leaf, ReportOptions
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import (
@@ -29,11 +29,11 @@ from aiflame.agent.reports.rows import (
     LabelTable,
     Rows,
     join,
-    rows_for,
 )
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.words import showable
 from aiflame.gpu.attribution import attribution_of
+from aiflame.gpu.attribution.kernel_times import measured_times
 from aiflame.gpu.stalls import category_of
 
 U8 = npt.NDArray[np.uint8]
@@ -69,7 +69,7 @@ class DeviceSamples:
 def device_samples(profile: Profile) -> DeviceSamples:
     """Return the device samples of a profile with the stacks that launched what was sampled."""
     gpu = profile.gpu
-    attribution = attribution_of(gpu)
+    attribution = attribution_of(gpu, measured_times(gpu))
     found = attribution.rows
     of = gpu.samples[found["sample"]]
     stack = np.where(found["stack"] == NONE, -1, found["stack"].astype(np.int64))
@@ -123,7 +123,7 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Rows of combined stacks, in the order of the samples, and what their labels stand for.
+    """Rows of combined stacks, in the order of what they are of, and what their labels stand for.
 
     In `rows`, `thread` is the number of the process, and `stack` NONE where the launch is unknown.
     """
@@ -136,24 +136,55 @@ class DeviceRows:
 def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples) -> DeviceRows:
     """Return device samples as they are shown."""
     table = LabelTable(profile)
+    launched = Launched(samples.process, samples.stack, samples.count)
+    below = _below_the_boundary(table, samples)
+    return combined(profile, options, table, launched, below, _levels(options))
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What kernels did, by who launched them; all of shape (rows,)."""
+
+    process: I64
+    stack: I64  # index into Profile.stacks, -1: unknown
+    weight: U64
+
+
+def combined(
+    profile: Profile,
+    options: ReportOptions,
+    table: LabelTable,
+    launched: Launched,
+    below: dict[Role, I64],
+    levels: Sequence[Role],
+) -> DeviceRows:
+    """Return what kernels did as combined stacks.
+
+    Args:
+        profile: Whose.
+        options: Which frames of launching stacks are shown.
+        table: Of labels.
+        launched: Whose kernels they were.
+        below: By role, the label of each row after the boundary, -1 for none.
+        levels: Which of these, from the root.
+    """
     processes = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
     end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
     unknown = table.add([UNKNOWN_LAUNCH])
-    is_known = samples.stack >= 0
+    is_known = launched.stack >= 0
     shown = _with_an_empty_one(shown_stacks(profile, options.frames, options.hide_importlib))
-    stack = np.where(is_known, samples.stack, len(shown) - 1)
+    stack = np.where(is_known, launched.stack, len(shown) - 1)
     ends = shown.ends[stack].astype(np.int64)
     heads = [
-        processes.start + samples.process,
+        processes.start + launched.process,
         np.where(is_known & np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1),
         np.where(is_known, -1, unknown.start),
     ]
-    boundary = np.full(len(samples), table.add([BOUNDARY], Category.BOUNDARY).start, np.int64)
-    below = _below_the_boundary(table, samples)
-    after = [boundary, *(below[role] for role in _levels(options))]
+    size = len(launched.weight)
+    boundary = np.full(size, table.add([BOUNDARY], Category.BOUNDARY).start, np.int64)
+    after = [boundary, *(below[role] for role in levels)]
     labels, rank = table.sorted()
     offsets, path_labels = join(heads, shown, table.of_frame, rank, stack, after)
-    size = len(samples)
     roles = np.zeros(len(labels), np.uint8)
     for role, column in below.items():
         roles[rank[column[column >= 0]]] = role
@@ -163,11 +194,11 @@ def device_rows(profile: Profile, options: ReportOptions, samples: DeviceSamples
         path_labels=path_labels,
         path_of=np.arange(size, dtype=np.int32),
         tail=np.full(size, -1, np.int32),
-        thread=samples.process.astype(np.uint32),
-        stack=np.where(is_known, samples.stack, NONE).astype(np.uint32),
+        thread=launched.process.astype(np.uint32),
+        stack=np.where(is_known, launched.stack, NONE).astype(np.uint32),
         klass=np.zeros(size, np.uint8),
-        count=samples.count,
-        ns=samples.count,
+        count=launched.weight,
+        ns=launched.weight,
     )
     return DeviceRows(rows, roles, rank[below[Role.KERNEL]])
 
@@ -196,18 +227,21 @@ def _levels(options: ReportOptions) -> list[Role]:
 def _below_the_boundary(table: LabelTable, samples: DeviceSamples) -> dict[Role, I64]:
     # The label of each row in each role, -1 for none.
     source, text = _instruction_labels(table, samples)
-    # One label for a name: a kernel that was built twice is still one.
-    names = [showable(name.short) for name in samples.names]
     reasons = [showable(reason.name) for reason in samples.gpu.reasons]
     values, at = np.unique(samples.offset, return_inverse=True)
     offsets = [f"0x{value:x}" for value in values.tolist()]
     return {
-        Role.KERNEL: _labels(table, names, Category.DEVICE_CODE)[samples.kernel],
+        Role.KERNEL: kernel_labels(table, samples.names)[samples.kernel],
         Role.SOURCE: source,
         Role.INSTRUCTION: text,
         Role.REASON: _labels(table, reasons, Category.DEVICE_LOCATION)[samples.reason],
         Role.OFFSET: _labels(table, offsets, Category.DEVICE_LOCATION)[at],
     }
+
+
+def kernel_labels(table: LabelTable, names: Sequence[KernelName]) -> I64:
+    """Return the label of each kernel, one for a name: one that was built twice is still one."""
+    return _labels(table, [showable(name.short) for name in names], Category.DEVICE_CODE)
 
 
 def _instruction_labels(table: LabelTable, samples: DeviceSamples) -> tuple[I64, I64]:
@@ -245,10 +279,3 @@ def from_the_leaf(rows: Rows) -> Rows:
     lengths = ends - starts
     at = np.arange(len(rows.path_labels), dtype=np.int64)
     return replace(rows, path_labels=rows.path_labels[np.repeat(starts + ends - 1, lengths) - at])
-
-
-def shown_rows(profile: Profile, options: ReportOptions) -> Rows:
-    """Return what the options choose of a profile, time or device samples, as it is shown."""
-    if options.view is View.GPU:
-        return device_rows(profile, options, device_samples(profile)).rows
-    return rows_for(profile, options)

@@ -18,7 +18,7 @@ from collections import defaultdict
 
 from aiflame.agent.model.profile import FrameKind, Profile
 from aiflame.agent.reports.base import ReportOptions
-from aiflame.agent.reports.device_rows import shown_rows
+from aiflame.agent.reports.device_times import shown_rows
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import Labels
 from aiflame.agent.reports.summed import summed_paths

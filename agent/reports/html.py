@@ -16,7 +16,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -26,9 +26,10 @@ from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ColorBy, ReportOptions, View
 from aiflame.agent.reports.buckets import Grid, Part, choose_grid
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
+from aiflame.agent.reports.device_times import DeviceTimes, device_times
 from aiflame.agent.reports.kernel_stats import launch_calls
 from aiflame.agent.reports.pack import MAX_NODES, Packed, draft
-from aiflame.agent.reports.pack_device import draft_device
+from aiflame.agent.reports.pack_device import draft_device, draft_times
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.selection import has_python
 from aiflame.agent.reports.words import showable
@@ -50,25 +51,23 @@ class HtmlReport:
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the whole file."""
         samples = device_samples(profile) if len(profile.gpu.samples) else None
-        packed, device, grid = _packed(profile, options, samples)
+        times = device_times(profile) if len(profile.gpu.times) else None
+        sets, grid = _packed(profile, options, samples, times)
         page = files("aiflame.agent.reports") / "page"
         script = "\n".join((page / name).read_text("utf-8") for name in _SCRIPTS)
         style = (page / "page.css").read_text("utf-8")
         values = {
             "title": html.escape(facts.title(profile, options)),
-            "subtitle": html.escape(_subtitle(profile, packed)),
+            "subtitle": html.escape(_subtitle(profile, sets[_TIME])),
             "warnings": _paragraphs(facts.warnings(profile)),
-            "cut": html.escape(_cut_note(packed, device, options)),
+            "cut": html.escape(_cut_note(sets, options)),
             "losses": _losses(profile),
             "facts": _definitions(
                 [*facts.recording_facts(profile), *device_facts.device_lines(profile.gpu)]
             ),
-            "settings": _json(
-                {**_settings(profile, packed, device, options), "time": _time(profile, grid)}
-            ),
-            "data": packed.blob,
-            "device_note": html.escape(_device_note(profile, samples)),
-            "device_data": _device_data(device),
+            "settings": _json({**_settings(profile, sets, options), "time": _time(profile, grid)}),
+            "device_note": html.escape(_device_note(profile, samples, times)),
+            "data": _data(sets),
             "script": script,
             "style": style,
             "script_hash": _hash_source(script),
@@ -78,19 +77,29 @@ class HtmlReport:
         return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template).encode()
 
 
+# The data sets of a page, as page.js calls them: the first is always there.
+_TIME, _DEVICE, _GPU_TIME = "time", "device", "gputime"
+_SET_OF = {View.GPU: _DEVICE, View.GPU_TIME: _GPU_TIME}
+
+
 def _packed(
-    profile: Profile, options: ReportOptions, samples: DeviceSamples | None
-) -> tuple[Packed, Packed | None, Grid | None]:
-    drafts = [draft(profile, options)]
+    profile: Profile,
+    options: ReportOptions,
+    samples: DeviceSamples | None,
+    times: DeviceTimes | None,
+) -> tuple[dict[str, Packed], Grid | None]:
+    drafts = {_TIME: draft(profile, options)}
     if samples is not None:
-        drafts.append(draft_device(profile, options, samples))
-    parts = [(one.spans, one.owner) for one in drafts]
+        drafts[_DEVICE] = draft_device(profile, options, samples)
+    if times is not None:
+        drafts[_GPU_TIME] = draft_times(profile, options, times)
+    parts = [(one.spans, one.owner) for one in drafts.values()]
     # Of a profile that was not read from a capture it may be unknown when its time was.
     is_known = all(len(spans) or not len(owner) for spans, owner in parts)
     chosen = choose_grid(*_seconds(profile, parts), parts) if is_known else None
     grid, pieces = chosen if chosen is not None else (None, [None] * len(drafts))
-    sets = [one.packed(own) for one, own in zip(drafts, pieces, strict=True)]
-    return sets[0], sets[1] if len(sets) > 1 else None, grid
+    sets = {name: one.packed(own) for (name, one), own in zip(drafts.items(), pieces, strict=True)}
+    return sets, grid
 
 
 def _seconds(profile: Profile, parts: Sequence[Part]) -> tuple[int, int]:
@@ -128,30 +137,31 @@ def _subtitle(profile: Profile, packed: Packed) -> str:
     return facts.subtitle(profile, ReportOptions(view=View.WALL), packed.whole_ns)
 
 
-def _device_note(profile: Profile, samples: DeviceSamples | None) -> str:
-    if samples is None:
-        return device_facts.absence(profile)
-    return device_facts.attribution(profile, samples)
+def _device_note(profile: Profile, samples: DeviceSamples | None, times: DeviceTimes | None) -> str:
+    of_samples = device_facts.absence(profile)
+    if samples is not None:
+        of_samples = device_facts.attribution(profile, samples)
+    return (
+        of_samples if times is None else f"{of_samples} {device_facts.times_note(profile, times)}"
+    )
 
 
-def _device_data(device: Packed | None) -> str:
-    if device is None:
-        return ""
-    return f'\n<script type="text/plain" id="device-data">{device.blob}</script>'
+def _data(sets: Mapping[str, Packed]) -> str:
+    return "\n".join(
+        f'<script type="text/plain" id="data-{name}">{packed.blob}</script>'
+        for name, packed in sets.items()
+    )
 
 
 def _settings(
-    profile: Profile, packed: Packed, device: Packed | None, options: ReportOptions
+    profile: Profile, sets: Mapping[str, Packed], options: ReportOptions
 ) -> dict[str, Any]:
     on_fills, off_fills = palette.tables()
     lightest = palette.SHADES - 1
     return {
-        "index": packed.index,
-        "device_index": device.index if device is not None else None,
-        # Without samples there is no such view.
-        "view": View.WALL.value
-        if device is None and options.view is View.GPU
-        else options.view.value,
+        "sets": {name: packed.index for name, packed in sets.items()},
+        # Without its data there is no such view.
+        "view": (options.view if _SET_OF.get(options.view, _TIME) in sets else View.WALL).value,
         "color": (options.color_by or ColorBy.STALL).value,
         "stalls": stall_colors.settings(),
         "stall_kinds": stall_colors.KINDS,
@@ -197,10 +207,11 @@ def _losses(profile: Profile) -> str:
     return f"<dl>{_definitions(pairs)}</dl>"
 
 
-def _cut_note(packed: Packed, device: Packed | None, options: ReportOptions) -> str:
-    sentences = [_cut_sentence(packed, options, "all time")]
-    if device is not None:
-        sentences.append(_cut_sentence(device, options, "all device samples"))
+_WHOLES = {_TIME: "all time", _DEVICE: "all device samples", _GPU_TIME: "all GPU time"}
+
+
+def _cut_note(sets: Mapping[str, Packed], options: ReportOptions) -> str:
+    sentences = [_cut_sentence(packed, options, _WHOLES[name]) for name, packed in sets.items()]
     return " ".join(filter(None, sentences))
 
 

@@ -8,10 +8,12 @@ that would get the same short name keep their whole ones, so that no flame graph
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from aiflame.agent.demangle import Demangler
 from aiflame.agent.model.gpu import Kernel
@@ -23,8 +25,13 @@ _MANGLED = ("_Z", "_R")
 # A kernel's name without its templates fits into half a flame graph.
 _SHORT_CHARS = 80
 
-# Each takes the deepest brackets away; real names have some dozens.
-_MAX_CUTS = 64
+# What stands for the text of a template's brackets.
+_CUT = "..."
+# The kernels of a large program; each report asks for them several times.
+_MAX_CACHED = 4096
+
+# Of CUTLASS (include/cutlass/device_kernel.h).
+_WRAPPERS = ("cutlass::Kernel", "cutlass::Kernel2", "cutlass::device_kernel")
 
 _QUALIFIERS = re.compile(r"(?:\b[A-Za-z_]\w*::|\(anonymous namespace\)::)+(?=[A-Za-z_])")
 
@@ -62,19 +69,59 @@ def _demangle(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name.decode("utf-8", "replace") for name in found)
 
 
+@lru_cache(maxsize=_MAX_CACHED)
 def shortened(name: str) -> str:
-    """Return a demangled name without return type, arguments, and most of its templates' text."""
+    """Return a demangled name without return type, arguments, and most of its templates' text.
+
+    It is never longer than the name.
+    """
     if len(name) > MAX_NAME_CHARS or ("<" not in name and "(" not in name):
         return name
-    short = _without_arguments(name)
+    short = _unwrapped(_without_arguments(name))
     head, arrow, rest = short.partition("<")
     if arrow:
         short = head + arrow + _QUALIFIERS.sub("", rest)
-    for _ in range(_MAX_CUTS):
-        if len(short) <= _SHORT_CHARS:
-            break
-        short = _without_deepest(short)
-    return short
+    return min(_fitted(short), name, key=len)
+
+
+def _fitted(name: str) -> str:
+    # The deepest templates lose their text first: those of a level together.
+    if len(name) <= _SHORT_CHARS:
+        return name
+    templates = _templates(name)
+    # By how many levels stay, the most first; what is left is the shorter the fewer do.
+    levels = range(max((one.depth for one in templates), default=0), 0, -1)
+    is_fit = bisect_left(
+        levels, True, key=lambda depth: len(_cut(name, templates, depth)) <= _SHORT_CHARS
+    )
+    if is_fit < len(levels):
+        return _cut(name, templates, levels[is_fit])
+    # What stands first in the outermost brackets says more than nothing.
+    first = _with_first(_cut(name, templates, 1))
+    return first if len(first) <= _SHORT_CHARS else _cut(name, templates, 0)
+
+
+def _unwrapped(name: str) -> str:
+    # A kernel that does nothing but call another one is called by that: CUTLASS's are all
+    # `cutlass::device_kernel<...>` or `cutlass::Kernel2<...>`.
+    head, arrow, rest = name.partition("<")
+    if not arrow or head not in _WRAPPERS or not rest.endswith(">"):
+        return name
+    return f"{head.partition('::')[0]} {_QUALIFIERS.sub('', rest[:-1].strip())}"
+
+
+def _with_first(name: str) -> str:
+    # As many of the outermost template arguments as fit, and "..." for the others.
+    head = name.partition("<")[0]
+    depths = _depths(name)
+    end = next((i for i in range(len(head) + 1, len(name)) if depths[i] < 1), len(name)) - 1
+    tail = name[end + 1 :]
+    commas = [i for i in range(len(head) + 1, end) if depths[i] == 1 and name[i] == ","]
+    for at in reversed(commas):
+        found = f"{name[:at]}, {_CUT}>{tail}"
+        if len(found) <= _SHORT_CHARS:
+            return found
+    return f"{head}<{_CUT}>{tail}"
 
 
 def _depths(name: str) -> list[int]:
@@ -101,16 +148,31 @@ def _without_arguments(name: str) -> str:
     return name[space + 1 :] or name
 
 
-def _without_deepest(name: str) -> str:
-    # Replaces what is in the deepest template brackets by "...".
-    depths = _depths(name)
-    inner = [
-        (depths[i], i)
-        for i, char in enumerate(name)
-        if char == "<" and not name.startswith("<...>", i)
-    ]
-    if not inner:
-        return name
-    depth, start = max(inner, key=lambda pair: (pair[0], -pair[1]))
-    end = next((i for i in range(start + 1, len(name)) if depths[i] < depth), len(name))
-    return f"{name[:start]}<...>{name[end:]}"
+class _Template(NamedTuple):
+    # Where a template's brackets are, and in how many others, with them.
+    start: int
+    end: int
+    depth: int
+
+
+def _templates(name: str) -> list[_Template]:
+    # In the order in which they begin; one that has no end ends with the name.
+    found, opened = [], []
+    for i, char in enumerate(name):
+        if char in "<({[":
+            opened.append(i)
+        elif char in ">)}]" and name[i - 1 : i + 1] != "->" and opened:
+            start = opened.pop()
+            found.append(_Template(start, i, len(opened) + 1))
+    found += [_Template(start, len(name), depth) for depth, start in enumerate(opened, 1)]
+    return sorted(one for one in found if name[one.start] == "<")
+
+
+def _cut(name: str, templates: Sequence[_Template], depth: int) -> str:
+    # Takes the text of templates that are deeper, unless it is as short as what stands for it.
+    parts, at = [], 0
+    for one in templates:
+        if one.depth > depth and one.start >= at and one.end - one.start - 1 > len(_CUT):
+            parts += [name[at : one.start + 1], _CUT]
+            at = one.end
+    return "".join([*parts, name[at:]])

@@ -33,6 +33,7 @@ class KernelStats:
         samples: By Certainty.
         sampled_ns: What the samples stand for, 0 where that is no time.
         time_ns: How long it ran, 0 where no device told.
+        runs: In how many executions that was.
         top_stack: Which stack has most of its samples, else launched it most often; None for none.
     """
 
@@ -45,6 +46,7 @@ class KernelStats:
     samples: tuple[int, ...]
     sampled_ns: int
     time_ns: int
+    runs: int
     top_stack: int | None
 
     @property
@@ -92,7 +94,9 @@ def kernel_stats(samples: DeviceSamples) -> dict[int, KernelStats]:
     found = {}
     kernels = np.unique(np.concatenate((call_kernel, sample_kernel, time_kernel)))
     of_calls, of_samples = _rows_by(call_kernel, kernels), _rows_by(sample_kernel, kernels)
-    for kernel, called, ran in zip(kernels.tolist(), of_calls, of_samples, strict=True):
+    of_times = _rows_by(time_kernel, kernels)
+    columns = (kernels.tolist(), of_calls, of_samples, of_times)
+    for kernel, called, ran, timed in zip(*columns, strict=True):
         own_calls = calls[called]
         walked = own_calls[own_calls["stack"] != NONE]
         count, certainty = samples.count[ran], samples.certainty[ran]
@@ -107,7 +111,8 @@ def kernel_stats(samples: DeviceSamples) -> dict[int, KernelStats]:
             work_items=int(own_calls["work"].sum()),
             samples=tuple(counts),
             sampled_ns=int(sampled_ns[ran].sum()),
-            time_ns=int(gpu.times["duration_ns"][time_kernel == kernel].sum()),
+            time_ns=int(gpu.times["duration_ns"][timed].sum()),
+            runs=int(gpu.times["count"][timed].sum()),
             top_stack=_heaviest(samples.stack[known], samples.count[known])
             if len(known)
             else _heaviest(walked["stack"].astype(np.int64), walked["count"]),

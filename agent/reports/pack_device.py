@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's second data set: device samples, packed as pack.py packs time.
+"""The page's data sets of devices, their samples and GPU time, packed as pack.py packs time.
 
 Where time has classes (on the CPU, blocked, ...), samples have stall categories, and where it has
 kinds of waits, they have the vendor's stall reasons: so the page sums and draws both in one way.
 Threads stand for processes. Beside the tree are the figures of each kernel, and the instructions of
 each kernel's code, for its listing. What has weights are not the rows but the hits: samples of one
 instruction, reason and launching stack, each part of a row.
+
+GPU time has classes too: how sure its launching stacks are.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from aiflame.agent.reports.device_rows import (
     DeviceRows,
     DeviceSamples,
     device_rows,
+    device_samples,
     source_label,
 )
-from aiflame.agent.reports.kernel_stats import identities, kernel_stats
+from aiflame.agent.reports.device_times import DeviceTimes, time_rows
+from aiflame.agent.reports.kernel_stats import KernelStats, identities, kernel_stats
 from aiflame.agent.reports.pack import MAX_NODES, Draft, Writer, pack_labels, pack_rows
 from aiflame.agent.reports.rows import I64
 from aiflame.agent.reports.selection import hidden_kinds
-from aiflame.agent.reports.tree import outline
+from aiflame.agent.reports.tree import Outline, outline
 from aiflame.agent.reports.words import showable
 from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory, category_of
@@ -50,15 +54,15 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
     made = device_rows(profile, everything, samples)
     tree, node = outline(made.rows, options.min_width_pct or 0, MAX_NODES)
     writer = Writer()
-    used = np.unique(tree.label[1:].astype(np.int64))
-    writer.integers("depth", tree.depth)
-    writer.integers("label", np.searchsorted(used, tree.label))
-    pack_labels(writer, profile, made.rows.labels, used)
-    writer.integers("role", made.roles[used])
-    for name in ("line_label", "line", "line_ns"):
-        writer.integers(name, np.zeros(0, np.int64))
+    used = _pack_tree(writer, profile, made, tree)
     row = pack_rows(writer, node, made.rows.thread, samples.reason)
-    _pack_kernels(writer, samples, made, used)
+    same = identities(samples.gpu)
+    stats = {kernel: entry for kernel, entry in kernel_stats(samples).items() if entry.total}
+    _pack_kernels(writer, stats, same[samples.kernel], made, used)
+    position = {kernel: i for i, kernel in enumerate(stats)}
+    # Code that was never sampled belongs to none.
+    owners = [position.get(int(same[code.kernel]), len(position)) for code in samples.gpu.codes]
+    writer.integers("code_kernel", np.array(owners, np.int64))
     _pack_instructions(writer, samples)
     writer.integers("hit_row", row)
     index: dict[str, Any] = {
@@ -66,6 +70,50 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
         "kinds": [
             {"name": showable(r.name), "klass": int(category_of(r))} for r in samples.gpu.reasons
         ],
+        **_owners(profile),
+    }
+    hit = np.arange(len(samples), dtype=np.int64)
+    return Draft(writer, index, tree.cut, "hit_count", hit, samples.count, samples.spans)
+
+
+def draft_times(profile: Profile, options: ReportOptions, times: DeviceTimes) -> Draft:
+    """Prepare the GPU time of a profile; arguments as `draft_device`."""
+    everything = replace(options, frames=Frames.ALL, hide_importlib=False, inverted=False)
+    made = time_rows(profile, everything, times)
+    tree, node = outline(made.rows, options.min_width_pct or 0, MAX_NODES)
+    writer = Writer()
+    used = _pack_tree(writer, profile, made, tree)
+    row = pack_rows(writer, node, made.rows.thread, times.certainty.astype(np.int64))
+    stats = kernel_stats(device_samples(profile))
+    ran = {kernel: entry for kernel, entry in stats.items() if entry.time_ns}
+    _pack_kernels(writer, ran, identities(times.gpu)[times.kernel], made, used)
+    for name, column in {
+        "runs": [entry.runs for entry in ran.values()],
+        "ns": [entry.time_ns for entry in ran.values()],
+    }.items():
+        writer.integers(f"kernel_{name}", np.array(column, np.uint64))
+    index: dict[str, Any] = {
+        "classes": len(Certainty),
+        "kinds": [{"name": c.label, "klass": int(c)} for c in Certainty],
+        **_owners(profile),
+    }
+    return Draft(writer, index, tree.cut, "row_ns", row, times.ns, times.spans)
+
+
+def _pack_tree(writer: Writer, profile: Profile, made: DeviceRows, tree: Outline) -> I64:
+    # Returns the labels in use.
+    used = np.unique(tree.label[1:].astype(np.int64))
+    writer.integers("depth", tree.depth)
+    writer.integers("label", np.searchsorted(used, tree.label))
+    pack_labels(writer, profile, made.rows.labels, used)
+    writer.integers("role", made.roles[used])
+    for name in ("line_label", "line", "line_ns"):
+        writer.integers(name, np.zeros(0, np.int64))
+    return used
+
+
+def _owners(profile: Profile) -> dict[str, Any]:
+    return {
         "threads": [
             {"process": i, "name": showable(p.name)} for i, p in enumerate(profile.processes)
         ],
@@ -73,16 +121,18 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
         "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
         "certainties": [certainty.label for certainty in Certainty],
     }
-    hit = np.arange(len(samples), dtype=np.int64)
-    return Draft(writer, index, tree.cut, "hit_count", hit, samples.count, samples.spans)
 
 
-def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used: I64) -> None:
-    # One entry for each sampled kernel: name and process as labels of the tree, and its figures.
-    same = identities(samples.gpu)
-    stats = {kernel: entry for kernel, entry in kernel_stats(samples).items() if entry.total}
-    first = np.zeros(len(same), np.int64)  # a row of each kernel
-    first[same[samples.kernel]] = np.arange(len(samples))
+def _pack_kernels(
+    writer: Writer,
+    stats: dict[int, KernelStats],
+    kernel_of: I64,
+    made: DeviceRows,
+    used: I64,
+) -> None:
+    # One entry for each kernel: name and process as labels of the tree, and its figures.
+    first = np.zeros(int(kernel_of.max(initial=-1)) + 1, np.int64)  # a row of each kernel
+    first[kernel_of] = np.arange(len(kernel_of))
     rows = first[list(stats)] if stats else np.zeros(0, np.int64)
     processes = made.rows.path_labels[made.rows.path_offsets[:-1]].astype(np.int64)
     entries = list(stats.values())
@@ -95,10 +145,6 @@ def _pack_kernels(writer: Writer, samples: DeviceSamples, made: DeviceRows, used
     for name, column in columns.items():
         writer.integers(f"kernel_{name}", np.array(column, np.uint64))
     writer.text("kernel_names", [showable(entry.name.whole) for entry in entries])
-    position = {kernel: i for i, kernel in enumerate(stats)}
-    # Code that was never sampled belongs to none.
-    owners = [position.get(int(same[code.kernel]), len(position)) for code in samples.gpu.codes]
-    writer.integers("code_kernel", np.array(owners, np.int64))
 
 
 def _pack_instructions(writer: Writer, samples: DeviceSamples) -> None:

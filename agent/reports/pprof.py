@@ -3,7 +3,7 @@
 
 Source of the format: https://github.com/google/pprof/blob/main/proto/profile.proto, whose field
 numbers are in pprof_parts.py. The encoder is written out, because the format is small and a
-protobuf runtime is not. Device samples are in a file of their own (pprof_device.py).
+protobuf runtime is not. Device samples and GPU time are in files of their own (pprof_device.py).
 
 One sample is one (stack, thread, class); its values are, in this order, on-CPU samples, on-CPU
 nanoseconds, off-CPU waits, off-CPU nanoseconds, and wall nanoseconds, the sum of both times.
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from aiflame.agent.model.profile import GilState, Profile, SampleClass
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
-from aiflame.agent.reports.pprof_device import encode_device
+from aiflame.agent.reports.pprof_device import encode_device, encode_times
 from aiflame.agent.reports.pprof_parts import (
     Locations,
     Period,
@@ -74,7 +74,7 @@ class PprofReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the gzip file, with no time and no name in its header."""
-        encode = encode_device if options.view is View.GPU else _encode
+        encode = {View.GPU: encode_device, View.GPU_TIME: encode_times}.get(options.view, _encode)
         # wbits 31 asks zlib for the gzip container; gzip.compress would write the clock.
         compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
         packed = [compressor.compress(part) for part in encode(profile, options)]

@@ -5,10 +5,10 @@ Source of the format: https://www.speedscope.app/file-format-schema.json (speeds
 
 A file holds one `sampled` profile per process, or per thread; the one with the most time comes
 first and is shown first. Weights are nanoseconds. Device samples follow as profiles of their own,
-whose weights are counts; `--view gpu` leaves out those of time. speedscope colours frames by their
-file, so a device stack's leaf has its stall category for one. Samples are summed stacks in the
-order of their names, not in time: of speedscope's views, Left Heavy and Sandwich say what the
-flame graph means.
+whose weights are counts, and GPU time, in nanoseconds again; `--view gpu` has the former only, and
+`--view gputime` the latter. speedscope colours frames by their file, so the leaf of a sample's
+stack has its stall category for one. Samples are summed stacks in the order of their names, not in
+time: of speedscope's views, Left Heavy and Sandwich say what the flame graph means.
 
 Frames are merged as in every report: Python's by line, all others by function. speedscope takes
 frames of different lines for different frames, so a frame carries a line only where all samples of
@@ -27,6 +27,7 @@ import numpy.typing as npt
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import device_rows, device_samples
+from aiflame.agent.reports.device_times import device_times, time_rows
 from aiflame.agent.reports.facts import range_words
 from aiflame.agent.reports.rows import Labels, Rows, rows_for
 from aiflame.agent.reports.summed import summed_paths
@@ -47,8 +48,10 @@ class SpeedscopeReport:
         """Return the file as ASCII JSON on one line."""
         used = _FrameTable(profile)
         profiles = _time_profiles(profile, options, used)
-        if len(profile.gpu.samples):
+        if len(profile.gpu.samples) and options.view is not View.GPU_TIME:
             profiles += _device_profiles(profile, options, used)
+        if len(profile.gpu.times) and options.view is not View.GPU:
+            profiles += _gpu_time_profiles(profile, options, used)
         if not profiles:
             # speedscope refuses a file without profiles.
             profiles = [_sampled("no samples", [], [], "nanoseconds")]
@@ -123,7 +126,7 @@ def _only_lines(profile: Profile, labels: Labels) -> npt.NDArray[np.int64]:
 
 
 def _time_profiles(profile: Profile, options: ReportOptions, frames: _FrameTable) -> list[str]:
-    if options.view is View.GPU:
+    if options.view.is_of_devices:
         return []
     rows = rows_for(profile, options)
     frame = frames.of(rows.labels)
@@ -172,6 +175,25 @@ def _device_profiles(profile: Profile, options: ReportOptions, frames: _FrameTab
         found = profile.processes[process]
         name = f"{showable(found.name)} ({found.pid}), device samples"
         made.append(_sampled(name, [sums[process][path] for path in paths], numbers, "none"))
+    return made
+
+
+def _gpu_time_profiles(profile: Profile, options: ReportOptions, frames: _FrameTable) -> list[str]:
+    times = device_times(profile)
+    rows = time_rows(profile, options, times).rows
+    frame = frames.of(rows.labels)
+    sums: dict[int, dict[tuple[int, ...], int]] = {}
+    for entry in summed_paths(rows, times.process):
+        stacks = sums.setdefault(entry.group, {})
+        path = tuple(entry.labels[1:])
+        stacks[path] = stacks.get(path, 0) + entry.ns
+    made = []
+    for process in sorted(sums, key=lambda p: (-sum(sums[p].values()), p)):
+        paths = sorted(sums[process])
+        numbers = [f"[{','.join(map(frame, path))}]" for path in paths]
+        found = profile.processes[process]
+        name = f"{showable(found.name)} ({found.pid}), {View.GPU_TIME.label}"
+        made.append(_sampled(name, [sums[process][path] for path in paths], numbers, "nanoseconds"))
     return made
 
 

@@ -18,7 +18,7 @@ from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import cut_modules, module_of, recording_facts
 from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
-from aiflame.agent.reports.stats_device import device_tables
+from aiflame.agent.reports.stats_device import device_tables, time_tables
 from aiflame.agent.reports.stats_python import python_tables
 from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
 from aiflame.agent.reports.words import duration, showable
@@ -41,11 +41,13 @@ def tables(
     Args:
         profile: What was recorded.
         view: Which classes of time are counted. Tables of off-CPU time are left out of the CPU
-            view; that of device samples has no others.
+            view; those of devices have no others.
         limit: At most this many rows of functions, threads, modules and waits; greater than 0.
         frames: Which frames the table of functions knows.
         hide_importlib: Leave out the Python frames that import modules or start the program.
     """
+    if view is View.GPU_TIME:
+        return tuple(time_tables(profile, limit, frames))
     if view is View.GPU:
         return tuple(device_tables(profile, limit, frames))
     causes = classify(profile)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables about devices: kernels, stalls, launches, copies, memory, and waits for a device.
 
-Samples are counts, and so are launches, exactly; neither is time. Waits are time of CPU threads.
+Samples are counts, and so are launches, exactly; neither is time. GPU time is of kernels on a
+device, and waits are time of CPU threads.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from aiflame.agent.model.gpu import NONE, Direction, Operation
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass
 from aiflame.agent.reports.base import Frames
 from aiflame.agent.reports.causes import Cause, classify, is_device_wait
-from aiflame.agent.reports.device_facts import absence, attribution
+from aiflame.agent.reports.device_facts import (
+    absence,
+    attribution,
+    certainty_words,
+    times_absence,
+    times_note,
+)
 from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH, DeviceSamples, device_samples
+from aiflame.agent.reports.device_times import DeviceTimes, device_times
 from aiflame.agent.reports.facts import counted
 from aiflame.agent.reports.kernel_stats import kernel_stats, launch_calls
 from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.table import Table, ms, percent
 from aiflame.agent.reports.words import duration, showable
+from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory
 
 # Frames of a launching stack in one line, innermost first.
@@ -49,13 +58,91 @@ def device_tables(profile: Profile, limit: int, frames: Frames = Frames.BOTH) ->
     if len(samples):
         tables.append(_reasons(samples, limit))
     tables += [
-        _launch_stacks(samples, callers, limit),
+        _launch_stacks(samples, device_times(profile), callers, limit),
         _calls(profile, limit),
         _bytes(profile, Operation.COPY),
         _bytes(profile, Operation.ALLOCATE),
         _waits(profile, callers, limit),
     ]
     return [table for table in tables if table.rows or table is tables[0]]
+
+
+def time_tables(profile: Profile, limit: int, frames: Frames = Frames.BOTH) -> list[Table]:
+    """Return the tables about devices, those of GPU time first; arguments as `device_tables`."""
+    times = device_times(profile)
+    callers = _callers(profile, frames)
+    tables = [
+        _kernel_times(profile, times, limit),
+        _time_stacks(times, callers, limit),
+        _calls(profile, limit),
+        _bytes(profile, Operation.COPY),
+        _bytes(profile, Operation.ALLOCATE),
+        _waits(profile, callers, limit),
+    ]
+    return [table for table in tables if table.rows or table is tables[0]]
+
+
+def _kernel_times(profile: Profile, times: DeviceTimes, limit: int) -> Table:
+    stats = kernel_stats(device_samples(profile))
+    order = sorted(stats.values(), key=lambda entry: -entry.time_ns)
+    ran = [entry for entry in order if entry.runs]
+    whole = sum(entry.time_ns for entry in ran)
+    rows = [
+        (
+            ms(entry.time_ns),
+            percent(entry.time_ns, whole),
+            *(f"{entry.runs:,}", f"{entry.time_ns / entry.runs / 1_000:,.1f}"),
+            *(f"{entry.calls:,}", f"{entry.stacks:,}"),
+            showable(entry.name.short),
+            f"{showable(process.name)} ({process.pid})",
+        )
+        for entry in ran[:limit]
+        for process in (profile.processes[entry.process],)
+    ]
+    note = times_absence(profile) or (
+        f"100 % = {duration(whole)} on devices: kernels that ran at once count for each."
+        f" {times_note(profile, times)} Exact: the device named the launch, or one stack launched"
+        " it; shared: estimated among several stacks"
+    )
+    return Table(
+        "Top kernels",
+        note,
+        (
+            *(">ms on device", ">share", ">runs", ">us a run"),
+            *(">launches", ">stacks", "kernel", "process"),
+        ),
+        tuple(rows),
+        max(0, len(ran) - limit),
+    )
+
+
+def _time_stacks(times: DeviceTimes, callers: Callers, limit: int) -> Table:
+    known: dict[int, tuple[str, ...]] = {-1: (UNKNOWN_LAUNCH,)}
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for stack, certainty, ns in zip(
+        times.stack.tolist(), times.certainty.tolist(), times.ns.tolist(), strict=True
+    ):
+        if stack not in known:
+            known[stack] = callers(stack)
+        entry = sums.setdefault(known[stack], [0] * len(Certainty))
+        entry[certainty] += ns
+    whole = int(times.ns.sum())
+    order = sorted(sums, key=lambda names: (-sum(sums[names]), names))
+    return Table(
+        "Top launch stacks",
+        f"100 % = {duration(whole)} on devices; innermost frame first",
+        (">ms on device", ">share", "attribution", "launched from"),
+        tuple(
+            (
+                ms(sum(sums[names])),
+                percent(sum(sums[names]), whole),
+                certainty_words(sums[names]),
+                _words(names),
+            )
+            for names in order[:limit]
+        ),
+        max(0, len(order) - limit),
+    )
 
 
 def _callers(profile: Profile, frames: Frames) -> Callers:
@@ -140,9 +227,10 @@ def _reasons(samples: DeviceSamples, limit: int) -> Table:
     )
 
 
-def _launch_stacks(samples: DeviceSamples, callers: Callers, limit: int) -> Table:
+def _launch_stacks(
+    samples: DeviceSamples, times: DeviceTimes, callers: Callers, limit: int
+) -> Table:
     calls = launch_calls(samples.gpu)
-    times = samples.gpu.times
     launches: dict[tuple[str, ...], int] = {}
     sums: dict[tuple[str, ...], int] = {}
     time_ns: dict[tuple[str, ...], int] = {}
@@ -158,7 +246,7 @@ def _launch_stacks(samples: DeviceSamples, callers: Callers, limit: int) -> Tabl
         add(launches, stack, count)
     for stack, count in zip(samples.stack.tolist(), samples.count.tolist(), strict=True):
         add(sums, stack, count)
-    for stack, ns in zip(times["stack"].tolist(), times["duration_ns"].tolist(), strict=True):
+    for stack, ns in zip(times.stack.tolist(), times.ns.tolist(), strict=True):
         add(time_ns, stack, ns)
     whole = sum(sums.values())
     order = sorted(

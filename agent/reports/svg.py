@@ -28,6 +28,7 @@ from aiflame.agent.reports.device_rows import (
     device_samples,
     from_the_leaf,
 )
+from aiflame.agent.reports.device_times import DeviceTimes, device_times, time_rows
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import rows_for
 from aiflame.agent.reports.tree import U64, Cut, Tree, build, invert, prune
@@ -60,12 +61,20 @@ class _Device:
 
 
 @dataclass(frozen=True, slots=True)
+class _Times:
+    times: DeviceTimes
+    roles: list[int]  # Role by label
+    certainties: U64  # ns by node and certainty
+
+
+@dataclass(frozen=True, slots=True)
 class _Graph:
     profile: Profile
     options: ReportOptions
     tree: Tree
     cut: Cut
-    device: _Device | None = None  # of the GPU view
+    device: _Device | None = None  # of the view of device samples
+    times: _Times | None = None  # of the view of GPU time
 
     @property
     def rows(self) -> int:
@@ -79,6 +88,8 @@ class _Graph:
     def subtitle(self) -> str:
         if self.device is not None:
             return device_facts.subtitle(self.profile, self.device.samples)
+        if self.times is not None:
+            return device_facts.times_subtitle(self.profile, self.times.times)
         return facts.subtitle(self.profile, self.options, self.whole_ns)
 
     def amount(self, weight: int) -> str:
@@ -97,6 +108,8 @@ class SvgReport:
         width = MIN_WIDTH_PCT if options.min_width_pct is None else options.min_width_pct
         if options.view is View.GPU:
             graph = _device_graph(profile, options, width)
+        elif options.view is View.GPU_TIME:
+            graph = _times_graph(profile, options, width)
         else:
             tree, _ = build(rows_for(profile, options))
             if options.inverted:
@@ -114,6 +127,16 @@ def _device_graph(profile: Profile, options: ReportOptions, width: float) -> _Gr
     tree, cut = prune(full, width)
     device = _Device(samples, made.roles.tolist(), stalls[cut.kept], certainties[cut.kept])
     return _Graph(profile, options, tree, cut, device)
+
+
+def _times_graph(profile: Profile, options: ReportOptions, width: float) -> _Graph:
+    times = device_times(profile)
+    made = time_rows(profile, options, times)
+    full, node = build(from_the_leaf(made.rows) if options.inverted else made.rows)
+    certainties = stall_colors.by_node(full, node, times.certainty, times.ns)
+    tree, cut = prune(full, width)
+    shown = _Times(times, made.roles.tolist(), certainties[cut.kept])
+    return _Graph(profile, options, tree, cut, times=shown)
 
 
 def _document(graph: _Graph) -> Iterator[str]:
@@ -165,6 +188,8 @@ def _notes(graph: _Graph) -> Iterable[str]:
         yield facts.left_out(graph.cut.nodes, reason, graph.cut.ns, graph.whole_ns)
     if graph.device is not None:
         yield from device_facts.notes(graph.profile, graph.device.samples)
+    if graph.times is not None:
+        yield device_facts.times_note(graph.profile, graph.times.times)
     recording = graph.profile.recording
     own = percent(recording.recorder_cpu_ns, recording.duration_ns)
     yield (
@@ -182,7 +207,7 @@ def _legend_entries(graph: _Graph) -> list[tuple[str, str]]:
             if count
         ]
     shown = [Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER]
-    if graph.options.view is View.GPU:
+    if graph.options.view.is_of_devices:
         shown += (Category.BOUNDARY, *palette.DEVICE_CATEGORIES)
     middle = palette.SHADES // 2
     entries = [(palette.CATEGORIES[c], palette.fill(c, middle, False)) for c in shown]
@@ -247,7 +272,14 @@ class _StallFace:
 
 
 def _stalls(graph: _Graph) -> Iterator[_StallFace]:
-    # One for each node; nothing in them but in the GPU view.
+    # One for each node; nothing in them but in views of devices.
+    if graph.times is not None:
+        of_node = zip(graph.tree.label.tolist(), graph.times.certainties, strict=True)
+        for label, certain in of_node:
+            is_kernel = label >= 0 and graph.times.roles[label] == Role.KERNEL
+            words = device_facts.certainty_words(certain.tolist()) if is_kernel else ""
+            yield _StallFace(f"; launch stack {words}" if words else "")
+        return
     if graph.device is None:
         yield from repeat(_StallFace(), len(graph.tree))
         return

@@ -9,8 +9,8 @@ the chosen one touches. Times are those of the range, with these exceptions, whi
 - An interval off the CPU is counted in the second in which it ended.
 - The exact times of threads are known of the whole recording only, and are left out.
 - Losses, and what the recorder itself cost, are those of the whole recording.
-- Device samples belong to the stacks that they belong to in the whole recording: a launch may come
-  before the range.
+- Device samples and kernel times belong to the stacks that they belong to in the whole recording:
+  a launch may come before the range. A kernel's time is in the second in which it ended.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
 from aiflame.gpu.attribution import attribution_of
+from aiflame.gpu.attribution.kernel_times import attributed_times, measured_times
 
 I64 = npt.NDArray[np.int64]
 
@@ -101,19 +102,24 @@ def _clipped_waits(waits: npt.NDArray[np.void], chosen: TimeRange) -> npt.NDArra
 
 
 def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) -> GpuProfile:
-    attribution = attribution_of(gpu)
+    attribution = attribution_of(gpu, measured_times(gpu))
     attributed = attribution.rows
     is_in = _is_within(gpu.samples["interval"], first_s, end_s)
     attributed = attributed[is_in[attributed["sample"]]]
     attributed["sample"] = (np.cumsum(is_in) - 1)[attributed["sample"]]
+    ended_in = _is_within(gpu.times["end_ns"] // NS_PER_S, first_s, end_s)
+    times = attributed_times(gpu)
+    times = times[ended_in[times["time"]]]
+    times["time"] = (np.cumsum(ended_in) - 1)[times["time"]]
     return replace(
         gpu,
         calls=gpu.calls[_is_within(gpu.calls["interval"], first_s, end_s)],
         events=gpu.events[_is_within(gpu.events["start_ns"], chosen.start_ns, chosen.end_ns)],
         samples=gpu.samples[is_in],
-        times=gpu.times[_is_within(gpu.times["end_ns"], chosen.start_ns, chosen.end_ns)],
+        times=gpu.times[ended_in],
         attributed=attributed,
         error=attribution.error,
+        attributed_times=times,
     )
 
 

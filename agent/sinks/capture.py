@@ -32,6 +32,7 @@ from aiflame.agent.sinks.index import Numbers
 from aiflame.agent.sinks.launch_ids import LaunchIds
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
+from aiflame.agent.sinks.told_kernels import ToldKernels
 from aiflame.agent.symbolize.mapped import laid_over
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, NamedStack, UnnamedStack
 
@@ -99,6 +100,7 @@ class CaptureSink:
         self._mapped = Numbers()  # by process: a hash of what it had mapped
         self._launch_order = LaunchOrder()
         self._launch_ids = LaunchIds()
+        self._told_kernels = ToldKernels(self._launch_ids)
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
 
@@ -127,7 +129,7 @@ class CaptureSink:
             self.finish()
 
     def finish(self) -> None:
-        """Writes the waits that were open when the last window ended."""
+        """Writes the waits that were open when the last window ended, and names told since."""
         interval = max(self.end_ns - 1, 0) // _INTERVAL_NS
         rows = [
             (interval, row, thread, kind, 1, ns)
@@ -135,6 +137,7 @@ class CaptureSink:
         ]
         self._open_ns.clear()
         self._writer.put("samples", rows)
+        self._writer.put("kernels", self._told_kernels.rows())
         for launches, ended_ns in self._launch_order.finish():
             self._put_launches(launches, ended_ns)
 
@@ -363,8 +366,8 @@ class CaptureSink:
         writer.put(
             "devices",
             [
-                (device, texts[family], texts[name], tier, texts[limit], period_ns)
-                for device, family, name, tier, limit, period_ns in window.devices.tolist()
+                (*(device, texts[family], texts[name], tier), texts[limit], period_ns, texts[more])
+                for device, family, name, tier, limit, more, period_ns in window.devices.tolist()
             ],
         )
         writer.put(
@@ -379,6 +382,7 @@ class CaptureSink:
             [(code, kernel, binaries[binary], 0) for code, kernel, binary in window.codes.tolist()],
         )
         self._launch_ids.put(window)
+        self._told_kernels.put(window)
         process_of = dict(window.kernels[["kernel", "process"]].tolist())
         kernel_of = dict(window.codes[["code", "kernel"]].tolist())
         kernels = [kernel_of[code] for code in window.device_samples["code"].tolist()]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.window import COLUMNS, NO_STACK, Rows, Window
+from aiflame.agent.model.window import COLUMNS, NO_STACK, NONE, Rows, Window
 
 U64 = npt.NDArray[np.uint64]
 
-# The newest: at 8,192 launches with numbers a second, as many as the kernel half tells apart, those
-# of the last 16 s. A device is seldom so far behind.
+# The newest: at 16,384 launches with numbers a second, as many as the kernel half tells apart,
+# those of the last 8 s. A device is seldom so far behind.
 _MOST_KEPT = 1 << 17
 
 
@@ -37,28 +37,37 @@ class LaunchIds:
             process: Who has launched, shape (n,).
             launch_id: The number of the launch there, 0 for none.
         """
-        found = np.full(len(launch_id), NO_STACK, np.uint64)
+        return self._told("stack", NO_STACK, process, launch_id)
+
+    def kernels(self, process: npt.NDArray[np.int64], launch_id: U64) -> U64:
+        """Returns the kernels of launches, NONE for those not known; arguments as `stacks`."""
+        return self._told("kernel", NONE, process, launch_id)
+
+    def _told(
+        self, column: str, nothing: int, process: npt.NDArray[np.int64], launch_id: U64
+    ) -> U64:
+        found = np.full(len(launch_id), nothing, np.uint64)
         is_numbered = launch_id != 0
         for one in np.unique(process[is_numbered]).tolist():
             own = is_numbered & (process == one)
             launches = self._launches[self._launches["process"] == one]
-            found[own] = _stacks_among(launches, launch_id[own])
+            found[own] = _told_by(launches, launch_id[own], column, nothing)
         return found
 
 
-def _stacks_among(launches: Rows, launch_id: U64) -> U64:
-    """Returns the stacks of launches of one process by their numbers."""
+def _told_by(launches: Rows, launch_id: U64, column: str, nothing: int) -> U64:
+    """Returns a column of launches of one process by their numbers."""
     if not len(launches):
-        return np.full(len(launch_id), NO_STACK, np.uint64)
+        return np.full(len(launch_id), nothing, np.uint64)
     launches = launches[np.argsort(launches["launch_id"], kind="stable")]
-    first, stack = launches["launch_id"], launches["stack"].copy()
+    first, value = launches["launch_id"], launches[column].astype(np.uint64)
     last = first + (np.maximum(launches["count"], 1) - np.uint64(1))
     # Of a number that was given twice; the runs before one end where it begins, or overlap it.
     is_again = np.append(first[1:] <= np.maximum.accumulate(last)[:-1], False)
-    is_again[:-1] &= stack[1:] != stack[:-1]
+    is_again[:-1] &= value[1:] != value[:-1]
     is_again[1:] |= is_again[:-1].copy()
-    stack[is_again] = NO_STACK
+    value[is_again] = nothing
     at = np.searchsorted(first, launch_id, side="right") - 1
     is_known = (at >= 0) & (launch_id <= last[at])
-    found: U64 = np.where(is_known, stack[at], np.uint64(NO_STACK))
+    found: U64 = np.where(is_known, value[at], np.uint64(nothing))
     return found

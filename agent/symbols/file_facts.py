@@ -47,9 +47,11 @@ _MODULES = (
     "aiflame.agent.elf.dynamic",
     "aiflame.agent.elf.headers",
     "aiflame.agent.elf.functions",
+    "aiflame.agent.injection.questions",
     "aiflame.agent.python.questions",
     "aiflame.agent.launches.questions",
     "aiflame.agent.unwind.questions",
+    "aiflame.gpu.nvidia.cubin",
     "aiflame.gpu.opencl.disassembly",
     "aiflame.gpu.opencl.kernel_file",
 )

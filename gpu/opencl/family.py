@@ -17,6 +17,7 @@ from aiflame.gpu.base import (
     CodeKey,
     CpuSample,
     Finding,
+    HelperLibrary,
     Host,
     Interval,
     KernelSample,
@@ -48,6 +49,7 @@ class OpenClFamily:
     api = "opencl"
     probes: tuple[Api, ...] = ()
     memory = ""
+    helper: HelperLibrary | None = None
 
     def __init__(self, vendors: Path = platforms.VENDORS) -> None:
         self._vendors = vendors

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from aiflame.gpu.stalls.base import StallCategory, Vocabulary
 
+# Of samples that are also among those of the reason without it.
+_PART = "_not_issued"
+
 VOCABULARY = Vocabulary(
     names={
         "selected": StallCategory.ISSUING,
@@ -37,5 +40,10 @@ VOCABULARY = Vocabulary(
     },
     # The second one belongs to older chips.
     prefixes=("smsp__pcsamp_warps_issue_stalled_", "smsp__pcsamp_warp_stall_"),
-    suffixes=("_not_issued",),
+    suffixes=(_PART,),
 )
+
+
+def is_part_of_another(reason: str) -> bool:
+    """Whether samples of a reason are counted by another one too, and must not be added."""
+    return reason.lower().endswith(_PART)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from bench import loads, tools
 from bench.loads import Load
 from bench.table import Table, code, spread
 from bench.tools import Running, Tool
+from short_processes import SCRIPT, busy_loops
 
 _ROUNDS = 3
 _SECONDS = 4
@@ -159,20 +158,6 @@ while time.monotonic() < until:
     database.execute("create table numbers (number)")
     database.executemany("insert into numbers values (?)", [(i,) for i in range(500)])
     database.execute("select sum(number) from numbers").fetchall()
-"""
-
-# Ten processes a round, of programs that every distribution has; what they do takes 1 to 20 ms.
-_SHORT = """
-for i in $(seq 30); do
-  ls -l /usr/bin
-  date
-  grep -c root /etc/passwd
-  head -c 200000 /bin/bash | gzip -c
-  head -c 1000000 /bin/bash | gzip -1 -c
-  perl -e '$s += $_ for 1..20000'
-  sort /etc/passwd
-  sed -n '$p' /etc/passwd
-done > /dev/null
 """
 
 _SHELL = "for i in $(seq 100); do seq $i | gzip -9 | gzip -d | wc; date; ls -l /usr/lib; done"
@@ -313,7 +298,7 @@ def _roots() -> dict[str, Path]:
 def _commands(folder: Path) -> dict[str, tuple[str, ...]]:
     """Writes programs into a folder that is seen at `_INSIDE`; returns commands by name."""
     texts = {
-        "short.sh": _SHORT,
+        "short.sh": SCRIPT,
         "pool.py": _POOL,
         "program.py": _PROGRAM,
         "numpy_load.py": _NUMPY.replace("sys.stdin.readline()", "import time").replace(
@@ -336,18 +321,6 @@ def _commands(folder: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
-@contextmanager
-def _busy(count: int) -> Iterator[None]:
-    """Keeps so many processors busy."""
-    loops = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
 def _rows_of_roots(folder: Path) -> Iterator[tuple[str, ...]]:
     for number, (distribution, root) in enumerate(_roots().items()):
         programs = folder / f"root-{number}"
@@ -359,7 +332,7 @@ def _rows_of_roots(folder: Path) -> Iterator[tuple[str, ...]]:
             for loops in (0, 2) if at == 0 else (0,):
                 kept = programs / f"{at}-{loops}"
                 kept.mkdir()
-                with _busy(loops):
+                with busy_loops(loops):
                     shares = _recorded(("--", *chroot, *command), kept, [inside])
                 figures = (f"{shares.cpu:.1f}", f"{shares.all:.1f}", f"{shares.gone:.1f}")
                 yield (what + (", busy" if loops else ""), distribution, *figures)

@@ -41,12 +41,12 @@ _CONTAINER_ID = f"{os.getpid():08x}" + "0123456789abcdef" * 3 + "01234567"
 def target(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a container in a unit, as podman makes them."""
     group = f"system.slice/{_UNIT}.service/libpod-payload-{_CONTAINER_ID}"
-    with made_groups(cgroup2_mounts()[0], group) as (folder,):
-        process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
+    with (
+        made_groups(cgroup2_mounts()[0], group) as (folder,),
+        support.serving(workload("serving")) as process,
+    ):
         (folder / "cgroup.procs").write_text(str(process.pid))
         yield process
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")

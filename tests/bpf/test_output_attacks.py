@@ -95,7 +95,7 @@ def _attacker(how: str, folder: Path, target: Path) -> Iterator[None]:
 def _record(run_aiflame: RunAiflame, folder: Path, pid: int, *options: str) -> Any:
     output = folder / "run.aiflame"
     return run_aiflame(
-        *("record", "-p", pid, "-d", 2, "-o", output, *options), env={**os.environ, **_SUDO}
+        *("record", "-p", pid, "-d", 1, "-o", output, *options), env={**os.environ, **_SUDO}
     )
 
 

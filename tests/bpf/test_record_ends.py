@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from recordings import Recording, Workload, children_of, public_folder
-from support import AIFLAME, wait_until
+from support import AIFLAME, serving, wait_until
 
 pytestmark = pytest.mark.bpf
 
@@ -23,10 +23,8 @@ pytestmark = pytest.mark.bpf
 @pytest.fixture
 def busy(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
     """A program that both computes and waits, for longer than any test takes."""
-    process = subprocess.Popen([workload("serving"), "600"], stdout=subprocess.DEVNULL)
-    yield process
-    process.kill()
-    process.wait()
+    with serving(workload("serving")) as process:
+        yield process
 
 
 def _files(folder: Path) -> set[str]:

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from aiflame.agent.model.gpu import NONE
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.device_times import device_times
+from browser.chromium import CHROMIUM, browser
 from recordings import Recording, Workload, frames_of
 from toy_family import RECORD
 
@@ -101,34 +103,82 @@ def test_times_of_numbered_launches_are_under_their_stacks(
     )
     assert f"{25_000 * _ROUNDS / 1e6:,.1f}" in of_seldom
     assert f"{6_000 * _ROUNDS / 1e6:,.1f}" in of_often
+    # AND in the flame graph of GPU time, to the nanosecond
+    assert _gpu_time(run_aiflame, ended.capture) == _of_rounds(_NS)
 
 
-def test_times_of_a_process_that_has_ended_are_there(toys: Path, tmp_path: Path) -> None:
+def _gpu_time(
+    run_aiflame: Callable[..., subprocess.CompletedProcess[str]], capture: Path
+) -> dict[tuple[str, str], int]:
+    """Returns the nanoseconds of `--view gputime` by call site and kernel."""
+    folded = ("-f", "folded", "--plain", "-o", "-")
+    found = Counter[tuple[str, str]]()
+    for line in run_aiflame("report", capture, "--view", "gputime", *folded).stdout.splitlines():
+        stack, _, ns = line.rpartition(" ")
+        *frames, boundary, kernel = stack.split(";")
+        assert boundary == "-"
+        found[next(site for site in _SITES if site in frames), kernel] += int(ns)
+    return dict(found)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_page_of_a_recording_shows_gpu_time(
+    toys: Path, tmp_path: Path, run_aiflame: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    # GIVEN a recording of kernels whose times are known
     with (
         Workload([toys, _ROUNDS, "sound"]) as workload,
         Recording(tmp_path, "-p", workload.pid, program=RECORD) as recording,
     ):
         workload.go()
         workload.truth()
-        workload.process.kill()
-        ended = recording.wait()
-    profile = ended.profile
-    assert _ran_ns(profile, _process(profile, workload.pid)) == _of_rounds(_NS)
+        ended = recording.stop()
+    # WHEN its page is opened in a browser
+    path = tmp_path / "gputime.html"
+    run_aiflame("report", ended.capture, "--view", "gputime", "-o", path)
+    with browser(tmp_path) as page:
+        page.open(path)
+        # THEN each site has its own
+        totals = page.value(
+            "Object.fromEntries(aiflame.data.names.map((n, i) => [n, aiflame.sums.total[i]]))"
+        )
+        assert {site: totals[site] for site in _SITES} == {
+            site: sum(ns for (of, _), ns in _of_rounds(_NS).items() if of == site)
+            for site in _SITES
+        }
+        assert page.text("whole").startswith(
+            f"100 % = {sum(_NS.values()) * _ROUNDS / 1e6:.3f} ms of GPU time"
+        )
+        assert "100.00 % exact, 0.00 % shared" in page.text("device-note")
 
 
-def test_a_bell_is_heard_at_once(toys: Path, tmp_path: Path) -> None:
-    # GIVEN a process that begins to share memory late, and is gone within the second
+def _ran_until_killed(toys: Path, folder: Path, **more: str) -> Counter[tuple[str, str]]:
+    """Returns the time on the device of a process that is killed once it has done all.
+
+    Args:
+        toys: The program.
+        folder: Where it is recorded.
+        more: Added to its environment.
+    """
     with (
-        Workload([toys, _ROUNDS, "sound"], env={**os.environ, "TOY_LATE": "1"}) as workload,
-        Recording(tmp_path, "-p", workload.pid, program=RECORD) as recording,
+        Workload([toys, _ROUNDS, "sound"], env={**os.environ, **more}) as workload,
+        Recording(folder, "-p", workload.pid, program=RECORD) as recording,
     ):
         workload.go()
         workload.truth()
         workload.process.kill()
-        ended = recording.wait()
+        profile = recording.wait().profile
+    return _ran_ns(profile, _process(profile, workload.pid))
+
+
+def test_times_of_a_process_that_has_ended_are_there(toys: Path, tmp_path: Path) -> None:
+    assert _ran_until_killed(toys, tmp_path) == _of_rounds(_NS)
+
+
+def test_a_bell_is_heard_at_once(toys: Path, tmp_path: Path) -> None:
+    # GIVEN a process that begins to share memory late, and is gone within the second
     # THEN its memory was found since it rang
-    profile = ended.profile
-    assert _ran_ns(profile, _process(profile, workload.pid)) == _of_rounds(_NS)
+    assert _ran_until_killed(toys, tmp_path, TOY_LATE="1") == _of_rounds(_NS)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +207,10 @@ def test_a_process_that_lies_costs_itself_only(toys: Path, tmp_path: Path, lie: 
     if lie == "ids":
         assert {site for site, _ in ran_ns} == {"unknown"}
         assert names == set()
+        # Shared by launches, as nothing tells them apart.
+        shared = device_times(profile)
+        own = shared.ns[shared.process == process]
+        assert int(own.sum()) == sum(_of_rounds(_NS).values())
     elif lie == "times":
         assert names == {"kernel_times_refused"}
     else:

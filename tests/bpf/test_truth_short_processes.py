@@ -18,27 +18,12 @@ from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.procfs import MapsLine
 from recordings import Recording, frames_of, rows_of
+from short_processes import PROGRAMS, ROUNDS, SCRIPT, busy_loops
 from support import wait_until
 
 pytestmark = pytest.mark.bpf
 
 _GONE = "[exited before it could be read]"
-_ROUNDS = 30
-# Ten processes a round, of programs that every Debian has; what they do takes 1 to 20 ms.
-_SCRIPT = f"""
-for i in $(seq {_ROUNDS}); do
-  ls -l /usr/bin > /dev/null
-  date > /dev/null
-  grep -c root /etc/passwd > /dev/null
-  head -c 200000 /bin/bash | gzip -c > /dev/null
-  head -c 1000000 /bin/bash | gzip -1 -c > /dev/null
-  perl -e '$s += $_ for 1..20000'
-  sort /etc/passwd > /dev/null
-  sed -n '$p' /etc/passwd > /dev/null
-done
-"""
-_PROGRAMS = Counter(ls=1, date=1, grep=1, head=2, gzip=2, perl=1, sort=1, sed=1)
-
 _COMMAND_LINES = {
     *("ls -l /usr/bin", "date", "grep -c root /etc/passwd", "gzip -c", "gzip -1 -c"),
     *("head -c 200000 /bin/bash", "head -c 1000000 /bin/bash", "perl -e $s += $_ for 1..20000"),
@@ -53,26 +38,16 @@ def _share_of(profile: Profile, name: str) -> float:
     return sum(ns) / int(rows["ns"].sum())
 
 
-@pytest.mark.parametrize("with_a_busy_machine", [False, True], ids=["quiet", "busy"])
-def test_hundreds_of_short_processes_have_names(tmp_path: Path, with_a_busy_machine: bool) -> None:
-    loops = [
-        subprocess.Popen(["sh", "-c", "while :; do :; done"])
-        for _ in range(2 if with_a_busy_machine else 0)
-    ]
-    try:
-        with Recording(tmp_path, "--", "bash", "-c", _SCRIPT) as recording:
-            profile = recording.wait().profile
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
+@pytest.mark.parametrize("loops", [0, 2], ids=["quiet", "busy"])
+def test_hundreds_of_short_processes_have_names(tmp_path: Path, loops: int) -> None:
+    with busy_loops(loops), Recording(tmp_path, "--", "bash", "-c", SCRIPT) as recording:
+        profile = recording.wait().profile
     assert _share_of(profile, _GONE) < 0.01
     # Each program ran so often, and the shell was forked for each, and once for `seq`.
     names = Counter(process.name for process in profile.processes)
-    wanted = {name: _ROUNDS * count for name, count in _PROGRAMS.items()}
-    assert names == {**wanted, "bash": _ROUNDS * _PROGRAMS.total() + 2, "seq": 1}
-    lines = {process.command_line for process in profile.processes if process.name in _PROGRAMS}
+    wanted = {name: ROUNDS * count for name, count in PROGRAMS.items()}
+    assert names == {**wanted, "bash": ROUNDS * PROGRAMS.total() + 2, "seq": 1}
+    lines = {process.command_line for process in profile.processes if process.name in PROGRAMS}
     assert lines == _COMMAND_LINES
     threads = Counter(
         (thread.name, profile.processes[thread.process].name) for thread in profile.threads

@@ -23,7 +23,7 @@ from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf
 from aiflame.agent.reports.time_range import in_range
-from device_profiles import small_device_profile
+from device_profiles import small_device_profile, small_timed_profile
 from profiles import (
     empty_profile,
     hostile_profile,
@@ -70,6 +70,8 @@ CASES = [
     Case("device-frames.svg", small_device_profile, _BY_FRAME),
     Case("device-inverted.svg", small_device_profile, ReportOptions(View.GPU, inverted=True)),
     Case("device.html", small_device_profile, ReportOptions(View.GPU)),
+    Case("gputime.svg", small_timed_profile, ReportOptions(View.GPU_TIME)),
+    Case("gputime.html", small_timed_profile, ReportOptions(View.GPU_TIME)),
 ]
 
 
@@ -80,9 +82,9 @@ def drawing(case: Case) -> str:
     if form == "svg":
         return re.sub(r"<script>.*</script>\n", "", text, flags=re.DOTALL)
     settings = json.loads(block(text, "facts"))
-    found = {"settings": settings, "data": sections(block(text, "data"), settings["index"])}
-    if settings["device_index"]:
-        found["device"] = sections(block(text, "device-data"), settings["device_index"])
+    found = {"settings": settings}
+    for name, index in settings["sets"].items():
+        found[name] = sections(block(text, f"data-{name}"), index)
     return json.dumps(found, indent=1) + "\n"
 
 

@@ -92,7 +92,10 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
     ],
     "waits": [(1, 9, 600 * _MS, 700 * _MS, 5), (1, 9, 20 * _MS, 500 * _MS, 0)],
     "losses": [("ring_full", 2, "events that were lost")],
-    "devices": [(4, "opencl", "PoCL", 2, "", 10 * _MS), (8, "nvidia", "", 0, "no driver", 0)],
+    "devices": [
+        (4, "opencl", "PoCL", 2, "", 10 * _MS, "driver 1"),
+        (8, "nvidia", "", 0, "no driver", 0, ""),
+    ],
     "api_functions": [(2, "opencl", "clEnqueueNDRangeKernel", 0), (7, "opencl", "clFinish", 1)],
     "kernels": [(3, 3, "opencl", "scale", ""), (5, 3, "opencl", "", "made before the recording")],
     "kernel_codes": [(6, 3, 4, 512), (7, 5, None, 0)],
@@ -156,7 +159,7 @@ def test_what_was_written_is_read(capture: Path) -> None:
 def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
     gpu = read_capture(capture).gpu
     assert gpu.devices == (
-        Device("opencl", "PoCL", Tier.STALLS, "", 10 * _MS),
+        Device("opencl", "PoCL", Tier.STALLS, "", 10 * _MS, "driver 1"),
         Device("nvidia", "", Tier.LAUNCHES, "no driver", 0),
     )
     assert gpu.functions == (
@@ -205,8 +208,11 @@ def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
 
 
-# What version 6 brought.
+# What version 7 brought.
+_AS_VERSION_6 = ("ALTER TABLE devices DROP COLUMN details",)
+# And version 6.
 _AS_VERSION_5 = (
+    *_AS_VERSION_6,
     "ALTER TABLE device_samples DROP COLUMN stack_id",
     "ALTER TABLE kernel_times DROP COLUMN stack_id",
 )
@@ -233,6 +239,11 @@ def test_a_capture_from_before_times_of_launches_and_samples_were_known(capture:
         (0, 1000 * _MS),
         (1000 * _MS, 2000 * _MS),
     ]
+
+
+def test_a_capture_from_before_devices_told_details(capture: Path) -> None:
+    _change(capture, *_AS_VERSION_6, "PRAGMA user_version = 6")
+    assert [device.details for device in read_capture(capture).gpu.devices] == ["", ""]
 
 
 def test_a_capture_from_before_devices_named_launches(capture: Path) -> None:
@@ -617,7 +628,7 @@ _COLUMNS = {
     "samples": "stack_id thread_id class count ns",
     "waits": "stack_id thread_id start_ns blocked_ns runnable_ns",
     "losses": "name count meaning",
-    "devices": "id family name tier limit_reason period_ns",
+    "devices": "id family name tier limit_reason period_ns details",
     "api_functions": "id api name operation",
     "kernels": "id process_id api name unnamed",
     "kernel_codes": "id kernel_id binary_id size_bytes",
@@ -641,7 +652,7 @@ _TEXTS = {
     "binaries": "path build_id",
     "functions": "name file",
     "losses": "name meaning",
-    "devices": "family name limit_reason",
+    "devices": "family name limit_reason details",
     "api_functions": "api name",
     "kernels": "api name unnamed",
     "instructions": "text file",

@@ -39,6 +39,7 @@ from aiflame.gpu.base import (
     CpuSample,
     Family,
     Finding,
+    HelperLibrary,
     Host,
     Interval,
     KernelSample,
@@ -233,6 +234,7 @@ class _Family:
     api = "toys"
     probes: tuple[Api, ...] = ()
     memory = ""
+    helper: HelperLibrary | None = None
 
     def __init__(
         self, devices: tuple[Device, ...], samples: Sequence[KernelSample] = (), events: int = -1
@@ -408,7 +410,7 @@ def test_kernel_times_and_samples_of_a_new_family_are_in_window_and_capture(
         check(closed)
         sink.put(closed)
     fields = ["queue", "begin_ns", "end_ns", "count", "duration_ns"]
-    assert first.kernel_times[fields].tolist() == [(9, 0, 400, 1, 500)]
+    assert first.kernel_times[fields].tolist() == [(9, 0, 400, 1, 400)]
     assert last.kernel_times[fields].tolist() == [
         (9, 500, 1_600, 1, 1_100),
         (9, 1_700, 1_900, 1, 200),
@@ -425,7 +427,7 @@ def test_kernel_times_and_samples_of_a_new_family_are_in_window_and_capture(
     assert (kernel.api, kernel.name) == ("toys", "bounce")
     # AND in the statistics
     (stats,) = kernel_stats(device_samples(profile)).values()
-    assert (stats.name.short, stats.total, stats.time_ns) == ("bounce", 10, 1_800)
+    assert (stats.name.short, stats.total, stats.time_ns) == ("bounce", 10, 1_700)
 
 
 @pytest.mark.parametrize(
@@ -490,13 +492,15 @@ def test_a_family_begins_when_a_process_may_use_its_devices(table: ProcessTable)
 
 
 class _Teller(_Sampler):
-    """Gives the times that it is told to."""
+    """Gives the times and samples that it is told to."""
 
     times: Sequence[KernelTime] = ()
+    samples: Sequence[KernelSample] = ()
 
     def drain(self, interval: Interval) -> None:
         self._host.add_times(self.times)
-        self.times = ()
+        self._host.add_samples(self.samples)
+        self.times = self.samples = ()
 
 
 class _TellingFamily(_Family):
@@ -535,15 +539,60 @@ def test_times_of_one_process_leave_room_for_those_of_others(
     }
 
 
+def test_a_recording_has_so_many_codes_and_instructions(
+    telling: tuple[_TellingFamily, Devices, WindowBuilder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, devices, window = telling
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_CODES", 3)
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_SITES", 5)
+    family.sampler.samples = [
+        KernelSample(0, 0, CodeKey(process % 2, None, f"k{kernel}"), 16 * offset, "busy", 7)
+        for process in range(2)
+        for kernel in range(4)
+        for offset in range(2)
+    ]
+    # WHEN all come, and again after their processes were forgotten
+    sent = family.sampler.samples
+    devices.drain(0, 1_000)
+    rows = window.close(1_000).device_samples
+    devices.forget_images([0, 1])
+    family.sampler.samples = sent
+    devices.drain(1, 2_000)
+    again = window.close(2_000).device_samples
+    # THEN the first are told apart, and the others counted
+    assert rows["count"].sum() == again["count"].sum() == 5 * 7
+    assert rows["code"].tolist() == [0, 0, 1, 1, 2]
+    assert devices.losses == {LossKind.DEVICE_SAMPLES_REFUSED: 2 * (16 - 5) * 7}
+
+
 def test_times_from_before_the_recording_are_left_out(
     telling: tuple[_TellingFamily, Devices, WindowBuilder], table: ProcessTable
 ) -> None:
     family, devices, window = telling
     table.start_ns = 150
     time = KernelTime(0, 0, "bounce", 100, 149, 10)
-    family.sampler.times = [time, replace(time, end_ns=160)]
+    # AND what is long in those that have not ended by then
+    half, boot = replace(time, end_ns=200, duration_ns=80), replace(time, begin_ns=0)
+    family.sampler.times = [time, half, *[replace(boot, end_ns=151, duration_ns=151)] * 3]
     devices.drain(0, 1_000)
-    assert window.close(1_000).kernel_times["end_ns"].tolist() == [10]
+    rows = window.close(1_000).kernel_times
+    fields = ["begin_ns", "end_ns", "duration_ns"]
+    assert rows[fields].tolist() == [(0, 50, 40), *[(0, 1, 1)] * 3]
+    assert devices.losses == {}
+
+
+def test_times_from_long_before_the_recording_take_no_room(
+    telling: tuple[_TellingFamily, Devices, WindowBuilder],
+    table: ProcessTable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family, devices, window = telling
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_KERNEL_NS_OF_PROCESS", 100)
+    table.start_ns = 1_000
+    time = KernelTime(0, 0, "bounce", 1, 1_010, 1_009)
+    family.sampler.times = [time] * 3
+    devices.drain(0, 1_000)
+    assert window.close(1_000).kernel_times["duration_ns"].tolist() == [10] * 3
     assert devices.losses == {}
 
 

@@ -188,11 +188,11 @@ def test_every_cut_of_a_file_ends_in_an_answer(tmp_path: Path) -> None:
 
 
 def test_random_damage_never_raises_anything_else(tmp_path: Path) -> None:
-    """Only BadElf may come out of 3,000 files with a few wrong bytes in their headers."""
+    """Only BadElf may come out of 1,000 files with a few wrong bytes in their headers."""
     random_bytes = random.Random(23)
     sound = Elf(symbols=[Symbol("f", 0x1000, 16)], build_id=b"1" * 20, text=b"\x90" * 64).build()
     outcomes = Counter()
-    for _ in range(3000):
+    for _ in range(1000):
         data = bytearray(sound)
         for _ in range(random_bytes.randint(1, 6)):
             spot = random_bytes.choice((HEADER_BYTES, len(data)))

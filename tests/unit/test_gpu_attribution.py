@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 from aiflame.agent.model.gpu import (
     CALL_DTYPE,
+    DEVICE_SAMPLE_DTYPE,
+    KERNEL_TIME_DTYPE,
+    LAUNCH_DTYPE,
     NONE,
     ApiFunction,
     GpuProfile,
@@ -18,6 +22,7 @@ from aiflame.agent.model.gpu import (
     Operation,
 )
 from aiflame.gpu.attribution import TIME_DTYPE, Certainty, attribute
+from aiflame.gpu.attribution.kernel_times import measured_times
 from device_profiles import device_samples
 
 # Kernels 0 to 4 of `gpu_of`; code `i` is that of kernel `i`.
@@ -170,6 +175,26 @@ def test_measured_time_beats_work() -> None:
     assert by_stack(gpu_of(calls, [sample(100)]), other) == {7: 90, 8: 10}
 
 
+def test_runs_that_are_known_by_launch_beat_calls() -> None:
+    # GIVEN four launches of stack 7 that ran, one of stack 8 that was captured, and two runs of the
+    # graph by stack 9, whose call names no kernel
+    calls = [call(7, count=4, work=9_000), call(8, work=9_000), call(9, count=2, kernel=UNNAMED)]
+    times = [(0, K, 0, 7, 0, 500, 4, 4_000), (0, SAME_AS_K, 0, 9, 0, 900, 2, 8_000)]
+    runs = np.array(times, KERNEL_TIME_DTYPE)
+    gpu = replace(gpu_of(calls, [sample(120), sample(30, kernel=OTHER)]), times=runs)
+    # THEN they share by what they ran
+    shared = {7: 40, 9: 80, NONE: 30}
+    assert by_stack(gpu, measured_times(gpu)) == shared
+    # AND a kernel of a graph alone belongs to its launch
+    alone = replace(
+        gpu, times=np.append(runs, np.array([(0, OTHER, 0, 9, 0, 9, 2, 10)], runs.dtype))
+    )
+    assert by_stack(alone, measured_times(alone)) == {7: 40, 9: 110}
+    # AND where no run is known, calls tell
+    unknown = replace(gpu, times=np.array([(0, K, 0, NONE, 0, 9, 2, 10)], runs.dtype))
+    assert by_stack(unknown) == {7: 60, 8: 60, NONE: 30}
+
+
 def test_a_second_without_launches_is_shared_as_the_nearest_earlier_one() -> None:
     gpu = gpu_of(
         [call(7, interval=2), call(8, interval=4), call(7, interval=9), call(8, interval=9)],
@@ -241,3 +266,24 @@ def test_each_part_says_how_its_stack_is_known() -> None:
         (1, 7, "exact", 5),
         (2, NONE, "unattributed", 2),
     ]
+
+
+def test_launches_without_an_order_are_shared_by_the_second() -> None:
+    # GIVEN a process of which no launch could be told apart from the others
+    launches = np.zeros(2, LAUNCH_DTYPE)
+    launches["stack"], launches["count"] = (0, 1), 1
+    launches["first_ns"] = launches["last_ns"] = 10, 20
+    launches["ended_ns"] = 100
+    calls = np.zeros(2, CALL_DTYPE)
+    calls["stack"], calls["count"] = (0, 1), 1
+    samples = np.zeros(1, DEVICE_SAMPLE_DTYPE)
+    samples["stack"], samples["count"] = NONE, 8
+    gpu = GpuProfile(
+        functions=(ApiFunction("cuda", "cuLaunchKernel", Operation.LAUNCH),),
+        kernels=(Kernel(0, "cuda", "a", ""),),
+        codes=(KernelCode(0, None, 0),),
+        calls=calls,
+        launches=launches,
+        samples=samples,
+    )
+    assert attribute(gpu)["count"].tolist() == [4, 4]

@@ -71,6 +71,7 @@ _MAY_IMPORT = {
     },
     "python": {"elf", "errors", "file_questions", "model", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
+    "injection": {"elf", "processes", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
     "sinks": {"capture", "processes", "symbolize", "symbols", *_LEAVES},

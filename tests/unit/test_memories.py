@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,93 @@ def test_memory_that_comes_later_is_found(table: ProcessTable, image: ProcessIma
     assert len(memories.all()) == 1
     memories.forget_images([image.index])
     assert memories.all() == []
+    shared.close()
+
+
+def _descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_helper_is_told_by_its_pipe_until_it_is_left(
+    table: ProcessTable, image: ProcessImage
+) -> None:
+    shared = _Shared("aiflame-toy")
+    reading, writing = os.pipe()
+    os.close(writing)  # nobody else wants it on
+    memories = Memories(table, _NAME)
+    memories.look(image)
+    (memory,) = memories.all()
+    before = _descriptors()
+    assert memory.tell(reading, b"x" * 32)
+    assert memory.tell(reading, b"y" * 32)
+    assert os.read(reading, 100) == b"x" * 32 + b"y" * 32
+    assert _descriptors() == before + 1
+    # WHEN it is left, THEN the helper sees that nobody has the other end
+    memory.leave()
+    assert os.read(reading, 100) == b""
+    # AND it can be told again
+    assert memory.tell(reading, b"z")
+    assert os.read(reading, 100) == b"z"
+    assert not memory.is_over()
+    memories.forget_images([image.index])
+    assert os.read(reading, 100) == b""
+    assert not memory.tell(reading, b"z")
+    assert _descriptors() == before - 1
+    os.close(reading)
+    shared.close()
+
+
+def test_a_pipe_without_a_reader_is_of_a_process_that_is_over(
+    table: ProcessTable, image: ProcessImage
+) -> None:
+    shared = _Shared("aiflame-toy")
+    reading, writing = os.pipe()
+    os.close(writing)
+    memories = Memories(table, _NAME)
+    memories.look(image)
+    (memory,) = memories.all()
+    assert not memory.is_over()
+    assert memory.tell(reading, b"x")
+    assert not memory.is_over()
+    os.close(reading)
+    assert memory.is_over()
+    memories.close()
+    assert not memory.is_over()
+    shared.close()
+
+
+def test_what_is_no_pipe_without_a_name_is_never_opened(
+    table: ProcessTable, image: ProcessImage, tmp_path: Path
+) -> None:
+    # GIVEN a process that says that its pipe is something else
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "file").write_bytes(b"kept")
+    descriptors = [
+        os.open(fifo, os.O_RDWR),
+        os.open(fifo, os.O_PATH),
+        os.open(tmp_path / "file", os.O_RDWR),
+        os.open("/dev/null", os.O_RDWR),
+        os.open(tmp_path, os.O_PATH),
+        os.memfd_create("aiflame-toy-pipe"),
+    ]
+    shared = _Shared("aiflame-toy")
+    memories = Memories(table, _NAME)
+    memories.look(image)
+    (memory,) = memories.all()
+    for number in (*descriptors, -1, 1 << 30, 1 << 70):
+        assert not memory.tell(number, b"x")
+    assert (tmp_path / "file").read_bytes() == b"kept"
+    # AND a pipe that is full, or that nobody reads, is not waited for
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    assert not memory.tell(reading, b"x" * 32)
+    memories.close()
+    for fd in (*descriptors, reading, writing):
+        os.close(fd)
     shared.close()
 
 

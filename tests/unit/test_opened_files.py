@@ -38,6 +38,7 @@ _MAY_OPEN = {
     "agent/inspector/rootfs.py": "files of targets, inside their root directory",
     "agent/inspector/opener_worker.py": "the same by other ways, in a process that can be killed",
     "agent/kernelfs.py": "/proc and /sys",
+    "agent/injection/delivery.py": "a new file in a directory that is checked, no link followed",
     # Directories of our own, which no other user can write to.
     "agent/capture/workspace.py": "a recording before it has its name",
     "agent/capture/writer.py": "the same",
@@ -55,6 +56,7 @@ _MAY_OPEN = {
     "agent/kernel/compile.py": "the C of bpf/ and what it was compiled to, the version of BCC",
     "agent/reports/html.py": "parts of the page",
     "agent/reports/svg.py": "the parts of the SVG",
+    "agent/injection/inject.py": "a helper's library",
     # Files that the user names, with the user's rights or as root: no process chooses them.
     "agent/capture/reader.py": "a capture to be read",
     "agent/recording/recorder.py": "the directory of the cgroup that is recorded",
@@ -63,10 +65,12 @@ _MAY_OPEN = {
     "agent/commands/messages.py": "/dev/null and the standard streams",
     # Children that read for others: they get descriptors.
     "agent/inspector/child.py": "the status of a child of ours, in /proc",
+    "agent/processes/binaries.py": "a pipe without a name, that the opener found",
     "agent/inspector/parser.py": "/dev/null, and what /proc says of a descriptor",
     "agent/unwind/worker.py": "what it is told to read",
     # The system's own.
     "agent/processes/container_names.py": "lists of container engines, if they are root's",
+    "gpu/nvidia/machine.py": "what NVIDIA's driver tells in /proc, and its nodes in /dev",
     "gpu/opencl/platforms.py": "registered drivers of OpenCL, and /proc/cpuinfo",
 }
 

@@ -30,20 +30,24 @@ _ROOT = Path(__file__).parents[2]
 # What makes something of a file's bytes, and who calls it: functions that parsers run.
 _PARSE = {
     *("ElfImage.read", "ElfImage.from_fd", "PerfMap.read", "PerfMap.parse", "find_functions"),
-    *("read_prologue", "capstone.Cs"),
+    *("read_prologue", "capstone.Cs", "_Cubin"),
 }
 _IN_PARSERS = {
     # What questions ask (`inspector.file_reader`).
     "agent.elf.dynamic:dependencies",
     "agent.elf.functions:names_at",
     "agent.elf.headers:headers",
+    "agent.injection.questions:unsafe_parts",
     "agent.launches.questions:functions",
     "agent.launches.symbols:find_functions",
     "agent.python.questions:interpreter",
     "agent.python.questions:key_block",
     "agent.unwind.questions:name_of_table",
+    "gpu.nvidia.cubin:functions",
     "gpu.opencl.disassembly:instructions",
     "gpu.opencl.kernel_file:read_kernel_file",
+    # A library of ours, which targets are to load.
+    "agent.injection.inject:_read",
     # What these call.
     "agent.launches.probe_sites:_instructions",
     "agent.unwind.prologue_x86_64:_decoder",

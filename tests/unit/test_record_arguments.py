@@ -7,6 +7,7 @@ import argparse
 import os
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiflame.agent import cli
@@ -209,6 +210,22 @@ def test_defaults(recordings: _Recordings) -> None:
         gpu="auto",
     )
     assert options.period_ns == 10_101_010
+
+
+@pytest.mark.parametrize(("words", "permille"), [("", 1000), (" --gpu-duty 2.5", 25)])
+def test_the_duty_of_helpers_arrives(recordings: _Recordings, words: str, permille: int) -> None:
+    assert cli.main(f"record -a -d 2s --gpu auto{words}".split()) == 0
+    [(_, options, _)] = recordings.asked
+    assert options.gpu_duty_permille == permille
+
+
+@pytest.mark.parametrize("words", ["--gpu-duty 0", "--gpu-duty 101", "--gpu none --gpu-duty 5"])
+def test_a_duty_that_makes_no_sense_is_refused(recordings: _Recordings, words: str) -> None:
+    try:
+        code = cli.main(f"record -a {words}".split())
+    except SystemExit as ended:
+        code = cast(int, ended.code)
+    assert (code, recordings.asked) == (2, [])
 
 
 def test_every_option_arrives(recordings: _Recordings) -> None:

@@ -158,8 +158,8 @@ def _run(page: str, name: str, expression: str) -> Any:
           activity(data, {time["buckets"]}, wanted).map((series) => Array.from(series));
         console.log(JSON.stringify({expression}));
     """
-    index, blob = {"time": ("index", "data"), "device": ("device_index", "device-data")}[name]
-    given = {"blob": _block(page, blob), "index": json.loads(_block(page, "facts"))[index]}
+    index = json.loads(_block(page, "facts"))["sets"][name]
+    given = {"blob": _block(page, f"data-{name}"), "index": index}
     done = subprocess.run(
         [NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True
     )
@@ -265,8 +265,8 @@ def test_time_costs_a_page_little() -> None:
     assert len(_page(profile)) < 1.25 * len(_page(without))
     # AND nothing of it is lost
     page = _page(profile)
-    index = json.loads(_block(page, "facts"))["index"]
-    stream = zlib.decompress(base64.b64decode(_block(page, "data")))
+    index = json.loads(_block(page, "facts"))["sets"]["time"]
+    stream = zlib.decompress(base64.b64decode(_block(page, "data-time")))
     (weights,) = (one for one in index["sections"] if one["name"] == "piece_weight")
     chunk = stream[weights["start"] : weights["start"] + weights["length"]]
     planes = np.frombuffer(chunk, np.uint8).reshape(weights["bytes"], weights["count"])
@@ -282,5 +282,5 @@ def test_launches_have_a_lane_without_samples() -> None:
         devices=(device,),
     )
     settings = json.loads(_block(_page(made), "facts"))
-    assert settings["device_index"] is None
+    assert list(settings["sets"]) == ["time"]
     assert settings["time"]["launches"] == [0, 3]

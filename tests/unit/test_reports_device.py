@@ -7,6 +7,7 @@ import argparse
 import csv
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -36,6 +37,8 @@ from device_profiles import (
     small_device_profile,
 )
 from goldens import assert_golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pprof_decoder import decode
 from profiles import empty_profile, small_profile
 
@@ -329,6 +332,88 @@ def test_kernel_names_are_demangled_and_shortened_without_taking_two_for_one() -
     assert names[3].whole.startswith("void at::native::vectorized_elementwise_kernel<4, at::")
 
 
+@pytest.mark.parametrize(
+    ("whole", "short"),
+    [
+        # cuBLAS, CUTLASS 2 and 3
+        (
+            "sm90_xmma_gemm_f16f16_tn_n_kernel__5x_cublas",
+            "sm90_xmma_gemm_f16f16_tn_n_kernel__5x_cublas",
+        ),
+        (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16_16x16_128x2_tn>"
+            "(cutlass_80_wmma_tensorop_f16_s161616gemm_f16_16x16_128x2_tn::Params)",
+            "cutlass cutlass_80_wmma_tensorop_f16_s161616gemm_f16_16x16_128x2_tn",
+        ),
+        (
+            "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, 1>,"
+            " cutlass::gemm::collective::CollectiveMma<cutlass::gemm::MainloopSm90Tma<4, x>, y>,"
+            " cutlass::epilogue::collective::Epilogue<a, b>, void, void, void, void, void> >(P)",
+            "cutlass GemmUniversal<tuple<...>, CollectiveMma<...>, Epilogue<...>, void, ...>",
+        ),
+        # PyTorch, FlashAttention, cuDNN, Triton
+        (
+            "void at::native::(anonymous namespace)::softmax_warp_forward<float, float, float, 8,"
+            " false, false>(float*, float const*, int, int, int, bool const*, int, bool)",
+            "at::native::(anonymous namespace)::softmax_warp_forward<float, float, ...>",
+        ),
+        (
+            "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, false, cutlass::half_t, B<1> >,"
+            " false, false, false, false, true, true, false, false>(Flash_fwd_params)",
+            "flash_fwd_kernel<Flash_fwd_kernel_traits<...>, false, false, false, false, ...>",
+        ),
+        (
+            "void cudnn::bn_fw_tr_1C11_singleread<float, 512, true, 1, 2, 0>(cudnnTensorStruct)",
+            "cudnn::bn_fw_tr_1C11_singleread<float, 512, true, 1, 2, 0>",
+        ),
+        ("triton_poi_fused_add_mul_silu_37", "triton_poi_fused_add_mul_silu_37"),
+    ],
+)
+def test_names_of_libraries_read_well(whole: str, short: str) -> None:
+    assert shortened(whole) == short
+
+
+_TUPLES = ",".join(f"cute::tuple<cute::C<{i}>,cute::C<{i + 40}>>" for i in range(40))
+
+
+@pytest.mark.parametrize(
+    ("whole", "short"),
+    [
+        (  # CUTLASS 3: a hundred brackets that are no longer than what would stand for their text
+            "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<"
+            "cute::tuple<int,int,int,int>,cutlass::gemm::collective::CollectiveMma<"
+            f"cutlass::gemm::MainloopSm90Tma<4,cute::tuple<{_TUPLES}>>>>>(cutlass::Params)",
+            "cutlass GemmUniversal<tuple<...>,CollectiveMma<...>>",
+        ),
+        (
+            "k<" + ",".join(["a<b<c>>"] * 500) + ">",
+            "k<" + "a<...>," * 10 + " ...>",
+        ),
+        ("k<" + "a<b<c<d>>>," * 9 + "e>", "k<" + "a<...>," * 9 + "e>"),
+        ("k" * 79 + "<1>", "k" * 79 + "<1>"),
+        ("k" * 79 + "<1234>", "k" * 79 + "<...>"),
+    ],
+)
+def test_shortening_makes_no_name_longer(whole: str, short: str) -> None:
+    assert shortened(whole) == short
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text("ab<<<>>>(),: -", max_size=400))
+def test_no_short_name_is_longer_than_the_whole_one(name: str) -> None:
+    assert len(shortened(name)) <= len(name)
+
+
+def test_shortening_a_page_of_brackets_takes_a_moment() -> None:
+    names = [f"k{i}<" + ",".join(["f<" * 70 + "z" + ">" * 70] * 18) + ">" for i in range(20)] + [
+        f"k{i}" + "<a" * 1300 + ">" * 1300 for i in range(20)
+    ]
+    begun_s = time.thread_time()
+    assert all(len(shortened(name)) <= 80 for name in names)
+    # 2 ms each; 80 before each level was cut at once
+    assert time.thread_time() - begun_s < 1
+
+
 def test_a_name_that_asks_for_too_much_costs_only_itself() -> None:
     # GIVEN a name of which each part is twice the one before it
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -371,9 +456,11 @@ def test_stats_show_kernel_times_under_the_stacks_of_launches_that_devices_named
     calls = profile.gpu.calls
     times = np.zeros(3, KERNEL_TIME_DTYPE)
     times["stack"] = [calls["stack"][0], calls["stack"][0], NONE]
-    times["kernel"] = calls["kernel"][0]
+    times["kernel"] = [calls["kernel"][0], calls["kernel"][0], len(profile.gpu.kernels)]
     times["count"], times["duration_ns"] = 1, [1_500_000, 500_000, 7_000_000]
-    found = tables(replace(profile, gpu=replace(profile.gpu, times=times)), View.GPU, 10)
+    kernels = (*profile.gpu.kernels, Kernel(0, "opencl", "never_launched", ""))
+    gpu = replace(profile.gpu, times=times, kernels=kernels)
+    found = tables(replace(profile, gpu=gpu), View.GPU, 10)
     (table,) = (table for table in found if table.title == "Top launch stacks")
     assert table.columns[2] == ">ms on device"
     ms = {row[-1]: row[2] for row in table.rows}
@@ -424,6 +511,9 @@ def test_csv_is_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["-f", "svg", "--color-by", "stall"], "--color-by has no effect with --view wall"),
         (["-f", "pprof", "--view", "gpu", "--leaf", "stall"], "--leaf has no effect with -f pprof"),
         (["-f", "pstats", "--view", "gpu"], "pstats has no device samples"),
+        (["-f", "pstats", "--view", "gputime"], "pstats has no GPU time"),
+        (["-f", "svg", "--view", "gputime", "--per-thread"], "--per-thread has no effect with"),
+        (["-f", "svg", "--view", "gputime", "--leaf", "stall"], "--leaf has no effect with --view"),
     ],
 )
 def test_what_makes_no_sense_is_refused(folder: Path, arguments: list[str], message: str) -> None:

@@ -62,7 +62,7 @@ def _run(page: str, expression: str) -> Any:
         const zlib = require("node:zlib");
         const input = JSON.parse(require("node:fs").readFileSync(0, "utf8"));
         const bytes = zlib.inflateSync(Buffer.from(input.blob, "base64"));
-        const data = unpack(input.settings.device_index, new Uint8Array(bytes));
+        const data = unpack(input.settings.sets.device, new Uint8Array(bytes));
         const shown = (frames) => {{
           const chosen = selected(plainTree(data), data, hiddenLabels(data, frames, false));
           return lay(weigh(chosen.tree, chosen.data, null), "gpu");
@@ -72,7 +72,7 @@ def _run(page: str, expression: str) -> Any:
         const at = (tree, name) => tree.label.findIndex((l) => l >= 0 && data.names[l] === name);
         console.log(JSON.stringify({expression}));
     """
-    given = {"blob": _block(page, "device-data"), "settings": _settings(page)}
+    given = {"blob": _block(page, "data-device"), "settings": _settings(page)}
     done = subprocess.run(
         [NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True
     )
@@ -217,9 +217,9 @@ def test_the_page_opens_as_asked_and_only_with_what_there_is() -> None:
     settings = _settings(_page(small_device_profile()))
     assert (settings["view"], settings["color"]) == ("gpu", "stall")
     page = _page(small_profile())
-    assert (_settings(page)["view"], _settings(page)["device_index"]) == ("wall", None)
+    assert (_settings(page)["view"], list(_settings(page)["sets"])) == ("wall", ["time"])
     assert "No device API calls were seen in the recorded processes." in page
-    assert 'id="device-data"' not in page
+    assert 'id="data-device"' not in page
 
 
 def test_the_page_says_how_sure_the_stacks_are() -> None:
@@ -230,7 +230,7 @@ def test_the_page_says_how_sure_the_stacks_are() -> None:
 def test_hostile_names_stay_data() -> None:
     page = _page(hostile_device_profile())
     assert page.count("<script") == 4
-    assert "<" not in _block(page, "device-data")
-    stream = zlib.decompress(base64.b64decode(_block(page, "device-data")))
+    assert "<" not in _block(page, "data-device")
+    stream = zlib.decompress(base64.b64decode(_block(page, "data-device")))
     assert b"<script>alert(1)</script>" in stream
     assert len(stream) < 400_000

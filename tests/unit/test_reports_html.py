@@ -79,9 +79,9 @@ def raw(page: Elements, identity: str) -> str:
 
 def unpacked(page: Elements) -> dict[str, Any]:
     """Undo pack.py the way page/model.js does."""
-    index = json.loads(raw(page, "facts"))["index"]
+    index = json.loads(raw(page, "facts"))["sets"]["time"]
     data = dict(index)
-    stream = zlib.decompress(base64.b64decode(raw(page, "data")))
+    stream = zlib.decompress(base64.b64decode(raw(page, "data-time")))
     for section in index["sections"]:
         chunk = stream[section["start"] : section["start"] + section["length"]]
         if "bytes" not in section:
@@ -196,7 +196,7 @@ def test_hostile_names_do_not_reach_the_markup() -> None:
     assert "<script>alert(1)</script>" in names
     assert "</script><img src=x onerror=alert(1)>" in names
     assert "<" not in raw(page, "facts")
-    assert "<" not in raw(page, "data")
+    assert "<" not in raw(page, "data-time")
 
 
 def test_no_script_may_run_but_the_pages_own() -> None:
@@ -269,7 +269,10 @@ def run_model(data_page: Elements, expression: str) -> Any:
             .filter((row) => row[2] > 0);
         console.log(JSON.stringify({expression}));
     """
-    given = {"blob": raw(data_page, "data"), "index": json.loads(raw(data_page, "facts"))["index"]}
+    given = {
+        "blob": raw(data_page, "data-time"),
+        "index": json.loads(raw(data_page, "facts"))["sets"]["time"],
+    }
     done = subprocess.run(
         [NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True
     )

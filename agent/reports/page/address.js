@@ -19,19 +19,19 @@ function bucketsOf(time, from, to) {
 }
 
 // An address may have been edited by hand: what makes no sense is taken for absent.
-// `setOf` gives the data set of a view, undefined where there is none.
-function readAddress(settings, setOf) {
+// `dataOf` gives the data of a view, undefined where there is none.
+function readAddress(settings, dataOf) {
   const given = new URLSearchParams(location.hash.slice(1));
   const oneOf = (name, values, other) => (values.includes(given.get(name)) ? given.get(name) : other);
-  const view = oneOf("view", Object.keys(VIEW_CLASSES).filter((name) => setOf(name)), settings.view);
-  const labelCount = setOf(view).data.names.length;
+  const view = oneOf("view", Object.keys(VIEW_CLASSES).filter((name) => dataOf(name)), settings.view);
+  const labelCount = dataOf(view).names.length;
   const fn = /^\d+$/.test(given.get("fn")) && Number(given.get("fn")) < labelCount ? Number(given.get("fn")) : null;
   const mode = oneOf("mode", ["flame", "inverted", "sandwich"], firstMode(settings));
   return {
     view,
     color: oneOf("color", ["stall", "frame"], settings.color),
     mode: mode === "sandwich" && fn === null ? "flame" : mode,
-    frames: oneOf("frames", Object.keys(settings.index.hidden_kinds), settings.frames),
+    frames: oneOf("frames", Object.keys(settings.sets.time.hidden_kinds), settings.frames),
     hideImports: oneOf("imports", ["0", "1"], settings.hide_imports ? "0" : "1") === "0",
     fn,
     range: bucketsOf(settings.time, given.get("from"), given.get("to")),

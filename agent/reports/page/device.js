@@ -129,6 +129,14 @@ function certainty(data, kernels) {
   return sums.map(([which, count]) => `${percent(count, whole)} ${data.certainties[which]}`).join(", ");
 }
 
+// The same of GPU time, of all kernels.
+function timeCertainty(data) {
+  const sums = data.certainties.map(() => 0);
+  data.row_kind.forEach((which, row) => { sums[which] += data.row_ns[row]; });
+  const whole = sums.reduce((sum, ns) => sum + ns, 0);
+  return sums.map((ns, which) => (ns ? `${percent(ns, whole)} ${data.certainties[which]}` : "")).filter(Boolean).join(", ");
+}
+
 // Samples by the vendor's reason, most first: [name, category, count].
 function reasonsOf(data, kernels) {
   return [...hitsBy(data, data.hit_reason, kernels)].sort((a, b) => b[1] - a[1] || a[0] - b[0])
@@ -141,7 +149,23 @@ function launchWords(data, kernels) {
     + ` from ${counted(summed(data.kernel_stacks, kernels), "stack")}` + (data.isPart ? " in the whole recording" : "");
 }
 
-// Pairs (heading, text) of a kernel's frame.
+// How long some kernels ran, in the whole recording.
+function runWords(data, kernels) {
+  const runs = summed(data.kernel_runs, kernels);
+  return `${counted(runs, "run")}, ${duration(Math.round(summed(data.kernel_ns, kernels) / runs))} each` + (data.isPart ? " in the whole recording" : "");
+}
+
+// Pairs (heading, text) of a kernel's frame in GPU time.
+function kernelTimeFacts(data, tree, node) {
+  const kernels = kernelsAt(data, tree, node);
+  if (!kernels.length) return [];
+  const name = data.kernel_names[kernels[0]];
+  const facts = [["ran", runWords(data, kernels)], ["launches", launchWords(data, kernels)]];
+  if (name !== data.names[tree.label[node]]) facts.push(["whole name", name]);
+  return facts;
+}
+
+// Pairs (heading, text) of a kernel's frame in device samples.
 function kernelFacts(data, tree, node) {
   const kernels = kernelsAt(data, tree, node);
   if (!kernels.length) return [];

@@ -23,14 +23,15 @@ class Legend {
 
   show() {
     this.body.replaceChildren();
-    const isDevice = this.page.state.view === "gpu";
+    const { view, color } = this.page.state;
+    const isDevice = isOfDevices(view);
     byId("legend-note").textContent = !isDevice
       ? "Warm part of a frame: its time on a CPU. Blue part: its time off the CPU."
-      : this.page.state.color === "stall"
+      : view === "gpu" && color === "stall"
         ? "A device frame has the colour of its largest category, the stronger the larger its share; frames of the CPU are pale."
         : "Colours say what a frame is.";
     if (!isDevice) this.showTimes();
-    else if (this.page.state.color === "stall") this.showStalls();
+    else if (view === "gpu" && color === "stall") this.showStalls();
     else this.showKinds();
   }
 

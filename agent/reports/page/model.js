@@ -4,10 +4,14 @@
 // A tree is arrays in preorder: the subtree of node i is the range i..end[i]. `klass[k][i]` is the
 // time of node i and all below it in class k (0 on-CPU, 1 blocked, 2 waiting to run, 3 preempted).
 // Times are float64, which is exact up to 2^53 ns, 104 days. Of device samples, classes are the
-// categories of stalls, and what is called time is a number of samples.
+// categories of stalls, and what is called time is a number of samples. Of GPU time, classes are how
+// sure its launching stacks are.
 "use strict";
 
-const VIEW_CLASSES = { wall: [0, 1, 2, 3], cpu: [0], offcpu: [1, 2, 3], gpu: [0, 1, 2, 3, 4, 5, 6, 7, 8] };
+const VIEW_CLASSES = { wall: [0, 1, 2, 3], cpu: [0], offcpu: [1, 2, 3], gpu: [0, 1, 2, 3, 4, 5, 6, 7, 8], gputime: [0, 1, 2] };
+// The data set of a view.
+const setOf = (view) => ({ gpu: "device", gputime: "gputime" })[view] || "time";
+const isOfDevices = (view) => setOf(view) !== "time";
 
 async function inflate(base64) {
   const packed = Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
@@ -189,7 +193,7 @@ function lay(tree, view) {
   for (const k of VIEW_CLASSES[view]) {
     for (let i = 0; i < tree.n; i++) {
       total[i] += tree.klass[k][i];
-      if (k > 0 && view !== "gpu") off[i] += tree.klass[k][i];
+      if (k > 0 && !isOfDevices(view)) off[i] += tree.klass[k][i];
     }
   }
   const x = new Float64Array(tree.n);

@@ -7,14 +7,14 @@
 const LEAST_SHARE = 0.00005;
 
 const byId = (id) => document.getElementById(id);
-const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time", gpu: "device samples" };
+const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time", gpu: "device samples", gputime: "GPU time" };
 const wholeWords = (view, whole) => (view === "gpu" ? counted(whole, "device sample") : `${duration(whole)} of ${VIEW_NAMES[view]}`);
-const setOf = (view) => (view === "gpu" ? "device" : "time");
 
+const viewOfKey = (key) => (/^[1-9]$/.test(key) ? Object.keys(VIEW_CLASSES)[key - 1] : undefined);
 const sameRange = (a, b) => String(a) === String(b);
 
 class Page {
-  // `sets`: the data of times, and of device samples where there are any.
+  // `sets`: the data of times, and of device samples and GPU time where there are any.
   constructor(settings, sets) {
     this.settings = settings;
     this.sets = {};
@@ -29,7 +29,7 @@ class Page {
     this.graph = new Graph(byId("graph"), faces, { rises: false, label: "Flame graph. Arrow keys move, Enter zooms.", ...events });
     this.callers = new Graph(byId("callers"), faces, { rises: true, label: "Callers. Arrow keys move, Enter zooms.", ...events });
     byId("frames").hidden = !settings.has_python;
-    document.querySelector('[data-view="gpu"]').hidden = !sets.device;
+    for (const view of ["gpu", "gputime"]) document.querySelector(`[data-view="${view}"]`).hidden = !sets[setOf(view)];
     this.legendTable = new Legend(this);
     this.strip = settings.time ? new Strip(this) : null;
     this.deviceNote = byId("device-note").textContent;
@@ -44,6 +44,7 @@ class Page {
     return {
       names: data.names, on: shaded(settings.on_fills), off: shaded(settings.off_fills),
       whole: settings.whole_fills, hit: settings.hit_fill, ink: settings.ink, stalls: settings.stalls,
+      certainties: data.certainties || [],
       kindOf: Array.from(data.category, (category) => settings.stall_kinds[category]),
     };
   }
@@ -78,7 +79,7 @@ class Page {
   // ---- state ---------------------------------------------------------------------------------
 
   recall() {
-    this.state = readAddress(this.settings, (view) => this.sets[setOf(view)]);
+    this.state = readAddress(this.settings, (view) => this.sets[setOf(view)]?.data);
     this.use(setOf(this.state.view));
     byId("search").value = this.state.search;
     byId("threads").value = this.state.threads;
@@ -107,7 +108,7 @@ class Page {
   }
 
   wanted() {
-    return this.state.view === "gpu" ? null : this.chosenThreads(); // a device's samples have no thread
+    return isOfDevices(this.state.view) ? null : this.chosenThreads(); // what devices did has no thread
   }
 
   chosenThreads() {
@@ -189,7 +190,7 @@ class Page {
     press("frames", this.state.frames);
     press("color", this.state.color);
     byId("colors").hidden = this.state.view !== "gpu";
-    byId("thread-choice").hidden = this.state.view === "gpu";
+    byId("thread-choice").hidden = isOfDevices(this.state.view);
     byId("imports").setAttribute("aria-pressed", String(!this.state.hideImports));
     document.querySelector('[data-mode="sandwich"]').disabled = this.state.fn === null;
     byId("case").setAttribute("aria-pressed", String(this.state.matchCase));
@@ -203,6 +204,10 @@ class Page {
       byId("whole").textContent = `100 % = ${wholeWords("gpu", whole)} of ${counted(kernels.size, "kernel")}, ${when}`;
       return;
     }
+    if (this.state.view === "gputime") {
+      byId("whole").textContent = `100 % = ${wholeWords("gputime", whole)}, ${when}`;
+      return;
+    }
     const wanted = this.wanted();
     const there = this.state.range ? this.rows.row_thread.filter((_, row) => this.rows.row_ns[row] > 0) : this.counted;
     const threads = [...new Set(there)].filter((thread) => wanted === null || wanted[thread]).length;
@@ -213,9 +218,13 @@ class Page {
   // How sure the stacks of device samples are, of the whole recording or of the chosen range.
   showDeviceNote() {
     const { sets, state: { range } } = this;
-    if (!sets.device) return;
-    const words = () => certainty(within(sets.device.data, range), [...sets.device.data.kernel_names.keys()]);
-    byId("device-note").textContent = range ? `Attribution in this time range: ${words() || "no device samples"}.` : this.deviceNote;
+    const notes = [];
+    if (range && sets.device) {
+      const words = certainty(within(sets.device.data, range), [...sets.device.data.kernel_names.keys()]);
+      notes.push(`Attribution in this time range: ${words || "no device samples"}.`);
+    }
+    if (range && sets.gputime) notes.push(`Attribution of GPU time in this time range: ${timeCertainty(within(sets.gputime.data, range)) || "no GPU time"}.`);
+    byId("device-note").textContent = notes.join(" ") || this.deviceNote;
   }
 
   showPath() {
@@ -303,7 +312,11 @@ class Page {
 
   facts(graph, node) {
     const whole = this.state.mode === "sandwich" ? "of the function" : "of all";
-    const known = this.state.view === "gpu" ? kernelFacts(this.rows, graph.tree, node) : sourceFacts(this.rows, graph.tree.label[node]);
+    const known = {
+      device: () => kernelFacts(this.rows, graph.tree, node),
+      gputime: () => kernelTimeFacts(this.rows, graph.tree, node),
+      time: () => sourceFacts(this.rows, graph.tree.label[node]),
+    }[setOf(this.state.view)]();
     return frameFacts(graph, node, whole).concat(known, known.length && this.state.view === "gpu" ? [["", "click, then l: its instructions"]] : []);
   }
 
@@ -390,7 +403,7 @@ class Page {
     else if (key === "escape") this.back();
     else if (typing || control || event.altKey) return;
     else if (key === "?") byId("help").showModal();
-    else if (key >= "1" && key <= (this.sets.device ? "4" : "3") && key.length === 1) this.set({ view: Object.keys(VIEW_CLASSES)[key - 1] });
+    else if (this.sets[setOf(viewOfKey(key))] && viewOfKey(key)) this.set({ view: viewOfKey(key) });
     else if (key === "l") this.openListing();
     else if (key === "i") this.set({ mode: this.state.mode === "inverted" ? "flame" : "inverted", zoom: [] });
     else if (key === "s") this.sandwichSelected();
@@ -404,8 +417,8 @@ async function start() {
   if (typeof DecompressionStream === "undefined") {
     throw new Error("This browser is too old: it needs DecompressionStream (Chrome 80, Firefox 113, Safari 16.4).");
   }
-  const sets = { time: unpack(settings.index, await inflate(byId("data").textContent)) };
-  if (settings.device_index) sets.device = unpack(settings.device_index, await inflate(byId("device-data").textContent));
+  const sets = {};
+  for (const [name, index] of Object.entries(settings.sets)) sets[name] = unpack(index, await inflate(byId("data-" + name).textContent));
   byId("app").hidden = false;
   window.aiflame = new Page(settings, sets);
 }

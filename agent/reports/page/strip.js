@@ -60,8 +60,13 @@ class Strip {
     if (sets.device) {
       const { names, fills } = settings.stalls;
       lanes.push({ name: "GPU samples", parts: names, fills, series: activity(sets.device.data, buckets, null), rate: perSecond, say: plain });
-    } else if (launches.length) {
+    } else if (!sets.gputime && launches.length) {
       lanes.push({ name: "GPU launches", parts: ["launches"], fills: settings.stalls.fills.slice(0, 1), series: [launches], rate: perSecond, say: plain });
+    }
+    if (sets.gputime) {
+      const atOnce = (ns, seconds) => `${(ns / 1e9 / seconds).toFixed(2)} kernels at once`;
+      const fills = [settings.stalls.fills[0], settings.stalls.fills[7], settings.stalls.fills[8]];
+      lanes.push({ name: "GPU time", parts: sets.gputime.data.certainties, fills, series: activity(sets.gputime.data, buckets, null), rate: atOnce, say: duration });
     }
     for (const lane of lanes) {
       lane.total = new Float64Array(buckets);

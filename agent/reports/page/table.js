@@ -32,7 +32,7 @@ function showTable(page) {
     return row;
   });
   body.replaceChildren(...rows);
-  byId("top-note").textContent = `${rows.length} of ${found.length.toLocaleString("en-US")} ${page.state.view === "gpu" ? "frames" : "functions"}`
+  byId("top-note").textContent = `${rows.length} of ${found.length.toLocaleString("en-US")} ${isOfDevices(page.state.view) ? "frames" : "functions"}`
     + (page.matches ? " that match" : "") + `; 100 % = ${wholeWords(page.state.view, whole)}`;
   for (const button of document.querySelectorAll("[data-sort]")) {
     const heading = button.parentElement;

@@ -16,7 +16,7 @@ function frameFacts(graph, node, ofWhole) {
   const { tree } = graph;
   const { view } = tree;
   const isDevice = view === "gpu";
-  const names = isDevice ? graph.faces.stalls.names : TIME_CLASSES;
+  const names = { device: graph.faces.stalls.names, gputime: graph.faces.certainties, time: TIME_CLASSES }[setOf(view)];
   const [total, whole] = [tree.total[node], tree.total[0]];
   const up = tree.parent[node];
   let own = total;

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a family's helper into processes that run on its devices and have none.
+
+A process of its own does that (agent/injection/load_worker.py), one for all that are due, so that
+the recording goes on. It may be killed at any moment: the target goes on, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiflame.agent.losses import LossKind
+from aiflame.agent.process_group import OWN_PROCESS_GROUP
+from aiflame.agent.processes import procfs
+from aiflame.agent.processes.table import ProcessImage
+from aiflame.gpu.base import HelperLibrary
+
+# A process that has just begun may have been started with a helper, which is there once the driver
+# has been initialised.
+_BEGINNING_NS = 3_000_000_000
+# Of a recording: each takes a second of one CPU.
+_MOST_LOADS = 256
+_MAX_ANSWER_BYTES = 1 << 16
+# It removes what it has put into a target's directory, at once.
+_ENDING_S = 2.0
+# At the end of a recording, for what has been loaded by then and was not said yet.
+_LAST_ANSWER_S = 1.0
+_LAST_ANSWER_PAUSE_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A process that is to have a helper, from a monotonic time on."""
+
+    image: ProcessImage
+    started: int  # as procfs.start_ticks has it: its number may be another's by then
+    due_ns: int
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A loader at work.
+
+    Attributes:
+        process: It.
+        answers_fd: What it says.
+        images: By pid, those that it has said nothing of.
+        said: The beginning of a line.
+    """
+
+    process: subprocess.Popen[bytes]
+    answers_fd: int
+    images: dict[int, ProcessImage]
+    said: bytes = b""
+
+
+class HelperLoads:
+    """Loads one family's helper where it is missing.
+
+    Args:
+        library: The helper.
+        cache: Directory of unwind tables, None for none.
+        first_image: The identity of process images that were there before the recording.
+
+    Attributes:
+        losses: Processes into which it was not loaded.
+    """
+
+    def __init__(self, library: HelperLibrary, cache: Path | None, first_image: int) -> None:
+        self._library = library
+        self._cache = cache
+        self._first_image = first_image
+        self._asked: set[int] = set()  # by index of the image, of those that have not ended
+        self._loads = 0
+        self._due: dict[int, _Due] = {}
+        self._there: list[ProcessImage] = []
+        self._worker: _Worker | None = None
+        self.losses: Counter[LossKind] = Counter()
+
+    def ask(self, image: ProcessImage) -> None:
+        """Has the helper loaded into a process that runs on its devices, once."""
+        if image.index in self._asked or not (started := procfs.start_ticks(image.pid)):
+            return
+        self._asked.add(image.index)
+        self._loads += 1
+        if self._loads > _MOST_LOADS:
+            self.losses[LossKind.HELPERS_NOT_LOADED] += 1
+            return
+        is_old = image.image == self._first_image
+        due_ns = 0 if is_old else time.monotonic_ns() + _BEGINNING_NS
+        self._due[image.index] = _Due(image, started, due_ns)
+
+    def has_helper(self, index: int) -> None:
+        """Leaves out a process that has a helper."""
+        self._due.pop(index, None)
+
+    def forget(self, index: int) -> None:
+        """Forgets a process that has ended."""
+        self._due.pop(index, None)
+        self._asked.discard(index)
+
+    def look(self) -> list[str]:
+        """Goes on, and never waits; returns what is to be said."""
+        said = self._answers()
+        now_ns = time.monotonic_ns()
+        due = [one for one in self._due.values() if one.due_ns <= now_ns]
+        if due and self._worker is None:
+            said += self._start(due)
+        return said
+
+    def finish(self) -> list[str]:
+        """Returns what is still to be said at the end: waits a moment for a loader at work."""
+        self._due.clear()
+        said, until_s = self._answers(), time.monotonic() + _LAST_ANSWER_S
+        while self._worker is not None and self._worker.images and time.monotonic() < until_s:
+            time.sleep(_LAST_ANSWER_PAUSE_S)
+            said += self._answers()
+        return said
+
+    def _start(self, due: list[_Due]) -> list[str]:
+        for one in due:
+            del self._due[one.image.index]
+        command = [sys.executable, "-m", "aiflame.agent.injection.load_worker"]
+        calls = ",".join(self._library.calls)
+        processes = (f"{one.image.pid}:{one.started}" for one in due)
+        arguments = [str(self._library.path), str(self._cache or ""), calls, *processes]
+        try:
+            answers_fd, writing_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            return self._lost(f"no helper was loaded: {error.strerror}", len(due))
+        os.set_blocking(writing_fd, True)
+        try:
+            process = subprocess.Popen(  # noqa: S603 - a module of our own
+                [*command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=writing_fd,
+                cwd="/",  # python -m would import from the working directory first
+                **OWN_PROCESS_GROUP,
+            )
+        except OSError as error:
+            os.close(answers_fd)
+            return self._lost(f"no helper was loaded: {error.strerror}", len(due))
+        finally:
+            os.close(writing_fd)
+        images = {one.image.pid: one.image for one in due}
+        self._worker = _Worker(process, answers_fd, images)
+        return []
+
+    def _answers(self) -> list[str]:
+        """Returns what the worker says; the end of one that has said all is seen to."""
+        worker = self._worker
+        if worker is None:
+            return []
+        is_over = worker.process.poll() is not None  # before the last of what it said is read
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(worker.answers_fd, _MAX_ANSWER_BYTES):
+                worker.said += data
+        *lines, worker.said = worker.said.split(b"\n")
+        said = [words for line in lines for words in self._words(worker, line)]
+        if is_over:
+            for pid in worker.images:
+                said += self._lost(f"no helper was loaded into process {pid}: its loader ended")
+            os.close(worker.answers_fd)
+            self._worker = None
+        return said
+
+    def _words(self, worker: _Worker, line: bytes) -> list[str]:
+        answer = json.loads(line)
+        image = worker.images.pop(answer["pid"])
+        who = f"{image.name} ({image.pid})"
+        if "why" in answer:
+            hint = f": {answer['hint']}" if answer["hint"] else ""
+            return self._lost(f"no helper was loaded into {who}: {answer['why']}{hint}")
+        if answer["was_there"]:
+            self._there.append(image)
+            return []
+        held = f"a thread was held for {answer['stopped_ns'] / 1e6:.1f} ms"
+        return [f"loaded {self._library.path.name} into {who}: {held}"]
+
+    def take_there(self) -> list[ProcessImage]:
+        """Returns processes that have mapped the helper already, since last."""
+        there, self._there = self._there, []
+        return there
+
+    def lose_forked(self, image: ProcessImage) -> list[str]:
+        """Counts a process that has mapped the helper, and shares nothing by it; says so."""
+        name = self._library.path.name
+        return self._lost(
+            f"{image.name} ({image.pid}) has {name} from the process that forked it, where it goes"
+            " on telling: of this one launches alone are known, until it is started anew"
+        )
+
+    def _lost(self, words: str, count: int = 1) -> list[str]:
+        self.losses[LossKind.HELPERS_NOT_LOADED] += count
+        return [words]
+
+    def close(self) -> None:
+        """Ends the loader if there is one; what it is at goes on, or is undone by itself."""
+        if self._worker is None:
+            return
+        process = self._worker.process
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_S)
+        process.kill()
+        # A target may have it wait for a file system of its own, where no signal gets through.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_S)
+        os.close(self._worker.answers_fd)
+        self._worker = None

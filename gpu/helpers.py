@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What helpers in targets tell (gpu/PROTOCOL.md), as kernel times, samples and losses.
+
+Vendor neutral: a family says what its devices are called and which of its reasons count. All that
+comes is a target's, and may be anything: it costs that target's numbers, and a bounded amount of
+time and memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.losses import LossKind
+from aiflame.agent.model.gpu import Tier
+from aiflame.gpu import protocol
+from aiflame.gpu.base import CodeKey, Host, KernelSample, KernelTime, SharedMemory
+from aiflame.gpu.protocol import (
+    AnyFact,
+    BadRecord,
+    Code,
+    Context,
+    Facts,
+    Failed,
+    Hello,
+    HelperDevice,
+    HelperLoss,
+    Name,
+    Node,
+    Passing,
+    Reasons,
+    State,
+)
+from aiflame.gpu.ring import Record, RingReader
+
+T = TypeVar("T")
+
+# Of one process. A program with PyTorch and cuBLAS has some 10,000 kernels, and a machine 16
+# devices.
+_MAX_NAMES, _MAX_NAME_CHARACTERS = 1 << 16, 4096
+# Of the recorder's memory: 30,000 names of 500 bytes, as long as those of templates.
+_MAX_NAMES_BYTES = 16 << 20
+_MAX_TEXT_CHARACTERS = 200
+_MAX_DEVICES, _MAX_CONTEXTS, _MAX_CODES = 32, 256, 1 << 16
+_MAX_REASONS = 1024  # of a context; a chip has some 40
+_MAX_ERRORS = 16
+# One record may tell of so many; more makes no sense.
+_MAX_LOST = 1 << 32
+
+# Of samples: a device takes some million in a second, no function is as long, and all are added up.
+_MAX_COUNT, _MAX_COUNT_OF_PROCESS, _MAX_OFFSET = 1 << 28, 1 << 50, 1 << 40
+_MAX_LAUNCH_ID = (1 << 63) - 1
+# Of a process: instructions that are sampled, kernels that they are in, and reasons for it.
+_MAX_SITES, _MAX_KERNELS, _MAX_WORDS = 1 << 19, 1 << 14, 128
+
+_LOSSES = {
+    HelperLoss.SAMPLES_DROPPED: LossKind.DEVICE_SAMPLES_DROPPED,
+    HelperLoss.BUFFER_FULL: LossKind.DEVICE_BUFFER_FULL,
+    HelperLoss.SAMPLES_FOREIGN: LossKind.DEVICE_SAMPLES_FOREIGN,
+    HelperLoss.TIMES_DROPPED: LossKind.KERNEL_TIMES_DROPPED,
+    HelperLoss.NAMES: LossKind.DEVICE_NAMES_FULL,
+    HelperLoss.CODE_BYTES: LossKind.DEVICE_CODE_NOT_KEPT,
+    HelperLoss.CONTEXTS: LossKind.DEVICE_CONTEXTS_FULL,
+    HelperLoss.EVENTS: LossKind.DEVICE_FACTS_FULL,
+    HelperLoss.LAUNCH_IDS: LossKind.LAUNCHES_NUMBERED_TWICE,
+    HelperLoss.FACTS: LossKind.DEVICE_FACTS_FULL,
+    HelperLoss.TIMES_REFUSED: LossKind.KERNEL_TIMES_REFUSED,
+}
+
+# struct control: magic "aifc", version, verb, highest tier, duty in permille, exponent of the
+# period (0: the vendor's own), ms between two read-outs, 0.
+_CONTROL = struct.Struct("<4s7I")
+_START = 1
+# A reading is a call into the driver, which takes milliseconds; two of them in each window.
+_READ_OUT_MS = 500
+# Where the header has the control pipe's descriptor.
+_CONTROL_FD = struct.Struct("<i")
+_CONTROL_FD_AT = 48
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadOut:
+    """When samples of a context were taken that were read out at once; monotonic."""
+
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(slots=True)
+class Told:
+    """What one process has told of itself so far; some 100 KB, as it is kept when that is over.
+
+    Attributes:
+        hello: Who speaks, None before it did.
+        best: What it said when it came furthest in this recording.
+        state: What goes on there, None before it was told.
+        devices: By number.
+        contexts: The same.
+        errors: The first of each kind.
+        samples: Those of reasons that count, by context.
+        twins: Those of reasons that are part of others, likewise.
+    """
+
+    hello: Hello | None = None
+    best: Hello | None = None
+    state: State | None = None
+    devices: dict[int, HelperDevice] = field(default_factory=dict)
+    contexts: dict[int, Context] = field(default_factory=dict)
+    errors: dict[int, Failed] = field(default_factory=dict)
+    samples: Counter[int] = field(default_factory=Counter)
+    twins: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it speaks another version: what it tells means something else."""
+        return self.hello is not None and self.hello.protocol != protocol.VERSION
+
+    @property
+    def tier(self) -> Tier:
+        """How much it lets be known."""
+        tier = 0 if self.best is None else self.best.tier
+        return Tier(tier) if tier in list(Tier) else Tier.LAUNCHES
+
+
+class Helper:
+    """The helper in one process, as it is read.
+
+    Args:
+        memory: What it shares.
+        host: Takes losses.
+        number_of: A family's number of a device, None for one that it has no room for.
+        is_part: Whether the samples of a reason, by its name, are among those of another one.
+        since_ns: Monotonic; what was before is another recording's.
+
+    Attributes:
+        told: What it told.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        host: Host,
+        number_of: Callable[[HelperDevice], int | None],
+        is_part: Callable[[str], bool],
+        since_ns: int,
+    ) -> None:
+        self._memory = memory
+        self._host = host
+        self._number_of = number_of
+        self._is_part = is_part
+        self._since_ns = since_ns
+        self._ring = RingReader(memory, host)
+        self._facts = Facts(memory, host)
+        self._now_ns = 0  # of the records read last
+        self._read_outs: dict[int, _ReadOut] = {}  # the last ones, by context
+        self._waiting: list[Record] = []
+        # By context, and number of the chip's: the number of a name.
+        self._reasons: dict[int, dict[int, int]] = {}
+        self._names: dict[int, str] = {}
+        self._names_bytes = 0
+        self._codes: dict[int, Code] = {}  # those of which the bytes were kept
+        self._sites: set[tuple[CodeKey, int]] = set()
+        self._kernels: set[CodeKey] = set()
+        self._words: set[str] = set()
+        self._count = 0
+        self._is_unread = False  # from now on
+        self._started_ns: int | None = None
+        self._has_answered = False  # has said how far it comes since it was to begin
+        self._is_over = False  # its process, when it was left
+        self._is_done = False  # it has said that it is off, or is over, and there was no more
+        self.told = Told()
+
+    @property
+    def process(self) -> int:
+        """Which process image it is in, by an id of the recorder's."""
+        return self._memory.process
+
+    def start(self, tier: Tier, duty_permille: int) -> None:
+        """Tells it to begin, once it can be told; from then on it is on until the end."""
+        if self._started_ns is not None:
+            return
+        data = self._memory.read(_CONTROL_FD.size, _CONTROL_FD_AT)
+        if len(data) < _CONTROL_FD.size or self.told.hello is None or self.told.is_foreign:
+            return  # its memory is not written yet
+        self._started_ns = time.monotonic_ns()
+        self.told.best = self.told.hello  # what another recording reached counts no more
+        (number,) = _CONTROL_FD.unpack(data)
+        message = _CONTROL.pack(
+            *(b"aifc", protocol.VERSION, _START, int(tier), duty_permille, 0, _READ_OUT_MS, 0)
+        )
+        if number < 0 or not self._memory.tell(number, message):
+            self._host.lose(LossKind.DEVICE_CONTROL_REFUSED)
+
+    def allow(self, facts: int) -> None:
+        """Lets so many facts be read from now on; what they are told of waits for the rest."""
+        self._facts.left = facts
+
+    def leave(self) -> None:
+        """Wants nothing of it any more: it ends, unless another recorder wants it on."""
+        self._is_over = self._memory.is_over()
+        self._memory.leave()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing goes on there any more, and all that it said was read."""
+        return self._started_ns is None or self._is_unread or self._is_done
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether it told so since it was to begin, or can tell no more."""
+        hello, state, since_ns = self.told.hello, self.told.state, self._started_ns
+        if self._is_over or since_ns is None:
+            return self._is_over
+        # One that does not come as far as kernel times has no STATE to tell.
+        has_nothing = self._has_answered and hello is not None and not hello.tier
+        return has_nothing or (state is not None and state.at_ns >= since_ns and not state.tier)
+
+    def give_up(self) -> None:
+        """Counts what waits for facts that are read no more."""
+        if self._waiting:
+            self._host.lose(LossKind.DEVICE_RECORDS_OVERWRITTEN, len(self._waiting))
+            self._waiting = []
+
+    def code(self, code: int) -> bytes:
+        """Returns a code object, b"" where it was not kept."""
+        known = self._codes.get(code)
+        return b"" if known is None else self._facts.code(known)
+
+    def read(self, interval: int) -> list[KernelSample]:
+        """Gives the host what was told since last; returns the samples that were.
+
+        Args:
+            interval: Seconds since the start.
+        """
+        if self._is_unread:
+            return []
+        # Facts after the ring: what a record of it speaks of was written before.
+        was_off = self._is_off
+        if not self._waiting:
+            self._waiting = [*self._ring.read()]
+        self._is_done = was_off and not self._waiting
+        self._learn(self._facts.read())
+        if self.told.is_foreign:
+            self._is_unread, self._waiting = True, []
+        if self._facts.is_behind or self._is_unread:
+            return []  # the rest of the facts comes first
+        records, self._waiting = self._waiting, []
+        samples: list[KernelSample] = []
+        try:
+            for record in records:
+                self._take(record, interval, samples)
+        except BadRecord:
+            self._is_unread = True
+            self._host.lose(LossKind.DEVICE_MEMORY_DAMAGED)
+        self._host.add_samples(samples)
+        return samples
+
+    def _learn(self, facts: Iterable[AnyFact]) -> None:
+        told = self.told
+        for fact in facts:
+            match fact:
+                case Hello():
+                    fact = _cut(fact)
+                    told.hello = fact
+                    if told.is_foreign:
+                        return
+                    self._has_answered = self._started_ns is not None
+                    if told.best is None or fact.tier >= told.best.tier:
+                        told.best = fact
+                case HelperDevice():
+                    device = replace(fact, name=_shown(fact.name))
+                    self._keep(told.devices, fact.device, device, _MAX_DEVICES)
+                case Context():
+                    self._keep(told.contexts, fact.context, fact, _MAX_CONTEXTS)
+                case Reasons():
+                    rows = fact.reasons[:_MAX_REASONS].tolist()
+                    self._keep(self._reasons, fact.context, dict(rows), _MAX_CONTEXTS)
+                case Name():
+                    self._name(fact.name, fact.text[:_MAX_NAME_CHARACTERS])
+                case Code():
+                    if fact.at is not None and len(self._codes) < _MAX_CODES:
+                        self._codes.setdefault(fact.code, fact)
+                case Node():
+                    pass  # its launch is told with each kernel time
+
+    def _name(self, number: int, text: str) -> None:
+        before = self._names.get(number)
+        size = self._names_bytes + sys.getsizeof(text)
+        size -= 0 if before is None else sys.getsizeof(before)
+        is_one_more = before is None and len(self._names) == _MAX_NAMES
+        if is_one_more or size > _MAX_NAMES_BYTES:
+            self._host.lose(LossKind.DEVICE_NAMES_FULL)
+            return
+        self._names[number] = text
+        self._names_bytes = size
+
+    def _keep(self, into: dict[int, T], key: int, fact: T, most: int) -> None:
+        if key in into or len(into) < most:
+            into[key] = fact
+        else:
+            self._host.lose(LossKind.DEVICE_CONTEXTS_FULL)
+
+    def _take(self, record: Record, interval: int, samples: list[KernelSample]) -> None:
+        match record.kind:
+            case Passing.TIMES:
+                rows = protocol.times(record)
+                if len(rows):
+                    self._now_ns = max(self._now_ns, int(rows["end_ns"].max()))
+                # Here, as those of another recording would take the places of this one's.
+                self._host.add_times(self._times(rows[rows["end_ns"] > self._since_ns]))
+            case Passing.STALLS:
+                stalls = protocol.stalls(record)
+                self._now_ns = max(self._now_ns, stalls.end_ns)
+                read_out = self._read_out(stalls)
+                if stalls.end_ns > self._since_ns:
+                    samples += self._samples(stalls, read_out, interval)
+            case Passing.LOSSES:
+                if self._now_ns >= self._since_ns or not self._now_ns:
+                    self._lose(protocol.losses(record))
+            case Passing.ERROR:
+                failed = protocol.failed(record)
+                failed = replace(failed, what=_shown(failed.what), text=_shown(failed.text))
+                self._now_ns = max(self._now_ns, failed.at_ns)
+                if failed.at_ns > self._since_ns and len(self.told.errors) < _MAX_ERRORS:
+                    self.told.errors.setdefault(failed.error, failed)
+            case Passing.STATE:
+                self.told.state = protocol.state(record)
+                self._now_ns = max(self._now_ns, self.told.state.at_ns)
+            case Passing.CODE_UNLOADED:
+                pass  # samples name the code that they are of
+            case _:
+                raise BadRecord("a kind of record that is none")
+
+    def _lose(self, rows: npt.NDArray[np.void]) -> None:
+        for loss, count in zip(rows["loss"].tolist(), rows["count"].tolist(), strict=True):
+            kind = _LOSSES.get(loss)
+            if kind is None:
+                raise BadRecord("a loss that is none")
+            self._host.lose(kind, min(count, _MAX_LOST))
+
+    def _times(self, rows: npt.NDArray[np.void]) -> Iterator[KernelTime]:
+        for row in rows.tolist():
+            launch, begin_ns, end_ns, queue, _, name, device, _, _ = row
+            number = self._device(device)
+            if number is None:
+                self._host.lose(LossKind.KERNEL_TIMES_REFUSED)
+                continue
+            yield KernelTime(
+                device=number,
+                process=self.process,
+                kernel=self._names.get(name, ""),
+                begin_ns=begin_ns,
+                end_ns=end_ns,
+                duration_ns=end_ns - begin_ns,
+                queue=queue,
+                launch_id=launch,
+            )
+
+    def _read_out(self, stalls: protocol.Stalls) -> _ReadOut:
+        """Returns when a record's samples were taken; notes it for the context's next record."""
+        last = self._read_outs.get(stalls.context)
+        begin_ns = min(stalls.begin_ns, stalls.end_ns)
+        if last is not None and last.end_ns < stalls.end_ns:
+            # What the device held before `begin_ns` was read out with what came after.
+            begin_ns = last.end_ns
+        elif last is not None and last.end_ns == stalls.end_ns:
+            begin_ns = last.begin_ns  # a read-out of many rows is several records
+        found = self._read_outs[stalls.context] = _ReadOut(begin_ns, stalls.end_ns)
+        while len(self._read_outs) > _MAX_CONTEXTS:
+            del self._read_outs[next(iter(self._read_outs))]
+        return found
+
+    def _samples(
+        self, stalls: protocol.Stalls, read_out: _ReadOut, interval: int
+    ) -> Iterator[KernelSample]:
+        number = self._device(stalls.device)
+        reasons = self._reasons.get(stalls.context, {})
+        begin_ns = max(read_out.begin_ns, self._since_ns)
+        for row in stalls.stalls.tolist():
+            code, offset, launch, name, _, reason, count = row
+            kernel = self._names.get(name, "")
+            word = self._names.get(reasons.get(reason, 0), "")
+            key = CodeKey(self.process, None, kernel, code)
+            is_sound = count <= _MAX_COUNT and offset <= _MAX_OFFSET and launch <= _MAX_LAUNCH_ID
+            if number is None or not kernel or not word or not is_sound:
+                self._host.lose(LossKind.DEVICE_SAMPLES_REFUSED, min(count, _MAX_LOST))
+            elif self._is_part(word):
+                self.told.twins[stalls.context] += count
+            elif not self._has_room(key, offset, word, count):
+                self._host.lose(LossKind.DEVICE_SAMPLES_REFUSED, count)
+            elif count:
+                self.told.samples[stalls.context] += count
+                yield KernelSample(
+                    interval=interval,
+                    device=number,
+                    code=key,
+                    offset=offset,
+                    reason=word,
+                    count=count,
+                    launch_id=launch,
+                    begin_ns=begin_ns,
+                    end_ns=read_out.end_ns,
+                )
+
+    def _has_room(self, key: CodeKey, offset: int, word: str, count: int) -> bool:
+        """Whether samples can be told apart and added up with all others; notes them if so."""
+        site = (key, offset)
+        if (
+            self._count + count > _MAX_COUNT_OF_PROCESS
+            or (site not in self._sites and len(self._sites) >= _MAX_SITES)
+            or (key not in self._kernels and len(self._kernels) >= _MAX_KERNELS)
+            or (word not in self._words and len(self._words) >= _MAX_WORDS)
+        ):
+            return False
+        self._count += count
+        self._sites.add(site)
+        self._kernels.add(key)
+        self._words.add(word)
+        return True
+
+    def _device(self, device: int) -> int | None:
+        known = self.told.devices.get(device)
+        return None if known is None else self._number_of(known)
+
+
+def _shown(text: str) -> str:
+    """Returns a text of a target's as it may stand in a line."""
+    return text[:_MAX_TEXT_CHARACTERS]
+
+
+def _cut(hello: Hello) -> Hello:
+    return Hello(
+        hello.protocol,
+        hello.tier,
+        *map(_shown, (hello.vendor, hello.helper, hello.library, hello.driver, hello.why)),
+    )
+
+
+# Between two looks whether helpers have ended.
+_POLL_S = 0.01
+
+
+def await_end(helpers: Iterable[Helper], read: Callable[[Helper], None], at_most_s: float) -> None:
+    """Leaves helpers, and reads what they tell until each says that it has ended, or a time."""
+    every, begun_ns = [*helpers], time.monotonic_ns()
+    left = every
+    for helper in every:
+        helper.leave()
+    while left:
+        for helper in left:
+            read(helper)
+        left = [helper for helper in left if not helper.has_ended]
+        if time.monotonic_ns() - begun_ns > at_most_s * 1e9:
+            break
+        time.sleep(_POLL_S if left else 0)
+    for helper in every:
+        helper.give_up()

@@ -1,0 +1,798 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How the helper begins, is turned on and off, and its thread. */
+#define _GNU_SOURCE
+#include "old_glibc.h"
+#include "helper.h"
+
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "control.h"
+#include "events.h"
+#include "library.h"
+#include "memory.h"
+#include "names.h"
+#include "probes.h"
+
+#define HELPER_VERSION "1"
+
+#define EXPORTED __attribute__((visibility("default")))
+
+/* CUDA 12.0: kernel records before it are others. From CUDA 13 on it is the toolkit's number. */
+#define OLDEST_CUPTI 18
+/* CUDA 12.8: since its first update PC sampling and kernel times go together. */
+#define OLDEST_CUPTI_FOR_STALLS 26
+#define OLDEST_DRIVER_FOR_STALLS 12080
+
+#define MS 1000000ull
+#define SECOND (1000 * MS)
+/* From the environment: time enough for a recorder that has heard the bell to find the pipe. */
+#define LEASE_NS (10 * SECOND)
+/* To look again for what was not there: a driver that is loaded late, a profiler that ends. */
+#define RETRY_NS (2 * SECOND)
+/* A time of sampling and a pause: more often would cost more than it spares, as each begins anew. */
+#ifndef DUTY_NS
+#define DUTY_NS (10 * SECOND)
+#endif
+#define DEFAULT_READ_OUT_MS 500
+#define MIN_READ_OUT_MS 10
+#define MAX_READ_OUT_MS 10000
+/* New in the ring since somebody was told: a quarter of it. */
+#define BELL_BYTES (1u << 20)
+/* Of one turning on: the same error may come with every read-out. */
+#define MOST_ERRORS 64
+/* Who destroys a context waits so long for a read-out, as does who begins. */
+#define LOCK_NS (2 * SECOND)
+/* An exit waits so long for the last read-out. */
+#define EXIT_NS (2 * SECOND)
+#define MOST_DEVICES 64
+#define MOST_TOLD_CONTEXTS 256
+/*
+ * Facts that programs may make without end, graphs built anew and modules loaded again: 8 MB, and 3 MB
+ * of them. As much as that again is left for contexts, reasons and names. Tests have fewer.
+ */
+#ifndef MOST_NODES
+#define MOST_NODES 200000
+#endif
+#ifndef MOST_RELOADS
+#define MOST_RELOADS 50000
+#endif
+#define MOST_NODES_A_TURN 65536
+
+/* What was told of a context; of two that have one slot it is the later one. */
+struct told_context {
+	uint32_t context;
+	bool is_told;
+	uint64_t period_cycles;
+	const struct fact_reasons *reasons; /* among the facts; NULL: none */
+};
+
+struct helper {
+	struct control asked;
+	struct subscription subscription;
+	bool has_thread; /* without it nothing would ever be turned off */
+	bool is_on; /* somebody asked for it */
+	bool is_subscribed;
+	bool has_recorder; /* the pipe is open */
+	bool is_final; /* why it is no more: another try would not help */
+	bool samples_stalls;
+	bool are_devices_told;
+	bool is_paused;
+	enum tier reached;
+	enum tier told; /* by HELLO, which knows of no duty cycle */
+	const char *why; /* as HELLO told it: "" or why no higher */
+	char why_text[256];
+	uint64_t lease_ns, retry_ns, read_ns, duty_ns;
+	uint64_t bell_head;
+	uint32_t errors;
+	struct told_context contexts[MOST_TOLD_CONTEXTS];
+	uint32_t nodes, reloads;
+};
+
+static struct helper helper = { .why = "nobody has asked for it" };
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic bool ends, has_ended;
+static _Thread_local bool is_helpers_thread;
+
+bool lock_for_a_while(void)
+{
+	uint64_t until = now_ns() + LOCK_NS;
+	struct timespec pause = { .tv_nsec = MS };
+
+	/* pthread_mutex_timedlock goes by CLOCK_REALTIME, which somebody may set. */
+	while (pthread_mutex_trylock(&lock)) {
+		if (now_ns() > until)
+			return false;
+		nanosleep(&pause, NULL);
+	}
+	return true;
+}
+
+void unlock(void)
+{
+	pthread_mutex_unlock(&lock);
+}
+
+static void ring_bell(void)
+{
+	helper.bell_head = ring_head();
+	aiflame_gpu_bell();
+}
+
+static void put_fact(enum fact kind, const struct part *parts, int count)
+{
+	if (!fact_put(kind, parts, count))
+		losses_add(LOSS_FACTS, 1);
+}
+
+/* One of those that may come without end: at most so many. */
+static void put_some(enum fact kind, const struct part *part, uint32_t *count, uint32_t most)
+{
+	if (*count == most) {
+		losses_add(LOSS_FACTS, 1);
+		return;
+	}
+	++*count;
+	put_fact(kind, part, 1);
+}
+
+static const char *text_of(cupti_result code)
+{
+	const char *text = NULL;
+
+	if (!code || !cupti.cuptiGetResultString || cupti.cuptiGetResultString(code, &text) ||
+	    !text)
+		return "";
+	return text;
+}
+
+static void put_error(enum error error, cupti_result code, const char *what, const char *text)
+{
+	struct passing_error head = { now_ns(), error, code };
+
+	if (helper.errors++ < MOST_ERRORS)
+		ring_put(PASSING_ERROR,
+			 (struct part[]){ PART(head), part_of_text(what), part_of_text(text) }, 3);
+}
+
+void tell_error(enum error error, cupti_result code, const char *what)
+{
+	put_error(error, code, what, text_of(code));
+}
+
+enum error error_of(cupti_result code)
+{
+	switch (code) {
+	case CUPTI_NO_RIGHTS:
+	case CUPTI_VIRTUAL_NO_RIGHTS:
+		return ERROR_RIGHTS;
+	case CUPTI_OUT_OF_MEMORY:
+		return ERROR_MEMORY;
+	case CUPTI_OLD_PROFILER:
+	case CUPTI_TAKEN:
+		return ERROR_TAKEN;
+	case CUPTI_NOT_SUPPORTED:
+	case CUPTI_VIRTUAL_DEVICE:
+	case CUPTI_LEGACY_PROFILER:
+	case CUPTI_CONFIDENTIAL:
+	case CUPTI_CMP:
+	case CUPTI_MIG:
+	case CUPTI_SLI:
+	case CUPTI_WSL:
+		return ERROR_UNSUPPORTED;
+	default:
+		return ERROR_CALL;
+	}
+}
+
+static void tell_hello(void)
+{
+	struct fact_hello head = { PROTOCOL_VERSION, getpid(), helper.told, 0 };
+	char library[PATH_MAX + 32] = "", driver[32] = "";
+	uint32_t version = 0;
+	int cuda_version = 0;
+
+	if (cupti.cuptiGetVersion && !cupti.cuptiGetVersion(&version))
+		snprintf(library, sizeof(library), "CUPTI %u %s", version, library_path());
+	if (cuda.cuDriverGetVersion && !cuda.cuDriverGetVersion(&cuda_version))
+		snprintf(driver, sizeof(driver), "%d.%d", cuda_version / 1000,
+			 cuda_version % 1000 / 10);
+	put_fact(FACT_HELLO,
+		 (struct part[]){ PART(head), part_of_text("nvidia"), part_of_text(HELPER_VERSION),
+				  part_of_text(library), part_of_text(driver),
+				  part_of_text(helper.why) },
+		 6);
+}
+
+/* What goes on from here, and why no more does. */
+static void reach(enum tier tier, const char *why_no_more, enum why why)
+{
+	struct passing_state state = { now_ns(), tier, why };
+	bool is_new = tier != helper.reached;
+
+	helper.reached = tier;
+	/* A duty cycle would fill the facts, which stay. */
+	if (why != WHY_DUTY && (tier != helper.told || strcmp(why_no_more, helper.why))) {
+		snprintf(helper.why_text, sizeof(helper.why_text), "%s", why_no_more);
+		helper.why = helper.why_text;
+		helper.told = tier;
+		tell_hello();
+	}
+	if (is_new)
+		ring_put(PASSING_STATE, &PART(state), 1);
+}
+
+void stalls_reached(const char *why)
+{
+	if (*why)
+		reach(TIER_TIMES, why, WHY_ERROR);
+	else
+		reach(TIER_STALLS, "", WHY_ASKED);
+}
+
+void stalls_wait(void)
+{
+	/* Where they were sampled before, it is for a moment. */
+	if (helper.told < TIER_STALLS)
+		reach(TIER_TIMES, "PC sampling: waits until no stream is captured", WHY_ASKED);
+}
+
+static struct told_context *told_of(uint32_t context)
+{
+	struct told_context *told = &helper.contexts[context % MOST_TOLD_CONTEXTS];
+
+	if (told->context != context)
+		*told = (struct told_context){ .context = context };
+	return told;
+}
+
+void tell_context(uint32_t context, uint32_t device, uint64_t period_cycles)
+{
+	struct fact_context fact = { context, device, period_cycles };
+	struct told_context *told = told_of(context);
+
+	/* Kernel times know of no period. */
+	if (told->is_told && (!period_cycles || told->period_cycles == period_cycles))
+		return;
+	told->is_told = true;
+	told->period_cycles = period_cycles;
+	put_fact(FACT_CONTEXT, &PART(fact), 1);
+}
+
+void tell_reasons(uint32_t context, const struct reason *reasons, uint32_t count)
+{
+	struct fact_reasons head = { context, count };
+	struct part parts[] = { PART(head), { reasons, count * sizeof(*reasons) } };
+	struct told_context *told = told_of(context);
+
+	/* CUPTI is asked for them whenever sampling begins: with each turn of a duty cycle. */
+	if (told->reasons && told->reasons->count == count &&
+	    !memcmp(told->reasons + 1, reasons, parts[1].size))
+		return;
+	told->reasons = fact_put(FACT_REASONS, parts, 2);
+	if (!told->reasons)
+		losses_add(LOSS_FACTS, 1);
+}
+
+static int attribute_of(int which, cu_device device)
+{
+	int value = 0;
+
+	if (!cuda.cuDeviceGetAttribute || cuda.cuDeviceGetAttribute(&value, which, device))
+		return 0;
+	return value;
+}
+
+/* Where cuInit has ended: before that it is the driver's to tell nothing. */
+static void tell_devices(void)
+{
+	int count = 0;
+
+	if (helper.are_devices_told || !cuda.cuDeviceGetCount || cuda.cuDeviceGetCount(&count))
+		return;
+	helper.are_devices_told = true;
+	for (int device = 0; device < count && device < MOST_DEVICES; device++) {
+		struct fact_device fact = {
+			.device = device,
+			.multiprocessors = attribute_of(CU_MULTIPROCESSORS, device),
+			.clock_khz = attribute_of(CU_CLOCK_KHZ, device),
+			.major = attribute_of(CU_MAJOR, device),
+			.minor = attribute_of(CU_MINOR, device),
+		};
+		char name[256] = "";
+
+		if (cuda.cuDeviceGetName)
+			cuda.cuDeviceGetName(name, sizeof(name) - 1, device);
+		if (cuda.cuDeviceGetUuid)
+			cuda.cuDeviceGetUuid(fact.uuid, device);
+		put_fact(FACT_DEVICE, (struct part[]){ PART(fact), part_of_text(name) }, 2);
+	}
+}
+
+static void end_at_exit(void);
+
+/* Turns everything on that may be; says why not. */
+static void subscribe(void)
+{
+	const char *what = "", *lacks = NULL;
+	char rival[CUPTI_OLD_NAME_BYTES] = "", why[128];
+	uint32_t version = 0;
+	int driver = 0;
+	cupti_result result;
+
+	helper.retry_ns = now_ns() + RETRY_NS;
+	*why = 0;
+	switch (library_find(&what, &lacks)) {
+	case LIBRARY_NO_CUDA:
+		reach(TIER_LAUNCHES, "there is no CUDA driver in this process, or not yet",
+		      WHY_ASKED);
+		return;
+	case LIBRARY_NO_CUPTI:
+		if (strcmp(helper.why, "there is no libcupti"))
+			put_error(ERROR_NO_LIBRARY, 0, "libcupti", "");
+		reach(TIER_LAUNCHES, "there is no libcupti", WHY_ERROR);
+		return;
+	case LIBRARY_LACKS:
+		put_error(ERROR_SYMBOL, 0, what, "");
+		snprintf(why, sizeof(why), "libcupti has no %s", what);
+		reach(TIER_LAUNCHES, why, WHY_ERROR);
+		helper.is_final = true;
+		return;
+	case LIBRARY_FOUND:
+		break;
+	}
+	if (is_helpers_thread)
+		stalls_relax_captures();
+	result = cupti.cuptiGetVersion(&version);
+	if (result) {
+		tell_error(error_of(result), result, "cuptiGetVersion");
+		reach(TIER_LAUNCHES, "cuptiGetVersion failed: CUPTI does not go with the driver",
+		      WHY_ERROR);
+		helper.is_final = true;
+		return;
+	}
+	if (version < OLDEST_CUPTI) {
+		put_error(ERROR_TOO_OLD, 0, "CUPTI", "");
+		reach(TIER_LAUNCHES, "CUPTI is too old: kernel times need CUDA 12.0", WHY_ERROR);
+		helper.is_final = true;
+		return;
+	}
+	result = launches_subscribe(&helper.subscription, rival, &what);
+	if (result == CUPTI_TAKEN) {
+		rival[sizeof(rival) - 1] = 0;
+		snprintf(why, sizeof(why), "another profiler uses CUPTI%s%s", *rival ? ": " : "",
+			 rival);
+		if (strcmp(helper.why, why))
+			put_error(ERROR_TAKEN, result, what, rival);
+		reach(TIER_LAUNCHES, why, WHY_ERROR);
+		return;
+	}
+	if (result) {
+		tell_error(error_of(result), result, what);
+		snprintf(why, sizeof(why), "%s failed: %s", what, text_of(result));
+		reach(TIER_LAUNCHES, why, WHY_ERROR);
+		helper.is_final = true;
+		return;
+	}
+	helper.samples_stalls = false;
+	if (cuda.cuDriverGetVersion)
+		cuda.cuDriverGetVersion(&driver);
+	if (helper.asked.tier < TIER_STALLS)
+		snprintf(why, sizeof(why), "%s", "");
+	else if (lacks)
+		snprintf(why, sizeof(why), "PC sampling: libcupti has no %s", lacks);
+	else if (version < OLDEST_CUPTI_FOR_STALLS)
+		snprintf(why, sizeof(why), "PC sampling needs CUPTI of CUDA 12.8");
+	else if (driver < OLDEST_DRIVER_FOR_STALLS)
+		snprintf(why, sizeof(why), "PC sampling needs a driver of CUDA 12.8");
+	else
+		helper.samples_stalls = true;
+	if (lacks && helper.asked.tier >= TIER_STALLS)
+		put_error(ERROR_SYMBOL, 0, lacks, "");
+	else if (*why)
+		put_error(ERROR_TOO_OLD, 0, "PC sampling", "");
+	if (helper.samples_stalls) {
+		snprintf(why, sizeof(why), "PC sampling: no context yet");
+		stalls_begin(helper.asked.period_exponent);
+	}
+	result = kernels_begin(&helper.subscription, &what);
+	if (!result)
+		result = launches_begin(&helper.subscription, helper.samples_stalls, &what);
+	if (result) {
+		tell_error(error_of(result), result, what);
+		kernels_end(&helper.subscription);
+		launches_end(&helper.subscription);
+		stalls_end();
+		snprintf(why, sizeof(why), "%s failed: %s", what, text_of(result));
+		reach(TIER_LAUNCHES, why, WHY_ERROR);
+		helper.is_final = true;
+		return;
+	}
+	helper.is_subscribed = true;
+	helper.is_paused = false;
+	helper.duty_ns = now_ns();
+	end_at_exit();
+	reach(TIER_TIMES, why, WHY_ASKED);
+}
+
+static void unsubscribe(void)
+{
+	stalls_end();
+	kernels_end(&helper.subscription);
+	launches_end(&helper.subscription);
+	helper.is_subscribed = false;
+}
+
+/* Whether CUPTI has called cuptiFinalize by itself: nothing of it is touched any more. */
+static bool is_ended_by_driver(void)
+{
+	if (!launches_were_ended())
+		return false;
+	if (helper.is_subscribed) {
+		put_error(ERROR_DRIVER, 0, "CUPTI", "");
+		stalls_drop();
+		launches_drop();
+		helper.is_subscribed = false;
+	}
+	helper.is_final = true;
+	if (helper.is_on)
+		reach(TIER_LAUNCHES, "CUPTI has met a fatal error and ended itself", WHY_ERROR);
+	return true;
+}
+
+static void start(const struct control *asked)
+{
+	bool is_other = helper.is_on && (asked->tier != helper.asked.tier ||
+					 asked->period_exponent != helper.asked.period_exponent);
+
+	if (is_other && !is_ended_by_driver() && helper.is_subscribed)
+		unsubscribe();
+	helper.asked = *asked;
+	if (helper.asked.read_out_ms < MIN_READ_OUT_MS)
+		helper.asked.read_out_ms = DEFAULT_READ_OUT_MS;
+	if (helper.asked.read_out_ms > MAX_READ_OUT_MS)
+		helper.asked.read_out_ms = MAX_READ_OUT_MS;
+	if (!helper.is_on || is_other)
+		helper.is_final = false;
+	helper.is_on = true;
+	helper.errors = 0;
+	if (!is_ended_by_driver() && !helper.is_subscribed && !helper.is_final)
+		subscribe();
+	ring_bell();
+}
+
+static void take_events(void);
+
+static void stop(enum why why)
+{
+	if (!helper.is_on)
+		return;
+	take_events();
+	if (!is_ended_by_driver() && helper.is_subscribed)
+		unsubscribe();
+	take_events();
+	helper.is_on = false;
+	losses_put();
+	reach(TIER_LAUNCHES,
+	      why == WHY_RECORDER_GONE ? "the recorder is gone" : "nobody has asked for it", why);
+	ring_bell();
+}
+
+static void take_messages(void)
+{
+	struct control message;
+	enum control_found found;
+
+	while ((found = control_read(&message)) == CONTROL_MESSAGE || found == CONTROL_BAD) {
+		helper.has_recorder = true;
+		if (found == CONTROL_MESSAGE && message.verb == VERB_START)
+			start(&message);
+		else if (found == CONTROL_MESSAGE && message.verb == VERB_STOP)
+			stop(WHY_ASKED);
+		else
+			put_error(ERROR_CONTROL, 0, "control", "");
+	}
+	if (found == CONTROL_NOTHING)
+		helper.has_recorder = true;
+	if (found == CONTROL_NOBODY && (helper.has_recorder || now_ns() > helper.lease_ns)) {
+		helper.has_recorder = false;
+		stop(WHY_RECORDER_GONE);
+	}
+}
+
+/* Which code a module is; of two that have one slot the later one is known. */
+#define MOST_LOADED (1u << 14)
+
+struct loaded {
+	uint32_t module;
+	uint64_t code;
+};
+
+static struct loaded loaded[MOST_LOADED];
+
+/* The bytes of a module are told once, and kept while there is room for other facts. */
+static void take_module(const struct event *event)
+{
+	static uint64_t kept[1 << 12]; /* codes whose bytes are among the facts; 0: free */
+	struct cupti_cubin_crc ask = {
+		.size = CUPTI_SIZE(struct cupti_cubin_crc, crc),
+		.cubin_size = event->size,
+		.cubin = event->bytes,
+	};
+	struct fact_code fact = { .loaded_ns = event->at_ns, .code_bytes = event->size };
+	struct part parts[] = { PART(fact), { event->bytes, event->size } };
+	uint32_t at, tries = 0;
+
+	/* Without its bytes nobody knows what samples call it. */
+	if (!event->bytes || launches_were_ended() || cupti.cuptiGetCubinCrc(&ask)) {
+		losses_add(LOSS_CODE_BYTES, 1);
+		return;
+	}
+	fact.code = ask.crc;
+	fact.module = event->module;
+	loaded[event->module % MOST_LOADED] = (struct loaded){ event->module, ask.crc };
+	if (cupti.cuptiGetContextId(event->context, &fact.context))
+		fact.context = 0;
+	at = ask.crc % (sizeof(kept) / sizeof(*kept));
+	while (kept[at] && kept[at] != ask.crc && tries++ < 64)
+		at = (at + 1) % (sizeof(kept) / sizeof(*kept));
+	if (kept[at] == ask.crc) {
+		put_some(FACT_CODE, parts, &helper.reloads, MOST_RELOADS);
+		return;
+	}
+	/* A quarter of the room is for names, nodes and the like. */
+	if (kept[at] || facts_room() < event->size + (16u << 20) ||
+	    !fact_put(FACT_CODE, parts, 2)) {
+		losses_add(LOSS_CODE_BYTES, 1);
+		put_some(FACT_CODE, parts, &helper.reloads, MOST_RELOADS);
+		return;
+	}
+	kept[at] = ask.crc;
+}
+
+static void take_unloaded(const struct event *event)
+{
+	struct passing_code_unloaded record = { .unloaded_ns = event->at_ns,
+						.module = event->module };
+	const struct loaded *slot = &loaded[event->module % MOST_LOADED];
+
+	if (slot->module == event->module)
+		record.code = slot->code;
+	if (launches_were_ended() || cupti.cuptiGetContextId(event->context, &record.context))
+		record.context = 0;
+	ring_put(PASSING_CODE_UNLOADED, &PART(record), 1);
+}
+
+static void take_events(void)
+{
+	struct event event;
+
+	for (int taken = 0; taken < MOST_NODES_A_TURN && event_take(&event); taken++) {
+		struct fact_node node = { event.node, event.original, event.launch };
+
+		switch (event.kind) {
+		case EVENT_MODULE_LOADED:
+			take_module(&event);
+			launches_free(event.bytes, event.bytes ? event.size : 0);
+			break;
+		case EVENT_MODULE_UNLOADED:
+			/* Its samples first, before other code is where it was. */
+			if (!is_ended_by_driver() && helper.is_subscribed &&
+			    helper.samples_stalls && !helper.is_paused)
+				stalls_turn(true);
+			take_unloaded(&event);
+			break;
+		case EVENT_NODE:
+			put_some(FACT_NODE, &PART(node), &helper.nodes, MOST_NODES);
+			break;
+		}
+	}
+}
+
+static void keep_duty(uint64_t now)
+{
+	uint32_t permille = helper.asked.duty_permille;
+	bool pauses;
+
+	if (!permille || permille >= 1000 || !helper.samples_stalls)
+		return;
+	pauses = (now - helper.duty_ns) % DUTY_NS >= DUTY_NS / 1000 * permille;
+	/* In the midst of a capture sampling does not end. */
+	if (pauses == helper.is_paused || (pauses && launches_capture()))
+		return;
+	helper.is_paused = pauses;
+	if (!pauses) {
+		stalls_resume();
+		return;
+	}
+	stalls_pause();
+	if (helper.reached == TIER_STALLS)
+		reach(TIER_TIMES, "", WHY_DUTY);
+}
+
+static void take_turn(void)
+{
+	uint64_t now = now_ns();
+	bool is_time = now >= helper.read_ns;
+
+	if (is_ended_by_driver())
+		return;
+	if (!helper.is_subscribed) {
+		if (!helper.is_final && now >= helper.retry_ns)
+			subscribe();
+		return;
+	}
+	tell_devices();
+	/* Before cuInit it was in vain. */
+	stalls_relax_captures();
+	take_events();
+	keep_duty(now);
+	if (helper.samples_stalls && !helper.is_paused)
+		stalls_turn(is_time);
+	if (is_time)
+		helper.read_ns = now + helper.asked.read_out_ms * MS;
+	kernels_read(&helper.subscription, is_time ? FLUSH_ENDED : FLUSH_NOTHING);
+	losses_put();
+	if (ring_head() - helper.bell_head >= BELL_BYTES)
+		ring_bell();
+}
+
+static int timeout_ms(void)
+{
+	uint64_t now = now_ns(), until = helper.is_subscribed ? helper.read_ns : helper.retry_ns;
+
+	if (!helper.is_subscribed && helper.is_final)
+		until = UINT64_MAX;
+	if (!helper.is_on || (until == UINT64_MAX && helper.has_recorder))
+		return -1;
+	/* What waits for a recorder looks at its lease. */
+	if (!helper.has_recorder && helper.lease_ns < until)
+		until = helper.lease_ns;
+	return until <= now ? 1 : (int)((until - now) / MS) + 1;
+}
+
+static void *run(void *unused)
+{
+	(void)unused;
+	is_helpers_thread = true;
+	prctl(PR_SET_NAME, "aiflame-nvidia", 0, 0, 0);
+	for (;;) {
+		int wait_ms;
+
+		pthread_mutex_lock(&lock);
+		/* After the exit has begun, CUPTI may go at any time. */
+		if (!atomic_load(&has_ended)) {
+			take_messages();
+			if (helper.is_on)
+				take_turn();
+		}
+		if (atomic_load(&ends)) {
+			stop(WHY_ASKED);
+			atomic_store(&has_ended, true);
+		}
+		wait_ms = atomic_load(&has_ended) ? -1 : timeout_ms();
+		pthread_mutex_unlock(&lock);
+		control_wait(wait_ms);
+	}
+	return NULL;
+}
+
+/* The last kernels, of a process that exits; one that is killed has told what was read out. */
+static void at_exit(void)
+{
+	uint64_t until = now_ns() + EXIT_NS;
+	struct timespec pause = { .tv_nsec = MS };
+
+	if (!memory_is_ours())
+		return;
+	atomic_store(&ends, true);
+	control_wake();
+	while (!atomic_load(&has_ended) && now_ns() < until)
+		nanosleep(&pause, NULL);
+}
+
+/* Once CUPTI is there: what is registered later is called earlier, and CUPTI ends itself at exit. */
+static void end_at_exit(void)
+{
+	static bool is_registered;
+
+	if (!is_registered)
+		is_registered = !atexit(at_exit);
+}
+
+/* Returns the number after `name=`, or what it is otherwise. */
+static uint32_t number_of(const char *text, const char *name, uint32_t otherwise)
+{
+	const char *at = strstr(text, name);
+	uint32_t number = 0;
+
+	if (!at || at[strlen(name)] < '0' || at[strlen(name)] > '9')
+		return otherwise;
+	/* Not strtoul: newer headers make it one that older libraries do not have. */
+	for (at += strlen(name); *at >= '0' && *at <= '9' && number < 1000000; at++)
+		number = number * 10 + (uint32_t)(*at - '0');
+	return number;
+}
+
+/* What a process that a recorder has started asks for in its environment. */
+static bool read_environment(struct control *asked)
+{
+	const char *text = getenv("AIFLAME_GPU");
+
+	if (!text)
+		return false;
+	*asked = (struct control){
+		.verb = VERB_START,
+		.tier = number_of(text, "tier=", TIER_LAUNCHES),
+		.duty_permille = number_of(text, "duty=", 1000),
+		.period_exponent = number_of(text, "period=", 0),
+		.read_out_ms = number_of(text, "read-out=", DEFAULT_READ_OUT_MS),
+	};
+	return asked->tier > TIER_LAUNCHES;
+}
+
+static bool begin_thread(void)
+{
+	sigset_t all, old;
+	pthread_t thread;
+	pthread_attr_t attributes;
+	bool has_begun;
+
+	/* The target's signals are for its own threads. */
+	sigfillset(&all);
+	if (pthread_sigmask(SIG_BLOCK, &all, &old))
+		return false;
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	has_begun = !pthread_create(&thread, &attributes, run, NULL);
+	pthread_attr_destroy(&attributes);
+	pthread_sigmask(SIG_SETMASK, &old, NULL);
+	return has_begun;
+}
+
+/* Loaded, however: the memory and the thread, which sleeps. */
+__attribute__((constructor)) static void begin(void)
+{
+	int control_fd;
+
+	if (memory_make("aiflame-nvidia"))
+		return;
+	/* The thread writes as soon as it may: not before there is a memory. */
+	pthread_mutex_lock(&lock);
+	helper.lease_ns = now_ns() + LEASE_NS;
+	control_fd = control_make();
+	helper.has_thread = control_fd >= 0 && begin_thread();
+	if (!helper.has_thread) {
+		control_end();
+		control_fd = -1;
+		helper.why = "the process may have no more descriptors, or no more threads";
+	}
+	tell_hello();
+	memory_publish(control_fd);
+	unlock();
+	aiflame_gpu_bell();
+}
+
+/*
+ * By the driver, in cuInit of a process that has CUDA_INJECTION64_PATH: what the environment asks for
+ * is on before its first launch. Returns 1: it may go on.
+ */
+EXPORTED int InitializeInjection(void)
+{
+	struct control asked;
+
+	if (!memory_is_ours() || !helper.has_thread || !read_environment(&asked) ||
+	    !lock_for_a_while())
+		return 1;
+	start(&asked);
+	unlock();
+	control_wake();
+	return 1;
+}

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA's devices in a recording: what the helpers in its processes tell."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from aiflame.agent.model.gpu import Device, Tier
+from aiflame.gpu.base import CodeKey, Host, Interval, Listing, SharedMemory, SourceLines
+from aiflame.gpu.helpers import Helper, Told, await_end
+from aiflame.gpu.nvidia import NAME, machine
+from aiflame.gpu.nvidia.code import KeptCode
+from aiflame.gpu.nvidia.machine import Limit, Machine
+from aiflame.gpu.protocol import VERSION, HelperDevice, HelperError
+from aiflame.gpu.stalls.nvidia import is_part_of_another
+
+# Of a recording, and of those that one process is the first to tell of: a machine has 16, and a
+# target may invent some.
+_MAX_DEVICES, _MAX_DEVICES_OF_PROCESS = 64, 16
+# Of a drain and the second after it: 0.2 s of the recorder's time. Each process has the same part
+# of it, and no more than if there were so few of them. Graphs have a fact for each of their nodes.
+_MAX_FACTS, _FEWEST_SHARES = 1 << 16, 2
+# For what devices still hold: a helper reads twice a second, and ends within one reading.
+_END_S = 2.0
+# Of processes that are over, what they told of devices.
+_MOST_OVER = 64
+# In a device's line: reasons of processes differ seldom.
+_MAX_WORDS = 3
+
+NOT_USED = "no recorded process has used it"
+NO_HELPER = "aiflame's helper is in no recorded process: only launches are known"
+
+OTHER_VERSION = (
+    "a process has a helper of another aiflame (protocol {}, not {}), which is not read: restart it"
+)
+
+# What a helper could not do, and what helps; the vendor's own words follow where it has any.
+_ERRORS = {
+    HelperError.NO_LIBRARY: (
+        "libcupti is neither mapped nor installed",
+        "pip install nvidia-cuda-cupti",
+    ),
+    HelperError.SYMBOL: ("libcupti lacks a function", "install the CUPTI of CUDA 12.8 or later"),
+    HelperError.TOO_OLD: ("libcupti is too old", "install the CUPTI of CUDA 12.8 or later"),
+    HelperError.TAKEN: ("another profiler has CUPTI", "end it"),
+    HelperError.RIGHTS: ("the process may not sample stalls", machine.UNRESTRICT),
+    HelperError.UNSUPPORTED: ("this device, as it is set up, does not sample stalls", ""),
+    HelperError.MEMORY: ("there was no memory for samples", ""),
+    HelperError.CONTROL: ("it was told what it does not understand", ""),
+    HelperError.NAMES: ("CUPTI copies each name anew: sampling ended before memory did", ""),
+    HelperError.DRIVER: ("the driver has ended profiling", ""),
+    HelperError.CALL: ("a call of CUPTI failed", ""),
+    HelperError.NO_SAMPLES: ("kernels ran and no sample came", ""),
+}
+
+
+def lowest(here: Machine) -> Limit | None:
+    """Returns what keeps a machine at the lowest tier, None where nothing does."""
+    return min(here.limits, key=lambda limit: limit.tier, default=None)
+
+
+def device_of(model: str, here: Machine) -> Device:
+    """Returns a device of which no helper has told yet."""
+    limits = [limit.why for limit in here.limits]
+    why = "; ".join([NO_HELPER, *limits, *here.notes])
+    details = f"driver {here.driver}" if here.driver else ""
+    return Device(NAME, model, Tier.LAUNCHES, why, 0, details)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A device of the recording.
+
+    Attributes:
+        device: As it is where no helper tells of it. The name is the machine's where that knows
+            the UUID.
+        uuid: By which helpers tell of it; None for one that no helper has told of.
+        told: As a helper told of it first: another process may tell anything of it.
+    """
+
+    device: Device
+    uuid: bytes | None
+    told: HelperDevice | None = None
+
+
+class NvidiaSampler:
+    """See `aiflame.gpu.base.Sampler`."""
+
+    def __init__(self, host: Host, here: Machine) -> None:
+        self._host = host
+        self._here = here
+        self._interval = 0
+        self._helpers: dict[SharedMemory, Helper] = {}
+        self._over: deque[Told] = deque(maxlen=_MOST_OVER)  # by processes that are gone
+        self._code = KeptCode(host)
+        self._made: Counter[int] = Counter()  # devices, by the process that told of them first
+        self._known = [_Known(device_of(gpu.model, here), gpu.uuid) for gpu in here.gpus]
+        host.listen(self._hear)
+
+    def owns(self, file: int) -> bool:
+        """No file that is mapped holds kernels as they run."""
+        return False
+
+    def drain(self, interval: Interval) -> None:
+        """Reads what helpers tell."""
+        self._interval = interval.number
+        self._read_all()
+        self._tell()
+
+    def stop(self) -> None:
+        """Has helpers end, and takes what is left."""
+        self._read_all()
+        await_end(self._helpers.values(), self._read_one, _END_S)
+        self._tell()
+
+    def _hear(self, process: int) -> None:
+        """Reads what a process shares that has rung."""
+        self._read(memory for memory in self._host.memories() if memory.process == process)
+
+    def _read_all(self) -> None:
+        memories = [*self._host.memories()]
+        for memory in {*self._helpers}.difference(memories):
+            helper = self._helpers.pop(memory)
+            helper.give_up()
+            self._note_devices(helper)
+            self._over.append(helper.told)
+        for helper in self._helpers.values():
+            helper.allow(self._share())
+        self._read(memories)
+
+    def _read(self, memories: Iterable[SharedMemory]) -> None:
+        for memory in memories:
+            if memory not in self._helpers:
+                number_of = partial(self._number_of, memory.process)
+                helper = self._helpers[memory] = Helper(
+                    memory, self._host, number_of, is_part_of_another, self._host.since_ns
+                )
+                helper.allow(self._share())
+            helper = self._helpers[memory]
+            self._read_one(helper)
+            helper.start(Tier.STALLS, self._host.wanted.duty_permille)
+
+    def _share(self) -> int:
+        """Returns how many facts of one process may be read until the next drain."""
+        return _MAX_FACTS // max(len(self._helpers), _FEWEST_SHARES)
+
+    def _read_one(self, helper: Helper) -> None:
+        self._code.keep(helper.read(self._interval), helper.code)
+
+    def _number_of(self, process: int, told: HelperDevice) -> int | None:
+        """Returns the number of a device that a process tells of; None if it is one too many."""
+        for number, known in enumerate(self._known):
+            if known.uuid == told.uuid:
+                known.told = known.told or told
+                return number
+        if self._made[process] == _MAX_DEVICES_OF_PROCESS:
+            return None
+        numbers = (number for number, known in enumerate(self._known) if known.uuid is None)
+        number = next(numbers, len(self._known))
+        if number == _MAX_DEVICES:
+            return None
+        self._made[process] += 1
+        model = told.name
+        if number == len(self._known):
+            # Of a container, or an instance of a device, which has a UUID of its own.
+            self._known.append(_Known(device_of(model, self._here), told.uuid, told))
+        else:
+            device = self._known[number].device
+            named = replace(device, name=model or device.name)
+            self._known[number] = _Known(named, told.uuid, told)
+        return number
+
+    def _note_devices(self, helper: Helper) -> None:
+        for told in helper.told.devices.values():
+            self._number_of(helper.process, told)
+
+    def _tell(self) -> None:
+        """Tells what has become known of devices."""
+        for helper in self._helpers.values():
+            self._note_devices(helper)
+        processes = [*self._over, *(helper.told for helper in self._helpers.values())]
+        self._host.found([self._device(known, processes) for known in self._known])
+
+    def _device(self, known: _Known, processes: Sequence[Told]) -> Device:
+        """Returns a device as helpers tell of it."""
+        own = [
+            (process, number)
+            for process in processes
+            for number, told in process.devices.items()
+            if process.best is not None and told.uuid == known.uuid
+        ]
+        if known.told is None or not own:
+            return _beside(known.device, processes)
+        own = [(process, number) for process, number in own if _is_used(process, number)]
+        if not own:
+            return replace(known.device, limit=NOT_USED)
+        reached = max(process.tier for process, _ in own)
+        whys = _distinct(_why(process) for process, _ in own)
+        why = "" if reached is Tier.STALLS else "; ".join(whys)
+        return replace(
+            known.device,
+            tier=reached,
+            limit=why or ("" if reached is Tier.STALLS else "its helper does not say why"),
+            details="; ".join(filter(None, [known.device.details, *_details(known.told, own)])),
+        )
+
+    def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
+        """Returns a kernel's instructions."""
+        return self._code.listing(code, offsets)
+
+
+def _beside(device: Device, processes: Iterable[Told]) -> Device:
+    """Returns a device that no process tells of; some may, in another version."""
+    versions = sorted({one.hello.protocol for one in processes if one.hello and one.is_foreign})
+    whys = [OTHER_VERSION.format(version, VERSION) for version in versions[:_MAX_WORDS]]
+    return replace(device, limit="; ".join(filter(None, [*whys, device.limit])))
+
+
+def _is_used(process: Told, number: int) -> bool:
+    return any(context.device == number for context in process.contexts.values())
+
+
+def _distinct(words: Iterable[str]) -> list[str]:
+    return [word for word in dict.fromkeys(words) if word][:_MAX_WORDS]
+
+
+def _why(process: Told) -> str:
+    """Returns why a process does not reach the highest tier, and what helps."""
+    best = process.best
+    found = [] if best is None or not best.why else [best.why]
+    for failed in process.errors.values():
+        if failed.error not in _ERRORS:
+            continue
+        words, cure = _ERRORS[HelperError(failed.error)]
+        by = ", ".join(text for text in (failed.what, failed.text) if text)
+        found.append(f"{words}{f' ({by})' if by else ''}{f': {cure}' if cure else ''}")
+    return "; ".join(found)
+
+
+def _details(told: HelperDevice, own: list[tuple[Told, int]]) -> list[str]:
+    """Returns what is known of how a device was sampled, in words."""
+    found = [f"sm_{told.major}{told.minor}", f"{told.multiprocessors} multiprocessors"]
+    best = [process.best for process, _ in own]
+    found += _distinct(f"CUDA {one.driver}" for one in best if one and one.driver)
+    found += _distinct(one.library for one in best if one)
+    periods: list[int] = []
+    samples: Counter[str] = Counter()
+    for process, number in own:
+        for context in process.contexts.values():
+            if context.device == number:
+                periods.append(context.period_cycles)
+                samples["all"] += process.samples[context.context]
+                samples["exposed"] += process.twins[context.context]
+    found += _distinct(f"a sample each {n:,} cycles" for n in periods if n)
+    if samples["all"] and samples["exposed"]:
+        share = 100 * samples["exposed"] / samples["all"]
+        found.append(f"{share:.1f} % of samples while nothing was issued")
+    return found

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`record` with tests/standin as NVIDIA's driver: `python nvidia_family.py ARGUMENT...`.
+
+Only the look at /proc/driver/nvidia is left out, which is the kernel's half of the driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+
+from aiflame.agent.commands import record
+from aiflame.agent.devices.choice import choose_families
+from aiflame.agent.model.gpu import Device, Tier
+from aiflame.gpu.base import Finding
+from aiflame.gpu.nvidia.family import NvidiaFamily
+
+RECORD = (sys.executable, __file__)
+
+
+class StandinFamily(NvidiaFamily):
+    """See `aiflame.gpu.base.Family`."""
+
+    def detect(self, cpu_period_ns: int = 0, *, has_samples: bool = False) -> Finding:
+        """Says what the driver's procfs would."""
+        return Finding((Device(self.name, "Standin", Tier.LAUNCHES, "", 0),))
+
+
+def main() -> int:
+    """Records."""
+    parser = argparse.ArgumentParser()
+    record.add_arguments(parser)
+    parser.set_defaults(verbose=0, command_words="record on the stand-in")
+    args = parser.parse_args()
+    return record.run(args, partial(choose_families, known={StandinFamily.name: StandinFamily}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,609 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* CUPTI: libcupti.so.12. A function is left out by -DFUNCTION=absent_FUNCTION. */
+#define _GNU_SOURCE
+#include "standin.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define REASONS 4
+#define MOST_RUNS (1u << 18)
+/* What 12.9 has: CUpti_ActivityKernel9. */
+#define KERNEL_BYTES 208
+#define MOST_IDS 1024
+
+static const struct {
+	uint32_t index;
+	const char *name;
+} reasons[REASONS] = {
+	/* Numbers as no list has them: they differ by chip. */
+	{ 3, "smsp__pcsamp_warps_issue_stalled_long_scoreboard" },
+	{ 21, "smsp__pcsamp_warps_issue_stalled_long_scoreboard_not_issued" },
+	{ 7, "smsp__pcsamp_warps_issue_stalled_selected" },
+	{ 12, "smsp__pcsamp_warps_issue_stalled_wait" },
+};
+
+static _Atomic(cupti_callback) callback;
+static void *callback_user;
+static bool is_v2; /* before there are launches */
+static _Atomic uint8_t enabled[8][MOST_IDS];
+static _Atomic uint32_t launches, asked, finalized;
+
+static cupti_buffer_requested request;
+static cupti_buffer_completed complete;
+static cupti_buffer_requested_v2 request_v2;
+static cupti_buffer_completed_v2 complete_v2;
+static _Atomic bool times_are_on;
+/* Whose records, and whose samples, nobody has seen. */
+static struct run runs[MOST_RUNS], sampled[MOST_RUNS];
+static uint32_t run_count, sampled_count;
+static _Atomic size_t dropped;
+
+static void call(uint32_t domain, uint32_t id, const void *data)
+{
+	cupti_callback to = callback;
+
+	if (to && id < MOST_IDS && enabled[domain][id])
+		to(callback_user, domain, id, data);
+}
+
+static void at_api(uint32_t domain, uint32_t id, uint32_t site, const char *name,
+		   const void *params, void *result, struct context_of_driver *context,
+		   uint32_t correlation)
+{
+	uint64_t own = 0;
+	struct cupti_callback_data data = {
+		.site = site,
+		.function_name = name,
+		.params = params,
+		.result = result,
+		.symbol = "",
+		.context = context,
+		.context_uid = context ? context->id : 0,
+		.correlation_data = &own,
+		.correlation = correlation,
+	};
+
+	call(domain, id, &data);
+	if (domain == CUPTI_DRIVER && site == CUPTI_EXIT &&
+	    ++launches == standin_word("fatal", 0)) {
+		struct cupti_state_data state = { 999, "fatal" };
+
+		call(CUPTI_STATE, CUPTI_FATAL, &state);
+		finalized = 1;
+	}
+}
+
+static void at_resource(uint32_t id, struct context_of_driver *context, void *descriptor)
+{
+	struct cupti_resource_data data = { context, NULL, descriptor };
+
+	call(CUPTI_RESOURCE, id, &data);
+}
+
+/* With standin_lock. */
+static void at_run(const struct run *run)
+{
+	if (times_are_on && run_count < MOST_RUNS)
+		runs[run_count++] = *run;
+	else if (times_are_on)
+		dropped++;
+	if (run->context && run->context->sampler.is_on && sampled_count < MOST_RUNS)
+		sampled[sampled_count++] = *run;
+}
+
+/* After its end nothing of it may be called. */
+static void check(void)
+{
+	if (!finalized)
+		return;
+	fputs("stand-in: CUPTI was called after its end\n", stderr);
+	abort();
+}
+
+EXPORTED cupti_result cuptiGetVersion(uint32_t *version)
+{
+	*version = (uint32_t)standin_word("cupti", 28);
+	return 0;
+}
+
+EXPORTED cupti_result cuptiGetResultString(cupti_result result, const char **text)
+{
+	*text = result == CUPTI_NO_RIGHTS	? "CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+		: result == CUPTI_OUT_OF_MEMORY ? "CUPTI_ERROR_OUT_OF_MEMORY"
+						: "CUPTI_ERROR_OTHER";
+	return 0;
+}
+
+static const struct hooks hooks = { at_api, at_resource, at_run };
+
+static void subscribe(cupti_subscriber *subscriber, cupti_callback to, void *user)
+{
+	callback_user = user;
+	callback = to;
+	*subscriber = &callback;
+	standin_hooks = &hooks;
+}
+
+static bool is_taken(void)
+{
+	uint64_t taken = standin_word("taken", 0);
+
+	/* Without a number it is for ever. */
+	return taken == 1 || asked++ < taken;
+}
+
+EXPORTED cupti_result cuptiSubscribe(cupti_subscriber *subscriber, cupti_callback to, void *user)
+{
+	check();
+	if (is_taken() || callback)
+		return CUPTI_TAKEN;
+	if (standin_word("v2", 0))
+		return CUPTI_NOT_COMPATIBLE;
+	subscribe(subscriber, to, user);
+	return 0;
+}
+
+EXPORTED cupti_result cuptiSubscribe_v2(cupti_subscriber *subscriber, cupti_callback to, void *user,
+					struct cupti_subscriber_params *params)
+{
+	check();
+	if (!standin_word("v2", 0) || !params->allows_others) {
+		snprintf(params->old_name, params->old_name_size, "nsys");
+		return CUPTI_TAKEN;
+	}
+	is_v2 = true;
+	subscribe(subscriber, to, user);
+	return 0;
+}
+
+EXPORTED cupti_result cuptiUnsubscribe(cupti_subscriber subscriber)
+{
+	check();
+	if (subscriber != &callback)
+		return 1;
+	callback = NULL;
+	is_v2 = false;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiEnableCallback(uint32_t enable, cupti_subscriber subscriber,
+					  uint32_t domain, uint32_t id)
+{
+	check();
+	if (subscriber != &callback || domain >= 8 || id >= MOST_IDS)
+		return 1;
+	/* CUPTI 12 knows none of CUDA 13's. */
+	if (domain == CUPTI_RUNTIME && id >= RUNTIME_LAUNCH_KERNEL_13)
+		return standin_word("cupti", 28) < 130000 ? 1 : 0;
+	enabled[domain][id] = (uint8_t)enable;
+	return 0;
+}
+
+/* As without a callback for it: CLOCK_REALTIME. */
+static int64_t realtime_ns(uint64_t monotonic_ns)
+{
+	struct timespec real;
+	uint64_t now = standin_now_ns();
+
+	clock_gettime(CLOCK_REALTIME, &real);
+	return (int64_t)real.tv_sec * 1000000000 + real.tv_nsec - (int64_t)(now - monotonic_ns) +
+	       standin_step_ns;
+}
+
+EXPORTED cupti_result cuptiGetTimestamp(uint64_t *timestamp)
+{
+	static _Atomic uint64_t readings;
+
+	check();
+	*timestamp = (uint64_t)realtime_ns(standin_now_ns());
+	if (++readings <= standin_word("interrupted", 0))
+		usleep(5000);
+	return 0;
+}
+
+EXPORTED cupti_result cuptiGetTimestamp_v2(cupti_subscriber subscriber, uint64_t *timestamp)
+{
+	(void)subscriber;
+	return cuptiGetTimestamp(timestamp);
+}
+
+EXPORTED cupti_result cuptiActivityRegisterCallbacks(cupti_buffer_requested requested,
+						     cupti_buffer_completed completed)
+{
+	check();
+	request = requested;
+	complete = completed;
+	return is_v2 ? CUPTI_NOT_COMPATIBLE : 0;
+}
+
+EXPORTED cupti_result cuptiActivityRegisterCallbacks_v2(cupti_subscriber subscriber,
+							cupti_buffer_requested_v2 requested,
+							cupti_buffer_completed_v2 completed)
+{
+	(void)subscriber;
+	request_v2 = requested;
+	complete_v2 = completed;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiActivityEnable(uint32_t kind)
+{
+	check();
+	if (is_v2)
+		return CUPTI_NOT_COMPATIBLE;
+	times_are_on = kind == CUPTI_ACTIVITY_CONCURRENT_KERNEL;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiActivityEnable_v2(cupti_subscriber subscriber, uint32_t kind,
+					     void *config)
+{
+	(void)subscriber, (void)config;
+	times_are_on = kind == CUPTI_ACTIVITY_CONCURRENT_KERNEL;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiActivityDisable(uint32_t kind)
+{
+	check();
+	(void)kind;
+	times_are_on = false;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiActivityDisable_v2(cupti_subscriber subscriber, uint32_t kind,
+					      void *config)
+{
+	(void)subscriber, (void)config;
+	return cuptiActivityDisable(kind);
+}
+
+static void ask_for_buffer(uint8_t **buffer, size_t *size)
+{
+	size_t most;
+
+	if (is_v2)
+		request_v2(buffer, size, &most, NULL);
+	else
+		request(buffer, size, &most);
+}
+
+static void give_buffer(uint8_t *buffer, size_t size, size_t valid)
+{
+	if (is_v2)
+		complete_v2(buffer, size, valid, NULL);
+	else
+		complete(NULL, 0, buffer, size, valid);
+}
+
+static void put_kernel(uint8_t *at, const struct run *run, int64_t add_ns, uint64_t now)
+{
+	struct cupti_kernel kernel = {
+		.kind = CUPTI_ACTIVITY_CONCURRENT_KERNEL,
+		.start = run->begin_ns <= now ? run->begin_ns + add_ns : 0,
+		.end = run->end_ns <= now ? run->end_ns + add_ns : 0,
+		.device = run->context ? run->context->device : 0,
+		.context = run->context ? run->context->id : 0,
+		.stream = run->stream,
+		.grid = { run->blocks, 1, 1 },
+		.correlation = run->correlation,
+		.name = run->function->name,
+		.node = run->node,
+		.graph = run->graph,
+	};
+
+	memset(at, 0xee, KERNEL_BYTES);
+	memcpy(at, &kernel, sizeof(kernel));
+}
+
+EXPORTED cupti_result cuptiActivityFlushAll(uint32_t flag)
+{
+	struct run *ended = malloc(sizeof(runs));
+	uint64_t now = standin_now_ns();
+	int64_t add_ns = realtime_ns(now) - (int64_t)now;
+	uint32_t count = 0, kept = 0;
+	uint8_t *buffer = NULL;
+	size_t size = 0, valid = 0;
+
+	check();
+	pthread_mutex_lock(&standin_lock);
+	for (uint32_t at = 0; at < run_count; at++) {
+		if (runs[at].end_ns <= now || flag == CUPTI_FLUSH_FORCED)
+			ended[count++] = runs[at];
+		else
+			runs[kept++] = runs[at];
+	}
+	run_count = kept;
+	pthread_mutex_unlock(&standin_lock);
+	for (uint32_t at = 0; at < count; at++) {
+		if (!buffer)
+			ask_for_buffer(&buffer, &size);
+		if (!buffer) {
+			dropped++;
+			continue;
+		}
+		put_kernel(buffer + valid, &ended[at], add_ns, now);
+		valid += KERNEL_BYTES;
+		if (valid + KERNEL_BYTES > size) {
+			give_buffer(buffer, size, valid);
+			buffer = NULL;
+			valid = 0;
+		}
+	}
+	if (buffer)
+		give_buffer(buffer, size, valid);
+	free(ended);
+	return 0;
+}
+
+EXPORTED cupti_result cuptiActivityGetNextRecord(uint8_t *buffer, size_t valid, void **record)
+{
+	uint8_t *next = *record ? (uint8_t *)*record + KERNEL_BYTES : buffer;
+
+	check();
+	if (next + KERNEL_BYTES > buffer + valid)
+		return CUPTI_NO_MORE;
+	*record = next;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiActivityGetNextRecord_v2(cupti_subscriber subscriber, uint8_t *buffer,
+						    size_t valid, void **record)
+{
+	(void)subscriber;
+	return cuptiActivityGetNextRecord(buffer, valid, record);
+}
+
+EXPORTED cupti_result cuptiActivityGetNumDroppedRecords(cu_context context, uint32_t stream,
+							size_t *count)
+{
+	(void)context, (void)stream;
+	*count = dropped;
+	dropped = 0;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiActivityGetNumDroppedRecords_v2(cupti_subscriber subscriber,
+							   cu_context context, uint32_t stream,
+							   size_t *count)
+{
+	(void)subscriber;
+	return cuptiActivityGetNumDroppedRecords(context, stream, count);
+}
+
+/* One that is gone: what real CUPTI would read has been given to others. */
+static struct context_of_driver *alive(cu_context context)
+{
+	struct context_of_driver *found = context;
+
+	check();
+	if (found->is_gone) {
+		fputs("stand-in: a context was used after its end\n", stderr);
+		abort();
+	}
+	return found;
+}
+
+EXPORTED cupti_result cuptiGetContextId(cu_context context, uint32_t *id)
+{
+	check();
+	*id = ((struct context_of_driver *)context)->id;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiGetDeviceId(cu_context context, uint32_t *id)
+{
+	*id = alive(context)->device;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiGetGraphNodeId(cu_node node, uint64_t *id)
+{
+	*id = ((struct node *)node)->id;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiGetCubinCrc(struct cupti_cubin_crc *ask)
+{
+	const uint8_t *bytes = ask->cubin;
+
+	check();
+	if (ask->size != CUPTI_SIZE(struct cupti_cubin_crc, crc) || !bytes)
+		return 1;
+	ask->crc = 14695981039346656037ull;
+	for (size_t at = 0; at < ask->cubin_size; at++)
+		ask->crc = (ask->crc ^ bytes[at]) * 1099511628211ull;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiPCSamplingEnable(struct cupti_pc_switch *ask)
+{
+	struct sampler *sampler = &alive(ask->context)->sampler;
+
+	if (ask->size != CUPTI_SIZE(struct cupti_pc_switch, context) || sampler->is_on)
+		return 1;
+	if (standin_context() != ask->context)
+		return CUPTI_INVALID_CONTEXT;
+	if (standin_word("no-rights", 0))
+		return CUPTI_NO_RIGHTS;
+	/* It allocates the device's buffer. */
+	standin_unsafe_call();
+	pthread_mutex_lock(&standin_lock);
+	sampler->is_on = true;
+	sampler->sessions++;
+	sampler->is_wedged = sampler->sessions <= standin_word("full", 0);
+	sampler->exponent = DEFAULT_EXPONENT;
+	sampler->is_period_set = false;
+	sampler->buffer = NULL;
+	sampler->count = 0;
+	pthread_mutex_unlock(&standin_lock);
+	return 0;
+}
+
+EXPORTED cupti_result cuptiPCSamplingGetNumStallReasons(struct cupti_pc_count_reasons *ask)
+{
+	/* As drivers of 13.1: none before sampling is enabled. */
+	*ask->count = alive(ask->context)->sampler.is_on ? REASONS : 0;
+	return 0;
+}
+
+EXPORTED cupti_result cuptiPCSamplingGetStallReasons(struct cupti_pc_get_reasons *ask)
+{
+	for (size_t at = 0; at < ask->count && at < REASONS; at++) {
+		ask->reasons[at] = reasons[at].index;
+		snprintf(ask->names[at], CUPTI_REASON_BYTES, "%s", reasons[at].name);
+	}
+	return alive(ask->context)->sampler.is_on ? 0 : 7;
+}
+
+EXPORTED cupti_result cuptiPCSamplingSetConfigurationAttribute(struct cupti_pc_settings *ask)
+{
+	struct sampler *sampler = &alive(ask->context)->sampler;
+
+	if (!sampler->is_on || ask->size != CUPTI_SIZE(struct cupti_pc_settings, settings))
+		return 7;
+	for (size_t at = 0; at < ask->count; at++) {
+		struct cupti_pc_setting *setting = &ask->settings[at];
+
+		if (setting->attribute == CUPTI_PERIOD) {
+			if (setting->number < 5 || setting->number > 31)
+				return 1;
+			sampler->exponent = setting->number;
+			sampler->is_period_set = true;
+		} else if (setting->attribute == CUPTI_DATA_BUFFER) {
+			sampler->buffer = setting->pointer;
+		} else if (setting->attribute != CUPTI_MODE ||
+			   setting->number != CUPTI_MODE_CONTINUOUS) {
+			return 1;
+		}
+	}
+	return 0;
+}
+
+EXPORTED cupti_result cuptiPCSamplingGetConfigurationAttribute(struct cupti_pc_settings *ask)
+{
+	struct sampler *sampler = &alive(ask->context)->sampler;
+
+	if (ask->count != 1 || ask->settings->attribute != CUPTI_PERIOD)
+		return 1;
+	ask->settings->number = sampler->exponent;
+	return 0;
+}
+
+static void count(struct sampler *sampler, struct function *function, uint64_t offset,
+		  uint32_t reason, uint32_t more)
+{
+	uint32_t at = 0;
+
+	if (!more)
+		return;
+	while (at < sampler->count &&
+	       (sampler->counts[at].function != function || sampler->counts[at].offset != offset ||
+		sampler->counts[at].reason != reason))
+		at++;
+	if (at == sampler->count)
+		sampler->counts[sampler->count++] = (struct count){ function, offset, reason, 0 };
+	sampler->counts[at].count += more;
+}
+
+/* With standin_lock: what has ended is decoded. */
+static void decode(struct context_of_driver *context)
+{
+	struct sampler *sampler = &context->sampler;
+	uint64_t now = standin_now_ns();
+	uint32_t kept = 0;
+	bool is_mute = sampler->sessions <= standin_word("mute", 0) ||
+		       (sampler->is_period_set && standin_word("mute-period", 0));
+
+	for (uint32_t at = 0; at < sampled_count; at++) {
+		const struct run *run = &sampled[at];
+		uint64_t samples = ((uint64_t)run->blocks * SAMPLES_OF_BLOCK << DEFAULT_EXPONENT) >>
+				   sampler->exponent;
+
+		if (run->context != context || run->end_ns > now) {
+			sampled[kept++] = *run;
+			continue;
+		}
+		if (is_mute)
+			continue;
+		count(sampler, run->function, 0x10, reasons[0].index, samples / 2);
+		count(sampler, run->function, 0x10, reasons[1].index, samples / 4);
+		count(sampler, run->function, 0x20, reasons[2].index, samples / 4);
+		count(sampler, run->function, 0x40, reasons[3].index, samples / 4);
+	}
+	sampled_count = kept;
+}
+
+/* With standin_lock: fills a buffer, one reason a PC. */
+static void fill(struct sampler *sampler, struct cupti_pc_data *data, size_t most)
+{
+	size_t pcs = 0;
+
+	data->samples = 0;
+	for (; pcs < most && sampler->count; pcs++) {
+		const struct count *from = &sampler->counts[--sampler->count];
+		struct cupti_pc *pc = &data->pc[pcs];
+
+		if (pc->size != CUPTI_PC_SIZE)
+			abort();
+		pc->cubin_crc = from->function->module->crc;
+		pc->offset = from->offset;
+		pc->function = from->function->index;
+		pc->function_name = standin_word("copies", 0) ? strdup(from->function->name)
+							      : (char *)from->function->name;
+		pc->reason_count = 1;
+		pc->reasons[0] = (struct cupti_pc_reason){ from->reason, from->count };
+		pc->correlation = 0;
+		data->samples += from->count;
+	}
+	data->pcs = pcs;
+	data->remaining_pcs = sampler->count;
+	data->dropped_samples = standin_word("drop", 0);
+	data->foreign_samples = standin_word("foreign", 0);
+}
+
+EXPORTED cupti_result cuptiPCSamplingGetData(struct cupti_pc_get_data *ask)
+{
+	struct context_of_driver *context = alive(ask->context);
+	struct sampler *sampler = &context->sampler;
+	cupti_result result = 0;
+
+	if (!sampler->is_on)
+		return 7;
+	usleep(standin_word("slow", 0) * 1000);
+	pthread_mutex_lock(&standin_lock);
+	decode(context);
+	if (standin_word("lost", 0) && ++sampler->reads > standin_word("lost", 0)) {
+		result = CUPTI_INVALID_CONTEXT;
+	} else if (sampler->is_wedged) {
+		ask->data->is_full = 1;
+		ask->data->pcs = 0;
+		result = CUPTI_OUT_OF_MEMORY;
+	} else {
+		fill(sampler, ask->data, standin_word("few", 0) ? 1 : ask->data->wanted_pcs);
+	}
+	pthread_mutex_unlock(&standin_lock);
+	return result;
+}
+
+EXPORTED cupti_result cuptiPCSamplingDisable(struct cupti_pc_switch *ask)
+{
+	struct context_of_driver *context = alive(ask->context);
+	struct sampler *sampler = &context->sampler;
+
+	if (!sampler->is_on)
+		return 7;
+	pthread_mutex_lock(&standin_lock);
+	if (!sampler->is_wedged)
+		decode(context);
+	if (sampler->buffer && !sampler->is_wedged)
+		fill(sampler, sampler->buffer, sampler->buffer->wanted_pcs);
+	sampler->is_on = false;
+	pthread_mutex_unlock(&standin_lock);
+	return 0;
+}

@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Launches three kernels from four sites, and knows what each site has launched: blocks, of which the
+ * stand-in of the driver (tests/standin) takes a microsecond each. Arguments: rounds.
+ *
+ * In a round, on two streams and without waiting, often() launches `scale` with three times the blocks
+ * of seldom(), once() launches `fill`, and replay() a graph of `scale` and `reduce`, which
+ * build() has captured. Every tenth round is waited for.
+ */
+#include <cuda_runtime.h>
+
+extern "C" {
+#include "truth.h"
+}
+
+enum { UNIT = 40, NS_OF_BLOCK = 1000 };
+
+__global__ void scale(float *data)
+{
+	data[threadIdx.x] *= 2;
+}
+
+__global__ void fill(float *data)
+{
+	data[threadIdx.x] = 1;
+}
+
+__global__ void reduce(float *data)
+{
+	for (int at = 0; at < 32; at++)
+		data[0] += data[at];
+}
+
+static cudaStream_t streams[2];
+static cudaGraphExec_t graph;
+
+static NOINLINE void often()
+{
+	scale<<<3 * UNIT, 32, 0, streams[0]>>>(nullptr);
+	__asm__ volatile("");
+}
+
+static NOINLINE void seldom()
+{
+	scale<<<UNIT, 32, 0, streams[1]>>>(nullptr);
+	__asm__ volatile("");
+}
+
+static NOINLINE void once()
+{
+	fill<<<2 * UNIT, 32, 0, streams[1]>>>(nullptr);
+	__asm__ volatile("");
+}
+
+static NOINLINE void build()
+{
+	cudaGraph_t built;
+
+	cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeGlobal);
+	scale<<<2 * UNIT, 32, 0, streams[0]>>>(nullptr);
+	reduce<<<UNIT, 32, 0, streams[0]>>>(nullptr);
+	if (cudaStreamEndCapture(streams[0], &built))
+		fail("capture");
+	cudaGraphInstantiate(&graph, built, 0);
+}
+
+static NOINLINE void replay()
+{
+	cudaGraphLaunch(graph, streams[0]);
+	__asm__ volatile("");
+}
+
+int main(int count, char **arguments)
+{
+	long rounds = count > 1 ? atol(arguments[1]) : 1;
+
+	cudaStreamCreate(&streams[0]);
+	cudaStreamCreate(&streams[1]);
+	ready_then_wait();
+	build();
+	for (long round = 0; round < rounds; round++) {
+		often();
+		seldom();
+		once();
+		replay();
+		if (round % 10 == 9)
+			cudaDeviceSynchronize();
+	}
+	cudaDeviceSynchronize();
+	say("often.ns", rounds * 3 * UNIT * NS_OF_BLOCK);
+	say("seldom.ns", rounds * UNIT * NS_OF_BLOCK);
+	say("once.ns", rounds * 2 * UNIT * NS_OF_BLOCK);
+	say("replay.ns", rounds * 3 * UNIT * NS_OF_BLOCK);
+	done_then_stay();
+	return 0;
+}

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A library that tests load into programs: it counts how often its function is called. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <unistd.h>
+
+#ifdef STATIC_TLS
+/* More than the dynamic loader keeps for libraries that want it at once. */
+__thread char large[1 << 16] __attribute__((tls_model("initial-exec")));
+#endif
+
+static volatile int begun;
+
+__attribute__((constructor)) static void begin(void)
+{
+	begun = 1;
+#ifdef SLOW
+	usleep(3000000);
+#endif
+#ifdef STATIC_TLS
+	large[0] = 1;
+#endif
+}
+
+static int blocks_all_signals(void)
+{
+	sigset_t mask;
+
+	pthread_sigmask(SIG_BLOCK, NULL, &mask);
+	return sigismember(&mask, SIGTERM) && sigismember(&mask, SIGALRM);
+}
+
+/* The number of the call, over 1,000 where something is not as it has to be. */
+int injected_entry(void)
+{
+	static int calls;
+
+	calls++;
+	if (!begun || !blocks_all_signals() || ((uintptr_t)__builtin_frame_address(0) & 15))
+		return 1000 + calls;
+	return calls;
+}
+
+int injected_sleep(void)
+{
+	return usleep(200000);
+}
