@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sinks that send requests to a back-end: what they share with who queues and retries these.
+
+A sink encodes batches when their names are known, once: a request stands for itself, also on disk
+and a day later, when the processes that it names are gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.model.batch import Batch
+
+
+class SinkAway(AiflameError):
+    """A back-end that cannot take a request now, but may later.
+
+    Attributes:
+        retry_after_s: When, as the back-end says; None where it does not.
+    """
+
+    def __init__(self, why: str, retry_after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+
+
+class SinkRefused(AiflameError):
+    """A request that a back-end will never take: it is dropped and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        body: As it goes over the wire, compressed if the sink does so.
+        begin_unix_ns: When what it tells of began: back-ends refuse what is too old.
+        samples: How many it holds, to count them where they are lost.
+    """
+
+    body: bytes
+    begin_unix_ns: int
+    samples: int
+
+
+class RequestSink(Protocol):
+    """One back-end.
+
+    Attributes:
+        name: As in the configuration.
+        max_age_s: What is older is refused by the back-end; None for no such limit.
+    """
+
+    name: str
+    max_age_s: float | None
+
+    def encode(self, batches: Sequence[Batch]) -> Iterator[Request]:
+        """Encodes what one stretch of time has, in requests that the back-end's limits allow."""
+        ...
+
+    def send(self, request: Request) -> Counter[str]:
+        """Sends a request; returns how many samples were refused, by reason.
+
+        Raises:
+            SinkAway: It is to be sent again.
+            SinkRefused: It is not.
+        """
+        ...
