@@ -6,15 +6,12 @@ Only the look at /proc/driver/nvidia is left out, which is the kernel's half of 
 
 from __future__ import annotations
 
-import argparse
 import sys
-from functools import partial
 
-from aiflame.agent.commands import record
-from aiflame.agent.devices.choice import choose_families
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.base import Finding
 from aiflame.gpu.nvidia.family import NvidiaFamily
+from record_with import record_with
 
 RECORD = (sys.executable, __file__)
 
@@ -27,14 +24,5 @@ class StandinFamily(NvidiaFamily):
         return Finding((Device(self.name, "Standin", Tier.LAUNCHES, "", 0),))
 
 
-def main() -> int:
-    """Records."""
-    parser = argparse.ArgumentParser()
-    record.add_arguments(parser)
-    parser.set_defaults(verbose=0, command_words="record on the stand-in")
-    args = parser.parse_args()
-    return record.run(args, partial(choose_families, known={StandinFamily.name: StandinFamily}))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_with(StandinFamily.name, StandinFamily))

@@ -6,14 +6,10 @@
 
 from __future__ import annotations
 
-import argparse
 import struct
 import sys
 from collections.abc import Iterator
-from functools import partial
 
-from aiflame.agent.commands import record
-from aiflame.agent.devices.choice import choose_families
 from aiflame.agent.model.gpu import Device, Operation, Tier
 from aiflame.gpu.apis.base import Api, Argument, Bell, Call, HandleFrom, Naming
 from aiflame.gpu.base import (
@@ -28,6 +24,7 @@ from aiflame.gpu.base import (
     SourceLines,
 )
 from aiflame.gpu.ring import RingReader
+from record_with import record_with
 
 RECORD = (sys.executable, __file__)
 
@@ -125,14 +122,5 @@ class ToySampler:
         return None
 
 
-def main() -> int:
-    """Records."""
-    parser = argparse.ArgumentParser()
-    record.add_arguments(parser)
-    parser.set_defaults(verbose=0, command_words="record toys")
-    args = parser.parse_args()
-    return record.run(args, partial(choose_families, known={ToyFamily.name: ToyFamily}))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_with(ToyFamily.name, ToyFamily))

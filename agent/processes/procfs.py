@@ -59,7 +59,8 @@ class ThreadStat:
     switches: int
 
 
-# Of /proc/PID/stat: fields past the name, from 0.
+# Of /proc/PID/stat (proc_pid_stat(5)): fields past the name, from 0; utime, stime, cutime, cstime.
+_TIMES = slice(11, 15)
 _START_TIME = 19
 
 
@@ -206,20 +207,23 @@ def descendants(pids: Collection[int]) -> list[int]:
     return found
 
 
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat from the third on; none when the process is gone."""
+    # The name before them may hold anything, also line ends (proc_pid_stat(5)).
+    return "".join(read_lines(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
 def cpu_s(pid: int) -> float:
     """CPU time that a process and its children that have ended took, 0 for one that is gone."""
-    lines = read_lines(f"/proc/{pid}/stat")
-    # utime, stime, cutime, cstime (proc_pid_stat(5)); the name before may hold anything.
-    fields = lines[0].rpartition(")")[2].split()[11:15] if lines else []
-    return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, _stat(pid)[_TIMES])) / os.sysconf("SC_CLK_TCK")
 
 
 def start_ticks(pid: int) -> int:
     """Returns when a process began, in clock ticks since boot; 0 when it is gone.
 
-    With its number it tells one process from any other of this boot (proc_pid_stat(5), field 22).
+    With its number it tells one process from any other of this boot.
     """
-    fields = "".join(read_lines(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
+    fields = _stat(pid)
     return int(fields[_START_TIME]) if len(fields) > _START_TIME else 0
 
 

@@ -125,31 +125,28 @@ def has_device(gpu: GpuProfile) -> bool:
 
 def absence(profile: Profile) -> str:
     """Return why there is no flame graph of device samples; "" where there is one."""
-    gpu, recording = profile.gpu, profile.recording
-    if len(gpu.samples):
+    if len(profile.gpu.samples):
         return ""
-    when = "" if recording.time_range is None else f" in {range_words(recording)}"
-    limits = _limits(gpu)
-    if not has_device(gpu):
-        return _no_calls(when, limits)
-    why = f"Device API calls were seen{when}, but no device samples were taken"
-    if len(gpu.times):
-        why += ", only how long kernels ran (--view gputime)"
-    return f"{why}: {'; '.join(limits)}" if limits else f"{why}."
+    but = "only how long kernels ran (--view gputime)" if len(profile.gpu.times) else ""
+    return _absence(profile, "Device API calls were seen{}, but no device samples were taken", but)
 
 
 def times_absence(profile: Profile) -> str:
     """Return why there is no flame graph of GPU time; "" where there is one."""
-    gpu, recording = profile.gpu, profile.recording
-    if len(gpu.times):
+    if len(profile.gpu.times):
         return ""
+    but = "but there are samples of them (--view gpu)" if len(profile.gpu.samples) else ""
+    return _absence(profile, "No device told how long it ran kernels{}", but)
+
+
+def _absence(profile: Profile, what: str, but: str) -> str:
+    """Return what is missing, when, what there is instead, and why, in one sentence."""
+    gpu, recording = profile.gpu, profile.recording
     when = "" if recording.time_range is None else f" in {range_words(recording)}"
     limits = _limits(gpu)
     if not has_device(gpu):
         return _no_calls(when, limits)
-    why = f"No device told how long it ran kernels{when}"
-    if len(gpu.samples):
-        why += ", but there are samples of them (--view gpu)"
+    why = what.format(when) + (f", {but}" if but else "")
     return f"{why}: {'; '.join(limits)}" if limits else f"{why}."
 
 
