@@ -152,6 +152,7 @@ int main(int count, char **words)
 	/* A line is read whole by stdio: poll() would not see what it keeps. */
 	setvbuf(stdin, NULL, _IONBF, 0);
 	ready_then_wait();
+	alarm(3 * LONGEST_LIFE_S); /* guests are slow, and slower on a busy machine */
 	while (getchar() != '\n')
 		;
 	settle();
