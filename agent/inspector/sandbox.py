@@ -20,7 +20,8 @@ from collections.abc import Callable, Collection
 NOBODY = 65534
 
 # linux/capability.h
-CAP_DAC_READ_SEARCH, CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_CHECKPOINT_RESTORE = 2, 19, 21, 40
+CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SYS_PTRACE = 2, 5, 19
+CAP_SYS_ADMIN, CAP_CHECKPOINT_RESTORE = 21, 40
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_SETS = struct.Struct("<6I")
 
@@ -196,6 +197,8 @@ def _drop_bounding_set() -> None:
 
 
 def _become_nobody(keeps_capabilities: bool) -> None:
+    if not has(CAP_KILL):  # its parent has what it has, and ends it where it hangs
+        raise OSError(_EPERM, "its parent could not end it, without CAP_KILL")
     _prctl(_PR_SET_KEEPCAPS, int(keeps_capabilities))
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

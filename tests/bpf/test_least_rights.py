@@ -192,6 +192,26 @@ def test_threads_asleep_since_before_are_entered_before_rights_are_given_up(
         assert kinds.count(FrameKind.KERNEL) > 2
 
 
+# What deploy/README.md gives a container.
+_IN_CONTAINER = (
+    *("BPF", "PERFMON", "SYS_PTRACE", "SYS_RESOURCE", "DAC_READ_SEARCH", "SYSLOG"),
+    *("CHECKPOINT_RESTORE", "SYS_NICE", "SETUID", "SETGID", "SETPCAP", "KILL"),
+)
+
+
+@pytest.mark.parametrize("lacking", ["", "KILL", "SETUID", "SETPCAP"])
+def test_root_in_a_container(lacking: str, busy: subprocess.Popen[bytes], folder: Path) -> None:
+    # GIVEN root that never gets more than this, as in a container
+    names = (f"+{name.lower()}" for name in _IN_CONTAINER if name != lacking)
+    prefix = ("setpriv", f"--bounding-set=-all,{','.join(names)}")
+    arguments = ("-p", busy.pid, "-d", "1", "-o", "run.aiflame", "--force")
+    # WHEN it records THEN that works, and what keeps children from giving up all is said
+    _, said = _run(folder, prefix, "record", *arguments)
+    assert ("sandbox_incomplete" in said) == bool(lacking), said
+    assert ("could not end it, without CAP_KILL" in said) == (lacking == "KILL")
+    assert "complete stacks: 100.00 % of cpu time" in said.lower()
+
+
 def test_the_command_has_what_it_would_have_had(tmp_path: Path) -> None:
     tell = "import os; status = open('/proc/self/status').read();"
     tell += (
