@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-demo setup-test setup-bench demo test unit lint format bench wheel
-.PHONY: setup-kernels kernels programs lock clean
+.PHONY: setup-kernels kernels programs image lock clean
 
 # The distribution's own interpreter, whatever comes first in PATH: only it finds the bcc package.
 PYTHON := /usr/bin/python3
@@ -221,6 +221,15 @@ wheel:  ## build a wheel into dist/, with the kernel programs compiled
 	rm -rf build/lib build/bdist.*  # setuptools would ship what is left over there
 	$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
 	ls dist/*.whl
+
+# For what a builder needs besides, as behind a proxy.
+IMAGE_FLAGS :=
+
+image: wheel  ## build a container image of the wheel, by podman or docker
+	@builder=$$(command -v podman || command -v docker) \
+		|| { echo "make $@: neither podman nor docker is here" >&2; exit 3; }
+	$$builder build $(IMAGE_FLAGS) -f deploy/Dockerfile -t aiflame .
+	$$builder image inspect -f "{{.Size}}" aiflame | awk '{ printf "aiflame: %.0f MB\n", $$1 / 1e6 }'
 
 # Needs uv. One set of versions for all interpreters: captures made on one are read on another.
 UV_COMPILE := uv pip compile --quiet --universal --fork-strategy fewest --python-version 3.10 \
