@@ -17,6 +17,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.doctor.checks import CHECKS
 from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.rights import Capability
+from deployment import capabilities
 from recordings import Recording, Workload, children_of, frames_of, public_folder, stacks_with
 from support import AIFLAME, wait_until
 
@@ -192,17 +193,10 @@ def test_threads_asleep_since_before_are_entered_before_rights_are_given_up(
         assert kinds.count(FrameKind.KERNEL) > 2
 
 
-# What deploy/README.md gives a container.
-_IN_CONTAINER = (
-    *("BPF", "PERFMON", "SYS_PTRACE", "SYS_RESOURCE", "DAC_READ_SEARCH", "SYSLOG"),
-    *("CHECKPOINT_RESTORE", "SYS_NICE", "SETUID", "SETGID", "SETPCAP", "KILL"),
-)
-
-
 @pytest.mark.parametrize("lacking", ["", "KILL", "SETUID", "SETPCAP"])
 def test_root_in_a_container(lacking: str, busy: subprocess.Popen[bytes], folder: Path) -> None:
     # GIVEN root that never gets more than this, as in a container
-    names = (f"+{name.lower()}" for name in _IN_CONTAINER if name != lacking)
+    names = (f"+{name.lower()}" for name in capabilities() if name != lacking)
     prefix = ("setpriv", f"--bounding-set=-all,{','.join(names)}")
     arguments = ("-p", busy.pid, "-d", "1", "-o", "run.aiflame", "--force")
     # WHEN it records THEN that works, and what keeps children from giving up all is said
