@@ -74,7 +74,7 @@ _MAY_IMPORT = {
     "injection": {"elf", "processes", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
-    "sinks": {"capture", "processes", "symbolize", "symbols", *_LEAVES},
+    "sinks": {"capture", "processes", "reports", "symbolize", "symbols", *_LEAVES},
     "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "kernel", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests over HTTP to back-ends: certificates, secrets, time limits, and what answers mean.
+
+Secrets are read from their files for each request, since projected tokens of Kubernetes change.
+They are sent over TLS, or to this machine itself. No redirect is followed: it could lead a secret
+to another host.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import ipaddress
+import math
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from aiflame.agent.errors import UsageError
+from aiflame.agent.reports.words import showable
+from aiflame.agent.sinks.requests import SinkAway
+
+# Answers of back-ends are a few numbers, or an error in a sentence.
+_MAX_ANSWER_BYTES = 64 << 10
+# Of an error in a message of ours.
+_MAX_WORDS = 300
+# A token of Kubernetes has near 1,000 bytes.
+_MAX_SECRET_BYTES = 16 << 10
+# Whoever asks for more is wrong about its clock: it is asked again after an hour.
+_MAX_RETRY_AFTER_S = 3_600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostSettings:
+    """Where to, and how to be let in; the keys of a sink's part of the configuration.
+
+    Attributes:
+        url: Of the back-end, "https://HOST:PORT" and maybe a path; "http" without TLS.
+        tenant: Sent as X-Scope-OrgID; "" for none.
+        token_file: A file with a bearer token.
+        user: For basic authentication, with `password_file`.
+        password_file: A file with its password.
+        ca_file: Certificates to trust, instead of the system's.
+        insecure: Trust any certificate, and send secrets without TLS.
+        timeout_s: A request may take so long, from the connection to the end of the answer.
+    """
+
+    url: str
+    tenant: str = ""
+    token_file: str = ""
+    user: str = ""
+    password_file: str = ""
+    ca_file: str = ""
+    insecure: bool = False
+    # As `pyroscope.write` of Grafana Alloy.
+    timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a back-end said.
+
+    Attributes:
+        status: Of HTTP.
+        body: At most 64 KiB of it.
+        retry_after_s: When to try again, at most an hour; None where it does not say.
+    """
+
+    status: int
+    body: bytes
+    retry_after_s: float | None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the request was accepted."""
+        return 200 <= self.status < 300
+
+    @property
+    def words(self) -> str:
+        """The answer for a message: status and the start of its text, in one line."""
+        name = http.client.responses.get(self.status, "")
+        text = showable(self.body[:_MAX_WORDS].decode("utf-8", "replace")) if self.body else ""
+        return " ".join(filter(None, (str(self.status), name, text)))
+
+
+class Poster:
+    """Sends requests to one path of a back-end.
+
+    Args:
+        settings: Whose.
+        path: After that of the URL.
+        headers: Of each request.
+
+    Raises:
+        UsageError: The settings make no sense, a file of theirs cannot be read, or a secret would
+            be sent in the clear.
+    """
+
+    def __init__(self, settings: PostSettings, path: str, headers: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._url = _checked(settings)
+        base = self._url.path.rstrip("/")
+        self._path = base if base.endswith(path) else base + path
+        self._headers = dict(headers)
+        if settings.tenant:
+            self._headers["X-Scope-OrgID"] = _header("tenant", settings.tenant)
+        self._tls = _tls(settings) if self._url.scheme == "https" else None
+        try:
+            self._authorization()
+        except OSError as error:
+            raise UsageError(f"{settings.url}: {error}") from error
+
+    def post(self, body: bytes) -> Answer:
+        """Send a request and return the answer.
+
+        Raises:
+            SinkAway: There was none in time.
+        """
+        try:
+            headers = self._headers | self._authorization()
+        except (OSError, UsageError) as error:
+            # A token that is being replaced.
+            raise SinkAway(f"{self._name}: {error}") from error
+        is_late = threading.Event()
+        try:
+            with self._connected() as plain, plain.dup() as watched:
+                end = threading.Timer(self._settings.timeout_s, _shut, (watched, is_late))
+                end.daemon = True
+                end.start()
+                try:
+                    answer = self._exchange(plain, body, headers)
+                finally:
+                    end.cancel()
+        except (OSError, http.client.HTTPException) as error:
+            why = "no answer in time" if is_late.is_set() else str(error) or type(error).__name__
+            raise SinkAway(f"{self._name}: {showable(why[:_MAX_WORDS])}") from error
+        if is_late.is_set():
+            raise SinkAway(f"{self._name}: no answer in time")
+        return answer
+
+    def _connected(self) -> socket.socket:
+        default = 443 if self._tls is not None else 80
+        address = (self._url.hostname or "", self._url.port or default)
+        return socket.create_connection(address, self._settings.timeout_s)
+
+    def _exchange(self, plain: socket.socket, body: bytes, headers: Mapping[str, str]) -> Answer:
+        host = self._url.hostname or ""
+        connection = http.client.HTTPConnection(host, self._url.port)
+        connection.sock = plain
+        if self._tls is not None:
+            connection.sock = self._tls.wrap_socket(plain, server_hostname=host)
+        with closing(connection):
+            # Who finds a request too long may say so and close, while it is still being sent.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("POST", self._path, body, dict(headers))
+            answer = connection.getresponse()
+            text = answer.read(_MAX_ANSWER_BYTES)
+            retry_after_s = _retry_after_s(answer.headers.get("Retry-After"))
+        return Answer(answer.status, text, retry_after_s)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._url.scheme}://{self._url.netloc.rpartition('@')[2]}"
+
+    def _authorization(self) -> dict[str, str]:
+        settings = self._settings
+        if settings.token_file:
+            return {"Authorization": f"Bearer {_secret(settings.token_file)}"}
+        if settings.user:
+            pair = f"{settings.user}:{_secret(settings.password_file)}"
+            return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
+        return {}
+
+
+def _checked(settings: PostSettings) -> SplitResult:
+    try:
+        url = urlsplit(settings.url)
+        port = url.port
+    except ValueError as error:
+        raise UsageError(f"{settings.url!r} is no URL: {error}") from error
+    if url.scheme not in ("http", "https") or not url.hostname or port == 0:
+        raise UsageError(f"{settings.url!r} is no URL of http or https", "write https://HOST:PORT")
+    if not settings.url.isascii() or any(c.isspace() for c in settings.url):
+        raise UsageError(f"{settings.url!r} has characters that a URL may not have")
+    if url.username or url.password or url.query or url.fragment:
+        raise UsageError(
+            f"{url.scheme}://{url.hostname}: a URL with more than host, port and path",
+            "name a user by `user` and `password_file`",
+        )
+    if settings.token_file and settings.user:
+        raise UsageError(f"{settings.url}: both a token and a user")
+    if bool(settings.user) != bool(settings.password_file):
+        raise UsageError(f"{settings.url}: `user` and `password_file` are only good together")
+    if not 0 < settings.timeout_s <= _MAX_RETRY_AFTER_S:
+        raise UsageError(f"{settings.url}: a timeout of {settings.timeout_s} s")
+    has_secret = bool(settings.token_file or settings.user)
+    in_clear = url.scheme == "http" and not settings.insecure and not _is_loopback(url.hostname)
+    if has_secret and in_clear:
+        raise UsageError(
+            f"{settings.url}: a secret would be sent without TLS",
+            "write https://, or set `insecure` where nobody else can listen",
+        )
+    return url
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tls(settings: PostSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{settings.ca_file}: no certificates to trust: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if settings.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _secret(path: str) -> str:
+    with Path(path).open("rb") as file:
+        content = file.read(_MAX_SECRET_BYTES + 1)
+    if len(content) > _MAX_SECRET_BYTES:
+        raise UsageError(f"{path}: too long for a secret")
+    secret = content.decode("utf-8", "replace").strip()
+    if not secret:
+        raise UsageError(f"{path} is empty")
+    return _header(path, secret)
+
+
+def _header(what: str, value: str) -> str:
+    # Without what would end a header, and begin another one.
+    if not value.isascii() or not value.isprintable():
+        raise UsageError(f"{what}: characters that a header may not have")
+    return value
+
+
+def _shut(watched: socket.socket, is_late: threading.Event) -> None:
+    # A time limit of the socket begins anew with each byte: a server could spend hours in bytes.
+    is_late.set()
+    with suppress(OSError):
+        watched.shutdown(socket.SHUT_RDWR)
+
+
+def _retry_after_s(text: str | None) -> float | None:
+    # Seconds or a date (RFC 9110, 10.2.3).
+    if text is None or len(text) > _MAX_WORDS:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(text)
+            if when.tzinfo is None:
+                when = when.replace(tzinfo=timezone.utc)
+            seconds = (when - datetime.now(timezone.utc)).total_seconds()
+        except (ValueError, TypeError, OverflowError):
+            return None
+    if not math.isfinite(seconds):
+        return None
+    return min(max(seconds, 0.0), _MAX_RETRY_AFTER_S)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests to back-ends go over HTTP: secrets, certificates, refusals, servers that hang."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+from aiflame.agent.errors import UsageError
+from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.sinks.otlp import OtlpSettings, OtlpSink
+from aiflame.agent.sinks.pyroscope import PyroscopeSettings, PyroscopeSink
+from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
+from profiles import MS, RECORDING, small_profile
+from receivers import otlp, pyroscope
+from receivers.server import Reply, serving
+
+BEGIN_NS = RECORDING.started_unix_ns
+NOW_NS = BEGIN_NS + 60_000 * MS
+
+Make = Callable[..., RequestSink]
+
+
+def _pyroscope(url: str, **settings: object) -> RequestSink:
+    return PyroscopeSink(PyroscopeSettings(url=url, **settings))  # type: ignore[arg-type]
+
+
+def _otlp(url: str, **settings: object) -> RequestSink:
+    return OtlpSink(OtlpSettings(url=url, **settings))  # type: ignore[arg-type]
+
+
+both = pytest.mark.parametrize("make", [_pyroscope, _otlp])
+
+
+def _request(sink: RequestSink, begin_ns: int = BEGIN_NS) -> Request:
+    batch = Batch(Labels("train"), small_profile(), begin_ns, 60_000 * MS)
+    (request,) = sink.encode([batch])
+    return request
+
+
+# What answers mean.
+
+
+@pytest.mark.parametrize(
+    ("make", "statuses"), [(_pyroscope, (408, 429, 500, 503, 504)), (_otlp, (429, 502, 503, 504))]
+)
+def test_what_is_overloaded_gets_it_again(make: Make, statuses: tuple[int, ...]) -> None:
+    with serving(otlp.Collector()) as server:
+        sink = make(server.url)
+        for status in statuses:
+            # GIVEN a back-end that takes nothing for now
+            server.answers = [Reply(status, b"busy", (("Retry-After", "17"),))]
+            # WHEN a request is sent THEN it is to be kept, and sent when the back-end says
+            with pytest.raises(SinkAway, match=f"{status} .*busy") as away:
+                sink.send(_request(sink))
+            assert away.value.retry_after_s == 17
+
+
+@pytest.mark.parametrize(
+    ("make", "statuses"),
+    [(_pyroscope, (301, 400, 401, 404, 413, 415)), (_otlp, (302, 400, 403, 413, 500))],
+)
+def test_what_is_refused_is_not_sent_again(make: Make, statuses: tuple[int, ...]) -> None:
+    with serving(otlp.Collector()) as server:
+        sink = make(server.url)
+        for status in statuses:
+            server.answers = [Reply(status, b"never\n\x1b[31m", (("Location", "/elsewhere"),))]
+            with pytest.raises(SinkRefused, match=f"{status} ") as refused:
+                sink.send(_request(sink))
+            assert str(refused.value).isprintable()
+        assert len(server.requests) == len(statuses), "a redirect was followed"
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [
+        ("0", 0, 0),
+        ("2.5", 2.5, 2.5),
+        ("-3", 0, 0),
+        ("1e999", None, None),
+        ("nan", None, None),
+        ("99999999", 3_600, 3_600),
+        ("soon", None, None),
+        ("9" * 60_000, None, None),
+        ("in 100 s", 80, 100),
+        ("in -100 s", 0, 0),
+        ("Mon, 99 Foo 99999999 99:99:99", None, None),
+    ],
+)
+def test_when_to_try_again(text: str, low: float | None, high: float | None) -> None:
+    if text.startswith("in "):
+        text = formatdate(time.time() + float(text.split()[1]), usegmt=True)
+    with serving(otlp.Collector()) as server:
+        server.answers = [Reply(429, b"", (("Retry-After", text),))]
+        sink = _pyroscope(server.url)
+        with pytest.raises(SinkAway) as away:
+            sink.send(_request(sink))
+    if low is None or high is None:
+        assert away.value.retry_after_s is None
+    else:
+        assert away.value.retry_after_s is not None
+        assert low <= away.value.retry_after_s <= high
+
+
+@both
+@pytest.mark.parametrize("body", [b"<html>welcome</html>", b"\xff" * 200_000])
+def test_a_page_of_something_else_is_no_success(make: Make, body: bytes) -> None:
+    with serving(otlp.Collector()) as server:
+        server.answers = [Reply(200, body)]
+        sink = make(server.url)
+        with pytest.raises(SinkRefused, match="at this URL"):
+            sink.send(_request(sink))
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_what_is_too_old_is_refused_by_pyroscope(status: int) -> None:
+    receiver = pyroscope.Pyroscope(NOW_NS, old_status=status)
+    with serving(receiver) as server:
+        sink = PyroscopeSink(PyroscopeSettings(url=server.url))
+        # GIVEN what began before the sink's limit of age, and after it
+        assert sink.max_age_s is not None
+        young = _request(sink, NOW_NS - int(sink.max_age_s * 10**9))
+        old = _request(sink, NOW_NS - pyroscope.HOUR_NS - 1)
+        # WHEN they are sent THEN what is younger is taken, and the other one never will be
+        assert sink.send(young) == Counter()
+        with pytest.raises(SinkRefused, match="not_in_ingestion_window"):
+            sink.send(old)
+    assert young.begin_unix_ns == NOW_NS - int(sink.max_age_s * 10**9)
+
+
+def test_the_age_limit_is_that_of_the_back_end() -> None:
+    url = "http://localhost:1"
+    assert _otlp(url).max_age_s is None
+    assert _otlp(url, flavour="parca").max_age_s is None
+    assert _otlp(url, flavour="pyroscope").max_age_s == _pyroscope(url).max_age_s
+
+
+def test_partial_success_is_counted_and_done_with() -> None:
+    # GIVEN a Collector that refuses two profiles of a request
+    receiver = otlp.Collector(rejects=(2, "quota\nexceeded"))
+    with serving(receiver) as server:
+        sink = _otlp(server.url)
+        refused = sink.send(_request(sink))
+        # THEN no more than what they may hold is counted, and nothing is sent again
+        sizes = sorted(len(one.samples) for one in receiver.got)
+        assert refused == {"quota\ufffdexceeded": sizes[-1] + sizes[-2]}
+        assert len(server.requests) == 1
+
+
+def test_partial_success_of_more_than_was_sent_is_all_of_it() -> None:
+    with serving(otlp.Collector(rejects=(1 << 62, ""))) as server:
+        sink = _otlp(server.url)
+        request = _request(sink)
+        assert sink.send(request) == {"no reason": request.samples}
+
+
+# Servers that are not there, or hang.
+
+
+@both
+def test_nobody_at_the_address_is_away(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    sink = make(f"http://127.0.0.1:{port}")
+    with pytest.raises(SinkAway, match="refused"):
+        sink.send(_request(sink))
+
+
+@both
+def test_a_host_without_an_address_is_away(make: Make) -> None:
+    sink = make("http://no-such-host.invalid")
+    with pytest.raises(SinkAway):
+        sink.send(_request(sink))
+
+
+@both
+@pytest.mark.parametrize("answers", [[], [Reply(drips=True)]])
+def test_a_server_that_hangs_costs_the_timeout(make: Make, answers: list[Reply]) -> None:
+    # GIVEN a server that never answers, or a byte at a time for ever
+    class Hangs:
+        def take(self, *_: object) -> Reply:
+            server.stop.wait(20)
+            return Reply()
+
+    with serving(Hangs()) as server:
+        server.answers = answers
+        sink = make(server.url, timeout_s=0.4)
+        request = _request(sink)
+        # WHEN a request is sent THEN it ends in time
+        began = time.monotonic()
+        with pytest.raises(SinkAway, match="time"):
+            sink.send(request)
+        assert time.monotonic() - began < 5
+
+
+@both
+def test_an_answer_that_is_none_is_away(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sink = make(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        request = _request(sink)
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 20)
+                connection.sendall(b"\x16\x03\x01 what?\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(SinkAway):
+            sink.send(request)
+        thread.join()
+
+
+def test_a_refusal_is_read_though_the_request_was_not() -> None:
+    # GIVEN a server that finds a request too long before it has read it
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sink = _otlp(f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1_000)
+                connection.sendall(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 20):
+                    pass
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(SinkRefused, match="413"):
+            sink.send(Request(bytes(8 << 20), BEGIN_NS, 1))
+        thread.join()
+
+
+# Secrets.
+
+
+def test_a_token_is_read_for_each_request(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    with serving(otlp.Collector()) as server:
+        sink = _otlp(server.url, token_file=str(token), tenant="team-a")
+        sink.send(_request(sink))
+        token.write_text("second")
+        sink.send(_request(sink))
+        headers = [(h["Authorization"], h["X-Scope-OrgID"]) for h in server.requests]
+        assert headers == [("Bearer first", "team-a"), ("Bearer second", "team-a")]
+        # A token that is being replaced costs no request.
+        token.unlink()
+        with pytest.raises(SinkAway):
+            sink.send(_request(sink))
+
+
+def test_a_password_and_a_tenant_let_into_pyroscope(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("s3cret\n")
+    receiver = pyroscope.Pyroscope(
+        NOW_NS, is_multi_tenant=True, authorization="Basic MTIzNDU6czNjcmV0"
+    )
+    with serving(receiver) as server:
+        known = {"user": "12345", "password_file": str(password)}
+        sink = _pyroscope(server.url, tenant="a", **known)
+        assert sink.send(_request(sink)) == Counter()
+        for settings in ({"tenant": "a"}, known):
+            sink = _pyroscope(server.url, **settings)
+            with pytest.raises(SinkRefused, match="401"):
+                sink.send(_request(sink))
+
+
+@both
+@pytest.mark.parametrize(
+    "url", ["http://pyroscope:4040", "http://10.0.0.1", "http://localhost.evil"]
+)
+def test_a_secret_is_not_sent_in_the_clear(make: Make, url: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x")
+    with pytest.raises(UsageError, match="without TLS"):
+        make(url, token_file=str(token))
+    with pytest.raises(UsageError, match="without TLS"):
+        make(url, user="u", password_file=str(token))
+    make(url, token_file=str(token), insecure=True)
+    make("https://pyroscope", token_file=str(token))
+    make("http://localhost:1", token_file=str(token))
+    make("http://[::1]:1", token_file=str(token))
+
+
+@both
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"url": "localhost:4040"},
+        {"url": "ftp://host"},
+        {"url": "http://"},
+        {"url": "http://host:99999"},
+        {"url": "http://user:hunter2@host"},
+        {"url": "http://host/?tenant=x"},
+        {"url": "http://ho st\r\nX: y"},
+        {"url": "http://h\xf6st"},
+        {"url": "http://[::1"},
+        {"tenant": "a\r\nAuthorization: x"},
+        {"timeout_s": 0},
+        {"timeout_s": float("nan")},
+        {"user": "u"},
+        {"password_file": "/dev/null"},
+        {"token_file": "/no/such/file"},
+        {"token_file": "/dev/null"},
+        {"token_file": "/dev/zero"},
+        {"url": "https://h", "ca_file": "/no/such/file"},
+        {"url": "https://h", "ca_file": "/dev/null"},
+        {"labels": ("nonsense",)},
+        {"labels": ("thread",)},
+    ],
+)
+def test_settings_without_a_sense_are_refused(make: Make, settings: dict[str, object]) -> None:
+    with pytest.raises(UsageError) as refused:
+        make(**{"url": "http://localhost:1", **settings})
+    assert "hunter2" not in str(refused.value)
+
+
+def test_an_unknown_flavour_is_refused() -> None:
+    with pytest.raises(UsageError, match="vanilla") as refused:
+        _otlp("http://localhost:1", flavour="vanilla")
+    assert "collector, parca, pyroscope" in str(refused.value.hint)
+
+
+# TLS.
+
+
+@contextmanager
+def _tls_server(folder: Path) -> Iterator[tuple[str, str]]:
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", key, "-out", certificate, "-subj", "/CN=test"),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serving(otlp.Collector(), context) as server:
+        yield server.url, str(certificate)
+
+
+def test_certificates_are_checked(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x")
+    with _tls_server(tmp_path) as (url, ca_file):
+        # GIVEN a server whose certificate the system does not know
+        # WHEN requests are sent THEN it has to be named, or said that it does not matter
+        sink = _otlp(url, token_file=str(token))
+        with pytest.raises(SinkAway, match="certificate verify failed"):
+            sink.send(_request(sink))
+        for settings in ({"ca_file": ca_file}, {"insecure": True}):
+            sink = _otlp(url, token_file=str(token), **settings)
+            assert sink.send(_request(sink)) == Counter()
+        # A certificate of another host is none.
+        sink = _otlp(url.replace("127.0.0.1", "localhost"), ca_file=ca_file)
+        with pytest.raises(SinkAway, match="certificate"):
+            sink.send(_request(sink))

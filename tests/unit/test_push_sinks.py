@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles pushed to Pyroscope and by OTLP, as stand-ins of the receivers take them in."""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.model.gpu import Operation
+from aiflame.agent.model.profile import (
+    Binary,
+    Loss,
+    Profile,
+    SampleClass,
+    StopReason,
+)
+from aiflame.agent.sinks import otlp as otlp_sink
+from aiflame.agent.sinks import pyroscope as pyroscope_sink
+from aiflame.agent.sinks.otlp import OtlpSettings, OtlpSink
+from aiflame.agent.sinks.pyroscope import PyroscopeSettings, PyroscopeSink
+from aiflame.agent.sinks.requests import RequestSink
+from busy_host import busy_host, busy_profile
+from device_profiles import (
+    hostile_device_profile,
+    small_device_profile,
+    small_timed_profile,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import (
+    HOSTILE_NAMES,
+    MS,
+    RECORDING,
+    Sample,
+    deep_profile,
+    empty_profile,
+    hostile_profile,
+    profile_of,
+    python_profile,
+    small_profile,
+    timed_profile,
+)
+from receivers import otlp, pyroscope
+from receivers.server import serving
+
+BEGIN_NS = RECORDING.started_unix_ns
+MINUTE_NS = 60_000 * MS
+
+# By type id of Pyroscope.
+CPU = "process_cpu:cpu:nanoseconds:cpu:nanoseconds"
+OFF_CPU = "off_cpu:off_cpu:nanoseconds::"
+RUN_DELAY = "run_delay:run_delay:nanoseconds:run_delay:nanoseconds"
+PREEMPTED = "preempted:preempted:nanoseconds:preempted:nanoseconds"
+LAUNCH = "gpu_launch:gpu_launch:count:gpu_launch:count"
+KERNEL_TIME = "gpu_kernel_time:gpu_kernel_time:nanoseconds:gpu_kernel_time:nanoseconds"
+# Of devices whose samples are no time.
+SAMPLES = "gpu_pcsample:gpu_pcsample:count:gpu_pcsample:count"
+TIMED_SAMPLES = "gpu_pcsample:gpu_pcsample:count:gpu_pcsample:nanoseconds"
+
+_CLASSES = {
+    CPU: SampleClass.ON_CPU,
+    OFF_CPU: SampleClass.BLOCKED,
+    RUN_DELAY: SampleClass.WAITING_TO_RUN,
+    PREEMPTED: SampleClass.PREEMPTED,
+}
+
+Stacks = dict[str, Counter[tuple[str, ...]]]
+
+
+def totals_of(profiles: Sequence[Profile]) -> Counter[str]:
+    """The sums of profiles by type id, straight from their columns."""
+    found: Counter[str] = Counter()
+    for profile in profiles:
+        samples, gpu = profile.samples, profile.gpu
+        for type_id, klass in _CLASSES.items():
+            found[type_id] += int(samples["ns"][samples["klass"] == klass].sum())
+        is_launch = [gpu.functions[i].operation is Operation.LAUNCH for i in gpu.calls["function"]]
+        found[LAUNCH] += int(gpu.calls["count"][np.array(is_launch, np.bool_)].sum())
+        found[KERNEL_TIME] += int(gpu.times["duration_ns"].sum())
+        for device, one in enumerate(gpu.devices):
+            count = int(gpu.samples["count"][gpu.samples["device"] == device].sum())
+            found[TIMED_SAMPLES if one.period_ns else SAMPLES] += count
+    return +found
+
+
+def sums_of(stacks: Stacks) -> Counter[str]:
+    return Counter({type_id: sum(found.values()) for type_id, found in stacks.items()})
+
+
+def batch_of(profile: Profile, labels: Labels | None = None) -> Batch:
+    return Batch(labels or Labels("train", node="n1"), profile, BEGIN_NS, MINUTE_NS)
+
+
+def _exact(profile: Profile) -> Profile:
+    # As recordings have it: each on-CPU sample weighs a period.
+    samples = profile.samples.copy()
+    is_on = samples["klass"] == SampleClass.ON_CPU
+    samples["ns"][is_on] = samples["count"][is_on] * np.uint64(profile.recording.period_ns)
+    return replace(profile, samples=samples)
+
+
+def _send_all(sink: RequestSink, batches: Sequence[Batch]) -> int:
+    requests = list(sink.encode(batches))
+    for request in requests:
+        assert sink.send(request) == Counter()
+        assert request.samples > 0
+    return len(requests)
+
+
+def pushed_to_pyroscope(batches: Sequence[Batch], **more: object) -> pyroscope.Pyroscope:
+    receiver = pyroscope.Pyroscope(BEGIN_NS + MINUTE_NS)
+    with serving(receiver) as server:
+        _send_all(PyroscopeSink(PyroscopeSettings(url=server.url, **more)), batches)  # type: ignore[arg-type]
+    return receiver
+
+
+def pushed_by_otlp(
+    batches: Sequence[Batch], receiver: otlp.Collector, flavour: str = "collector"
+) -> None:
+    with serving(receiver) as server:
+        _send_all(OtlpSink(OtlpSettings(url=server.url, flavour=flavour)), batches)
+
+
+def all_ways(batches: Sequence[Batch]) -> list[Stacks]:
+    """What is stored of the same batches by Pyroscope's way in, and by both of OTLP's."""
+    straight = pushed_to_pyroscope(batches).stacks()
+    converted = otlp.Pyroscope()
+    pushed_by_otlp(batches, converted, "pyroscope")
+    collector = otlp.Collector()
+    pushed_by_otlp(batches, collector)
+    return [straight, converted.weights(), as_pyroscope(collector)]
+
+
+def as_pyroscope(collector: otlp.Collector) -> Stacks:
+    """Names what a Collector got as Pyroscope does."""
+    found: Stacks = {}
+    for one in collector.got:
+        if one.sample_type == "samples:count":
+            type_id, factor = CPU, one.period
+        elif one.sample_type == "off_cpu:nanoseconds":
+            type_id, factor = OFF_CPU, 1
+        else:
+            name = one.period_type.partition(":")[0]
+            type_id, factor = f"{name}:{one.sample_type}:{one.period_type}", 1
+        for stack, _, value in one.samples:
+            found.setdefault(type_id, Counter())[stack] += value * factor
+    return found
+
+
+PROFILES: dict[str, Callable[[], Profile]] = {
+    "small": small_profile,
+    "python": python_profile,
+    "timed": timed_profile,
+    "hostile": hostile_profile,
+    "deep": deep_profile,
+    "device": small_device_profile,
+    "device times": small_timed_profile,
+    "hostile device": hostile_device_profile,
+    "busy": lambda: busy_profile(0, 500, 40),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_sink_gets_the_sums_of_the_profile(name: str) -> None:
+    # GIVEN a profile
+    profile = _exact(PROFILES[name]())
+    # WHEN it is pushed by each way
+    ways = all_ways([batch_of(profile)])
+    # THEN each class adds up to what the profile has, and stacks are the same by all ways
+    assert sums_of(ways[0]) == totals_of([profile])
+    assert ways[1] == ways[0]
+    assert ways[2] == ways[0]
+
+
+def test_nothing_is_sent_of_nothing() -> None:
+    batch = batch_of(empty_profile())
+    assert list(PyroscopeSink(PyroscopeSettings(url="http://localhost:1")).encode([batch])) == []
+    assert list(OtlpSink(OtlpSettings(url="http://localhost:1")).encode([batch])) == []
+
+
+def test_stacks_are_those_that_reports_show() -> None:
+    # GIVEN Python on native frames, a truncated stack, a lock and a thread without any frame
+    profile = profile_of(
+        Sample("_start;[i]_PyEval_EvalFrameDefault;[p]run@/app/t.py:7;work", 10 * MS),
+        Sample("clone;worker;[k]futex_wait", 7 * MS, SampleClass.BLOCKED),
+        Sample("inner", 10 * MS, end=StopReason.NO_FRAME_POINTER),
+        Sample("", 3 * MS, SampleClass.WAITING_TO_RUN, end=StopReason.NOT_RUN_YET),
+    )
+    # WHEN they are pushed
+    stacks = pushed_to_pyroscope([batch_of(profile)]).stacks()
+    # THEN the interpreter's frames are left out, and what is missing is said
+    assert stacks[CPU] == {
+        ("work", "run", "_start"): 10 * MS,
+        ("inner", "[truncated: no frame pointer]"): 10 * MS,
+    }
+    assert stacks[OFF_CPU] == {("[blocked: lock]", "futex_wait", "worker", "clone"): 7 * MS}
+    assert stacks[RUN_DELAY] == {("[no frames: not run yet]",): 3 * MS}
+
+
+def test_stall_reasons_stand_below_kernels_below_launches() -> None:
+    stacks = pushed_to_pyroscope([batch_of(small_device_profile())]).stacks()
+    fill = ("clEnqueueNDRangeKernel", "fill_all", "main")
+    assert stacks[SAMPLES][("lg_throttle", "fill", *fill)] == 50
+    assert stacks[SAMPLES]["unheard_of", "ghost", "[unknown launch]"] == 50
+    assert stacks[LAUNCH][("fill", *fill)] == 8
+    assert stacks[CPU].total() == 40 * MS
+
+
+def test_a_collector_gets_types_periods_frame_types_and_build_ids() -> None:
+    # GIVEN on-CPU, off-CPU and device work, with losses
+    profile = replace(
+        _exact(small_timed_profile()),
+        binaries=(Binary("/opt/server", "ab" * 20), Binary("[kernel]", "")),
+        losses=(Loss("stack_lost", 7, "stacks"),),
+    )
+    # WHEN it is pushed to a Collector
+    collector = otlp.Collector()
+    pushed_by_otlp([batch_of(profile)], collector)
+    # THEN each class is a profile of its own type, with its period
+    assert {(one.sample_type, one.period_type, one.period) for one in collector.got} == {
+        ("samples:count", "cpu:nanoseconds", RECORDING.period_ns),
+        ("off_cpu:nanoseconds", "", 0),
+        ("gpu_launch:count", "gpu_launch:count", 1),
+        ("gpu_kernel_time:nanoseconds", "gpu_kernel_time:nanoseconds", 1),
+        ("gpu_pcsample:count", "gpu_pcsample:count", 1),
+    }
+    types = frozenset[str]().union(*(one.types for one in collector.got))
+    assert types == {"native", "kernel", "cpython", "off-cpu", "opencl", "gpu-stall", "unknown"}
+    assert {one.scope for one in collector.got} == {"aiflame"}
+    assert all("ab" * 20 in one.build_ids for one in collector.got[:2])
+    # THEN losses are with all of them, and stall reasons with samples of devices
+    assert all(one.attributes == {"aiflame.lost.stack_lost": 7} for one in collector.got)
+    reasons = {
+        attributes.get("gpu.stall.reason", "")
+        for one in collector.got
+        if one.sample_type == "gpu_pcsample:count"
+        for _, attributes, _ in one.samples
+    }
+    assert {"barrier", "long_scoreboard", "selected"} <= reasons
+    assert "" not in reasons
+
+
+def test_samples_of_a_device_with_a_period_have_it() -> None:
+    profile = small_device_profile()
+    timed = tuple(replace(device, period_ns=1_500) for device in profile.gpu.devices)
+    profile = replace(profile, gpu=replace(profile.gpu, devices=timed))
+    ways = all_ways([batch_of(_exact(profile))])
+    assert [sums_of(way)[TIMED_SAMPLES] for way in ways] == [1_000] * 3
+
+
+def test_inlined_functions_are_lines_of_one_location() -> None:
+    # GIVEN a function into which another one was inlined
+    profile = profile_of(Sample("main;outer:3;inner:9;leaf", 10 * MS))
+    frames = profile.frames.copy()
+    frames["inlined"][2] = True
+    profile = replace(profile, frames=frames)
+    # WHEN it is pushed
+    receiver = pushed_to_pyroscope([batch_of(profile)])
+    # THEN they are in one location, the innermost first
+    (stored,) = receiver.series.values()
+    (pprof,) = stored.profiles.values()
+    text = {function.id: pprof.string_table[function.name] for function in pprof.function}
+    lines = [
+        [(text[line.function_id], line.line) for line in location.line]
+        for location in pprof.location
+    ]
+    assert [("inner", 9), ("outer", 3)] in lines
+    assert len(lines) == 3
+    assert stored.stacks == {("leaf", "inner", "outer", "main"): 10 * MS}
+
+
+# Series.
+
+_POD = Labels(
+    service="train",
+    container_id="ab" * 32,
+    container="main",
+    engine="containerd",
+    node="n1",
+    namespace="ml",
+    pod="train-7d4b9c-x2x",
+    pod_uid="0b7a",
+    workload="train",
+    workload_kind="Deployment",
+    version="1.2",
+    extra=(("team", "vision"), ("app.kubernetes.io/name", "t")),
+)
+
+
+def test_series_have_the_labels_that_were_asked_for() -> None:
+    receiver = pushed_to_pyroscope([batch_of(small_profile(), _POD)], labels=("node", "version"))
+    assert {labels for _, labels in receiver.series} == {
+        (
+            ("app_kubernetes_io_name", "t"),
+            ("node", "n1"),
+            ("service_name", "train"),
+            ("team", "vision"),
+            ("version", "1.2"),
+        )
+    }
+
+
+def test_one_container_makes_one_series_for_each_class() -> None:
+    # GIVEN processes, threads and device work of a container
+    profile = _exact(small_timed_profile())
+    # WHEN it is pushed by both ways to Pyroscope
+    straight = pushed_to_pyroscope([batch_of(profile, _POD)])
+    converted = otlp.Pyroscope()
+    pushed_by_otlp([batch_of(profile, _POD)], converted, "pyroscope")
+    # THEN neither thread, process nor stall reason makes a series, and both ways make the same
+    assert len(straight.series) == 5
+    assert set(converted.series) == {(type_id, labels) for type_id, labels in straight.series}
+
+
+def test_a_collector_is_told_all_that_is_known_of_a_container() -> None:
+    collector = otlp.Collector()
+    pushed_by_otlp([batch_of(small_profile(), _POD)], collector)
+    assert collector.got[0].resource == {
+        "service.name": "train",
+        "service.version": "1.2",
+        "host.name": "n1",
+        "container.id": "ab" * 32,
+        "container.name": "main",
+        "container.runtime.name": "containerd",
+        "k8s.namespace.name": "ml",
+        "k8s.pod.name": "train-7d4b9c-x2x",
+        "k8s.pod.uid": "0b7a",
+        "k8s.container.name": "main",
+        "k8s.node.name": "n1",
+        "k8s.deployment.name": "train",
+        "team": "vision",
+        "app.kubernetes.io/name": "t",
+    }
+
+
+def test_parca_gets_the_names_that_its_users_know() -> None:
+    parca = otlp.Parca()
+    pushed_by_otlp([batch_of(_exact(small_device_profile()), _POD)], parca, "parca")
+    names = {name for name, _ in parca.series}
+    assert names == {
+        "parca_agent:samples:count:cpu:nanoseconds:delta",
+        "parca_agent:wallclock:nanoseconds:samples:count:delta",
+        "parca_agent:gpu_launch:count:gpu_launch:count:delta",
+        "parca_agent:gpu_pcsample:count:gpu_pcsample:count:delta",
+    }
+    labels = [dict(labels) for name, labels in parca.series if "pcsample" in name]
+    assert {one["cuda_stall_reason"] for one in labels} > {"barrier", "selected"}
+    assert {(one["node"], one["namespace"], one["pod"]) for one in labels} == {
+        ("n1", "ml", "train-7d4b9c-x2x")
+    }
+
+
+def test_containers_of_the_same_labels_add_up() -> None:
+    # GIVEN two containers that the labels do not tell apart
+    profiles = [_exact(small_profile()), _exact(python_profile())]
+    batches = [
+        batch_of(profile, replace(_POD, container=f"c{i}")) for i, profile in enumerate(profiles)
+    ]
+    # WHEN they are pushed with labels of pods alone
+    receiver = pushed_to_pyroscope(batches, labels=("pod",))
+    # THEN neither is taken for a repetition of the other
+    assert sums_of(receiver.stacks()) == totals_of(profiles)
+    assert len({labels for _, labels in receiver.series}) == 1
+
+
+@pytest.mark.parametrize(
+    "name", [*HOSTILE_NAMES, "\xe9" * 5_000, "\U0001f525" * 3_000, " ", "\x00"]
+)
+def test_no_label_breaks_a_request_or_splits_a_series(name: str) -> None:
+    # GIVEN a container whose every label is hostile
+    labels = Labels(
+        **{field: name for field in Labels.__dataclass_fields__ if field != "extra"},
+        extra=((name, name), ("__name__", "memory"), ("service_name", "other"), ("ok", name)),
+    )
+    batches = [batch_of(_exact(small_profile()), labels) for _ in range(2)]
+    # WHEN two of its stretches are pushed
+    # THEN they are taken, as one series for each class, and nobody else's
+    straight = pushed_to_pyroscope(batches)
+    assert sums_of(straight.stacks()) == totals_of([batch.profile for batch in batches])
+    assert len(straight.series) == len(straight.stacks())
+    assert not any(type_id.startswith("memory") for type_id, _ in straight.series)
+    for receiver, flavour in (
+        (otlp.Collector(), "collector"),
+        (otlp.Pyroscope(), "pyroscope"),
+        (otlp.Parca(), "parca"),
+    ):
+        pushed_by_otlp(batches, receiver, flavour)
+        assert len({tuple(one.resource.items()) for one in receiver.got}) == 1
+
+
+def test_long_labels_and_names_that_differ_at_their_end_stay_two() -> None:
+    batches = [
+        batch_of(
+            _exact(profile_of(Sample("", 10 * MS, frames=("main", "x" * 9_000 + end)))),
+            Labels("y" * 9_000 + end),
+        )
+        for end in "ab"
+    ]
+    receiver = pushed_to_pyroscope(batches)
+    assert len(receiver.series) == 2
+    assert len(receiver.stacks()[CPU]) == 2
+
+
+def test_too_many_labels_are_left_out_and_the_service_stays() -> None:
+    labels = replace(_POD, extra=tuple((f"label{i}", "x") for i in range(100)))
+    receiver = pushed_to_pyroscope([batch_of(small_profile(), labels)])
+    (found,) = {labels for _, labels in receiver.series}
+    assert len(found) == 29
+    assert dict(found).items() >= {"service_name": "train", "node": "n1", "label0": "x"}.items()
+
+
+# Limits.
+
+
+def test_a_profile_of_too_many_samples_is_split() -> None:
+    # GIVEN more stacks than a Pyroscope takes in one profile
+    profile = _exact(busy_profile(1, 40_000, 4))
+    # WHEN it is pushed
+    straight, converted, collector = all_ways([batch_of(profile)])
+    # THEN sums are kept, in several profiles of one series
+    assert sums_of(straight) == totals_of([profile])
+    assert straight == converted == collector
+
+
+def test_no_request_is_longer_than_a_collector_takes() -> None:
+    # GIVEN a container's minute that is longer
+    batch = batch_of(busy_profile(0, 18_000, 130))
+    # WHEN it is encoded
+    requests = list(OtlpSink(OtlpSettings(url="http://localhost:1")).encode([batch]))
+    # THEN it takes several requests, none of which is
+    assert len(requests) > 1
+    assert max(len(gzip.decompress(request.body)) for request in requests) <= 4 << 20
+    assert sum(request.samples for request in requests) == 18_000
+
+
+@pytest.mark.parametrize("containers", [1, 7])
+def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers: int) -> None:
+    # GIVEN limits that a stretch of time exceeds by far
+    limit = 60_000
+    for name in ("_MAX_BYTES", "_PYROSCOPE_BYTES"):
+        monkeypatch.setattr(otlp_sink, name, limit)
+    monkeypatch.setattr(pyroscope_sink, "_MAX_BYTES", limit)
+    batches = busy_host(containers, 1_400, 30)
+    expected = totals_of([batch.profile for batch in batches])
+    # WHEN it is pushed
+    straight = pyroscope.Pyroscope(BEGIN_NS + MINUTE_NS, burst_bytes=limit)
+    with serving(straight) as server:
+        sent = _send_all(PyroscopeSink(PyroscopeSettings(url=server.url)), batches)
+    converted, collector = otlp.Pyroscope(max_bytes=limit), otlp.Collector(max_bytes=limit)
+    pushed_by_otlp(batches, converted, "pyroscope")
+    pushed_by_otlp(batches, collector)
+    # THEN no request is longer, and sums are kept
+    assert min(sent, len(collector.sizes), len(converted.sizes)) > 7
+    assert sums_of(straight.stacks()) == expected
+    assert straight.stacks() == converted.weights() == as_pyroscope(collector)
+
+
+def test_one_sample_with_the_longest_names_fits_into_a_request() -> None:
+    # GIVEN a stack of 1,500 frames with names of megabytes
+    frames = tuple(f"{i}" + "\U0001f525" * 2_000 for i in range(1_500))
+    profile = _exact(profile_of(Sample("", 10 * MS, frames=frames)))
+    # WHEN it is pushed
+    for way in all_ways([batch_of(profile)]):
+        # THEN its leaf is there, and its cut root is marked
+        ((stack, weight),) = way[CPU].items()
+        assert weight == 10 * MS
+        assert stack[-1] == "[truncated: too deep]"
+        assert stack[0].startswith("1499")
+
+
+# What hypothesis makes.
+
+_NAMES = st.text(max_size=12) | st.sampled_from(HOSTILE_NAMES)
+_SAMPLE = st.builds(
+    lambda frames, kinds, klass, end, count, thread: Sample(
+        "",
+        count * RECORDING.period_ns,
+        klass,
+        thread,
+        end,
+        count,
+        tuple(kind + name for kind, name in zip(kinds, frames, strict=False)),
+    ),
+    st.lists(_NAMES, max_size=6),
+    st.lists(st.sampled_from(["", "[k]", "[p]", "[i]", "[m]"]), min_size=6, max_size=6),
+    st.sampled_from(SampleClass),
+    st.sampled_from(StopReason),
+    st.integers(0, 1 << 30),
+    st.integers(0, 2),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(_SAMPLE, max_size=8), min_size=1, max_size=3), _NAMES)
+def test_any_profiles_add_up(profiles: list[list[Sample]], label: str) -> None:
+    found = [profile_of(*samples) for samples in profiles]
+    labels = Labels("s", pod=label)
+    straight, converted, collector = all_ways([batch_of(profile, labels) for profile in found])
+    assert sums_of(straight) == totals_of(found)
+    assert straight == converted == collector
