@@ -315,6 +315,7 @@ class _Message:
         self._attributes: dict[tuple[str, str | int, str], int] = {}
         self._functions: dict[tuple[str, str], int] = {}
         self._mappings: dict[tuple[str, str], int] = {}
+        self._limits: Counter[int] = Counter()
         self._locations: dict[tuple[object, ...], int] = {}
         self._stacks: dict[bytes, int] = {}
 
@@ -328,6 +329,8 @@ class _Message:
             self._add(parts[at:end])
             at = end
         self._dictionary.string_table.extend(self._strings)
+        for mapping, limit in self._limits.items():
+            self._dictionary.mapping_table[mapping].memory_limit = limit
         return bytes(self._request.SerializeToString())
 
     def _add(self, parts: Sequence[_Part]) -> None:
@@ -369,7 +372,7 @@ class _Message:
         tables = part.of.tables
         leaves = tables.locations_of[tables.offsets[series.stack]].tolist()
         for stack, value, leaf in zip(stacks, values, leaves, strict=True):
-            function = tables.locations[leaf].lines[0][0]
+            function = tables.locations[leaf][3][0][0]
             reason = self._attribute(key, tables.functions[function].name)
             add(stack_index=stack, values=(value,), attribute_indices=(reason,))
 
@@ -443,14 +446,14 @@ class _Message:
         return self._functions[name, file]
 
     def _mapping(self, file: str, build_id: str, address: int) -> int:
-        table = self._dictionary.mapping_table
-        if (file, build_id) not in self._mappings:
-            self._mappings[file, build_id] = len(table)
-            entry = table.add(filename_strindex=self._string(file))
+        number = self._mappings.get((file, build_id))
+        if number is None:
+            number = self._mappings[file, build_id] = len(self._mappings) + 1
+            entry = self._dictionary.mapping_table.add(filename_strindex=self._string(file))
             if build_id:
                 known = self._attribute("process.executable.build_id.gnu", build_id)
                 entry.attribute_indices.append(known)
-        number = self._mappings[file, build_id]
         # Addresses are the binary's own: it begins at 0.
-        table[number].memory_limit = max(table[number].memory_limit, min(address + 1, _U64_MAX))
+        if address >= self._limits[number]:
+            self._limits[number] = min(address + 1, _U64_MAX)
         return number

@@ -127,17 +127,10 @@ class Mapping(NamedTuple):
     build_id: str
 
 
-class Location(NamedTuple):
-    """One frame with the functions inlined into it.
-
-    `mapping` is an index into `Tables.mappings`, -1 for none. `address` is the binary's own virtual
-    address, 0 for none. `lines` are (index into `Tables.functions`, line or 0), innermost first.
-    """
-
-    type: str
-    mapping: int
-    address: int
-    lines: tuple[tuple[int, int], ...]
+# One frame with the functions inlined into it: its `FrameType`; an index into `Tables.mappings`, -1
+# for none; the binary's own virtual address, 0 for none; and (index into `Tables.functions`, line
+# or 0) of each function, innermost first. A plain tuple, as there are tens of thousands.
+Location = tuple[str, int, int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +376,7 @@ class _Builder:
         return self._locations.setdefault(location, len(self._locations))
 
     def _location(self, type_: str, name: str, file: str = "", line: int = 0) -> int:
-        return self._number(Location(type_, -1, 0, ((self._function(name, file), line),)))
+        return self._number((type_, -1, 0, ((self._function(name, file), line),)))
 
     def _marker(self, type_: str, name: str) -> int:
         return self._location(type_, name)
@@ -439,25 +432,13 @@ class _Builder:
         lengths = ends - starts
         flat = shown.frames[_ranges(starts, lengths)].astype(np.int64)
         in_use, at = np.unique(flat, return_inverse=True)
-        single, opens_location = self._single(in_use), ~frames["inlined"][in_use]
         # A frame opens a location, unless it was inlined into the one before.
-        opens = opens_location[at]
+        opens = ~frames["inlined"][in_use][at]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         opens[offsets[:-1][lengths > 0]] = True
         first = np.flatnonzero(opens)
         sizes = np.diff(np.append(first, len(flat)))
-        found = single[at[first]]
-        groups: dict[tuple[int, ...], int] = {}
-        several = np.flatnonzero(sizes > 1)
-        bounds = zip(
-            several.tolist(), first[several].tolist(), sizes[several].tolist(), strict=True
-        )
-        numbers = flat.tolist() if len(several) else []
-        for group, begin, size in bounds:
-            content = tuple(numbers[begin : begin + size])
-            if content not in groups:
-                groups[content] = self._number(self._inlined(content))
-            found[group] = groups[content]
+        found = self._found(frames[in_use], at, first, sizes)
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(opens)])
         location_offsets = before[offsets]
         counts = np.diff(location_offsets)
@@ -465,19 +446,39 @@ class _Builder:
         leaf_first = np.repeat(last + location_offsets[:-1], counts) - np.arange(len(found))
         return _Rows(location_offsets, found[leaf_first]), is_cut
 
-    def _single(self, in_use: I64) -> I64:
-        """Return the location of each of some frames, as if nothing was inlined there."""
-        rows = self._profile.frames[in_use]
-        columns = (rows[name].tolist() for name in ("function", "line", "address"))
-        numbers = [
-            self._number(self._frame_at(function, line, address))
-            for function, line, address in zip(*columns, strict=True)
-        ]
-        return np.array(numbers, np.int64)
+    def _found(self, frames: npt.NDArray[np.void], at: I64, first: I64, sizes: I64) -> I64:
+        """Return the location of each run of frames.
 
-    def _frame_at(self, function: int, line: int, address: int) -> Location:
-        type_, mapping, number = self._of_function(function)
-        return Location(type_, mapping, address if mapping >= 0 else 0, ((number, line),))
+        Args:
+            frames: Those in use.
+            at: Which of them, frame by frame.
+            first: Where each run begins in `at`.
+            sizes: How long each is.
+        """
+        columns = (frames[name].tolist() for name in ("function", "line", "address"))
+        whole, lines = [], []
+        for function, line, address in zip(*columns, strict=True):
+            type_, mapping, number = self._of_function(function)
+            lines.append((number, line))
+            # Of code that is in no file, addresses say nothing.
+            whole.append((type_, mapping, address if mapping >= 0 else 0))
+        is_alone = sizes == 1
+        found = np.zeros(len(first), np.int64)
+        alone, which = np.unique(at[first[is_alone]], return_inverse=True)
+        numbers = [self._number((*whole[i], (lines[i],))) for i in alone.tolist()]
+        found[is_alone] = np.array(numbers, np.int64)[which]
+        groups: dict[tuple[int, ...], int] = {}
+        several = np.flatnonzero(~is_alone)
+        frame_at = at.tolist() if len(several) else []
+        bounds = (column[several].tolist() for column in (first, sizes))
+        for run, begin, size in zip(several.tolist(), *bounds, strict=True):
+            group = tuple(frame_at[begin : begin + size])
+            if group not in groups:
+                # The innermost one is the last, as in stacks.
+                inlined = tuple(lines[i] for i in reversed(group))
+                groups[group] = self._number((*whole[group[0]], inlined))
+            found[run] = groups[group]
+        return found
 
     def _of_function(self, index: int) -> tuple[str, int, int]:
         """Return type, mapping and number of a function of the profile."""
@@ -497,18 +498,6 @@ class _Builder:
             mapping = self._mappings.setdefault(shown, len(self._mappings))
         number = self._function(function.name, function.file)
         return _TYPE_OF_KIND[function.kind], mapping, number
-
-    def _inlined(self, frames: tuple[int, ...]) -> Location:
-        # Outermost first, as in stacks.
-        rows = self._profile.frames[list(frames)]
-        outer = self._frame_at(*rows[0][["function", "line", "address"]].tolist())
-        inner = (
-            (self._of_function(function)[2], line)
-            for function, line in zip(
-                rows["function"][:0:-1].tolist(), rows["line"][:0:-1].tolist(), strict=True
-            )
-        )
-        return outer._replace(lines=(*inner, *outer.lines))
 
 
 def _api_of(kernel: Kernel) -> str:

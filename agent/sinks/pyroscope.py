@@ -35,6 +35,7 @@ from aiflame.agent.reports.protowire import (
     StringTable,
     message_field,
     packed,
+    varint,
     varint_field,
     varints,
 )
@@ -280,20 +281,27 @@ def _tables(tables: Tables, in_use: Sequence[int], strings: StringTable) -> Iter
     functions: dict[int, int] = {}
     mappings: dict[int, int] = {}
     limits: Counter[int] = Counter()
+    # Tens of thousands: each call counts.
+    id_, mapping_id, at = (varint(field << 3) for field in _LOCATION_NUMBERS)
+    function_id, line_number = (varint(field << 3) for field in _LINE_NUMBERS)
     for number, index in enumerate(in_use, 1):
-        location = tables.locations[index]
-        body = varint_field(LocationField.ID, number)
-        if location.mapping >= 0:
-            identity = mappings.setdefault(location.mapping, len(mappings) + 1)
-            limits[identity] = max(limits[identity], min(location.address + 1, _U64_MAX))
-            body += varint_field(LocationField.MAPPING_ID, identity)
-        body += varint_field(LocationField.ADDRESS, location.address)
-        for function, line in location.lines:
+        _, in_mapping, address, lines = tables.locations[index]
+        body = id_ + varint(number)
+        if in_mapping >= 0:
+            identity = mappings.setdefault(in_mapping, len(mappings) + 1)
+            if address >= limits[identity]:
+                limits[identity] = min(address + 1, _U64_MAX)
+            body += mapping_id + varint(identity) + at + varint(address)
+        for function, line in lines:
             identity = functions.setdefault(function, len(functions) + 1)
-            source = varint_field(LineField.FUNCTION_ID, identity)
-            body += message_field(LocationField.LINE, source + varint_field(LineField.LINE, line))
+            source = function_id + varint(identity) + line_number + varint(line)
+            body += message_field(LocationField.LINE, source)
         yield message_field(ProfileField.LOCATION, body)
     for index, number in mappings.items():
         yield mapping(number, Binary(*tables.mappings[index]), limits[number], strings)
     for index, number in functions.items():
         yield function_message(number, *tables.functions[index], strings)
+
+
+_LOCATION_NUMBERS = (LocationField.ID, LocationField.MAPPING_ID, LocationField.ADDRESS)
+_LINE_NUMBERS = (LineField.FUNCTION_ID, LineField.LINE)
