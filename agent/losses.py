@@ -221,7 +221,7 @@ class LossKind(enum.Enum):
         " their time is kept, their frames are not"
     )
     WINDOW_EVENTS_FULL = _Entry(
-        "waits, launches and kernel times that were one too many to be listed"
+        "waits, launches, kernel times and readings of devices that were one too many to be listed"
     )
     WINDOW_ROWS_FULL = _Entry(
         "samples of devices at too many different instructions", is_of_device=True
@@ -342,6 +342,10 @@ class LossKind(enum.Enum):
     )
     KERNEL_TIMES_REFUSED = _Entry(
         "kernel times that a device cannot have taken; they are not counted"
+    )
+    DEVICE_READINGS_MISSED = _Entry(
+        "seconds in which a device did not tell how busy it was, and how much of its memory was in"
+        " use, although it had begun to, or told what cannot be: the page's strip is empty there"
     )
     HELPERS_NOT_LOADED = _Entry(
         "processes into which no helper could be loaded: of their devices launches alone are known",

@@ -124,6 +124,25 @@ class KernelTime:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """What a device tells of itself by the second: of all that runs on it, whose ever it is.
+
+    Attributes:
+        device: Index into what `detect` found.
+        begin_ns: Of the time that `busy_permille` is of, monotonic.
+        end_ns: Its end, and when the memory was read.
+        busy_permille: For how much of the time it did anything; None where it does not tell.
+        memory: Bytes in use, and of how many; None where it does not tell.
+    """
+
+    device: int
+    begin_ns: int
+    end_ns: int
+    busy_permille: int | None
+    memory: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """One instruction of a kernel; fields as in agent/model/gpu.py."""
 
@@ -241,6 +260,22 @@ class Wanted:
 ALWAYS = Wanted()
 
 
+class Lines(Protocol):
+    """A process of a family's, which asks what may never answer, and says so in lines."""
+
+    def take(self) -> Sequence[bytes]:
+        """Returns the lines since last, without their ends; never waits."""
+        ...
+
+    def finish(self) -> None:
+        """Ends its standard input: it is to say what is left, and to end."""
+        ...
+
+    def is_over(self) -> bool:
+        """Whether it has ended, or said more than it may."""
+        ...
+
+
 class Host(Protocol):
     """The recording, as a family sees it.
 
@@ -309,6 +344,20 @@ class Host(Protocol):
         """
         ...
 
+    def beside(self, module: str, arguments: Sequence[str]) -> Lines:
+        """Runs a module of the family's in a process of its own, to the end of the recording.
+
+        Its standard input ends with the recording. It is killed then, and not waited for.
+
+        Args:
+            module: Its whole name.
+            arguments: Of its command line.
+
+        Returns:
+            What it says. Where no process can be started, it is over.
+        """
+        ...
+
     def memories(self) -> Collection[SharedMemory]:
         """Returns what processes share that are there, or were until a moment ago.
 
@@ -341,6 +390,13 @@ class Host(Protocol):
         """Adds kernel times to the window in which they end, or to the open one if that is over.
 
         Those that ended before the recording are left out.
+        """
+        ...
+
+    def add_readings(self, readings: Iterable[DeviceReading]) -> None:
+        """Adds readings to the window in which they end, or to the open one if that is over.
+
+        Of one that began before the recording, what is in it.
         """
         ...
 

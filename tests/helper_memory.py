@@ -11,7 +11,7 @@ import numpy as np
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device
 from aiflame.gpu import protocol
-from aiflame.gpu.base import ALWAYS, KernelSample, KernelTime, SharedMemory
+from aiflame.gpu.base import ALWAYS, DeviceReading, KernelSample, KernelTime, Lines, SharedMemory
 from aiflame.gpu.protocol import Fact, Passing
 from aiflame.gpu.ring import HEADER_BYTES
 
@@ -128,6 +128,9 @@ class Host:
         self.lost: Counter[LossKind] = Counter()
         self.times: list[KernelTime] = []
         self.samples: list[KernelSample] = []
+        self.readings: list[DeviceReading] = []
+        self.lines = SaidLines()
+        self.arguments: list[str] = []
         self.devices: list[Device] = []
         self.hears: list[Callable[[int], None]] = []
 
@@ -146,5 +149,32 @@ class Host:
     def add_samples(self, samples: Iterable[KernelSample]) -> None:
         self.samples += samples
 
+    def add_readings(self, readings: Iterable[DeviceReading]) -> None:
+        self.readings += readings
+
+    def beside(self, module: str, arguments: Sequence[str]) -> Lines:
+        self.arguments = [*arguments]
+        return self.lines
+
     def lose(self, kind: LossKind, count: int = 1) -> None:
         self.lost[kind] += count
+
+
+class SaidLines:
+    """A process of a family's that says what a test gives it."""
+
+    def __init__(self) -> None:
+        self.said: list[bytes] = []
+        self.last: list[bytes] = []  # at its end
+        self.has_ended = False
+
+    def take(self) -> list[bytes]:
+        said, self.said = self.said, []
+        return said
+
+    def finish(self) -> None:
+        self.said += self.last
+        self.has_ended = True
+
+    def is_over(self) -> bool:
+        return self.has_ended

@@ -175,6 +175,8 @@ class RandomRecording:
                 builder.add("device_samples", rows_of("device_samples", row))
                 row = (0, process, 1, 0, at_ns, at_ns, 1, 5)
                 builder.add("kernel_times", rows_of("kernel_times", row))
+                row = (0, at_ns - 1, at_ns, number * 25, number, 80)
+                builder.add("device_readings", rows_of("device_readings", row))
                 builder.lose(LossKind.RING_FULL, 1, 3)
 
     def _spend(

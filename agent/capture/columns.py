@@ -19,11 +19,15 @@ from aiflame.agent.capture.schema import (
     SINCE_VERSION_3,
     SINCE_VERSION_4,
     SINCE_VERSION_5,
+    SINCE_VERSION_8,
     schema_sql,
 )
 
 _READ_AS_INTEGERS = frozenset(
-    {"samples", "waits", "api_calls", "api_events", "device_samples", "kernel_times", "launches"}
+    {
+        *("samples", "waits", "api_calls", "api_events", "device_samples", "kernel_times"),
+        *("launches", "device_readings"),
+    }
 )
 # Mostly not read by rows: `check_table` is asked where they are.
 _SELDOM_READ = frozenset({"stacks", "mappings"})
@@ -83,6 +87,7 @@ def _conditions(version: int) -> dict[str, str]:
             if (version > 2 or table not in SINCE_VERSION_3)
             and (version > 3 or table not in SINCE_VERSION_4)
             and (version > 4 or table not in SINCE_VERSION_5)
+            and (version > 7 or table not in SINCE_VERSION_8)
         }
 
 

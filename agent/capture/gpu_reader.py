@@ -11,12 +11,17 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.integer_tables import NULL, IntegerTables
 from aiflame.agent.model.gpu import (
+    BUSY_UNKNOWN,
     CALL_DTYPE,
     CALL_EVENT_DTYPE,
+    DEVICE_READING_DTYPE,
     DEVICE_SAMPLE_DTYPE,
     KERNEL_TIME_DTYPE,
     LAUNCH_DTYPE,
+    LONGEST_READING_NS,
+    MOST_PERMILLE,
     NO_END,
+    NO_SIZE,
     NONE,
     ApiFunction,
     Device,
@@ -45,6 +50,9 @@ _LARGEST_SUM = 2**63
 
 # Seconds that are numbers of nanoseconds.
 _LAST_INTERVAL = 2**32
+
+# Times are added to each other, and buckets of the page to them.
+_LAST_READING_NS = 2**62
 
 
 class GpuReader:
@@ -109,6 +117,7 @@ class GpuReader:
             launches=self._launches(),
             samples=self._samples(),
             times=self._times(),
+            readings=self._readings(),
         )
 
     def _codes(self) -> Iterator[KernelCode]:
@@ -134,7 +143,7 @@ class GpuReader:
 
     def _columns(self, table: str, columns: Sequence[str]) -> dict[str, I64]:
         found = dict(zip(columns, self._tables.columns(table, columns), strict=True))
-        least = {"kernel_id": NULL, "ended_ns": NULL}
+        least = {"kernel_id": NULL, "ended_ns": NULL, **dict.fromkeys(_MAY_BE_UNKNOWN, NULL)}
         if any(bool((found[name] < least.get(name, 0)).any()) for name in columns):
             raise ValueError("a negative number")
         return found
@@ -250,7 +259,32 @@ class GpuReader:
         records["stack"] = self._launch_stacks("kernel_times")
         return records
 
+    def _readings(self) -> npt.NDArray[np.void]:
+        if self._version < 8:
+            return np.zeros(0, DEVICE_READING_DTYPE)
+        found = self._columns(
+            "device_readings", ("device_id", "begin_ns", "end_ns", *_MAY_BE_UNKNOWN)
+        )
+        busy, used, total = (found[name].astype(np.int64) for name in _MAY_BE_UNKNOWN)
+        if bool((found["begin_ns"] > found["end_ns"]).any()):
+            raise ValueError("a reading of a device that ends before it begins")
+        if bool((found["end_ns"] > _LAST_READING_NS).any()) or bool(
+            (found["end_ns"] - found["begin_ns"] > LONGEST_READING_NS).any()
+        ):
+            raise ValueError("a reading of a device that took longer than any")
+        if bool((busy > MOST_PERMILLE).any()):
+            raise ValueError("a device that was busier than all the time")
+        if bool((used > total).any()) or bool(((used < 0) != (total < 0)).any()):
+            raise ValueError("a device that used more memory than it has")
+        is_sized = total >= 0
+        found["busy_permille"] = np.where(busy < 0, BUSY_UNKNOWN, busy)
+        found["used_bytes"], found["total_bytes"] = used * is_sized, total * is_sized
+        records = self._filled(DEVICE_READING_DTYPE, found, _TIME_TABLES)
+        records["used_bytes"][~is_sized] = NO_SIZE
+        return records
 
+
+_MAY_BE_UNKNOWN = ("busy_permille", "used_bytes", "total_bytes")
 _CALL_TABLES = {
     "stack_id": "stacks",
     "thread_id": "threads",

@@ -10,10 +10,10 @@ from importlib import resources
 APPLICATION_ID = 0x41464C4D
 
 # Raised when a reader of the old schema would misread the new one.
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 # Older ones that are read as well, since all they lack has a value that says so.
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, SCHEMA_VERSION)
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7, SCHEMA_VERSION)
 
 # Columns that version 1 does not have.
 SINCE_VERSION_2 = frozenset({("stacks", "gil")})
@@ -38,6 +38,9 @@ COLUMNS_SINCE_VERSION_6 = frozenset({("device_samples", "stack_id"), ("kernel_ti
 
 # What devices tell of versions and of how they were sampled.
 COLUMNS_SINCE_VERSION_7 = frozenset({("devices", "details")})
+
+# The table of what devices tell by the second.
+SINCE_VERSION_8 = frozenset({"device_readings"})
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"

@@ -240,6 +240,18 @@ CREATE TABLE kernel_times (
     duration_ns INTEGER NOT NULL
 );
 
+-- How busy devices were between two times, and what of their memory was in use at the end of that, of
+-- all that ran on them (since version 8). NULL where the device does not tell; used_bytes and
+-- total_bytes are told both, or neither.
+CREATE TABLE device_readings (
+    device_id INTEGER NOT NULL REFERENCES devices (id),
+    begin_ns INTEGER NOT NULL,
+    end_ns INTEGER NOT NULL,
+    busy_permille INTEGER,
+    used_bytes INTEGER,
+    total_bytes INTEGER
+);
+
 CREATE TABLE losses (
     name TEXT PRIMARY KEY,
     count INTEGER NOT NULL,

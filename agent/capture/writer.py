@@ -39,6 +39,7 @@ _COLUMNS = {
     "launches": 10,
     "device_samples": 9,
     "kernel_times": 8,
+    "device_readings": 6,
 }
 
 

@@ -19,13 +19,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.devices.helper_loads import HelperLoads
+from aiflame.agent.devices.line_process import LineProcess
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
 from aiflame.agent.devices.memories import Memories
 from aiflame.agent.file_questions import Question
 from aiflame.agent.inspector.tools import is_sound, run_tool
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.gpu import (
+    BUSY_UNKNOWN,
+    LONGEST_READING_NS,
+    MOST_PERMILLE,
+    NO_SIZE,
+    Device,
+    Tier,
+)
 from aiflame.agent.model.window import COLUMNS, NONE, OpenWindow, Timing, rows_of
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
@@ -36,6 +44,7 @@ from aiflame.gpu.apis import APIS
 from aiflame.gpu.base import (
     ALWAYS,
     CodeKey,
+    DeviceReading,
     Family,
     Interval,
     KernelSample,
@@ -72,6 +81,10 @@ _MOST_NAMES = 1 << 14
 # Of one process at most half of them: each may lie.
 _MAX_WAITING_TIMES = 1 << 16
 _MAX_WAITING_TIMES_OF_PROCESS = _MAX_WAITING_TIMES // 2
+# Readings of a family that wait for their window: 64 devices for a minute.
+_MAX_WAITING_READINGS = 1 << 12
+# No device has so much memory, and readers add up as many as a recording of a year has.
+_MAX_MEMORY_BYTES = 1 << 50
 # By how much a device's clock may be ahead of this machine's; what ends later has not ended.
 _MAX_AHEAD_NS = 1_000_000_000
 
@@ -123,6 +136,8 @@ class _FamilyHost:
         if library is not None and wanted.loading is Loading.DONE:
             self._loads = HelperLoads(library, cache_dir(), table.first_image)
         self._samples: list[KernelSample] = []
+        self._readings: list[DeviceReading] = []
+        self._processes: list[LineProcess] = []
         self.losses: Counter[LossKind] = Counter()
         self.sampler: Sampler = family.start(self)
 
@@ -167,8 +182,10 @@ class _FamilyHost:
                 self._loads.forget(index)
 
     def close(self) -> None:
-        """Closes what processes share."""
+        """Closes what processes share, and ends those of the family."""
         self.shared.close()
+        for process in self._processes:
+            process.close()
         if self._loads is not None:
             self._loads.close()
 
@@ -202,6 +219,11 @@ class _FamilyHost:
     def run(self, program: str, arguments: Sequence[str], data: bytes) -> bytes | None:
         return run_tool(program, arguments, data) if is_sound(program) else None
 
+    def beside(self, module: str, arguments: Sequence[str]) -> LineProcess:
+        process = LineProcess(module, arguments)
+        self._processes.append(process)
+        return process
+
     def memories(self) -> Collection[SharedMemory]:
         return self.shared.all()
 
@@ -224,6 +246,13 @@ class _FamilyHost:
             elif has_room and len(self._times) < _MAX_WAITING_TIMES:
                 self._times.append(one)
                 self._times_of[one.process] += 1
+            else:
+                self.lose(LossKind.WINDOW_EVENTS_FULL)
+
+    def add_readings(self, readings: Iterable[DeviceReading]) -> None:
+        for one in readings:
+            if len(self._readings) < _MAX_WAITING_READINGS:
+                self._readings.append(one)
             else:
                 self.lose(LossKind.WINDOW_EVENTS_FULL)
 
@@ -252,6 +281,20 @@ class _FamilyHost:
         self._times = [time for time in self._times if time.end_ns > until_ns]
         self._times_of = Counter(time.process for time in self._times)
         return times
+
+    def end_readings(self, end_ns: int) -> None:
+        """Cuts the last readings at the end of the recording, a monotonic time."""
+        self._readings = [
+            replace(one, end_ns=min(one.end_ns, end_ns))
+            for one in self._readings
+            if one.begin_ns < end_ns
+        ]
+
+    def take_readings(self, until_ns: int) -> list[DeviceReading]:
+        """Returns the readings up to a monotonic time; later ones are for the next window."""
+        readings = [one for one in self._readings if one.end_ns <= until_ns]
+        self._readings = [one for one in self._readings if one.end_ns > until_ns]
+        return readings
 
 
 class Devices:
@@ -477,6 +520,7 @@ class Devices:
         for running in self._running:
             self._said += running.finish_loads()
             running.sampler.stop()
+            running.end_readings(self._table.start_ns + end_ns)
             self._take(running, end_ns)
 
     def _take(self, running: _FamilyHost, end_ns: int) -> None:
@@ -499,6 +543,7 @@ class Devices:
             self._found_late(running)
         self._window.add("device_samples", np.array(rows, COLUMNS["device_samples"].dtype))
         self._take_times(running, end_ns)
+        self._take_readings(running, end_ns)
 
     def _has_place(self, family: str, sample: KernelSample) -> bool:
         """Whether the instruction of a sample can be told apart from all others; notes it if so."""
@@ -541,6 +586,22 @@ class Devices:
             what = (running.numbers[one.device], kernel, one.queue, one.launch_id)
             rows.append((*what, *times, one.count, one.duration_ns))
         self._window.add("kernel_times", np.array(rows, COLUMNS["kernel_times"].dtype))
+
+    def _take_readings(self, running: _FamilyHost, end_ns: int) -> None:
+        start_ns, rows = self._table.start_ns, []
+        for told in running.take_readings(start_ns + end_ns):
+            if told.end_ns <= start_ns:
+                continue
+            if not _is_possible(told):
+                running.lose(LossKind.DEVICE_READINGS_MISSED)
+                continue
+            begin_ns = max(told.begin_ns - start_ns, 0)
+            busy = BUSY_UNKNOWN if told.busy_permille is None else told.busy_permille
+            used, total = told.memory or (NO_SIZE, 0)
+            device = running.numbers[told.device]
+            rows.append((device, begin_ns, told.end_ns - start_ns, busy, used, total))
+        column = "device_readings"
+        self._window.add(column, np.array(rows, COLUMNS[column].dtype))
 
     def _has_room(self, time: KernelTime) -> bool:
         """Whether a kernel time can be added up with all others."""
@@ -675,6 +736,16 @@ def _since(time: KernelTime, start_ns: int) -> KernelTime:
     # Several executions: nobody knows how many had ended by then.
     duration_ns = time.duration_ns * (time.end_ns - start_ns) // (time.end_ns - time.begin_ns)
     return replace(time, begin_ns=start_ns, duration_ns=duration_ns)
+
+
+def _is_possible(reading: DeviceReading) -> bool:
+    """Whether a reading can be one."""
+    used, total = reading.memory or (0, 0)
+    return (
+        0 <= reading.end_ns - reading.begin_ns <= LONGEST_READING_NS
+        and 0 <= (reading.busy_permille or 0) <= MOST_PERMILLE
+        and 0 <= used <= total < _MAX_MEMORY_BYTES
+    )
 
 
 def _is_sound(time: KernelTime) -> bool:

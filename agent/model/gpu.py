@@ -194,6 +194,26 @@ KERNEL_TIME_DTYPE = np.dtype(
 )
 
 
+# How busy a device was between two times, in ns since the start of the recording, of all that ran
+# on it, also of others than the recorded processes; and what of its memory was in use at the end of
+# that. A device may tell the one and not the other: BUSY_UNKNOWN, and NO_SIZE with a total of 0.
+BUSY_UNKNOWN = 0xFFFF
+MOST_PERMILLE = 1000
+# Devices are read once a second, and given up when they are silent for some.
+LONGEST_READING_NS = 10_000_000_000
+NO_SIZE = 0xFFFF_FFFF_FFFF_FFFF
+DEVICE_READING_DTYPE = np.dtype(
+    [
+        ("device", "<u4"),
+        ("begin_ns", "<u8"),
+        ("end_ns", "<u8"),
+        ("busy_permille", "<u2"),
+        ("used_bytes", "<u8"),
+        ("total_bytes", "<u8"),
+    ]
+)
+
+
 def _empty(dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
     return np.zeros(0, dtype)
 
@@ -231,6 +251,7 @@ class GpuProfile:
     launches: npt.NDArray[np.void] = field(default_factory=lambda: _empty(LAUNCH_DTYPE))
     samples: npt.NDArray[np.void] = field(default_factory=lambda: _empty(DEVICE_SAMPLE_DTYPE))
     times: npt.NDArray[np.void] = field(default_factory=lambda: _empty(KERNEL_TIME_DTYPE))
+    readings: npt.NDArray[np.void] = field(default_factory=lambda: _empty(DEVICE_READING_DTYPE))
     attributed: npt.NDArray[np.void] | None = None
     error: SharingError | None = None
     attributed_times: npt.NDArray[np.void] | None = None

@@ -28,7 +28,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.gpu import Direction, Operation, Tier
+from aiflame.agent.model.gpu import (
+    BUSY_UNKNOWN,
+    MOST_PERMILLE,
+    NO_SIZE,
+    Direction,
+    Operation,
+    Tier,
+)
 from aiflame.agent.model.profile import SampleClass, StopReason
 
 Rows = npt.NDArray[np.void]
@@ -282,6 +289,19 @@ KERNEL_TIME_DTYPE = np.dtype(
         ("duration_ns", "<u8"),
     ]
 )
+# How busy a device was from begin_ns to end_ns, of all that runs on it, and what of its memory was
+# in use at the end of that. Where the device does not tell: busy_permille is BUSY_UNKNOWN;
+# used_bytes NO_SIZE, and total_bytes 0.
+DEVICE_READING_DTYPE = np.dtype(
+    [
+        ("device", "<u4"),
+        ("begin_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("busy_permille", "<u2"),
+        ("used_bytes", "<u8"),
+        ("total_bytes", "<u8"),
+    ]
+)
 # name: of an entry of the list of losses; thread_ns: the thread time that is missing for it, 0
 # where that is not known.
 LOSS_DTYPE = np.dtype([("name", "<u4"), ("count", "<u8"), ("thread_ns", "<u8")])
@@ -431,6 +451,7 @@ COLUMNS: Mapping[str, Column] = {
         refers={"device": "devices", "code": "codes", "reason": "reasons"},
     ),
     "kernel_times": Column(KERNEL_TIME_DTYPE, refers={"device": "devices", "kernel": "kernels"}),
+    "device_readings": Column(DEVICE_READING_DTYPE, refers={"device": "devices"}),
     "losses": Column(LOSS_DTYPE, key=("name",), adds=("count", "thread_ns"), texts=("name",)),
 }
 
@@ -491,6 +512,7 @@ class Window:
     queue_waits: Rows
     device_samples: Rows
     kernel_times: Rows
+    device_readings: Rows
     losses: Rows
 
     @classmethod
@@ -629,9 +651,18 @@ def _check_values(window: Window) -> None:
         ("queue_waits", "end_ns"),
         ("device_samples", "end_ns"),
         ("kernel_times", "end_ns"),
+        ("device_readings", "end_ns"),
     ):
         if (window.rows(name)[last] > window.end_ns).any():
             raise BadWindow(f"{name}: {last} is after the window's end")
+    readings = window.device_readings
+    if (readings["begin_ns"] > readings["end_ns"]).any():
+        raise BadWindow("device_readings: one ends before it begins")
+    busy, used = readings["busy_permille"], readings["used_bytes"]
+    if ((busy > MOST_PERMILLE) & (busy != BUSY_UNKNOWN)).any():
+        raise BadWindow("device_readings: busier than all the time")
+    if ((used > readings["total_bytes"]) & (used != NO_SIZE)).any():
+        raise BadWindow("device_readings: more memory in use than there is")
 
 
 def check_wall(window: Window) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device samples as tables for spreadsheets: kernels.csv and stalls.csv.
+"""Devices as tables for spreadsheets: kernels.csv, stalls.csv, and readings.csv if there are any.
 
 RFC 4180 with a line of headings; columns carry their units in their names, times are microseconds,
 and a cell is empty where nothing is known. Percentages are of all device samples.
@@ -16,8 +16,10 @@ import io
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from aiflame.agent.model.gpu import BUSY_UNKNOWN, MOST_PERMILLE, NO_SIZE, GpuProfile
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import ReportOptions
+from aiflame.agent.reports.device_facts import short_name
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
 from aiflame.agent.reports.kernel_stats import KernelStats, kernel_stats
 from aiflame.agent.reports.rows import label_of
@@ -38,6 +40,10 @@ _STALLS = (
     *("kernel", "process", "pid", "offset", "instruction", "file", "line", "reason", "category"),
     *("samples", "share_pct"),
 )
+_READINGS = (
+    *("device", "model", "begin_us", "end_us", "busy_pct", "memory_used_bytes"),
+    "memory_total_bytes",
+)
 
 
 def csv_files(profile: Profile, options: ReportOptions) -> dict[str, bytes]:
@@ -48,10 +54,13 @@ def csv_files(profile: Profile, options: ReportOptions) -> dict[str, bytes]:
         options: Of these, which frames the launching stacks have.
     """
     samples = device_samples(profile)
-    return {
+    found = {
         "kernels.csv": _written(_KERNELS, _kernels(profile, options, samples)),
         "stalls.csv": _written(_STALLS, _stalls(profile, samples)),
     }
+    if len(profile.gpu.readings):
+        found["readings.csv"] = _written(_READINGS, _readings(profile.gpu))
+    return found
 
 
 def _written(headings: Sequence[str], rows: Iterable[Sequence[Cell]]) -> bytes:
@@ -68,6 +77,16 @@ def safe(text: str) -> str:
     """Return a text as it may stand in a cell: on one line, and no formula."""
     shown = showable(text) if text else ""
     return f"'{shown}" if shown.startswith(_FORMULA) else shown
+
+
+def _readings(gpu: GpuProfile) -> Iterable[Sequence[Cell]]:
+    for device, begin_ns, end_ns, busy, used, total in gpu.readings.tolist():
+        yield (
+            *(short_name(gpu, device), gpu.devices[device].name),
+            *(begin_ns / 1_000, end_ns / 1_000),
+            "" if busy == BUSY_UNKNOWN else 100 * busy / MOST_PERMILLE,
+            *(("", "") if used == NO_SIZE else (used, total)),
+        )
 
 
 def _share(part: int, whole: int) -> float:

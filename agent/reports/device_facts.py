@@ -113,6 +113,12 @@ def device_lines(gpu: GpuProfile) -> list[tuple[str, str]]:
     return lines
 
 
+def short_name(gpu: GpuProfile, number: int) -> str:
+    """Return what a device is called where there is little room: "GPU 1", as its driver counts."""
+    family = gpu.devices[number].family
+    return f"GPU {sum(device.family == family for device in gpu.devices[:number])}"
+
+
 def lost(profile: Profile) -> int:
     """Return how many device samples and launches were lost."""
     return sum(loss.count for loss in profile.losses if loss.name in _LOSSES)

@@ -21,10 +21,13 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.gpu import MOST_PERMILLE, GpuProfile
 from aiflame.agent.model.profile import NS_PER_S, Profile
 from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ColorBy, ReportOptions, View
 from aiflame.agent.reports.buckets import Grid, Part, choose_grid
+from aiflame.agent.reports.device_readings import DeviceLoad, loads
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
 from aiflame.agent.reports.device_times import DeviceTimes, device_times
 from aiflame.agent.reports.kernel_stats import launch_calls
@@ -130,7 +133,31 @@ def _time(profile: Profile, grid: Grid | None) -> dict[str, Any] | None:
         "end_s": end_s,
         "recorded_s": profile.recording.duration_ns / NS_PER_S or end_s,
         "launches": launches.tolist() if launches.any() else [],
+        "devices": [
+            _load(load, profile.gpu)
+            for load in loads(profile.gpu, grid.start_s, grid.width_s, grid.buckets)[:_MAX_LOADS]
+        ],
     }
+
+
+# A device has a lane of 35 pixels; a machine has 16.
+_MAX_LOADS = 16
+_MIB = 1 << 20
+
+
+def _load(load: DeviceLoad, gpu: GpuProfile) -> dict[str, Any]:
+    """Return what the page needs to know of a device: shares in permille, sizes in MiB."""
+    return {
+        "name": device_facts.short_name(gpu, load.number),
+        "model": showable(load.device.name or load.device.family),
+        "busy": _numbers(load.busy * MOST_PERMILLE),
+        "used": _numbers(load.used_bytes / _MIB),
+        "total": round(load.total_bytes / _MIB),
+    }
+
+
+def _numbers(values: npt.NDArray[np.float64]) -> list[int | None]:
+    return [None if value != value else round(value) for value in values.tolist()]
 
 
 def _subtitle(profile: Profile, packed: Packed) -> str:

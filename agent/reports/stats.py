@@ -18,7 +18,7 @@ from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import cut_modules, module_of, recording_facts
 from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
-from aiflame.agent.reports.stats_device import device_tables, time_tables
+from aiflame.agent.reports.stats_device import device_tables, load_table, time_tables
 from aiflame.agent.reports.stats_python import python_tables
 from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
 from aiflame.agent.reports.words import duration, showable
@@ -59,6 +59,8 @@ def tables(
         found += [_classes(profile), _causes(profile, causes), _waits(profile, causes, limit)]
     if has_device(profile.gpu):
         found += device_tables(profile, limit, frames)
+    elif len(profile.gpu.readings):
+        found.append(load_table(profile))
     found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
     facts = (*recording_facts(profile), *device_lines(profile.gpu))
     found.append(Table("Recording", "", ("fact", "value"), facts, is_prose=True))

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.gpu import NONE, Direction, Operation
+from aiflame.agent.model.gpu import (
+    BUSY_UNKNOWN,
+    MOST_PERMILLE,
+    NO_SIZE,
+    NONE,
+    Direction,
+    Operation,
+)
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass
 from aiflame.agent.reports.base import Frames
 from aiflame.agent.reports.causes import Cause, classify, is_device_wait
@@ -19,6 +26,7 @@ from aiflame.agent.reports.device_facts import (
     absence,
     attribution,
     certainty_words,
+    short_name,
     times_absence,
     times_note,
 )
@@ -58,6 +66,7 @@ def device_tables(profile: Profile, limit: int, frames: Frames = Frames.BOTH) ->
     if len(samples):
         tables.append(_reasons(samples, limit))
     tables += [
+        load_table(profile),
         _launch_stacks(samples, device_times(profile), callers, limit),
         _calls(profile, limit),
         _bytes(profile, Operation.COPY),
@@ -73,6 +82,7 @@ def time_tables(profile: Profile, limit: int, frames: Frames = Frames.BOTH) -> l
     callers = _callers(profile, frames)
     tables = [
         _kernel_times(profile, times, limit),
+        load_table(profile),
         _time_stacks(times, callers, limit),
         _calls(profile, limit),
         _bytes(profile, Operation.COPY),
@@ -80,6 +90,52 @@ def time_tables(profile: Profile, limit: int, frames: Frames = Frames.BOTH) -> l
         _waits(profile, callers, limit),
     ]
     return [table for table in tables if table.rows or table is tables[0]]
+
+
+def load_table(profile: Profile) -> Table:
+    """Return how busy devices were, and how much of their memory was in use."""
+    gpu = profile.gpu
+    found = []
+    for number in np.unique(gpu.readings["device"]).tolist():
+        rows = gpu.readings[gpu.readings["device"] == number]
+        total_bytes = int(rows["total_bytes"].max())
+        found.append(
+            (
+                *_busy_figures(rows[rows["busy_permille"] != BUSY_UNKNOWN]),
+                *_memory_figures(rows["used_bytes"][rows["used_bytes"] != NO_SIZE]),
+                _gib(total_bytes) if total_bytes else "",
+                short_name(gpu, number),
+                showable(gpu.devices[number].name or gpu.devices[number].family),
+            )
+        )
+    return Table(
+        "Load of devices",
+        "as their drivers tell about once a second, of all that ran on them, whose ever it was;"
+        " 100 % = the time that they were read",
+        (
+            *(">busy", ">at most", ">memory GiB", ">at most GiB", ">of GiB"),
+            *("device", "model"),
+        ),
+        tuple(found),
+    )
+
+
+def _busy_figures(rows: npt.NDArray[np.void]) -> tuple[str, str]:
+    if not len(rows):
+        return "", ""
+    lasted_ns = (rows["end_ns"] - rows["begin_ns"]).astype(np.float64) + 1
+    mean = float(np.average(rows["busy_permille"], weights=lasted_ns)) / MOST_PERMILLE
+    return f"{100 * mean:.1f} %", f"{100 * int(rows['busy_permille'].max()) / MOST_PERMILLE:.1f} %"
+
+
+def _memory_figures(used_bytes: npt.NDArray[np.uint64]) -> tuple[str, str]:
+    if not len(used_bytes):
+        return "", ""
+    return _gib(float(used_bytes.astype(np.float64).mean())), _gib(int(used_bytes.max()))
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:,.2f}"
 
 
 def _kernel_times(profile: Profile, times: DeviceTimes, limit: int) -> Table:

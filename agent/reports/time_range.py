@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
+from aiflame.agent.reports.device_readings import seconds_of
 from aiflame.gpu.attribution import attribution_of
 from aiflame.gpu.attribution.kernel_times import attributed_times, measured_times
 
@@ -117,10 +118,20 @@ def _gpu_in_range(gpu: GpuProfile, first_s: int, end_s: int, chosen: TimeRange) 
         events=gpu.events[_is_within(gpu.events["start_ns"], chosen.start_ns, chosen.end_ns)],
         samples=gpu.samples[is_in],
         times=gpu.times[ended_in],
+        readings=_clipped_readings(gpu.readings, chosen),
         attributed=attributed,
         error=attribution.error,
         attributed_times=times,
     )
+
+
+def _clipped_readings(readings: npt.NDArray[np.void], chosen: TimeRange) -> npt.NDArray[np.void]:
+    first_s, end_s = seconds_of(readings)
+    inside = (first_s * NS_PER_S < chosen.end_ns) & (end_s * NS_PER_S > chosen.start_ns)
+    found: npt.NDArray[np.void] = readings[inside]
+    for name in ("begin_ns", "end_ns"):
+        found[name] = np.clip(found[name], chosen.start_ns, chosen.end_ns)
+    return found
 
 
 def _is_within(

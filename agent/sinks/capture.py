@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.model.gpu import Direction
+from aiflame.agent.model.gpu import BUSY_UNKNOWN, NO_SIZE, Direction
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import (
     MADE_STACKS,
@@ -397,6 +397,17 @@ class CaptureSink:
             rows.append((at, device, code, offset, reason, stack, *times, count))
         writer.put("device_samples", rows)
         self._put_kernel_times(window.kernel_times, process_of)
+        writer.put(
+            "device_readings",
+            [
+                (
+                    *(device, self._time(begin_ns), self._time(end_ns)),
+                    None if busy == BUSY_UNKNOWN else busy,
+                    *((None, None) if used == NO_SIZE else (used, total)),
+                )
+                for device, begin_ns, end_ns, busy, used, total in window.device_readings.tolist()
+            ],
+        )
 
     def _put_kernel_times(self, times: Rows, process_of: dict[int, int]) -> None:
         """Writes kernel times: those of one stack as one row, since it is all that they tell."""

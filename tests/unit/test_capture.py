@@ -18,7 +18,9 @@ from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, CaptureError, DiskFull
 from aiflame.agent.model.gpu import (
+    BUSY_UNKNOWN,
     NO_END,
+    NO_SIZE,
     NONE,
     ApiFunction,
     Device,
@@ -113,6 +115,11 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
     ],
     "device_samples": [(0, 4, 6, 16, 1, None, 0, 1000 * _MS, 30), (1, 4, 6, 0, 1, 6, 9, 9, 2)],
     "kernel_times": [(4, 3, 0x5000, 6, 7 * _MS, 9 * _MS, 2, 3 * _MS)],
+    "device_readings": [
+        (8, 0, 1000 * _MS, 370, 5 << 30, 80 << 30),
+        (8, 1000 * _MS, 2000 * _MS, None, 6 << 30, 80 << 30),
+        (4, 0, 1000 * _MS, 1000, None, None),
+    ],
 }
 
 
@@ -196,20 +203,27 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
         (1, 0, 0, 0, 0, 1, 9, 9, 2),
     ]
     assert gpu.times.tolist() == [(0, 0, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)]
+    assert gpu.readings.tolist() == [
+        (1, 0, 1000 * _MS, 370, 5 << 30, 80 << 30),
+        (1, 1000 * _MS, 2000 * _MS, BUSY_UNKNOWN, 6 << 30, 80 << 30),
+        (0, 0, 1000 * _MS, 1000, NO_SIZE, 0),
+    ]
 
 
 def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     tables = ("devices", "api_functions", "kernels", "kernel_codes", "instructions")
     gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples", "kernel_times")
-    gone = (*gone, "launches")
+    gone = (*gone, "launches", "device_readings")
     _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 2")
     profile = read_capture(capture)
     assert len(profile.samples) == 4
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
 
 
-# What version 7 brought.
-_AS_VERSION_6 = ("ALTER TABLE devices DROP COLUMN details",)
+# What version 8 brought.
+_AS_VERSION_7 = ("DROP TABLE device_readings",)
+# And version 7.
+_AS_VERSION_6 = (*_AS_VERSION_7, "ALTER TABLE devices DROP COLUMN details")
 # And version 6.
 _AS_VERSION_5 = (
     *_AS_VERSION_6,
@@ -241,6 +255,12 @@ def test_a_capture_from_before_times_of_launches_and_samples_were_known(capture:
     ]
 
 
+def test_a_capture_from_before_devices_told_how_busy_they_were(capture: Path) -> None:
+    _change(capture, *_AS_VERSION_7, "PRAGMA user_version = 7")
+    gpu = read_capture(capture).gpu
+    assert (len(gpu.readings), len(gpu.times), gpu.devices[0].details) == (0, 1, "driver 1")
+
+
 def test_a_capture_from_before_devices_told_details(capture: Path) -> None:
     _change(capture, *_AS_VERSION_6, "PRAGMA user_version = 6")
     assert [device.details for device in read_capture(capture).gpu.devices] == ["", ""]
@@ -266,6 +286,15 @@ def test_a_capture_from_before_devices_named_launches(capture: Path) -> None:
     "UPDATE device_samples SET stack_id = 2",
     "UPDATE device_samples SET stack_id = -2",
     "UPDATE kernel_times SET stack_id = 2",
+    "UPDATE device_readings SET busy_permille = 1001",
+    "UPDATE device_readings SET begin_ns = end_ns + 1",
+    "UPDATE device_readings SET end_ns = begin_ns + 10000000001",
+    "UPDATE device_readings SET begin_ns = 1 << 62, end_ns = (1 << 62) + 1",
+    "UPDATE device_readings SET used_bytes = total_bytes + 1",
+    "UPDATE device_readings SET used_bytes = NULL",
+    "UPDATE device_readings SET total_bytes = NULL",
+    "UPDATE device_readings SET used_bytes = -2",
+    "UPDATE device_readings SET device_id = 3",
     "UPDATE device_samples SET code_id = 99",
     "UPDATE device_samples SET count = 9223372036854775807",
     "UPDATE api_calls SET direction = 5",

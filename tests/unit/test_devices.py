@@ -22,7 +22,7 @@ from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.gpu import BUSY_UNKNOWN, NO_SIZE, Device, Tier
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import NONE, check, rows_of
 from aiflame.agent.processes.binaries import BinaryFile
@@ -37,6 +37,7 @@ from aiflame.gpu.apis.base import Api
 from aiflame.gpu.base import (
     CodeKey,
     CpuSample,
+    DeviceReading,
     Family,
     Finding,
     HelperLibrary,
@@ -496,11 +497,16 @@ class _Teller(_Sampler):
 
     times: Sequence[KernelTime] = ()
     samples: Sequence[KernelSample] = ()
+    readings: Sequence[DeviceReading] = ()
 
     def drain(self, interval: Interval) -> None:
         self._host.add_times(self.times)
         self._host.add_samples(self.samples)
-        self.times = self.samples = ()
+        self._host.add_readings(self.readings)
+        self.times = self.samples = self.readings = ()
+
+    def stop(self) -> None:
+        self.drain(Interval(0))
 
 
 class _TellingFamily(_Family):
@@ -518,6 +524,71 @@ def telling(table: ProcessTable) -> tuple[_TellingFamily, Devices, WindowBuilder
     devices = _devices([family], table, window, KernelTable(window))
     devices.start()
     return family, devices, window
+
+
+def test_readings_are_in_the_window_in_which_they_end(
+    table: ProcessTable, telling: tuple[_TellingFamily, Devices, WindowBuilder]
+) -> None:
+    family, devices, window = telling
+    table.start_ns = 10_000
+    # GIVEN one that began before the recording, one that tells little, and one of the next window
+    family.sampler.readings = [
+        DeviceReading(0, 9_000, 10_000, 900, (1, 8)),
+        DeviceReading(0, 9_500, 10_400, 370, (5, 8)),
+        DeviceReading(0, 10_400, 10_900, None, None),
+        DeviceReading(0, 10_900, 11_900, 1000, (8, 8)),
+    ]
+    devices.drain(0, 1_000)
+    first = window.close(1_000)
+    # AND one that goes on past the end of the recording, and one that begins there
+    family.sampler.readings = [
+        DeviceReading(0, 11_900, 12_300, 10, (1, 8)),
+        DeviceReading(0, 12_000, 12_400, 10, (1, 8)),
+    ]
+    devices.stop(2_000)
+    last = window.close(2_000, is_last=True)
+    check(first)
+    check(last)
+    assert first.device_readings.tolist() == [
+        (0, 0, 400, 370, 5, 8),
+        (0, 400, 900, BUSY_UNKNOWN, NO_SIZE, 0),
+    ]
+    assert last.device_readings.tolist() == [
+        (0, 900, 1_900, 1000, 8, 8),
+        (0, 1_900, 2_000, 10, 1, 8),
+    ]
+    assert devices.losses == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"begin_ns": 201},
+        {"begin_ns": -(1 << 40)},
+        {"busy_permille": 1001},
+        {"busy_permille": -1},
+        {"memory": (9, 8)},
+        {"memory": (-1, 8)},
+        {"memory": (1, 1 << 63)},
+    ],
+)
+def test_readings_that_cannot_be_are_refused_and_counted(
+    telling: tuple[_TellingFamily, Devices, WindowBuilder], wrong: dict[str, Any]
+) -> None:
+    family, devices, window = telling
+    sound = DeviceReading(0, 100, 200, 370, (5, 8))
+    family.sampler.readings = [sound, replace(sound, **wrong)]
+    devices.drain(0, 1_000)
+    assert len(window.close(1_000).device_readings) == 1
+    assert devices.losses == {LossKind.DEVICE_READINGS_MISSED: 1}
+
+
+def test_readings_are_bounded(telling: tuple[_TellingFamily, Devices, WindowBuilder]) -> None:
+    family, devices, window = telling
+    family.sampler.readings = [DeviceReading(0, 100, 200, 370, None)] * 5_000
+    devices.drain(0, 1_000)
+    assert len(window.close(1_000).device_readings) == 4_096
+    assert devices.losses == {LossKind.WINDOW_EVENTS_FULL: 904}
 
 
 def test_times_of_one_process_leave_room_for_those_of_others(

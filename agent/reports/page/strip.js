@@ -2,9 +2,10 @@
 // The strip: what went on in each second, and the time range that the rest of the page is of.
 "use strict";
 
-const GUTTER_PX = 132; // for the names of lanes
+const GUTTER_PX = 148; // for the names of lanes
 const LANE_PX = 30;
 const LANE_GAP_PX = 5;
+const KEY_PX = 8; // what bars and lines of a lane look like, before their names
 const AXIS_PX = 16;
 const TICK_PX = 90; // at least, between two labels of the axis
 const DRAG_PX = 3; // less is a click
@@ -74,7 +75,38 @@ class Strip {
       lane.most = 0; // the bucket with the highest rate
       for (let b = 1; b < buckets; b++) if (this.height(lane, b) > this.height(lane, lane.most)) lane.most = b;
     }
-    return lanes.filter((lane) => lane.total[lane.most] > 0);
+    return [...lanes.filter((lane) => lane.total[lane.most] > 0), ...this.time.devices.map((device) => this.deviceLane(device))];
+  }
+
+  // A lane of how busy a device was, which is bars from nothing to all the time, and a line of how
+  // much of its memory was in use. Either may be unknown, of a bucket or of all.
+  deviceLane({ name, model, busy, used, total }) {
+    const most = (values) => values.reduce((found, value) => (value === null ? found : Math.max(found ?? 0, value)), null);
+    const percent = (permille) => `${(permille / 10).toFixed(0)} %`;
+    const gib = (mib) => (mib / 1024).toFixed(mib < 10240 ? 1 : 0);
+    const ofMemory = (mib) => `${gib(mib)} of ${gib(total)} GiB`;
+    const words = (from, to) => {
+      const seconds = busy.slice(from, to).map((share, at) => (share === null ? 0 : this.secondsOf(from + at)));
+      const known = seconds.reduce((sum, length) => sum + length, 0);
+      const mean = seconds.reduce((sum, length, at) => sum + length * (busy[from + at] ?? 0), 0) / known;
+      const peak = most(busy.slice(from, to));
+      const memory = most(used.slice(from, to));
+      const isRange = to - from > 1;
+      return [
+        known ? `busy ${percent(mean)}${isRange ? ` (most ${percent(peak)})` : ""}` : "busy: not known",
+        memory === null ? "memory: not known" : `memory ${isRange ? "up to " : ""}${ofMemory(memory)}`,
+      ].join(", ");
+    };
+    const [peak, memory] = [most(busy), most(used)];
+    return {
+      name, model, busy, used, total, words,
+      labels: [
+        `${name} busy${peak === null ? ": not known" : `, most ${percent(peak)}`}`,
+        memory === null ? "memory: not known" : ofMemory(memory),
+      ],
+      isBusyKnown: peak !== null,
+      fill: this.page.settings.stalls.fills[0],
+    };
   }
 
   height(lane, bucket) {
@@ -109,7 +141,11 @@ class Strip {
     pen.textBaseline = "middle";
     const style = getComputedStyle(document.documentElement);
     const color = (name) => style.getPropertyValue(name).trim();
-    this.lanes.forEach((lane, at) => this.paintLane(pen, lane, at * (LANE_PX + LANE_GAP_PX), color));
+    this.lanes.forEach((lane, at) => {
+      const top = at * (LANE_PX + LANE_GAP_PX);
+      if (lane.busy) this.paintDevice(pen, lane, top, color);
+      else this.paintLane(pen, lane, top, color);
+    });
     this.paintAxis(pen, height - AXIS_PX, color);
     this.paintRange(pen, height - AXIS_PX, color);
   }
@@ -139,6 +175,44 @@ class Strip {
       });
       b = end;
     }
+  }
+
+  paintDevice(pen, lane, top, color) {
+    const [first, second] = [top + LANE_PX / 2 - 7, top + LANE_PX / 2 + 7];
+    pen.fillStyle = lane.fill;
+    if (lane.isBusyKnown) pen.fillRect(0, first - 4, KEY_PX, 8);
+    pen.fillStyle = color("--accent");
+    if (lane.total) pen.fillRect(0, second - 1, KEY_PX, 2);
+    pen.fillStyle = color("--ink");
+    pen.fillText(lane.labels[0], KEY_PX + 4, first, GUTTER_PX - KEY_PX - 10);
+    pen.fillStyle = color("--soft");
+    pen.fillText(lane.labels[1], KEY_PX + 4, second, GUTTER_PX - KEY_PX - 10);
+    pen.fillStyle = color("--panel");
+    pen.fillRect(GUTTER_PX, top, this.width - GUTTER_PX, LANE_PX);
+    const { buckets } = this.time;
+    for (let b = 0; b < buckets; ) {
+      // Of buckets that share a pixel, the highest is drawn, as in other lanes.
+      let end = b + 1;
+      while (end < buckets && this.x(end + 1) - this.x(b) <= 1) end++;
+      const [left, right] = [this.x(b), this.x(end)];
+      const px = (Math.max(0, ...lane.busy.slice(b, end)) / 1000) * LANE_PX;
+      pen.fillStyle = lane.fill;
+      pen.fillRect(left, top + LANE_PX - px, right - left - (right - left > 4 ? 1 : 0), px);
+      b = end;
+    }
+    pen.strokeStyle = color("--accent");
+    pen.lineWidth = 2;
+    pen.beginPath();
+    let isDown = false;
+    for (let b = 0; b < buckets; b++) {
+      if (lane.used[b] === null || !lane.total) { isDown = false; continue; }
+      const y = top + 1 + (LANE_PX - 2) * (1 - lane.used[b] / lane.total);
+      if (isDown) pen.lineTo(this.x(b), y);
+      else pen.moveTo(this.x(b), y);
+      pen.lineTo(this.x(b + 1), y);
+      isDown = true;
+    }
+    pen.stroke();
   }
 
   paintAxis(pen, top, color) {
@@ -174,6 +248,10 @@ class Strip {
     const facts = [];
     const seconds = this.secondsOf(from, to);
     for (const lane of this.lanes) {
+      if (lane.busy) {
+        facts.push([lane.name, lane.words(from, to)], ["", lane.model]);
+        continue;
+      }
       const weights = lane.series.map((part) => part.slice(from, to).reduce((sum, weight) => sum + weight, 0));
       const total = weights.reduce((sum, weight) => sum + weight, 0);
       facts.push([lane.name, `${lane.say(total)}, ${lane.rate(total, seconds)}`]);
