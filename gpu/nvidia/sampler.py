@@ -9,11 +9,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from aiflame.agent.model.gpu import Device, Tier
-from aiflame.gpu.base import CodeKey, Host, Interval, Listing, SharedMemory, SourceLines
+from aiflame.gpu.base import (
+    CodeKey,
+    DeviceReading,
+    Host,
+    Interval,
+    Listing,
+    SharedMemory,
+    SourceLines,
+)
 from aiflame.gpu.helpers import Helper, Told, await_end
 from aiflame.gpu.nvidia import NAME, machine
 from aiflame.gpu.nvidia.code import KeptCode
 from aiflame.gpu.nvidia.machine import Limit, Machine
+from aiflame.gpu.nvidia.readings import Readings, Said
 from aiflame.gpu.protocol import VERSION, HelperDevice, HelperError
 from aiflame.gpu.stalls.nvidia import is_part_of_another
 
@@ -97,6 +106,7 @@ class NvidiaSampler:
         self._over: deque[Told] = deque(maxlen=_MOST_OVER)  # by processes that are gone
         self._code = KeptCode(host)
         self._made: Counter[int] = Counter()  # devices, by the process that told of them first
+        self._readings: Readings | None = None  # where there is a device
         self._known = [_Known(device_of(gpu.model, here), gpu.uuid) for gpu in here.gpus]
         host.listen(self._hear)
 
@@ -108,13 +118,16 @@ class NvidiaSampler:
         """Reads what helpers tell."""
         self._interval = interval.number
         self._read_all()
-        self._tell()
+        if self._readings is None and self._known:
+            self._readings = Readings(self._host)
+        said = [] if self._readings is None else self._readings.take()
+        self._tell(said)
 
     def stop(self) -> None:
         """Has helpers end, and takes what is left."""
         self._read_all()
         await_end(self._helpers.values(), self._read_one, _END_S)
-        self._tell()
+        self._tell([] if self._readings is None else self._readings.finish())
 
     def _hear(self, process: int) -> None:
         """Reads what a process shares that has rung."""
@@ -177,12 +190,46 @@ class NvidiaSampler:
         for told in helper.told.devices.values():
             self._number_of(helper.process, told)
 
-    def _tell(self) -> None:
+    def _number_read(self, said: Said) -> int | None:
+        """Returns the number of a device that NVML tells of.
+
+        Returns:
+            None for an instance that no helper has told of, or for one too many.
+        """
+        numbers = {known.uuid: number for number, known in reversed([*enumerate(self._known)])}
+        if said.uuid in numbers or said.is_instance:
+            return numbers.get(said.uuid)
+        number = numbers.get(None, len(self._known))
+        if number == _MAX_DEVICES:
+            return None
+        if number == len(self._known):
+            self._known.append(_Known(device_of(said.name, self._here), said.uuid))
+        else:
+            device = replace(self._known[number].device, name=said.name)
+            self._known[number] = _Known(device, said.uuid)
+        return number
+
+    def _add_readings(self, said: Iterable[Said]) -> None:
+        for one in said:
+            number = self._number_read(one)
+            if number is not None and one.end_ns:
+                reading = (number, one.begin_ns, one.end_ns, one.busy_permille, one.memory)
+                self._host.add_readings([DeviceReading(*reading)])
+
+    def _tell(self, said: Iterable[Said]) -> None:
         """Tells what has become known of devices."""
         for helper in self._helpers.values():
             self._note_devices(helper)
+        self._add_readings(said)
         processes = [*self._over, *(helper.told for helper in self._helpers.values())]
-        self._host.found([self._device(known, processes) for known in self._known])
+        self._host.found(
+            [self._with_words(self._device(known, processes), known) for known in self._known]
+        )
+
+    def _with_words(self, device: Device, known: _Known) -> Device:
+        """Returns a device with what NVML does not tell of it."""
+        why = "" if self._readings is None else self._readings.why(known.uuid)
+        return replace(device, details="; ".join(filter(None, [device.details, why])))
 
     def _device(self, known: _Known, processes: Sequence[Told]) -> Device:
         """Returns a device as helpers tell of it."""
