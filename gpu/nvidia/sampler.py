@@ -106,8 +106,8 @@ class NvidiaSampler:
         self._over: deque[Told] = deque(maxlen=_MOST_OVER)  # by processes that are gone
         self._code = KeptCode(host)
         self._made: Counter[int] = Counter()  # devices, by the process that told of them first
-        self._readings: Readings | None = None  # where there is a device
         self._known = [_Known(device_of(gpu.model, here), gpu.uuid) for gpu in here.gpus]
+        self._readings = Readings(host) if self._known else None
         host.listen(self._hear)
 
     def owns(self, file: int) -> bool:
