@@ -134,6 +134,12 @@ class LossKind(enum.Enum):
         " of four others",
         in_kernel=True,
     )
+    EXCLUDED = _Entry(
+        "samples of processes in cgroups that are excluded: their time is nowhere here",
+        cure="exclude less",
+        in_kernel=True,
+        is_of_time=True,
+    )
     NO_SCRATCH = _Entry(
         "samples without room to walk a stack",
         cure="please report this",

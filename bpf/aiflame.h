@@ -152,6 +152,7 @@ enum host_constant {
 	HOST_WITH_USER_STACKS,
 	HOST_WITH_KERNEL_STACKS,
 	HOST_WITH_CALLS, /* of device APIs */
+	HOST_WITH_EXCLUDED, /* what is in `excluded_cgroups` is not recorded */
 	HOST_KERNEL_FRAMES_MAX, /* the kernel cuts stacks there: kernel.perf_event_max_stack */
 	HOST_HAS_TASK_PT_REGS, /* the helper bpf_task_pt_regs (v5.15) */
 	HOST_HAS_ATTACH_COOKIE, /* the helper bpf_get_attach_cookie (v5.15) */

@@ -32,7 +32,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	struct process_state created = {};
 	struct thread_state *thread;
 
-	if (!parent)
+	if (!parent || is_excluded())
 		return 0;
 	if (tgid != parent_tgid) {
 		if (!setting(SETTING_FOLLOW_CHILDREN) && parent->flags & PROCESS_TARGET)
@@ -63,7 +63,6 @@ int on_fork(struct raw_tracepoint *ctx)
 static __always_inline void end_thread(struct thread_state *thread, void *task, u32 tid,
 				       bool is_exit, u64 now_ns)
 {
-	struct thread_event event = {};
 	u64 boundary_ns = boundary_at(now_ns);
 
 	see_entered(thread, task, now_ns);
@@ -72,18 +71,7 @@ static __always_inline void end_thread(struct thread_state *thread, void *task, 
 	note_crossing(thread, boundary_ns);
 	if (thread->switched_ns)
 		thread->on_cpu_ns += now_ns - thread->switched_ns;
-	event.type = EVENT_THREAD_EXIT;
-	event.tgid = thread->tgid;
-	event.tid = tid;
-	event.parent_tgid = task_parent_tgid(task);
-	event.image = thread->image;
-	event.ns = now_ns;
-	event.first_seen_ns = thread->first_seen_ns;
-	event.on_cpu_ns = thread->on_cpu_ns;
-	event.crossing = thread->crossing;
-	if (is_exit) /* an exec has renamed it already */
-		bpf_get_current_comm(event.comm, sizeof(event.comm));
-	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
+	send_end(thread, task, tid, is_exit, now_ns); /* an exec has renamed it already */
 	threads.delete(KEY(tid));
 }
 
@@ -116,6 +104,24 @@ static __always_inline void send_arguments(void *task, u32 tgid, u64 image)
 	ring.ringbuf_submit(event, BPF_RB_NO_WAKEUP);
 }
 
+/* Reports the end of a process, if anything was reported of it, and forgets it. */
+static __always_inline void end_process(struct process_state *process, u32 tgid, u64 now_ns)
+{
+	struct process_event gone = {};
+
+	if (process->flags & PROCESS_SEEN) {
+		gone.type = EVENT_PROCESS_EXIT;
+		gone.tgid = tgid;
+		gone.image = process->image;
+		gone.ns = now_ns;
+		bpf_get_current_comm(gone.comm, sizeof(gone.comm));
+		send(&gone, sizeof(gone),
+		     host(FILTER) == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
+	}
+	processes.delete(KEY(tgid));
+	pythons.delete(KEY(tgid));
+}
+
 /* sched_process_exec(struct task_struct *task, pid_t old_pid, struct linux_binprm *binary) */
 int on_exec(struct raw_tracepoint *ctx)
 {
@@ -134,6 +140,12 @@ int on_exec(struct raw_tracepoint *ctx)
 	forget_caller(tgid);
 	if (!process)
 		return 0;
+	/* Engines start containers so: a child of their own moves to the container's cgroup first. */
+	if (is_excluded()) {
+		if (process->flags & PROCESS_TARGET)
+			end_process(process, tgid, now_ns);
+		return 0;
+	}
 	process->image = now_ns;
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
@@ -160,7 +172,6 @@ int on_exit(struct raw_tracepoint *ctx)
 	u64 now_ns = bpf_ktime_get_ns();
 	struct process_state *process = processes.lookup(KEY(tgid));
 	struct thread_state *thread = threads.lookup(KEY(tid));
-	struct process_event gone = {};
 
 	/* Once stopped, the host half closes the intervals of all that are there. */
 	if (thread && is_recorded(now_ns))
@@ -168,16 +179,6 @@ int on_exit(struct raw_tracepoint *ctx)
 	forget_caller(tid);
 	if (!process || !process_is_dead(current_task()))
 		return 0;
-	if (process->flags & PROCESS_SEEN) {
-		gone.type = EVENT_PROCESS_EXIT;
-		gone.tgid = tgid;
-		gone.image = process->image;
-		gone.ns = now_ns;
-		bpf_get_current_comm(gone.comm, sizeof(gone.comm));
-		send(&gone, sizeof(gone),
-		     host(FILTER) == FILTER_ALL ? BPF_RB_NO_WAKEUP : BPF_RB_FORCE_WAKEUP);
-	}
-	processes.delete(KEY(tgid));
-	pythons.delete(KEY(tgid));
+	end_process(process, tgid, now_ns);
 	return 0;
 }

@@ -191,6 +191,53 @@ static __always_inline void see_entered(struct thread_state *thread, void *task,
 	thread->flags = 0;
 }
 
+/* Reports that a thread is over for the host half, by exit, by exec, or since it is excluded now. */
+static __always_inline void send_end(struct thread_state *thread, void *task, u32 tid,
+				     bool has_name, u64 now_ns)
+{
+	struct thread_event *event = ring.ringbuf_reserve(sizeof(*event));
+
+	if (!event) {
+		count(LOST_RING_FULL);
+		return;
+	}
+	event->type = EVENT_THREAD_EXIT;
+	event->tgid = thread->tgid;
+	event->tid = tid;
+	event->parent_tgid = task_parent_tgid(task);
+	event->image = thread->image;
+	event->ns = now_ns;
+	event->first_seen_ns = thread->first_seen_ns;
+	event->on_cpu_ns = thread->on_cpu_ns;
+	event->crossing = thread->crossing;
+	__builtin_memset(event->comm, 0, sizeof(event->comm));
+	if (has_name)
+		bpf_get_current_comm(event->comm, sizeof(event->comm));
+	ring.ringbuf_submit(event, BPF_RB_NO_WAKEUP);
+}
+
+/*
+ * Ends the account of a thread that goes off the CPU in an excluded cgroup, if it has one: it was
+ * moved there, or the cgroup was not excluded before. How it came to the CPU unseen is not asked, as
+ * in end_thread(): a copy of that here would cost verifiers more than such moments are worth.
+ */
+static __always_inline void leave(u32 tid)
+{
+	struct thread_state *thread = threads.lookup(KEY(tid));
+	u64 now_ns;
+
+	if (!thread)
+		return;
+	now_ns = bpf_ktime_get_ns();
+	if (!is_recorded(now_ns))
+		return;
+	note_crossing(thread, boundary_at(now_ns));
+	if (thread->off_class == CLASS_ON_CPU && thread->switched_ns)
+		thread->on_cpu_ns += now_ns - thread->switched_ns;
+	send_end(thread, current_task(), tid, true, now_ns);
+	threads.delete(KEY(tid));
+}
+
 /* Slot 0: walk_switch, which goes on with a walk; slot 1: walk_switch_python. */
 BPF_PROG_ARRAY(switch_walkers, 2);
 
@@ -286,8 +333,12 @@ int on_switch(struct raw_tracepoint *ctx)
 	u64 now_ns, boundary_ns;
 
 	/* Two look-ups decide about a switch between foreign threads; the clock is read after them. */
-	if ((u32)id)
-		process = current_target(id >> 32);
+	if ((u32)id) {
+		if (is_excluded())
+			leave((u32)id);
+		else
+			process = current_included(id >> 32);
+	}
 	if (next_tid)
 		thread = threads.lookup(KEY(next_tid));
 	if (!process) {

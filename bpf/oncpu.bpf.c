@@ -102,11 +102,15 @@ int on_cpu_sample(struct perf_event_context *ctx)
 
 	if (!(u32)id)
 		return 0; /* the idle task is no target's time */
-	process = current_target(tgid);
-	if (!process)
-		return 0;
 	now_ns = bpf_ktime_get_ns();
 	if (!is_recorded(now_ns))
+		return 0;
+	if (is_excluded()) {
+		count(LOST_EXCLUDED);
+		return 0;
+	}
+	process = current_included(tgid);
+	if (!process)
 		return 0;
 	count(COUNTER_SAMPLES);
 	announce(process, tgid);

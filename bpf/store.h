@@ -28,6 +28,8 @@ BPF_TABLE("hash", struct sum_key, struct sum_value, sums1, SIZED_BY_HOST);
 BPF_TABLE("hash", u32, u32, timed_processes, SIZED_BY_HOST);
 BPF_RINGBUF_OUTPUT(ring, SIZED_BY_HOST);
 BPF_CGROUP_ARRAY(cgroups, 1);
+/* Ids of cgroups of v2 that are not recorded, each for itself. Written by the host half. */
+BPF_TABLE("hash", u64, u32, excluded_cgroups, SIZED_BY_HOST);
 
 static __always_inline u64 setting(u32 slot)
 {
@@ -66,8 +68,22 @@ static __always_inline bool spend(struct event_budget *budget, u64 now_ns, u64 m
 	return budget->sent <= most;
 }
 
-/* The current process if it is to be recorded, else NULL. Runs before anything dearer. */
-static __always_inline struct process_state *current_target(u32 tgid)
+/*
+ * Whether the current process is in a cgroup that is not to be recorded. It is asked of the cgroup
+ * each time and kept for no process: processes move, and which cgroups are excluded changes.
+ */
+static __always_inline bool is_excluded(void)
+{
+	u64 id;
+
+	if (!host(WITH_EXCLUDED))
+		return false;
+	id = bpf_get_current_cgroup_id();
+	return excluded_cgroups.lookup(&id) != NULL;
+}
+
+/* As current_target, of a process that is in no excluded cgroup. */
+static __always_inline struct process_state *current_included(u32 tgid)
 {
 	struct process_state *process = processes.lookup(KEY(tgid));
 	struct process_state created = {};
@@ -93,6 +109,12 @@ static __always_inline struct process_state *current_target(u32 tgid)
 		return process;
 	}
 	return processes.lookup(KEY(tgid));
+}
+
+/* The current process if it is to be recorded, else NULL. Runs before anything dearer. */
+static __always_inline struct process_state *current_target(u32 tgid)
+{
+	return is_excluded() ? NULL : current_included(tgid);
 }
 
 /* By then the loader has mapped a program's libraries, with room for a slow disk. */

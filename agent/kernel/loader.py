@@ -63,6 +63,7 @@ class ProgramOptions:
     call_events_per_s: int = 0  # a CPU
     wait_event_ns: int = 100_000_000
     unwind_bytes_max: int = 256 << 20  # the host half keeps to it
+    excluded_max: int = 0  # cgroups that may be left out at a time
 
 
 Dtype = np.dtype[Any]
@@ -142,6 +143,9 @@ class Programs:
             map_fds["queues"], abi.QUEUE_KEY_DTYPE, abi.QUEUE_STATE_DTYPE, _QUEUES_MAX
         )
         self.timed_processes = known("timed_processes", pid, number, _TIMED_PROCESSES_MAX)
+        self.excluded_cgroups = known(
+            "excluded_cgroups", abi.CGROUP_ID_DTYPE, number, max(options.excluded_max, 1)
+        )
 
     def _set_options(self, options: ProgramOptions) -> None:
         """Writes what may change while the programs run."""
@@ -365,6 +369,9 @@ def _host(options: ProgramOptions, store: Store) -> Host:
         HostConstant.WITH_USER_STACKS: options.user_stacks,
         HostConstant.WITH_KERNEL_STACKS: options.kernel_stacks,
         HostConstant.WITH_CALLS: options.calls,
+        # Kernels without the helper have no id to look for: the host half leaves out what it can.
+        HostConstant.WITH_EXCLUDED: options.excluded_max > 0
+        and bool(facts.constants[HostConstant.HAS_CGROUP_ID]),
     }
     numbers = {int(constant): int(value) for constant, value in constants.items()}
     return Host(numbers, map_entries(options), facts.iterated_function)
@@ -390,6 +397,7 @@ def map_entries(options: ProgramOptions) -> dict[str, int]:
         "process_mappings": options.processes_max,
         "pythons": options.processes_max,
         "python_chains": options.python_chains_max,
+        "excluded_cgroups": max(options.excluded_max, 1),
         "ring": _ring_bytes(options),
         "stack_copies": _copies_bytes(options),
         **{name: entries if options.calls else 1 for name, entries in of_calls.items()},

@@ -50,6 +50,7 @@ MAPS = (
     "ring",
     "stack_copies",
     "cgroups",
+    "excluded_cgroups",
     "scratch",
     "wait_budgets",
     "known_addresses",

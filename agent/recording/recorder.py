@@ -15,7 +15,7 @@ import resource
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,7 @@ from aiflame.agent.recording.cut_sleeps import CutSleeps, LateWaits
 from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
+from aiflame.agent.recording.excluded import ExcludedCgroups
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.pythons import PythonProcesses
@@ -180,6 +181,7 @@ class Recorder:
         self._inspector = foundation.inspector
         self._file_facts = foundation.file_facts
         self._programs = foundation.programs
+        self._excluded = ExcludedCgroups(self._programs)
         with contextlib.ExitStack() as parts:
             self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
             parts.callback(self._ring.close)
@@ -268,6 +270,19 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._parts.close()
 
+    def exclude(self, cgroup_ids: Collection[int]) -> int:
+        """Leaves out what is in cgroups of v2, before the start or later; all others are recorded.
+
+        Threads that sleep meanwhile are left out once they have run again.
+
+        Args:
+            cgroup_ids: As for `ExcludedCgroups.set`.
+
+        Returns:
+            How many found no room.
+        """
+        return self._excluded.set(cgroup_ids)
+
     def start(self, duration_ns: int | None, say: Callable[[str], None]) -> None:
         """Goes live: from here on nothing of the target is missed.
 
@@ -322,7 +337,7 @@ class Recorder:
             return
         own = self._own_pids()
         for pid in target.existing_pids():
-            if pid not in own:
+            if pid not in own and not self._excluded.has(pid):
                 self._enter_process(pid, self.table.first_image, abi.ProcessFlag.TARGET)
                 self.table.seen(pid, self.table.first_image, 0, "", 0)
         self._follow_mappings()
@@ -347,7 +362,8 @@ class Recorder:
         own = self._own_pids()
         for pid in own:  # what they start is excluded as well
             self._enter_process(pid, 0, abi.ProcessFlag.EXCLUDED)
-        pids = [pid for pid in self._target.existing_pids() if pid not in own]
+        existing = self._target.existing_pids()
+        pids = [pid for pid in existing if pid not in own and not self._excluded.has(pid)]
         first_image = self.table.first_image
         for pid in pids:
             image = self.table.known(pid, first_image)
@@ -648,7 +664,8 @@ class Recorder:
         self.facts.tell(self._end_ns)
         losses = read_losses(self._programs.counters, self._possible_cpus) + self.losses()
         for kind, count in (losses - self._told_losses).items():
-            self._window.lose(kind, count)
+            is_sample = kind is LossKind.EXCLUDED
+            self._window.lose(kind, count, count * self._options.period_ns if is_sample else 0)
         self._told_losses = losses
         cpu_ns, before_ns = time.process_time_ns(), self._told_cpu_ns
         self._told_cpu_ns = cpu_ns
