@@ -33,6 +33,14 @@ _COMPONENT = re.compile(r"[^/]+")
 # All engines that speak OCI give containers 64 hex digits; containerd joins with colons where its
 # own cgroup driver meets names that were made for systemd's.
 _OCI_GROUP = re.compile(r"(?:(?P<prefix>.*)[:-])?(?P<id>[0-9a-f]{64})(?:\.scope)?", re.DOTALL)
+# Fargate's: the id of the task and a number, in a group below the task's.
+_FARGATE_ID = re.compile(r"([0-9a-f]{32})-[0-9]{1,10}")
+# Steps of a build have groups of their own here, of random names (moby, builder/builder-next).
+_BUILD_STEPS = "buildkit"
+# With podman's cgroupfs driver: below it are containers, and pods, which have 64 digits, too.
+_PODMAN_FOLDER = "libpod_parent"
+# Talos starts its own services in groups at the top, without systemd (machinery/constants.go).
+_TALOS_SERVICE = re.compile(r"/(?:podruntime|system)/([a-z0-9-]{1,64})")
 # conmon watches over a container of podman or CRI-O from a cgroup of its own.
 _MONITOR_SUFFIX = "conmon"
 _LXC_PREFIX = "lxc.payload."
@@ -81,7 +89,7 @@ class Container:
     """A container on a cgroup path.
 
     Attributes:
-        id: 64 hex digits, "" where the engine has only names.
+        id: 64 hex digits; on Fargate 32, "-" and a number; "" where the engine has only names.
         name: Where the path has it; engines with ids keep names elsewhere (container_names).
         engine: None where the path does not tell.
         path: Of the container's own cgroup; those below it are the container's, too.
@@ -95,7 +103,10 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A systemd unit on a cgroup path: its name with its type, and the path of its cgroup."""
+    """A systemd unit on a cgroup path: its name with its type, and the path of its cgroup.
+
+    Talos has services without a type.
+    """
 
     name: str
     path: str
@@ -118,7 +129,7 @@ class Identity:
 
     @property
     def container_id(self) -> str:
-        """Id of the innermost container that has one: 64 hex digits, or ""."""
+        """Id of the innermost container that has one, or ""."""
         return next((c.id for c in reversed(self.containers) if c.id), "")
 
 
@@ -180,6 +191,9 @@ def identity_of(path: str) -> Identity:
         unit = name.removeprefix("_")
         if _UNIT.fullmatch(unit):
             units.append(Unit(unit, group))
+        talos = _TALOS_SERVICE.fullmatch(group)
+        if talos is not None:
+            units.append(Unit(talos[1], group))
         pod = _POD.search(name)
         if pod is not None:
             pod_uid = pod[1].replace("_", "-")
@@ -204,10 +218,15 @@ def _container(name: str, above: str, path: str) -> Container | None:
     oci = _OCI_GROUP.fullmatch(name)
     if oci is not None:
         prefix = (oci["prefix"] or "").rpartition(":")[2]
-        if prefix.endswith(_MONITOR_SUFFIX):
+        if prefix.endswith(_MONITOR_SUFFIX) or (above == _PODMAN_FOLDER and not prefix):
             return None
         engine = _ENGINE_OF_PREFIX.get(prefix) if prefix else _ENGINE_OF_FOLDER.get(above)
         return Container(oci["id"], "", engine, path)
+    fargate = _FARGATE_ID.fullmatch(name)
+    if fargate is not None and above == fargate[1]:
+        return Container(name, "", None, path)
+    if name == _BUILD_STEPS and above in _ENGINE_OF_FOLDER:
+        return Container("", name, _ENGINE_OF_FOLDER[above], path)
     if name == _NSPAWN_PAYLOAD:
         return _nspawn(above, path)
     if name.startswith(_LXC_PREFIX):

@@ -18,6 +18,7 @@ _OTHER_ID = "fedcba9876543210" * 4
 _UID = "0f9cdd5e-8d1c-4d5a-9d5f-6a4b1ad0c9ab"
 _UID_ = _UID.replace("-", "_")
 _HASH = "5d41402abc4b2a76b9719d911017c592"
+_OTHER_HASH = _HASH[::-1]
 _BURSTABLE = f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{_UID_}.slice"
 
 
@@ -82,6 +83,13 @@ def test_paths_of_both_versions() -> None:
         (f"/kubepods/besteffort/pod{_UID}/crio-{_ID}", Engine.CRI_O),
         (f"/kubepods/burstable/pod{_UID}/{_ID}", None),
         (f"/ecs/{_HASH}/{_ID}", None),
+        # A pod of podman's, which has 64 digits as containers have.
+        (f"/libpod_parent/{_OTHER_ID}/libpod-{_ID}", Engine.PODMAN),
+        # kind with systemd's driver: a node is a container, and has pods.
+        (f"/system.slice/docker-{_OTHER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/"
+         f"kubelet-kubepods-pod{_UID_}.slice/cri-containerd-{_ID}.scope", Engine.CONTAINERD),
+        # docker in docker, and a container of BuildKit's beside it.
+        (f"/docker/{_ID}/docker/buildkit/k3x2p9qk8", Engine.DOCKER),
         # The one driver met names that were made for the other.
         (f"/system.slice/containerd.service/kubepods-pod{_UID_}.slice:cri-containerd:{_ID}",
          Engine.CONTAINERD),
@@ -99,13 +107,14 @@ def test_paths_of_both_versions() -> None:
 def test_containers_with_ids(path: str, engine: Engine | None) -> None:
     identity = identity_of(path)
     assert identity.container_id == _ID
-    assert identity.containers[-1].engine == engine
-    assert identity.containers[-1].name == ""
+    container = next(each for each in identity.containers if each.id == _ID)
+    assert (container.engine, container.name) == (engine, "")
 
 
 @pytest.mark.parametrize(
     ("path", "name", "engine"),
     [
+        ("/docker/buildkit/k3x2p9qk8j", "buildkit", Engine.DOCKER),
         ("/lxc.payload.web", "web", Engine.LXC),
         ("/lxc.payload.web/system.slice/cron.service", "web", Engine.LXC),
         ("/lxc/web", "web", Engine.LXC),
@@ -130,7 +139,11 @@ def test_containers_with_names(path: str, name: str, engine: Engine) -> None:
         f"/user.slice/vte-spawn-{_UID}.scope",
         f"/system.slice/run-r{_HASH}.scope",
         f"/process_api/{_HASH}",
-        "/docker/buildkit/k3x2p9qk8",
+        f"/libpod_parent/{_ID}/conmon",
+        f"/ecs/{_HASH}",
+        f"/ecs/{_OTHER_HASH}/{_HASH}-1234567890",
+        f"/{_HASH}-12345678901",
+        "/podruntime/kubelet",
         "/lxc.monitor.web",
         "/lxc.monitor/web",
         "/lxc",
@@ -154,6 +167,13 @@ def test_no_containers(path: str) -> None:
     assert identity_of(path).containers == ()
 
 
+def test_a_container_on_fargate() -> None:
+    task, container_id = f"/ecs/{_HASH}", f"{_HASH}-2495160603"
+    (container,) = identity_of(f"{task}/{container_id}").containers
+    assert (container.id, container.engine) == (container_id, None)
+    assert container.path == f"{task}/{container_id}"
+
+
 def test_a_container_has_the_outermost_group_of_its_id() -> None:
     outer = f"/system.slice/docker-{_OTHER_ID}.scope"
     inner = f"{outer}/kubepods/besteffort/pod{_UID}/{_ID}"
@@ -165,6 +185,10 @@ def test_a_container_has_the_outermost_group_of_its_id() -> None:
     ("path", "units"),
     [
         ("/system.slice/nginx.service", ["nginx.service"]),
+        ("/podruntime/kubelet", ["kubelet"]),
+        ("/podruntime/kubelet/below", ["kubelet"]),
+        ("/system/apid", ["apid"]),
+        ("/user.slice/podruntime/kubelet", []),
         ("/system.slice/system-getty.slice/getty@tty1.service", ["getty@tty1.service"]),
         ("/init.scope", ["init.scope"]),
         ("/user.slice/user-1000.slice/session-2.scope", ["session-2.scope"]),
@@ -230,7 +254,7 @@ def test_any_path_is_taken_for_what_it_says_and_no_more(path: str) -> None:
         # What is recorded is a group on the path, never one next to it.
         assert path.startswith(group.path)
         assert not group.path.endswith("/..")
-    assert len(identity.container_id) in (0, 64)
+    assert len(identity.container_id) in (0, *range(34, 44), 64)
     assert "\n" not in identity.pod_uid + "".join(unit.name for unit in identity.units)
 
 
