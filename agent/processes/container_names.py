@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of containers, from the files in which their engines keep them.
+"""Names, images and labels of containers, from the files in which their engines keep them.
 
 No engine is asked: its socket has all rights of root's. docker writes the state of each container
 into a file of its own (moby, daemon/container/container.go: config.v2.json, the name after a "/").
 podman and CRI-O share a storage library with one list of containers for each storage driver
 (containers/storage, containers.go); those of `podman run --rm` are in a second list.
+
+Of podman there are no labels: these are in a database that its commands hold a lock on.
 
 No names have the containers of containerd, which keeps them in a database that it alone opens, and
 those of rootless engines, whose files are their users', who could put anything there.
@@ -14,11 +16,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+_ID = re.compile(r"[0-9a-f]{64}")
 # Debian's and docker's own packages; snap's.
 _DOCKER_ROOTS = ("var/lib/docker", "var/snap/docker/common/var-lib-docker")
 _DOCKER_SETTINGS = "etc/docker/daemon.json"
@@ -30,6 +36,23 @@ _STORAGE_LISTS = ("containers.json", "volatile-containers.json")
 _MAX_CONTAINER_BYTES = 1 << 20
 # About 1 KB for each container.
 _MAX_LIST_BYTES = 16 << 20
+# Of a container: compose gives a dozen.
+_MAX_LABELS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine tells of a container; "" and no labels where it does not.
+
+    Attributes:
+        name: As its users know it.
+        image: As it was asked for, mostly a name with a tag.
+        labels: Of image and container. Whoever made them chose all they say.
+    """
+
+    name: str = ""
+    image: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 def names_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
@@ -39,16 +62,38 @@ def names_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
         ids: 64 hex digits each.
         root: Where the engines' files are; another one in tests.
     """
-    wanted = frozenset(ids)
-    names = _storage_names(root, wanted) if wanted else {}
+    return {key: facts.name for key, facts in facts_of(ids, root).items()}
+
+
+def facts_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, EngineFacts]:
+    """Returns what engines left of the containers to which they gave names.
+
+    Args:
+        ids: As for names_of; others are not looked for.
+        root: As for names_of.
+    """
+    wanted = frozenset(each for each in ids if _ID.fullmatch(each))
+    found = _storage_facts(root, wanted) if wanted else {}
     folders = [folder / "containers" for folder in _docker_roots(root)]
     for container_id in wanted:
         for folder in folders:
             state = _read_json(folder / container_id / "config.v2.json", _MAX_CONTAINER_BYTES)
-            name = state.get("Name") if isinstance(state, dict) else None
-            if isinstance(name, str) and name.lstrip("/"):
-                names[container_id] = name.lstrip("/")
-    return names
+            name = _text(state, "Name").lstrip("/")
+            if name:
+                settings = state.get("Config")
+                labels = settings.get("Labels") if isinstance(settings, dict) else None
+                found[container_id] = EngineFacts(name, _text(settings, "Image"), _labels(labels))
+    return found
+
+
+def _text(value: Any, key: str) -> str:
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, str) else ""
+
+
+def _labels(value: Any) -> tuple[tuple[str, str], ...]:
+    items = value.items() if isinstance(value, dict) else ()
+    return tuple(islice(((k, v) for k, v in items if isinstance(v, str)), _MAX_LABELS))
 
 
 def _docker_roots(root: Path) -> Iterator[Path]:
@@ -59,21 +104,29 @@ def _docker_roots(root: Path) -> Iterator[Path]:
         yield root / moved.lstrip("/")
 
 
-def _storage_names(root: Path, wanted: frozenset[str]) -> dict[str, str]:
+def _storage_facts(root: Path, wanted: frozenset[str]) -> dict[str, EngineFacts]:
     drivers = [path for folder in _STORAGE_ROOTS for path in (root / folder).glob("*-containers")]
     lists = (
         _read_json(path / name, _MAX_LIST_BYTES) for path in drivers for name in _STORAGE_LISTS
     )
-    return {key: name for found in lists for key, name in _listed(found) if key in wanted}
+    return {key: facts for found in lists for key, facts in _listed(found) if key in wanted}
 
 
-def _listed(containers: Any) -> Iterator[tuple[str, str]]:
+def _listed(containers: Any) -> Iterator[tuple[str, EngineFacts]]:
     for entry in containers if isinstance(containers, list) else ():
         names = entry.get("names") if isinstance(entry, dict) else None
         if isinstance(names, list) and names and isinstance(names[0], str):
             container_id = entry.get("id")
             if isinstance(container_id, str):
-                yield container_id, names[0]
+                yield container_id, EngineFacts(names[0], _image_of(entry.get("metadata")))
+
+
+def _image_of(metadata: Any) -> str:
+    """Returns the image's name out of what podman stores with a container: JSON in a text."""
+    try:
+        return _text(json.loads(metadata), "image-name") if isinstance(metadata, str) else ""
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _read_json(path: Path, limit: int) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiflame.agent.processes.container_names import names_of
+from aiflame.agent.processes.container_names import EngineFacts, facts_of, names_of
 
 _WEB, _DB, _JOB = "a" * 64, "b" * 64, "c" * 64
 
@@ -38,6 +38,39 @@ def test_names_of_podman_and_of_cri_o(tmp_path: Path) -> None:
     _write(storage / "containers.json", [{"id": _WEB, "names": ["web"]}, {"id": _DB}])
     _write(storage / "volatile-containers.json", [{"id": _JOB, "names": ["job", "alias"]}])
     assert names_of([_WEB, _DB, _JOB], tmp_path) == {_WEB: "web", _JOB: "job"}
+
+
+def test_images_and_labels(tmp_path: Path) -> None:
+    labels = {"com.docker.compose.service": "web", "odd": 5}
+    settings = {"Image": "nginx:1.25", "Labels": labels}
+    _docker(tmp_path, _WEB, {"Name": "/shop-web-1", "Config": settings})
+    _docker(tmp_path, _DB, {"Name": "/db", "Config": {"Labels": [], "Image": None}})
+    metadata = json.dumps({"image-name": "localhost/job:2", "name": "job"})
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    _write(storage / "containers.json", [{"id": _JOB, "names": ["job"], "metadata": metadata}])
+    assert facts_of([_WEB, _DB, _JOB], tmp_path) == {
+        _WEB: EngineFacts("shop-web-1", "nginx:1.25", (("com.docker.compose.service", "web"),)),
+        _DB: EngineFacts("db"),
+        _JOB: EngineFacts("job", "localhost/job:2"),
+    }
+
+
+@pytest.mark.parametrize("metadata", ["", "{", "[" * 100_000, "7", 7, None, {"image-name": "x"}])
+def test_metadata_that_is_not_as_it_should_be_tells_no_image(tmp_path: Path, metadata: Any) -> None:
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    _write(storage / "containers.json", [{"id": _JOB, "names": ["job"], "metadata": metadata}])
+    assert facts_of([_JOB], tmp_path) == {_JOB: EngineFacts("job")}
+
+
+def test_labels_are_bounded(tmp_path: Path) -> None:
+    labels = {f"label {number}": "x" for number in range(5000)}
+    _docker(tmp_path, _WEB, {"Name": "/web", "Config": {"Labels": labels}})
+    assert len(facts_of([_WEB], tmp_path)[_WEB].labels) == 256
+
+
+def test_an_id_that_is_a_path_is_not_looked_for(tmp_path: Path) -> None:
+    _docker(tmp_path, "../../elsewhere", {"Name": "/web"})
+    assert facts_of(["../../elsewhere"], tmp_path) == {}
 
 
 def test_where_no_engine_is(tmp_path: Path) -> None:
