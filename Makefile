@@ -17,7 +17,7 @@ DEMO := build/demo
 APT_RUN := python3-bpfcc python3-venv gcc libc6-dev
 # PoCL is an OpenCL device that needs no hardware.
 APT_DEMO := $(APT_RUN) pocl-opencl-icd python3-pyopencl
-APT_TEST := $(APT_DEMO) g++ binutils nodejs ocl-icd-opencl-dev
+APT_TEST := $(APT_DEMO) g++ binutils nodejs ocl-icd-opencl-dev openssl
 # The tools that OVERHEAD.md compares with; perf's package has another name in each distribution.
 APT_BENCH := $(APT_TEST) bpftrace \
 	$(if $(shell grep -x ID=ubuntu /etc/os-release),linux-tools-generic,linux-perf)

@@ -86,6 +86,7 @@ _MAY_IMPORT = {
         *("devices", "elf", "kernel", "launches", "processes", "python", "symbols", "unwind"),
         *_LEAVES,
     },
+    "fleet": {"kernel", "processes", *_LEAVES},
     "doctor": {
         *("capture", "kernel", "processes", "python", "reports", "symbols"),
         *_LEAVES,

@@ -60,6 +60,7 @@ _MAY_OPEN = {
     # Files that the user names, with the user's rights or as root: no process chooses them.
     "agent/capture/reader.py": "a capture to be read",
     "agent/sinks/posting.py": "tokens and passwords that the configuration names",
+    "agent/fleet/kubelet.py": "the token of a service account",
     "agent/recording/recorder.py": "the directory of the cgroup that is recorded",
     # Ours to the end.
     "agent/cli.py": "/dev/null",

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host must have so that processes are not mislabelled, and what its cgroups do not allow."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from pathlib import Path
+
+from aiflame.agent.errors import EnvironmentUnfit
+from aiflame.agent.kernel.checks import is_host_pid_namespace
+from aiflame.agent.processes import procfs
+
+# PROC_CGROUP_INIT_INO (include/linux/proc_ns.h): the initial cgroup namespace has this inode.
+_INITIAL_CGROUP_NAMESPACE = 0xEFFFFFFB
+
+
+class CgroupLayout(enum.Enum):
+    """Which versions of cgroups a host has.
+
+    Attributes:
+        note: What does not work there; "" if all does.
+    """
+
+    UNIFIED = ""
+    # systemd's "hybrid" mode: v2 is there, and engines group by v1.
+    HYBRID = (
+        "this host has cgroup v1 beside v2: containers that are grouped by v1 alone are labelled by"
+        " /proc, and excluded when labels are made, not in the kernel"
+    )
+    LEGACY = (
+        "this host has cgroup v1 only: the kernel tells programs no id of a cgroup, so containers"
+        " are labelled by /proc, and excluded when labels are made, not in the kernel"
+    )
+
+    @property
+    def note(self) -> str:
+        """What does not work there."""
+        return self.value
+
+
+def cgroup_layout(mounts: Iterable[str] | None = None) -> CgroupLayout:
+    """Returns what is mounted here.
+
+    Args:
+        mounts: Lines of /proc/self/mounts, which is read if there are none.
+    """
+    lines = procfs.read_lines("/proc/self/mounts", 1 << 20) if mounts is None else mounts
+    kinds = {fields[2] for fields in (line.split(" ") for line in lines) if len(fields) > 2}
+    if "cgroup2" not in kinds:
+        return CgroupLayout.LEGACY
+    return CgroupLayout.HYBRID if "cgroup" in kinds else CgroupLayout.UNIFIED
+
+
+def require_host_pids() -> None:
+    """Refuses to label processes from inside a pid namespace.
+
+    The kernel half speaks of the host's pids: looked up in a /proc of other pids, they would get the
+    names of other processes.
+
+    Raises:
+        EnvironmentUnfit: This process runs in a pid namespace of its own.
+    """
+    if not is_host_pid_namespace():
+        raise EnvironmentUnfit(
+            "the agent is in a pid namespace of its own: it would take other processes for those"
+            " that the kernel reports",
+            "set hostPID: true, or run with --pid=host; inside kind, minikube or docker in docker,"
+            " run it on the machine below",
+        )
+
+
+def cgroup_namespace_note(namespace: Path = Path("/proc/self/ns/cgroup")) -> str:
+    """Returns what does not work in a cgroup namespace of our own, "" outside of one."""
+    try:
+        inode = namespace.stat().st_ino
+    except OSError:
+        return ""  # a kernel without them (before v4.6)
+    if inode == _INITIAL_CGROUP_NAMESPACE:
+        return ""
+    return (
+        "the agent is in a cgroup namespace of its own: paths of cgroups lack what they share with"
+        " its own, and groups are excluded in the kernel only if the host's /sys/fs/cgroup is"
+        " mounted; run with --cgroupns=host"
+    )

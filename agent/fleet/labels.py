@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom a process belongs to: labels by its cgroup, Kubernetes, container engines and systemd.
+
+What is believed, so that nobody takes another's name:
+
+* Cgroups that root and engines make. Below a container's own, a service's or a user's, others may
+  make cgroups of any name: a container counts if it is the outermost on its path, and only what
+  runs containers, or nothing, is above it. All that is inside belongs to it, or to that service or
+  user.
+* What is below /user.slice/user-N.slice is that user's: its names follow "user-N/", also those of
+  containers of rootless engines.
+* Names, images and pods by the id of such a container, from files of root's or from the kubelet.
+  Labels and annotations were chosen by whoever may make the container, or pods in its namespace.
+* An executable's name, which its process chose, where none of these is there.
+
+Every text is bounded and printable, and so is the number of services of a user.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+from typing import Protocol
+
+from aiflame.agent.fleet.kubelet import PodContainer, PodList, Tags
+from aiflame.agent.model.batch import Labels
+from aiflame.agent.model.profile import Process
+from aiflame.agent.processes.container_names import EngineFacts, facts_of
+from aiflame.agent.processes.identity import Container, Engine, Identity, identity_of
+
+# How long what is known of a container outlives its last process: its samples come later, and so do
+# those who ask.
+KEPT_S = 600.0
+# Containers that are known at a time; past it, those that were not seen for longest are forgotten.
+_MAX_KNOWN = 8192
+# How soon engines' files are read again for a container that is not in them.
+_ASK_AGAIN_S = 5.0
+# How long the kubelet is asked for one at once: what it has not told by then, as sandboxes, is left
+# to its regular answers.
+_ASKED_FOR_S = 60.0
+
+# Back-ends take 128 to 1,024 characters; Kubernetes allows 253 in a name.
+MAX_TEXT = 253
+_MAX_EXTRA_TEXT = 128
+# Pyroscope takes 30 labels of a series, of which some are not extra.
+_MAX_EXTRA = 16
+# Services of one user, and of all that is in no group, at a time; further ones are that user's, or
+# "other".
+_MAX_SERVICES_OF_USER, _MAX_SERVICES = 64, 256
+
+_ABOVE = re.compile(r"(?:/\.\.)+(?=/|\Z)")
+_USER = re.compile(r"/user\.slice/user-(\d{1,10})\.slice(?=/|\Z)")
+_KUBE_PATH = re.compile(r"[/-]kubepods(?=[./-]|\Z)")
+# Units that run containers in cgroups below their own.
+_ENGINE_UNITS = frozenset(
+    f"{name}.service"
+    for name in (
+        *("containerd", "docker", "crio", "cri-docker", "kubelet", "podman", "buildkit"),
+        *("k3s", "k3s-agent", "rke2-server", "rke2-agent", "k0scontroller", "k0sworker"),
+        *("snap.docker.dockerd", "snap.microk8s.daemon-containerd", "lxc", "lxd", "incus"),
+    )
+)
+_SHORT_ID_CHARACTERS = 12
+_UNIT_TYPES = re.compile(r"\.(?:service|scope)\Z")
+# kthreadd, whose children all kernel threads are (rest_init in init/main.c).
+_KTHREADD_PID = 2
+_KERNEL_THREADS = "kernel threads"
+_UNKNOWN, _OTHER = "unknown", "other"
+# The process that holds the namespaces of a pod (containerd, CRI-O, cri-dockerd); the kubelet does
+# not tell its id.
+_SANDBOX = "pause"
+
+_SERVICE_LABELS = ("app.kubernetes.io/name", "app")
+_COMPOSE_SERVICE = "com.docker.compose.service"
+_VERSION_LABEL = "app.kubernetes.io/version"
+
+_EXTRA_NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
+# What labels of ours are called, or become in a back-end: none of a pod's may pass for one.
+_OWN_NAMES = frozenset(
+    (*(name for name in Labels.__slots__ if name != "extra"), "host", "instance", "job", "tenant")
+)
+_OWN_PREFIXES = ("__", "k8s_", "service_", "container_", "host_", "process_", "aiflame_")
+
+
+@dataclass(frozen=True, slots=True)
+class LabelOptions:
+    """What the configuration says about labels.
+
+    Attributes:
+        node: This host's name.
+        extra: Names of labels and annotations to be sent, with wildcards.
+        service_annotation: Of a pod: what its service is called.
+    """
+
+    node: str
+    extra: tuple[str, ...] = ()
+    service_annotation: str = "aiflame/service"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Who a process is, with what rules may ask about but is not sent.
+
+    Attributes:
+        labels: What is sent.
+        tags: Labels of its pod or container.
+        annotations: Of its pod.
+    """
+
+    labels: Labels
+    tags: Tags = ()
+    annotations: Tags = ()
+
+
+class Pods(Protocol):
+    """Where pods are known from: `kubelet.PodWatch`."""
+
+    @property
+    def pods(self) -> PodList:
+        """What is known now."""
+
+    def ask(self) -> None:
+        """Has it looked for what is not known."""
+
+
+class NoPods:
+    """Of a host without Kubernetes."""
+
+    pods = PodList()
+
+    def ask(self) -> None:
+        """There is nobody to be asked."""
+
+
+@dataclass(slots=True)
+class _Known:
+    facts: PodContainer | EngineFacts | None
+    first_s: float
+    used_s: float
+    asked_s: float
+
+
+class Labeller:
+    """Tells whom processes belong to.
+
+    Args:
+        options: What the configuration says.
+        pods: Of this node, by Kubernetes.
+        engine_facts: Returns what engines left of containers.
+        clock_s: Monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        options: LabelOptions,
+        pods: Pods | None = None,
+        engine_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = facts_of,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._node = plain(options.node)
+        self._pods = NoPods() if pods is None else pods
+        self._engine_facts = engine_facts
+        self._clock_s = clock_s
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._services: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
+
+    @property
+    def unresolved(self) -> int:
+        """How many containers there are of which only the id is known."""
+        return sum(known.facts is None for known in self._known.values())
+
+    def of(self, processes: Sequence[Process]) -> list[Labels]:
+        """Returns the labels of each process."""
+        return [subject.labels for subject in self.subjects(processes)]
+
+    def subjects(self, processes: Sequence[Process]) -> list[Subject]:
+        """Returns who each process is."""
+        self.expect(process.cgroup for process in processes)
+        return [self._subject(process) for process in processes]
+
+    def of_group(self, cgroup: str) -> Subject:
+        """Returns who a cgroup belongs to, of whose processes nothing is known."""
+        self.expect([cgroup])
+        return self._subject(Process(0, 0, "", "", "", cgroup, "", 0, None))
+
+    def expect(self, cgroups: Iterable[str]) -> None:
+        """Looks for containers as soon as one is seen, so that they are known when labels are."""
+        now_s = self._clock_s()
+        paths = {_whole(cgroup) for cgroup in cgroups}
+        found = {path: _trusted(path) for path in paths if not _USER.match(path)}
+        missing = []
+        for path, container in found.items():
+            if container is None or not container.id:
+                continue
+            known = self._known.get(container.id)
+            if known is None:
+                known = self._known[container.id] = _Known(None, now_s, now_s, now_s - _ASK_AGAIN_S)
+            known.used_s = now_s
+            self._known.move_to_end(container.id)
+            of_pod = self._pods.pods.containers.get(container.id)
+            if of_pod is not None:
+                known.facts = of_pod
+            elif known.facts is None:
+                if _is_of_kubelet(path):
+                    if now_s - known.first_s <= _ASKED_FOR_S:
+                        self._pods.ask()
+                elif now_s - known.asked_s >= _ASK_AGAIN_S:
+                    known.asked_s = now_s
+                    missing.append(container.id)
+        if missing:
+            for container_id, facts in self._engine_facts(missing).items():
+                if container_id in missing:
+                    self._known[container_id].facts = facts
+        self._forget(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        while self._known:
+            oldest = next(iter(self._known.values()))
+            if len(self._known) <= _MAX_KNOWN and now_s - oldest.used_s <= KEPT_S:
+                return
+            self._known.popitem(last=False)
+
+    def _subject(self, process: Process) -> Subject:
+        path = _whole(process.cgroup)
+        user = _USER.match(path)
+        if user is not None:
+            return Subject(self._of_user(int(user[1]), path, process))
+        container = _trusted(path)
+        if container is not None:
+            return self._of_container(container, path, process)
+        units = identity_of(path).units
+        if units:
+            unit = plain(units[0].name)
+            service = _UNIT_TYPES.sub("", unit)
+            return Subject(Labels(service=service, unit=unit, node=self._node))
+        service = self._bounded("", _of_executable(process), _OTHER)
+        return Subject(Labels(service=service, node=self._node))
+
+    def _of_user(self, uid: int, path: str, process: Process) -> Labels:
+        user = f"user-{uid}"
+        identity = identity_of(path)
+        container = next((each for each in identity.containers if each.id), None)
+        # The first is the user's own manager, or the session.
+        units = [unit.name for unit in identity.units[1:]]
+        if container is not None:
+            name, container_id = container.id[:_SHORT_ID_CHARACTERS], container.id
+        else:
+            name = _UNIT_TYPES.sub("", units[0]) if units else _of_executable(process)
+            container_id = ""
+        labels = Labels(
+            service=self._bounded(user, f"{user}/{plain(name)}"[:MAX_TEXT], user),
+            unit=f"{user}.slice",
+            node=self._node,
+        )
+        # An id that root's engines gave out is not the user's to claim.
+        if container is None or container_id in self._known:
+            return labels
+        return replace(labels, container_id=container_id, engine=_engine(container))
+
+    def _of_container(self, container: Container, path: str, process: Process) -> Subject:
+        known = self._known.get(container.id)
+        facts = None if known is None else known.facts
+        labels = Labels(
+            service=plain(container.name or container.id[:_SHORT_ID_CHARACTERS]),
+            container_id=container.id,
+            container=plain(container.name),
+            engine=_engine(container),
+            node=self._node,
+        )
+        if isinstance(facts, PodContainer):
+            return self._of_pod(labels, facts)
+        if facts is not None:
+            return self._of_engine(labels, facts)
+        uid = identity_of(container.path).pod_uid
+        if not uid:
+            return Subject(labels)
+        pod = self._pods.pods.pods.get(uid)
+        if pod is None:
+            return Subject(replace(labels, pod_uid=uid))
+        is_sandbox = PurePath(process.executable).name == _SANDBOX
+        return self._of_pod(labels, PodContainer(pod, _SANDBOX if is_sandbox else "", "", "", ""))
+
+    def _of_pod(self, labels: Labels, found: PodContainer) -> Subject:
+        pod, tags = found.pod, dict(found.pod.labels)
+        annotation = dict(pod.annotations).get(self._options.service_annotation, "")
+        chosen = (annotation, *(tags.get(name, "") for name in _SERVICE_LABELS))
+        service = next(filter(None, map(plain, (*chosen, pod.workload, found.name))), "")
+        labels = replace(
+            labels,
+            service=service or plain(pod.name),
+            container=plain(found.name),
+            namespace=plain(pod.namespace),
+            pod=plain(pod.name),
+            pod_uid=plain(pod.uid),
+            workload=plain(pod.workload),
+            workload_kind=plain(pod.workload_kind),
+            version=_version(tags, found.image, found.digest),
+            extra=self._extra((*pod.labels, *pod.annotations)),
+        )
+        return Subject(labels, pod.labels, pod.annotations)
+
+    def _of_engine(self, labels: Labels, facts: EngineFacts) -> Subject:
+        tags = dict(facts.labels)
+        name = plain(facts.name)
+        service = plain(tags.get(_COMPOSE_SERVICE, "")) or name or labels.service
+        version = _version(tags, facts.image, "")
+        extra = self._extra(facts.labels)
+        labels = replace(labels, service=service, container=name, version=version, extra=extra)
+        return Subject(labels, facts.labels)
+
+    def _extra(self, tags: Iterable[tuple[str, str]]) -> Tags:
+        """Returns those that the configuration asks for, under names that are not ours."""
+        found: dict[str, str] = {}
+        for name, value in tags:
+            if name not in found and _may_be_extra(name) and self._is_wanted(name):
+                found[name] = plain(value)[:_MAX_EXTRA_TEXT]
+        return tuple(sorted(found.items())[:_MAX_EXTRA])
+
+    def _is_wanted(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._options.extra)
+
+    def _bounded(self, payer: str, service: str, instead: str) -> str:
+        """Returns a service, or another one for a payer that has too many."""
+        services, now_s = self._services[payer], self._clock_s()
+        while services and now_s - next(iter(services.values())) > KEPT_S:
+            services.popitem(last=False)
+        most = _MAX_SERVICES_OF_USER if payer else _MAX_SERVICES
+        if service not in services and len(services) >= most:
+            return instead
+        services[service] = now_s
+        services.move_to_end(service)
+        return service
+
+
+def plain(text: str) -> str:
+    """Returns a text that any back-end can take: printable, and not too long."""
+    text = text[:MAX_TEXT]
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _whole(path: str) -> str:
+    """Returns a path without what stands for groups above the reader's cgroup namespace."""
+    above = _ABOVE.match(path)
+    return path if above is None else path[above.end() :]
+
+
+def _trusted(path: str) -> Container | None:
+    """Returns the container that a path of no user's is of, if root or an engine named it."""
+    identity = identity_of(path)
+    if not identity.containers:
+        return None
+    outermost = identity.containers[0]
+    return outermost if _is_made_by_engine(outermost, identity) else None
+
+
+def _is_made_by_engine(container: Container, identity: Identity) -> bool:
+    above = [unit for unit in identity.units if container.path.startswith(f"{unit.path}/")]
+    if container.engine is Engine.NSPAWN:
+        # Its group is in a unit that is named after it.
+        return len(above) == 1
+    return all(unit.name in _ENGINE_UNITS for unit in above)
+
+
+def _is_of_kubelet(path: str) -> bool:
+    return _KUBE_PATH.search(path) is not None
+
+
+def _engine(container: Container) -> str:
+    return "" if container.engine is None else container.engine.value
+
+
+def _of_executable(process: Process) -> str:
+    if _KTHREADD_PID in (process.pid, process.parent_pid):
+        return _KERNEL_THREADS
+    return plain(PurePath(process.executable).name or process.name) or _UNKNOWN
+
+
+def _version(tags: dict[str, str], image: str, digest: str) -> str:
+    """Returns the version of a service: what its label says, else its image's tag, or digest."""
+    labelled = plain(tags.get(_VERSION_LABEL, ""))
+    if labelled:
+        return labelled
+    name, _, image_digest = image.partition("@")
+    tag = name.rpartition("/")[2].partition(":")[2]
+    if image.startswith("sha256:"):  # an image without a name
+        tag, image_digest = "", image
+    if tag:
+        return plain(tag)
+    digest = (image_digest or digest).rpartition("sha256:")[2]
+    return plain(digest[:_SHORT_ID_CHARACTERS])
+
+
+def _may_be_extra(name: str) -> bool:
+    # Back-ends write "_" for whatever else is not a letter or a digit.
+    word = re.sub(r"[^a-z0-9]", "_", name.lower())
+    if word in _OWN_NAMES or word.startswith(_OWN_PREFIXES):
+        return False
+    return _EXTRA_NAME.fullmatch(name) is not None

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is recorded and what is left out: rules of the configuration, and the cgroups they mean.
+
+A rule is one or more conditions, joined by commas, all of which must hold: `namespace=kube-*`,
+`unit=cron.service`, `container=web,process=nginx`, `label:team=ml-*`, `annotation:aiflame=off`.
+Values have wildcards (`*`, `?`, `[...]`). A process is recorded if a rule of `include` holds, or
+there is none, and no rule of `exclude` does.
+
+What holds for a whole cgroup is left out in the kernel, by the cgroup's id (`left_out`); what
+depends on the process is left out when labels are made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from pathlib import Path
+
+from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.labels import Subject
+
+_FIELDS = (
+    *("namespace", "pod", "container", "container_id", "unit", "service", "workload"),
+    *("workload_kind", "engine", "version"),
+)
+_PROCESS, _LABEL, _ANNOTATION = "process", "label", "annotation"
+_KNOWN = ", ".join((*_FIELDS, _PROCESS, f"{_LABEL}:NAME", f"{_ANNOTATION}:NAME"))
+# A pattern of many wildcards takes long on a long text; nobody needs more.
+_MAX_WILDCARDS = 8
+# A host of 500 pods has some 5,000.
+_MAX_GROUPS = 65536
+_MAX_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """One condition: what is asked, of which label or annotation, and what it has to be."""
+
+    what: str
+    name: str
+    pattern: re.Pattern[str]
+
+    @classmethod
+    def parse(cls, text: str) -> _Condition:
+        """Raises UsageError for what is none."""
+        key, equals, value = text.strip().partition("=")
+        what, _, name = key.partition(":")
+        is_tag = what in (_LABEL, _ANNOTATION)
+        if not equals or not value or is_tag != bool(name):
+            raise UsageError(f"not a rule: {text!r}", "for example namespace=kube-*")
+        if not is_tag and what not in (*_FIELDS, _PROCESS):
+            raise UsageError(f"a rule about {what!r}, which is not known", f"known: {_KNOWN}")
+        if value.count("*") > _MAX_WILDCARDS:
+            raise UsageError(f"more than {_MAX_WILDCARDS} wildcards: {text!r}")
+        return cls(what, name, re.compile(translate(value)))
+
+    def holds(self, subject: Subject, process: str) -> bool:
+        if self.what in (_LABEL, _ANNOTATION):
+            tags = subject.tags if self.what == _LABEL else subject.annotations
+            return any(n == self.name and self.pattern.match(v) is not None for n, v in tags)
+        value = process if self.what == _PROCESS else getattr(subject.labels, self.what)
+        return self.pattern.match(value) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Conditions that must all hold."""
+
+    conditions: tuple[_Condition, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Reads a rule.
+
+        Raises:
+            UsageError: Names what is wrong.
+        """
+        return cls(tuple(map(_Condition.parse, text.split(","))))
+
+    @property
+    def asks_process(self) -> bool:
+        """Whether processes of one cgroup may differ in it."""
+        return any(each.what == _PROCESS for each in self.conditions)
+
+    def holds(self, subject: Subject, process: str) -> bool:
+        """Whether it holds for a process of that name."""
+        return all(each.holds(subject, process) for each in self.conditions)
+
+    def may_hold(self, subject: Subject) -> bool:
+        """Whether it holds for some name of a process."""
+        return all(e.what == _PROCESS or e.holds(subject, "") for e in self.conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which processes are recorded.
+
+    Attributes:
+        include: If there are any, one of them must hold.
+        exclude: None of them may hold.
+    """
+
+    include: tuple[Rule, ...] = ()
+    exclude: tuple[Rule, ...] = ()
+
+    @classmethod
+    def parse(cls, include: Sequence[str], exclude: Sequence[str]) -> Selection:
+        """Reads rules.
+
+        Raises:
+            UsageError: Names what is wrong.
+        """
+        return cls(tuple(map(Rule.parse, include)), tuple(map(Rule.parse, exclude)))
+
+    def takes(self, subject: Subject, process: str) -> bool:
+        """Whether a process is recorded.
+
+        Args:
+            subject: Who it is.
+            process: Its name.
+        """
+        if any(rule.holds(subject, process) for rule in self.exclude):
+            return False
+        return not self.include or any(rule.holds(subject, process) for rule in self.include)
+
+    def leaves_out(self, subject: Subject) -> bool:
+        """Whether no process of a cgroup is recorded, whatever its name is."""
+        for rule in self.exclude:
+            if not rule.asks_process and rule.holds(subject, ""):
+                return True
+        return bool(self.include) and not any(rule.may_hold(subject) for rule in self.include)
+
+
+def left_out(mount: Path, selection: Selection, who: Callable[[str], Subject]) -> set[int]:
+    """Returns the ids of cgroups of which nothing is recorded, each by itself.
+
+    Cgroups come and go: it is to be asked again, and until then what is new is recorded, and left
+    out where labels are made.
+
+    Args:
+        mount: Of cgroup v2, as the host has it.
+        selection: The rules.
+        who: Tells whom a cgroup belongs to, by its path.
+    """
+    if not (selection.include or selection.exclude):
+        return set()
+    return {found for path, found in _groups(mount) if selection.leaves_out(who(path))}
+
+
+def _groups(mount: Path) -> Iterator[tuple[str, int]]:
+    """Yields the path and the id of each cgroup that holds processes, or may."""
+    waiting = [("/", str(mount), 0)]
+    count = 0
+    while waiting and count < _MAX_GROUPS:
+        path, folder, depth = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            number = os.stat(folder).st_ino  # noqa: PTH116 - thousands of them
+        except OSError:
+            continue  # removed meanwhile
+        count += 1
+        yield path, number
+        if depth < _MAX_DEPTH:
+            waiting += [(f"{path.rstrip('/')}/{n}", f"{folder}/{n}", depth + 1) for n in below]

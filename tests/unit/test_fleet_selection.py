@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that say what is recorded, and the cgroups that they leave out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.labels import Subject
+from aiflame.agent.fleet.selection import Selection, left_out
+from aiflame.agent.model.batch import Labels
+
+_SHOP = Subject(
+    Labels(service="shop", namespace="prod", container="web", pod="shop-7d9-x"),
+    (("team", "ml-search"),),
+    (("aiflame", "off"),),
+)
+_CRON = Subject(Labels(service="cron", unit="cron.service"))
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "shop", "cron"),
+    [
+        ([], [], True, True),
+        ([], ["namespace=prod"], False, True),
+        ([], ["namespace=pr*"], False, True),
+        ([], ["namespace=PROD"], True, True),
+        ([], ["namespace=pro"], True, True),
+        ([], ["unit=cron.*"], True, False),
+        ([], ["label:team=ml-*"], False, True),
+        ([], ["label:team=*", "unit=*.service"], False, False),
+        ([], ["label:other=*"], True, True),
+        ([], ["annotation:aiflame=off"], False, True),
+        ([], ["annotation:team=ml-*"], True, True),
+        ([], ["namespace=prod,container=db"], True, True),
+        ([], ["namespace=prod, container=web"], False, True),
+        ([], ["process=worker"], False, False),
+        ([], ["process=work??"], False, False),
+        ([], ["process=nginx"], True, True),
+        ([], ["container=web,process=work*"], False, True),
+        (["namespace=prod"], [], True, False),
+        (["namespace=prod"], ["container=web"], False, False),
+        (["unit=cron.service", "pod=shop-*"], [], True, True),
+        (["process=worker"], ["namespace=prod"], False, True),
+    ],
+)
+def test_who_is_recorded(include: list[str], exclude: list[str], shop: bool, cron: bool) -> None:
+    selection = Selection.parse(include, exclude)
+    assert (selection.takes(_SHOP, "worker"), selection.takes(_CRON, "worker")) == (shop, cron)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "shop", "cron"),
+    [
+        ([], [], False, False),
+        ([], ["namespace=prod"], True, False),
+        # Only some processes of it.
+        ([], ["container=web,process=work*"], False, False),
+        ([], ["process=worker"], False, False),
+        (["process=worker"], [], False, False),
+        (["namespace=prod"], [], False, True),
+        (["namespace=prod,process=worker"], [], False, True),
+        (["namespace=dev,process=worker"], [], True, True),
+    ],
+)
+def test_which_cgroups_nothing_is_recorded_of(
+    include: list[str], exclude: list[str], shop: bool, cron: bool
+) -> None:
+    selection = Selection.parse(include, exclude)
+    assert (selection.leaves_out(_SHOP), selection.leaves_out(_CRON)) == (shop, cron)
+    # What is left out in the kernel would be left out here, too.
+    for subject in (_SHOP, _CRON):
+        assert not (selection.leaves_out(subject) and selection.takes(subject, "worker"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not a rule"),
+        ("namespace", "not a rule"),
+        ("namespace=", "not a rule"),
+        ("=prod", "not known"),
+        ("color=red", "'color', which is not known"),
+        ("label=team", "not a rule"),
+        ("label:=x", "not a rule"),
+        ("namespace:x=y", "not a rule"),
+        ("namespace=a,", "not a rule"),
+        ("namespace=" + "*a" * 9, "wildcards"),
+    ],
+)
+def test_rules_that_are_none_are_refused(text: str, words: str) -> None:
+    for include, exclude in ([text], []), ([], [text]):
+        with pytest.raises(UsageError, match=words):
+            Selection.parse(include, exclude)
+
+
+def test_ids_of_cgroups_that_are_left_out(tmp_path: Path) -> None:
+    # GIVEN a tree of cgroups, with a container's own below one of them
+    inner = tmp_path / "pod" / "web" / "init"
+    inner.mkdir(parents=True)
+    (tmp_path / "system").mkdir()
+    (tmp_path / "pod" / "cgroup.procs").touch()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    seen = []
+
+    def who(path: str) -> Subject:
+        seen.append(path)
+        return _SHOP if path.startswith("/pod/web") else _CRON
+
+    # WHEN one container is excluded
+    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), who)
+    # THEN its group is left out and the one below it, and no other
+    assert found == {inner.stat().st_ino, inner.parent.stat().st_ino}
+    assert sorted(seen) == ["/", "/pod", "/pod/web", "/pod/web/init", "/system"]
+    # AND without rules nobody looks
+    assert left_out(tmp_path / "none", Selection(), who) == set()
+
+
+def test_a_tree_that_is_too_deep_ends(tmp_path: Path) -> None:
+    folder = tmp_path
+    for _ in range(60):
+        folder = folder / "d"
+    folder.mkdir(parents=True)
+    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), lambda _: _SHOP)
+    assert len(found) == 33
