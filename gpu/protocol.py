@@ -42,6 +42,7 @@ class Passing(enum.IntEnum):
     LOSSES = 19
     ERROR = 20
     STATE = 21
+    SERIALISED = 22
 
 
 class HelperTier(enum.IntEnum):
@@ -66,6 +67,7 @@ class HelperLoss(enum.IntEnum):
     LAUNCH_IDS = 9
     FACTS = 10
     TIMES_REFUSED = 11
+    UNNUMBERED = 12
 
 
 class HelperError(enum.IntEnum):
@@ -83,6 +85,7 @@ class HelperError(enum.IntEnum):
     DRIVER = 10
     CALL = 11
     NO_SAMPLES = 12
+    SERIALISED = 13
 
 
 class Why(enum.IntEnum):
@@ -224,6 +227,16 @@ class CodeUnloaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Serialised:
+    """A window in which the kernels of a context ran one after the other, and named their launches."""
+
+    begin_ns: int
+    end_ns: int
+    context: int
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """An error of `HelperError`: what failed, the vendor's code and what the vendor says."""
 
@@ -253,6 +266,7 @@ _CODE = struct.Struct("<QQQII")
 _NODE = struct.Struct("<QQQ")
 _STALLS = struct.Struct("<QQII")
 _UNLOADED = struct.Struct("<QQII")
+_SERIALISED = struct.Struct("<QQII")
 _ERROR = struct.Struct("<QIi")
 _STATE = struct.Struct("<QII")
 
@@ -293,6 +307,11 @@ def stalls(record: Record) -> Stalls:
 def code_unloaded(record: Record) -> CodeUnloaded:
     """Reads Passing.CODE_UNLOADED."""
     return CodeUnloaded(*_fields(_UNLOADED, record.data))
+
+
+def serialised(record: Record) -> Serialised:
+    """Reads Passing.SERIALISED."""
+    return Serialised(*_fields(_SERIALISED, record.data))
 
 
 def losses(record: Record) -> npt.NDArray[np.void]:

@@ -88,6 +88,7 @@ class Told:
     times: list[npt.NDArray[np.void]] = field(default_factory=list)
     stalls: list[protocol.Stalls] = field(default_factory=list)
     unloaded: list[protocol.CodeUnloaded] = field(default_factory=list)
+    windows: list[protocol.Serialised] = field(default_factory=list)
     losses: Counter[HelperLoss] = field(default_factory=Counter)
     errors: list[Failed] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
@@ -302,6 +303,8 @@ class Target:
             told.stalls.append(protocol.stalls(record))
         elif record.kind == Passing.CODE_UNLOADED:
             told.unloaded.append(protocol.code_unloaded(record))
+        elif record.kind == Passing.SERIALISED:
+            told.windows.append(protocol.serialised(record))
         elif record.kind == Passing.LOSSES:
             for row in protocol.losses(record):
                 told.losses[HelperLoss(int(row["loss"]))] += int(row["count"])
@@ -378,15 +381,20 @@ class Control:
     pipe: int
 
     def start(
-        self, tier: int = 2, duty: int = 1000, period: int = 0, read_out_ms: int = 20
+        self,
+        tier: int = 2,
+        duty: int = 1000,
+        period: int = 0,
+        read_out_ms: int = 20,
+        serialised: int = 0,
     ) -> None:
-        self.write(_START, tier, duty, period, read_out_ms)
+        self.write(_START, tier, duty, period, read_out_ms, serialised)
 
     def stop(self) -> None:
-        self.write(_STOP, 0, 0, 0, 0)
+        self.write(_STOP, 0, 0, 0, 0, 0)
 
     def write(self, verb: int, *more: int) -> None:
-        os.write(self.pipe, _CONTROL.pack(_MAGIC, protocol.VERSION, verb, *more, 0))
+        os.write(self.pipe, _CONTROL.pack(_MAGIC, protocol.VERSION, verb, *more))
 
     def close(self) -> None:
         if self.pipe >= 0:

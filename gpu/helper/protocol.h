@@ -113,6 +113,7 @@ enum passing {
 	PASSING_LOSSES = 19,
 	PASSING_ERROR = 20,
 	PASSING_STATE = 21,
+	PASSING_SERIALISED = 22,
 };
 
 /* PASSING_TIMES: as many as the record has room for. */
@@ -144,6 +145,13 @@ struct stall {
 	uint32_t count;
 };
 
+/* A window in which the kernels of a context ran one after the other; after its samples. */
+struct passing_serialised {
+	uint64_t begin_ns, end_ns;
+	uint32_t context;
+	uint32_t device;
+};
+
 struct passing_code_unloaded {
 	uint64_t code;
 	uint64_t unloaded_ns;
@@ -164,6 +172,7 @@ enum loss {
 	LOSS_LAUNCH_IDS = 9, /* launches whose runtime and driver calls had two numbers */
 	LOSS_FACTS = 10, /* other facts for which there was no room */
 	LOSS_TIMES_REFUSED = 11, /* kernel times that make no sense */
+	LOSS_UNNUMBERED = 12, /* samples of serialised windows that are told without their launch */
 };
 
 /* PASSING_LOSSES: as many as the record has room for; what came since the last such record. */
@@ -186,6 +195,7 @@ enum error {
 	ERROR_DRIVER = 10, /* the driver has ended profiling by itself */
 	ERROR_CALL = 11, /* any other call that failed; text: which */
 	ERROR_NO_SAMPLES = 12, /* kernels ran, and no sample came, also after another try */
+	ERROR_SERIALISED = 13, /* a serialised window did not begin, or went on into a capture */
 };
 
 /* Then: what failed, and what the vendor says. */
@@ -225,7 +235,7 @@ struct control {
 	uint32_t
 		period_exponent; /* 2 to the power of it is the period in cycles; 0: the vendor's */
 	uint32_t read_out_ms; /* how often samples are read out */
-	uint32_t unused;
+	uint32_t serialised_permille; /* of the time, in windows that name launches; 0: never */
 };
 
 #endif

@@ -64,6 +64,13 @@ EXPORTED void standin_unsafe_call(void)
 			streams[at].is_invalid = true;
 }
 
+EXPORTED void standin_synchronise(void)
+{
+	for (uint32_t at = 0; at < MOST_STREAMS; at++)
+		if (streams[at].capture)
+			streams[at].is_invalid = true;
+}
+
 static void tell(uint32_t id, uint32_t site, const char *name, const void *params,
 		 cu_result *result, uint32_t correlation)
 {
@@ -256,34 +263,62 @@ static struct stream *stream_of(void *stream)
 	return stream ? stream : &streams[0];
 }
 
-static void run(struct function *function, uint32_t blocks, struct stream *stream,
-		uint32_t correlation, uint64_t node, uint32_t graph)
+static void sleep_until(uint64_t until)
+{
+	uint64_t now = standin_now_ns();
+
+	if (until > now)
+		usleep((until - now) / 1000 + 1);
+}
+
+static uint64_t all_idle_ns(void)
+{
+	uint64_t found = 0;
+
+	for (uint32_t at = 0; at < MOST_STREAMS; at++)
+		if (streams[at].busy_until_ns > found)
+			found = streams[at].busy_until_ns;
+	return found;
+}
+
+static void run(const struct node *what, struct stream *stream, uint32_t correlation, uint64_t node,
+		uint32_t graph)
 {
 	struct run run = { .context = current,
-			   .function = function,
+			   .function = what->function,
 			   .node = node,
 			   .graph = graph,
 			   .stream = stream->id,
 			   .correlation = correlation,
-			   .blocks = blocks };
-	uint64_t now = standin_now_ns();
+			   .blocks = what->blocks,
+			   .warps = what->warps };
+	uint64_t now = standin_now_ns(), free_ns;
+	bool is_serial;
 
 	pthread_mutex_lock(&standin_lock);
-	run.begin_ns = stream->busy_until_ns > now ? stream->busy_until_ns : now;
-	run.end_ns = run.begin_ns + blocks * BLOCK_NS;
+	is_serial = standin_hooks->serialises && standin_hooks->serialises(current);
+	free_ns = is_serial ? all_idle_ns() : stream->busy_until_ns;
+	run.begin_ns = free_ns > now ? free_ns : now;
+	run.end_ns = run.begin_ns + what->blocks * BLOCK_NS;
 	stream->busy_until_ns = run.end_ns;
 	if (standin_hooks->ran)
 		standin_hooks->ran(&run);
 	pthread_mutex_unlock(&standin_lock);
+	if (!is_serial)
+		return;
+	standin_synchronise();
+	sleep_until(run.end_ns);
+	standin_hooks->ended(&run);
 }
 
 /* What is launched while its stream is captured becomes a node. */
-static void capture(struct graph *graph, struct function *function, uint32_t blocks)
+static void capture(struct graph *graph, const struct node *what)
 {
 	struct node *node = calloc(1, sizeof(*node));
 	struct cupti_graph_data data = { .graph = graph, .node = node };
 
-	*node = (struct node){ atomic_fetch_add(&node_ids, 1), function, blocks };
+	*node = *what;
+	node->id = atomic_fetch_add(&node_ids, 1);
 	graph->nodes[graph->count++] = node;
 	tell_resource(CUPTI_NODE_CREATED, current, &data);
 }
@@ -308,6 +343,7 @@ EXPORTED cu_result cuLaunchKernel(void *function, uint32_t grid_x, uint32_t grid
 	struct cu_launch_kernel_params params = {
 		function, { grid_x, grid_y, grid_z }, { block_x, block_y, block_z }, shared, stream,
 	};
+	struct node what = { 0, function, grid_x, block_x > 32 ? block_x / 32 : 1 };
 	struct stream *on = stream_of(stream);
 	uint32_t correlation = correlation_of_call();
 	cu_result result = 0;
@@ -315,9 +351,9 @@ EXPORTED cu_result cuLaunchKernel(void *function, uint32_t grid_x, uint32_t grid
 	(void)arguments, (void)extra;
 	tell(DRIVER_LAUNCH_KERNEL, CUPTI_ENTER, "cuLaunchKernel", &params, &result, correlation);
 	if (on->capture)
-		capture(on->capture, function, grid_x);
+		capture(on->capture, &what);
 	else
-		run(function, grid_x, on, correlation_of_kernel(correlation), 0, 0);
+		run(&what, on, correlation_of_kernel(correlation), 0, 0);
 	tell(DRIVER_LAUNCH_KERNEL, CUPTI_EXIT, "cuLaunchKernel", &params, &result, correlation);
 	return result;
 }
@@ -385,8 +421,8 @@ EXPORTED cu_result cuGraphLaunch(void *executable, void *stream)
 
 	tell(DRIVER_GRAPH_LAUNCH, CUPTI_ENTER, "cuGraphLaunch", &params, &result, correlation);
 	for (uint32_t at = 0; at < graph->count; at++)
-		run(graph->nodes[at]->function, graph->nodes[at]->blocks, stream_of(stream),
-		    correlation_of_kernel(correlation), graph->nodes[at]->id, graph->id);
+		run(graph->nodes[at], stream_of(stream), correlation_of_kernel(correlation),
+		    graph->nodes[at]->id, graph->id);
 	tell(DRIVER_GRAPH_LAUNCH, CUPTI_EXIT, "cuGraphLaunch", &params, &result, correlation);
 	return result;
 }
@@ -394,13 +430,12 @@ EXPORTED cu_result cuGraphLaunch(void *executable, void *stream)
 EXPORTED cu_result cuStreamSynchronize(void *stream)
 {
 	struct stream *on = stream_of(stream);
-	uint64_t now = standin_now_ns(), until;
+	uint64_t until;
 
 	pthread_mutex_lock(&standin_lock);
 	until = on->busy_until_ns;
 	pthread_mutex_unlock(&standin_lock);
-	if (until > now)
-		usleep((until - now) / 1000 + 1);
+	sleep_until(until);
 	return 0;
 }
 

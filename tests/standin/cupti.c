@@ -92,9 +92,20 @@ static void at_run(const struct run *run)
 		runs[run_count++] = *run;
 	else if (times_are_on)
 		dropped++;
-	if (run->context && run->context->sampler.is_on && sampled_count < MOST_RUNS)
+	if (run->context && run->context->sampler.is_on)
+		run->context->sampler.has_samples = true;
+	if (run->context && run->context->sampler.is_on && !run->context->sampler.is_serialised &&
+	    sampled_count < MOST_RUNS)
 		sampled[sampled_count++] = *run;
 }
+
+/* With standin_lock. */
+static bool serialises(struct context_of_driver *context)
+{
+	return context && context->sampler.is_on && context->sampler.is_serialised;
+}
+
+static void at_end(const struct run *run);
 
 /* After its end nothing of it may be called. */
 static void check(void)
@@ -119,7 +130,7 @@ EXPORTED cupti_result cuptiGetResultString(cupti_result result, const char **tex
 	return 0;
 }
 
-static const struct hooks hooks = { at_api, at_resource, at_run };
+static const struct hooks hooks = { at_api, at_resource, at_run, serialises, at_end };
 
 static void subscribe(cupti_subscriber *subscriber, cupti_callback to, void *user)
 {
@@ -439,9 +450,26 @@ EXPORTED cupti_result cuptiPCSamplingEnable(struct cupti_pc_switch *ask)
 	sampler->is_wedged = sampler->sessions <= standin_word("full", 0);
 	sampler->exponent = DEFAULT_EXPONENT;
 	sampler->is_period_set = false;
+	sampler->has_mode = sampler->is_serialised = sampler->has_samples = false;
 	sampler->buffer = NULL;
 	sampler->count = 0;
 	pthread_mutex_unlock(&standin_lock);
+	return 0;
+}
+
+/* With standin_lock. */
+static cupti_result set_mode(struct sampler *sampler, uint32_t mode)
+{
+	bool is_serialised = mode == CUPTI_MODE_SERIALIZED;
+
+	if (!is_serialised && mode != CUPTI_MODE_CONTINUOUS)
+		return 1;
+	if (is_serialised && standin_word("no-serialized", 0))
+		return CUPTI_NOT_SUPPORTED;
+	if (is_serialised != sampler->is_serialised && (sampler->has_mode || sampler->has_samples))
+		return 7;
+	sampler->has_mode = true;
+	sampler->is_serialised = is_serialised;
 	return 0;
 }
 
@@ -477,8 +505,15 @@ EXPORTED cupti_result cuptiPCSamplingSetConfigurationAttribute(struct cupti_pc_s
 			sampler->is_period_set = true;
 		} else if (setting->attribute == CUPTI_DATA_BUFFER) {
 			sampler->buffer = setting->pointer;
-		} else if (setting->attribute != CUPTI_MODE ||
-			   setting->number != CUPTI_MODE_CONTINUOUS) {
+		} else if (setting->attribute == CUPTI_MODE) {
+			cupti_result result;
+
+			pthread_mutex_lock(&standin_lock);
+			result = set_mode(sampler, setting->number);
+			pthread_mutex_unlock(&standin_lock);
+			if (result)
+				return result;
+		} else {
 			return 1;
 		}
 	}
@@ -507,8 +542,22 @@ static void count(struct sampler *sampler, struct function *function, uint64_t o
 		sampler->counts[at].reason != reason))
 		at++;
 	if (at == sampler->count)
-		sampler->counts[sampler->count++] = (struct count){ function, offset, reason, 0 };
+		sampler->counts[sampler->count++] =
+			(struct count){ function, offset, reason, 0, 0 };
 	sampler->counts[at].count += more;
+}
+
+static uint64_t samples_of(const struct sampler *sampler, const struct run *run)
+{
+	uint64_t samples = (uint64_t)run->blocks * run->warps * SAMPLES_OF_BLOCK;
+
+	return (samples << DEFAULT_EXPONENT) >> sampler->exponent;
+}
+
+static bool is_mute(const struct sampler *sampler)
+{
+	return sampler->sessions <= standin_word("mute", 0) ||
+	       (sampler->is_period_set && standin_word("mute-period", 0));
 }
 
 /* With standin_lock: what has ended is decoded. */
@@ -517,19 +566,16 @@ static void decode(struct context_of_driver *context)
 	struct sampler *sampler = &context->sampler;
 	uint64_t now = standin_now_ns();
 	uint32_t kept = 0;
-	bool is_mute = sampler->sessions <= standin_word("mute", 0) ||
-		       (sampler->is_period_set && standin_word("mute-period", 0));
 
 	for (uint32_t at = 0; at < sampled_count; at++) {
 		const struct run *run = &sampled[at];
-		uint64_t samples = ((uint64_t)run->blocks * SAMPLES_OF_BLOCK << DEFAULT_EXPONENT) >>
-				   sampler->exponent;
+		uint64_t samples = samples_of(sampler, run);
 
 		if (run->context != context || run->end_ns > now) {
 			sampled[kept++] = *run;
 			continue;
 		}
-		if (is_mute)
+		if (is_mute(sampler))
 			continue;
 		count(sampler, run->function, 0x10, reasons[0].index, samples / 2);
 		count(sampler, run->function, 0x10, reasons[1].index, samples / 4);
@@ -539,30 +585,109 @@ static void decode(struct context_of_driver *context)
 	sampled_count = kept;
 }
 
-/* With standin_lock: fills a buffer, one reason a PC. */
+static void put_pc(struct cupti_pc *pc, const struct count *from)
+{
+	if (pc->size != CUPTI_PC_SIZE)
+		abort();
+	pc->cubin_crc = from->function->module->crc;
+	pc->offset = from->offset;
+	pc->function = from->function->index;
+	pc->function_name = standin_word("copies", 0) ? strdup(from->function->name)
+						      : (char *)from->function->name;
+	pc->reason_count = 1;
+	pc->reasons[0] = (struct cupti_pc_reason){ from->reason, from->count };
+	pc->correlation = from->correlation;
+}
+
+/* With standin_lock; whoever has given the buffer may look how full it is. */
+static void tell_fill(struct cupti_pc_data *buffer, size_t pcs, size_t remaining)
+{
+	__atomic_store_n(&buffer->pcs, pcs, __ATOMIC_RELAXED);
+	__atomic_store_n(&buffer->remaining_pcs, remaining, __ATOMIC_RELAXED);
+}
+
+/* With standin_lock. */
+static void keep(struct sampler *sampler, const struct count *what)
+{
+	struct cupti_pc_data *buffer = sampler->buffer;
+
+	if (!what->count)
+		return;
+	if (buffer && buffer->pcs < buffer->wanted_pcs && !sampler->count) {
+		put_pc(&buffer->pc[buffer->pcs], what);
+		tell_fill(buffer, buffer->pcs + 1, 0);
+	} else {
+		uint32_t before = sampler->count;
+
+		count(sampler, what->function, what->offset, what->reason, what->count);
+		if (sampler->count > before)
+			sampler->counts[before].correlation =
+				before ? sampler->counts[0].correlation : what->correlation;
+		if (buffer)
+			tell_fill(buffer, buffer->pcs, sampler->count);
+	}
+}
+
+/* Of a kernel that ran alone. */
+static void at_end(const struct run *run)
+{
+	struct sampler *sampler = &run->context->sampler;
+	struct count all = { run->function, 0, 0, 0, run->correlation };
+	uint32_t samples;
+
+	pthread_mutex_lock(&standin_lock);
+	samples = is_mute(sampler) ? 0 : (uint32_t)samples_of(sampler, run);
+	for (uint32_t at = 0; at < REASONS && sampler->is_on && sampler->is_serialised; at++) {
+		static const uint64_t offsets[REASONS] = { 0x10, 0x10, 0x20, 0x40 };
+
+		all.offset = offsets[at];
+		all.reason = reasons[at].index;
+		all.count = at ? samples / 4 : samples / 2;
+		keep(sampler, &all);
+	}
+	pthread_mutex_unlock(&standin_lock);
+}
+
+/* With standin_lock: what one kernel left, then the next ones. */
+static void move(struct sampler *sampler, struct cupti_pc_data *data, size_t most)
+{
+	struct cupti_pc_data *buffer = sampler->buffer;
+	size_t pcs = 0, left = buffer->pcs;
+
+	while (pcs < most && pcs < left && buffer->pc[pcs].correlation == buffer->pc->correlation) {
+		struct cupti_pc_reason *own = data->pc[pcs].reasons;
+
+		data->pc[pcs] = buffer->pc[pcs];
+		data->pc[pcs].reasons = own;
+		*own = *buffer->pc[pcs].reasons;
+		data->samples += own->samples;
+		pcs++;
+	}
+	for (size_t at = pcs; at < left; at++) {
+		struct cupti_pc_reason *own = buffer->pc[at - pcs].reasons;
+
+		*own = *buffer->pc[at].reasons;
+		buffer->pc[at - pcs] = buffer->pc[at];
+		buffer->pc[at - pcs].reasons = own;
+	}
+	tell_fill(buffer, left - pcs, sampler->count);
+	data->pcs = pcs;
+	data->remaining_pcs = 0;
+}
+
+/* With standin_lock: fills a buffer from where it was left, one reason a PC. */
 static void fill(struct sampler *sampler, struct cupti_pc_data *data, size_t most)
 {
-	size_t pcs = 0;
+	size_t pcs = data->pcs;
 
 	data->samples = 0;
 	for (; pcs < most && sampler->count; pcs++) {
-		const struct count *from = &sampler->counts[--sampler->count];
-		struct cupti_pc *pc = &data->pc[pcs];
-
-		if (pc->size != CUPTI_PC_SIZE)
-			abort();
-		pc->cubin_crc = from->function->module->crc;
-		pc->offset = from->offset;
-		pc->function = from->function->index;
-		pc->function_name = standin_word("copies", 0) ? strdup(from->function->name)
-							      : (char *)from->function->name;
-		pc->reason_count = 1;
-		pc->reasons[0] = (struct cupti_pc_reason){ from->reason, from->count };
-		pc->correlation = 0;
-		data->samples += from->count;
+		put_pc(&data->pc[pcs], &sampler->counts[--sampler->count]);
+		data->samples += sampler->counts[sampler->count].count;
 	}
-	data->pcs = pcs;
-	data->remaining_pcs = sampler->count;
+	tell_fill(data, pcs, sampler->count);
+	if (sampler->is_serialised && sampler->buffer && data != sampler->buffer)
+		tell_fill(sampler->buffer, sampler->buffer->pcs, sampler->count);
 	data->dropped_samples = standin_word("drop", 0);
 	data->foreign_samples = standin_word("foreign", 0);
 }
@@ -584,11 +709,38 @@ EXPORTED cupti_result cuptiPCSamplingGetData(struct cupti_pc_get_data *ask)
 		ask->data->is_full = 1;
 		ask->data->pcs = 0;
 		result = CUPTI_OUT_OF_MEMORY;
+	} else if (sampler->is_serialised && sampler->buffer && sampler->buffer->pcs) {
+		move(sampler, ask->data, ask->data->wanted_pcs);
 	} else {
 		fill(sampler, ask->data, standin_word("few", 0) ? 1 : ask->data->wanted_pcs);
 	}
 	pthread_mutex_unlock(&standin_lock);
 	return result;
+}
+
+/* Until what runs has ended; what has begun by then is not sampled. */
+static void await_runs(const struct context_of_driver *context)
+{
+	uint64_t until = 0, now = standin_now_ns();
+
+	pthread_mutex_lock(&standin_lock);
+	for (uint32_t at = 0; at < sampled_count; at++)
+		if (sampled[at].context == context && sampled[at].end_ns > until)
+			until = sampled[at].end_ns;
+	pthread_mutex_unlock(&standin_lock);
+	if (until > now)
+		usleep((until - now) / 1000 + 1);
+}
+
+/* With standin_lock. */
+static void drop_runs(const struct context_of_driver *context)
+{
+	uint32_t kept = 0;
+
+	for (uint32_t at = 0; at < sampled_count; at++)
+		if (sampled[at].context != context)
+			sampled[kept++] = sampled[at];
+	sampled_count = kept;
 }
 
 EXPORTED cupti_result cuptiPCSamplingDisable(struct cupti_pc_switch *ask)
@@ -598,11 +750,14 @@ EXPORTED cupti_result cuptiPCSamplingDisable(struct cupti_pc_switch *ask)
 
 	if (!sampler->is_on)
 		return 7;
+	standin_synchronise();
+	await_runs(context);
 	pthread_mutex_lock(&standin_lock);
 	if (!sampler->is_wedged)
 		decode(context);
 	if (sampler->buffer && !sampler->is_wedged)
 		fill(sampler, sampler->buffer, sampler->buffer->wanted_pcs);
+	drop_runs(context);
 	sampler->is_on = false;
 	pthread_mutex_unlock(&standin_lock);
 	return 0;

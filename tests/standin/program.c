@@ -13,6 +13,7 @@
  *   stream
  *   launch F BLOCKS TIMES S   the Fth function on the Sth stream, 0 for the default one
  *   runtime F BLOCKS TIMES    the same through the runtime, in one of its calls each
+ *   dense F BLOCKS TIMES N    the Fth function in blocks of so many warps, from elsewhere
  *   capture S, end S          answers with what the driver returned
  *   instantiate               the last graph that was captured
  *   graph S                   launches it
@@ -61,6 +62,16 @@ static void launch(int function, uint32_t blocks, long times, void *stream)
 {
 	for (long at = 0; at < times; at++)
 		cuLaunchKernel(functions[function], blocks, 1, 1, 32, 1, 1, 0, stream, NULL, NULL);
+}
+
+/* Not inlined, so that it is another call site. */
+__attribute__((noinline)) static void launch_dense(int function, uint32_t blocks, long times,
+						   uint32_t warps)
+{
+	for (long at = 0; at < times; at++)
+		cuLaunchKernel(functions[function], blocks, 1, 1, 32 * warps, 1, 1, 0, NULL, NULL,
+			       NULL);
+	__asm__ volatile("");
 }
 
 static void tell_runtime(uint32_t site)
@@ -190,6 +201,8 @@ static long obey(const char *verb, const char *text, long a, long b, long c, lon
 		launch((int)a, (uint32_t)b, c, streams[d]);
 	else if (!strcmp(verb, "runtime"))
 		launch_by_runtime((int)a, (uint32_t)b, c);
+	else if (!strcmp(verb, "dense"))
+		launch_dense((int)a, (uint32_t)b, c, (uint32_t)d);
 	else if (!strcmp(verb, "threads"))
 		run_threads((int)a, b);
 	else if (!strcmp(verb, "exit"))

@@ -6,7 +6,13 @@
  *
  * A kernel "runs" as long as its grid has blocks, BLOCK_NS each, one after the other in a stream, and
  * takes nothing of the processor. For each block it is sampled SAMPLES_OF_BLOCK times, at the default
- * period, at three instructions.
+ * period, at three instructions; more often by the block's warps, if it has several.
+ *
+ * In kernel-serialized mode a launch waits for its kernel, which begins when no other runs. What it was
+ * sampled is then in the buffer that sampling was configured with, with the launch's number, and
+ * GetData has it kernel by kernel. What finds no room in there has the number of one launch for all. The
+ * mode is that of the session: it is set once, before anything is sampled. A launch in that mode, and
+ * the end of sampling, synchronise: that ends all captures.
  *
  * STANDIN in the environment has words that make something go wrong, NAME or NAME=NUMBER:
  *
@@ -26,6 +32,7 @@
  *   two-ids            driver and runtime number the same call differently
  *   first=N            the number of the first call
  *   slow=N             a read-out takes N ms
+ *   no-serialized      there is no such mode
  *   interrupted=N      the first N readings of CUPTI's clock take 5 ms
  */
 #ifndef STANDIN_H
@@ -62,7 +69,7 @@ struct module {
 struct node {
 	uint64_t id;
 	struct function *function;
-	uint32_t blocks;
+	uint32_t blocks, warps;
 };
 
 struct graph {
@@ -84,18 +91,18 @@ struct run {
 	struct function *function;
 	uint64_t begin_ns, end_ns; /* monotonic */
 	uint64_t node;
-	uint32_t stream, correlation, graph, blocks;
+	uint32_t stream, correlation, graph, blocks, warps;
 };
 
 struct sampler {
-	bool is_on, is_wedged;
+	bool is_on, is_wedged, has_mode, is_serialised, has_samples;
 	uint32_t sessions, exponent, reads;
 	bool is_period_set;
 	struct cupti_pc_data *buffer;
 	struct count {
 		struct function *function;
 		uint64_t offset;
-		uint32_t reason, count;
+		uint32_t reason, count, correlation;
 	} counts[4096];
 	uint32_t count;
 };
@@ -113,6 +120,9 @@ struct hooks {
 		    uint32_t correlation);
 	void (*resource)(uint32_t id, struct context_of_driver *context, void *descriptor);
 	void (*ran)(const struct run *run);
+	/* With standin_lock: whether the kernels of a context run one after the other. */
+	bool (*serialises)(struct context_of_driver *context);
+	void (*ended)(const struct run *run);
 };
 
 /* Of the driver, for the other two. */
@@ -129,6 +139,8 @@ uint32_t standin_next_correlation(void);
 uint64_t standin_word(const char *name, uint64_t otherwise);
 /* A call that a capture does not bear: it ends all that are open. */
 void standin_unsafe_call(void);
+/* One that synchronises, which none bears in any mode. */
+void standin_synchronise(void);
 struct context_of_driver *standin_context(void);
 
 #endif

@@ -268,6 +268,7 @@ enum {
 	CUPTI_MODE = 5,
 	CUPTI_DATA_BUFFER = 8,
 	CUPTI_MODE_CONTINUOUS = 1,
+	CUPTI_MODE_SERIALIZED = 2,
 };
 
 struct cupti_pc_setting {

@@ -41,9 +41,21 @@
 #ifndef DUTY_NS
 #define DUTY_NS (10 * SECOND)
 #endif
+/*
+ * Serialised windows: one in so long, the first a tenth of that after sampling began, so that short
+ * recordings have one. Tests have more.
+ */
+#ifndef WINDOWS_NS
+#define WINDOWS_NS (10 * SECOND)
+#endif
+#define MOST_SERIALISED_PERMILLE 500
+/* In a window CUPTI keeps each kernel's samples by itself, for which it has not much room. */
+#define WINDOW_READ_OUT_NS (10 * MS)
 #define DEFAULT_READ_OUT_MS 500
 #define MIN_READ_OUT_MS 10
 #define MAX_READ_OUT_MS 10000
+/* How often it is looked whether a capture has ended: they take milliseconds to seconds. */
+#define CAPTURE_LOOK_MS 10
 /* New in the ring since somebody was told: a quarter of it. */
 #define BELL_BYTES (1u << 20)
 /* Of one turning on: the same error may come with every read-out. */
@@ -85,11 +97,16 @@ struct helper {
 	bool samples_stalls;
 	bool are_devices_told;
 	bool is_paused;
+	/* Asked for during a capture, which has to end before sampling does. */
+	bool has_to_stop, has_to_start;
+	enum why stop_why;
+	struct control start_asked;
 	enum tier reached;
 	enum tier told; /* by HELLO, which knows of no duty cycle */
 	const char *why; /* as HELLO told it: "" or why no higher */
 	char why_text[256];
 	uint64_t lease_ns, retry_ns, read_ns, duty_ns;
+	uint64_t window_number, window_end_ns;
 	uint64_t bell_head;
 	uint32_t errors;
 	struct told_context contexts[MOST_TOLD_CONTEXTS];
@@ -418,6 +435,7 @@ static void subscribe(void)
 	helper.is_subscribed = true;
 	helper.is_paused = false;
 	helper.duty_ns = now_ns();
+	helper.window_number = 0;
 	end_at_exit();
 	reach(TIER_TIMES, why, WHY_ASKED);
 }
@@ -447,11 +465,24 @@ static bool is_ended_by_driver(void)
 	return true;
 }
 
+/* Whether sampling may not end yet: that synchronises, and would end the capture of a stream. */
+static bool waits_for_capture(void)
+{
+	return helper.is_subscribed && helper.samples_stalls && !launches_were_ended() &&
+	       launches_capture();
+}
+
 static void start(const struct control *asked)
 {
 	bool is_other = helper.is_on && (asked->tier != helper.asked.tier ||
 					 asked->period_exponent != helper.asked.period_exponent);
 
+	helper.has_to_stop = false;
+	helper.has_to_start = is_other && waits_for_capture();
+	if (helper.has_to_start) {
+		helper.start_asked = *asked;
+		return;
+	}
 	if (is_other && !is_ended_by_driver() && helper.is_subscribed)
 		unsubscribe();
 	helper.asked = *asked;
@@ -459,6 +490,8 @@ static void start(const struct control *asked)
 		helper.asked.read_out_ms = DEFAULT_READ_OUT_MS;
 	if (helper.asked.read_out_ms > MAX_READ_OUT_MS)
 		helper.asked.read_out_ms = MAX_READ_OUT_MS;
+	if (helper.asked.serialised_permille > MOST_SERIALISED_PERMILLE)
+		helper.asked.serialised_permille = MOST_SERIALISED_PERMILLE;
 	if (!helper.is_on || is_other)
 		helper.is_final = false;
 	helper.is_on = true;
@@ -470,8 +503,9 @@ static void start(const struct control *asked)
 
 static void take_events(void);
 
-static void stop(enum why why)
+static void stop_now(enum why why)
 {
+	helper.has_to_stop = helper.has_to_start = false;
 	if (!helper.is_on)
 		return;
 	take_events();
@@ -483,6 +517,34 @@ static void stop(enum why why)
 	reach(TIER_LAUNCHES,
 	      why == WHY_RECORDER_GONE ? "the recorder is gone" : "nobody has asked for it", why);
 	ring_bell();
+}
+
+static void stop(enum why why)
+{
+	if (!helper.is_on || !waits_for_capture()) {
+		stop_now(why);
+		return;
+	}
+	helper.has_to_start = false;
+	if (helper.has_to_stop)
+		return;
+	helper.has_to_stop = true;
+	helper.stop_why = why;
+	/* What there is now is what was asked for. */
+	helper.read_ns = 0;
+}
+
+/* What had to wait for the end of a capture. */
+static void take_waiting(void)
+{
+	struct control asked = helper.start_asked;
+
+	if (waits_for_capture())
+		return;
+	if (helper.has_to_stop)
+		stop_now(helper.stop_why);
+	else if (helper.has_to_start)
+		start(&asked);
 }
 
 static void take_messages(void)
@@ -617,6 +679,49 @@ static void keep_duty(uint64_t now)
 		reach(TIER_TIMES, "", WHY_DUTY);
 }
 
+/* How far the time between two windows has gone; a window begins a tenth after its beginning. */
+static uint64_t windows_phase_ns(uint64_t now)
+{
+	return (now - helper.duty_ns) % WINDOWS_NS;
+}
+
+static uint64_t window_length_ns(void)
+{
+	return WINDOWS_NS / 1000 * helper.asked.serialised_permille;
+}
+
+/* When windows have to be looked after. */
+static uint64_t windows_until_ns(uint64_t now)
+{
+	uint64_t phase = windows_phase_ns(now), first = WINDOWS_NS / 10;
+
+	if (stalls_have_window() || (phase >= first && phase < first + window_length_ns()))
+		return now + WINDOW_READ_OUT_NS;
+	if (!helper.samples_stalls || !helper.asked.serialised_permille)
+		return UINT64_MAX;
+	return now - phase + first + (phase < first ? 0 : WINDOWS_NS);
+}
+
+/* One in each of these times, however short a capture made it: switching costs the target. */
+static void keep_windows(uint64_t now)
+{
+	uint64_t phase = windows_phase_ns(now), first = WINDOWS_NS / 10;
+	uint64_t number = (now - helper.duty_ns) / WINDOWS_NS + 1;
+	bool is_wanted =
+		helper.asked.serialised_permille && !helper.is_paused && !helper.has_to_stop;
+
+	if (stalls_have_window()) {
+		stalls_close_window(is_wanted && now < helper.window_end_ns);
+	} else if (is_wanted && number != helper.window_number && phase >= first &&
+		   phase < first + window_length_ns()) {
+		stalls_open_window();
+		if (!stalls_have_window())
+			return;
+		helper.window_number = number;
+		helper.window_end_ns = now_ns() + window_length_ns();
+	}
+}
+
 static void take_turn(void)
 {
 	uint64_t now = now_ns();
@@ -633,9 +738,12 @@ static void take_turn(void)
 	/* Before cuInit it was in vain. */
 	stalls_relax_captures();
 	take_events();
-	keep_duty(now);
+	if (!helper.has_to_stop)
+		keep_duty(now);
+	if (helper.samples_stalls)
+		keep_windows(now);
 	if (helper.samples_stalls && !helper.is_paused)
-		stalls_turn(is_time);
+		stalls_turn(is_time || stalls_have_window());
 	if (is_time)
 		helper.read_ns = now + helper.asked.read_out_ms * MS;
 	kernels_read(&helper.subscription, is_time ? FLUSH_ENDED : FLUSH_NOTHING);
@@ -650,6 +758,10 @@ static int timeout_ms(void)
 
 	if (!helper.is_subscribed && helper.is_final)
 		until = UINT64_MAX;
+	if (helper.is_on && (helper.has_to_stop || helper.has_to_start))
+		return CAPTURE_LOOK_MS;
+	if (helper.is_subscribed && windows_until_ns(now) < until)
+		until = windows_until_ns(now);
 	if (!helper.is_on || (until == UINT64_MAX && helper.has_recorder))
 		return -1;
 	/* What waits for a recorder looks at its lease. */
@@ -672,9 +784,10 @@ static void *run(void *unused)
 			take_messages();
 			if (helper.is_on)
 				take_turn();
+			take_waiting();
 		}
 		if (atomic_load(&ends)) {
-			stop(WHY_ASKED);
+			stop_now(WHY_ASKED);
 			atomic_store(&has_ended, true);
 		}
 		wait_ms = atomic_load(&has_ended) ? -1 : timeout_ms();
@@ -734,6 +847,7 @@ static bool read_environment(struct control *asked)
 		.duty_permille = number_of(text, "duty=", 1000),
 		.period_exponent = number_of(text, "period=", 0),
 		.read_out_ms = number_of(text, "read-out=", DEFAULT_READ_OUT_MS),
+		.serialised_permille = number_of(text, "serialised=", 0),
 	};
 	return asked->tier > TIER_LAUNCHES;
 }

@@ -83,6 +83,13 @@ void stalls_begin(uint32_t period_exponent);
 void stalls_turn(bool is_time);
 /* A kernel ran so long in a context. */
 void stalls_ran(uint32_t context, uint64_t ns);
+/* A serialised window, where there is one context, and no capture. */
+void stalls_open_window(void);
+/* Ends it, or one that is due only if there are other contexts by now, unless there is a capture. */
+void stalls_close_window(bool is_due);
+bool stalls_have_window(void);
+/* From the thread that is about to begin a capture. */
+void stalls_before_capture(void);
 void stalls_pause(void);
 void stalls_resume(void);
 void stalls_end(void);

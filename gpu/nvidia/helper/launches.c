@@ -194,6 +194,7 @@ static void at_capture(uint32_t id, const struct cupti_callback_data *data)
 			if (!atomic_load(&captures))
 				atomic_store(&captures_ns, now_ns());
 			atomic_fetch_add(&captures, 1);
+			stalls_before_capture();
 		} else if (failed) {
 			let_capture_go();
 		}

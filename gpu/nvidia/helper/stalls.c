@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * PC sampling, context by context, in continuous mode: it runs from cuptiPCSamplingEnable on, is read
- * out now and then, and nothing is ever synchronised.
+ * out now and then, and nothing is synchronised until it ends.
+ *
+ * Where that is asked for, there are windows in CUPTI's kernel-serialized mode: kernels run one after
+ * the other, and each sample names its launch. cupti_pcsampling.h tells of no change of modes while
+ * sampling goes on, so it ends and begins anew at both ends of a window.
  */
 #include "helper.h"
 
@@ -20,10 +24,19 @@
 #define MOST_PCS 2048
 /* PCs that CUPTI may leave in its buffer when it ends. */
 #define MOST_LAST_PCS 1024
+/*
+ * In serialised windows CUPTI moves what each kernel has into that buffer when the kernel ends. What
+ * finds no room there loses its launch: 10 ms of kernels with some PCs each; 6 MB. Tests have less.
+ */
+#ifndef MOST_SERIALISED_PCS
+#define MOST_SERIALISED_PCS 16384
+#endif
 /* Twice as many as Hopper has. */
 #define MOST_REASONS 80
 /* How often data is asked for in one turn: as much as the largest programs have, and no endless loop. */
 #define MOST_READS 64
+/* In a window each reading may have one kernel: as many as a device runs in 10 ms, and some. */
+#define MOST_SERIALISED_READS 4096
 /* Rows of one record: 20 KB. */
 #define MOST_ROWS 512
 /* cupti_pcsampling.h: periods are 2^5 to 2^31 cycles. */
@@ -39,6 +52,8 @@ enum context_state {
 	/* Of these two sampling is on until no stream is captured; then it begins anew, or ends. */
 	CONTEXT_ANEW,
 	CONTEXT_ENDS,
+	/* A window has ended: it goes on when no stream is captured. */
+	CONTEXT_OFF,
 	CONTEXT_PAUSED,
 	CONTEXT_GIVEN_UP,
 };
@@ -56,7 +71,9 @@ struct context {
 	uint32_t tries;
 	uint32_t full_in_row;
 	uint32_t reason_count;
-	struct cupti_pc_data last; /* what CUPTI fills when it ends */
+	bool is_serialised; /* its session, or the one that begins next */
+	bool refuses_windows; /* one failed to begin */
+	struct cupti_pc_data last; /* what CUPTI fills when it ends, or when a kernel does */
 };
 
 static struct context contexts[MOST_CONTEXTS];
@@ -64,6 +81,12 @@ static _Atomic bool is_begun;
 static uint32_t wanted_exponent;
 static struct cupti_pc_data data;
 static struct stall rows[MOST_ROWS];
+/* The context that has a serialised window, and since when. */
+static struct context *window;
+static uint64_t window_ns;
+/* It has one, or is about to: who begins a capture ends it first. */
+static _Atomic bool has_window;
+static bool is_capture_told, are_several_told;
 
 #define SWITCH(handle_)                                                                            \
 	{                                                                                          \
@@ -133,9 +156,20 @@ static void put_rows(const struct context *context, uint64_t end_ns, uint32_t co
 			 (struct part[]){ PART(head), { rows, count * sizeof(*rows) } }, 2);
 }
 
+/* Whether CUPTI's buffer has lost the launches of what is read out next: they all have one number. */
+static bool has_overflown(const struct context *context)
+{
+	const struct cupti_pc_data *last = &context->last;
+
+	/* CUPTI writes it meanwhile. */
+	return context->is_serialised &&
+	       (__atomic_load_n(&last->remaining_pcs, __ATOMIC_RELAXED) ||
+		__atomic_load_n(&last->pcs, __ATOMIC_RELAXED) >= last->wanted_pcs);
+}
+
 /* Tells what was read out; false: CUPTI makes names anew each time. */
 static bool take_pcs(const struct context *context, const struct cupti_pc_data *found,
-		     uint64_t end_ns)
+		     uint64_t end_ns, bool are_unnumbered)
 {
 	size_t pcs = found->pcs < found->wanted_pcs ? found->pcs : found->wanted_pcs;
 	bool is_too_many = false;
@@ -152,12 +186,14 @@ static bool take_pcs(const struct context *context, const struct cupti_pc_data *
 			rows[count++] = (struct stall){
 				.code = pc->cubin_crc,
 				.offset = pc->offset,
-				.launch = launch_of(pc->correlation),
+				.launch = are_unnumbered ? 0 : launch_of(pc->correlation),
 				.name = name,
 				.function = pc->function,
 				.reason = pc->reasons[reason].reason,
 				.count = pc->reasons[reason].samples,
 			};
+			if (are_unnumbered)
+				losses_add(LOSS_UNNUMBERED, pc->reasons[reason].samples);
 			if (count == MOST_ROWS) {
 				put_rows(context, end_ns, count);
 				count = 0;
@@ -203,17 +239,21 @@ static void end_sampling(struct context *context, enum error error, cupti_result
 static void disable(struct context *context, cu_context handle)
 {
 	struct cupti_pc_switch off = SWITCH(handle);
+	bool has_overflow = has_overflown(context);
 	cupti_result result;
 
 	if (is_gone(context, handle))
 		return;
-	context->last.pcs = 0;
+	/* Of a serialised session it may have what kernels left since they were read out. */
+	if (!context->is_serialised)
+		context->last.pcs = 0;
 	context->last.dropped_samples = context->last.foreign_samples = 0;
 	result = cupti.cuptiPCSamplingDisable(&off);
 	if (result)
 		tell_error(error_of(result), result, "cuptiPCSamplingDisable");
 	else if (context->last.pc)
-		take_pcs(context, &context->last, now_ns());
+		take_pcs(context, &context->last, now_ns(), has_overflow);
+	context->last.pcs = 0;
 	context->read_ns = now_ns();
 }
 
@@ -265,8 +305,11 @@ static cupti_result read_reasons(struct context *context, cu_context handle, con
  */
 static cupti_result configure(struct context *context, cu_context handle, const char **what)
 {
+	size_t last_pcs = context->is_serialised ? MOST_SERIALISED_PCS : MOST_LAST_PCS;
 	struct cupti_pc_setting settings[] = {
-		{ .attribute = CUPTI_MODE, .number = CUPTI_MODE_CONTINUOUS },
+		{ .attribute = CUPTI_MODE,
+		  .number =
+			  context->is_serialised ? CUPTI_MODE_SERIALIZED : CUPTI_MODE_CONTINUOUS },
 		{ .attribute = CUPTI_DATA_BUFFER, .pointer = &context->last },
 		{ .attribute = CUPTI_PERIOD, .number = context->exponent },
 	};
@@ -282,7 +325,7 @@ static cupti_result configure(struct context *context, cu_context handle, const 
 	*what = "malloc";
 	free(context->last.pc);
 	context->last.pc = NULL;
-	if (!make_data(&context->last, MOST_LAST_PCS, context->reason_count))
+	if (!make_data(&context->last, last_pcs, context->reason_count))
 		return CUPTI_OUT_OF_MEMORY;
 	if (!data.pc && !make_data(&data, MOST_PCS, MOST_REASONS))
 		return CUPTI_OUT_OF_MEMORY;
@@ -316,24 +359,55 @@ static void make_others_current(void)
 	cuda.cuCtxPopCurrent_v2(&gone);
 }
 
-static void enable_current(struct context *context, cu_context handle)
+/* After the last of its samples. */
+static void tell_window_end(void)
+{
+	struct passing_serialised record = { .begin_ns = window_ns, .end_ns = now_ns() };
+
+	if (!window)
+		return;
+	record.context = window->uid;
+	record.device = window->device;
+	ring_put(PASSING_SERIALISED, &PART(record), 1);
+	window->is_serialised = false;
+	window = NULL;
+	atomic_store(&has_window, false);
+}
+
+/* Returns what CUPTI says; *what is which call. Where it fails, sampling is off. */
+static cupti_result begin_session(struct context *context, cu_context handle, const char **what)
 {
 	struct cupti_pc_switch on = SWITCH(handle);
-	const char *what = "cuptiPCSamplingEnable";
 	cupti_result result = cupti.cuptiPCSamplingEnable(&on);
 
-	if (result) {
-		give_up(context, error_of(result), result, what);
-		return;
-	}
+	*what = "cuptiPCSamplingEnable";
+	if (result)
+		return result;
 	if (!is_gone(context, handle))
-		result = read_reasons(context, handle, &what);
+		result = read_reasons(context, handle, what);
 	if (!result && !is_gone(context, handle))
-		result = configure(context, handle, &what);
+		result = configure(context, handle, what);
+	if (result)
+		disable(context, handle);
+	return result;
+}
+
+static void enable_current(struct context *context, cu_context handle)
+{
+	const char *what;
+	cupti_result result = begin_session(context, handle, &what);
+
+	if (result && context->is_serialised && !is_gone(context, handle)) {
+		tell_error(ERROR_SERIALISED, result, what);
+		if (context == window)
+			tell_window_end();
+		context->is_serialised = false;
+		context->refuses_windows = true;
+		result = begin_session(context, handle, &what);
+	}
 	if (is_gone(context, handle))
 		return;
 	if (result) {
-		disable(context, handle);
 		give_up(context, error_of(result), result, what);
 		return;
 	}
@@ -387,8 +461,11 @@ static void read_out(struct context *context, cu_context handle)
 	};
 	uint64_t end_ns = now_ns();
 	cupti_result result = CUPTI_OK;
+	int most = context->is_serialised ? MOST_SERIALISED_READS : MOST_READS;
+	bool has_overflow = false;
 
-	for (int read = 0; read < MOST_READS; read++) {
+	for (int read = 0; read < most; read++) {
+		has_overflow |= has_overflown(context);
 		data.size = sizeof(data);
 		data.wanted_pcs = MOST_PCS;
 		data.pcs = data.remaining_pcs = data.samples = 0;
@@ -399,11 +476,12 @@ static void read_out(struct context *context, cu_context handle)
 		if (result || data.is_full)
 			break;
 		context->samples += data.samples;
-		if (!take_pcs(context, &data, end_ns)) {
+		if (!take_pcs(context, &data, end_ns, has_overflow)) {
 			end_sampling(context, ERROR_NAMES, 0, "cuptiPCSamplingGetData");
 			return;
 		}
-		if (!data.remaining_pcs)
+		/* One kernel may tell of no others. */
+		if (!data.remaining_pcs && !(context->is_serialised && data.pcs))
 			break;
 	}
 	if (is_gone(context, handle))
@@ -451,6 +529,9 @@ static void take_new(struct context *context, cu_context handle)
 
 static void forget(struct context *context)
 {
+	if (context == window)
+		tell_window_end();
+	context->is_serialised = context->refuses_windows = false;
 	context->state = CONTEXT_NEW;
 	atomic_store(&context->gone, NULL);
 	atomic_store(&context->handle, NULL);
@@ -480,6 +561,9 @@ static void switch_sampling(struct context *context, cu_context handle)
 	case CONTEXT_ENDS:
 		disable(context, handle);
 		context->state = CONTEXT_GIVEN_UP;
+		break;
+	case CONTEXT_OFF:
+		enable(context, handle);
 		break;
 	case CONTEXT_ON:
 	case CONTEXT_PAUSED:
@@ -546,7 +630,11 @@ void stalls_forget(cu_context handle)
 		if (atomic_load(&context->handle) == handle) {
 			if (context->state == CONTEXT_ON)
 				read_out(context, handle);
-			if (is_enabled(context))
+			/*
+			 * That synchronises, which others' captures do not bear. It is for contexts
+			 * that are not destroyed (cupti_pcsampling.h): CUPTI ends with this one.
+			 */
+			if (is_enabled(context) && !launches_capture())
 				disable(context, handle);
 			forget(context);
 		}
@@ -560,7 +648,105 @@ void stalls_begin(uint32_t period_exponent)
 	for (int at = 0; at < MOST_CONTEXTS; at++)
 		forget(&contexts[at]);
 	wanted_exponent = period_exponent;
+	is_capture_told = are_several_told = false;
 	atomic_store(&is_begun, true);
+}
+
+/* The only context that there is, if it is sampled. */
+static struct context *find_only(void)
+{
+	struct context *only = NULL;
+
+	for (int at = 0; at < MOST_CONTEXTS; at++) {
+		if (!atomic_load(&contexts[at].handle))
+			continue;
+		if (only) {
+			/*
+			 * A launch would wait for its kernel, and that perhaps for one in another
+			 * context, as collectives do, which the same thread launches next.
+			 */
+			if (!are_several_told)
+				tell_error(ERROR_SERIALISED, 0, "several contexts: a window");
+			are_several_told = true;
+			return NULL;
+		}
+		only = &contexts[at];
+	}
+	return only && only->state == CONTEXT_ON ? only : NULL;
+}
+
+bool stalls_have_window(void)
+{
+	return window;
+}
+
+void stalls_open_window(void)
+{
+	struct context *only = find_only();
+	cu_context handle = only ? atomic_load(&only->handle) : NULL;
+
+	if (!handle || only->refuses_windows || is_gone(only, handle))
+		return;
+	/* Who begins a capture counts it, and then looks: one of both sees the other. */
+	atomic_store(&has_window, true);
+	if (!launches_capture())
+		read_out(only, handle);
+	if (!launches_capture() && only->state == CONTEXT_ON && !is_gone(only, handle)) {
+		disable(only, handle);
+		only->is_serialised = true;
+		enable(only, handle);
+		window_ns = now_ns();
+		if (only->is_serialised && only->state == CONTEXT_ON)
+			window = only;
+		else
+			only->is_serialised = false;
+	}
+	if (!window)
+		atomic_store(&has_window, false);
+}
+
+/* In a capture's first moment, or out of any. */
+static void close_window(void)
+{
+	struct context *context = window;
+	cu_context handle = context ? atomic_load(&context->handle) : NULL;
+
+	if (!handle)
+		return;
+	if (context->state == CONTEXT_ON)
+		read_out(context, handle);
+	if (is_enabled(context))
+		disable(context, handle);
+	tell_window_end();
+	if (context->state == CONTEXT_ENDS)
+		context->state = CONTEXT_GIVEN_UP;
+	else if (context->state != CONTEXT_GIVEN_UP)
+		context->state = CONTEXT_OFF;
+}
+
+void stalls_close_window(bool is_due)
+{
+	if (!window || (is_due && find_only()))
+		return;
+	if (!launches_capture()) {
+		close_window();
+	} else if (!is_capture_told) {
+		/* Whoever began it could not wait for that. */
+		tell_error(ERROR_SERIALISED, 0, "the end of a window before a capture");
+		is_capture_told = true;
+	}
+}
+
+/*
+ * A callback that may wait: in a window launches synchronise, which a capture does not bear, and in
+ * the capture the window could not end. Sampling goes on when it is over.
+ */
+void stalls_before_capture(void)
+{
+	if (!atomic_load(&has_window) || !lock_for_a_while())
+		return;
+	close_window();
+	unlock();
 }
 
 void stalls_pause(void)
@@ -576,6 +762,8 @@ void stalls_pause(void)
 		if (forget_if_gone(context, handle) || !is_enabled(context))
 			continue;
 		disable(context, handle);
+		if (context == window)
+			tell_window_end();
 		context->state = context->state == CONTEXT_ENDS ? CONTEXT_GIVEN_UP : CONTEXT_PAUSED;
 	}
 }
