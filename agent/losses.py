@@ -157,6 +157,11 @@ class LossKind(enum.Enum):
         "clock ticks that hit another BPF program and were skipped by the kernel",
         is_of_time=True,
     )
+    WAITS_NOT_SAMPLED = _Entry(
+        "waits of threads none of whose waits of a kind was chosen to have a stack, in a second of"
+        " the recording: their time is under [off CPU: not sampled]",
+        cure="allow off-CPU stacks more (record --off-cpu-budget)",
+    )
     SWITCH_NOT_SEEN = _Entry(
         "threads that left a CPU in a way that the kernel shows to no tracepoint, and had not come"
         " back at the end: their time since then is missing",

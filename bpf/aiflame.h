@@ -43,6 +43,7 @@ enum stop_reason {
 		11, /* as ROOTED_BY_TABLE, a caller found by a checked heuristic */
 	STOP_NO_TABLE_YET = 12, /* set by the host half only */
 	STOP_NOT_RUN_YET = 13, /* likewise, for NOT_RUN_STACK */
+	STOP_NOT_SAMPLED = 14, /* likewise, for NOT_SAMPLED_STACK */
 };
 
 /* How a row finds the CFA; RuleKind in agent/unwind/x86_64.py. */
@@ -112,6 +113,7 @@ enum counter {
 	COUNTER_WITHOUT_TABLES, /* user stacks walked by frame pointer: no tables yet */
 	COUNTER_CALLS, /* calls of device APIs by targets */
 	COUNTER_CALLS_STORED, /* new entries in either map of sums of calls */
+	COUNTER_WAITS_CHOSEN, /* switch-outs of targets that took a stack by chance */
 	KERNEL_HALF_LOSSES, /* LOST_STACK_STORE_FULL, ... */
 	COUNTER_MAX,
 };
@@ -153,6 +155,7 @@ enum host_constant {
 	HOST_WITH_KERNEL_STACKS,
 	HOST_WITH_CALLS, /* of device APIs */
 	HOST_WITH_EXCLUDED, /* what is in `excluded_cgroups` is not recorded */
+	HOST_BY_CHANCE, /* 0: each switch-out takes a stack */
 	HOST_KERNEL_FRAMES_MAX, /* the kernel cuts stacks there: kernel.perf_event_max_stack */
 	HOST_HAS_TASK_PT_REGS, /* the helper bpf_task_pt_regs (v5.15) */
 	HOST_HAS_ATTACH_COOKIE, /* the helper bpf_get_attach_cookie (v5.15) */
@@ -206,6 +209,11 @@ enum setting {
 	/* Runs of launches that are told apart each second. */
 	SETTING_LAUNCH_RUNS = 11,
 	SETTING_STACK_COPIES = 12, /* stacks copied in each second and process; 0 for none */
+	/* With HOST_BY_CHANCE: of cgroups that are not in `chances`, one switch-out in so many. */
+	SETTING_ONE_IN = 13,
+	SETTING_CHANCES_NUMBER = 14, /* another one whenever chances have changed */
+	/* Threads that wait less often than this have all their waits taken. */
+	SETTING_SPACING_NS = 15,
 	SETTING_MAX,
 };
 
@@ -222,6 +230,8 @@ struct process_state {
 	u64 asked_ns; /* when it was last asked */
 	struct event_budget copies; /* of stacks */
 	struct event_budget bells;
+	u32 one_in; /* switch-outs of its cgroup, as of chances_number */
+	u32 chances_number; /* SETTING_CHANCES_NUMBER when it was looked up */
 };
 
 /*
@@ -235,7 +245,29 @@ struct crossing {
 	u64 switched_ns;
 	u64 waking_ns;
 	u32 off_class;
-	u32 unused;
+	u32 weight;
+};
+
+/*
+ * Weights of intervals off the CPU. An interval without chance is exact: it counts as it is. Of
+ * those by chance, one that was chosen has a stack and stands for so many, and others have none.
+ */
+#define WEIGHT_EXACT 0u
+#define WEIGHT_NOT_CHOSEN 0xffffffffu
+/* No more than this: one in 65,536 switch-outs is as good as none. */
+#define WEIGHT_MAX 65536u
+
+/* From this length on a wait is exact, whether it was chosen or not: few are, and they matter. */
+#define LONG_WAIT_NS 1000000000ull
+
+/*
+ * All intervals by chance of a thread since it is known, chosen or not, by enum sample_class. It has
+ * two of these, as there are two maps of sums: programs write one while the host half reads the
+ * other.
+ */
+struct chance_total {
+	u64 ns[4];
+	u32 count[4];
 };
 
 struct thread_state {
@@ -250,8 +282,11 @@ struct thread_state {
 	u32 tgid;
 	u32 off_class; /* CLASS_ON_CPU while it runs, else how it was switched out */
 	u32 flags;
-	u32 unused;
+	u32 weight; /* of the interval off the CPU: WEIGHT_*, or how many it stands for */
+	u64 out_ns; /* last switch-out */
+	u64 gap_ns; /* between switch-outs, on a moving average */
 	struct crossing crossing;
+	struct chance_total by_chance[2];
 };
 
 struct stack_record {
@@ -366,6 +401,14 @@ struct python_chain {
 
 /* The stack of a thread between fork and its first instruction: there is none to be walked. */
 #define NOT_RUN_STACK 1ull
+/* The stack of an interval that was not chosen to have one. */
+#define NOT_SAMPLED_STACK 2ull
+
+/* A stack that the host half has read of a thread in a long wait: the one that began at switched_ns. */
+struct swept_stack {
+	u64 switched_ns;
+	u64 stack;
+};
 
 struct sum_key {
 	u64 stack; /* id in `stacks`, 0 for none */
@@ -373,7 +416,7 @@ struct sum_key {
 	u32 tgid;
 	u32 tid;
 	u32 sample_class;
-	u32 unused;
+	u32 weight; /* of each interval: WEIGHT_EXACT, or how many it stands for */
 };
 
 struct sum_value {
@@ -414,6 +457,7 @@ struct thread_event {
 	u64 first_seen_ns;
 	u64 on_cpu_ns;
 	struct crossing crossing;
+	struct chance_total by_chance[2];
 	char comm[16];
 };
 
@@ -614,6 +658,20 @@ struct thread_registers {
 	u32 state; /* task_struct.__state: 0 for a thread that runs or may run */
 	u32 is_on_cpu;
 	char comm[16];
+};
+
+/* Of a sleeper's kernel half: most are less than 20 frames deep. */
+#define SWEPT_FRAMES 32
+
+/* What sweeps.bpf.c tells of a thread that has slept long, and that has no stack. */
+struct swept_thread {
+	u64 switched_ns;
+	u64 ran_ns; /* as in thread_state */
+	u64 image;
+	u32 tgid;
+	u32 tid;
+	s64 kernel_bytes; /* of `kernel`, or what the kernel said */
+	u64 kernel[SWEPT_FRAMES]; /* leaf first */
 };
 
 #endif

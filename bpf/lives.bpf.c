@@ -56,6 +56,7 @@ int on_fork(struct raw_tracepoint *ctx)
 	thread->switched_ns = now_ns;
 	thread->waking_ns = now_ns;
 	thread->stack = NOT_RUN_STACK;
+	thread->weight = WEIGHT_EXACT;
 	return 0;
 }
 

@@ -6,6 +6,10 @@
  * kind and need no tracefs.
  * Needs: BPF_PROG_TYPE_RAW_TRACEPOINT (v4.17) and what walk.h needs.
  *
+ * With BY_CHANCE, most switch-outs take no stack: they are added up by thread alone (`struct
+ * chance_total`), and those that were chosen stand for them. Waits of a second and more are exact in
+ * any case: of one that was not chosen, the host half reads the stack meanwhile (sweeps.bpf.c).
+ *
  * At sched_switch the current task is still `prev`: its stack is taken there, and its interval is
  * closed when it is `next`, on whichever CPU that is, since the state is kept by thread id.
  *
@@ -23,6 +27,11 @@ BPF_TABLE("hash", u32, struct thread_state, threads, SIZED_BY_HOST);
 
 /* The target's thread that each CPU runs, 0 for none; u64 as per-CPU values are padded to that. */
 BPF_PERCPU_ARRAY(running, u64, 1);
+
+/* By cgroup id: one switch-out in so many takes a stack. Written by the host half. */
+BPF_TABLE("hash", u64, u32, chances, SIZED_BY_HOST);
+/* By thread id. Written by the host half. */
+BPF_TABLE("hash", u32, struct swept_stack, swept_stacks, SIZED_BY_HOST);
 
 /* struct bpf_raw_tracepoint_args: the tracepoint's own arguments (include/trace/events/sched.h). */
 struct raw_tracepoint {
@@ -82,6 +91,7 @@ static __always_inline void note_crossing(struct thread_state *thread, u64 bound
 	crossing->switched_ns = thread->switched_ns;
 	crossing->waking_ns = thread->waking_ns;
 	crossing->off_class = thread->off_class;
+	crossing->weight = thread->weight;
 	crossing->boundary_ns = boundary_ns;
 }
 
@@ -91,6 +101,30 @@ static __always_inline u64 past(u64 boundary_ns, u64 begin_ns, u64 end_ns)
 	if (begin_ns < boundary_ns)
 		begin_ns = boundary_ns;
 	return begin_ns < end_ns ? end_ns - begin_ns : 0;
+}
+
+/* What the host half has read of a thread in a wait that was not chosen. */
+static __always_inline u64 swept_stack_of(u32 tid, u64 switched_ns)
+{
+	struct swept_stack *swept = swept_stacks.lookup(KEY(tid));
+
+	return swept && swept->switched_ns == switched_ns ? swept->stack : NOT_SAMPLED_STACK;
+}
+
+/* Adds a part of the interval that ends now. */
+static __always_inline void charge(struct thread_state *thread, struct sum_key *key, u32 class,
+				   u64 ns, u64 boundary_ns)
+{
+	key->sample_class = class;
+	if (host(BY_CHANCE) && key->weight != WEIGHT_EXACT) {
+		struct chance_total *total = &AT(thread->by_chance, boundary_ns & 1);
+
+		total->ns[class] += ns;
+		total->count[class] += 1;
+		if (key->weight == WEIGHT_NOT_CHOSEN)
+			return;
+	}
+	add_sum(key, ns, boundary_ns);
 }
 
 /* Adds the interval that ends now to the sums, as far as it is past a boundary. */
@@ -103,21 +137,29 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	u64 waking_ns = thread->waking_ns;
 	struct wait_event event = {};
 
+	if (host(BY_CHANCE)) {
+		key.weight = thread->weight;
+		if (key.weight != WEIGHT_EXACT && now_ns - thread->switched_ns >= LONG_WAIT_NS) {
+			if (key.weight == WEIGHT_NOT_CHOSEN)
+				key.stack = swept_stack_of(tid, thread->switched_ns);
+			key.weight = WEIGHT_EXACT;
+		}
+	}
 	if (thread->off_class == CLASS_PREEMPTED) {
-		key.sample_class = CLASS_PREEMPTED;
-		add_sum(&key, past(boundary_ns, thread->switched_ns, now_ns), boundary_ns);
+		charge(thread, &key, CLASS_PREEMPTED,
+		       past(boundary_ns, thread->switched_ns, now_ns), boundary_ns);
 		return;
 	}
 	if (waking_ns < thread->switched_ns || waking_ns > now_ns)
 		waking_ns = now_ns;
 	event.blocked_ns = waking_ns - thread->switched_ns;
 	event.runnable_ns = now_ns - waking_ns;
-	key.sample_class = CLASS_BLOCKED;
 	if (event.blocked_ns)
-		add_sum(&key, past(boundary_ns, thread->switched_ns, waking_ns), boundary_ns);
-	key.sample_class = CLASS_WAITING_TO_RUN;
+		charge(thread, &key, CLASS_BLOCKED,
+		       past(boundary_ns, thread->switched_ns, waking_ns), boundary_ns);
 	if (event.runnable_ns)
-		add_sum(&key, past(boundary_ns, waking_ns, now_ns), boundary_ns);
+		charge(thread, &key, CLASS_WAITING_TO_RUN, past(boundary_ns, waking_ns, now_ns),
+		       boundary_ns);
 	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
 	if (!spend(wait_budgets.lookup(KEY(0)), now_ns, WAIT_EVENTS_PER_S)) {
@@ -127,7 +169,7 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 	event.type = EVENT_WAIT;
 	event.tgid = thread->tgid;
 	event.tid = tid;
-	event.stack = thread->stack;
+	event.stack = key.stack;
 	event.image = thread->image;
 	event.start_ns = thread->switched_ns;
 	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
@@ -210,6 +252,7 @@ static __always_inline void send_end(struct thread_state *thread, void *task, u3
 	event->first_seen_ns = thread->first_seen_ns;
 	event->on_cpu_ns = thread->on_cpu_ns;
 	event->crossing = thread->crossing;
+	__builtin_memcpy(event->by_chance, thread->by_chance, sizeof(event->by_chance));
 	__builtin_memset(event->comm, 0, sizeof(event->comm));
 	if (has_name)
 		bpf_get_current_comm(event->comm, sizeof(event->comm));
@@ -279,6 +322,55 @@ int walk_switch_python(struct raw_tracepoint *ctx)
 	return 0;
 }
 
+/* Of how many switch-outs of the current process's cgroup one takes a stack. */
+static __always_inline u32 one_in_of(struct process_state *process)
+{
+	u32 number = setting(SETTING_CHANCES_NUMBER);
+	u64 cgroup_id = 0;
+	u32 *one_in = NULL;
+
+	if (process->chances_number == number && process->one_in)
+		return process->one_in;
+	if (host(HAS_CGROUP_ID)) {
+		cgroup_id = bpf_get_current_cgroup_id();
+		one_in = chances.lookup(&cgroup_id);
+	}
+	process->one_in = one_in ? *one_in : setting(SETTING_ONE_IN);
+	process->chances_number = number;
+	return process->one_in;
+}
+
+/* Of how many gaps a moving average is, and of how many bits its weights are. */
+#define GAPS_SHIFT 3
+
+/*
+ * Whether the switch-out of now takes a stack, as its weight. How likely that is depends on what was
+ * before, never on the wait that begins: so sums of weights are right on average.
+ */
+static __always_inline u32 drawn_weight(struct thread_state *thread, struct process_state *process,
+					u64 now_ns)
+{
+	u64 one_in = one_in_of(process), gap_ns = thread->gap_ns, most;
+
+	gap_ns += ((now_ns - thread->out_ns) >> GAPS_SHIFT) - (gap_ns >> GAPS_SHIFT);
+	thread->gap_ns = gap_ns;
+	thread->out_ns = now_ns;
+	if (one_in <= 1)
+		return 1;
+	/* A thread that waits less often has more of its waits taken; few weights, since each is a key. */
+	most = setting(SETTING_SPACING_NS) / (gap_ns | 1);
+	if (most < one_in) {
+		most |= most >> 1;
+		most |= most >> 2;
+		most |= most >> 4;
+		most |= most >> 8;
+		one_in = (most + 1) >> 1;
+		if (one_in <= 1)
+			return 1;
+	}
+	return (u64)bpf_get_prandom_u32() * one_in >> 32 ? WEIGHT_NOT_CHOSEN : (u32)one_in;
+}
+
 /* Does not return while the stack is walked: nothing may follow it. */
 static __always_inline void switch_out(void *ctx, void *task, struct process_state *process, u64 id,
 				       bool is_asleep, u64 now_ns, u64 boundary_ns)
@@ -307,6 +399,14 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	thread->ran_ns = task_ran_ns(task);
 	thread->off_class = is_asleep ? CLASS_BLOCKED : CLASS_PREEMPTED;
 	thread->stack = 0;
+	if (host(BY_CHANCE)) {
+		thread->weight = drawn_weight(thread, process, now_ns);
+		if (thread->weight == WEIGHT_NOT_CHOSEN) {
+			thread->stack = NOT_SAMPLED_STACK;
+			return;
+		}
+		count(COUNTER_WAITS_CHOSEN);
+	}
 	current_user_regs(&regs);
 	capture = begin_capture(ctx, &regs, true, id, process->image);
 	if (!capture)

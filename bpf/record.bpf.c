@@ -13,3 +13,4 @@
 #include "namings.bpf.c"
 #include "lives.bpf.c"
 #include "threads.bpf.c"
+#include "sweeps.bpf.c"

@@ -194,6 +194,14 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         help="also record where threads wait (default: yes)",
     )
     group.add_argument(
+        "--off-cpu-budget",
+        metavar="PCT",
+        type=_permille,
+        help="take stacks of waits by chance, so that all programs at context switches together"
+        " take no more than this share of one CPU; totals of threads and waits of a second and more"
+        " stay exact (default: the stack of each wait)",
+    )
+    group.add_argument(
         "--trace",
         action="store_true",
         help="also list calls of device APIs one by one (default: count them)",
@@ -284,6 +292,7 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
             gpu_duty_permille=args.gpu_duty,
             inject=not args.no_inject,
             keep_ns=args.keep,
+            off_cpu_budget_permille=args.off_cpu_budget,
         )
         printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
         if target.note:
@@ -318,6 +327,10 @@ def _refuse_contradictions(args: argparse.Namespace, command: list[str]) -> None
         raise UsageError(f"{' and '.join(named)} exclude each other", f"use only {named[0]}")
     if args.gpu == NONE and args.gpu_duty != _ALWAYS_PERMILLE:
         raise UsageError("--gpu-duty has no effect with --gpu none", "leave out --gpu-duty")
+    if args.off_cpu_budget is not None and not args.off_cpu:
+        raise UsageError(
+            "--off-cpu-budget has no effect with --no-off-cpu", "leave out one of them"
+        )
     if args.user_only and args.kernel_only:
         raise UsageError("-U and -K exclude each other", "leave both off for whole stacks")
     if args.subprocesses is not None and named[0] in _WITH_ALL_CHILDREN:

@@ -33,6 +33,7 @@ class RecordOptions:
     inject: bool = True
     keep_ns: int | None = None
     trace_calls: bool = False
+    off_cpu_budget_permille: int | None = None
 
     @property
     def period_ns(self) -> int:
@@ -55,6 +56,7 @@ class RecordOptions:
             threads_max=self.threads_max,
             wait_event_ns=self.wait_event_ns,
             unwind_bytes_max=self.unwind_bytes_max,
+            by_chance=self.off_cpu and self.off_cpu_budget_permille is not None,
             calls=self.gpu != NONE,
             call_events_per_s=(
                 max(abi.CALL_EVENTS_PER_S // len(online_cpus()), 1) if self.trace_calls else 0

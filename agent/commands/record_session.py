@@ -33,7 +33,9 @@ from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.commands.record_sinks import NamesLost, RecordSinks
 from aiflame.agent.devices.choice import AUTO, ChooseFamilies
 from aiflame.agent.errors import Aborted, AiflameError, DiskFull
+from aiflame.agent.fleet.cost import Budget, CostController
 from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.losses import KINDS_BY_NAME, LossKind
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import sudo_ids, write_output
@@ -147,6 +149,7 @@ class _Session:
                         families,
                         are_families_named=self._options.gpu != AUTO,
                         wanted=Wanted(self._options.gpu_duty_permille, self._loading),
+                        steers=self._steers(),
                     )
                 )
                 recorder.start(self._options.duration_ns, self._printer.say)
@@ -175,6 +178,14 @@ class _Session:
             self._workspace.is_kept = True
             if self._plan.capture is not None:
                 self._publish()
+
+    def _steers(self) -> CostController | None:
+        """Returns who decides which waits have a stack, None where all have one."""
+        permille = self._options.off_cpu_budget_permille
+        if permille is None or not self._options.off_cpu:
+            return None
+        budget = Budget(host_share=0, cpu_share=permille / 1000, with_own_cpu=False)
+        return CostController(len(online_cpus()), budget)
 
     @property
     def _loading(self) -> Loading:

@@ -60,6 +60,9 @@ class Setting(enum.IntEnum):
     TIMED_SAMPLES = 10
     LAUNCH_RUNS = 11
     STACK_COPIES = 12
+    ONE_IN = 13
+    CHANCES_NUMBER = 14
+    SPACING_NS = 15
 
 
 class HostConstant(enum.IntEnum):
@@ -71,39 +74,49 @@ class HostConstant(enum.IntEnum):
     WITH_KERNEL_STACKS = 3
     WITH_CALLS = 4
     WITH_EXCLUDED = 5
-    KERNEL_FRAMES_MAX = 6
-    HAS_TASK_PT_REGS = 7
-    HAS_ATTACH_COOKIE = 8
-    HAS_CGROUP_ID = 9
-    SWITCH_HAS_STATE = 10
-    THREAD_SIZE = 11
-    HAS_LAST_ARRIVAL = 12
-    TASK_PID = 13
-    TASK_TGID = 14
-    TASK_COMM = 15
-    TASK_GROUP_LEADER = 16
-    TASK_FLAGS = 17
-    TASK_STATE = 18
-    TASK_STACK = 19
-    TASK_SIGNAL = 20
-    TASK_REAL_PARENT = 21
-    TASK_START_TIME = 22
-    TASK_RAN = 23
-    TASK_RAN_BEFORE = 24
-    TASK_NVCSW = 25
-    TASK_NIVCSW = 26
-    TASK_LAST_ARRIVAL = 27
-    TASK_POLICY = 28
-    TASK_ON_CPU = 29
-    TASK_THREAD_POINTER = 30
-    SIGNAL_LIVE = 31
-    TASK_MM = 32
-    MM_ARG_START = 33
-    MM_ARG_END = 34
+    BY_CHANCE = 6
+    KERNEL_FRAMES_MAX = 7
+    HAS_TASK_PT_REGS = 8
+    HAS_ATTACH_COOKIE = 9
+    HAS_CGROUP_ID = 10
+    SWITCH_HAS_STATE = 11
+    THREAD_SIZE = 12
+    HAS_LAST_ARRIVAL = 13
+    TASK_PID = 14
+    TASK_TGID = 15
+    TASK_COMM = 16
+    TASK_GROUP_LEADER = 17
+    TASK_FLAGS = 18
+    TASK_STATE = 19
+    TASK_STACK = 20
+    TASK_SIGNAL = 21
+    TASK_REAL_PARENT = 22
+    TASK_START_TIME = 23
+    TASK_RAN = 24
+    TASK_RAN_BEFORE = 25
+    TASK_NVCSW = 26
+    TASK_NIVCSW = 27
+    TASK_LAST_ARRIVAL = 28
+    TASK_POLICY = 29
+    TASK_ON_CPU = 30
+    TASK_THREAD_POINTER = 31
+    SIGNAL_LIVE = 32
+    TASK_MM = 33
+    MM_ARG_START = 34
+    MM_ARG_END = 35
 
 
 # Stands for the stack of a thread that has not run yet.
 NOT_RUN_STACK = 1
+# And for that of an interval that was not chosen to have one.
+NOT_SAMPLED_STACK = 2
+
+# Weights of intervals off the CPU: one without chance, and one that was not chosen.
+WEIGHT_EXACT, WEIGHT_NOT_CHOSEN = 0, 0xFFFF_FFFF
+WEIGHT_MAX = 1 << 16
+# From this length on a wait is exact.
+LONG_WAIT_NS = 1_000_000_000
+SWEPT_FRAMES = 32
 
 # END_NS of a recording whose end is not known yet.
 NEVER_NS = 2**64 - 1
@@ -133,6 +146,7 @@ class Counter(enum.IntEnum):
     WITHOUT_TABLES = 4
     CALLS = 5
     CALLS_STORED = 6
+    WAITS_CHOSEN = 7
 
 
 # The slots after them: what the kernel half loses, in the order of the entries.
@@ -177,6 +191,8 @@ PROCESS_STATE_DTYPE = np.dtype(
         ("asked_ns", "<u8"),
         ("copies", EVENT_BUDGET_DTYPE),
         ("bells", EVENT_BUDGET_DTYPE),
+        ("one_in", "<u4"),
+        ("chances_number", "<u4"),
     ]
 )
 BELL_EVENT_DTYPE = np.dtype([("type", "<u4"), ("tgid", "<u4"), ("image", "<u8")])
@@ -188,9 +204,11 @@ CROSSING_DTYPE = np.dtype(
         ("switched_ns", "<u8"),
         ("waking_ns", "<u8"),
         ("off_class", "<u4"),
-        ("unused", "<u4"),
+        ("weight", "<u4"),
     ]
 )
+# By SampleClass, of which on-CPU is none.
+CHANCE_TOTAL_DTYPE = np.dtype([("ns", "<u8", (4,)), ("count", "<u4", (4,))])
 THREAD_STATE_DTYPE = np.dtype(
     [
         ("started_ns", "<u8"),
@@ -204,8 +222,11 @@ THREAD_STATE_DTYPE = np.dtype(
         ("tgid", "<u4"),
         ("off_class", "<u4"),
         ("flags", "<u4"),
-        ("unused", "<u4"),
+        ("weight", "<u4"),
+        ("out_ns", "<u8"),
+        ("gap_ns", "<u8"),
         ("crossing", CROSSING_DTYPE),
+        ("by_chance", CHANCE_TOTAL_DTYPE, (2,)),
     ]
 )
 STACK_DTYPE = np.dtype(
@@ -305,7 +326,7 @@ SUM_KEY_DTYPE = np.dtype(
         ("tgid", "<u4"),
         ("tid", "<u4"),
         ("sample_class", "<u4"),
-        ("unused", "<u4"),
+        ("weight", "<u4"),
     ]
 )
 SUM_VALUE_DTYPE = np.dtype([("count", "<u8"), ("ns", "<u8")])
@@ -343,6 +364,7 @@ THREAD_EVENT_DTYPE = np.dtype(
         ("first_seen_ns", "<u8"),
         ("on_cpu_ns", "<u8"),
         ("crossing", CROSSING_DTYPE),
+        ("by_chance", CHANCE_TOTAL_DTYPE, (2,)),
         ("comm", "S16"),
     ]
 )
@@ -484,5 +506,17 @@ THREAD_REGISTERS_DTYPE = np.dtype(
         ("state", "<u4"),
         ("is_on_cpu", "<u4"),
         ("comm", "S16"),
+    ]
+)
+SWEPT_STACK_DTYPE = np.dtype([("switched_ns", "<u8"), ("stack", "<u8")])
+SWEPT_THREAD_DTYPE = np.dtype(
+    [
+        ("switched_ns", "<u8"),
+        ("ran_ns", "<u8"),
+        ("image", "<u8"),
+        ("tgid", "<u4"),
+        ("tid", "<u4"),
+        ("kernel_bytes", "<i8"),
+        ("kernel", "<u8", (SWEPT_FRAMES,)),
     ]
 )

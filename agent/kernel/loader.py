@@ -21,7 +21,12 @@ from aiflame.agent.kernel import abi, compile
 from aiflame.agent.kernel.abi import HostConstant
 from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode, Host, Loader, Refused, close_all
 from aiflame.agent.kernel.facts import kernel_facts
-from aiflame.agent.kernel.program_list import CALL_PROGRAMS, PROGRAMS, THREAD_ITERATOR
+from aiflame.agent.kernel.program_list import (
+    CALL_PROGRAMS,
+    PROGRAMS,
+    SWEEP_ITERATOR,
+    THREAD_ITERATOR,
+)
 from aiflame.agent.kernel.sysbpf import Map, ProgramCost, program_cost
 from aiflame.agent.kernel.syscalls import MapShape, create_map, lift_memlock_limit, map_facts
 from aiflame.agent.kernel.uprobe_tries import UprobeTries, load_for_links
@@ -38,6 +43,10 @@ _KERNEL_NAMES_MAX = 16384
 _QUEUES_MAX = 4096
 # Processes whose samples have a time: those that run a device's kernels on CPUs.
 _TIMED_PROCESSES_MAX = 1024
+# Cgroups with chances of their own: past it, the default is theirs. More than pods of a host.
+_CGROUPS_MAX = 4096
+# Threads in a long wait that chance did not choose: as many as threads are followed.
+_SWEPT_MAX = 65536
 BCC_HINT = "apt-get install python3-bpfcc  (Fedora: dnf install python3-bcc)"
 
 
@@ -64,6 +73,7 @@ class ProgramOptions:
     wait_event_ns: int = 100_000_000
     unwind_bytes_max: int = 256 << 20  # the host half keeps to it
     excluded_max: int = 0  # cgroups that may be left out at a time
+    by_chance: bool = False  # switch-outs take stacks as chances say, else each does
 
 
 Dtype = np.dtype[Any]
@@ -130,6 +140,8 @@ class Programs:
             kind: known(f"{kind}_walkers", number, number, 2)
             for kind in ("sample", "switch", "call")
         }
+        self.chances = known("chances", abi.STACK_ID_DTYPE, number, _CGROUPS_MAX)
+        self.swept_stacks = known("swept_stacks", pid, abi.SWEPT_STACK_DTYPE, _SWEPT_MAX)
         self._set_options(options)
         self.sums = tuple(
             Map(map_fds[name], abi.SUM_KEY_DTYPE, abi.SUM_VALUE_DTYPE, options.sums_max)
@@ -153,6 +165,7 @@ class Programs:
         self.set(abi.Setting.FOLLOW_CHILDREN, int(options.follow_children))
         self.set(abi.Setting.WAIT_EVENT_NS, options.wait_event_ns)
         self.set(abi.Setting.CALL_EVENTS, options.call_events_per_s)
+        self.set(abi.Setting.ONE_IN, 1)
 
     def ready(self) -> None:
         """Waits until the programs are loaded that every recording has.
@@ -242,6 +255,11 @@ class Programs:
         """The program that `thread_registers` reads by, None where the kernel has no such kind."""
         return self.fds.get(THREAD_ITERATOR)
 
+    @property
+    def sweep_iterator_fd(self) -> int | None:
+        """Likewise, the program that tells of long waits without a stack."""
+        return self.fds.get(SWEEP_ITERATOR)
+
     def set(self, setting: abi.Setting, value: int) -> None:
         """Writes one run-time setting."""
         self.settings.update(setting.to_bytes(4, "little"), value.to_bytes(8, "little"))
@@ -289,12 +307,12 @@ def begin_programs(
     options: ProgramOptions, cache: Path | None = None, uprobes: UprobeTries | None = None
 ) -> Programs:
     """Makes the maps, and begins to load the programs: as `load_programs`, which waits for them."""
-    with_iterator = options.user_stacks and options.off_cpu
-    first = [
-        name
-        for name in PROGRAMS
-        if name not in CALL_PROGRAMS and (with_iterator or name != THREAD_ITERATOR)
-    ]
+    left_out = {*CALL_PROGRAMS}
+    if not (options.user_stacks and options.off_cpu):
+        left_out.add(THREAD_ITERATOR)
+    if not (options.by_chance and options.off_cpu):
+        left_out.add(SWEEP_ITERATOR)
+    first = [name for name in PROGRAMS if name not in left_out]
     store = Store(cache)
     loader = _loader(PROGRAMS, options, store)
     pool = priority.urgent_pool(1)
@@ -372,6 +390,7 @@ def _host(options: ProgramOptions, store: Store) -> Host:
         # Kernels without the helper have no id to look for: the host half leaves out what it can.
         HostConstant.WITH_EXCLUDED: options.excluded_max > 0
         and bool(facts.constants[HostConstant.HAS_CGROUP_ID]),
+        HostConstant.BY_CHANCE: options.by_chance,
     }
     numbers = {int(constant): int(value) for constant, value in constants.items()}
     return Host(numbers, map_entries(options), facts.iterated_function)
@@ -388,6 +407,7 @@ def map_entries(options: ProgramOptions) -> dict[str, int]:
         "queues": _QUEUES_MAX,
         "timed_processes": _TIMED_PROCESSES_MAX,
     }
+    of_chances = {"chances": _CGROUPS_MAX, "swept_stacks": _SWEPT_MAX}
     return {
         "stacks": options.stacks_max,
         "sums0": options.sums_max,
@@ -401,6 +421,7 @@ def map_entries(options: ProgramOptions) -> dict[str, int]:
         "ring": _ring_bytes(options),
         "stack_copies": _copies_bytes(options),
         **{name: entries if options.calls else 1 for name, entries in of_calls.items()},
+        **{name: entries if options.by_chance else 1 for name, entries in of_chances.items()},
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 ITERATOR = "iterator"
 THREAD_ITERATOR = "bpf_iter__task"
+SWEEP_ITERATOR = "bpf_iter__task_sweep"
 
 # Kinds: BPF_PROG_TYPE_* in syscalls.py. An iterator is loaded for a kernel function of the host's.
 PROGRAMS = {
@@ -29,6 +30,7 @@ PROGRAMS = {
     "on_exec": "raw_tracepoint",
     "on_exit": "raw_tracepoint",
     THREAD_ITERATOR: ITERATOR,
+    SWEEP_ITERATOR: ITERATOR,
 }
 # Those that are loaded once a function of a device API is found: most targets have none.
 CALL_PROGRAMS = ("on_call", "walk_call", "walk_call_python", "on_naming", "on_named", "on_bell")
@@ -71,4 +73,7 @@ MAPS = (
     "run_budget",
     "call_walkers",
     "kernel_names",
+    "chances",
+    "swept_stacks",
+    "swept_threads",
 )

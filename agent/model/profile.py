@@ -69,11 +69,19 @@ class StopReason(enum.IntEnum):
     ROOTED_BY_HEURISTIC = 11  # as ROOTED, with a caller found by a checked heuristic
     NO_TABLE_YET = 12  # code whose unwind information was still being read
     NOT_RUN_YET = 13  # a new thread that waits for its first CPU: it has no stack
+    NOT_SAMPLED = 14  # waits without stack, of a thread none of whose waits was chosen
 
     @property
     def label(self) -> str:
-        """The reason as shown in `[truncated: reason]`."""
+        """The reason in words, for instance "no frame pointer"."""
         return self.name.lower().replace("_", " ")
+
+    @property
+    def marker(self) -> str:
+        """What stands in a flame graph for the frames that are missing."""
+        if self is StopReason.NOT_SAMPLED:
+            return f"[off CPU: {self.label}]"
+        return f"[truncated: {self.label}]"
 
 
 # Those of complete stacks.

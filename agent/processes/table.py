@@ -70,6 +70,7 @@ class ProcessImage:
     executable: str = ""
     command_line: str = ""
     cgroup: str = ""
+    cgroup_id: int = 0  # as programs have it: of v2, 0 where it is not known
     namespaced_pid: int = 0
     owner_uid: int = -1
     root: str = ""

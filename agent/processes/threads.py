@@ -86,6 +86,18 @@ def thread_registers(
     return [ThreadRegisters(*record) for record in records.tolist()]
 
 
+def swept_threads(program_fd: int) -> npt.NDArray[np.void]:
+    """Reads the threads that have slept long and have no stack: SWEPT_THREAD_DTYPE.
+
+    Args:
+        program_fd: The loaded iterator program, `Programs.sweep_iterator_fd`.
+
+    Raises:
+        OSError: The kernel does not run the iterator.
+    """
+    return np.frombuffer(_read_tasks(program_fd, None), abi.SWEPT_THREAD_DTYPE)
+
+
 def _records_of(program_fd: int, pids: Collection[int]) -> npt.NDArray[np.void]:
     wanted = np.fromiter(pids, np.uint32)
     if len(pids) <= _MAX_NAMED_PIDS:

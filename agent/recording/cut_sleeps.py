@@ -576,31 +576,36 @@ def _renamed(
     rows: dict[tuple[int, ...], int] = {}
     stacks = np.array([sleep.stack for sleep in ended], np.uint64)
     is_one = np.isin(keys["stack"], stacks) & (keys["sample_class"] != SampleClass.ON_CPU)
-    names = keys[["stack", "tid", "image", "sample_class"]]
+    names = keys[["stack", "tid", "image", "sample_class", "weight"]]
     for row in np.flatnonzero(is_one).tolist():
-        rows[names[row].item()] = row
+        *name, weight = names[row].item()
+        name.append(int(weight == abi.WEIGHT_EXACT))
+        rows[tuple(name)] = row
     more: list[tuple[np.void, int]] = []
     for sleep in ended:
         ends_ns = np.cumsum([sleep.switched_ns, *(sleep.wait_ns or (0, 0))]).tolist()
         parts_ns = [max(end - max(begin, begin_ns), 0) for begin, end in pairwise(ends_ns)]
         for kind, part_ns in zip(_WAITING, parts_ns, strict=True):
-            row = rows.get((sleep.stack, sleep.tid, sleep.image, int(kind)))
+            name = (sleep.stack, sleep.tid, sleep.image, int(kind))
+            # Of a recording by chance, waits that are not long have weights.
+            is_long = sum(sleep.wait_ns or ()) >= abi.LONG_WAIT_NS
+            row = rows.get((*name, int(is_long)), rows.get((*name, 1)))
             if row is not None and int(values[row]["count"]) == 1:
                 keys[row]["stack"] = sleep.made
             elif row is not None and sleep.wait_ns and part_ns <= int(values[row]["ns"]):
                 values[row]["count"] -= np.uint64(1)
                 values[row]["ns"] -= np.uint64(part_ns)
-                more.append((_key(sleep, kind), part_ns))
+                more.append((_key(sleep, kind, int(keys[row]["weight"])), part_ns))
             elif sleep.is_charged and kind is SampleClass.BLOCKED:
-                more.append((_key(sleep, kind), 0))
+                more.append((_key(sleep, kind, abi.WEIGHT_EXACT), 0))
     more_keys = np.array([key for key, _ in more], abi.SUM_KEY_DTYPE)
     more_values = np.array([(1, ns) for _, ns in more], abi.SUM_VALUE_DTYPE)
     return np.concatenate([keys, more_keys]), np.concatenate([values, more_values])
 
 
-def _key(sleep: CutSleep, kind: SampleClass) -> np.void:
+def _key(sleep: CutSleep, kind: SampleClass, weight: int) -> np.void:
     """Returns the key of a sum of a sleep's time."""
     key: np.void = np.zeros(1, abi.SUM_KEY_DTYPE)[0]
     key["stack"], key["image"], key["sample_class"] = sleep.made, sleep.image, kind
-    key["tgid"], key["tid"] = sleep.pid, sleep.tid
+    key["tgid"], key["tid"], key["weight"] = sleep.pid, sleep.tid, weight
     return key

@@ -46,6 +46,14 @@ from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.unwind_tables import UnwindTables
+from aiflame.agent.recording.chance import (
+    CgroupLoad,
+    Chances,
+    Load,
+    Steers,
+    share_out,
+    write_chances,
+)
 from aiflame.agent.recording.cut_sleeps import CutSleeps, LateWaits
 from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.ended import Ended
@@ -53,13 +61,14 @@ from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.excluded import ExcludedCgroups
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
+from aiflame.agent.recording.long_waits import LongWaits
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sleep_walks import SleepWalks
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
 from aiflame.agent.recording.stacks import Stacks
-from aiflame.agent.recording.thread_times import Charged, ThreadTimes
+from aiflame.agent.recording.thread_times import Charged, Part, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.gpu.base import ALWAYS, Family, Wanted
@@ -139,6 +148,7 @@ class Recorder:
         families: Devices to record, as far as targets use them.
         are_families_named: The user wants them in any case.
         wanted: What the user asks of helpers.
+        steers: Decides which switch-outs take a stack, where options say that chance does.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -155,9 +165,16 @@ class Recorder:
         *,
         are_families_named: bool = False,
         wanted: Wanted = ALWAYS,
+        steers: Steers | None = None,
     ) -> None:
         self._target = target
         self._wanted = wanted
+        self._steers = steers
+        self._chances: Chances | None = None
+        self._chances_number = 0
+        self._told_bpf_ns: tuple[int, int] | None = None
+        self._waits_not_sampled = 0
+        self._told_counters: Counter[abi.Counter] = Counter()
         self._are_families_named = are_families_named
         self._options = options = foundation.options
         self._signals = signals
@@ -239,6 +256,7 @@ class Recorder:
         )
         self.sleepers = Sleepers(programs, table, walks, self.pythons, options.kernel_stacks)
         self._cut_sleeps = CutSleeps(programs, table, self.tables, walks, self.pythons, self.stacks)
+        self._long_waits = LongWaits(programs, table, walks, self.pythons, self.stacks)
         self.samples = Samples(window, table, self._cut_sleeps)
         self._ended = Ended(
             programs,
@@ -307,6 +325,8 @@ class Recorder:
             programs.set(abi.Setting.STACK_COPIES, COPIES_PER_S)
         if self._are_families_named:
             self.devices.start()
+        if self._steers is not None:
+            self._set_chances(self._steers.first())
         self._prepare_early()
         self._attach()
         pids = self._enter_targets()
@@ -488,6 +508,8 @@ class Recorder:
                     break
                 until_ns = min(next_ns, self._end_ns, now_ns + self.pythons.interval_ns)
                 until_ns = max(min(until_ns, self._cut_sleeps.due_ns), now_ns)
+                if self._chances is not None:
+                    until_ns = max(min(until_ns, self._long_waits.due_ns), now_ns)
                 if self.calls.is_waiting:
                     until_ns = min(until_ns, now_ns + _LOADING_NS)
                 if is_entering:
@@ -505,6 +527,8 @@ class Recorder:
                 self.late_walks.poll()
                 if self._options.off_cpu:
                     self._cut_sleeps.poll()
+                if self._chances is not None:
+                    self._long_waits.sweep()
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
@@ -576,38 +600,44 @@ class Recorder:
         keys, values = self._programs.sums[written].take_all()
         threads = self._threads_past(keys) if self._options.off_cpu else None
         if threads is not None:
+            self._long_waits.close(threads.tids, threads.states)
             keys, values = self._cut_sleeps.close(
                 boundary_ns, threads.tids, threads.states, keys, values, is_last=is_last
             )
+        (keys, values), chosen = _by_weight(keys, values)
         self.samples.add(keys, values)
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, written)
         if is_last:
-            self._take_stragglers(end_ns, 1 - written)
+            chosen = _joined(chosen, self._take_stragglers(end_ns, 1 - written))
         self.devices.add_sums(keys, values, self.stacks.has_come)
         self.devices.drain(self._window.start_ns // INTERVAL_NS, end_ns)
         if is_last:
             self.devices.stop(end_ns)
-        self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         if threads is not None:
-            charged = self._charge(boundary_ns, threads, is_last)
-            self._cut_sleeps.note(
-                np.concatenate([keys, charged.keys]), np.concatenate([values, charged.values])
-            )
+            charged = self._charge(boundary_ns, threads, chosen, written, is_last)
+            keys, values = _joined((keys, values), charged)
+            self._cut_sleeps.note(keys, values)
+        self.tables.note_used(self.stacks.binaries_of(keys["stack"]))
         if self._has_entered and not is_last:
             self.sleepers.walk_again()
             give_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         return self._close_window(boundary_ns)
 
-    def _take_stragglers(self, end_ns: int, other: int) -> None:
+    def _take_stragglers(self, end_ns: int, other: int) -> Part:
         """Takes what was written to the other maps after they had been emptied.
 
         By programs that were kept from their CPU between reading the clock and writing; while the
         recording goes on, it is taken with the next window but one.
+
+        Returns:
+            What of it is by chance.
         """
-        self.samples.add(*self._programs.sums[other].take_all())
+        exact, chosen = _by_weight(*self._programs.sums[other].take_all())
+        self.samples.add(*exact)
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, other)
+        return chosen
 
     def _threads_past(self, keys: npt.NDArray[np.void]) -> _Threads:
         """Returns what all threads do, a boundary being over.
@@ -628,12 +658,25 @@ class Recorder:
             self.events.take()
         return _Threads(tids, states, self._running())
 
-    def _charge(self, boundary_ns: int, threads: _Threads, is_last: bool) -> Charged:
-        """Charges what threads did up to a boundary, and is not over; returns that."""
+    def _charge(
+        self, boundary_ns: int, threads: _Threads, chosen: Part, written: int, is_last: bool
+    ) -> Part:
+        """Charges what threads did up to a boundary, and is not over, and what was by chance.
+
+        Args:
+            boundary_ns: Monotonic.
+            threads: As they were a moment after.
+            chosen: Sums of intervals by chance that have ended.
+            written: Which of the two totals by chance programs wrote until then.
+            is_last: The recording ends there.
+
+        Returns:
+            Keys and values of what was charged, as sums.
+        """
         boundary_ns = min(boundary_ns, self._end_ns)  # past the end nothing was recorded
         tids, states = threads.tids, threads.states
         charged = self.thread_times.close(
-            boundary_ns, tids, states, threads.running, is_last=is_last
+            boundary_ns, tids, states, threads.running, written=written, is_last=is_last
         )
         self._switches_unseen += charged.unseen if is_last else 0
         if is_last:
@@ -644,8 +687,70 @@ class Recorder:
             for pid, tid in self.sleepers.missed():
                 thread = self.table.thread(self.table.image(pid, self.table.first_image), tid)
                 self.samples.add_thread_time(thread, 0, boundary_ns - self.start_ns)
-        self.samples.add(charged.keys, charged.values)
-        return charged
+        found = charged.keys, charged.values
+        if self._chances is not None:
+            found = self._share_out(boundary_ns, chosen, charged)
+        self.samples.add(*found)
+        return found
+
+    def _share_out(self, boundary_ns: int, chosen: Part, charged: Charged) -> Part:
+        """Returns what a window has of intervals by chance, and of those that are charged."""
+        by_chance = charged.keys["weight"] != abi.WEIGHT_EXACT
+        still = charged.keys[by_chance], charged.values[by_chance]
+        shared = share_out(
+            _joined(chosen, (charged.keys, charged.values)), _joined(charged.totals, still)
+        )
+        self._waits_not_sampled += shared.unsampled
+        if self._steers is not None and boundary_ns < self._end_ns:
+            load = self._load(boundary_ns - self._boundary_ns, chosen, charged.totals)
+            self._set_chances(self._steers.next(load))
+        return shared.keys, shared.values
+
+    def _load(self, window_ns: int, chosen: Part, totals: Part) -> Load:
+        """Returns what the window that closes has cost."""
+        switches, stacks = Counter[int](), Counter[int]()
+        for counts, (keys, values) in ((switches, totals), (stacks, chosen)):
+            # Of a wait, being asleep and waiting to run are one switch-out.
+            is_one = keys["sample_class"] != SampleClass.WAITING_TO_RUN
+            rows = zip(
+                keys["tgid"][is_one].tolist(),
+                keys["image"][is_one].tolist(),
+                values["count"][is_one].tolist(),
+                strict=True,
+            )
+            for tgid, number, count in rows:
+                image = self.table.known(tgid, number)
+                counts[0 if image is None else image.cgroup_id] += count
+        loads = {cgroup: CgroupLoad(n, stacks[cgroup]) for cgroup, n in switches.items()}
+        counted = Counter(read_counters(self._programs.counters, self._possible_cpus))
+        new, self._told_counters = counted - self._told_counters, counted
+        return Load(
+            window_ns,
+            loads,
+            samples=new[abi.Counter.SAMPLES],
+            calls=new[abi.Counter.CALLS],
+            own_cpu_ns=time.process_time_ns() - self._told_cpu_ns,
+            bpf_ns=self._switching_ns(),
+        )
+
+    def _switching_ns(self) -> int | None:
+        """Returns what programs took at switches since it was last asked, None if nobody counts."""
+        costs = self._programs.costs()
+        found = [costs[name] for name in ("on_switch", "on_waking")]
+        told, now = self._told_bpf_ns, (sum(c.run_time_ns for c in found), found[0].run_count)
+        self._told_bpf_ns = now
+        # Of a part of the window it would be too little: it counts from the second one on.
+        if told is None or now[1] == told[1] or not told[1]:
+            return None
+        return now[0] - told[0]
+
+    def _set_chances(self, chances: Chances) -> None:
+        if chances == self._chances:
+            return
+        write_chances(self._programs, chances, self._chances)
+        self._chances = chances
+        self._chances_number += 1
+        self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)
 
     def _end_wait(self, tid: int, state: np.void, end_ns: int) -> None:
         """Lists a long wait that goes on when the recording ends."""
@@ -715,6 +820,7 @@ class Recorder:
                 LossKind.SWITCH_NOT_SEEN: self._switches_unseen,
                 LossKind.CPUS_CAME_ONLINE: self._cpus_came,
                 LossKind.BOUNDARY_LATE: self._late_boundaries,
+                LossKind.WAITS_NOT_SAMPLED: self._waits_not_sampled,
                 LossKind.LIFE_EVENTS_LOST: self._lives.lost + self._life_events.refused,
             }
         )
@@ -758,6 +864,16 @@ def _bounds(target: Target, options: ProgramOptions) -> Bounds:
     # Whoever is named alone may have all.
     of_process = stacks if target.filter is abi.Filter.PIDS else stacks // 2
     return Bounds(stacks=stacks, stacks_of_process=of_process, rows=options.sums_max)
+
+
+def _by_weight(keys: npt.NDArray[np.void], values: npt.NDArray[np.void]) -> tuple[Part, Part]:
+    """Returns sums of what counts as it is, and of what was chosen by chance."""
+    is_exact = keys["weight"] == abi.WEIGHT_EXACT
+    return (keys[is_exact], values[is_exact]), (keys[~is_exact], values[~is_exact])
+
+
+def _joined(rows: Part, more: Part) -> Part:
+    return np.concatenate([rows[0], more[0]]), np.concatenate([rows[1], more[1]])
 
 
 def _process_fd(pid: int) -> int | None:

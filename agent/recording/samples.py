@@ -13,7 +13,17 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NO_CHAIN, NONE, OpenWindow, rows_of
 from aiflame.agent.processes.table import ProcessImage, ProcessTable, ThreadInfo
-from aiflame.agent.recording.stacks import ENTERED_STACKS, NOT_RUN_STACKS
+from aiflame.agent.recording.stacks import (
+    ENTERED_STACKS,
+    NOT_RUN_STACKS,
+    NOT_SAMPLED_STACKS,
+)
+
+# Of stacks that are none, by the kernel half's id: ids that windows have, and why.
+_WITHOUT = {
+    abi.NOT_RUN_STACK: (NOT_RUN_STACKS, StopReason.NOT_RUN_YET),
+    abi.NOT_SAMPLED_STACK: (NOT_SAMPLED_STACKS, StopReason.NOT_SAMPLED),
+}
 
 
 class ReplacesStacks(Protocol):
@@ -61,12 +71,13 @@ class Samples:
         self._note_made(keys["stack"])
 
     def _known(self, stack: int, image: ProcessImage) -> int:
-        """Returns the id that windows have of a stack: of none yet, one that says so."""
-        if stack != abi.NOT_RUN_STACK:
+        """Returns the id that windows have of a stack: of none, one that says why."""
+        found = _WITHOUT.get(stack)
+        if found is None:
             return stack
-        made = NOT_RUN_STACKS + image.index
-        end = int(StopReason.NOT_RUN_YET)
-        row = (made, NO_CHAIN, image.index, 0, 0, 0, end, 0, False, NONE, 0)
+        first, end = found
+        made = first + image.index
+        row = (made, NO_CHAIN, image.index, 0, 0, 0, int(end), 0, False, NONE, 0)
         addresses = np.zeros(0, COLUMNS["addresses"].dtype)
         self._window.define("stacks", np.array([row], COLUMNS["stacks"].dtype), addresses)
         return made

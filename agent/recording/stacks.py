@@ -21,9 +21,11 @@ from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.recording.cut_stacks import CutStack, CutStacks
 
 # Of these, by their highest bits, threads that were there when the recording began, those that have
-# not run yet, and sleeps of later.
+# not run yet, long waits that were not sampled, waits that have no stack, and sleeps of later.
 ENTERED_STACKS = MADE_STACKS << 32
 NOT_RUN_STACKS = ENTERED_STACKS | 1 << 30
+NOT_SAMPLED_STACKS = ENTERED_STACKS | 1 << 30 | 1 << 28
+SWEPT_STACKS = ENTERED_STACKS | 1 << 30 | 1 << 29
 LATE_SLEEPS = ENTERED_STACKS | 1 << 31
 
 # Of which is known that they have come: those that windows keep (Bounds.kept_stacks).

@@ -31,8 +31,13 @@ _KNOWN_DTYPE = np.dtype(
         ("started_ns", "<u8"),  # 0 while it is not known
         ("thread", "<u4"),
         ("on_cpu_ns", "<i8"),  # at the last boundary
+        ("by_chance", abi.CHANCE_TOTAL_DTYPE, (2,)),  # as far as it was told
     ]
 )
+
+
+# Keys and values of sums.
+Part = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +45,17 @@ class Charged:
     """What a boundary has charged.
 
     Attributes:
-        keys, values: Time off the CPU, as the kernel's sums have it.
+        keys, values: Time off the CPU, as the kernel's sums have it; of an interval by chance with
+            its weight, WEIGHT_NOT_CHOSEN where it has no stack.
         unseen: Threads that went off the CPU in a way that the kernel hides.
+        totals: Intervals by chance that have ended, chosen or not, by thread and kind: keys and
+            values of sums.
     """
 
     keys: Array
     values: Array
     unseen: int
-
-
-# Keys and values of sums.
-Part = tuple[Array, Array]
+    totals: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class ThreadTimes:
         self._boundary_ns = 0
         self._known: Array = np.zeros(0, _KNOWN_DTYPE)  # in the order of tids
         self._ends: list[np.void] = []
+        self._totals: list[Part] = []
 
     def start(self, boundary_ns: int) -> None:
         """Begins the first window, at a monotonic time."""
@@ -101,6 +107,7 @@ class ThreadTimes:
         states: Array,
         running: set[int],
         *,
+        written: int = 0,
         is_last: bool = False,
     ) -> Charged:
         """Charges what lies before a boundary and is not charged yet.
@@ -110,8 +117,10 @@ class ThreadTimes:
             tids: Of all threads, shape (n,).
             states: Of these, THREAD_STATE_DTYPE, read after the boundary.
             running: Threads that CPUs run, as far as their switches were seen.
-            is_last: The recording ends there.
+            written: Which of the two totals by chance programs wrote until then.
+            is_last: The recording ends there: the other one is taken as well.
         """
+        self._totals = []
         ended = [event for event in self._ends if int(event["ns"]) < boundary_ns]
         ended_since = [event for event in self._ends if int(event["ns"]) >= boundary_ns]
         since_entered = self._end_before(ended)
@@ -128,7 +137,8 @@ class ThreadTimes:
             states["off_class"][is_unseen] = SampleClass.PREEMPTED
         else:
             is_there &= ~is_unseen
-        charged = self._charge(boundary_ns, tids[is_there], states[is_there], running)
+        slots = (0, 1) if is_last else (written,)
+        charged = self._charge(boundary_ns, tids[is_there], states[is_there], running, slots)
         self._boundary_ns = boundary_ns
         self._ends = ended_since
         parts = [*since_entered, *charged.parts]
@@ -136,7 +146,41 @@ class ThreadTimes:
             np.concatenate([keys for keys, _ in parts]),
             np.concatenate([values for _, values in parts]),
             charged.unseen,
+            (
+                np.concatenate([np.zeros(0, abi.SUM_KEY_DTYPE), *(k for k, _ in self._totals)]),
+                np.concatenate([np.zeros(0, abi.SUM_VALUE_DTYPE), *(v for _, v in self._totals)]),
+            ),
         )
+
+    def _total(
+        self, tids: Array, rows: Array, at: I64, is_same: Bools, slots: tuple[int, ...]
+    ) -> Array:
+        """Takes what threads have more in their totals by chance; returns what was told of these.
+
+        Args:
+            tids, rows: Threads, with `image`, `tgid` and `by_chance`.
+            at: Where they are in `_known`.
+            is_same: Whether they are these.
+            slots: Which totals are over.
+        """
+        before = np.zeros(len(rows), (abi.CHANCE_TOTAL_DTYPE, (2,)))
+        if len(self._known):
+            before[is_same] = self._known["by_chance"][at[is_same]]
+        told = before.copy()
+        for slot in slots:
+            told[:, slot] = rows["by_chance"][:, slot]
+            more_ns = told["ns"][:, slot] - before["ns"][:, slot]
+            more = told["count"][:, slot] - before["count"][:, slot]
+            # Programs may have been between the two when they were read.
+            which, kind = np.nonzero((more_ns > 0) | (more > 0))
+            keys = np.zeros(len(which), abi.SUM_KEY_DTYPE)
+            keys["stack"], keys["weight"] = abi.NOT_SAMPLED_STACK, abi.WEIGHT_NOT_CHOSEN
+            keys["tid"], keys["sample_class"] = tids[which], kind
+            keys["image"], keys["tgid"] = rows["image"][which], rows["tgid"][which]
+            values = np.zeros(len(which), abi.SUM_VALUE_DTYPE)
+            values["ns"], values["count"] = more_ns[which, kind], more[which, kind]
+            self._totals.append((keys, values))
+        return told
 
     def _end_before(self, events: list[np.void]) -> list[Part]:
         """Takes in threads that have ended; returns what is to be charged for them."""
@@ -145,6 +189,7 @@ class ThreadTimes:
         is_late = (at < 0) & (ended["first_seen_ns"] < self._boundary_ns)
         before_ns = np.where(at >= 0, self._on_cpu_ns(at), 0)
         on_cpu_ns = ended["on_cpu_ns"].astype(np.int64) - before_ns
+        self._total(ended["tid"], ended, at, at >= 0, (0, 1))
         rows = np.zeros(len(ended), COLUMNS["thread_times"].dtype)
         rows["thread"] = self._numbers(ended["tid"], ended["tgid"], ended["image"], at)
         rows["on_cpu_ns"] = np.maximum(on_cpu_ns, 0)
@@ -168,7 +213,14 @@ class ThreadTimes:
             self._boundary_ns, found["switched_ns"], tids[is_crossed], rows[is_crossed], found
         )
 
-    def _charge(self, boundary_ns: int, tids: Array, states: Array, running: set[int]) -> _Charged:
+    def _charge(
+        self,
+        boundary_ns: int,
+        tids: Array,
+        states: Array,
+        running: set[int],
+        slots: tuple[int, ...],
+    ) -> _Charged:
         crossing = states["crossing"]
         switched_ns = states["switched_ns"]
         is_open = (switched_ns > 0) & (switched_ns < boundary_ns)
@@ -199,6 +251,7 @@ class ThreadTimes:
 
         known = np.zeros(len(tids), _KNOWN_DTYPE)
         known["tid"], known["thread"], known["on_cpu_ns"] = tids, threads, on_cpu_ns
+        known["by_chance"] = self._total(tids, states, at, is_same, slots)
         for name in ("tgid", "image", "started_ns"):
             known[name] = states[name]
         known.sort(order="tid", kind="stable")
@@ -257,7 +310,7 @@ class ThreadTimes:
 def _interval_of(states: Array) -> Array:
     """Returns the intervals that threads are in, as CROSSING_DTYPE."""
     found = np.zeros(len(states), abi.CROSSING_DTYPE)
-    for name in ("stack", "switched_ns", "waking_ns", "off_class"):
+    for name in ("stack", "switched_ns", "waking_ns", "off_class", "weight"):
         found[name] = states[name]
     return found
 
@@ -277,6 +330,9 @@ def _parts(end_ns: int, begin_ns: Array, tids: Array, rows: Array, intervals: Ar
     begin_ns = begin_ns.astype(np.int64)
     is_woken = (switched_ns <= waking_ns) & (waking_ns <= end_ns)
     waking_ns = np.maximum(np.where(is_woken, waking_ns, end_ns), begin_ns)
+    # As the kernel half decides at the end of an interval.
+    is_long = end_ns - switched_ns >= abi.LONG_WAIT_NS
+    weights = np.where(is_long, abi.WEIGHT_EXACT, intervals["weight"])
     is_preempted = intervals["off_class"] == SampleClass.PREEMPTED
     found: list[Part] = []
     for sample_class, ns in (
@@ -288,7 +344,7 @@ def _parts(end_ns: int, begin_ns: Array, tids: Array, rows: Array, intervals: Ar
         keys = np.zeros(int(chosen.sum()), abi.SUM_KEY_DTYPE)
         keys["stack"], keys["tid"] = intervals["stack"][chosen], tids[chosen]
         keys["image"], keys["tgid"] = rows["image"][chosen], rows["tgid"][chosen]
-        keys["sample_class"] = sample_class
+        keys["sample_class"], keys["weight"] = sample_class, weights[chosen]
         values = np.zeros(len(keys), abi.SUM_VALUE_DTYPE)
         values["ns"] = ns[chosen]
         found.append((keys, values))
@@ -315,7 +371,7 @@ def _are_unseen(states: Array) -> Bools:
 def _states_of(ended: Array) -> Array:
     """Returns the states in which threads ended."""
     states = np.zeros(len(ended), abi.THREAD_STATE_DTYPE)
-    for name in ("first_seen_ns", "on_cpu_ns", "image", "tgid", "crossing"):
+    for name in ("first_seen_ns", "on_cpu_ns", "image", "tgid", "crossing", "by_chance"):
         states[name] = ended[name]
     # Its last interval began at the end.
     states["switched_ns"] = ended["ns"]

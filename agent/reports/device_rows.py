@@ -169,7 +169,7 @@ def combined(
         levels: Which of these, from the root.
     """
     processes = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
-    end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
+    end_ids = table.add([end.marker for end in StopReason])
     unknown = table.add([UNKNOWN_LAUNCH])
     is_known = launched.stack >= 0
     shown = _with_an_empty_one(shown_stacks(profile, options.frames, options.hide_importlib))

@@ -281,7 +281,7 @@ def functions(profile: Profile, locations: Locations, strings: StringTable) -> I
         function = profile.functions[number]
         yield function_message(number + 1, function.name, function.file, strings)
     for end in locations.markers:
-        name = f"[truncated: {end.label}]"
+        name = end.marker
         yield function_message(locations.marker_function(end), name, "", strings)
 
 

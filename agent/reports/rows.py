@@ -176,7 +176,7 @@ def rows_of(
     # A host that starts many has hundreds of thousands.
     threads = profile.threads if per_thread else ()
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in threads])
-    end_ids = table.add([f"[truncated: {end.label}]" for end in StopReason])
+    end_ids = table.add([end.marker for end in StopReason])
     tail_of = _tails(profile, table, bool(np.any(samples["klass"] == SampleClass.BLOCKED)))
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)

@@ -43,6 +43,9 @@ _DTYPES = {
     "stack_record": abi.STACK_DTYPE,
     "stack_copy": abi.STACK_COPY_DTYPE,
     "event_budget": abi.EVENT_BUDGET_DTYPE,
+    "chance_total": abi.CHANCE_TOTAL_DTYPE,
+    "swept_stack": abi.SWEPT_STACK_DTYPE,
+    "swept_thread": abi.SWEPT_THREAD_DTYPE,
     "sum_key": abi.SUM_KEY_DTYPE,
     "sum_value": abi.SUM_VALUE_DTYPE,
     "process_event": abi.PROCESS_EVENT_DTYPE,
@@ -105,6 +108,12 @@ _CONSTANTS = {
     "DEFAULT_QUEUE": abi.DEFAULT_QUEUE,
     "ARGUMENTS_BYTES": abi.ARGUMENTS_BYTES,
     "NOT_RUN_STACK": abi.NOT_RUN_STACK,
+    "NOT_SAMPLED_STACK": abi.NOT_SAMPLED_STACK,
+    "WEIGHT_EXACT": abi.WEIGHT_EXACT,
+    "WEIGHT_NOT_CHOSEN": abi.WEIGHT_NOT_CHOSEN,
+    "WEIGHT_MAX": abi.WEIGHT_MAX,
+    "LONG_WAIT_NS": abi.LONG_WAIT_NS,
+    "SWEPT_FRAMES": abi.SWEPT_FRAMES,
     "COUNTER_MAX": abi.COUNTERS_MAX,
     "SETTING_MAX": len(abi.Setting),
     "HOST_MAX": len(abi.HostConstant),
@@ -141,7 +150,7 @@ _KERNEL_HALF_ONLY = {
     *("FAIR_POLICIES", "F_MMAPABLE", "F_INNER_MAP", "WINDOW_WORDS", "WINDOW_BELOW_BYTES"),
     *("KNOWN_ADDRESSES", "STEP_ON", "STEP_END", "STEP_CHECK", "HASH_MULTIPLIER", "NS_PER_S"),
     *("LONGEST_TICK_NS", "BPF_LICENSE", "LAUNCH_EVENTS_MAX", "RULE_TABLE_IS_MISSING"),
-    "BELLS_MAX",
+    *("BELLS_MAX", "GAPS_SHIFT", "SWEPT_FROM_NS"),
 }
 # What the test of searches is about.
 _STEPS = {"MAPPING_STEPS", "ROW_STEPS"}

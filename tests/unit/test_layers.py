@@ -86,14 +86,14 @@ _MAY_IMPORT = {
         *("devices", "elf", "kernel", "launches", "processes", "python", "symbols", "unwind"),
         *_LEAVES,
     },
-    "fleet": {"kernel", "processes", *_LEAVES},
+    "fleet": {"kernel", "processes", "recording", *_LEAVES},
     "doctor": {
         *("capture", "kernel", "processes", "python", "reports", "symbols"),
         *_LEAVES,
     },
     "commands": {
-        *("capture", "devices", "doctor", "dumps", "kernel", "processes", "python", "recording"),
-        *("reports", "sinks", "symbols"),
+        *("capture", "devices", "doctor", "dumps", "fleet", "kernel", "processes", "python"),
+        *("recording", "reports", "sinks", "symbols"),
         *_LEAVES,
     },
     "cli": {"commands", *_LEAVES},

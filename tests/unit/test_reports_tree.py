@@ -106,7 +106,7 @@ def test_view_chooses_what_is_counted(view: View, total_ms: int, off_ms: int) ->
 def test_cut_stack_is_never_taken_for_a_whole_one(end: StopReason) -> None:
     without = (StopReason.KERNEL_ONLY, StopReason.EXCLUDED, StopReason.NOT_RUN_YET)
     is_whole = end in without or "rooted" in end.label
-    mark = "" if is_whole else f";[truncated: {end.label}]"
+    mark = "" if is_whole else f";{end.marker}"
     assert shown(Sample("leaf", MS, end=end)) == [f"server (100){mark};leaf"]
     assert shown(Sample("leaf", MS, end=end), per_thread=True) == [
         f"server (100);server (100){mark};leaf"

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost controller: which switch-outs take a stack, so that the whole cost stays in a budget.
+
+Pure logic: a window's load in, chances for those to come out. Cost is counted as events times
+nanoseconds per event. What stacks at switch-outs may take is what all else leaves of the budget,
+and it is divided among cgroups like water: each gets what it asks for up to a level that is the
+same for all, so that a busy one never takes from a quiet one. Chances follow from the load itself
+and not from chances before: there is no loop that could swing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.kernel.abi import WEIGHT_MAX
+from aiflame.agent.recording.chance import Chances, Load
+
+_S = 1_000_000_000
+
+# Of the budget for stacks, what is planned for: loads are of a second ago, and draws are by chance.
+_PLANNED_SHARE = 0.8
+# What stacks get at least of the budget, however much all else takes: a recording without any stack
+# of a wait would be of no use. Above the budget then, which `is_over` says.
+_LEAST_SHARE = 0.1
+# A load that has gone is remembered: each window half of it. So a load that comes and goes each
+# second is planned for as if it stayed.
+_REMEMBERED = 0.5
+# Chances are made better only if that is worth it: a load that trembles leaves them as they are.
+_BETTER = 0.75
+# Before anything is known of a host: 50,000 switches a second take 3 ms for stacks.
+_FIRST_ONE_IN = 64
+# 20 stacks a second of each thread that has so many waits: enough to scale by in a window.
+_SPACING_NS = 50_000_000
+# Of 10,000 threads that wait 20 times a second each, one stack in two minutes.
+_MOST_SPACING_NS = 128 * _S
+# Cgroups that are told apart, those with most switches: what the kernel half has room for.
+_MOST_CGROUPS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What events take, in ns.
+
+    What is given here was measured on one machine (OVERHEAD.md); a kernel that counts the time of
+    programs corrects the first two. It does not count the trap of a uprobe, which is apart.
+
+    Attributes:
+        switch: A switch-out and the switch-in after it, with its wake-up, without a stack.
+        stack: The stack of a switch-out.
+        sample: An on-CPU sample, of 30 user frames.
+        call: A call of a device API, with a stack.
+        trap: What a probe on it takes before the program runs.
+    """
+
+    switch: float = 900
+    stack: float = 4_000
+    sample: float = 4_300
+    call: float = 4_500
+    trap: float = 700
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What it may cost: the larger one of two.
+
+    Attributes:
+        host_share: Of all CPUs.
+        cpu_share: Of one.
+        with_own_cpu: Whether the recorder's own process, samples and calls are paid from it, or
+            programs at context switches alone.
+    """
+
+    host_share: float = 0.01
+    cpu_share: float = 0.03
+    with_own_cpu: bool = True
+
+    def ns_per_s(self, cpus: int) -> float:
+        """Returns CPU time in a second of a host."""
+        return max(self.host_share * cpus, self.cpu_share) * _S
+
+
+def _vector(*values: float) -> npt.NDArray[np.float64]:
+    return np.array(values, np.float64)
+
+
+class _Measured:
+    """Corrects two prices by what switches have cost in all: least squares, forgetting slowly."""
+
+    # What the given prices count for, as if so many switches and so many stacks had been seen.
+    _BELIEF = 5_000.0
+    _FORGETTING = 0.8
+    # Prices of another machine are not a hundredth or a hundredfold of those given.
+    _MOST = 10.0
+
+    def __init__(self, prices: Prices) -> None:
+        self._given = _vector(prices.switch, prices.stack)
+        self._squares = np.zeros((2, 2))
+        self._products = np.zeros(2)
+        self.prices = [prices.switch, prices.stack]
+
+    def see(self, switches: int, stacks: int, took_ns: int) -> None:
+        seen = switches + stacks
+        if not seen:
+            return
+        # By the root of the counts: a busy window tells more, but not as the square of that.
+        counts = _vector(switches, stacks) / math.sqrt(seen)
+        self._squares = self._FORGETTING * self._squares + np.outer(counts, counts)
+        self._products = self._FORGETTING * self._products + counts * took_ns / math.sqrt(seen)
+        belief = np.diag([self._BELIEF, self._BELIEF / 20])
+        found = np.linalg.solve(self._squares + belief, self._products + belief @ self._given)
+        self.prices = np.clip(found, self._given / self._MOST, self._given * self._MOST).tolist()
+
+
+@dataclass(slots=True)
+class CostController:
+    """Keeps the cost of recording within a budget; a `recording.chance.Steers`.
+
+    Args:
+        cpus: Of the host.
+        budget: What it may cost.
+        prices: What events take before anything was measured.
+
+    Attributes:
+        chances: What it said last.
+        cost_ns_per_s: What the last window has cost, as far as it is paid from the budget.
+        is_over: Whether that was more than the budget even without most stacks.
+    """
+
+    cpus: int
+    budget: Budget = field(default_factory=Budget)
+    prices: Prices = field(default_factory=Prices)
+    chances: Chances = field(init=False)
+    cost_ns_per_s: float = field(default=0.0, init=False)
+    is_over: bool = field(default=False, init=False)
+    _measured: _Measured = field(init=False)
+    _demand: dict[int, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._measured = _Measured(self.prices)
+        self.chances = Chances(_FIRST_ONE_IN, {}, _SPACING_NS)
+
+    def first(self) -> Chances:
+        """Returns what a recording begins with."""
+        return self.chances
+
+    def next(self, load: Load) -> Chances:
+        """Returns what is to hold after a window; one of no length changes nothing."""
+        if load.window_ns <= 0:
+            return self.chances
+        switches = sum(one.switches for one in load.by_cgroup.values())
+        stacks = sum(one.stacks for one in load.by_cgroup.values())
+        if load.bpf_ns is not None:
+            self._measured.see(switches, stacks, load.bpf_ns)
+        switch_price, stack_price = self._measured.prices
+        windows_per_s = _S / load.window_ns
+        budget = self.budget.ns_per_s(self.cpus)
+        taken = switches * switch_price * windows_per_s
+        if self.budget.with_own_cpu:
+            of_calls = load.calls * (self.prices.call + self.prices.trap)
+            others = load.own_cpu_ns + load.samples * self.prices.sample + of_calls
+            taken += others * windows_per_s
+        self.cost_ns_per_s = taken + stacks * stack_price * windows_per_s
+        left = budget - taken
+        self.is_over = left < _LEAST_SHARE * budget
+        affordable = _PLANNED_SHARE * max(left, _LEAST_SHARE * budget) / stack_price
+        self._remember({c: one.switches * windows_per_s for c, one in load.by_cgroup.items()})
+        one_in = self._divided(affordable)
+        self.chances = Chances(
+            max(one_in.values(), default=1),
+            one_in,
+            self._spacing(load, affordable / windows_per_s),
+        )
+        return self.chances
+
+    def _remember(self, switches: Mapping[int, float]) -> None:
+        for cgroup, before in [*self._demand.items()]:
+            self._demand[cgroup] = max(_REMEMBERED * before, switches.get(cgroup, 0))
+            if self._demand[cgroup] < 1:
+                del self._demand[cgroup]
+        for cgroup, now in switches.items():
+            if now >= 1:
+                self._demand.setdefault(cgroup, now)
+        if len(self._demand) > _MOST_CGROUPS:
+            most = sorted(self._demand, key=self._demand.__getitem__)[-_MOST_CGROUPS:]
+            self._demand = {cgroup: self._demand[cgroup] for cgroup in most}
+
+    def _divided(self, affordable: float) -> dict[int, int]:
+        """Divides stacks a second among cgroups; returns one in how many each takes."""
+        level = _level(self._demand.values(), affordable)
+        found = {}
+        for cgroup, demand in self._demand.items():
+            wanted = min(max(math.ceil(demand / level), 1), WEIGHT_MAX) if level > 0 else WEIGHT_MAX
+            before = self.chances.by_cgroup.get(cgroup, self.chances.one_in)
+            is_near = _BETTER * before < wanted <= before
+            found[cgroup] = before if is_near and cgroup in self.chances.by_cgroup else wanted
+        return found
+
+    def _spacing(self, load: Load, affordable: float) -> int:
+        """Returns the spacing: more where threads that wait seldom take too many stacks."""
+        before, spacing_ns = self.chances, self.chances.spacing_ns
+        seldom = sum(
+            max(one.stacks - one.switches / before.by_cgroup.get(cgroup, before.one_in), 0)
+            for cgroup, one in load.by_cgroup.items()
+        )
+        if seldom > affordable:
+            return min(2 * spacing_ns, _MOST_SPACING_NS)
+        if seldom < affordable / 8:
+            return max(spacing_ns // 2, _SPACING_NS)
+        return spacing_ns
+
+
+def _level(demands: Collection[float], affordable: float) -> float:
+    """Returns up to which level demands are met, so that together they are affordable."""
+    left = affordable
+    ordered = sorted(demands)
+    for at, demand in enumerate(ordered):
+        level = left / (len(ordered) - at)
+        if demand > level:
+            return level
+        left -= demand
+    return math.inf

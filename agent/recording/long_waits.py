@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of long waits that chance did not choose: read while they last.
+
+A wait of a second and more is exact (LONG_WAIT_NS): few waits are so long, and no other stands for
+one. Twice a second the kernel half names the threads that have slept for half of that and have no
+stack, with the kernel half of their stacks; the rest is walked from their registers and a copy of
+their stack. A wait is of one thread, and began at one time: by that the kernel half finds its stack
+when it ends, and here it is found for those that go on when a window closes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.kernel import abi
+from aiflame.agent.kernel.loader import Programs
+from aiflame.agent.model.profile import StopReason
+from aiflame.agent.model.window import NO_CHAIN
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.processes.threads import swept_threads
+from aiflame.agent.recording.pythons import PythonProcesses
+from aiflame.agent.recording.sleep_walks import Sleeper, SleepWalks, run
+from aiflame.agent.recording.stacks import SWEPT_STACKS, MadeStack, Stacks
+
+Array = npt.NDArray[np.void]
+
+# Half of the shortest wait that is swept: the other half is left for it.
+_PAUSE_NS = abi.LONG_WAIT_NS // 2 - 20_000_000
+# In one sweep, 0.2 ms each: a tenth of a CPU at most. Whoever is left is first in the next.
+_MOST_WALKED = 250
+# Stacks that several waits share.
+_MOST_SHARED = 1 << 14
+# How often a wait is walked whose tables are not there yet.
+_MOST_TRIES = 3
+
+
+class LongWaits:
+    """Long waits without a stack of the kernel half's.
+
+    Args:
+        programs: Loaded.
+        table: Process table.
+        walks: Walks user stacks.
+        pythons: Keeps Python stacks.
+        stacks: Takes stacks.
+
+    Attributes:
+        due_ns: When to `sweep` next, monotonic.
+        walked: How many were walked so far.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        table: ProcessTable,
+        walks: SleepWalks,
+        pythons: PythonProcesses,
+        stacks: Stacks,
+    ) -> None:
+        self._programs = programs
+        self._table = table
+        self._walks = walks
+        self._pythons = pythons
+        self._stacks = stacks
+        self.due_ns = 0
+        self.walked = 0
+        self._shared: OrderedDict[Hashable, int] = OrderedDict()  # ids by content
+        self._made = 0
+        self._swept: dict[int, tuple[int, int]] = {}  # when it began, and its stack, by thread
+        self._tries: dict[tuple[int, int], int] = {}  # by thread and when it began
+
+    def sweep(self) -> None:
+        """Reads those that will be long if they go on, once it is due."""
+        now_ns = time.monotonic_ns()
+        fd = self._programs.sweep_iterator_fd
+        if now_ns < self.due_ns:
+            return
+        self.due_ns = now_ns + _PAUSE_NS
+        if fd is None:
+            return
+        try:
+            found = swept_threads(fd)
+        except OSError:  # no memory for it just now
+            return
+        # Those first that are long already.
+        found = found[np.argsort(found["switched_ns"], kind="stable")][:_MOST_WALKED]
+        if not len(found):
+            self._tries.clear()
+            return
+        sleepers = self._walk_all(found)
+        tries: dict[tuple[int, int], int] = {}
+        for record, sleeper in zip(found, sleepers, strict=True):
+            name = sleeper.tid, int(record["switched_ns"])
+            tries[name] = self._tries.get(name, 0) + 1
+            is_possible = self._walks.are_possible
+            if is_possible and sleeper.walked is None and tries[name] < _MOST_TRIES:
+                continue
+            self._keep(record, sleeper)
+        self._tries = tries
+        self._walks.forget()
+
+    def _walk_all(self, found: Array) -> list[Sleeper]:
+        sleepers = [
+            Sleeper(int(record["tgid"]), int(record["tid"]), int(record["image"]))
+            for record in found
+        ]
+        for pid, number in {(sleeper.pid, sleeper.image) for sleeper in sleepers}:
+            image = self._table.image(pid, number)
+            if not image.was_read:
+                self._table.read_mappings(image)
+        snapshots = self._walks.take([(sleeper.pid, sleeper.tid) for sleeper in sleepers])
+        for record, sleeper in zip(found, sleepers, strict=True):
+            snapshot = snapshots.get(sleeper.tid)
+            if snapshot is None:
+                continue
+            registers = snapshot.registers
+            if (registers.pid, registers.ran_ns) == (sleeper.pid, int(record["ran_ns"])):
+                sleeper.snapshot = snapshot  # of this wait
+        run(self._walks.walk_python(sleepers))
+        run(self._walks.walk(sleepers))
+        return sleepers
+
+    def _keep(self, record: np.void, sleeper: Sleeper) -> None:
+        """Tells the kernel half, and windows, what the stack of a wait is."""
+        image = self._table.image(sleeper.pid, sleeper.image)
+        kernel = record["kernel"][: max(int(record["kernel_bytes"]), 0) // 8].tolist()
+        walked, python = sleeper.walked, sleeper.python
+        user = () if walked is None else walked.addresses
+        end = StopReason.NOT_WALKED if walked is None else walked.end
+        if not self._walks.are_wanted:
+            end = StopReason.EXCLUDED
+        frames = None if python is None else (tuple(python.frames), python.gil)
+        content = (image.index, tuple(kernel), tuple(user), end, frames)
+        stack = self._shared.get(content)
+        if stack is None or self._stacks.row(stack) is None:
+            self._made += 1
+            stack = self._shared[content] = SWEPT_STACKS + self._made
+            chain, gil = NO_CHAIN, 0
+            if python is not None:
+                self._pythons.keep(stack, image, python)
+                chain, gil = stack, int(python.gil)
+            self._stacks.add_made(stack, MadeStack(image, kernel, list(user), end, chain, gil))
+            if len(self._shared) > _MOST_SHARED:
+                self._shared.popitem(last=False)
+        self.walked += 1
+        value = np.array([(record["switched_ns"], stack)], abi.SWEPT_STACK_DTYPE)
+        try:
+            self._programs.swept_stacks.update(sleeper.tid.to_bytes(4, "little"), value.tobytes())
+        except OSError:  # the map is full: the wait stays without a stack
+            return
+        self._swept[sleeper.tid] = int(record["switched_ns"]), stack
+
+    def close(self, tids: npt.NDArray[np.uint32], states: Array) -> None:
+        """Puts their stacks into the states of threads that are in long waits at a boundary.
+
+        Args:
+            tids: Of all threads.
+            states: Of these, THREAD_STATE_DTYPE; stacks are replaced in them.
+        """
+        if not self._swept:
+            return
+        over = dict(self._swept)
+        wanted = np.fromiter(self._swept, np.uint32, len(self._swept))
+        for index in np.flatnonzero(np.isin(tids, wanted)).tolist():
+            switched_ns, stack = self._swept[int(tids[index])]
+            for interval in (states[index], states[index]["crossing"]):
+                if int(interval["switched_ns"]) == switched_ns:
+                    if int(interval["stack"]) == abi.NOT_SAMPLED_STACK:
+                        interval["stack"] = stack
+                    over.pop(int(tids[index]), None)
+        for tid, (switched_ns, _) in over.items():
+            # It has ended, in this window: what the kernel half has summed has its stack.
+            if self._swept[tid][0] == switched_ns:
+                del self._swept[tid]
+                self._programs.swept_stacks.delete(tid.to_bytes(4, "little"))
