@@ -407,6 +407,10 @@ class LossKind(enum.Enum):
     DEVICE_CODE_NOT_KEPT = _Entry(
         "machine code of kernels for which there was no room: their instructions have no text"
     )
+    DEVICE_CODE_NOT_STORED = _Entry(
+        "code objects of kernels, beyond 64 MB compressed or 32 MB of one process, that are not in"
+        " the capture: reports cannot list what could not be listed when it was recorded"
+    )
     DEVICE_FACTS_FULL = _Entry(
         "modules, graph nodes and other facts of devices that came faster than they were read, or"
         " for which there was no room"
@@ -415,7 +419,11 @@ class LossKind(enum.Enum):
         "launches whose calls of runtime and driver had two numbers: the times of their kernels"
         " may be shared among stacks"
     )
-    KERNEL_NOT_DISASSEMBLED = _Entry("GPU kernels whose instructions are not known")
+    KERNEL_NOT_DISASSEMBLED = _Entry(
+        "GPU kernels whose instructions are not known",
+        cure="for NVIDIA's: install nvdisasm (pip install nvidia-cuda-nvdisasm), also where the"
+        " report is made",
+    )
     DEVICE_CODE_REPLACED = _Entry(
         "samples of a second in which a GPU kernel's code gave way to other code at the same"
         " address; some may be of the other",

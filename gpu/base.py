@@ -276,6 +276,22 @@ class Lines(Protocol):
         ...
 
 
+class CodeTools(Protocol):
+    """What machine code is read with: in a recording its `Host`, and for a report the same."""
+
+    def about(self, name: str, data: bytes, question: Question[T]) -> T | None:
+        """Answers a question about bytes; as `Host.about`."""
+        ...
+
+    def run(self, program: str, arguments: Sequence[str], data: bytes) -> bytes | None:
+        """Runs a program on bytes; as `Host.run`."""
+        ...
+
+    def lose(self, kind: LossKind, count: int = 1) -> None:
+        """Counts what was lost."""
+        ...
+
+
 class Host(Protocol):
     """The recording, as a family sees it.
 
@@ -430,6 +446,34 @@ class Sampler(Protocol):
             code: Which.
             offsets: Of all samples.
             lines: Has source lines of files; the recording is over by then.
+        """
+        ...
+
+    def code(self, code: CodeKey) -> bytes:
+        """Returns what a capture keeps, so that a report can list a kernel's instructions.
+
+        Args:
+            code: Of a kernel that was sampled; the recording is over.
+
+        Returns:
+            Bytes for the family's `Lists`, the same for all kernels that are in one code object;
+            b"" for none.
+        """
+        ...
+
+
+class Lists(Protocol):
+    """Lists kernels of which a capture has kept the code, and no instructions."""
+
+    def __call__(
+        self, tools: CodeTools, code: bytes, sampled: Mapping[str, Mapping[int, int]]
+    ) -> dict[str, Listing]:
+        """Returns, by name, those that can be listed.
+
+        Args:
+            tools: What reads the code.
+            code: As `Sampler.code` gave it; but a capture may hold anything.
+            sampled: By linkage name: how many samples there are of each offset.
         """
         ...
 

@@ -121,6 +121,9 @@ class ToySampler:
     def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
         return None
 
+    def code(self, code: CodeKey) -> bytes:
+        return b""
+
 
 if __name__ == "__main__":
     sys.exit(record_with(ToyFamily.name, ToyFamily))

@@ -15,6 +15,7 @@ from aiflame.agent.capture.schema import (
     COLUMNS_SINCE_VERSION_5,
     COLUMNS_SINCE_VERSION_6,
     COLUMNS_SINCE_VERSION_7,
+    COLUMNS_SINCE_VERSION_8,
     SINCE_VERSION_2,
     SINCE_VERSION_3,
     SINCE_VERSION_4,
@@ -36,6 +37,8 @@ _SELDOM_READ = frozenset({"stacks", "mappings"})
 # Characters of a text, bytes of a blob. 381 frames with all that compilers inline into them take
 # 100 KB; the recorder cuts command lines and names far below.
 _MAX_LENGTH = 1 << 20
+# But for code objects: the largest that is kept, if nothing of it can be compressed.
+_MAX_LENGTHS = {("code_objects", "content"): (64 << 20) + (1 << 20)}
 
 
 def check_columns(database: sqlite3.Connection, version: int) -> None:
@@ -76,12 +79,13 @@ def _conditions(version: int) -> dict[str, str]:
         tables = empty.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         return {
             table: " OR ".join(
-                _is_wrong(name, kind, bool(not_null or key))
+                _is_wrong(table, name, kind, bool(not_null or key))
                 for _, name, kind, not_null, _, key in empty.execute(f"PRAGMA table_info({table})")
                 if (version > 1 or (table, name) not in SINCE_VERSION_2)
                 and (version > 4 or (table, name) not in COLUMNS_SINCE_VERSION_5)
                 and (version > 5 or (table, name) not in COLUMNS_SINCE_VERSION_6)
                 and (version > 6 or (table, name) not in COLUMNS_SINCE_VERSION_7)
+                and (version > 7 or (table, name) not in COLUMNS_SINCE_VERSION_8)
             )
             for (table,) in tables
             if (version > 2 or table not in SINCE_VERSION_3)
@@ -91,9 +95,10 @@ def _conditions(version: int) -> dict[str, str]:
         }
 
 
-def _is_wrong(column: str, kind: str, is_required: bool) -> str:
+def _is_wrong(table: str, column: str, kind: str, is_required: bool) -> str:
     allowed = f"'{kind.lower()}'" if is_required else f"'{kind.lower()}', 'null'"
     wrong = f'typeof("{column}") NOT IN ({allowed})'
     if kind in ("TEXT", "BLOB"):
-        wrong += f' OR length("{column}") > {_MAX_LENGTH}'
+        most = _MAX_LENGTHS.get((table, column), _MAX_LENGTH)
+        wrong += f' OR length("{column}") > {most}'
     return wrong

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.integer_tables import NULL, IntegerTables
+from aiflame.agent.capture.schema import SINCE_VERSION_8
 from aiflame.agent.model.gpu import (
     BUSY_UNKNOWN,
     CALL_DTYPE,
@@ -24,6 +25,7 @@ from aiflame.agent.model.gpu import (
     NO_SIZE,
     NONE,
     ApiFunction,
+    CodeObject,
     Device,
     Direction,
     GpuProfile,
@@ -42,8 +44,16 @@ I64 = npt.NDArray[np.int64]
 _NEGATIVE = {
     "devices": "period_ns < 0",
     "kernel_codes": "size_bytes < 0",
+    "code_objects": "size_bytes < 0",
     "instructions": "offset < 0 OR line < 0",
 }
+
+# Of which some kernel has no instructions: they are most of a capture, and nobody asks for others.
+_UNLISTED_OBJECTS = (
+    "SELECT id, family, size_bytes, content FROM code_objects WHERE id IN"
+    " (SELECT object_id FROM kernel_codes WHERE id NOT IN"
+    " (SELECT code_id FROM instructions WHERE text <> '')) ORDER BY id"
+)
 
 # Sums of these columns are taken in 64 bits.
 _LARGEST_SUM = 2**63
@@ -76,9 +86,12 @@ class GpuReader:
     def profile(self) -> GpuProfile:
         """Returns it all."""
         for table, condition in _NEGATIVE.items():
+            if self._version < 8 and table in SINCE_VERSION_8:
+                continue
             query = f"SELECT 1 FROM {table} WHERE {condition} LIMIT 1"  # noqa: S608 - our own names
             if self._database.execute(query).fetchone():
                 raise ValueError("a negative number")
+        objects = self._rows(_UNLISTED_OBJECTS) if self._version > 7 else []
         details = "details" if self._version > 6 else "''"
         return GpuProfile(
             devices=tuple(
@@ -100,7 +113,8 @@ class GpuReader:
                     "SELECT process_id, api, name, unnamed FROM kernels ORDER BY id"
                 )
             ),
-            codes=tuple(self._codes()),
+            codes=tuple(self._codes(objects)),
+            objects=tuple(CodeObject(*words) for _, *words in objects),
             instructions=tuple(
                 Instruction(self._index("kernel_codes", code), *rest)
                 for code, *rest in self._rows(
@@ -120,11 +134,18 @@ class GpuReader:
             readings=self._readings(),
         )
 
-    def _codes(self) -> Iterator[KernelCode]:
-        query = "SELECT kernel_id, binary_id, size_bytes FROM kernel_codes ORDER BY id"
-        for kernel, binary, size_bytes in self._rows(query):
+    def _codes(self, objects: list[Any]) -> Iterator[KernelCode]:
+        object_at = {row[0]: at for at, row in enumerate(objects)}
+        object_id = "object_id" if self._version > 7 else "NULL"
+        for kernel, binary, size_bytes, of in self._rows(
+            f"SELECT kernel_id, binary_id, size_bytes, {object_id} FROM kernel_codes"  # noqa: S608 - our own names
+            " ORDER BY id"
+        ):
             binary_at = None if binary is None else self._index("binaries", binary)
-            yield KernelCode(self._index("kernels", kernel), binary_at, size_bytes)
+            if of is not None:
+                self._index("code_objects", of)
+            kernel_at = self._index("kernels", kernel)
+            yield KernelCode(kernel_at, binary_at, size_bytes, object_at.get(of))
 
     def _rows(self, query: str) -> list[Any]:
         return self._database.execute(query).fetchall()

@@ -136,12 +136,23 @@ CREATE TABLE kernels (
     unnamed TEXT NOT NULL
 );
 
--- Machine code of a kernel, which may be built more than once.
+-- Machine code of a kernel, which may be built more than once. object_id (since version 8): what it
+-- can be listed from, NULL where that was not kept.
 CREATE TABLE kernel_codes (
     id INTEGER PRIMARY KEY,
     kernel_id INTEGER NOT NULL REFERENCES kernels (id),
     binary_id INTEGER REFERENCES binaries (id),
-    size_bytes INTEGER NOT NULL
+    size_bytes INTEGER NOT NULL,
+    object_id INTEGER REFERENCES code_objects (id)
+);
+
+-- Code objects of which kernels were sampled (since version 8), as the family has them: of nvidia,
+-- cubins. content: compressed (RFC 1950), of size_bytes; of a large one what is not needed is zeros.
+CREATE TABLE code_objects (
+    id INTEGER PRIMARY KEY,
+    family TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    content BLOB NOT NULL
 );
 
 -- offset: bytes from the kernel's first instruction; file '' and line 0 where unknown.

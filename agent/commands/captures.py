@@ -41,6 +41,15 @@ def read_recording(path: Path) -> Profile:
     return _read_segments(path) if are_segments(path) else read_capture(path)
 
 
+def listed(profile: Profile) -> Profile:
+    """Returns a profile with instructions of kernels, where the capture has their code alone."""
+    if not profile.gpu.objects:
+        return profile
+    from aiflame.agent.devices.listings import with_listings  # few captures need it
+
+    return with_listings(profile)
+
+
 def _read_segments(path: Path) -> Profile:
     # Captures that are whole need nobody who names.
     from aiflame.agent.sinks.rebuilt import capture_of_windows

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from aiflame.agent.commands.captures import read_recording
+from aiflame.agent.commands.captures import listed, read_recording
 from aiflame.agent.commands.time_range import (
     add_range_arguments,
     range_note,
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     if output == _STDOUT:
         if report.is_binary and sys.stdout.isatty():
             raise UsageError(f"{report.name} is binary: not written to a terminal", "use -o FILE")
-        profile = restricted(read_recording(args.capture), args)
+        profile = _read(args, report)
         _note_if_empty(profile, _options(args))
         sys.stdout.buffer.write(report.render(profile, _options(args)))
         sys.stdout.buffer.flush()
@@ -187,12 +187,18 @@ def run(args: argparse.Namespace) -> int:
     if path.exists() and args.capture.exists() and path.samefile(args.capture):
         raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
     refuse_existing(path, args.force, is_named=output is not None)
-    profile = restricted(read_recording(args.capture), args)
+    profile = _read(args, report)
     _note_if_empty(profile, _options(args))
     data = report.render(profile, _options(args))
     write_output(path, data, args.force, is_named=output is not None)
     sys.stderr.write(_wrote(path, data, profile))
     return 0
+
+
+def _read(args: argparse.Namespace, report: Report) -> Profile:
+    profile = restricted(read_recording(args.capture), args)
+    # The page holds every view; others show instructions in one.
+    return listed(profile) if report.name == "html" or args.view == View.GPU.value else profile
 
 
 def _write_tables(args: argparse.Namespace) -> int:
@@ -205,7 +211,7 @@ def _write_tables(args: argparse.Namespace) -> int:
     folder = Path(args.output) if args.output else _default_path(args, _TABLES_ENDING)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"not a folder: {folder}", "csv is several files: use -o FOLDER")
-    profile = restricted(read_recording(args.capture), args)
+    profile = listed(restricted(read_recording(args.capture), args))
     if why := absence(profile):
         sys.stderr.write(f"aiflame: note: {why}\n")
     contents = csv_files(profile, _options(args))

@@ -12,7 +12,7 @@ import io
 import sys
 from pathlib import Path
 
-from aiflame.agent.commands.captures import read_recording
+from aiflame.agent.commands.captures import listed, read_recording
 from aiflame.agent.commands.time_range import add_range_arguments, restricted
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.facts import warnings
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
-    profile = restricted(read_recording(args.capture), args)
+    profile = listed(restricted(read_recording(args.capture), args))
     for warning in warnings(profile):
         sys.stderr.write(f"aiflame: note: {warning}\n")
     if isinstance(sys.stdout, io.TextIOWrapper):

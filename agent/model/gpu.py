@@ -86,6 +86,16 @@ class KernelCode:
     kernel: int
     binary: int | None  # the file that holds it
     size_bytes: int  # offsets of samples are below it; 0 where unknown
+    object: int | None = None  # what it can be listed from, where it is not listed
+
+
+@dataclass(frozen=True, slots=True)
+class CodeObject:
+    """Machine code that kernels can be listed from, in its family's own form, compressed (zlib)."""
+
+    family: str
+    size_bytes: int  # when it is not compressed
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +243,7 @@ class SharingError:
 
 @dataclass(frozen=True, slots=True)
 class GpuProfile:
-    """All that a capture holds of devices.
+    """All that a capture holds of devices; of code objects, those of kernels that are not listed.
 
     `attributed`, `error` and `attributed_times` are set in a time range of a recording: what
     attribution made of the whole one (see gpu/attribution), since a launch may come before the
@@ -244,6 +254,7 @@ class GpuProfile:
     functions: tuple[ApiFunction, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     codes: tuple[KernelCode, ...] = ()
+    objects: tuple[CodeObject, ...] = ()
     instructions: tuple[Instruction, ...] = ()
     reasons: tuple[StallReason, ...] = ()
     calls: npt.NDArray[np.void] = field(default_factory=lambda: _empty(CALL_DTYPE))

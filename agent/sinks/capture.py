@@ -379,7 +379,10 @@ class CaptureSink:
         )
         writer.put(
             "kernel_codes",
-            [(code, kernel, binaries[binary], 0) for code, kernel, binary in window.codes.tolist()],
+            [
+                (code, kernel, binaries[binary], 0, None)
+                for code, kernel, binary in window.codes.tolist()
+            ],
         )
         self._launch_ids.put(window)
         self._told_kernels.put(window)

@@ -47,6 +47,8 @@ _MAX_ROWS, _MAX_FILES = 200_000, 10_000
 # That are asked about at once: as many digests are 40 KB of a question, which may have 64 KiB.
 MAX_FUNCTIONS = 2048
 _MAX_SIZE = 1 << 32
+# Of what is not needed of a cubin: two for each of its kernels; as many are 2 MB of an answer.
+_MAX_PARTS = 100_000
 _MAX_SM = 256
 
 
@@ -237,6 +239,56 @@ def functions_of(names: Sequence[str]) -> Question[dict[str, Function]]:
     """
     digests = [_digest(name.encode()) for name in names]
     return Question(functions, lambda answer: _checked(answer, names), (digests,), is_kept=False)
+
+
+# What of a cubin nvdisasm needs for nothing that is listed: debugging information but for lines.
+# Relocations stay: it refuses those that are zeros (13.0).
+_UNLISTED, _LISTED = (b".debug_", b".nv_debug_"), b".debug_line"
+
+
+def unneeded(file: TargetFile, digests: Sequence[str]) -> Json:
+    """Returns the parts of a cubin, (offset, size), that listing functions takes nothing of.
+
+    These are the code of other functions, and what debuggers need. None where it is no cubin.
+    """
+    try:
+        cubin = _Cubin(file)
+    except _NoCubinError:
+        return None
+    table, names = cubin.symbols()
+    wanted, needed = set(digests), set()
+    for at, info, _, section, _, _ in _SYMBOL.iter_unpack(table):
+        if info & 0xF == _STT_FUNCTION and _digest(_string(names, at)) in wanted:
+            needed.add(section)
+    found = []
+    for number, section in enumerate(cubin.sections):
+        name = cubin.name_of(section)
+        is_code = name.startswith(b".text.") and number not in needed
+        is_unlisted = name.startswith(_UNLISTED) and name != _LISTED
+        if section.kind != _SHT_NOBITS and section.size and (is_code or is_unlisted):
+            found.append((section.offset, section.size))
+    return found[:_MAX_PARTS]
+
+
+def unneeded_for(names: Sequence[str], size: int) -> Question[list[tuple[int, int]] | None]:
+    """Parts of a cubin, (offset, size), that are not needed to list functions.
+
+    Args:
+        names: Their linkage names, `MAX_FUNCTIONS` at most.
+        size: Of the cubin, in bytes.
+    """
+
+    def checked(answer: Json) -> list[tuple[int, int]] | None:
+        if answer is None:
+            return None
+        found = []
+        for offset, part in rows(answer, _MAX_PARTS):
+            begin = whole(offset, size)
+            found.append((begin, whole(part, size - begin + 1)))
+        return found
+
+    digests = [_digest(name.encode()) for name in names]
+    return Question(unneeded, checked, (digests,), is_kept=False)
 
 
 # ---- lines -------------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ class NvidiaSampler:
             helper.give_up()
             self._note_devices(helper)
             self._over.append(helper.told)
+            self._code.forget(memory.process)
         for helper in self._helpers.values():
             helper.allow(self._share())
         self._read(memories)
@@ -257,6 +258,10 @@ class NvidiaSampler:
     def resolve(self, code: CodeKey, offsets: frozenset[int], lines: SourceLines) -> Listing | None:
         """Returns a kernel's instructions."""
         return self._code.listing(code, offsets)
+
+    def code(self, code: CodeKey) -> bytes:
+        """Returns the cubin that has a kernel."""
+        return self._code.code(code)
 
 
 def _beside(device: Device, processes: Iterable[Told]) -> Device:

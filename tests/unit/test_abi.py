@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.devices import timed
+from aiflame.agent.devices import devices, timed
 from aiflame.agent.kernel import abi, bytecode, loader
 from aiflame.agent.kernel.program_list import MAPS
 from aiflame.agent.kernel.syscalls import MapFacts
@@ -167,6 +167,7 @@ _FIGURES: dict[LossKind, int | tuple[str, str]] = {
     LossKind.LAUNCHES_NOT_TIMED: loader.ProgramOptions(abi.Filter.ALL, 0).calls_max // 2,
     LossKind.SAMPLES_NOT_TIMED: timed._SAMPLES_PER_S,
     LossKind.PROCESSES_NOT_TIMED: loader._TIMED_PROCESSES_MAX,
+    LossKind.DEVICE_CODE_NOT_STORED: devices._MAX_STORED_BYTES // 1_000_000,
 }
 # "of four others"
 _NAMINGS = {"callers.h": {"NAMINGS_MAX": 4}}

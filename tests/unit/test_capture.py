@@ -23,6 +23,7 @@ from aiflame.agent.model.gpu import (
     NO_SIZE,
     NONE,
     ApiFunction,
+    CodeObject,
     Device,
     Instruction,
     Kernel,
@@ -100,7 +101,8 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
     ],
     "api_functions": [(2, "opencl", "clEnqueueNDRangeKernel", 0), (7, "opencl", "clFinish", 1)],
     "kernels": [(3, 3, "opencl", "scale", ""), (5, 3, "opencl", "", "made before the recording")],
-    "kernel_codes": [(6, 3, 4, 512), (7, 5, None, 0)],
+    "kernel_codes": [(6, 3, 4, 512, 2), (7, 5, None, 0, 5)],
+    "code_objects": [(2, "opencl", 9, b"listed"), (5, "nvidia", 12, b"unlisted")],
     "instructions": [(6, 16, "vmulps ymm0", "k.cl", 7), (6, 0, "push rbp", "", 0)],
     "stall_reasons": [(1, "opencl", "issuing")],
     "api_calls": [
@@ -177,7 +179,8 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
         Kernel(0, "opencl", "scale", ""),
         Kernel(0, "opencl", "", "made before the recording"),
     )
-    assert gpu.codes == (KernelCode(0, 1, 512), KernelCode(1, None, 0))
+    assert gpu.codes == (KernelCode(0, 1, 512), KernelCode(1, None, 0, 0))
+    assert gpu.objects == (CodeObject("nvidia", 12, b"unlisted"),)
     assert gpu.instructions == (
         Instruction(0, 0, "push rbp", "", 0),
         Instruction(0, 16, "vmulps ymm0", "k.cl", 7),
@@ -213,7 +216,7 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
 def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     tables = ("devices", "api_functions", "kernels", "kernel_codes", "instructions")
     gone = (*tables, "stall_reasons", "api_calls", "api_events", "device_samples", "kernel_times")
-    gone = (*gone, "launches", "device_readings")
+    gone = (*gone, "launches", "device_readings", "code_objects")
     _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 2")
     profile = read_capture(capture)
     assert len(profile.samples) == 4
@@ -221,7 +224,11 @@ def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
 
 
 # What version 8 brought.
-_AS_VERSION_7 = ("DROP TABLE device_readings",)
+_AS_VERSION_7 = (
+    "DROP TABLE device_readings",
+    "DROP TABLE code_objects",
+    "ALTER TABLE kernel_codes DROP COLUMN object_id",
+)
 # And version 7.
 _AS_VERSION_6 = (*_AS_VERSION_7, "ALTER TABLE devices DROP COLUMN details")
 # And version 6.
@@ -259,6 +266,13 @@ def test_a_capture_from_before_devices_told_how_busy_they_were(capture: Path) ->
     _change(capture, *_AS_VERSION_7, "PRAGMA user_version = 7")
     gpu = read_capture(capture).gpu
     assert (len(gpu.readings), len(gpu.times), gpu.devices[0].details) == (0, 1, "driver 1")
+
+
+def test_a_capture_from_before_code_was_kept(capture: Path) -> None:
+    _change(capture, *_AS_VERSION_7, "PRAGMA user_version = 7")
+    gpu = read_capture(capture).gpu
+    assert gpu.codes == (KernelCode(0, 1, 512), KernelCode(1, None, 0))
+    assert gpu.objects == ()
 
 
 def test_a_capture_from_before_devices_told_details(capture: Path) -> None:
@@ -304,6 +318,9 @@ def test_a_capture_from_before_devices_named_launches(capture: Path) -> None:
     "UPDATE api_events SET grid_y = 4294967296",
     "UPDATE devices SET period_ns = -1",
     "UPDATE kernel_codes SET size_bytes = -1",
+    "UPDATE kernel_codes SET object_id = 99",
+    "UPDATE code_objects SET size_bytes = -1",
+    "UPDATE code_objects SET content = zeroblob(70000000)",
     "UPDATE instructions SET offset = -9223372036854775808 WHERE offset = 16",
     "UPDATE api_functions SET operation = 9",
     "UPDATE devices SET tier = 3",
@@ -660,7 +677,8 @@ _COLUMNS = {
     "devices": "id family name tier limit_reason period_ns details",
     "api_functions": "id api name operation",
     "kernels": "id process_id api name unnamed",
-    "kernel_codes": "id kernel_id binary_id size_bytes",
+    "kernel_codes": "id kernel_id binary_id size_bytes object_id",
+    "code_objects": "id family size_bytes content",
     "instructions": "code_id offset text file line",
     "stall_reasons": "id family name",
     "api_calls": "interval stack_id thread_id function_id kernel_id direction count work bytes",
@@ -672,7 +690,7 @@ _COLUMNS = {
 _MAY_BE_NULL = {
     *("processes.exited_ns", "functions.binary_id", "stacks.frames", "kernel_codes.binary_id"),
     *("api_calls.kernel_id", "api_events.kernel_id", "launches.ended_ns"),
-    "device_samples.stack_id",
+    *("device_samples.stack_id", "kernel_codes.object_id"),
 }
 _TEXTS = {
     "meta": "key value",
@@ -685,6 +703,7 @@ _TEXTS = {
     "api_functions": "api name",
     "kernels": "api name unnamed",
     "instructions": "text file",
+    "code_objects": "family",
     "stall_reasons": "family name",
 }
 
@@ -717,7 +736,7 @@ def test_values_of_the_wrong_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cell: str
 ) -> None:
     wrong = ["x'fffe'", "1e999", "7" if cell in _cells(_TEXTS) else "'abc'"]
-    if cell == "stacks.addresses" or cell == "stacks.frames":
+    if cell in ("stacks.addresses", "stacks.frames", "code_objects.content"):
         wrong.remove("x'fffe'")
     if cell not in _MAY_BE_NULL:
         wrong.append("NULL")

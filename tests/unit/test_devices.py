@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -241,6 +243,7 @@ class _Family:
         self, devices: tuple[Device, ...], samples: Sequence[KernelSample] = (), events: int = -1
     ) -> None:
         self.devices, self.samples, self.events = devices, samples, events
+        self.codes: dict[str, bytes] = {}
 
     def runs_by(self, path: str) -> bool:
         return path.endswith("/libtoys.so")
@@ -281,6 +284,9 @@ class _Sampler:
         if code.name == "dark":
             return None
         return Listing(100, tuple(Line(o, f"nop {o}\n", "toy.c", 3) for o in sorted(offsets)))
+
+    def code(self, code: CodeKey) -> bytes:
+        return self._family.codes.get(code.name, b"")
 
 
 _TOY = Device("toy", "Toy 1", Tier.STALLS, "", 7)
@@ -358,6 +364,40 @@ def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
     assert [code.size_bytes for code in gpu.codes] == [100, 0]
     assert devices.samples == 7
     assert devices.losses == {LossKind.KERNEL_NOT_OPENED: 2}
+
+
+def test_code_is_stored_once_and_of_a_process_no_more_than_its_part(
+    writer: CaptureWriter, table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN kernels of two code objects, of which there is no room for the second
+    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_STORED_BYTES_OF_PROCESS", 100)
+    names = ("one", "two", "large", "none", "other")
+    samples = [KernelSample(0, 0, CodeKey(0, None, name, 1), 8, "waiting", 1) for name in names]
+    samples[-1] = replace(samples[-1], code=CodeKey(1, None, "other", 1))
+    family = _Family((_TOY,), samples)
+    family.codes = {"one": b"same", "two": b"same", "large": os.urandom(200), "other": b"its own"}
+    window = _window()
+    window.define("processes", rows_of("processes", (1, 78, 1, 78, 0, 0, -1, NONE, 0, 0, 0)))
+    devices = _devices([family], table, window, KernelTable(window))
+    devices.start()
+    devices.drain(0, 1_000_000_000)
+    CaptureSink(writer).put(window.close(1_000_000_000, is_last=True))
+    # WHEN the recording is over
+    with SymbolService(None) as service:
+        devices.resolve(service, writer, _Biases())
+    writer.commit()
+    # THEN what finds room is there once, and the rest is counted
+    with contextlib.closing(sqlite3.connect(writer.path)) as database:
+        stored = database.execute(
+            "SELECT name, content FROM kernels JOIN kernel_codes ON kernel_id = kernels.id"
+            " LEFT JOIN code_objects ON object_id = code_objects.id ORDER BY kernel_codes.id"
+        ).fetchall()
+        assert database.execute("SELECT count(*), max(family) FROM code_objects").fetchone() == (
+            *(2, "toy"),
+        )
+    contents = [content and zlib.decompress(content) for _, content in stored]
+    assert contents == [b"same", b"same", None, None, b"its own"]
+    assert devices.losses == {LossKind.DEVICE_CODE_NOT_STORED: 1}
 
 
 def test_auto_takes_what_there_is_and_a_name_insists() -> None:

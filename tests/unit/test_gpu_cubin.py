@@ -314,7 +314,7 @@ def test_objects_of_no_size_find_their_end() -> None:
             _hot(process, code) for code in range(10_000 * process + 1, 10_000 * process + 10_001)
         ]
         kept.keep(hot, lambda code: b"%d" % code)
-    assert host.lost == {LossKind.DEVICE_CODE_NOT_KEPT: 30_000 - 16_384}
+    assert host.lost == {LossKind.DEVICE_CODE_NOT_KEPT: 30_000 - 24_576}
 
 
 @needs_nvcc
@@ -411,7 +411,7 @@ class _SlowHost(Host):
 def test_the_end_of_a_recording_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN much code that takes long to read
     host = _SlowHost()
-    monkeypatch.setattr("aiflame.gpu.nvidia.code.time.monotonic", lambda: host.now_s)
+    monkeypatch.setattr("aiflame.gpu.nvidia.listings.time.monotonic", lambda: host.now_s)
     kept = KeptCode(cast(Any, host))
     kept.keep([_hot(1, code) for code in range(1, 101)], lambda code: b"%d" % code)
     # WHEN all is listed THEN that ends soon, and it is told how much is missing

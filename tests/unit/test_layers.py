@@ -109,7 +109,7 @@ _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 # All that agent/ knows of devices: the protocols, the list of families, and data. Never a family.
 _GPU_OF_AGENT = (f"{_GPU}.base", f"{_GPU}.families", f"{_GPU}.host_stubs", *_GPU_OF_CAPTURES)
 # Who asks which families there are.
-_KNOW_FAMILIES = {"devices.choice", "doctor.checks", "doctor.gpu"}
+_KNOW_FAMILIES = {"devices.choice", "devices.listings", "doctor.checks", "doctor.gpu"}
 
 # What gpu/ may know of agent/: what it measures into, and how files are read that a `Host` opened.
 _AGENT_OF_GPU = tuple(

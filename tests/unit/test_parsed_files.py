@@ -44,6 +44,7 @@ _IN_PARSERS = {
     "agent.python.questions:key_block",
     "agent.unwind.questions:name_of_table",
     "gpu.nvidia.cubin:functions",
+    "gpu.nvidia.cubin:unneeded",
     "gpu.opencl.disassembly:instructions",
     "gpu.opencl.kernel_file:read_kernel_file",
     # A library of ours, which targets are to load.
