@@ -415,6 +415,10 @@ class LossKind(enum.Enum):
         "modules, graph nodes and other facts of devices that came faster than they were read, or"
         " for which there was no room"
     )
+    GRAPH_BUILDERS_FULL = _Entry(
+        "calls that have built nodes of graphs, beyond 65,536 that are remembered: later, kernels"
+        " of such nodes are under the launch of the graph alone"
+    )
     LAUNCHES_NUMBERED_TWICE = _Entry(
         "launches whose calls of runtime and driver had two numbers: the times of their kernels"
         " may be shared among stacks"

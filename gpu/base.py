@@ -110,6 +110,8 @@ class KernelTime:
         count: How many.
         queue: Handle of the stream or queue, 0 where it is not known.
         launch_id: Number of the launch, as `Call.launch_id` has it; 0 where there is none.
+        built_id: Of a kernel that a graph runs: number of the launch by whose capture the graph's
+            node was built; 0 where there is none.
     """
 
     device: int
@@ -121,6 +123,7 @@ class KernelTime:
     count: int = 1
     queue: int = 0
     launch_id: int = 0
+    built_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

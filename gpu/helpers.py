@@ -51,6 +51,9 @@ _MAX_TEXT_CHARACTERS = 200
 _MAX_DEVICES, _MAX_CONTEXTS, _MAX_CODES = 32, 256, 1 << 16
 _MAX_REASONS = 1024  # of a context; a chip has some 40
 _MAX_ERRORS = 16
+# Nodes of graphs whose building is known, 18 MB of the recorder's memory: a server of a language
+# model has some 70 graphs of a thousand nodes, each instantiated once.
+_MAX_NODES = 1 << 17
 # One record may tell of so many; more makes no sense.
 _MAX_LOST = 1 << 32
 
@@ -166,6 +169,7 @@ class Helper:
         self._names: dict[int, str] = {}
         self._names_bytes = 0
         self._codes: dict[int, Code] = {}  # those of which the bytes were kept
+        self._builders: dict[int, int] = {}  # launches by whose capture nodes of graphs were built
         self._sites: set[tuple[CodeKey, int]] = set()
         self._kernels: set[CodeKey] = set()
         self._words: set[str] = set()
@@ -288,7 +292,17 @@ class Helper:
                     if fact.at is not None and len(self._codes) < _MAX_CODES:
                         self._codes.setdefault(fact.code, fact)
                 case Node():
-                    pass  # its launch is told with each kernel time
+                    self._note_node(fact)
+
+    def _note_node(self, node: Node) -> None:
+        """Notes who has built a node; what it is a copy of was told before."""
+        launch = node.launch or self._builders.get(node.original, 0)
+        if not 0 < launch <= _MAX_LAUNCH_ID:
+            return
+        if node.node in self._builders or len(self._builders) < _MAX_NODES:
+            self._builders[node.node] = launch
+        else:
+            self._host.lose(LossKind.DEVICE_FACTS_FULL)
 
     def _name(self, number: int, text: str) -> None:
         before = self._names.get(number)
@@ -347,7 +361,7 @@ class Helper:
 
     def _times(self, rows: npt.NDArray[np.void]) -> Iterator[KernelTime]:
         for row in rows.tolist():
-            launch, begin_ns, end_ns, queue, _, name, device, _, _ = row
+            launch, begin_ns, end_ns, queue, node, name, device, _, _ = row
             number = self._device(device)
             if number is None:
                 self._host.lose(LossKind.KERNEL_TIMES_REFUSED)
@@ -361,6 +375,7 @@ class Helper:
                 duration_ns=end_ns - begin_ns,
                 queue=queue,
                 launch_id=launch,
+                built_id=self._builders.get(node, 0) if node else 0,
             )
 
     def _read_out(self, stalls: protocol.Stalls) -> _ReadOut:

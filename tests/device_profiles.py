@@ -234,6 +234,7 @@ class Timed:
     count: int = 1
     end_ns: int = 0
     process: int = 0
+    built: int | None = None  # the launch by whose capture its node was built
 
 
 def with_times(profile: Profile, times: Sequence[Timed]) -> Profile:
@@ -246,6 +247,7 @@ def with_times(profile: Profile, times: Sequence[Timed]) -> Profile:
     for row, x in zip(rows, times, strict=True):
         row["kernel"] = known[x.process, x.kernel]
         row["stack"] = NONE if x.launch is None else gpu.calls["stack"][x.launch]
+        row["built"] = NONE if x.built is None else gpu.calls["stack"][x.built]
         row["count"], row["duration_ns"], row["end_ns"] = x.count, x.ns, x.end_ns
         row["begin_ns"] = max(0, x.end_ns - x.ns)
     kernels = (*gpu.kernels, *(Kernel(process, "opencl", name, "") for process, name in new))

@@ -94,6 +94,9 @@ class Memory:
     def code(self, code: int, data: bytes) -> None:
         self.put(Fact.CODE, struct.pack("<QQQII", code, 5, len(data), 1, 1) + data)
 
+    def node(self, node: int, original: int, launch: int) -> None:
+        self.put(Fact.NODE, struct.pack("<QQQ", node, original, launch))
+
     def times(self, *rows: tuple[int, ...]) -> None:
         """Rows: launch, begin, end, queue, node, name, device, context, graph."""
         self.put(Passing.TIMES, np.array([*rows], protocol.TIMES).tobytes())

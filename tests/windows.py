@@ -173,7 +173,7 @@ class RandomRecording:
                 times = (NO_TIME, NO_TIME) if timing is Timing.NONE else (at_ns, at_ns)
                 row = (0, process, number % 4, 0, 0, timing, *times, 1)
                 builder.add("device_samples", rows_of("device_samples", row))
-                row = (0, process, 1, 0, at_ns, at_ns, 1, 5)
+                row = (0, process, 1, 0, at_ns, at_ns, 1, 5, 0)
                 builder.add("kernel_times", rows_of("kernel_times", row))
                 row = (0, at_ns - 1, at_ns, number * 25, number, 80)
                 builder.add("device_readings", rows_of("device_readings", row))

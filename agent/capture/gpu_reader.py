@@ -222,11 +222,19 @@ class GpuReader:
         records["block"] = np.stack(sizes[3:], axis=1)
         return records
 
-    def _launch_stacks(self, table: str) -> npt.NDArray[np.uint32]:
-        """Returns the stacks of rows of which a device has named the launch, NONE for others."""
-        if self._version < 6:
+    def _launch_stacks(
+        self, table: str, column: str = "stack_id", since: int = 6
+    ) -> npt.NDArray[np.uint32]:
+        """Returns the stacks of rows of which a device has named the launch, NONE for others.
+
+        Args:
+            table: Of the rows.
+            column: Which names the stack.
+            since: The version that brought it.
+        """
+        if self._version < since:
             return np.full(len(self._tables.columns(table, ("count",))[0]), NONE, np.uint32)
-        (found,) = self._tables.columns(table, ("stack_id",))
+        (found,) = self._tables.columns(table, (column,))
         if bool((found < NULL).any()):
             raise ValueError("a negative number")
         return self._positions("stacks", found)
@@ -278,6 +286,7 @@ class GpuReader:
             raise ValueError("a kernel time of no kernel")
         records = self._filled(KERNEL_TIME_DTYPE, found, _TIME_TABLES)
         records["stack"] = self._launch_stacks("kernel_times")
+        records["built"] = self._launch_stacks("kernel_times", "built_stack_id", 8)
         return records
 
     def _readings(self) -> npt.NDArray[np.void]:

@@ -39,9 +39,12 @@ COLUMNS_SINCE_VERSION_6 = frozenset({("device_samples", "stack_id"), ("kernel_ti
 # What devices tell of versions and of how they were sampled.
 COLUMNS_SINCE_VERSION_7 = frozenset({("devices", "details")})
 
-# The table of what devices tell by the second, and the code that instructions can be listed from.
+# The table of what devices tell by the second, the code that instructions can be listed from, and
+# who has built the graphs that ran.
 SINCE_VERSION_8 = frozenset({"device_readings", "code_objects"})
-COLUMNS_SINCE_VERSION_8 = frozenset({("kernel_codes", "object_id")})
+COLUMNS_SINCE_VERSION_8 = frozenset(
+    {("kernel_codes", "object_id"), ("kernel_times", "built_stack_id")}
+)
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"

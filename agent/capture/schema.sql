@@ -239,7 +239,8 @@ CREATE TABLE device_samples (
 
 -- How long a device ran a kernel (since version 4): count executions between begin_ns and end_ns, of
 -- duration_ns in all. queue: handle of the stream or queue, 0 where it is not known or where a row is
--- of several; stack_id (since version 6): as in device_samples.
+-- of several; stack_id (since version 6): as in device_samples. built_stack_id (since version 8): of
+-- the call by whose capture the node of a graph was built that ran.
 CREATE TABLE kernel_times (
     device_id INTEGER NOT NULL REFERENCES devices (id),
     kernel_id INTEGER NOT NULL REFERENCES kernels (id),
@@ -248,7 +249,8 @@ CREATE TABLE kernel_times (
     begin_ns INTEGER NOT NULL,
     end_ns INTEGER NOT NULL,
     count INTEGER NOT NULL,
-    duration_ns INTEGER NOT NULL
+    duration_ns INTEGER NOT NULL,
+    built_stack_id INTEGER REFERENCES stacks (id)
 );
 
 -- How busy devices were between two times, and what of their memory was in use at the end of that, of

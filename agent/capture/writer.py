@@ -39,7 +39,7 @@ _COLUMNS = {
     "api_events": 14,
     "launches": 10,
     "device_samples": 9,
-    "kernel_times": 8,
+    "kernel_times": 9,
     "device_readings": 6,
 }
 

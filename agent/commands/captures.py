@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from aiflame.agent.capture.workspace import running
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.graph_nodes import GraphStacks, with_graph_nodes
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import RecordedWindows, are_segments
 
@@ -39,6 +41,22 @@ def read_recording(path: Path) -> Profile:
             tell(sys.stderr, f"aiflame: note: {showable(str(path))} is still being recorded\n")
             return _read_segments(folder)
     return _read_segments(path) if are_segments(path) else read_capture(path)
+
+
+def add_graph_argument(group: argparse._ArgumentGroup) -> None:
+    """Adds the option that `with_graphs` looks at."""
+    group.add_argument(
+        "--graph",
+        choices=[graph.value for graph in GraphStacks],
+        default=GraphStacks.BOTH.value,
+        help="kernels that CUDA graphs ran: under the call that launched the graph, the code that"
+        " built (captured) their node, or both, one after the other (default: %(default)s)",
+    )
+
+
+def with_graphs(profile: Profile, args: argparse.Namespace) -> Profile:
+    """Returns the profile of a recording with kernels of graphs under the stacks asked for."""
+    return with_graph_nodes(profile, GraphStacks(args.graph))
 
 
 def listed(profile: Profile) -> Profile:

@@ -69,6 +69,7 @@ _OF_WINDOWS = (
     LossKind.WINDOW_TOO_LARGE,
     LossKind.PYTHON_CHAIN_LOST,
     LossKind.CALL_SIZES_CUT,
+    LossKind.GRAPH_BUILDERS_FULL,
 )
 
 
@@ -351,10 +352,11 @@ class _Session:
     def report(self) -> Profile:
         """Renders the page; where that fails, there is a capture that it can be made from."""
         from aiflame.agent.capture.reader import read_capture  # not while it records
+        from aiflame.agent.reports.graph_nodes import with_graph_nodes
 
         plan = self._plan
         try:
-            profile = read_capture(self._workspace.database)
+            profile = with_graph_nodes(read_capture(self._workspace.database))
             if plan.report is not None and plan.report_path is not None:
                 data = FORMATS[plan.report].render(profile, ReportOptions())
                 is_named = plan.report_path == plan.named

@@ -10,7 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from aiflame.agent.commands.captures import listed, read_recording
+from aiflame.agent.commands.captures import (
+    add_graph_argument,
+    listed,
+    read_recording,
+    with_graphs,
+)
 from aiflame.agent.commands.time_range import (
     add_range_arguments,
     range_note,
@@ -155,6 +160,7 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
 
 
 def _add_devices(devices: argparse._ArgumentGroup) -> None:
+    add_graph_argument(devices)
     devices.add_argument(
         "--leaf",
         choices=[leaf.value for leaf in Leaf],
@@ -196,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace, report: Report) -> Profile:
-    profile = restricted(read_recording(args.capture), args)
+    profile = restricted(with_graphs(read_recording(args.capture), args), args)
     # The page holds every view; others show instructions in one.
     return listed(profile) if report.name == "html" or args.view == View.GPU.value else profile
 
@@ -211,7 +217,7 @@ def _write_tables(args: argparse.Namespace) -> int:
     folder = Path(args.output) if args.output else _default_path(args, _TABLES_ENDING)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"not a folder: {folder}", "csv is several files: use -o FOLDER")
-    profile = listed(restricted(read_recording(args.capture), args))
+    profile = listed(restricted(with_graphs(read_recording(args.capture), args), args))
     if why := absence(profile):
         sys.stderr.write(f"aiflame: note: {why}\n")
     contents = csv_files(profile, _options(args))

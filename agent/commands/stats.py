@@ -12,7 +12,12 @@ import io
 import sys
 from pathlib import Path
 
-from aiflame.agent.commands.captures import listed, read_recording
+from aiflame.agent.commands.captures import (
+    add_graph_argument,
+    listed,
+    read_recording,
+    with_graphs,
+)
 from aiflame.agent.commands.time_range import add_range_arguments, restricted
 from aiflame.agent.reports.base import Frames, View
 from aiflame.agent.reports.facts import warnings
@@ -75,11 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out Python frames that import modules or start the program (default: keep)",
     )
     add_range_arguments(parser)
+    add_graph_argument(parser.add_argument_group("GPU"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
-    profile = listed(restricted(read_recording(args.capture), args))
+    profile = listed(restricted(with_graphs(read_recording(args.capture), args), args))
     for warning in warnings(profile):
         sys.stderr.write(f"aiflame: note: {warning}\n")
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -593,7 +593,7 @@ class Devices:
             self._kernel_ns_of[one.process] += one.duration_ns
             times = (one.begin_ns - start_ns, one.end_ns - start_ns)
             what = (running.numbers[one.device], kernel, one.queue, one.launch_id)
-            rows.append((*what, *times, one.count, one.duration_ns))
+            rows.append((*what, *times, one.count, one.duration_ns, one.built_id))
         self._window.add("kernel_times", np.array(rows, COLUMNS["kernel_times"].dtype))
 
     def _take_readings(self, running: _FamilyHost, end_ns: int) -> None:
@@ -804,4 +804,5 @@ def _is_sound(time: KernelTime) -> bool:
         and 0 <= time.duration_ns <= at_most_ns
         and 0 <= time.queue < 1 << 64
         and 0 <= time.launch_id < 1 << 63
+        and 0 <= time.built_id < 1 << 63
     )

@@ -189,7 +189,8 @@ DEVICE_SAMPLE_DTYPE = np.dtype(
 
 # How long a device ran a kernel: `count` executions between two times, in ns since the start of the
 # recording, of `duration_ns` in all. `stack` as in samples: those of one stack are one row for a
-# window of the recording.
+# window of the recording. `built`: of a kernel that a graph ran, the stack of the call by whose
+# capture its node was built, NONE where that is not known or it is no graph's.
 KERNEL_TIME_DTYPE = np.dtype(
     [
         ("device", "<u4"),
@@ -200,6 +201,7 @@ KERNEL_TIME_DTYPE = np.dtype(
         ("end_ns", "<u8"),
         ("count", "<u8"),
         ("duration_ns", "<u8"),
+        ("built", "<u4"),
     ]
 )
 
@@ -247,7 +249,8 @@ class GpuProfile:
 
     `attributed`, `error` and `attributed_times` are set in a time range of a recording: what
     attribution made of the whole one (see gpu/attribution), since a launch may come before the
-    range that its samples are in.
+    range that its samples are in. And where kernels of graphs have stacks of both who launched and
+    who built them (reports/graph_nodes.py).
     """
 
     devices: tuple[Device, ...] = ()

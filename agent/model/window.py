@@ -276,7 +276,8 @@ DEVICE_SAMPLE_DTYPE = np.dtype(
     ]
 )
 # How long a device ran a kernel: count executions between begin_ns and end_ns, of duration_ns in
-# all. launch_id as in device samples; queue 0 where it is not known.
+# all. launch_id as in device samples; queue 0 where it is not known; built_id: of a kernel that a
+# graph ran, the launch by whose capture its node was built, 0 where that is not known.
 KERNEL_TIME_DTYPE = np.dtype(
     [
         ("device", "<u4"),
@@ -287,6 +288,7 @@ KERNEL_TIME_DTYPE = np.dtype(
         ("end_ns", "<i8"),
         ("count", "<u8"),
         ("duration_ns", "<u8"),
+        ("built_id", "<u8"),
     ]
 )
 # How busy a device was from begin_ns to end_ns, of all that runs on it, and what of its memory was

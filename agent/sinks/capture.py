@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import BUSY_UNKNOWN, NO_SIZE, Direction
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import (
@@ -415,22 +416,35 @@ class CaptureSink:
     def _put_kernel_times(self, times: Rows, process_of: dict[int, int]) -> None:
         """Writes kernel times: those of one stack as one row, since it is all that they tell."""
         stacks = self._launched_from(times["kernel"].tolist(), process_of, times)
-        together: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        builders = self._built_at(times, process_of)
+        together: dict[tuple[int, int, int, int | None], tuple[int, ...]] = {}
         rows: list[tuple[int | None, ...]] = []
-        for time, stack in zip(times.tolist(), stacks, strict=True):
-            device, kernel, queue, _, begin_ns, end_ns, count, duration_ns = time
+        for time, stack, built in zip(times.tolist(), stacks, builders, strict=True):
+            device, kernel, queue, _, begin_ns, end_ns, count, duration_ns, _ = time
             begin_ns, end_ns = self._time(begin_ns), self._time(end_ns)
             if stack is None:
                 what = (device, kernel, min(queue, MAX_INTEGER), None)
-                rows.append((*what, begin_ns, end_ns, count, duration_ns))
+                rows.append((*what, begin_ns, end_ns, count, duration_ns, built))
                 continue
-            key = device, kernel, stack
+            key = device, kernel, stack, built
             first_ns, last_ns, counts, sum_ns = together.get(key, (begin_ns, end_ns, 0, 0))
             between = min(first_ns, begin_ns), max(last_ns, end_ns)
             together[key] = (*between, counts + count, sum_ns + duration_ns)
-        for (device, kernel, stack), sums in together.items():
-            rows.append((device, kernel, 0, stack, *sums))
+        for (device, kernel, stack, built), sums in together.items():
+            rows.append((device, kernel, 0, stack, *sums, built))
         self._writer.put("kernel_times", rows)
+
+    def _built_at(self, times: Rows, process_of: dict[int, int]) -> list[int | None]:
+        """Returns the rows of the stacks that have built the nodes of graphs that ran."""
+        if not times["built_id"].any():
+            return [None] * len(times)
+        processes = [process_of[kernel] for kernel in times["kernel"].tolist()]
+        found = self._launch_ids.builders(np.array(processes, np.int64), times["built_id"])
+        self.losses[LossKind.GRAPH_BUILDERS_FULL.stored_name] = self._launch_ids.builders_lost
+        return [
+            None if stack == NO_STACK else self._row_of(stack, process)
+            for stack, process in zip(found.tolist(), processes, strict=True)
+        ]
 
     def _launched_from(
         self, kernels: Sequence[int], process_of: dict[int, int], told: Rows

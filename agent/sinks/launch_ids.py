@@ -16,12 +16,20 @@ U64 = npt.NDArray[np.uint64]
 # The newest: at 16,384 launches with numbers a second, as many as the kernel half tells apart,
 # those of the last 8 s. A device is seldom so far behind.
 _MOST_KEPT = 1 << 17
+# A graph is replayed for hours after it was built: 14 MB.
+_MOST_BUILDERS = 1 << 16
 
 
 class LaunchIds:
-    """Launches of windows that have numbers."""
+    """Launches of windows that have numbers.
+
+    Attributes:
+        builders_lost: How many launches that have built nodes of graphs found no room.
+    """
 
     def __init__(self) -> None:
+        self._builders: dict[tuple[int, int], int] = {}
+        self.builders_lost = 0
         self._launches: Rows = np.zeros(0, COLUMNS["launches"].dtype)
 
     def put(self, window: Window) -> None:
@@ -38,6 +46,26 @@ class LaunchIds:
             launch_id: The number of the launch there, 0 for none.
         """
         return self._told("stack", NO_STACK, process, launch_id)
+
+    def builders(self, process: npt.NDArray[np.int64], launch_id: U64) -> U64:
+        """Returns the stacks of launches by whose capture nodes of graphs were built.
+
+        They are kept from when they are asked for first. Arguments and result as of `stacks`.
+        """
+        pairs, at = np.unique(
+            np.stack((process.astype(np.uint64), launch_id)), axis=1, return_inverse=True
+        )
+        found = self.stacks(pairs[0].astype(np.int64), pairs[1])
+        keys = zip(*pairs.tolist(), strict=True)
+        for number, (key, stack) in enumerate(zip(keys, found.tolist(), strict=True)):
+            known = self._builders.get(key)
+            if known is not None:
+                found[number] = known
+            elif stack != NO_STACK and len(self._builders) < _MOST_BUILDERS:
+                self._builders[key] = stack
+            elif stack != NO_STACK:
+                self.builders_lost += 1
+        return found[at.reshape(-1)]
 
     def kernels(self, process: npt.NDArray[np.int64], launch_id: U64) -> U64:
         """Returns the kernels of launches, NONE for those not known; arguments as `stacks`."""

@@ -116,7 +116,10 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
         (1, 9, 2, 3, 0x6000, 7 * _MS, 7 * _MS, None, 1, 64),
     ],
     "device_samples": [(0, 4, 6, 16, 1, None, 0, 1000 * _MS, 30), (1, 4, 6, 0, 1, 6, 9, 9, 2)],
-    "kernel_times": [(4, 3, 0x5000, 6, 7 * _MS, 9 * _MS, 2, 3 * _MS)],
+    "kernel_times": [
+        (4, 3, 0x5000, 6, 7 * _MS, 9 * _MS, 2, 3 * _MS, None),
+        (4, 3, 0, 6, 7 * _MS, 9 * _MS, 1, _MS, 1),
+    ],
     "device_readings": [
         (8, 0, 1000 * _MS, 370, 5 << 30, 80 << 30),
         (8, 1000 * _MS, 2000 * _MS, None, 6 << 30, 80 << 30),
@@ -205,7 +208,10 @@ def test_the_device_half_that_was_written_is_read(capture: Path) -> None:
         (0, 0, 0, 16, 0, NONE, 0, 1000 * _MS, 30),
         (1, 0, 0, 0, 0, 1, 9, 9, 2),
     ]
-    assert gpu.times.tolist() == [(0, 0, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS)]
+    assert gpu.times.tolist() == [
+        (0, 0, 0x5000, 1, 7 * _MS, 9 * _MS, 2, 3 * _MS, NONE),
+        (0, 0, 0, 1, 7 * _MS, 9 * _MS, 1, _MS, 0),
+    ]
     assert gpu.readings.tolist() == [
         (1, 0, 1000 * _MS, 370, 5 << 30, 80 << 30),
         (1, 1000 * _MS, 2000 * _MS, BUSY_UNKNOWN, 6 << 30, 80 << 30),
@@ -228,6 +234,7 @@ _AS_VERSION_7 = (
     "DROP TABLE device_readings",
     "DROP TABLE code_objects",
     "ALTER TABLE kernel_codes DROP COLUMN object_id",
+    "ALTER TABLE kernel_times DROP COLUMN built_stack_id",
 )
 # And version 7.
 _AS_VERSION_6 = (*_AS_VERSION_7, "ALTER TABLE devices DROP COLUMN details")
@@ -268,11 +275,12 @@ def test_a_capture_from_before_devices_told_how_busy_they_were(capture: Path) ->
     assert (len(gpu.readings), len(gpu.times), gpu.devices[0].details) == (0, 1, "driver 1")
 
 
-def test_a_capture_from_before_code_was_kept(capture: Path) -> None:
+def test_a_capture_from_before_code_and_builders_of_graphs_were_kept(capture: Path) -> None:
     _change(capture, *_AS_VERSION_7, "PRAGMA user_version = 7")
     gpu = read_capture(capture).gpu
     assert gpu.codes == (KernelCode(0, 1, 512), KernelCode(1, None, 0))
     assert gpu.objects == ()
+    assert gpu.times["built"].tolist() == [NONE, NONE]
 
 
 def test_a_capture_from_before_devices_told_details(capture: Path) -> None:
@@ -284,7 +292,7 @@ def test_a_capture_from_before_devices_named_launches(capture: Path) -> None:
     _change(capture, *_AS_VERSION_5, "PRAGMA user_version = 5")
     gpu = read_capture(capture).gpu
     assert gpu.samples["stack"].tolist() == [NONE, NONE]
-    assert gpu.times["stack"].tolist() == [NONE]
+    assert gpu.times["stack"].tolist() == [NONE, NONE]
 
 
 @pytest.mark.parametrize("change", [
@@ -309,6 +317,8 @@ def test_a_capture_from_before_devices_named_launches(capture: Path) -> None:
     "UPDATE device_readings SET total_bytes = NULL",
     "UPDATE device_readings SET used_bytes = -2",
     "UPDATE device_readings SET device_id = 3",
+    "UPDATE kernel_times SET built_stack_id = 2",
+    "UPDATE kernel_times SET built_stack_id = -2",
     "UPDATE device_samples SET code_id = 99",
     "UPDATE device_samples SET count = 9223372036854775807",
     "UPDATE api_calls SET direction = 5",

@@ -179,7 +179,7 @@ def test_runs_that_are_known_by_launch_beat_calls() -> None:
     # GIVEN four launches of stack 7 that ran, one of stack 8 that was captured, and two runs of the
     # graph by stack 9, whose call names no kernel
     calls = [call(7, count=4, work=9_000), call(8, work=9_000), call(9, count=2, kernel=UNNAMED)]
-    times = [(0, K, 0, 7, 0, 500, 4, 4_000), (0, SAME_AS_K, 0, 9, 0, 900, 2, 8_000)]
+    times = [(0, K, 0, 7, 0, 500, 4, 4_000, NONE), (0, SAME_AS_K, 0, 9, 0, 900, 2, 8_000, NONE)]
     runs = np.array(times, KERNEL_TIME_DTYPE)
     gpu = replace(gpu_of(calls, [sample(120), sample(30, kernel=OTHER)]), times=runs)
     # THEN they share by what they ran

@@ -25,7 +25,7 @@ def ran(
     ns: int, stack: int = NONE, kernel: int = K, second: int = 0, count: int = 1
 ) -> tuple[int, ...]:
     begin_ns = second * _S
-    return (0, kernel, 0, stack, begin_ns, begin_ns + ns, count, ns)
+    return (0, kernel, 0, stack, begin_ns, begin_ns + ns, count, ns, NONE)
 
 
 def timed(calls: Sequence[tuple[int, ...]], times: Sequence[tuple[int, ...]]) -> GpuProfile:

@@ -457,6 +457,7 @@ def test_stats_show_kernel_times_under_the_stacks_of_launches_that_devices_named
     times = np.zeros(3, KERNEL_TIME_DTYPE)
     times["stack"] = [calls["stack"][0], calls["stack"][0], NONE]
     times["kernel"] = [calls["kernel"][0], calls["kernel"][0], len(profile.gpu.kernels)]
+    times["built"] = NONE
     times["count"], times["duration_ns"] = 1, [1_500_000, 500_000, 7_000_000]
     kernels = (*profile.gpu.kernels, Kernel(0, "opencl", "never_launched", ""))
     gpu = replace(profile.gpu, times=times, kernels=kernels)

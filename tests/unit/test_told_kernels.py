@@ -17,7 +17,7 @@ def _launch(launch_id: int, kernel: int, process: int = 0, count: int = 1) -> tu
 
 
 def _time(launch_id: int, kernel: int) -> tuple[int, ...]:
-    return (0, kernel, 0, launch_id, 10, 20, 1, 10)
+    return (0, kernel, 0, launch_id, 10, 20, 1, 10, 0)
 
 
 def _put(
