@@ -390,6 +390,10 @@ class LossKind(enum.Enum):
     DEVICE_SAMPLES_FOREIGN = _Entry(
         "samples of a device in code that its driver does not tell about", is_of_device=True
     )
+    DEVICE_SAMPLES_UNNUMBERED = _Entry(
+        "samples of serialised windows for whose launches CUPTI had no room: they are shared as the"
+        " others are"
+    )
     DEVICE_SAMPLES_REFUSED = _Entry(
         "samples of a device in functions or for reasons without a name, that it cannot have taken,"
         " or of more instructions than are told apart",

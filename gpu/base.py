@@ -254,10 +254,13 @@ class Wanted:
     Attributes:
         duty_permille: For how much of the time stalls are sampled.
         loading: Of processes without one.
+        calibrates: The error of sharing is measured, in short times in which devices that name no
+            launches otherwise run kernels one after the other, which slows processes down.
     """
 
     duty_permille: int = 1000
     loading: Loading = Loading.MENTIONED
+    calibrates: bool = False
 
 
 ALWAYS = Wanted()

@@ -75,10 +75,11 @@ _LOSSES = {
     HelperLoss.LAUNCH_IDS: LossKind.LAUNCHES_NUMBERED_TWICE,
     HelperLoss.FACTS: LossKind.DEVICE_FACTS_FULL,
     HelperLoss.TIMES_REFUSED: LossKind.KERNEL_TIMES_REFUSED,
+    HelperLoss.UNNUMBERED: LossKind.DEVICE_SAMPLES_UNNUMBERED,
 }
 
 # struct control: magic "aifc", version, verb, highest tier, duty in permille, exponent of the
-# period (0: the vendor's own), ms between two read-outs, 0.
+# period (0: the vendor's own), ms between two read-outs, serialised windows in permille.
 _CONTROL = struct.Struct("<4s7I")
 _START = 1
 # A reading is a call into the driver, which takes milliseconds; two of them in each window.
@@ -109,6 +110,8 @@ class Told:
         errors: The first of each kind.
         samples: Those of reasons that count, by context.
         twins: Those of reasons that are part of others, likewise.
+        windows: In how many its kernels ran one after the other, by context.
+        serialised_ns: How long, likewise.
     """
 
     hello: Hello | None = None
@@ -119,6 +122,8 @@ class Told:
     errors: dict[int, Failed] = field(default_factory=dict)
     samples: Counter[int] = field(default_factory=Counter)
     twins: Counter[int] = field(default_factory=Counter)
+    windows: Counter[int] = field(default_factory=Counter)
+    serialised_ns: Counter[int] = field(default_factory=Counter)
 
     @property
     def is_foreign(self) -> bool:
@@ -163,6 +168,7 @@ class Helper:
         self._facts = Facts(memory, host)
         self._now_ns = 0  # of the records read last
         self._read_outs: dict[int, _ReadOut] = {}  # the last ones, by context
+        self._serialised_until_ns: dict[int, int] = {}  # by context, of those that were told
         self._waiting: list[Record] = []
         # By context, and number of the chip's: the number of a name.
         self._reasons: dict[int, dict[int, int]] = {}
@@ -186,8 +192,14 @@ class Helper:
         """Which process image it is in, by an id of the recorder's."""
         return self._memory.process
 
-    def start(self, tier: Tier, duty_permille: int) -> None:
-        """Tells it to begin, once it can be told; from then on it is on until the end."""
+    def start(self, tier: Tier, duty_permille: int, serialised_permille: int = 0) -> None:
+        """Tells it to begin, once it can be told; from then on it is on until the end.
+
+        Args:
+            tier: The highest that is wanted.
+            duty_permille: For how much of the time stalls are sampled.
+            serialised_permille: For how much of it in windows that name launches.
+        """
         if self._started_ns is not None:
             return
         data = self._memory.read(_CONTROL_FD.size, _CONTROL_FD_AT)
@@ -197,7 +209,8 @@ class Helper:
         self.told.best = self.told.hello  # what another recording reached counts no more
         (number,) = _CONTROL_FD.unpack(data)
         message = _CONTROL.pack(
-            *(b"aifc", protocol.VERSION, _START, int(tier), duty_permille, 0, _READ_OUT_MS, 0)
+            *(b"aifc", protocol.VERSION, _START, int(tier), duty_permille, 0, _READ_OUT_MS),
+            serialised_permille,
         )
         if number < 0 or not self._memory.tell(number, message):
             self._host.lose(LossKind.DEVICE_CONTROL_REFUSED)
@@ -347,10 +360,26 @@ class Helper:
             case Passing.STATE:
                 self.told.state = protocol.state(record)
                 self._now_ns = max(self._now_ns, self.told.state.at_ns)
+            case Passing.SERIALISED:
+                self._take_window(protocol.serialised(record))
             case Passing.CODE_UNLOADED:
                 pass  # samples name the code that they are of
             case _:
                 raise BadRecord("a kind of record that is none")
+
+    def _take_window(self, window: protocol.Serialised) -> None:
+        """Notes how long kernels ran one after the other: windows of a context do not overlap."""
+        context = window.context
+        end_ns = min(window.end_ns, time.monotonic_ns())
+        self._now_ns = max(self._now_ns, end_ns)
+        # What comes next is of another session: the device held nothing when that began.
+        self._read_outs.pop(context, None)
+        after_ns = max(self._serialised_until_ns.get(context, 0), self._since_ns)
+        begin_ns = max(window.begin_ns, after_ns)
+        if context in self.told.contexts and begin_ns < end_ns:
+            self.told.windows[context] += 1
+            self.told.serialised_ns[context] += end_ns - begin_ns
+            self._serialised_until_ns[context] = end_ns
 
     def _lose(self, rows: npt.NDArray[np.void]) -> None:
         for loss, count in zip(rows["loss"].tolist(), rows["count"].tolist(), strict=True):

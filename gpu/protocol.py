@@ -228,7 +228,7 @@ class CodeUnloaded:
 
 @dataclass(frozen=True, slots=True)
 class Serialised:
-    """A window in which the kernels of a context ran one after the other, and named their launches."""
+    """A window in which kernels of a context ran one after the other: samples name launches."""
 
     begin_ns: int
     end_ns: int

@@ -63,6 +63,8 @@ _MAX_FREQUENCY_HZ = 100_000
 
 # Of --gpu-duty: all the time.
 _ALWAYS_PERMILLE = 1000
+# Of each 10 s helpers sample the first part, and measure from a tenth on, for 0.25 s.
+_LEAST_DUTY_TO_CALIBRATE_PERMILLE = 200
 
 # What children enter by themselves.
 _WITH_ALL_CHILDREN = ("-a", "--cgroup", "--container", "--unit")
@@ -221,6 +223,13 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         " (default: 100)",
     )
     group.add_argument(
+        "--gpu-calibrate",
+        action="store_true",
+        help="measure the error of sharing samples: for 0.25 s of each 10 s a program's kernels run"
+        " one after the other, which slows it down, and samples name their launches (NVIDIA). Not"
+        " for kernels that wait for each other or for the program",
+    )
+    group.add_argument(
         "--no-inject",
         action="store_true",
         help="load nothing into processes: with --gpu FAMILY helpers tell only where they are"
@@ -290,6 +299,7 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
             trace_calls=args.trace,
             gpu=args.gpu,
             gpu_duty_permille=args.gpu_duty,
+            gpu_calibrate=args.gpu_calibrate,
             inject=not args.no_inject,
             keep_ns=args.keep,
             off_cpu_budget_permille=args.off_cpu_budget,
@@ -330,6 +340,13 @@ def _refuse_contradictions(args: argparse.Namespace, command: list[str]) -> None
     if args.off_cpu_budget is not None and not args.off_cpu:
         raise UsageError(
             "--off-cpu-budget has no effect with --no-off-cpu", "leave out one of them"
+        )
+    if args.gpu_calibrate and args.gpu == NONE:
+        raise UsageError("--gpu-calibrate has no effect with --gpu none", "leave it out")
+    if args.gpu_calibrate and args.gpu_duty < _LEAST_DUTY_TO_CALIBRATE_PERMILLE:
+        raise UsageError(
+            "--gpu-calibrate has no time to measure in with so low a --gpu-duty",
+            "give --gpu-duty 20 or more",
         )
     if args.user_only and args.kernel_only:
         raise UsageError("-U and -K exclude each other", "leave both off for whole stacks")

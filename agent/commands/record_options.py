@@ -30,6 +30,7 @@ class RecordOptions:
     command_words: str
     gpu: str = AUTO
     gpu_duty_permille: int = 1000
+    gpu_calibrate: bool = False
     inject: bool = True
     keep_ns: int | None = None
     trace_calls: bool = False

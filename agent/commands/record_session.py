@@ -149,7 +149,11 @@ class _Session:
                         self._signals,
                         families,
                         are_families_named=self._options.gpu != AUTO,
-                        wanted=Wanted(self._options.gpu_duty_permille, self._loading),
+                        wanted=Wanted(
+                            self._options.gpu_duty_permille,
+                            self._loading,
+                            self._options.gpu_calibrate,
+                        ),
                         steers=self._steers(),
                     )
                 )

@@ -231,16 +231,33 @@ def _empty(dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredError:
+    """What sharing gave in windows in which a device named the launch of each sample.
+
+    Attributes:
+        windows: How many of them had samples of kernels that several stacks launch.
+        samples: How many samples of such kernels they had.
+        off: Which part of these sharing gave to another stack, all in all, 0 to 1.
+    """
+
+    windows: int
+    samples: int
+    off: float
+
+
+@dataclass(frozen=True, slots=True)
 class SharingError:
     """How much of all samples is probably with another stack than its own, all in all, 0 to 1.
 
     Attributes:
         expected: If launches of equal work take equal time, wherever nothing told what they take.
         if_unequal: If they do not.
+        measured: What was measured of it, None where nothing was.
     """
 
     expected: float
     if_unequal: float
+    measured: MeasuredError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.gpu import GpuProfile, SharingError
+from aiflame.agent.model.gpu import GpuProfile, MeasuredError, SharingError
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.device_rows import DeviceSamples
@@ -78,11 +78,22 @@ def _when(profile: Profile) -> str:
 
 def error_words(error: SharingError, when: str = "") -> str:
     """Return by how much what is shared is off; `when` follows what it is a part of."""
+    if error.measured is not None:
+        return _measured_words(error.measured, when)
     words = f"Shared is an estimate, off by {_about(error.expected)} of all samples{when}"
     if error.if_unequal < _OFTEN * max(error.expected, _LEAST_ERROR):
         return f"{words}."
     unequal = "if launches of equal work took unequal time, which nothing told"
     return f"{words}; by {_about(error.if_unequal)} {unequal}."
+
+
+def _measured_words(measured: MeasuredError, when: str) -> str:
+    windows = counted(measured.windows, "serialised window")
+    whole = counted(measured.samples, "sample")
+    return (
+        f"Shared is an estimate; sharing measured in {windows}{when}: {_about(measured.off)} with"
+        f" another stack, of {whole} there of kernels that several stacks launch."
+    )
 
 
 def _about(share: float) -> str:

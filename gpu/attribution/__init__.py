@@ -16,13 +16,14 @@ kernels are unknown here, and samples of them go to the stacks that are known.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.gpu import NO_END, NONE, GpuProfile, SharingError
+from aiflame.agent.model.gpu import NO_END, NONE, GpuProfile, MeasuredError, SharingError
 from aiflame.gpu.attribution.by_time import stacks_by_time
+from aiflame.gpu.attribution.calibration import named_in_windows
 from aiflame.gpu.attribution.error import Variances, add_by_second, add_by_time, add_unseen
 from aiflame.gpu.attribution.launches import (
     UNNAMED,
@@ -83,7 +84,8 @@ class Attribution:
 
     Attributes:
         rows: ATTRIBUTED_DTYPE.
-        error: How much of the samples is probably with another stack than its own.
+        error: How much of the samples is probably with another stack than its own; also as far as
+            that was measured.
     """
 
     rows: npt.NDArray[np.void]
@@ -109,6 +111,23 @@ def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -
     """
     if gpu.attributed is not None and gpu.error is not None:
         return Attribution(gpu.attributed, gpu.error)
+    found = _attribution_of(gpu, times)
+    measured = _measured(gpu, times)
+    return Attribution(found.rows, replace(found.error, measured=measured))
+
+
+def _measured(gpu: GpuProfile, times: npt.NDArray[np.void] | None) -> MeasuredError | None:
+    """Compares what devices named in windows with what sharing makes of the same samples."""
+    truth = named_in_windows(gpu)
+    if not len(truth.row):
+        return None
+    samples = gpu.samples.copy()
+    samples["stack"][truth.row] = NONE
+    rows = _attribution_of(replace(gpu, samples=samples), times).rows
+    return truth.compared(rows["sample"], rows["stack"], rows["count"])
+
+
+def _attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None) -> Attribution:
     samples = gpu.samples
     names = name_ids(gpu)
     launches = launches_that_ran(gpu)

@@ -108,7 +108,8 @@ class Variances:
         if not samples:
             return SharingError(0.0, 0.0)
         told = self.of_launches + self.of_costs
-        return SharingError(*(_off(v) / samples for v in (told, told + self.if_unequal)))
+        expected, if_unequal = (_off(v) / samples for v in (told, told + self.if_unequal))
+        return SharingError(expected, if_unequal)
 
 
 def add_by_time(

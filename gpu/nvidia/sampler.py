@@ -23,7 +23,7 @@ from aiflame.gpu.nvidia import NAME, machine
 from aiflame.gpu.nvidia.code import KeptCode
 from aiflame.gpu.nvidia.machine import Limit, Machine
 from aiflame.gpu.nvidia.readings import Readings, Said
-from aiflame.gpu.protocol import VERSION, HelperDevice, HelperError
+from aiflame.gpu.protocol import VERSION, Failed, HelperDevice, HelperError
 from aiflame.gpu.stalls.nvidia import is_part_of_another
 
 # Of a recording, and of those that one process is the first to tell of: a machine has 16, and a
@@ -36,6 +36,11 @@ _MAX_FACTS, _FEWEST_SHARES = 1 << 16, 2
 _END_S = 2.0
 # Of processes that are over, what they told of devices.
 _MOST_OVER = 64
+# With --gpu-calibrate, of the time: windows of 250 ms in each 10 s. A device of 132 multiprocessors
+# takes some 55,000 samples in one, computed from its clock and CUPTI's period, most of which are a
+# row of their own; the helper's ring has room for 100,000. Shorter ones would hold few steps of a
+# training, and to begin and end one costs the same.
+_SERIALISED_PERMILLE = 25
 # In a device's line: reasons of processes differ seldom.
 _MAX_WORDS = 3
 
@@ -45,6 +50,8 @@ NO_HELPER = "aiflame's helper is in no recorded process: only launches are known
 OTHER_VERSION = (
     "a process has a helper of another aiflame (protocol {}, not {}), which is not read: restart it"
 )
+
+_NO_WINDOW = "a window to measure the error of sharing failed"
 
 # What a helper could not do, and what helps; the vendor's own words follow where it has any.
 _ERRORS = {
@@ -63,6 +70,7 @@ _ERRORS = {
     HelperError.DRIVER: ("the driver has ended profiling", ""),
     HelperError.CALL: ("a call of CUPTI failed", ""),
     HelperError.NO_SAMPLES: ("kernels ran and no sample came", ""),
+    HelperError.SERIALISED: (_NO_WINDOW, ""),
 }
 
 
@@ -155,7 +163,9 @@ class NvidiaSampler:
                 helper.allow(self._share())
             helper = self._helpers[memory]
             self._read_one(helper)
-            helper.start(Tier.STALLS, self._host.wanted.duty_permille)
+            wanted = self._host.wanted
+            serialised = _SERIALISED_PERMILLE if wanted.calibrates else 0
+            helper.start(Tier.STALLS, wanted.duty_permille, serialised)
 
     def _share(self) -> int:
         """Returns how many facts of one process may be read until the next drain."""
@@ -287,9 +297,13 @@ def _why(process: Told) -> str:
         if failed.error not in _ERRORS:
             continue
         words, cure = _ERRORS[HelperError(failed.error)]
-        by = ", ".join(text for text in (failed.what, failed.text) if text)
-        found.append(f"{words}{f' ({by})' if by else ''}{f': {cure}' if cure else ''}")
+        found.append(f"{words}{_by(failed)}{f': {cure}' if cure else ''}")
     return "; ".join(found)
+
+
+def _by(failed: Failed) -> str:
+    by = ", ".join(text for text in (failed.what, failed.text) if text)
+    return f" ({by})" if by else ""
 
 
 def _details(told: HelperDevice, own: list[tuple[Told, int]]) -> list[str]:
@@ -300,14 +314,24 @@ def _details(told: HelperDevice, own: list[tuple[Told, int]]) -> list[str]:
     found += _distinct(one.library for one in best if one)
     periods: list[int] = []
     samples: Counter[str] = Counter()
+    windows = serialised_ns = 0
     for process, number in own:
         for context in process.contexts.values():
             if context.device == number:
                 periods.append(context.period_cycles)
                 samples["all"] += process.samples[context.context]
                 samples["exposed"] += process.twins[context.context]
+                windows += process.windows[context.context]
+                serialised_ns += process.serialised_ns[context.context]
     found += _distinct(f"a sample each {n:,} cycles" for n in periods if n)
     if samples["all"] and samples["exposed"]:
         share = 100 * samples["exposed"] / samples["all"]
         found.append(f"{share:.1f} % of samples while nothing was issued")
+    if windows:
+        found.append(
+            f"kernels serialised for {serialised_ns / 1e9:.2f} s, in {windows} window"
+            f"{'s' * (windows > 1)}, which slows down who launches them"
+        )
+    failed = (process.errors.get(HelperError.SERIALISED) for process, _ in own)
+    found += _distinct(f"{_NO_WINDOW}{_by(one)}" for one in failed if one is not None)
     return found

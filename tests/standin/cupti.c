@@ -92,8 +92,6 @@ static void at_run(const struct run *run)
 		runs[run_count++] = *run;
 	else if (times_are_on)
 		dropped++;
-	if (run->context && run->context->sampler.is_on)
-		run->context->sampler.has_samples = true;
 	if (run->context && run->context->sampler.is_on && !run->context->sampler.is_serialised &&
 	    sampled_count < MOST_RUNS)
 		sampled[sampled_count++] = *run;
@@ -450,7 +448,7 @@ EXPORTED cupti_result cuptiPCSamplingEnable(struct cupti_pc_switch *ask)
 	sampler->is_wedged = sampler->sessions <= standin_word("full", 0);
 	sampler->exponent = DEFAULT_EXPONENT;
 	sampler->is_period_set = false;
-	sampler->has_mode = sampler->is_serialised = sampler->has_samples = false;
+	sampler->has_mode = sampler->is_serialised = sampler->overflows = false;
 	sampler->buffer = NULL;
 	sampler->count = 0;
 	pthread_mutex_unlock(&standin_lock);
@@ -466,7 +464,7 @@ static cupti_result set_mode(struct sampler *sampler, uint32_t mode)
 		return 1;
 	if (is_serialised && standin_word("no-serialized", 0))
 		return CUPTI_NOT_SUPPORTED;
-	if (is_serialised != sampler->is_serialised && (sampler->has_mode || sampler->has_samples))
+	if (is_serialised != sampler->is_serialised && sampler->has_mode)
 		return 7;
 	sampler->has_mode = true;
 	sampler->is_serialised = is_serialised;
@@ -613,12 +611,13 @@ static void keep(struct sampler *sampler, const struct count *what)
 
 	if (!what->count)
 		return;
-	if (buffer && buffer->pcs < buffer->wanted_pcs && !sampler->count) {
+	if (buffer && buffer->pcs < buffer->wanted_pcs && !sampler->overflows) {
 		put_pc(&buffer->pc[buffer->pcs], what);
 		tell_fill(buffer, buffer->pcs + 1, 0);
 	} else {
 		uint32_t before = sampler->count;
 
+		sampler->overflows = true;
 		count(sampler, what->function, what->offset, what->reason, what->count);
 		if (sampler->count > before)
 			sampler->counts[before].correlation =
@@ -670,7 +669,7 @@ static void move(struct sampler *sampler, struct cupti_pc_data *data, size_t mos
 		buffer->pc[at - pcs] = buffer->pc[at];
 		buffer->pc[at - pcs].reasons = own;
 	}
-	tell_fill(buffer, left - pcs, sampler->count);
+	tell_fill(buffer, left - pcs, sampler->overflows ? sampler->count : 0);
 	data->pcs = pcs;
 	data->remaining_pcs = 0;
 }
@@ -686,8 +685,10 @@ static void fill(struct sampler *sampler, struct cupti_pc_data *data, size_t mos
 		data->samples += sampler->counts[sampler->count].count;
 	}
 	tell_fill(data, pcs, sampler->count);
+	sampler->overflows &= sampler->count > 0;
 	if (sampler->is_serialised && sampler->buffer && data != sampler->buffer)
-		tell_fill(sampler->buffer, sampler->buffer->pcs, sampler->count);
+		tell_fill(sampler->buffer, sampler->buffer->pcs,
+			  sampler->overflows ? sampler->count : 0);
 	data->dropped_samples = standin_word("drop", 0);
 	data->foreign_samples = standin_word("foreign", 0);
 }

@@ -11,8 +11,8 @@
  * In kernel-serialized mode a launch waits for its kernel, which begins when no other runs. What it was
  * sampled is then in the buffer that sampling was configured with, with the launch's number, and
  * GetData has it kernel by kernel. What finds no room in there has the number of one launch for all. The
- * mode is that of the session: it is set once, before anything is sampled. A launch in that mode, and
- * the end of sampling, synchronise: that ends all captures.
+ * mode is that of the session: it is set once. A launch in that mode, and the end of sampling,
+ * synchronise: that ends all captures.
  *
  * STANDIN in the environment has words that make something go wrong, NAME or NAME=NUMBER:
  *
@@ -95,7 +95,7 @@ struct run {
 };
 
 struct sampler {
-	bool is_on, is_wedged, has_mode, is_serialised, has_samples;
+	bool is_on, is_wedged, has_mode, is_serialised, overflows;
 	uint32_t sessions, exponent, reads;
 	bool is_period_set;
 	struct cupti_pc_data *buffer;

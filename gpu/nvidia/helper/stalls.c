@@ -307,10 +307,10 @@ static cupti_result configure(struct context *context, cu_context handle, const 
 {
 	size_t last_pcs = context->is_serialised ? MOST_SERIALISED_PCS : MOST_LAST_PCS;
 	struct cupti_pc_setting settings[] = {
+		{ .attribute = CUPTI_DATA_BUFFER, .pointer = &context->last },
 		{ .attribute = CUPTI_MODE,
 		  .number =
 			  context->is_serialised ? CUPTI_MODE_SERIALIZED : CUPTI_MODE_CONTINUOUS },
-		{ .attribute = CUPTI_DATA_BUFFER, .pointer = &context->last },
 		{ .attribute = CUPTI_PERIOD, .number = context->exponent },
 	};
 	struct cupti_pc_setting period = { .attribute = CUPTI_PERIOD };
@@ -666,7 +666,7 @@ static struct context *find_only(void)
 			 * context, as collectives do, which the same thread launches next.
 			 */
 			if (!are_several_told)
-				tell_error(ERROR_SERIALISED, 0, "several contexts: a window");
+				tell_error(ERROR_SERIALISED, 0, "the process has several contexts");
 			are_several_told = true;
 			return NULL;
 		}
@@ -695,7 +695,7 @@ void stalls_open_window(void)
 		disable(only, handle);
 		only->is_serialised = true;
 		enable(only, handle);
-		window_ns = now_ns();
+		window_ns = only->read_ns;
 		if (only->is_serialised && only->state == CONTEXT_ON)
 			window = only;
 		else
@@ -732,7 +732,7 @@ void stalls_close_window(bool is_due)
 		close_window();
 	} else if (!is_capture_told) {
 		/* Whoever began it could not wait for that. */
-		tell_error(ERROR_SERIALISED, 0, "the end of a window before a capture");
+		tell_error(ERROR_SERIALISED, 0, "a capture has begun meanwhile");
 		is_capture_told = true;
 	}
 }

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error of sharing as it is measured in serialised windows, against the error that there is.
+
+Driver and CUPTI are stand-ins (tests/standin): a block takes a microsecond, and is sampled eight times
+for each of its warps, so that two sites of a kernel may take the same time and differ in samples.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiflame.agent.model.gpu import NONE, Tier
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.device_rows import device_samples
+from aiflame.gpu.attribution import Certainty
+from nvidia_helper import SAMPLES_OF_BLOCK, Target, build
+from recordings import Recording, frames_of
+
+pytestmark = pytest.mark.bpf
+
+_SETUP = ("init", "context 0", "module 1000", "function 0 scale", "stream")
+# Windows of 50 ms in each two seconds, as the recorder asks for a fortieth of the time.
+_WINDOWS = "-DWINDOWS_NS=2000000000ull"
+_BLOCKS = 100
+# In a round three launches by one site, and one by the other, of as many blocks: 3:1 of the time.
+_OFTEN, _SELDOM = 3, 1
+
+
+@pytest.fixture(scope="module")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("standin"), _WINDOWS)
+
+
+def _site(profile: Profile, stack: int) -> str:
+    if stack in (NONE, -1):
+        return "unknown"
+    return "seldom" if "launch_dense" in frames_of(profile, stack) else "often"
+
+
+# How many warps the blocks of the seldom site have, and so which part of the samples is its own.
+@pytest.mark.parametrize("warps", [3, 9, 1])
+def test_the_error_of_sharing_is_measured(
+    standin: Path,
+    tmp_path: Path,
+    warps: int,
+    run_aiflame: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    # GIVEN two sites of a kernel, of which sharing by time knows 3:1 only
+    rounds = 0
+    with Target(standin, gpu="") as target:
+        target.obey(*_SETUP)
+        with Recording(tmp_path, "-p", target.pid, "--gpu-calibrate") as recording:
+            target.read_until(lambda told: any(state.tier for state in told.states))
+            launches = (f"launch 0 {_BLOCKS} {_OFTEN} 0", f"dense 0 {_BLOCKS} {_SELDOM} {warps}")
+            until_s = time.monotonic() + 60
+            while len(target.read().windows) < 2 and time.monotonic() < until_s:
+                target.obey(*launches, "sync")
+                rounds += 1
+            for _ in range(500):
+                target.obey(*launches, "sync")
+                rounds += 1
+            ended = recording.stop()
+    profile = ended.profile
+    # WHEN samples are given to stacks
+    given: Counter[tuple[str, Certainty]] = Counter()
+    found = device_samples(profile)
+    columns = (found.stack, found.certainty, found.count)
+    for stack, certainty, count in zip(*(column.tolist() for column in columns), strict=True):
+        given[_site(profile, stack), Certainty(certainty)] += count
+    whole = given.total()
+    # Sampling began with the first launch, and pauses when windows begin and end.
+    in_round = _BLOCKS * SAMPLES_OF_BLOCK * (_OFTEN + _SELDOM * warps)
+    assert 0.8 * rounds * in_round < whole <= rounds * in_round
+    # THEN those of windows are exact
+    own = _SELDOM * warps / (_OFTEN + _SELDOM * warps)
+    exact = {site: given[site, Certainty.EXACT] for site in ("often", "seldom")}
+    assert sum(exact.values()) > 5000
+    assert exact["seldom"] / sum(exact.values()) == pytest.approx(own, abs=0.03)
+    # AND sharing is off by what the others say
+    shared = {site: given[site, Certainty.SHARED] for site in ("often", "seldom")}
+    assert sum(shared.values()) > sum(exact.values())
+    off = abs(shared["seldom"] / sum(shared.values()) - own)
+    assert off == pytest.approx(abs(own - 0.25), abs=0.03)
+    # AND that is what was measured, and told
+    measured = found.error.measured
+    assert measured is not None and measured.windows == 2
+    assert measured.samples == sum(exact.values())
+    if warps == 1:
+        assert measured.off < 0.03
+    else:
+        assert off / 2 < measured.off < 2 * off
+    told = re.findall(
+        r"sharing measured in 2 serialised windows: (?:about|less than) ([0-9.]+) % with another"
+        r" stack, of [0-9,]+ samples",
+        ended.stderr,
+    )
+    assert [float(percent) for percent in told] == [pytest.approx(100 * measured.off, abs=0.51)]
+    # AND how long the program was slowed down
+    device = profile.gpu.devices[0]
+    assert device.tier is Tier.STALLS
+    (seconds, windows) = re.findall(
+        r"serialised for ([0-9.]+) s, in (\d+) windows", device.details
+    )[0]
+    assert windows == "2" and 0.09 < float(seconds) < 0.3
+    shown = run_aiflame("stats", ended.capture, "--view", "gpu").stdout
+    assert "sharing measured in 2 serialised windows" in " ".join(shown.split())
+    assert f"serialised for {seconds} s" in " ".join(shown.split())
+
+
+def test_without_the_flag_nothing_is_serialised(standin: Path, tmp_path: Path) -> None:
+    with Target(standin, gpu="") as target:
+        target.obey(*_SETUP)
+        with Recording(tmp_path, "-p", target.pid) as recording:
+            target.read_until(lambda told: any(state.tier for state in told.states))
+            until_s = time.monotonic() + 1
+            while time.monotonic() < until_s:
+                target.obey("launch 0 100 3 0", "dense 0 100 1 3", "sync")
+            ended = recording.stop()
+        assert target.read().windows == []
+    assert "serialised" not in ended.stderr + ended.profile.gpu.devices[0].details
+    assert "Shared is an estimate, off by" in ended.stderr
+    assert (ended.profile.gpu.samples["stack"] == NONE).all()
+
+
+def test_a_mode_that_is_not_there_is_told(standin: Path, tmp_path: Path) -> None:
+    with Target(standin, gpu="", standin="no-serialized") as target:
+        target.obey(*_SETUP)
+        with Recording(tmp_path, "-p", target.pid, "--gpu-calibrate") as recording:
+            target.read_until(lambda told: any(state.tier for state in told.states))
+            while not target.read().errors:
+                target.obey("launch 0 100 3 0", "dense 0 100 1 3", "sync")
+            target.obey("launch 0 100 3 0", "sync")
+            ended = recording.stop()
+    device = ended.profile.gpu.devices[0]
+    assert device.tier is Tier.STALLS
+    assert (
+        "a window to measure the error of sharing failed (cuptiPCSamplingSetConfigurationAttribute"
+        in device.details
+    )
+    assert "Shared is an estimate, off by" in ended.stderr
