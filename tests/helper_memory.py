@@ -108,6 +108,9 @@ class Memory:
         head = struct.pack("<QQII", begin_ns, end_ns, context, device)
         self.put(Passing.STALLS, head + np.array([*rows], protocol.STALLS).tobytes())
 
+    def serialised(self, begin_ns: int, end_ns: int, context: int = 1, device: int = 0) -> None:
+        self.put(Passing.SERIALISED, struct.pack("<QQII", begin_ns, end_ns, context, device))
+
     def losses(self, losses: dict[int, int]) -> None:
         rows = [(loss, 0, count) for loss, count in losses.items()]
         self.put(Passing.LOSSES, np.array(rows, protocol.LOSSES).tobytes())

@@ -452,7 +452,7 @@ _QUESTIONS: tuple[Question, ...] = (
 )
 # What there is no answer for yet.
 _OPEN = (
-    "split: the error of sharing samples against serialised windows (5.4, 5): the helper has none",
+    "split: the error of sharing samples (5.4, 5): record --gpu-calibrate tells it; not asked here",
     "instances: MIG, MPS, Blackwell (5.4, 9): not on this machine",
 )
 

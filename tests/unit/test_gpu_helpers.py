@@ -102,6 +102,55 @@ def test_all_records_of_one_read_out_have_its_time() -> None:
     assert (host.samples[-1].begin_ns, host.samples[-1].end_ns) == (2_500, 2_600)
 
 
+def test_windows_are_added_up_and_end_the_read_outs_before_them() -> None:
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    row, numbered = (1, 0, 0, 1, 0, 0, 3), (1, 0, 41, 1, 0, 0, 3)
+    memory.stalls(1_500, 2_000, row)
+    memory.stalls(2_100, 2_200, numbered)
+    memory.stalls(2_250, 2_300, numbered)
+    # WHEN a window is over
+    memory.serialised(2_050, 2_350)
+    memory.stalls(2_400, 2_500, row)
+    memory.serialised(2_600, 2_700)
+    helper.read(0)
+    # THEN what is sampled afterwards was not taken in it
+    between = [(s.launch_id, s.begin_ns, s.end_ns) for s in host.samples]
+    assert between == [
+        *((0, 1_500, 2_000), (41, 2_000, 2_200), (41, 2_200, 2_300)),
+        (0, 2_400, 2_500),
+    ]
+    assert (helper.told.windows, helper.told.serialised_ns) == ({1: 2}, {1: 300 + 100})
+    assert not host.lost
+
+
+def test_windows_that_cannot_be_count_for_nothing() -> None:
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    later_ns = time.monotonic_ns() + 10**12
+    memory.serialised(5_000, 4_000)
+    memory.serialised(500, 900)  # before the recording
+    memory.serialised(2_000, 3_000, context=77)  # of a context that is none
+    memory.serialised(900, 1_200)
+    memory.serialised(1_000, 1_300)  # overlaps the one before
+    for _ in range(1_000):
+        memory.serialised(1_000, 1_300)
+    memory.serialised(later_ns, later_ns + 10**18)
+    helper.read(0)
+    assert (helper.told.windows, helper.told.serialised_ns) == ({1: 2}, {1: 200 + 100})
+    memory.serialised(2_000, 2**64 - 1)
+    helper.read(1)
+    assert helper.told.serialised_ns[1] <= time.monotonic_ns()
+
+
+def test_it_is_told_for_how_much_of_the_time_launches_are_wanted() -> None:
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    helper.read(0)
+    helper.start(Tier.STALLS, 1000, 25)
+    assert memory.told == [struct.pack("<4s7I", b"aifc", 1, 1, 2, 1000, 0, 500, 25)]
+
+
 def test_what_was_before_the_recording_is_another_ones() -> None:
     memory, host = _sound(), Host()
     memory.stalls(100, 900, (1, 0, 0, 1, 0, 0, 50))
@@ -239,6 +288,7 @@ def test_one_without_a_pipe_is_a_loss(descriptor: int) -> None:
         (Passing.LOSSES, struct.pack("<IIQ", 999, 0, 1)),
         (Passing.ERROR, struct.pack("<QIi", 1, 4, 0) + b"no end!!"),
         (Passing.STATE, b"x" * 8),
+        (Passing.SERIALISED, b"x" * 8),
         (77, b""),
         (Fact.HELLO, b"x" * 8),
         (Fact.NAME, struct.pack("<II", 3, 0) + b"y" * 8),

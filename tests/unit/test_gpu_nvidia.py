@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ import pytest
 from aiflame.agent.doctor import gpu as doctor_gpu
 from aiflame.agent.doctor.base import Context, Status
 from aiflame.agent.model.gpu import Device, StallReason, Tier
-from aiflame.gpu.base import Interval
+from aiflame.gpu.base import Interval, Wanted
 from aiflame.gpu.families import FAMILIES
 from aiflame.gpu.nvidia import machine
 from aiflame.gpu.nvidia.family import NvidiaFamily
@@ -254,6 +255,26 @@ def test_what_keeps_a_process_from_a_tier_is_told(
     assert device.tier is Tier.TIMES
     assert device.limit.startswith("why; ")
     assert words in device.limit
+
+
+def test_windows_and_what_failed_of_them_are_told_with_the_device(proc: Path) -> None:
+    _drive(proc)
+    memory = _memory()
+    memory.error(HelperError.SERIALISED, 0, "the process has several contexts")
+    host = Host(memory)
+    host.wanted = Wanted(calibrates=True)
+    sampler = _sampler(proc, host)
+    for begin_ns in (10**6, 10**9):
+        memory.serialised(begin_ns, begin_ns + 250 * 10**6)
+    sampler.drain(Interval(0))
+    (device,) = host.devices
+    assert (device.tier, device.limit) == (Tier.STALLS, "")
+    assert device.details.endswith(
+        "; kernels serialised for 0.50 s, in 2 windows, which slows down who launches them;"
+        " a window to measure the error of sharing failed (the process has several contexts)"
+    )
+    # AND the helper was asked for them, in a fortieth of the time
+    assert memory.told == [struct.pack("<4s7I", b"aifc", 1, 1, 2, 1000, 0, 500, 25)]
 
 
 def test_the_best_of_several_processes_is_the_devices_tier(proc: Path) -> None:

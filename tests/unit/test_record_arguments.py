@@ -219,7 +219,22 @@ def test_the_duty_of_helpers_arrives(recordings: _Recordings, words: str, permil
     assert options.gpu_duty_permille == permille
 
 
-@pytest.mark.parametrize("words", ["--gpu-duty 0", "--gpu-duty 101", "--gpu none --gpu-duty 5"])
+@pytest.mark.parametrize(("words", "calibrates"), [("", False), (" --gpu-calibrate", True)])
+def test_the_wish_to_calibrate_arrives(
+    recordings: _Recordings, words: str, calibrates: bool
+) -> None:
+    assert cli.main(f"record -a -d 2s --gpu auto{words}".split()) == 0
+    [(_, options, _)] = recordings.asked
+    assert options.gpu_calibrate is calibrates
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--gpu-duty 0", "--gpu-duty 101", "--gpu none --gpu-duty 5"),
+        *("--gpu none --gpu-calibrate", "--gpu-duty 10 --gpu-calibrate"),
+    ],
+)
 def test_a_duty_that_makes_no_sense_is_refused(recordings: _Recordings, words: str) -> None:
     try:
         code = cli.main(f"record -a {words}".split())

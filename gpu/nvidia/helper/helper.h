@@ -5,7 +5,8 @@
  * One thread of its own does what takes time: it calls CUPTI, and writes. CUPTI's callbacks come in
  * the target's threads, where a launch waits for them: they take no lock, and leave what they have
  * to events.h. The one lock is held by who calls CUPTI and writes: the helper's thread, and for a
- * moment who begins (InitializeInjection) and who destroys a context.
+ * moment who begins (InitializeInjection), who destroys a context, and who begins a capture in a
+ * serialised window.
  */
 #ifndef AIFLAME_HELPER_H
 #define AIFLAME_HELPER_H

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CUPTI's callbacks: they run in the target's threads, inside of its calls, and wait for nobody. */
+/*
+ * CUPTI's callbacks: they run in the target's threads, inside of its calls, and wait for nobody, but for
+ * two of which stalls.c tells why.
+ */
 #include "helper.h"
 
 #include <stdlib.h>

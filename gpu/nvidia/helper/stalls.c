@@ -612,7 +612,7 @@ void stalls_ran(uint32_t uid, uint64_t ns)
 }
 
 /*
- * The one callback that may wait: CUPTI must not be reading a context that is destroyed. It takes as
+ * One of two callbacks that may wait: CUPTI must not be reading a context that is destroyed. It takes as
  * long as a read-out; where that does not end, the helper's thread is told to call CUPTI with it no
  * more.
  */
@@ -738,7 +738,7 @@ void stalls_close_window(bool is_due)
 }
 
 /*
- * A callback that may wait: in a window launches synchronise, which a capture does not bear, and in
+ * The other callback that may wait: in a window launches synchronise, which a capture does not bear, and in
  * the capture the window could not end. Sampling goes on when it is over.
  */
 void stalls_before_capture(void)
