@@ -405,6 +405,10 @@ class LossKind(enum.Enum):
         is_of_device=True,
     )
     KERNEL_TIMES_DROPPED = _Entry("kernel times that a driver dropped, for want of buffers")
+    KERNEL_TIMES_ADDED_UP = _Entry(
+        "kernel times beyond 30,000 a second of one process, or its part where more than two have a"
+        " helper: they count, added up by kernel, and are shared among the stacks that launched it"
+    )
     DEVICE_NAMES_FULL = _Entry(
         "names of kernels and reasons for which there was no room: what is theirs is unnamed"
     )

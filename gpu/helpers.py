@@ -8,6 +8,7 @@ time and memory.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 import time
@@ -54,6 +55,10 @@ _MAX_ERRORS = 16
 # Nodes of graphs whose building is known, 18 MB of the recorder's memory: a server of a language
 # model has some 70 graphs of a thousand nodes, each instantiated once.
 _MAX_NODES = 1 << 17
+_UNLIMITED = 1 << 62
+# Of kernel times that are added up. A kernel runs no 18 minutes, and the clocks of devices are less
+# ahead (devices.devices).
+_MAX_TIME_NS, _MAX_AHEAD_NS = 1 << 40, 1_000_000_000
 # One record may tell of so many; more makes no sense.
 _MAX_LOST = 1 << 32
 
@@ -181,6 +186,7 @@ class Helper:
         self._words: set[str] = set()
         self._count = 0
         self._is_unread = False  # from now on
+        self._times_left, self._cpu_left_s = _UNLIMITED, math.inf
         self._started_ns: int | None = None
         self._has_answered = False  # has said how far it comes since it was to begin
         self._is_over = False  # its process, when it was left
@@ -215,9 +221,16 @@ class Helper:
         if number < 0 or not self._memory.tell(number, message):
             self._host.lose(LossKind.DEVICE_CONTROL_REFUSED)
 
-    def allow(self, facts: int) -> None:
-        """Lets so many facts be read from now on; what they are told of waits for the rest."""
+    def allow(self, facts: int, times: int = _UNLIMITED, cpu_s: float = math.inf) -> None:
+        """Says what may be read until this is called again.
+
+        Args:
+            facts: How many; what they are told of waits for the rest.
+            times: How many kernel times are taken one by one; others are added up.
+            cpu_s: For how long. What is read at once is bounded, and finished.
+        """
         self._facts.left = facts
+        self._times_left, self._cpu_left_s = times, cpu_s
 
     def leave(self) -> None:
         """Wants nothing of it any more: it ends, unless another recorder wants it on."""
@@ -256,8 +269,15 @@ class Helper:
         Args:
             interval: Seconds since the start.
         """
-        if self._is_unread:
-            return []
+        if self._is_unread or self._cpu_left_s <= 0:
+            return []  # it stays in the ring, which counts what is overwritten there
+        begun_s = time.thread_time()
+        try:
+            return self._read_some(interval)
+        finally:
+            self._cpu_left_s -= time.thread_time() - begun_s
+
+    def _read_some(self, interval: int) -> list[KernelSample]:
         # Facts after the ring: what a record of it speaks of was written before.
         was_off = self._is_off
         if not self._waiting:
@@ -389,6 +409,52 @@ class Helper:
             self._host.lose(kind, min(count, _MAX_LOST))
 
     def _times(self, rows: npt.NDArray[np.void]) -> Iterator[KernelTime]:
+        exact = min(len(rows), self._times_left)
+        self._times_left -= exact
+        yield from self._one_by_one(rows[:exact])
+        if exact < len(rows):
+            yield from self._added_up(rows[exact:])
+
+    def _added_up(self, rows: npt.NDArray[np.void]) -> Iterator[KernelTime]:
+        """Adds up kernel times by kernel: that takes a tenth of the time.
+
+        Their launches are not told any more.
+        """
+        took_ns = rows["end_ns"] - rows["begin_ns"]
+        is_sound = (rows["end_ns"] >= rows["begin_ns"]) & (took_ns <= _MAX_TIME_NS)
+        is_sound &= rows["end_ns"] <= time.monotonic_ns() + _MAX_AHEAD_NS
+        refused = len(rows) - int(is_sound.sum())
+        if refused:
+            self._host.lose(LossKind.KERNEL_TIMES_REFUSED, refused)
+        rows, took_ns = rows[is_sound], took_ns[is_sound]
+        pairs = rows["device"].astype(np.uint64) << np.uint64(32) | rows["name"]
+        keys, of = np.unique(pairs, return_inverse=True)
+        of = of.reshape(-1)
+        counts, sums, ends = np.zeros((3, len(keys)), np.uint64)
+        begins = np.full(len(keys), np.iinfo(np.uint64).max)
+        np.add.at(counts, of, np.uint64(1))
+        np.add.at(sums, of, took_ns)
+        np.minimum.at(begins, of, rows["begin_ns"])
+        np.maximum.at(ends, of, rows["end_ns"])
+        columns = (column.tolist() for column in (keys, begins, ends, sums, counts))
+        for key, begin_ns, end_ns, sum_ns, count in zip(*columns, strict=True):
+            device, name = divmod(key, 1 << 32)
+            number = self._device(device)
+            if number is None:
+                self._host.lose(LossKind.KERNEL_TIMES_REFUSED, count)
+                continue
+            self._host.lose(LossKind.KERNEL_TIMES_ADDED_UP, count)
+            yield KernelTime(
+                device=number,
+                process=self.process,
+                kernel=self._names.get(name, ""),
+                begin_ns=begin_ns,
+                end_ns=end_ns,
+                duration_ns=sum_ns,
+                count=count,
+            )
+
+    def _one_by_one(self, rows: npt.NDArray[np.void]) -> Iterator[KernelTime]:
         for row in rows.tolist():
             launch, begin_ns, end_ns, queue, node, name, device, _, _ = row
             number = self._device(device)

@@ -32,6 +32,10 @@ _MAX_DEVICES, _MAX_DEVICES_OF_PROCESS = 64, 16
 # Of a drain and the second after it: 0.2 s of the recorder's time. Each process has the same part
 # of it, and no more than if there were so few of them. Graphs have a fact for each of their nodes.
 _MAX_FACTS, _FEWEST_SHARES = 1 << 16, 2
+# Of a drain and the second after it, shared in the same way: kernel times that are taken one by
+# one, nearly as many as a window has room for; and the recorder's time for all that helpers tell,
+# in seconds. What is left is read after the next drain.
+_MAX_TIMES, _MAX_CPU_S = 60_000, 0.4
 # For what devices still hold: a helper reads twice a second, and ends within one reading.
 _END_S = 2.0
 # Of processes that are over, what they told of devices.
@@ -134,6 +138,8 @@ class NvidiaSampler:
     def stop(self) -> None:
         """Has helpers end, and takes what is left."""
         self._read_all()
+        for helper in self._helpers.values():  # for as long as it is waited for
+            helper.allow(self._share(_MAX_FACTS), self._share(_MAX_TIMES))
         await_end(self._helpers.values(), self._read_one, _END_S)
         self._tell([] if self._readings is None else self._readings.finish())
 
@@ -150,7 +156,7 @@ class NvidiaSampler:
             self._over.append(helper.told)
             self._code.forget(memory.process)
         for helper in self._helpers.values():
-            helper.allow(self._share())
+            self._allow(helper)
         self._read(memories)
 
     def _read(self, memories: Iterable[SharedMemory]) -> None:
@@ -160,16 +166,20 @@ class NvidiaSampler:
                 helper = self._helpers[memory] = Helper(
                     memory, self._host, number_of, is_part_of_another, self._host.since_ns
                 )
-                helper.allow(self._share())
+                self._allow(helper)
             helper = self._helpers[memory]
             self._read_one(helper)
             wanted = self._host.wanted
             serialised = _SERIALISED_PERMILLE if wanted.calibrates else 0
             helper.start(Tier.STALLS, wanted.duty_permille, serialised)
 
-    def _share(self) -> int:
-        """Returns how many facts of one process may be read until the next drain."""
-        return _MAX_FACTS // max(len(self._helpers), _FEWEST_SHARES)
+    def _allow(self, helper: Helper) -> None:
+        """Gives a process its part of what is read until the next drain."""
+        cpu_s = _MAX_CPU_S / max(len(self._helpers), _FEWEST_SHARES)
+        helper.allow(self._share(_MAX_FACTS), self._share(_MAX_TIMES), cpu_s)
+
+    def _share(self, whole: int) -> int:
+        return whole // max(len(self._helpers), _FEWEST_SHARES)
 
     def _read_one(self, helper: Helper) -> None:
         self._code.keep(helper.read(self._interval), helper.code)

@@ -31,6 +31,7 @@ from aiflame.agent.sinks import launch_ids
 from aiflame.agent.unwind.table import PAGE_BYTES, PAGE_SHIFT
 from aiflame.agent.unwind.x86_64 import RULE, RbpKind, RuleKind
 from aiflame.gpu.apis.base import Grid, HandleFrom, WaitsFor
+from aiflame.gpu.nvidia import sampler
 
 _BPF = Path(__file__).parents[2] / "bpf"
 _HEADER = (_BPF / "aiflame.h").read_text()
@@ -168,6 +169,7 @@ _FIGURES: dict[LossKind, int | tuple[str, str]] = {
     LossKind.LAUNCHES_NOT_TIMED: loader.ProgramOptions(abi.Filter.ALL, 0).calls_max // 2,
     LossKind.SAMPLES_NOT_TIMED: timed._SAMPLES_PER_S,
     LossKind.PROCESSES_NOT_TIMED: loader._TIMED_PROCESSES_MAX,
+    LossKind.KERNEL_TIMES_ADDED_UP: sampler._MAX_TIMES // sampler._FEWEST_SHARES,
     LossKind.GRAPH_BUILDERS_FULL: launch_ids._MOST_BUILDERS,
     LossKind.DEVICE_CODE_NOT_STORED: devices._MAX_STORED_BYTES // 1_000_000,
 }
