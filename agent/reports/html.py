@@ -125,6 +125,7 @@ def _time(profile: Profile, grid: Grid | None) -> dict[str, Any] | None:
         end_s = recorded_s
     calls = launch_calls(profile.gpu)
     bucket = (calls["interval"].astype(np.int64) - grid.start_s) // grid.width_s
+    told = loads(profile.gpu, grid.start_s, grid.width_s, grid.buckets)
     launches = np.bincount(bucket, calls["count"], grid.buckets).astype(np.int64)
     return {
         "start_s": grid.start_s,
@@ -133,10 +134,8 @@ def _time(profile: Profile, grid: Grid | None) -> dict[str, Any] | None:
         "end_s": end_s,
         "recorded_s": profile.recording.duration_ns / NS_PER_S or end_s,
         "launches": launches.tolist() if launches.any() else [],
-        "devices": [
-            _load(load, profile.gpu)
-            for load in loads(profile.gpu, grid.start_s, grid.width_s, grid.buckets)[:_MAX_LOADS]
-        ],
+        "devices": [_load(load, profile.gpu) for load in told[:_MAX_LOADS]],
+        "devices_left_out": max(0, len(told) - _MAX_LOADS),
     }
 
 

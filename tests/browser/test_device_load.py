@@ -147,3 +147,18 @@ def test_memory_that_is_not_told_has_no_line(page: Page, tmp_path: Path) -> None
         "memory: not known",
     ]
     assert _pixel(page, 2, 1.5, 0.5) == _pixel(page, 2, 1.5, 0.9)
+
+
+def test_of_many_devices_the_first_have_lanes(page: Page, tmp_path: Path) -> None:
+    profile = _profile()
+    rows = profile.gpu.readings[profile.gpu.readings["device"] == 0]
+    readings = np.concatenate([rows] * 18)
+    readings["device"] = np.repeat(np.arange(18), len(rows))
+    gpu = replace(profile.gpu, readings=readings, devices=profile.gpu.devices[:1] * 18)
+    changed = replace(profile, gpu=gpu)
+    (tmp_path / "run.html").write_bytes(FORMATS["html"].render(changed, ReportOptions()))
+    page.open(tmp_path / "run.html")
+    names = page.value("aiflame.strip.lanes.map((lane) => lane.name)")
+    assert names[2:] == [f"GPU {number}" for number in range(16)]
+    assert page.text("range").endswith(" 2 more devices are in aiflame stats.")
+    assert "NVIDIA" not in _hover(page, 12.5)

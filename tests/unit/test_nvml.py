@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import os
 import subprocess
 import time
 import uuid
@@ -309,15 +308,14 @@ def test_words_are_cut() -> None:
     assert (len(said.name), len(asked.why(_A))) == (200, 200)
 
 
-def test_a_process_that_says_too_much_is_ended(tmp_path: Path) -> None:
+def test_a_process_that_says_too_much_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # GIVEN a process that says one line which never ends
     module = tmp_path / "loud.py"
     module.write_text("import sys\nwhile True: sys.stdout.write('x' * 1000)\n")
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        loud = LineProcess("loud", [])
-    finally:
-        del os.environ["PYTHONPATH"]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    loud = LineProcess("loud", [])
     wait_until(lambda: not loud.take() and loud.is_over(), 30)
     assert loud.pid is None
 

@@ -5,6 +5,7 @@
 const GUTTER_PX = 148; // for the names of lanes
 const LANE_PX = 30;
 const LANE_GAP_PX = 5;
+const MODELS_TOLD = 4; // a machine with more devices mostly has them of one model
 const KEY_PX = 8; // what bars and lines of a lane look like, before their names
 const AXIS_PX = 16;
 const TICK_PX = 90; // at least, between two labels of the axis
@@ -249,7 +250,8 @@ class Strip {
     const seconds = this.secondsOf(from, to);
     for (const lane of this.lanes) {
       if (lane.busy) {
-        facts.push([lane.name, lane.words(from, to)], ["", lane.model]);
+        facts.push([lane.name, lane.words(from, to)]);
+        if (this.time.devices.length <= MODELS_TOLD) facts.push(["", lane.model]);
         continue;
       }
       const weights = lane.series.map((part) => part.slice(from, to).reduce((sum, weight) => sum + weight, 0));
@@ -267,10 +269,12 @@ class Strip {
     byId("range-clear").hidden = !this.page.state.range;
     const words = range ? this.facts(...range).filter(([name]) => name).map((fact) => fact.join(" ")) : [];
     const coarse = this.time.width_s > 1 ? ` A bar is ${moment(this.time.width_s, 0)}.` : "";
+    const more = this.time.devices_left_out;
+    const leftOut = more ? ` ${more} more devices are in aiflame stats.` : "";
     const seconds = range ? range.map((bucket) => `${Number(this.startOf(bucket).toFixed(3))}s`) : [];
     byId("range").title = range ? `aiflame report CAPTURE --from ${seconds[0]} --to ${seconds[1]}` : "";
     byId("range").textContent = range
-      ? `${this.rangeWords(range)}: ${words.join("; ")}` : `Drag over the strip to choose a time range.${coarse}`;
+      ? `${this.rangeWords(range)}: ${words.join("; ")}` : `Drag over the strip to choose a time range.${coarse}${leftOut}`;
   }
 
   // ---- events --------------------------------------------------------------------------------
