@@ -17,6 +17,9 @@ from aiflame.agent.model.profile import NS_PER_S
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
+# A reading may be of ten seconds, and so ten times as large while it is spread over them.
+_ROWS_AT_ONCE = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
@@ -61,39 +64,48 @@ def loads(gpu: GpuProfile, start_s: int, width_s: int, buckets: int) -> list[Dev
     found = []
     for number in np.unique(gpu.readings["device"]).tolist():
         own = np.flatnonzero((gpu.readings["device"] == number) & (first < end))
-        rows = gpu.readings[own]
-        length = end[own] - first[own]
-        # One entry for each bucket of each reading.
-        row = np.repeat(np.arange(len(own)), length)
-        step = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
-        bucket = first[own][row] + step
-        begins = np.maximum(first_s[own][row], start_s + bucket * width_s)
-        ends = np.minimum(end_s[own][row], start_s + (bucket + 1) * width_s)
-        # Several of one second count for as long as they lasted.
-        lasted = (rows["end_ns"] - rows["begin_ns"]).astype(np.float64)[row] + 1
-        part = lasted * (ends - begins) / (end_s[own] - first_s[own])[row]
+        sums = _Sums(buckets)
+        for at in range(0, len(own), _ROWS_AT_ONCE):
+            some = own[at : at + _ROWS_AT_ONCE]
+            length = end[some] - first[some]
+            # One entry for each bucket of each reading.
+            row = np.repeat(some, length)
+            step = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
+            bucket = first[row] + step
+            begins = np.maximum(first_s[row], start_s + bucket * width_s)
+            ends = np.minimum(end_s[row], start_s + (bucket + 1) * width_s)
+            sums.add(gpu.readings[row], bucket, (ends - begins) / (end_s[row] - first_s[row]))
+        total_bytes = int(gpu.readings["total_bytes"][own].max(initial=0))
         found.append(
-            DeviceLoad(
-                number,
-                gpu.devices[number],
-                _busy(rows["busy_permille"][row], bucket, part, buckets),
-                _used(rows["used_bytes"][row], bucket, buckets),
-                int(rows["total_bytes"].max(initial=0)),
-            )
+            DeviceLoad(number, gpu.devices[number], sums.busy(), sums.used_bytes, total_bytes)
         )
     return found
 
 
-def _busy(permille: npt.NDArray[np.uint16], bucket: I64, part: F64, buckets: int) -> F64:
-    known = permille != BUSY_UNKNOWN
-    whole = np.bincount(bucket[known], part[known], buckets)
-    busy = np.bincount(bucket[known], part[known] * permille[known] / MOST_PERMILLE, buckets)
-    shares: F64 = np.where(whole > 0, busy / np.where(whole > 0, whole, 1), np.nan)
-    return shares
+class _Sums:
+    """What is known of each bucket."""
 
+    def __init__(self, buckets: int) -> None:
+        self._known_ns = np.zeros(buckets)
+        self._busy_ns = np.zeros(buckets)
+        self.used_bytes = np.full(buckets, np.nan)
 
-def _used(used_bytes: npt.NDArray[np.uint64], bucket: I64, buckets: int) -> F64:
-    known = used_bytes != NO_SIZE
-    most = np.full(buckets, np.nan)
-    np.fmax.at(most, bucket[known], used_bytes[known].astype(np.float64))
-    return most
+    def add(self, rows: npt.NDArray[np.void], bucket: I64, part: F64) -> None:
+        """Adds readings, each to a bucket; `part` of each is in that."""
+        permille, used_bytes = rows["busy_permille"], rows["used_bytes"]
+        # Several of one second count for as long as they lasted.
+        lasted_ns = part * ((rows["end_ns"] - rows["begin_ns"]).astype(np.float64) + 1)
+        known = permille != BUSY_UNKNOWN
+        np.add.at(self._known_ns, bucket[known], lasted_ns[known])
+        busy_ns = lasted_ns[known] * permille[known] / MOST_PERMILLE
+        np.add.at(self._busy_ns, bucket[known], busy_ns)
+        known = used_bytes != NO_SIZE
+        np.fmax.at(self.used_bytes, bucket[known], used_bytes[known].astype(np.float64))
+
+    def busy(self) -> F64:
+        """Returns shares of the time that is known."""
+        is_known = self._known_ns > 0
+        shares: F64 = np.where(
+            is_known, self._busy_ns / np.where(is_known, self._known_ns, 1), np.nan
+        )
+        return shares

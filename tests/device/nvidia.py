@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
-from aiflame.agent.model.gpu import NONE
+from aiflame.agent.model.gpu import BUSY_UNKNOWN, NONE
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.processes import procfs
 from aiflame.agent.reports.device_times import device_times
@@ -216,11 +216,27 @@ class Bench:
         capture = self.out / f"{name}.aiflame"
         arguments = [*map(str, words), "--force", "-o", str(capture)]
         done = subprocess.run(
-            [*self.recorder, *arguments], capture_output=True, text=True, check=False, timeout=120
+            [*self.recorder, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=self.recorder_environment,
         )
         if done.returncode:
             raise RuntimeError(f"record: {done.stderr.strip()[-600:]}")
         return Recorded(read_capture(capture), done.stderr, capture)
+
+    @property
+    def recorder_environment(self) -> dict[str, str]:
+        """In which NVML is found, that of the stand-in where there is one."""
+        if self._standin is None:
+            return {**os.environ}
+        return {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(self._standin),
+            "NVML_STANDIN": "curve=40",
+        }
 
     @property
     def recorder(self) -> list[str]:
@@ -408,6 +424,66 @@ def capturing(bench: Bench) -> tuple[str, Values]:
         return "they do", {"steps": len(program.steps())}
 
 
+def load(bench: Bench) -> tuple[str, Values]:
+    """Does NVML tell how busy the device is, as kernel times do, and what does asking take?"""
+    with bench.program("train") as program:
+        found = bench.record("load", "-p", program.pid, "--gpu", "nvidia", "-d", 2 * _RECORD_S)
+    gpu = found.profile.gpu
+    rows = gpu.readings[gpu.readings["busy_permille"] != BUSY_UNKNOWN]
+    # The helper comes late; kernels of a training step do not overlap.
+    rows = rows[rows["begin_ns"] >= _RECORD_S * 1_000_000_000]
+    lasted_ns = (rows["end_ns"] - rows["begin_ns"]).astype(float)
+    first_ns, last_ns = int(rows["begin_ns"].min()), int(rows["end_ns"].max())
+    times = gpu.times[(gpu.times["end_ns"] >= first_ns) & (gpu.times["end_ns"] <= last_ns)]
+    ran_percent = 100 * int(times["duration_ns"].sum()) / (last_ns - first_ns)
+    values: Values = {
+        "readings": len(gpu.readings),
+        "busy_percent": round(
+            float((lasted_ns * rows["busy_permille"]).sum() / lasted_ns.sum() / 10), 1
+        ),
+        "kernels_percent": round(ran_percent, 1),
+        "memory_mib": int(rows["used_bytes"].max()) >> 20,
+        "memory_all_mib": int(rows["total_bytes"].max()) >> 20,
+        **_took_us(bench.recorder_environment),
+    }
+    details = "; ".join(device.details for device in gpu.devices)
+    return f"100 %: all the time that was read; {details}", values
+
+
+# Of a process of its own, as the recorder asks: the first device.
+_ASK = """
+import json, time, pynvml as nvml
+def took_us(ask):
+    times = []
+    for _ in range(50):
+        begun_ns = time.perf_counter_ns()
+        ask()
+        times.append(time.perf_counter_ns() - begun_ns)
+    return sorted(times)[25] // 1000
+begun_ns = time.perf_counter_ns()
+nvml.nvmlInit()
+found = {"init_us": (time.perf_counter_ns() - begun_ns) // 1000}
+device = nvml.nvmlDeviceGetHandleByIndex(0)
+found["samples_us"] = took_us(lambda: nvml.nvmlDeviceGetSamples(device, 1, 0))
+found["rates_us"] = took_us(lambda: nvml.nvmlDeviceGetUtilizationRates(device))
+found["memory_us"] = took_us(lambda: nvml.nvmlDeviceGetMemoryInfo(device, nvml.nvmlMemory_v2))
+kind, samples = nvml.nvmlDeviceGetSamples(device, 1, 0)
+found |= {"samples_kind": kind, "samples_kept": len(samples)}
+apart = [b.timeStamp - a.timeStamp for a, b in zip(samples, samples[1:])]
+found["samples_apart_us"] = sorted(apart)[len(apart) // 2] if apart else 0
+print(json.dumps(found))
+"""
+
+
+def _took_us(environment: dict[str, str]) -> Values:
+    """Returns what calls of NVML take, and what its samples are like."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK], capture_output=True, text=True, check=True, env=environment
+    )
+    values: Values = json.loads(done.stdout)
+    return values
+
+
 def second(bench: Bench) -> tuple[str, Values]:
     """What if PyTorch's profiler has CUPTI? (5.4, 7)"""
     with bench.program("profiled") as program:
@@ -448,7 +524,7 @@ def _rss_kb(pid: int) -> int:
 
 
 _QUESTIONS: tuple[Question, ...] = (
-    *(machine, late, command, both_apis, overhead, recording, capturing, second, switching),
+    *(machine, late, command, both_apis, overhead, recording, load, capturing, second, switching),
 )
 # What there is no answer for yet.
 _OPEN = (

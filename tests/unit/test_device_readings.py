@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -97,6 +98,18 @@ def test_several_readings_of_a_second_count_for_as_long_as_they_lasted() -> None
     (load,) = loads(_gpu(*rows), 0, 1, 1)
     assert load.busy[0] == pytest.approx(0.4, abs=1e-6)
     assert load.used_bytes[0] == 5
+
+
+def test_readings_of_ten_seconds_each_take_no_more_room_than_others() -> None:
+    # GIVEN as many as two days have, all in one hour, and all as long as can be
+    gpu = _gpu(*[(0, at % 3590 * _S, (at % 3590 + 10) * _S, 500, 1, 2) for at in range(200_000)])
+    tracemalloc.start()
+    try:
+        (load,) = loads(gpu, 0, 1, 3_600)
+        assert tracemalloc.get_traced_memory()[1] < 150 << 20
+    finally:
+        tracemalloc.stop()
+    assert load.busy[:-1] == pytest.approx(0.5)
 
 
 def test_buckets_before_and_after_the_readings_are_unknown() -> None:
