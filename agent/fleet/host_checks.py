@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host must have so that processes are not mislabelled, and what its cgroups do not allow."""
+"""What a host must have so that nobody is mislabelled, and what its cgroups do not allow."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def cgroup_layout(mounts: Iterable[str] | None = None) -> CgroupLayout:
 def require_host_pids() -> None:
     """Refuses to label processes from inside a pid namespace.
 
-    The kernel half speaks of the host's pids: looked up in a /proc of other pids, they would get the
-    names of other processes.
+    The kernel half speaks of the host's pids: looked up in a /proc of other pids, they would get
+    the names of other processes.
 
     Raises:
         EnvironmentUnfit: This process runs in a pid namespace of its own.

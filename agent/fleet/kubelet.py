@@ -10,6 +10,7 @@ labelled with was chosen by whoever may make pods in their namespace.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -262,24 +263,25 @@ class Kubelet:
         connection = http.client.HTTPSConnection(
             settings.host, settings.port, timeout=self._step_s, context=self._trust()
         )
-        try:
-            headers = {"Authorization": f"Bearer {self._token()}", "Accept": "application/json"}
+        headers = {"Authorization": f"Bearer {self._token()}", "Accept": "application/json"}
+        with contextlib.closing(connection):
             connection.request("GET", _PATH, headers=headers)
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                raise KubeletError(_refusal(response.status))
-            parts, size = [], 0
-            # read1: each step returns what has come, so that no server can make one last.
-            while chunk := response.read1(_CHUNK_BYTES):
-                size += len(chunk)
-                if size > self._max_bytes:
-                    raise KubeletError(f"the answer is larger than {self._max_bytes} bytes")
-                if time.monotonic() > deadline:
-                    raise KubeletError(f"the answer took longer than {self._answer_s:g} s")
-                parts.append(chunk)
-            return b"".join(parts)
-        finally:
-            connection.close()
+            with connection.getresponse() as response:
+                return self._read(response, deadline)
+
+    def _read(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
+        if response.status != http.HTTPStatus.OK:
+            raise KubeletError(_refusal(response.status))
+        parts, size = [], 0
+        # read1: each step returns what has come, so that no server can make one last.
+        while chunk := response.read1(_CHUNK_BYTES):
+            size += len(chunk)
+            if size > self._max_bytes:
+                raise KubeletError(f"the answer is larger than {self._max_bytes} bytes")
+            if time.monotonic() > deadline:
+                raise KubeletError(f"the answer took longer than {self._answer_s:g} s")
+            parts.append(chunk)
+        return b"".join(parts)
 
     def _trust(self) -> ssl.SSLContext:
         if self._settings.skip_verify:

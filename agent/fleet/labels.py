@@ -193,9 +193,8 @@ class Labeller:
         """Looks for containers as soon as one is seen, so that they are known when labels are."""
         now_s = self._clock_s()
         paths = {_whole(cgroup) for cgroup in cgroups}
-        found = {path: _trusted(path) for path in paths if not _USER.match(path)}
         missing = []
-        for path, container in found.items():
+        for container in (_trusted(path) for path in paths if not _USER.match(path)):
             if container is None or not container.id:
                 continue
             known = self._known.get(container.id)
@@ -207,7 +206,7 @@ class Labeller:
             if of_pod is not None:
                 known.facts = of_pod
             elif known.facts is None:
-                if _is_of_kubelet(path):
+                if _is_of_kubelet(container.path):
                     if now_s - known.first_s <= _ASKED_FOR_S:
                         self._pods.ask()
                 elif now_s - known.asked_s >= _ASK_AGAIN_S:
@@ -293,7 +292,7 @@ class Labeller:
         service = next(filter(None, map(plain, (*chosen, pod.workload, found.name))), "")
         labels = replace(
             labels,
-            service=service or plain(pod.name),
+            service=service or plain(pod.name) or labels.service,
             container=plain(found.name),
             namespace=plain(pod.namespace),
             pod=plain(pod.name),
@@ -340,7 +339,7 @@ class Labeller:
 
 def plain(text: str) -> str:
     """Returns a text that any back-end can take: printable, and not too long."""
-    text = text[:MAX_TEXT]
+    text = text[:MAX_TEXT].strip()
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
