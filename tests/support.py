@@ -30,6 +30,7 @@ ABSENT_HERE = (
     "no nvcc",
     "no CUDA runtime",
     "no FUSE in this kernel",
+    "podman runs no containers here",
 )
 
 

@@ -19,6 +19,8 @@ import numpy.typing as npt
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.binaries import BinaryTable
+from aiflame.agent.processes.cgroup_ids import CgroupIds
+from aiflame.agent.processes.identity import identity_of
 from aiflame.agent.processes.lives import Life, Lives
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.shares import payer_of
@@ -188,6 +190,7 @@ class ProcessTable:
         self.memory = inspector.memory
         self.binaries = BinaryTable(inspector, facts)
         self._lives = lives or Lives()
+        self._cgroup_ids = CgroupIds()
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
         self._arguments: OrderedDict[tuple[int, int], bytes] = OrderedDict()
@@ -276,14 +279,25 @@ class ProcessTable:
         """Returns the image of a pid that was entered last, if it is still known."""
         return self._latest.get(pid)
 
-    def seen(self, pid: int, image: int, parent_pid: int, name: str, ns: int) -> ProcessImage:
+    def seen(
+        self, pid: int, image: int, parent_pid: int, name: str, ns: int, cgroup_id: int = 0
+    ) -> ProcessImage:
         """Enters a process image of which a sample was just taken, and reads it.
 
         At first, what the kernel told is all of it, and there at once, also of one that is gone.
+
+        Args:
+            pid: The process.
+            image: Its identity.
+            parent_pid: 0 when unknown.
+            name: "" when unknown.
+            ns: When, monotonic.
+            cgroup_id: Of its cgroup of v2, 0 when unknown.
         """
         before = self._by_key.get((pid, image))
-        known = before or self._enter(pid, image, ns, parent_pid, name)
+        known = before or self._enter(pid, image, ns, parent_pid, name, cgroup_id)
         known.parent_pid = parent_pid or known.parent_pid
+        known.cgroup_id = cgroup_id or known.cgroup_id
         life = self._lives.find(pid, image)
         known.name = _name_of(life) or name or known.name
         self._changed[known.index] = known
@@ -323,14 +337,20 @@ class ProcessTable:
         )
 
     def _enter(
-        self, pid: int, image: int, ns: int, parent_pid: int = 0, name: str = ""
+        self,
+        pid: int,
+        image: int,
+        ns: int,
+        parent_pid: int = 0,
+        name: str = "",
+        cgroup_id: int = 0,
     ) -> ProcessImage:
         entered = ProcessImage(self._next_image, pid, image, max(ns, self.start_ns), parent_pid)
         self._next_image += 1
         self.images[entered.index] = entered
         self._changed[entered.index] = entered
         self._by_key[(pid, image)] = entered
-        self._identify(entered, name)
+        self._identify(entered, name, cgroup_id)
         latest = self._latest.get(pid)
         if latest is None or latest.image < image:
             self._latest[pid] = entered
@@ -340,19 +360,20 @@ class ProcessTable:
             self._end(entered)
         return entered
 
-    def _identify(self, image: ProcessImage, name: str) -> None:
+    def _identify(self, image: ProcessImage, name: str, cgroup_id: int) -> None:
         """Finds out who a process image is: by /proc, or by what was told if it is over."""
         pid = image.pid
         arguments = self._arguments.pop((pid, image.image), b"")
         image.command_line = procfs.joined_arguments(arguments)
         if not self._is_shown(image):
-            self._inherit(image, name)
+            self._inherit(image, name, cgroup_id)
             return
         cgroup, status = procfs.cgroups(pid).telling, procfs.status(pid)
         name_now = "" if name else procfs.comm(pid)
         executable, command_line = procfs.executable(pid), procfs.command_line(self._opener, pid)
         if not cgroup or not self._is_shown(image):
-            self._inherit(image, name)  # it is gone, or has become another program by exec
+            # It is gone, or has become another program by exec.
+            self._inherit(image, name, cgroup_id)
             return
         image.name = name or name_now or f"pid {pid}"
         image.cgroup, image.executable = cgroup, executable
@@ -361,11 +382,11 @@ class ProcessTable:
         image.namespaced_pid, image.owner_uid = status.namespaced_pid, status.owner_uid
         image.root = self.binaries.root_of(pid, image.payer)
 
-    def _inherit(self, image: ProcessImage, name: str) -> None:
+    def _inherit(self, image: ProcessImage, name: str, cgroup_id: int) -> None:
         """Makes up for what cannot be read of an image that is over.
 
-        It ran as whom and where its parent does. A child that has not called exec is its parent in
-        all else.
+        It ran as whom its parent does, and where, unless its cgroup is still there. A child that
+        has not called exec is its parent in all else.
         """
         life = self._lives.find(image.pid, image.image)
         if life is not None:
@@ -380,6 +401,12 @@ class ProcessTable:
                 image.name = _name_of(life) or name or ancestor.name
                 image.executable = ancestor.executable
                 image.command_line = ancestor.command_line
+        told = self._cgroup_ids.path_of(cgroup_id)
+        # An engine may group by v1 alone: then by v2 its containers are with itself.
+        if told not in ("", "/") and (
+            identity_of(told).containers or not identity_of(image.cgroup).containers
+        ):
+            image.cgroup = told
         self._map_as_told(image)
 
     def _ancestor(self, image: ProcessImage) -> ProcessImage | None:

@@ -69,10 +69,8 @@ class Events:
                 event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
                 name = bytes(event["comm"]).decode(errors="replace")
                 image, ns = int(event["image"]), int(event["ns"])
-                self._table.seen(int(event["tgid"]), image, int(event["parent_tgid"]), name, ns)
-                found = self._table.known(int(event["tgid"]), image)
-                if found is not None:
-                    found.cgroup_id = int(event["cgroup_id"])
+                pid, parent_pid = int(event["tgid"]), int(event["parent_tgid"])
+                self._table.seen(pid, image, parent_pid, name, ns, int(event["cgroup_id"]))
                 self._follow_mappings()
             elif kind == abi.EventType.EXEC:
                 event = np.frombuffer(payload, abi.EXEC_EVENT_DTYPE, 1)[0]

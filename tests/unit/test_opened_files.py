@@ -63,6 +63,7 @@ _MAY_OPEN = {
     "agent/fleet/kubelet.py": "the token of a service account",
     "agent/recording/recorder.py": "the directory of the cgroup that is recorded",
     # Ours to the end.
+    "agent/processes/cgroup_ids.py": "where cgroups are mounted",
     "agent/cli.py": "/dev/null",
     "agent/commands/messages.py": "/dev/null and the standard streams",
     # Children that read for others: they get descriptors.

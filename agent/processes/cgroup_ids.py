@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths of cgroups by the ids that the kernel half tells, also of processes that are gone.
+
+A cgroup's id is the handle of its directory (kernfs_encode_fh in fs/kernfs/mount.c, since v5.5), so
+that it can be opened without looking for it, as long as it is there: engines remove a container's
+some milliseconds after its last process. Takes CAP_DAC_READ_SEARCH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from aiflame.agent.processes.targets import cgroup2_mounts
+
+# FILEID_KERNFS of include/linux/exportfs.h: the handle is the id.
+_FILEID_KERNFS = 0xFE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class CgroupIds:
+    """Paths of cgroups of v2.
+
+    Args:
+        mount: Where these are mounted; by default the first place.
+    """
+
+    def __init__(self, mount: Path | None = None) -> None:
+        self._mount = mount or next(iter(cgroup2_mounts()), None)
+
+    def path_of(self, cgroup_id: int) -> str:
+        """Returns the path of a cgroup as /proc/PID/cgroup has it, "" where that is not known.
+
+        Args:
+            cgroup_id: As bpf_get_current_cgroup_id() has it.
+        """
+        if self._mount is None or not cgroup_id:
+            return ""
+        try:
+            with _directory(self._mount) as mount_fd, _opened(mount_fd, cgroup_id) as fd:
+                found = Path(f"/proc/self/fd/{fd}").readlink()
+            return f"/{found.relative_to(self._mount)}" if found != self._mount else "/"
+        except (OSError, ValueError):
+            return ""  # it is gone, or outside of what is mounted here
+
+
+@contextlib.contextmanager
+def _directory(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _opened(mount_fd: int, cgroup_id: int) -> Iterator[int]:
+    # struct file_handle of include/linux/fs.h.
+    handle = ctypes.create_string_buffer(struct.pack("<IiQ", 8, _FILEID_KERNFS, cgroup_id), 16)
+    fd = int(_libc.open_by_handle_at(mount_fd, handle, os.O_PATH | os.O_CLOEXEC))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "open_by_handle_at")
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cgroups by their ids: what is left of a process that ended before anybody asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from aiflame.agent.inspector.inspector import Inspector
+from aiflame.agent.processes.cgroup_ids import CgroupIds
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.processes.targets import cgroup2_mounts
+from cgroups import made_groups
+
+pytestmark = pytest.mark.bpf
+
+_NAME = f"aiflame-ids-{os.getpid()}"
+_SCOPE = f"libpod-{'0123456789abcdef' * 4}.scope"
+# No process has it: it is past the largest (PID_MAX_LIMIT).
+_GONE = (1 << 22) + 1
+
+
+def test_a_cgroup_has_its_path_as_long_as_it_is_there() -> None:
+    (mount, *_) = cgroup2_mounts()
+    ids = CgroupIds()
+    with made_groups(mount, f"{_NAME}/below") as (group,):
+        number = group.stat().st_ino
+        assert ids.path_of(number) == f"/{_NAME}/below"
+    assert ids.path_of(number) == ""
+    assert ids.path_of(mount.stat().st_ino) == "/"
+    assert ids.path_of(0) == ids.path_of(2**63) == ""
+
+
+def test_where_there_are_no_cgroups(tmp_path: Path) -> None:
+    assert CgroupIds(tmp_path).path_of(1) == ""
+    assert CgroupIds(tmp_path / "none").path_of(1) == ""
+
+
+def test_a_process_that_is_gone_was_in_its_cgroup() -> None:
+    (mount, *_) = cgroup2_mounts()
+    with (
+        Inspector() as inspector,
+        made_groups(mount, f"{_NAME}/{_SCOPE}") as (group,),
+    ):
+        table = ProcessTable(1, lambda _: None, inspector)
+        # WHEN the kernel told of a process which nobody can read any more
+        image = table.seen(_GONE, 5, 0, "short", 6, group.stat().st_ino)
+        other = table.seen(_GONE + 1, 5, 0, "short", 6)
+        # THEN it is known where it ran, as it is told
+        assert image.cgroup == f"/{_NAME}/{_SCOPE}"
+        assert other.cgroup == ""
+        table.binaries.close()

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real containers, of podman: whose they are, and what their stacks say.
+
+The image is a tar of this host's own interpreter and of a test program: no registry is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from aiflame.agent.fleet.labels import Labeller, LabelOptions
+from aiflame.agent.model.batch import Labels
+from aiflame.agent.model.profile import Profile, SampleClass, StopReason
+from aiflame.agent.processes import procfs
+from recordings import Recording, Workload, frames_of
+
+pytestmark = [pytest.mark.bpf, pytest.mark.slow]
+
+# Other than any that another run of the tests has at the same time.
+_OWN = f"aiflame-test-{os.getpid()}"
+_IMAGE = f"localhost/{_OWN}:1.2"
+# Engines raise these to what root may have, which is not allowed everywhere; no network is needed.
+_OPTIONS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--network", "none")
+# Modules that an interpreter in a container does not need here.
+_LEFT_OUT = re.compile(
+    r"(?:test|idlelib|tkinter|ensurepip|lib2to3|dist-packages|__pycache__|config-.*|turtledemo)"
+)
+# As tests/workloads/truth.h has it; the time is that of `guest`.
+_PYTHON = """
+import time
+def compute_in_container():
+    end = time.process_time() + 0.15
+    while time.process_time() < end:
+        pass
+print("ready", flush=True)
+input()
+compute_in_container()
+print("done", flush=True)
+try:
+    input()
+except EOFError:
+    pass
+"""
+_SHORT = """
+import time
+def compute_shortly():
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
+        pass
+compute_shortly()
+"""
+
+
+@dataclass(frozen=True)
+class _Podman:
+    """podman, as it runs containers here."""
+
+    command: tuple[str, ...]
+
+    def __call__(self, *words: object, timeout_s: float = 60) -> str:
+        done = subprocess.run(
+            [*self.command, *map(str, words)], capture_output=True, text=True, timeout=timeout_s
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def run_command(self, name: str, *words: object) -> list[object]:
+        """Returns the command that runs a container of a name, with its standard input."""
+        return [*self.command, "run", "-i", "--name", f"{_OWN}-{name}", *_OPTIONS, _IMAGE, *words]
+
+    @contextmanager
+    def running(self, name: str, *words: object) -> Iterator[tuple[Workload, str, int]]:
+        """Runs a workload in a container; yields it, the container's id, and its host's pid."""
+        try:
+            with Workload(self.run_command(name, *words)) as workload:
+                said = self("inspect", f"{_OWN}-{name}", "--format", "{{.Id}} {{.State.Pid}}")
+                container_id, pid = said.split()
+                yield workload, container_id, int(pid)
+        finally:
+            self("rm", "--force", "--ignore", "--time", 0, f"{_OWN}-{name}")
+
+
+def _libraries(programs: Sequence[Path]) -> set[Path]:
+    found = set()
+    for program in programs:
+        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True)
+        found |= {Path(path) for path in re.findall(r"(/\S+) \(0x", listed.stdout)}
+    return found
+
+
+def _make_root(root: Path, program: Path) -> None:
+    """Copies what an interpreter and a program need, under the same names."""
+    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    interpreter = base.resolve()
+    standard = Path(os.__file__).parent
+    shutil.copytree(
+        standard,
+        root / str(standard).lstrip("/"),
+        ignore=lambda _, names: [name for name in names if _LEFT_OUT.fullmatch(name)],
+        symlinks=False,
+        ignore_dangling_symlinks=True,
+    )
+    for path in (interpreter, *_libraries([interpreter, program])):
+        target = root / str(path).lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    shutil.copy(program, root / "guest")
+    for folder in ("proc", "sys", "dev", "etc", "tmp"):
+        (root / folder).mkdir(exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def podman(
+    workload: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[_Podman]:
+    """podman with an image, by the first of its runtimes that works here."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    folder = tmp_path_factory.mktemp("image")
+    program = workload("guest", str(workload("guestlib", "-c")))
+    _make_root(folder / "root", program)
+    archive = folder / "image.tar"
+    subprocess.run(["tar", "-C", folder / "root", "-cf", archive, "."], check=True)
+    plain = _Podman(("podman",))
+    plain("import", "--quiet", archive, _IMAGE)
+    try:
+        said = []
+        for runtime in filter(shutil.which, ("crun", "runc")):
+            command = ("podman", "--runtime", runtime)
+            trial = [
+                *command,
+                "run",
+                "--rm",
+                *_OPTIONS,
+                _IMAGE,
+                _interpreter(),
+                "-c",
+                "print('ok')",
+            ]
+            trial += ["-c", "print('ok')"]
+            done = subprocess.run(trial, capture_output=True, text=True, timeout=60)
+            if done.stdout == "ok\n":
+                yield _Podman(command)
+                return
+            said.append(done.stderr.strip())
+        pytest.skip(f"podman runs no containers here: {said}")
+    finally:
+        plain("rmi", "--force", _IMAGE)
+
+
+def _interpreter() -> str:
+    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    return str(base.resolve())
+
+
+def _labels(profile: Profile) -> dict[int, Labels]:
+    found = Labeller(LabelOptions("this-node")).of(profile.processes)
+    return {process.pid: each for process, each in zip(profile.processes, found, strict=True)}
+
+
+def _stacks_of(profile: Profile, pid: int, function: str) -> list[int]:
+    """Returns the on-CPU stacks of a process that a function is in."""
+    of_process = [profile.processes[thread.process].pid == pid for thread in profile.threads]
+    return [
+        int(row["stack"])
+        for row in profile.samples
+        if of_process[row["thread"]]
+        and row["klass"] == SampleClass.ON_CPU
+        and function in frames_of(profile, int(row["stack"]))
+    ]
+
+
+def _assert_rooted(profile: Profile, stacks: list[int]) -> None:
+    assert len(stacks) > 0
+    rooted = {
+        StopReason.ROOTED,
+        StopReason.ROOTED_BY_TABLE,
+        StopReason.ROOTED_BY_HEURISTIC,
+    }
+    whole = [StopReason(int(profile.stacks.ends[stack])) in rooted for stack in stacks]
+    assert sum(whole) >= 0.95 * len(whole)
+
+
+def test_two_containers_with_equal_pids_and_what_is_in_them(
+    podman: _Podman, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        # GIVEN an interpreter and a program, each the first process of a container
+        python = stack.enter_context(podman.running("py", _interpreter(), "-c", _PYTHON))
+        native = stack.enter_context(podman.running("native", "/guest"))
+        assert {procfs.namespaced_pid(pid) for _, _, pid in (python, native)} == {1}
+        # WHEN the host is recorded while they compute
+        with Recording(tmp_path, "-a", "-F", 499) as recording:
+            for workload, _, _ in (python, native):
+                workload.go()
+            for workload, _, _ in (python, native):
+                workload.truth()
+            profile = recording.stop().profile
+        labels = _labels(profile)
+    # THEN each has the labels of its own container
+    for name, (_, container_id, pid) in (("py", python), ("native", native)):
+        found = labels[pid]
+        assert found == Labels(
+            service=f"{_OWN}-{name}",
+            container_id=container_id,
+            container=f"{_OWN}-{name}",
+            engine="podman",
+            node="this-node",
+            version="1.2",
+        )
+    # AND its own functions, Python's and those of a program that is nowhere else, down to the root
+    in_python = _stacks_of(profile, python[2], "compute_in_container")
+    in_program = _stacks_of(profile, native[2], "compute_in_program")
+    _assert_rooted(profile, in_python)
+    _assert_rooted(profile, in_program)
+    assert _stacks_of(profile, native[2], "compute_in_container") == []
+    assert any("main" in frames_of(profile, stack) for stack in in_program)
+
+
+def test_a_container_that_is_there_for_50_ms(podman: _Podman, tmp_path: Path) -> None:
+    name = f"{_OWN}-short"
+    try:
+        with Recording(tmp_path, "-a", "-F", 499) as recording:
+            # WHEN a container comes and goes while the host is recorded
+            command = podman.run_command("short", _interpreter(), "-S", "-c", _SHORT)
+            subprocess.run([*map(str, command)], check=True, stdin=subprocess.DEVNULL, timeout=60)
+            profile = recording.stop().profile
+        container_id = podman("inspect", name, "--format", "{{.Id}}")
+        labels = _labels(profile)
+    finally:
+        podman("rm", "--force", "--ignore", "--time", 0, name)
+    # THEN what it computed is its own
+    pids = [p.pid for p in profile.processes if _stacks_of(profile, p.pid, "compute_shortly")]
+    assert len(pids) == 1
+    assert (labels[pids[0]].container_id, labels[pids[0]].service) == (container_id, name)
+
+
+def test_a_container_that_is_gone_has_its_id(podman: _Podman, tmp_path: Path) -> None:
+    ids = tmp_path / "id"
+    with Recording(tmp_path, "-a", "-F", 499) as recording:
+        # WHEN nothing is left of a container by the time that labels are made
+        command = podman.run_command("gone", _interpreter(), "-S", "-c", _SHORT)
+        command[2 + len(podman.command) - 1 : 2 + len(podman.command) - 1] = [
+            *("--rm", "--cidfile", ids)
+        ]
+        subprocess.run([*map(str, command)], check=True, stdin=subprocess.DEVNULL, timeout=60)
+        profile = recording.stop().profile
+    container_id = ids.read_text()
+    # THEN its id is its label
+    labels = _labels(profile)
+    pids = [p.pid for p in profile.processes if _stacks_of(profile, p.pid, "compute_shortly")]
+    assert [labels[pid].container_id for pid in pids] == [container_id]
+    assert [labels[pid].service for pid in pids] == [container_id[:12]]
+
+
+def test_the_agent_refuses_a_pid_namespace_of_its_own() -> None:
+    script = "from aiflame.agent.fleet.host_checks import require_host_pids as r; r()"
+    inside = ("unshare", "--pid", "--fork", "--mount-proc")
+    refused = subprocess.run(
+        [*inside, sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert refused.returncode == 1
+    assert "EnvironmentUnfit: the agent is in a pid namespace of its own" in refused.stderr
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
