@@ -266,7 +266,7 @@ class Labeller:
         known = self._known.get(container.id)
         facts = None if known is None else known.facts
         labels = Labels(
-            service=plain(container.name or container.id[:_SHORT_ID_CHARACTERS]),
+            service=plain(container.name) or container.id[:_SHORT_ID_CHARACTERS] or _UNKNOWN,
             container_id=container.id,
             container=plain(container.name),
             engine=_engine(container),
