@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path
+from typing import Protocol
 
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.labels import Subject
@@ -134,7 +135,17 @@ class Selection:
         return bool(self.include) and not any(rule.may_hold(subject) for rule in self.include)
 
 
-def left_out(mount: Path, selection: Selection, who: Callable[[str], Subject]) -> set[int]:
+class Owners(Protocol):
+    """Who tells whom cgroups belong to: `labels.Labeller`."""
+
+    def expect(self, cgroups: Iterable[str]) -> None:
+        """Looks for what is to be known of them, for all at once."""
+
+    def of_group(self, cgroup: str) -> Subject:
+        """Returns who a cgroup belongs to."""
+
+
+def left_out(mount: Path, selection: Selection, owners: Owners) -> set[int]:
     """Returns the ids of cgroups of which nothing is recorded, each by itself.
 
     Cgroups come and go: it is to be asked again, and until then what is new is recorded, and left
@@ -143,11 +154,13 @@ def left_out(mount: Path, selection: Selection, who: Callable[[str], Subject]) -
     Args:
         mount: Of cgroup v2, as the host has it.
         selection: The rules.
-        who: Tells whom a cgroup belongs to, by its path.
+        owners: Tells whom cgroups belong to.
     """
     if not (selection.include or selection.exclude):
         return set()
-    return {found for path, found in _groups(mount) if selection.leaves_out(who(path))}
+    groups = dict(_groups(mount))
+    owners.expect(groups)
+    return {found for path, found in groups.items() if selection.leaves_out(owners.of_group(path))}
 
 
 def _groups(mount: Path) -> Iterator[tuple[str, int]]:

@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from aiflame.agent.fleet.labels import Labeller, LabelOptions
+from aiflame.agent.fleet.selection import Selection, left_out
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes.cgroup_ids import CgroupIds
+from aiflame.agent.processes.container_names import EngineFacts
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import made_groups
@@ -51,3 +54,20 @@ def test_a_process_that_is_gone_was_in_its_cgroup() -> None:
         assert image.cgroup == f"/{_NAME}/{_SCOPE}"
         assert other.cgroup == ""
         table.binaries.close()
+
+
+def test_rules_about_containers_become_ids_of_their_cgroups() -> None:
+    (mount, *_) = cgroup2_mounts()
+    web, job = (f"{_NAME}/docker-{digit * 64}.scope" for digit in "ab")
+    facts = {"a" * 64: EngineFacts("web"), "b" * 64: EngineFacts("job")}
+    labeller = Labeller(LabelOptions("n"), None, lambda ids: {i: facts[i] for i in ids})
+    with made_groups(mount, f"{web}/init", job) as (inner, other):
+        # WHEN one container is excluded by its name
+        rules = Selection.parse([], ["container=we?"])
+        found = left_out(mount, rules, labeller)
+        # THEN its cgroups are left out, and no other
+        assert found == {inner.stat().st_ino, inner.parent.stat().st_ino}
+        # AND where one is asked for, all others are
+        found = left_out(mount, Selection.parse(["container=web"], []), labeller)
+        assert {other.stat().st_ino, mount.stat().st_ino} <= found
+        assert inner.stat().st_ino not in found

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,21 @@ def test_rules_that_are_none_are_refused(text: str, words: str) -> None:
             Selection.parse(include, exclude)
 
 
+class _Owners:
+    """All below a path belongs to the shop."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.expected: list[str] = []
+
+    def expect(self, cgroups: Iterable[str]) -> None:
+        self.expected = sorted(cgroups)
+
+    def of_group(self, cgroup: str) -> Subject:
+        assert cgroup in self.expected
+        return _SHOP if cgroup.startswith(self._path) else _CRON
+
+
 def test_ids_of_cgroups_that_are_left_out(tmp_path: Path) -> None:
     # GIVEN a tree of cgroups, with a container's own below one of them
     inner = tmp_path / "pod" / "web" / "init"
@@ -102,19 +118,14 @@ def test_ids_of_cgroups_that_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "system").mkdir()
     (tmp_path / "pod" / "cgroup.procs").touch()
     (tmp_path / "loop").symlink_to(tmp_path)
-    seen = []
-
-    def who(path: str) -> Subject:
-        seen.append(path)
-        return _SHOP if path.startswith("/pod/web") else _CRON
-
+    owners = _Owners("/pod/web")
     # WHEN one container is excluded
-    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), who)
+    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), owners)
     # THEN its group is left out and the one below it, and no other
     assert found == {inner.stat().st_ino, inner.parent.stat().st_ino}
-    assert sorted(seen) == ["/", "/pod", "/pod/web", "/pod/web/init", "/system"]
+    assert owners.expected == ["/", "/pod", "/pod/web", "/pod/web/init", "/system"]
     # AND without rules nobody looks
-    assert left_out(tmp_path / "none", Selection(), who) == set()
+    assert left_out(tmp_path, Selection(), _Owners("/")) == set()
 
 
 def test_a_tree_that_is_too_deep_ends(tmp_path: Path) -> None:
@@ -122,5 +133,5 @@ def test_a_tree_that_is_too_deep_ends(tmp_path: Path) -> None:
     for _ in range(60):
         folder = folder / "d"
     folder.mkdir(parents=True)
-    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), lambda _: _SHOP)
+    found = left_out(tmp_path, Selection.parse([], ["namespace=prod"]), _Owners("/"))
     assert len(found) == 33
