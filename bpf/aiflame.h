@@ -259,6 +259,11 @@ struct crossing {
 
 /* From this length on a wait is exact, whether it was chosen or not: few are, and they matter. */
 #define LONG_WAIT_NS 1000000000ull
+/*
+ * So is one that was as old as this when a window closed: what it had of that window is told then,
+ * when nobody knows how long it will be.
+ */
+#define OPEN_WAIT_NS 100000000ull
 
 /*
  * All intervals by chance of a thread since it is known, chosen or not, by enum sample_class. It has

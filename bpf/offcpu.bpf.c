@@ -139,7 +139,9 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 
 	if (host(BY_CHANCE)) {
 		key.weight = thread->weight;
-		if (key.weight != WEIGHT_EXACT && now_ns - thread->switched_ns >= LONG_WAIT_NS) {
+		if (key.weight != WEIGHT_EXACT &&
+		    (now_ns - thread->switched_ns >= LONG_WAIT_NS ||
+		     thread->switched_ns + OPEN_WAIT_NS <= boundary_ns)) {
 			if (key.weight == WEIGHT_NOT_CHOSEN)
 				key.stack = swept_stack_of(tid, thread->switched_ns);
 			key.weight = WEIGHT_EXACT;

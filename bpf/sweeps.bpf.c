@@ -13,12 +13,6 @@
 /* Declared by number: BCC's own list of helpers ends with the kernel it was made for. */
 static long (*task_stack)(void *task, void *buffer, u32 size, u64 flags) = (void *)141;
 
-/*
- * Half of LONG_WAIT_NS: swept as often, a wait has its stack before it is long. Waits that end in
- * the other half are swept in vain, and are few.
- */
-#define SWEPT_FROM_NS (LONG_WAIT_NS / 2)
-
 /* Too large for the stack. Not per CPU: the host half reads one file at a time. */
 BPF_ARRAY(swept_threads, struct swept_thread, 1);
 
@@ -46,7 +40,7 @@ int bpf_iter__task_sweep(struct task_iteration *ctx)
 	now_ns = bpf_ktime_get_ns();
 	switched_ns = thread->switched_ns;
 	/* It may have come back a moment ago, which would be a wait that begins in the future. */
-	if ((s64)(now_ns - switched_ns) < (s64)SWEPT_FROM_NS)
+	if ((s64)(now_ns - switched_ns) < (s64)OPEN_WAIT_NS)
 		return 0;
 	swept = swept_stacks.lookup(KEY(tid));
 	if (swept && swept->switched_ns == switched_ns)

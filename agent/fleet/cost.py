@@ -26,9 +26,9 @@ _PLANNED_SHARE = 0.8
 # What stacks get at least of the budget, however much all else takes: a recording without any stack
 # of a wait would be of no use. Above the budget then, which `is_over` says.
 _LEAST_SHARE = 0.1
-# A load that has gone is remembered: each window half of it. So a load that comes and goes each
-# second is planned for as if it stayed.
-_REMEMBERED = 0.5
+# A load that has gone is remembered, each window this much of it: one that comes and goes is
+# planned for as if it stayed, and one that has gone for good is forgotten in half a minute.
+_REMEMBERED = 0.9
 # Chances are made better only if that is worth it: a load that trembles leaves them as they are.
 _BETTER = 0.75
 # Before anything is known of a host: 50,000 switches a second take 3 ms for stacks.
@@ -99,7 +99,7 @@ class _Measured:
     def __init__(self, prices: Prices) -> None:
         self._given = _vector(prices.switch, prices.stack)
         self._squares = np.zeros((2, 2))
-        self._products = np.zeros(2)
+        self._products = _vector(0, 0)
         self.prices = [prices.switch, prices.stack]
 
     def see(self, switches: int, stacks: int, took_ns: int) -> None:
@@ -158,21 +158,24 @@ class CostController:
         switch_price, stack_price = self._measured.prices
         windows_per_s = _S / load.window_ns
         budget = self.budget.ns_per_s(self.cpus)
+        self._remember({c: one.switches * windows_per_s for c, one in load.by_cgroup.items()})
         taken = switches * switch_price * windows_per_s
+        expected = sum(self._demand.values()) * switch_price
+        others = 0.0
         if self.budget.with_own_cpu:
             of_calls = load.calls * (self.prices.call + self.prices.trap)
             others = load.own_cpu_ns + load.samples * self.prices.sample + of_calls
-            taken += others * windows_per_s
-        self.cost_ns_per_s = taken + stacks * stack_price * windows_per_s
-        left = budget - taken
+            others *= windows_per_s
+        self.cost_ns_per_s = taken + others + stacks * stack_price * windows_per_s
+        left = budget - max(taken, expected) - others
         self.is_over = left < _LEAST_SHARE * budget
         affordable = _PLANNED_SHARE * max(left, _LEAST_SHARE * budget) / stack_price
-        self._remember({c: one.switches * windows_per_s for c, one in load.by_cgroup.items()})
+        spacing_ns = self._spacing(load, affordable / windows_per_s)
         one_in = self._divided(affordable)
         self.chances = Chances(
             max(one_in.values(), default=1),
             one_in,
-            self._spacing(load, affordable / windows_per_s),
+            spacing_ns,
         )
         return self.chances
 
@@ -202,13 +205,16 @@ class CostController:
     def _spacing(self, load: Load, affordable: float) -> int:
         """Returns the spacing: more where threads that wait seldom take too many stacks."""
         before, spacing_ns = self.chances, self.chances.spacing_ns
-        seldom = sum(
-            max(one.stacks - one.switches / before.by_cgroup.get(cgroup, before.one_in), 0)
+        stacks = sum(one.stacks for one in load.by_cgroup.values())
+        # Without them; if that is too much, it is for chances to follow the load.
+        planned = sum(
+            one.switches / before.by_cgroup.get(cgroup, before.one_in)
             for cgroup, one in load.by_cgroup.items()
         )
-        if seldom > affordable:
+        if stacks > affordable >= planned:
             return min(2 * spacing_ns, _MOST_SPACING_NS)
-        if seldom < affordable / 8:
+        # Half the spacing may be twice the stacks.
+        if 2 * stacks < affordable:
             return max(spacing_ns // 2, _SPACING_NS)
         return spacing_ns
 

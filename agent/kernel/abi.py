@@ -116,6 +116,8 @@ WEIGHT_EXACT, WEIGHT_NOT_CHOSEN = 0, 0xFFFF_FFFF
 WEIGHT_MAX = 1 << 16
 # From this length on a wait is exact.
 LONG_WAIT_NS = 1_000_000_000
+# And from this on when a window closes.
+OPEN_WAIT_NS = 100_000_000
 SWEPT_FRAMES = 32
 
 # END_NS of a recording whose end is not known yet.

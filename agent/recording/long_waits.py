@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks of long waits that chance did not choose: read while they last.
 
-A wait of a second and more is exact (LONG_WAIT_NS): few waits are so long, and no other stands for
-one. Twice a second the kernel half names the threads that have slept for half of that and have no
-stack, with the kernel half of their stacks; the rest is walked from their registers and a copy of
-their stack. A wait is of one thread, and began at one time: by that the kernel half finds its stack
-when it ends, and here it is found for those that go on when a window closes.
+A wait of a second and more is exact (LONG_WAIT_NS), and one of a tenth of that when a window closes
+(OPEN_WAIT_NS): few waits are so long, and no other stands for one. Twice a second and when a window
+closes the kernel half names the threads that have slept for so long and have no stack, with the
+kernel half of their stacks; the rest is walked from their registers and a copy of their stack. A
+wait is of one thread, and began at one time: by that the kernel half finds its stack when it ends,
+and here it is found for those that go on when a window closes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from aiflame.agent.recording.stacks import SWEPT_STACKS, MadeStack, Stacks
 
 Array = npt.NDArray[np.void]
 
-# Half of the shortest wait that is swept: the other half is left for it.
-_PAUSE_NS = abi.LONG_WAIT_NS // 2 - 20_000_000
+# A wait has its stack before it is long.
+_PAUSE_NS = abi.LONG_WAIT_NS // 2
 # In one sweep, 0.2 ms each: a tenth of a CPU at most. Whoever is left is first in the next.
 _MOST_WALKED = 250
 # Stacks that several waits share.
@@ -49,7 +50,7 @@ class LongWaits:
         stacks: Takes stacks.
 
     Attributes:
-        due_ns: When to `sweep` next, monotonic.
+        due_ns: When to `poll` next, monotonic.
         walked: How many were walked so far.
     """
 
@@ -73,20 +74,22 @@ class LongWaits:
         self._swept: dict[int, tuple[int, int]] = {}  # when it began, and its stack, by thread
         self._tries: dict[tuple[int, int], int] = {}  # by thread and when it began
 
+    def poll(self) -> None:
+        """Sweeps once it is due."""
+        if time.monotonic_ns() >= self.due_ns:
+            self.sweep()
+
     def sweep(self) -> None:
-        """Reads those that will be long if they go on, once it is due."""
-        now_ns = time.monotonic_ns()
+        """Reads those that are old enough by now."""
+        self.due_ns = time.monotonic_ns() + _PAUSE_NS
         fd = self._programs.sweep_iterator_fd
-        if now_ns < self.due_ns:
-            return
-        self.due_ns = now_ns + _PAUSE_NS
         if fd is None:
             return
         try:
             found = swept_threads(fd)
         except OSError:  # no memory for it just now
             return
-        # Those first that are long already.
+        # The longest first.
         found = found[np.argsort(found["switched_ns"], kind="stable")][:_MOST_WALKED]
         if not len(found):
             self._tries.clear()

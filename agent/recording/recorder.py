@@ -528,7 +528,7 @@ class Recorder:
                 if self._options.off_cpu:
                     self._cut_sleeps.poll()
                 if self._chances is not None:
-                    self._long_waits.sweep()
+                    self._long_waits.poll()
                 if time.monotonic_ns() >= next_ns:
                     give(self._next_window())
                     self._cpus_came += self._probes.follow_cpus()
@@ -598,6 +598,8 @@ class Recorder:
         self._drain_stacks()
         end_ns = self._since_start(boundary_ns)
         keys, values = self._programs.sums[written].take_all()
+        if self._chances is not None:
+            self._long_waits.sweep()
         threads = self._threads_past(keys) if self._options.off_cpu else None
         if threads is not None:
             self._long_waits.close(threads.tids, threads.states)

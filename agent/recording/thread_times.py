@@ -330,8 +330,8 @@ def _parts(end_ns: int, begin_ns: Array, tids: Array, rows: Array, intervals: Ar
     begin_ns = begin_ns.astype(np.int64)
     is_woken = (switched_ns <= waking_ns) & (waking_ns <= end_ns)
     waking_ns = np.maximum(np.where(is_woken, waking_ns, end_ns), begin_ns)
-    # As the kernel half decides at the end of an interval.
-    is_long = end_ns - switched_ns >= abi.LONG_WAIT_NS
+    # As the kernel half decides of what is past the boundary.
+    is_long = end_ns - switched_ns >= abi.OPEN_WAIT_NS
     weights = np.where(is_long, abi.WEIGHT_EXACT, intervals["weight"])
     is_preempted = intervals["off_class"] == SampleClass.PREEMPTED
     found: list[Part] = []

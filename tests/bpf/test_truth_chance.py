@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Off-CPU stacks by chance against what threads measured of themselves (workloads/chance.c).
+
+What is exact has to be right to the measure; what chance has chosen, within five times what it
+varies by: once in a million and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from aiflame.agent.model.profile import Profile, SampleClass, StopReason
+from aiflame.agent.model.window import Window, check, check_wall
+from aiflame.agent.processes.targets import cgroup2_mounts
+from cgroups import in_cgroup, made_groups
+from recordings import (
+    OFF_CPU,
+    Recording,
+    count_of,
+    ns_of,
+    off_cpu_by_thread,
+    rows_of,
+    stacks_with,
+)
+from support import wait_until
+
+pytestmark = pytest.mark.bpf
+
+# Less than the exact totals alone take here: as few stacks as there ever are.
+_BUDGET_PCT = 2
+# Of a thread that waits often, whatever its cgroup's chance (agent/fleet/cost.py).
+_LEAST_STACKS_PER_S = 20
+_SIGMAS = 5
+# Threads measure their waits with clocks that take time themselves.
+_MEASURE = 0.03
+
+
+class Run(NamedTuple):
+    """The recording of this file: the workload in two cgroups at once."""
+
+    profile: Profile
+    windows: list[Window]
+    truths: list[dict[str, int]]
+    pids: list[int]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, workload: Callable[..., Path]) -> Iterator[Run]:
+    program = workload("chance")
+    names = ["aiflame-chance/one", "aiflame-chance/other"]
+    with ExitStack() as stack:
+        groups = stack.enter_context(made_groups(cgroup2_mounts()[0], *names))
+        started = [stack.enter_context(in_cgroup(group, program)) for group in groups]
+        pids = [one.pid for one in started]
+        folder = tmp_path_factory.mktemp("chance")
+        recording = stack.enter_context(
+            Recording(
+                folder,
+                *("-p", ",".join(map(str, pids)), "--off-cpu-budget", _BUDGET_PCT),
+                *("--stack-storage-size", 4096),
+            )
+        )
+        for one in started:
+            one.go()
+        truths = [one.truth() for one in started]
+        wait_until(lambda: len(recording.windows()) >= 5, 60)
+        windows = recording.windows()
+        ended = recording.stop()
+        yield Run(ended.profile, windows, truths, pids, ended.stderr)
+
+
+def _of(run: Run, pid: int) -> Profile:
+    """The profile with the samples of one process alone."""
+    profile = run.profile
+    processes = [index for index, process in enumerate(profile.processes) if process.pid == pid]
+    threads = [i for i, thread in enumerate(profile.threads) if thread.process in processes]
+    rows = profile.samples[np.isin(profile.samples["thread"], threads)]
+    return replace(profile, samples=rows)
+
+
+def _each(run: Run) -> list[tuple[Profile, dict[str, int]]]:
+    return [(_of(run, pid), truth) for pid, truth in zip(run.pids, run.truths, strict=True)]
+
+
+def _sampled(profile: Profile, function: str) -> int:
+    return ns_of(profile, function, None, *OFF_CPU)
+
+
+def test_time_adds_up_in_every_window(run: Run) -> None:
+    # GIVEN all windows but the first, in which threads are still being entered
+    for window in run.windows[1:]:
+        check(window)
+        check_wall(window)
+
+
+def test_on_and_off_cpu_make_the_whole_time_of_each_thread(run: Run) -> None:
+    off_cpu_ns = off_cpu_by_thread(run.profile)
+    assert len(run.profile.threads) == 2 * 8
+    for index, thread in enumerate(run.profile.threads):
+        whole_ns = thread.on_cpu_ns + off_cpu_ns[index]
+        assert whole_ns == pytest.approx(thread.observed_ns, rel=0.01), thread.name
+
+
+def test_waits_of_a_second_are_exact(run: Run) -> None:
+    for profile, truth in _each(run):
+        assert truth["rest_long.count"] == count_of(
+            profile, "rest_long", "rester", SampleClass.BLOCKED
+        )
+        assert _sampled(profile, "rest_long") == pytest.approx(truth["rest_long.ns"], rel=0.01)
+        # They were walked from outside or chosen, and are complete.
+        ends = profile.stacks.ends[rows_of(profile, "rest_long", "rester")["stack"]]
+        assert {*ends.tolist()} == {StopReason.ROOTED}
+
+
+def test_short_waits_of_a_thread_with_long_ones_keep_their_share(run: Run) -> None:
+    for profile, truth in _each(run):
+        # All of the thread's other waits are of one function: they are scaled to what they were.
+        recorded_ns = _sampled(profile, "rest_short")
+        assert recorded_ns == pytest.approx(truth["rest_short.ns"], rel=_MEASURE)
+
+
+def test_waits_of_two_lengths_by_turns_keep_their_shares(run: Run) -> None:
+    for profile, truth in _each(run):
+        for thread, functions in (("mixer", ("mix_short", "mix_middle")),):
+            ns = [_sampled(profile, function) for function in functions]
+            true_ns = [truth[f"{function}.ns"] for function in functions]
+            # THEN both together are exact,
+            assert sum(ns) == pytest.approx(sum(true_ns), rel=_MEASURE), thread
+            # and of a ratio estimator, the error of one share is the other share times the error
+            # of how many were chosen of each: one over the root of that, of each.
+            seconds = profile.recording.duration_ns / 1e9
+            chosen = _LEAST_STACKS_PER_S * min(seconds, 5) / 2
+            for one, other, true_one, true_other in zip(
+                ns, ns[::-1], true_ns, true_ns[::-1], strict=True
+            ):
+                error = true_other / sum(true_ns) * np.sqrt(2 / chosen)
+                bound = (_SIGMAS * error + _MEASURE) * true_one
+                assert abs(one - true_one) < max(bound, _MEASURE * true_other), (one, other)
+
+
+def test_a_thread_that_waits_seldom_has_all_its_waits(run: Run) -> None:
+    for profile, truth in _each(run):
+        counted = count_of(profile, "wait_seldom", "seldom", SampleClass.BLOCKED)
+        # One more where a page was not there.
+        assert counted in (truth["wait_seldom.count"], truth["wait_seldom.count"] + 1)
+        assert _sampled(profile, "wait_seldom") == pytest.approx(truth["wait_seldom.ns"], rel=0.01)
+
+
+def test_busy_threads_wait_where_they_wait(run: Run) -> None:
+    for profile, _ in _each(run):
+        for function, thread in (("await_ping", "answerer"), ("await_turn", "passer-1")):
+            under = ns_of(profile, function, thread, SampleClass.BLOCKED)
+            whole = ns_of(profile, None, thread, SampleClass.BLOCKED)
+            assert under > 0.99 * whole, thread
+            # Each wait is counted, though few have a stack.
+            assert count_of(profile, function, thread, SampleClass.BLOCKED) > 5_000
+
+
+def test_next_to_nothing_is_without_a_stack(run: Run) -> None:
+    bare = run.profile.stacks.ends == StopReason.NOT_SAMPLED
+    rows = run.profile.samples[run.profile.samples["klass"] != SampleClass.ON_CPU]
+    assert int(rows["ns"][bare[rows["stack"]]].sum()) < 0.01 * int(rows["ns"].sum())
+    # What there is is said.
+    lost = {loss.name: loss.count for loss in run.profile.losses}
+    assert bool(bare[rows["stack"]].any()) == ("waits_not_sampled" in lost)
+
+
+def test_few_stacks_were_taken(run: Run) -> None:
+    # Some 20,000 switches a second in each cgroup would leave no thread's stacks out.
+    switches = sum(int(rows_of(p, None, None, *OFF_CPU)["count"].sum()) for p, _ in _each(run))
+    assert switches > 50_000
+    assert stacks_with(run.profile, "await_turn").any()

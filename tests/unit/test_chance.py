@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Off-CPU stacks by chance: sums of those that were chosen, scaled to what all were."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from aiflame.agent.kernel import abi
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.recording.chance import Part, SharedOut, share_out
+
+_BLOCKED, _WAITING = SampleClass.BLOCKED, SampleClass.WAITING_TO_RUN
+_IMAGE, _PID = 1_000, 7
+# stack, tid, kind, weight, count, ns
+Row = tuple[int, int, SampleClass, int, int, int]
+_ANY = abi.NOT_SAMPLED_STACK
+
+
+def _part(*rows: Row) -> Part:
+    keys = [(stack, _IMAGE, _PID, tid, int(kind), weight) for stack, tid, kind, weight, *_ in rows]
+    values = [(count, ns) for *_, count, ns in rows]
+    return np.array(keys, abi.SUM_KEY_DTYPE), np.array(values, abi.SUM_VALUE_DTYPE)
+
+
+def _total(tid: int, kind: SampleClass, count: int, ns: int) -> Row:
+    return _ANY, tid, kind, abi.WEIGHT_NOT_CHOSEN, count, ns
+
+
+def _found(shared: SharedOut) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """Count and ns by stack, thread and kind, added up."""
+    counts, ns = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+    for key, value in zip(shared.keys.tolist(), shared.values.tolist(), strict=True):
+        stack, _, _, tid, kind, weight = key
+        assert weight == abi.WEIGHT_EXACT
+        counts[stack, tid, kind] += value[0]
+        ns[stack, tid, kind] += value[1]
+    return {name: (counts[name], ns[name]) for name in counts}
+
+
+def test_exact_rows_stay_as_they_are() -> None:
+    rows = _part((5, 8, _BLOCKED, abi.WEIGHT_EXACT, 3, 700))
+    assert _found(share_out(rows, _part())) == {(5, 8, _BLOCKED): (3, 700)}
+
+
+def test_chosen_waits_stand_for_all_of_their_thread_and_kind() -> None:
+    # GIVEN one in ten chosen of a thread that waited in two stacks, another thread and an exact row
+    rows = _part(
+        (5, 8, _BLOCKED, 10, 1, 30),
+        (6, 8, _BLOCKED, 10, 2, 10),
+        (5, 9, _BLOCKED, 10, 1, 1_000),
+        (5, 8, _WAITING, 10, 1, 5),
+        (5, 8, _BLOCKED, abi.WEIGHT_EXACT, 1, 2_000),
+    )
+    totals = _part(
+        _total(8, _BLOCKED, 27, 440), _total(9, _BLOCKED, 1, 1_000), _total(8, _WAITING, 3, 6)
+    )
+    # THEN each thread and kind has its total, divided as the weighted sums say,
+    assert _found(share_out(rows, totals)) == {
+        (5, 8, _BLOCKED): (9 + 1, 330 + 2_000),
+        (6, 8, _BLOCKED): (18, 110),
+        (5, 9, _BLOCKED): (1, 1_000),
+        (5, 8, _WAITING): (3, 6),
+    }
+
+
+def test_weights_of_several_sizes_count_as_what_they_are() -> None:
+    # GIVEN a thread whose chances changed: one of 90 ns for one, one of 10 ns for nine
+    rows = _part((5, 8, _BLOCKED, 1, 1, 90), (6, 8, _BLOCKED, 9, 1, 10))
+    found = _found(share_out(rows, _part(_total(8, _BLOCKED, 10, 360))))
+    assert found == {(5, 8, _BLOCKED): (1, 180), (6, 8, _BLOCKED): (9, 180)}
+
+
+def test_what_adds_up_already_is_left_alone() -> None:
+    rows = _part((5, 8, _BLOCKED, 1, 1, 333_333_333), (6, 8, _BLOCKED, 1, 2, 666_666_661))
+    found = _found(share_out(rows, _part(_total(8, _BLOCKED, 3, 999_999_994))))
+    assert found == {(5, 8, _BLOCKED): (1, 333_333_333), (6, 8, _BLOCKED): (2, 666_666_661)}
+
+
+def test_a_thread_of_which_nothing_was_chosen_says_so() -> None:
+    rows = _part((5, 8, _BLOCKED, 4, 1, 30))
+    shared = share_out(rows, _part(_total(8, _BLOCKED, 4, 100), _total(9, _WAITING, 7, 50)))
+    assert _found(shared) == {(5, 8, _BLOCKED): (4, 100), (_ANY, 9, _WAITING): (7, 50)}
+    assert shared.unsampled == 7
+
+
+def test_chosen_waits_of_no_time_share_by_their_number() -> None:
+    # GIVEN stacks that were chosen, but were past the boundary with all of their time
+    rows = _part((5, 8, _BLOCKED, 2, 1, 0), (6, 8, _BLOCKED, 2, 3, 0))
+    found = _found(share_out(rows, _part(_total(8, _BLOCKED, 8, 1_000))))
+    assert found == {(5, 8, _BLOCKED): (2, 250), (6, 8, _BLOCKED): (6, 750)}
+
+
+def test_nothing_is_nothing() -> None:
+    assert _found(share_out(_part(), _part())) == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sums_are_whole_and_exact_whatever_comes(seed: int) -> None:
+    # GIVEN rows of any size, up to what a day's window holds, and totals that differ from them
+    random = np.random.default_rng(seed)
+    n = 2_000
+    kinds = [_BLOCKED, _WAITING, SampleClass.PREEMPTED]
+    rows = _part(
+        *(
+            (
+                int(random.integers(3, 50)),
+                int(random.integers(1, 100)),
+                kinds[int(random.integers(3))],
+                int(random.choice([1, 2, 64, 65_536])),
+                int(random.integers(0, 100)),
+                int(10 ** random.uniform(0, 12)) - 1,
+            )
+            for _ in range(n)
+        )
+    )
+    totals = [
+        _total(tid, kind, int(random.integers(0, 10**6)), int(10 ** random.uniform(0, 14)))
+        for tid in range(1, 120)
+        for kind in kinds
+    ]
+    begun = time.process_time()
+    shared = share_out(rows, _part(*totals))
+    assert time.process_time() - begun < 1
+    # THEN each thread and kind has exactly its total.
+    whole = Counter[tuple[int, int]]()
+    count = Counter[tuple[int, int]]()
+    for (_, tid, kind), (number, ns) in _found(shared).items():
+        whole[tid, kind] += ns
+        count[tid, kind] += number
+    for _, tid, kind, _, number, ns in totals:
+        assert (count[tid, kind], whole[tid, kind]) == (number, ns)
+    assert int(shared.values["ns"].max()) <= 10**14
+
+
+def _drawn(
+    random: np.random.Generator, lengths: npt.NDArray[np.int64], stacks: npt.NDArray[np.int64]
+) -> dict[int, float]:
+    """Draws one in 16 of waits; returns what is said of each stack."""
+    is_chosen = random.random(len(lengths)) < 1 / 16
+    rows = [
+        (stack, 8, _BLOCKED, 16, 1, ns)
+        for stack, ns in zip(stacks[is_chosen].tolist(), lengths[is_chosen].tolist(), strict=True)
+    ]
+    totals = _part(_total(8, _BLOCKED, len(lengths), int(lengths.sum())))
+    found = Counter[int]()
+    for (stack, _, _), (_, ns) in _found(share_out(_part(*rows), totals)).items():
+        found[stack] += ns
+    return dict(found)
+
+
+def test_shares_are_right_on_average() -> None:
+    # GIVEN 4,000 waits in two stacks, of which those in one last ten times as long
+    random = np.random.default_rng(1)
+    stacks = random.integers(5, 7, 4_000)
+    lengths = np.where(stacks == 5, 1_000, 100) * random.integers(50, 150, 4_000)
+    true_ns = {stack: int(lengths[stacks == stack].sum()) for stack in (5, 6)}
+    # WHEN that is drawn a hundred times
+    drawn = [_drawn(random, lengths, stacks) for _ in range(100)]
+    # THEN the mean is within five of its standard errors, and one draw is as far off as it may be.
+    for stack, other in ((5, 6), (6, 5)):
+        errors = np.array([one[stack] for one in drawn]) / true_ns[stack] - 1
+        share = true_ns[other] / sum(true_ns.values())
+        # One over the root of the number chosen, of each stack; lengths vary by 0.3 of their mean.
+        expected = share * np.sqrt(2 * (1 + 0.3**2) / (2_000 / 16))
+        assert abs(errors.mean()) < 5 * expected / np.sqrt(100)
+        assert errors.std() == pytest.approx(expected, rel=0.4)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost controller, on loads that were recorded, and on hostile ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from aiflame.agent.fleet.cost import Budget, CostController, Prices
+from aiflame.agent.kernel.abi import WEIGHT_MAX
+from aiflame.agent.recording.chance import CgroupLoad, Chances, Load
+
+_S = 1_000_000_000
+# What this host's kernel says in the tests: dearer than the prices that are given.
+_TRUE_SWITCH, _TRUE_STACK = 650.0, 6_000.0
+_PROGRAMS = Budget(host_share=0, cpu_share=0.10, with_own_cpu=False)
+
+
+def _host(
+    chances: Chances, switches: Mapping[int, int], seldom: Mapping[int, int] | None = None
+) -> Load:
+    """A second of a host: switches by cgroup, of them some of threads that wait seldom."""
+    seldom = seldom or {}
+    loads = {}
+    for cgroup, count in switches.items():
+        one_in = chances.by_cgroup.get(cgroup, chances.one_in)
+        few = seldom.get(cgroup, 0)
+        # Threads that wait 20 times a second, at the first spacing: fewer of their waits at more.
+        few_taken = few * min(50_000_000 / max(chances.spacing_ns, 1), 1) if one_in > 1 else few
+        loads[cgroup] = CgroupLoad(count, round((count - few) / one_in + few_taken))
+    total = sum(one.switches for one in loads.values())
+    stacks = sum(one.stacks for one in loads.values())
+    return Load(
+        _S, loads, 0, 0, own_cpu_ns=0, bpf_ns=round(total * _TRUE_SWITCH + stacks * _TRUE_STACK)
+    )
+
+
+def _cost(load: Load) -> float:
+    assert load.bpf_ns is not None
+    return load.bpf_ns / _S
+
+
+def _run(
+    controller: CostController, seconds: int, load: Callable[[int], Mapping[int, int]]
+) -> list[float]:
+    chances, costs = controller.first(), []
+    for second in range(seconds):
+        found = _host(chances, load(second))
+        costs.append(_cost(found))
+        chances = controller.next(found)
+    return costs
+
+
+def test_a_steady_load_is_within_its_budget_and_stays_so() -> None:
+    controller = CostController(2, _PROGRAMS)
+    costs = _run(controller, 20, lambda _: {1: 50_000, 2: 300})
+    # THEN within two windows the budget holds, most of it is used, and nothing swings.
+    assert max(costs[2:]) < 0.10
+    assert min(costs[4:]) > 0.05
+    assert max(costs[8:]) - min(costs[8:]) < 0.01
+    assert not controller.is_over
+    # AND the quiet cgroup has all its stacks.
+    assert controller.chances.by_cgroup[2] == 1
+    assert controller.chances.by_cgroup[1] > 1
+
+
+def test_a_jump_of_the_load_is_met_within_two_windows() -> None:
+    controller = CostController(2, _PROGRAMS)
+    costs = _run(controller, 30, lambda s: {1: 100_000 if s >= 10 else 1_000, 2: 50})
+    assert all(cost < 0.10 for cost in costs[2:10])
+    assert all(cost < 0.10 for cost in costs[11:])
+    assert controller.chances.by_cgroup[2] == 1
+
+
+def test_a_load_that_comes_and_goes_does_not_break_the_budget() -> None:
+    controller = CostController(2, _PROGRAMS)
+    costs = _run(controller, 40, lambda s: {1: 80_000 if s % 2 else 100})
+    assert np.mean(costs[2:]) < 0.10
+    assert max(costs[4:]) < 0.11
+
+
+def test_a_load_that_has_gone_gets_its_stacks_back() -> None:
+    controller = CostController(2, _PROGRAMS)
+    _run(controller, 40, lambda s: {1: 100_000 if s < 5 else 500})
+    assert controller.chances.by_cgroup[1] == 1
+
+
+def test_busy_cgroups_do_not_take_from_quiet_ones() -> None:
+    # GIVEN a hundred quiet cgroups, and three that are busy in different degrees
+    controller = CostController(2, _PROGRAMS)
+    quiet = dict.fromkeys(range(100), 20)
+    _run(controller, 10, lambda _: {**quiet, 200: 10_000, 201: 30_000, 202: 50_000})
+    chances = controller.chances.by_cgroup
+    # THEN the quiet have all, and the others about as many stacks each as the next one.
+    assert {chances[cgroup] for cgroup in quiet} == {1}
+    taken = [10_000 / chances[200], 30_000 / chances[201], 50_000 / chances[202]]
+    assert max(taken) < 1.5 * min(taken)
+
+
+def test_prices_are_learnt_from_what_the_kernel_counts() -> None:
+    controller = CostController(2, _PROGRAMS, Prices(switch=300, stack=2_000))
+    costs = _run(controller, 20, lambda s: {1: 40_000 + 1_000 * (s % 3)})
+    # What was thought to cost a third of it would have broken the budget.
+    assert max(costs[3:]) < 0.10
+
+
+def test_without_the_kernels_account_prices_are_believed() -> None:
+    controller = CostController(2, _PROGRAMS)
+    load = Load(_S, {1: CgroupLoad(50_000, 800)}, 0, 0, own_cpu_ns=0, bpf_ns=None)
+    one_in = controller.next(load).by_cgroup[1]
+    prices = controller.prices
+    assert 50_000 * prices.switch + 50_000 / one_in * prices.stack <= 0.10 * _S
+
+
+def test_exact_totals_that_take_the_budget_alone_are_said_and_leave_some_stacks() -> None:
+    controller = CostController(2, Budget(host_share=0, cpu_share=0.03, with_own_cpu=False))
+    costs = _run(controller, 10, lambda _: {1: 100_000, 2: 100})
+    assert controller.is_over
+    # What is above what cannot be helped is a tenth of the budget, and what prices are off.
+    assert max(costs[3:]) < 100_100 * _TRUE_SWITCH / _S + 0.15 * 0.03
+    assert controller.chances.by_cgroup[1] < WEIGHT_MAX
+
+
+def test_the_agent_pays_all_it_takes_from_its_budget() -> None:
+    # GIVEN 64 CPUs, of which the agent may take 0.64 of one
+    budget = Budget()
+    assert budget.ns_per_s(64) == pytest.approx(0.64 * _S)
+    assert budget.ns_per_s(2) == pytest.approx(0.03 * _S)
+    controller, prices = CostController(64, budget), Prices()
+    # WHEN its process, samples and calls take some of that
+    load = Load(
+        _S,
+        {1: CgroupLoad(300_000, 5_000)},
+        samples=20_000,
+        calls=10_000,
+        own_cpu_ns=50_000_000,
+        bpf_ns=None,
+    )
+    one_in = controller.next(load).by_cgroup[1]
+    whole = 50_000_000 + 20_000 * prices.sample + 10_000 * (prices.call + prices.trap)
+    whole += 300_000 * prices.switch + 300_000 / one_in * prices.stack
+    assert 0.5 * 0.64 * _S < whole <= 0.64 * _S
+
+
+def test_threads_that_wait_seldom_are_thinned_out_only_when_they_are_too_many() -> None:
+    # GIVEN a host of which most switches are of threads that wait 20 times a second
+    controller = CostController(2, _PROGRAMS)
+    chances = controller.first()
+    before = chances.spacing_ns
+    costs = []
+    for _ in range(12):
+        load = _host(chances, {1: 60_000}, {1: 40_000})
+        costs.append(_cost(load))
+        chances = controller.next(load)
+    assert chances.spacing_ns > before
+    assert costs[-1] < 0.10
+    # WHEN they have gone
+    for _ in range(20):
+        chances = controller.next(_host(chances, {1: 1_000}))
+    # THEN they would have all their stacks again.
+    assert chances.spacing_ns == before
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_chances_are_chances_whatever_comes(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    controller = CostController(int(random.integers(1, 512)))
+    for _ in range(50):
+        loads = {
+            int(cgroup): CgroupLoad(int(10 ** random.uniform(0, 9)), int(random.integers(0, 10**9)))
+            for cgroup in random.integers(0, 2**63, int(random.integers(0, 200)))
+        }
+        load = Load(
+            int(random.choice([0, 1, 10**6, _S, 10**13])),
+            loads,
+            int(random.integers(10**9)),
+            int(random.integers(10**9)),
+            int(random.integers(10**12)),
+            bpf_ns=None if random.random() < 0.5 else int(random.integers(10**12)),
+        )
+        chances = controller.next(load)
+        assert 1 <= chances.one_in <= WEIGHT_MAX
+        assert all(1 <= one_in <= WEIGHT_MAX for one_in in chances.by_cgroup.values())
+        assert len(chances.by_cgroup) <= 4096
+        assert 0 < chances.spacing_ns < 2**40
+        assert math.isfinite(controller.cost_ns_per_s)
+
+
+def test_cgroups_beyond_those_that_are_told_apart_have_the_chance_of_the_busiest() -> None:
+    controller = CostController(2, _PROGRAMS)
+    loads = {cgroup: CgroupLoad(10 + cgroup, 10) for cgroup in range(6_000)}
+    chances = controller.next(Load(_S, loads, 0, 0, own_cpu_ns=0, bpf_ns=None))
+    assert len(chances.by_cgroup) == 4096
+    assert 5_999 in chances.by_cgroup
+    assert chances.one_in == max(chances.by_cgroup.values())
+
+
+def test_a_window_of_no_length_changes_nothing() -> None:
+    controller = CostController(2)
+    assert controller.next(Load(0, {}, 0, 0, 0, None)) == controller.first()
