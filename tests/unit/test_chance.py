@@ -11,7 +11,11 @@ import numpy.typing as npt
 import pytest
 from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.chance import Part, SharedOut, share_out
+from aiflame.agent.recording.thread_times import ThreadTimes
+from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from support import blind_inspector
 
 _BLOCKED, _WAITING = SampleClass.BLOCKED, SampleClass.WAITING_TO_RUN
 _IMAGE, _PID = 1_000, 7
@@ -168,3 +172,88 @@ def test_shares_are_right_on_average() -> None:
         expected = share * np.sqrt(2 * (1 + 0.3**2) / (2_000 / 16))
         assert abs(errors.mean()) < 5 * expected / np.sqrt(100)
         assert errors.std() == pytest.approx(expected, rel=0.4)
+
+
+_START_NS, _TID = 1_000_000, 8
+_SECOND_NS = 1_000_000_000
+
+
+def _times() -> tuple[ThreadTimes, WindowBuilder]:
+    window = WindowBuilder(Bounds())
+    times = ThreadTimes(window, ProcessTable(_START_NS, lambda pid: _START_NS, blind_inspector()))
+    times.start(_START_NS)
+    return times, window
+
+
+def _state(
+    switched_ns: int, kind: SampleClass, weight: int, told: tuple[tuple[int, int], ...]
+) -> npt.NDArray[np.void]:
+    """A thread since the start; told: count and ns it was blocked for, of each total."""
+    state = np.zeros(1, abi.THREAD_STATE_DTYPE)
+    state["first_seen_ns"], state["switched_ns"] = _START_NS, _START_NS + switched_ns
+    state["image"], state["tgid"], state["off_class"] = _START_NS, _PID, kind
+    state["stack"], state["weight"] = 77, weight
+    for slot, (count, ns) in enumerate(told):
+        state["by_chance"]["count"][0, slot, _BLOCKED] = count
+        state["by_chance"]["ns"][0, slot, _BLOCKED] = ns
+    return state
+
+
+def _close(
+    times: ThreadTimes, at_ns: int, state: npt.NDArray[np.void], written: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    """Returns count and ns of totals, and weight, stack and ns of what is charged."""
+    tids = np.array([_TID], np.uint32)
+    charged = times.close(_START_NS + at_ns, tids, state, set(), written=written)
+    totals = [(int(v["count"]), int(v["ns"])) for v in charged.totals[1]]
+    rows = zip(charged.keys, charged.values, strict=True)
+    return totals, [(int(k["weight"]), int(k["stack"]), int(v["ns"])) for k, v in rows]
+
+
+def test_each_window_has_what_was_told_since_the_last_of_its_kind() -> None:
+    times, _ = _times()
+    # GIVEN a thread that runs at each boundary; its two totals take turns
+    found = []
+    for at, told in enumerate([((5, 500), (0, 0)), ((5, 500), (2, 90)), ((9, 700), (2, 90))]):
+        state = _state(at * _SECOND_NS, SampleClass.ON_CPU, abi.WEIGHT_EXACT, told)
+        found.append(_close(times, (at + 1) * _SECOND_NS, state, at % 2)[0])
+    assert found == [[(5, 500)], [(2, 90)], [(4, 200)]]
+
+
+@pytest.mark.parametrize(
+    ("age_ns", "weight", "expected"),
+    [
+        (50_000_000, 16, 16),
+        (50_000_000, abi.WEIGHT_NOT_CHOSEN, abi.WEIGHT_NOT_CHOSEN),
+        # Old enough to be exact whether it was chosen or not,
+        (abi.OPEN_WAIT_NS, 16, abi.WEIGHT_EXACT),
+        (abi.OPEN_WAIT_NS, abi.WEIGHT_NOT_CHOSEN, abi.WEIGHT_EXACT),
+        # and exact from the beginning.
+        (50_000_000, abi.WEIGHT_EXACT, abi.WEIGHT_EXACT),
+    ],
+)
+def test_a_wait_that_is_open_at_a_boundary_has_a_weight_by_its_age(
+    age_ns: int, weight: int, expected: int
+) -> None:
+    times, _ = _times()
+    state = _state(_SECOND_NS - age_ns, _BLOCKED, weight, ((0, 0), (0, 0)))
+    assert _close(times, _SECOND_NS, state, 0) == ([], [(expected, 77, age_ns)])
+
+
+def test_a_thread_that_ends_leaves_nothing_untold() -> None:
+    times, _ = _times()
+    state = _state(0, SampleClass.ON_CPU, abi.WEIGHT_EXACT, ((5, 500), (0, 0)))
+    _close(times, _SECOND_NS, state, 0)
+    # WHEN it ends in the next window
+    end = np.zeros(1, abi.THREAD_EVENT_DTYPE)
+    end["ns"], end["first_seen_ns"] = _START_NS + _SECOND_NS + 7, _START_NS
+    end["tid"], end["tgid"], end["image"] = _TID, _PID, _START_NS
+    end["by_chance"] = state["by_chance"]
+    end["by_chance"]["count"][0, 1, _BLOCKED], end["by_chance"]["ns"][0, 1, _BLOCKED] = 3, 33
+    times.end(end[0])
+    none = np.zeros(0, abi.THREAD_STATE_DTYPE)
+    charged = times.close(
+        _START_NS + 2 * _SECOND_NS, np.zeros(0, np.uint32), none, set(), written=1
+    )
+    # THEN that has what it did since, and no more.
+    assert [(int(v["count"]), int(v["ns"])) for v in charged.totals[1]] == [(3, 33)]
