@@ -148,7 +148,8 @@ class Recorder:
         families: Devices to record, as far as targets use them.
         are_families_named: The user wants them in any case.
         wanted: What the user asks of helpers.
-        steers: Decides which switch-outs take a stack, where options say that chance does.
+        steers: Decides which switch-outs take a stack, where options say that chance does; without
+            one all do.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -325,8 +326,8 @@ class Recorder:
             programs.set(abi.Setting.STACK_COPIES, COPIES_PER_S)
         if self._are_families_named:
             self.devices.start()
-        if self._steers is not None:
-            self._set_chances(self._steers.first())
+        if self._options.by_chance:
+            self._set_chances(Chances(1) if self._steers is None else self._steers.first())
         self._prepare_early()
         self._attach()
         pids = self._enter_targets()
@@ -747,10 +748,9 @@ class Recorder:
         return now[0] - told[0]
 
     def _set_chances(self, chances: Chances) -> None:
-        if chances == self._chances:
-            return
         write_chances(self._programs, chances, self._chances)
         self._chances = chances
+        # Also where they are as before: a process may have moved to another cgroup.
         self._chances_number += 1
         self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)
 
