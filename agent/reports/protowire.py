@@ -57,6 +57,17 @@ def packed(number: int, values: Iterable[int]) -> bytes:
     return message_field(number, b"".join(map(varint, values)))
 
 
+def varint_sizes(values: npt.NDArray[np.unsignedinteger[Any]]) -> I64:
+    """Return how many bytes each number takes."""
+    sizes = np.ones(len(values), dtype=np.int64)
+    for bits in range(7, 64, 7):
+        longer = values >> np.uint64(bits) > 0
+        if not longer.any():
+            break
+        sizes += longer
+    return sizes
+
+
 def varints(values: npt.NDArray[np.unsignedinteger[Any]]) -> tuple[bytes, I64]:
     """Encode many numbers at once.
 
@@ -64,12 +75,7 @@ def varints(values: npt.NDArray[np.unsignedinteger[Any]]) -> tuple[bytes, I64]:
         All of them one after the other, and where each begins and the last ends.
     """
     values = values.astype(np.uint64)
-    sizes = np.ones(len(values), dtype=np.int64)
-    for bits in range(7, 64, 7):
-        longer = values >> np.uint64(bits) > 0
-        if not longer.any():
-            break
-        sizes += longer
+    sizes = varint_sizes(values)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     out = np.empty(starts[-1], dtype=np.uint8)
     for place in range(int(sizes.max(initial=0))):

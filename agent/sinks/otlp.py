@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import gzip
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ _OTHERS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtlpSettings(PostSettings):
+class Settings(PostSettings):
     """The keys of `[sinks.otlp]`.
 
     Attributes:
@@ -132,6 +133,20 @@ class OtlpSettings(PostSettings):
     labels: tuple[str, ...] = DEFAULT_LABELS
 
 
+def make(settings: Settings, node: str) -> OtlpSink:
+    """Make the sink of a host. Its name is in the labels of what is pushed.
+
+    Raises:
+        UsageError: The settings make no sense.
+    """
+    return OtlpSink(settings)
+
+
+def describe(settings: Settings) -> str:
+    """Say where it sends."""
+    return f"OTLP at {settings.url}, as for {settings.flavour}"
+
+
 class OtlpSink:
     """Pushes profiles by OTLP; see the module.
 
@@ -141,7 +156,7 @@ class OtlpSink:
 
     name = "otlp"
 
-    def __init__(self, settings: OtlpSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         try:
             self._flavour = Flavour(settings.flavour)
         except ValueError as error:
@@ -195,7 +210,7 @@ class OtlpSink:
             yield from self._requests([part._replace(series=some, later_ns=later_ns)], times)
 
     def send(self, request: Request) -> Counter[str]:
-        """Send a request; return how many samples were refused, at most, and what was said.
+        """Send a request; return how many samples were refused, at most, by what was said.
 
         A partial success tells the number of profiles: those with the most samples are counted.
 
@@ -207,20 +222,24 @@ class OtlpSink:
         if answer.status in _LATER:
             raise SinkAway(f"{self.name}: {answer.words}", answer.retry_after_s)
         if not answer.is_taken:
-            raise SinkRefused(f"{self.name}: {answer.words}")
+            raise SinkRefused(f"{self.name}: {answer.words}", answer.reason)
         try:
             told = service.ExportProfilesServiceResponse.FromString(answer.body)
         except DecodeError as error:
-            raise SinkRefused(f"{self.name}: no OTLP at this URL: {answer.words}") from error
+            why = "no OTLP at this URL"
+            raise SinkRefused(f"{self.name}: {why}: it answers {answer.words}", why) from error
         partial = told.partial_success
         if partial.rejected_profiles <= 0:
             return Counter()
-        why = showable(partial.error_message[:_MAX_WORDS]) if partial.error_message else "no reason"
-        return Counter({why: _most_samples(request, partial.rejected_profiles)})
+        why = partial.error_message[:_MAX_WORDS]
+        # Without the numbers that make a reason of its own of each answer.
+        reason = _NUMBERS.sub("N", showable(why)) if why else "partial success without a reason"
+        return Counter({reason: _most_samples(request, partial.rejected_profiles)})
 
 
 # Of what a server says of refused profiles.
-_MAX_WORDS = 200
+_MAX_WORDS = 100
+_NUMBERS = re.compile(r"\d+")
 
 
 def _most_samples(request: Request, profiles: int) -> int:

@@ -39,7 +39,7 @@ _MAX_RETRY_AFTER_S = 3_600.0
 
 @dataclass(frozen=True, kw_only=True)
 class PostSettings:
-    """Where to, and how to be let in; the keys of a sink's part of the configuration.
+    """Where to, and how to be let in: keys that every sink over HTTP has.
 
     Attributes:
         url: Of the back-end, "https://HOST:PORT" and maybe a path; "http" without TLS.
@@ -54,10 +54,10 @@ class PostSettings:
 
     url: str
     tenant: str = ""
-    token_file: str = ""
+    token_file: Path | None = None
     user: str = ""
-    password_file: str = ""
-    ca_file: str = ""
+    password_file: Path | None = None
+    ca_file: Path | None = None
     insecure: bool = False
     # As `pyroscope.write` of Grafana Alloy.
     timeout_s: float = 10.0
@@ -83,11 +83,15 @@ class Answer:
         return 200 <= self.status < 300
 
     @property
+    def reason(self) -> str:
+        """The status in words."""
+        return f"{self.status} {http.client.responses.get(self.status, '')}".rstrip()
+
+    @property
     def words(self) -> str:
         """The answer for a message: status and the start of its text, in one line."""
-        name = http.client.responses.get(self.status, "")
         text = showable(self.body[:_MAX_WORDS].decode("utf-8", "replace")) if self.body else ""
-        return " ".join(filter(None, (str(self.status), name, text)))
+        return f"{self.reason} {text}".rstrip()
 
 
 class Poster:
@@ -173,7 +177,7 @@ class Poster:
         settings = self._settings
         if settings.token_file:
             return {"Authorization": f"Bearer {_secret(settings.token_file)}"}
-        if settings.user:
+        if settings.user and settings.password_file:
             pair = f"{settings.user}:{_secret(settings.password_file)}"
             return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
         return {}
@@ -221,7 +225,7 @@ def _is_loopback(host: str) -> bool:
 
 def _tls(settings: PostSettings) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=settings.ca_file or None)
+        context = ssl.create_default_context(cafile=settings.ca_file)
     except (OSError, ssl.SSLError) as error:
         raise UsageError(f"{settings.ca_file}: no certificates to trust: {error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -231,15 +235,15 @@ def _tls(settings: PostSettings) -> ssl.SSLContext:
     return context
 
 
-def _secret(path: str) -> str:
-    with Path(path).open("rb") as file:
+def _secret(path: Path) -> str:
+    with path.open("rb") as file:
         content = file.read(_MAX_SECRET_BYTES + 1)
     if len(content) > _MAX_SECRET_BYTES:
         raise UsageError(f"{path}: too long for a secret")
     secret = content.decode("utf-8", "replace").strip()
     if not secret:
         raise UsageError(f"{path} is empty")
-    return _header(path, secret)
+    return _header(str(path), secret)
 
 
 def _header(what: str, value: str) -> str:

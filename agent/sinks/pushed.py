@@ -201,8 +201,8 @@ def series_parts(series: Series, count: int) -> Iterator[Series]:
         yield series.rows(slice(begin, end))
 
 
-def _ranges(starts: I64, lengths: I64) -> I64:
-    """Return start, start + 1, ... of each start, as many as its length says."""
+def ranges(starts: I64, lengths: I64) -> I64:
+    """Return start, start + 1, ... for each start, as many as its length says."""
     before = np.cumsum(lengths) - lengths
     found: I64 = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
     return found
@@ -222,7 +222,7 @@ class _Rows(NamedTuple):
     def chosen(self, which: I64) -> _Rows:
         lengths = np.diff(self.offsets)[which]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        return _Rows(offsets, self.flat[_ranges(self.offsets[which], lengths)])
+        return _Rows(offsets, self.flat[ranges(self.offsets[which], lengths)])
 
     def followed_by(self, others: _Rows) -> _Rows:
         offsets = np.append(self.offsets, self.offsets[-1] + others.offsets[1:])
@@ -235,9 +235,9 @@ class _Rows(NamedTuple):
         offsets = np.zeros(len(which) + 1, np.int64)
         np.cumsum(lengths + more, out=offsets[1:])
         flat = np.empty(int(offsets[-1]), np.int64)
-        flat[_ranges(offsets[:-1], lengths)] = self.flat[_ranges(self.offsets[which], lengths)]
-        at = _ranges(offsets[:-1] + lengths, more)
-        flat[at] = others.flat[_ranges(others.offsets[which_others], more)]
+        flat[ranges(offsets[:-1], lengths)] = self.flat[ranges(self.offsets[which], lengths)]
+        at = ranges(offsets[:-1] + lengths, more)
+        flat[at] = others.flat[ranges(others.offsets[which_others], more)]
         return _Rows(offsets, flat)
 
 
@@ -430,7 +430,7 @@ class _Builder:
         is_cut = ends - starts > MAX_FRAMES
         starts = np.maximum(starts, ends - MAX_FRAMES)
         lengths = ends - starts
-        flat = shown.frames[_ranges(starts, lengths)].astype(np.int64)
+        flat = shown.frames[ranges(starts, lengths)].astype(np.int64)
         in_use, at = np.unique(flat, return_inverse=True)
         # A frame opens a location, unless it was inlined into the one before.
         opens = ~frames["inlined"][in_use][at]

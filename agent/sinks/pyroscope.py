@@ -19,26 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from aiflame.agent.model.batch import Batch
-from aiflame.agent.model.profile import Binary
-from aiflame.agent.reports.pprof_parts import (
-    LineField,
-    LocationField,
-    ProfileField,
-    SampleField,
-    function_message,
-    mapping,
-    value_type,
-)
-from aiflame.agent.reports.protowire import (
-    StringTable,
-    message_field,
-    packed,
-    varint,
-    varint_field,
-    varints,
-)
+from aiflame.agent.reports.pprof_parts import ProfileField
+from aiflame.agent.reports.protowire import message_field, varint_field
 from aiflame.agent.sinks.labels import (
     DEFAULT_LABELS,
     MAX_VALUE_BYTES,
@@ -46,11 +29,10 @@ from aiflame.agent.sinks.labels import (
     series_labels,
 )
 from aiflame.agent.sinks.posting import Poster, PostSettings
+from aiflame.agent.sinks.pprof_series import PprofTables
 from aiflame.agent.sinks.pushed import (
-    Pushed,
     PushedClass,
     Series,
-    Tables,
     pushed,
     series_parts,
     shown_text,
@@ -75,8 +57,6 @@ _GZIP_LEVEL = 1
 _APART_NS = 1_000_000
 
 _LATER = (408, 429)
-
-_U64_MAX = (1 << 64) - 1
 
 
 class PushField:
@@ -119,7 +99,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyroscopeSettings(PostSettings):
+class Settings(PostSettings):
     """The keys of `[sinks.pyroscope]`.
 
     Attributes:
@@ -128,6 +108,20 @@ class PyroscopeSettings(PostSettings):
     """
 
     labels: tuple[str, ...] = DEFAULT_LABELS
+
+
+def make(settings: Settings, node: str) -> PyroscopeSink:
+    """Make the sink of a host. Its name is in the labels of what is pushed.
+
+    Raises:
+        UsageError: The settings make no sense.
+    """
+    return PyroscopeSink(settings)
+
+
+def describe(settings: Settings) -> str:
+    """Say where it sends."""
+    return f"Pyroscope at {settings.url}"
 
 
 class PyroscopeSink:
@@ -140,7 +134,7 @@ class PyroscopeSink:
     name = "pyroscope"
     max_age_s: float | None = _MAX_AGE_S
 
-    def __init__(self, settings: PyroscopeSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._labels = checked_labels(settings.labels)
         headers = {"Content-Type": "application/proto", "Connect-Protocol-Version": "1"}
         self._poster = Poster(settings, _PATH, headers)
@@ -164,10 +158,11 @@ class PyroscopeSink:
             # Those of a pod's containers may be one series, if that is no label.
             labels = series_labels(batch.labels, self._labels, 1)
             of = pushed(batch)
+            tables, comments = PprofTables(of.tables), tuple(_comments(batch))
             for series in of.series:
                 type_ = _type_of(series)
                 key = (type_, *labels)
-                for part, profile in _split(of, series):
+                for part, profile in _split(tables, series, comments):
                     begin_ns = batch.begin_unix_ns + times[key] * _APART_NS
                     times[key] += 1
                     yield _Encoded.of(labels, type_, profile, begin_ns, batch, len(part))
@@ -183,10 +178,11 @@ class PyroscopeSink:
         if answer.is_taken and not answer.body:
             return Counter()
         if answer.is_taken:
-            raise SinkRefused(f"{self.name}: no Pyroscope at this URL: it answers {answer.words}")
+            why = "no Pyroscope at this URL"
+            raise SinkRefused(f"{self.name}: {why}: it answers {answer.words}", why)
         if answer.status in _LATER or answer.status >= 500:
             raise SinkAway(f"{self.name}: {answer.words}", answer.retry_after_s)
-        raise SinkRefused(f"{self.name}: {answer.words}")
+        raise SinkRefused(f"{self.name}: {answer.words}", answer.reason)
 
 
 class _Encoded(NamedTuple):
@@ -233,75 +229,23 @@ def _request(series: Sequence[_Encoded]) -> Request:
     )
 
 
-def _split(of: Pushed, series: Series) -> Iterator[tuple[Series, bytes]]:
+def _split(
+    tables: PprofTables, series: Series, comments: Sequence[str]
+) -> Iterator[tuple[Series, bytes]]:
     # As many profiles as the limits ask for. Values stay whole, so that sums do.
     parts = -(-len(series) // _MAX_SAMPLES)
     if parts < 2:
-        encoded = _profile(of, series)
+        type_ = _type_of(series)
+        encoded = tables.profile(series, type_.sample, type_.period, comments)
         parts = -(-len(encoded) // _MAX_BYTES)
         if parts < 2 or len(series) < 2:
             yield series, encoded
             return
     for part in series_parts(series, parts):
-        yield from _split(of, part)
-
-
-def _profile(of: Pushed, series: Series) -> bytes:
-    """Return pprof's Profile of a series, without its time."""
-    tables, type_ = of.tables, _type_of(series)
-    strings = StringTable()
-    offsets, flat = tables.stacks(series.stack)
-    in_use, at = np.unique(flat, return_inverse=True)
-    # Each table's ids count from 1, without a gap, as Parca wants them.
-    encoded, ends = varints((at + 1).astype(np.uint64))
-    values, value_ends = varints(series.value)
-    bounds, value_bounds = ends[offsets].tolist(), value_ends.tolist()
-    parts = [message_field(ProfileField.SAMPLE_TYPE, value_type(strings, *type_.sample))]
-    for i in range(len(series)):
-        body = message_field(SampleField.LOCATION_ID, encoded[bounds[i] : bounds[i + 1]])
-        body += message_field(SampleField.VALUE, values[value_bounds[i] : value_bounds[i + 1]])
-        parts.append(message_field(ProfileField.SAMPLE, body))
-    parts += _tables(tables, in_use.tolist(), strings)
-    if type_.period:
-        parts.append(message_field(ProfileField.PERIOD_TYPE, value_type(strings, *type_.period)))
-        parts.append(varint_field(ProfileField.PERIOD, series.period_ns or 1))
-    comments = [strings.id(text) for text in _comments(of.batch)]
-    parts.append(packed(ProfileField.COMMENT, comments))
-    parts += [message_field(ProfileField.STRING_TABLE, text) for text in strings.encoded()]
-    return b"".join(parts)
+        yield from _split(tables, part, comments)
 
 
 def _comments(batch: Batch) -> Iterator[str]:
     yield f"aiflame {batch.profile.recording.aiflame_version}"
     for loss in batch.profile.losses:
         yield shown_text(f"lost: {loss.name} {loss.count}", MAX_VALUE_BYTES)
-
-
-def _tables(tables: Tables, in_use: Sequence[int], strings: StringTable) -> Iterator[bytes]:
-    functions: dict[int, int] = {}
-    mappings: dict[int, int] = {}
-    limits: Counter[int] = Counter()
-    # Tens of thousands: each call counts.
-    id_, mapping_id, at = (varint(field << 3) for field in _LOCATION_NUMBERS)
-    function_id, line_number = (varint(field << 3) for field in _LINE_NUMBERS)
-    for number, index in enumerate(in_use, 1):
-        _, in_mapping, address, lines = tables.locations[index]
-        body = id_ + varint(number)
-        if in_mapping >= 0:
-            identity = mappings.setdefault(in_mapping, len(mappings) + 1)
-            if address >= limits[identity]:
-                limits[identity] = min(address + 1, _U64_MAX)
-            body += mapping_id + varint(identity) + at + varint(address)
-        for function, line in lines:
-            identity = functions.setdefault(function, len(functions) + 1)
-            source = function_id + varint(identity) + line_number + varint(line)
-            body += message_field(LocationField.LINE, source)
-        yield message_field(ProfileField.LOCATION, body)
-    for index, number in mappings.items():
-        yield mapping(number, Binary(*tables.mappings[index]), limits[number], strings)
-    for index, number in functions.items():
-        yield function_message(number, *tables.functions[index], strings)
-
-
-_LOCATION_NUMBERS = (LocationField.ID, LocationField.MAPPING_ID, LocationField.ADDRESS)
-_LINE_NUMBERS = (LineField.FUNCTION_ID, LineField.LINE)

@@ -29,7 +29,16 @@ class SinkAway(AiflameError):
 
 
 class SinkRefused(AiflameError):
-    """A request that a back-end will never take: it is dropped and counted."""
+    """A request that a back-end will never take: it is dropped and counted.
+
+    Attributes:
+        reason: To count it by: a few words, of which there are not many. The message has those of
+            the back-end, which may name each profile.
+    """
+
+    def __init__(self, why: str, reason: str) -> None:
+        super().__init__(why)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class Request:
     Attributes:
         body: As it goes over the wire, compressed if the sink does so.
         begin_unix_ns: When what it tells of began: back-ends refuse what is too old.
-        samples: How many it holds, to count them where they are lost.
+        samples: How many weights of stacks it holds, to count them where they are lost.
     """
 
     body: bytes

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.model.batch import Batch, Labels
-from aiflame.agent.sinks.otlp import OtlpSettings, OtlpSink
-from aiflame.agent.sinks.pyroscope import PyroscopeSettings, PyroscopeSink
+from aiflame.agent.sinks.otlp import OtlpSink
+from aiflame.agent.sinks.otlp import Settings as OtlpSettings
+from aiflame.agent.sinks.pyroscope import PyroscopeSink
+from aiflame.agent.sinks.pyroscope import Settings as PyroscopeSettings
 from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRefused
 from profiles import MS, RECORDING, small_profile
 from receivers import otlp, pyroscope
@@ -77,6 +79,8 @@ def test_what_is_refused_is_not_sent_again(make: Make, statuses: tuple[int, ...]
             with pytest.raises(SinkRefused, match=f"{status} ") as refused:
                 sink.send(_request(sink))
             assert str(refused.value).isprintable()
+            assert refused.value.reason.startswith(f"{status} ")
+            assert "never" not in refused.value.reason
         assert len(server.requests) == len(statuses), "a redirect was followed"
 
 
@@ -146,13 +150,13 @@ def test_the_age_limit_is_that_of_the_back_end() -> None:
 
 def test_partial_success_is_counted_and_done_with() -> None:
     # GIVEN a Collector that refuses two profiles of a request
-    receiver = otlp.Collector(rejects=(2, "quota\nexceeded"))
+    receiver = otlp.Collector(rejects=(2, "quota 17\nexceeded"))
     with serving(receiver) as server:
         sink = _otlp(server.url)
         refused = sink.send(_request(sink))
         # THEN no more than what they may hold is counted, and nothing is sent again
         sizes = sorted(len(one.samples) for one in receiver.got)
-        assert refused == {"quota\ufffdexceeded": sizes[-1] + sizes[-2]}
+        assert refused == {"quota N\ufffdexceeded": sizes[-1] + sizes[-2]}
         assert len(server.requests) == 1
 
 
@@ -160,7 +164,7 @@ def test_partial_success_of_more_than_was_sent_is_all_of_it() -> None:
     with serving(otlp.Collector(rejects=(1 << 62, ""))) as server:
         sink = _otlp(server.url)
         request = _request(sink)
-        assert sink.send(request) == {"no reason": request.samples}
+        assert sink.send(request) == {"partial success without a reason": request.samples}
 
 
 # Servers that are not there, or hang.
@@ -249,7 +253,7 @@ def test_a_token_is_read_for_each_request(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
     with serving(otlp.Collector()) as server:
-        sink = _otlp(server.url, token_file=str(token), tenant="team-a")
+        sink = _otlp(server.url, token_file=token, tenant="team-a")
         sink.send(_request(sink))
         token.write_text("second")
         sink.send(_request(sink))
@@ -268,7 +272,7 @@ def test_a_password_and_a_tenant_let_into_pyroscope(tmp_path: Path) -> None:
         NOW_NS, is_multi_tenant=True, authorization="Basic MTIzNDU6czNjcmV0"
     )
     with serving(receiver) as server:
-        known = {"user": "12345", "password_file": str(password)}
+        known = {"user": "12345", "password_file": password}
         sink = _pyroscope(server.url, tenant="a", **known)
         assert sink.send(_request(sink)) == Counter()
         for settings in ({"tenant": "a"}, known):
@@ -285,13 +289,13 @@ def test_a_secret_is_not_sent_in_the_clear(make: Make, url: str, tmp_path: Path)
     token = tmp_path / "token"
     token.write_text("x")
     with pytest.raises(UsageError, match="without TLS"):
-        make(url, token_file=str(token))
+        make(url, token_file=token)
     with pytest.raises(UsageError, match="without TLS"):
-        make(url, user="u", password_file=str(token))
-    make(url, token_file=str(token), insecure=True)
-    make("https://pyroscope", token_file=str(token))
-    make("http://localhost:1", token_file=str(token))
-    make("http://[::1]:1", token_file=str(token))
+        make(url, user="u", password_file=token)
+    make(url, token_file=token, insecure=True)
+    make("https://pyroscope", token_file=token)
+    make("http://localhost:1", token_file=token)
+    make("http://[::1]:1", token_file=token)
 
 
 @both
@@ -311,12 +315,12 @@ def test_a_secret_is_not_sent_in_the_clear(make: Make, url: str, tmp_path: Path)
         {"timeout_s": 0},
         {"timeout_s": float("nan")},
         {"user": "u"},
-        {"password_file": "/dev/null"},
-        {"token_file": "/no/such/file"},
-        {"token_file": "/dev/null"},
-        {"token_file": "/dev/zero"},
-        {"url": "https://h", "ca_file": "/no/such/file"},
-        {"url": "https://h", "ca_file": "/dev/null"},
+        {"password_file": Path("/dev/null")},
+        {"token_file": Path("/no/such/file")},
+        {"token_file": Path("/dev/null")},
+        {"token_file": Path("/dev/zero")},
+        {"url": "https://h", "ca_file": Path("/no/such/file")},
+        {"url": "https://h", "ca_file": Path("/dev/null")},
         {"labels": ("nonsense",)},
         {"labels": ("thread",)},
     ],
@@ -337,7 +341,7 @@ def test_an_unknown_flavour_is_refused() -> None:
 
 
 @contextmanager
-def _tls_server(folder: Path) -> Iterator[tuple[str, str]]:
+def _tls_server(folder: Path) -> Iterator[tuple[str, Path]]:
     key, certificate = folder / "key.pem", folder / "cert.pem"
     subprocess.run(
         [
@@ -351,7 +355,7 @@ def _tls_server(folder: Path) -> Iterator[tuple[str, str]]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with serving(otlp.Collector(), context) as server:
-        yield server.url, str(certificate)
+        yield server.url, certificate
 
 
 def test_certificates_are_checked(tmp_path: Path) -> None:
@@ -360,11 +364,11 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
     with _tls_server(tmp_path) as (url, ca_file):
         # GIVEN a server whose certificate the system does not know
         # WHEN requests are sent THEN it has to be named, or said that it does not matter
-        sink = _otlp(url, token_file=str(token))
+        sink = _otlp(url, token_file=token)
         with pytest.raises(SinkAway, match="certificate verify failed"):
             sink.send(_request(sink))
         for settings in ({"ca_file": ca_file}, {"insecure": True}):
-            sink = _otlp(url, token_file=str(token), **settings)
+            sink = _otlp(url, token_file=token, **settings)
             assert sink.send(_request(sink)) == Counter()
         # A certificate of another host is none.
         sink = _otlp(url.replace("127.0.0.1", "localhost"), ca_file=ca_file)

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import gzip
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from aiflame.agent.model.batch import Batch, Labels
-from aiflame.agent.model.gpu import Operation
+from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import (
     Binary,
     Loss,
@@ -21,9 +18,10 @@ from aiflame.agent.model.profile import (
 )
 from aiflame.agent.sinks import otlp as otlp_sink
 from aiflame.agent.sinks import pyroscope as pyroscope_sink
-from aiflame.agent.sinks.otlp import OtlpSettings, OtlpSink
-from aiflame.agent.sinks.pyroscope import PyroscopeSettings, PyroscopeSink
-from aiflame.agent.sinks.requests import RequestSink
+from aiflame.agent.sinks.otlp import OtlpSink
+from aiflame.agent.sinks.otlp import Settings as OtlpSettings
+from aiflame.agent.sinks.pyroscope import PyroscopeSink
+from aiflame.agent.sinks.pyroscope import Settings as PyroscopeSettings
 from busy_host import busy_host, busy_profile
 from device_profiles import (
     hostile_device_profile,
@@ -45,112 +43,27 @@ from profiles import (
     small_profile,
     timed_profile,
 )
+from pushes import (
+    BEGIN_NS,
+    CPU,
+    LAUNCH,
+    MINUTE_NS,
+    OFF_CPU,
+    RUN_DELAY,
+    SAMPLES,
+    TIMED_SAMPLES,
+    all_ways,
+    as_pyroscope,
+    batch_of,
+    exact,
+    pushed_by_otlp,
+    pushed_to_pyroscope,
+    send_all,
+    sums_of,
+    totals_of,
+)
 from receivers import otlp, pyroscope
 from receivers.server import serving
-
-BEGIN_NS = RECORDING.started_unix_ns
-MINUTE_NS = 60_000 * MS
-
-# By type id of Pyroscope.
-CPU = "process_cpu:cpu:nanoseconds:cpu:nanoseconds"
-OFF_CPU = "off_cpu:off_cpu:nanoseconds::"
-RUN_DELAY = "run_delay:run_delay:nanoseconds:run_delay:nanoseconds"
-PREEMPTED = "preempted:preempted:nanoseconds:preempted:nanoseconds"
-LAUNCH = "gpu_launch:gpu_launch:count:gpu_launch:count"
-KERNEL_TIME = "gpu_kernel_time:gpu_kernel_time:nanoseconds:gpu_kernel_time:nanoseconds"
-# Of devices whose samples are no time.
-SAMPLES = "gpu_pcsample:gpu_pcsample:count:gpu_pcsample:count"
-TIMED_SAMPLES = "gpu_pcsample:gpu_pcsample:count:gpu_pcsample:nanoseconds"
-
-_CLASSES = {
-    CPU: SampleClass.ON_CPU,
-    OFF_CPU: SampleClass.BLOCKED,
-    RUN_DELAY: SampleClass.WAITING_TO_RUN,
-    PREEMPTED: SampleClass.PREEMPTED,
-}
-
-Stacks = dict[str, Counter[tuple[str, ...]]]
-
-
-def totals_of(profiles: Sequence[Profile]) -> Counter[str]:
-    """The sums of profiles by type id, straight from their columns."""
-    found: Counter[str] = Counter()
-    for profile in profiles:
-        samples, gpu = profile.samples, profile.gpu
-        for type_id, klass in _CLASSES.items():
-            found[type_id] += int(samples["ns"][samples["klass"] == klass].sum())
-        is_launch = [gpu.functions[i].operation is Operation.LAUNCH for i in gpu.calls["function"]]
-        found[LAUNCH] += int(gpu.calls["count"][np.array(is_launch, np.bool_)].sum())
-        found[KERNEL_TIME] += int(gpu.times["duration_ns"].sum())
-        for device, one in enumerate(gpu.devices):
-            count = int(gpu.samples["count"][gpu.samples["device"] == device].sum())
-            found[TIMED_SAMPLES if one.period_ns else SAMPLES] += count
-    return +found
-
-
-def sums_of(stacks: Stacks) -> Counter[str]:
-    return Counter({type_id: sum(found.values()) for type_id, found in stacks.items()})
-
-
-def batch_of(profile: Profile, labels: Labels | None = None) -> Batch:
-    return Batch(labels or Labels("train", node="n1"), profile, BEGIN_NS, MINUTE_NS)
-
-
-def _exact(profile: Profile) -> Profile:
-    # As recordings have it: each on-CPU sample weighs a period.
-    samples = profile.samples.copy()
-    is_on = samples["klass"] == SampleClass.ON_CPU
-    samples["ns"][is_on] = samples["count"][is_on] * np.uint64(profile.recording.period_ns)
-    return replace(profile, samples=samples)
-
-
-def _send_all(sink: RequestSink, batches: Sequence[Batch]) -> int:
-    requests = list(sink.encode(batches))
-    for request in requests:
-        assert sink.send(request) == Counter()
-        assert request.samples > 0
-    return len(requests)
-
-
-def pushed_to_pyroscope(batches: Sequence[Batch], **more: object) -> pyroscope.Pyroscope:
-    receiver = pyroscope.Pyroscope(BEGIN_NS + MINUTE_NS)
-    with serving(receiver) as server:
-        _send_all(PyroscopeSink(PyroscopeSettings(url=server.url, **more)), batches)  # type: ignore[arg-type]
-    return receiver
-
-
-def pushed_by_otlp(
-    batches: Sequence[Batch], receiver: otlp.Collector, flavour: str = "collector"
-) -> None:
-    with serving(receiver) as server:
-        _send_all(OtlpSink(OtlpSettings(url=server.url, flavour=flavour)), batches)
-
-
-def all_ways(batches: Sequence[Batch]) -> list[Stacks]:
-    """What is stored of the same batches by Pyroscope's way in, and by both of OTLP's."""
-    straight = pushed_to_pyroscope(batches).stacks()
-    converted = otlp.Pyroscope()
-    pushed_by_otlp(batches, converted, "pyroscope")
-    collector = otlp.Collector()
-    pushed_by_otlp(batches, collector)
-    return [straight, converted.weights(), as_pyroscope(collector)]
-
-
-def as_pyroscope(collector: otlp.Collector) -> Stacks:
-    """Names what a Collector got as Pyroscope does."""
-    found: Stacks = {}
-    for one in collector.got:
-        if one.sample_type == "samples:count":
-            type_id, factor = CPU, one.period
-        elif one.sample_type == "off_cpu:nanoseconds":
-            type_id, factor = OFF_CPU, 1
-        else:
-            name = one.period_type.partition(":")[0]
-            type_id, factor = f"{name}:{one.sample_type}:{one.period_type}", 1
-        for stack, _, value in one.samples:
-            found.setdefault(type_id, Counter())[stack] += value * factor
-    return found
-
 
 PROFILES: dict[str, Callable[[], Profile]] = {
     "small": small_profile,
@@ -168,7 +81,7 @@ PROFILES: dict[str, Callable[[], Profile]] = {
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_sink_gets_the_sums_of_the_profile(name: str) -> None:
     # GIVEN a profile
-    profile = _exact(PROFILES[name]())
+    profile = exact(PROFILES[name]())
     # WHEN it is pushed by each way
     ways = all_ways([batch_of(profile)])
     # THEN each class adds up to what the profile has, and stacks are the same by all ways
@@ -214,7 +127,7 @@ def test_stall_reasons_stand_below_kernels_below_launches() -> None:
 def test_a_collector_gets_types_periods_frame_types_and_build_ids() -> None:
     # GIVEN on-CPU, off-CPU and device work, with losses
     profile = replace(
-        _exact(small_timed_profile()),
+        exact(small_timed_profile()),
         binaries=(Binary("/opt/server", "ab" * 20), Binary("[kernel]", "")),
         losses=(Loss("stack_lost", 7, "stacks"),),
     )
@@ -249,7 +162,7 @@ def test_samples_of_a_device_with_a_period_have_it() -> None:
     profile = small_device_profile()
     timed = tuple(replace(device, period_ns=1_500) for device in profile.gpu.devices)
     profile = replace(profile, gpu=replace(profile.gpu, devices=timed))
-    ways = all_ways([batch_of(_exact(profile))])
+    ways = all_ways([batch_of(exact(profile))])
     assert [sums_of(way)[TIMED_SAMPLES] for way in ways] == [1_000] * 3
 
 
@@ -307,7 +220,7 @@ def test_series_have_the_labels_that_were_asked_for() -> None:
 
 def test_one_container_makes_one_series_for_each_class() -> None:
     # GIVEN processes, threads and device work of a container
-    profile = _exact(small_timed_profile())
+    profile = exact(small_timed_profile())
     # WHEN it is pushed by both ways to Pyroscope
     straight = pushed_to_pyroscope([batch_of(profile, _POD)])
     converted = otlp.Pyroscope()
@@ -340,7 +253,7 @@ def test_a_collector_is_told_all_that_is_known_of_a_container() -> None:
 
 def test_parca_gets_the_names_that_its_users_know() -> None:
     parca = otlp.Parca()
-    pushed_by_otlp([batch_of(_exact(small_device_profile()), _POD)], parca, "parca")
+    pushed_by_otlp([batch_of(exact(small_device_profile()), _POD)], parca, "parca")
     names = {name for name, _ in parca.series}
     assert names == {
         "parca_agent:samples:count:cpu:nanoseconds:delta",
@@ -357,7 +270,7 @@ def test_parca_gets_the_names_that_its_users_know() -> None:
 
 def test_containers_of_the_same_labels_add_up() -> None:
     # GIVEN two containers that the labels do not tell apart
-    profiles = [_exact(small_profile()), _exact(python_profile())]
+    profiles = [exact(small_profile()), exact(python_profile())]
     batches = [
         batch_of(profile, replace(_POD, container=f"c{i}")) for i, profile in enumerate(profiles)
     ]
@@ -377,7 +290,7 @@ def test_no_label_breaks_a_request_or_splits_a_series(name: str) -> None:
         **{field: name for field in Labels.__dataclass_fields__ if field != "extra"},
         extra=((name, name), ("__name__", "memory"), ("service_name", "other"), ("ok", name)),
     )
-    batches = [batch_of(_exact(small_profile()), labels) for _ in range(2)]
+    batches = [batch_of(exact(small_profile()), labels) for _ in range(2)]
     # WHEN two of its stretches are pushed
     # THEN they are taken, as one series for each class, and nobody else's
     straight = pushed_to_pyroscope(batches)
@@ -396,7 +309,7 @@ def test_no_label_breaks_a_request_or_splits_a_series(name: str) -> None:
 def test_long_labels_and_names_that_differ_at_their_end_stay_two() -> None:
     batches = [
         batch_of(
-            _exact(profile_of(Sample("", 10 * MS, frames=("main", "x" * 9_000 + end)))),
+            exact(profile_of(Sample("", 10 * MS, frames=("main", "x" * 9_000 + end)))),
             Labels("y" * 9_000 + end),
         )
         for end in "ab"
@@ -419,7 +332,7 @@ def test_too_many_labels_are_left_out_and_the_service_stays() -> None:
 
 def test_a_profile_of_too_many_samples_is_split() -> None:
     # GIVEN more stacks than a Pyroscope takes in one profile
-    profile = _exact(busy_profile(1, 40_000, 4))
+    profile = exact(busy_profile(1, 40_000, 4))
     # WHEN it is pushed
     straight, converted, collector = all_ways([batch_of(profile)])
     # THEN sums are kept, in several profiles of one series
@@ -450,7 +363,7 @@ def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers
     # WHEN it is pushed
     straight = pyroscope.Pyroscope(BEGIN_NS + MINUTE_NS, burst_bytes=limit)
     with serving(straight) as server:
-        sent = _send_all(PyroscopeSink(PyroscopeSettings(url=server.url)), batches)
+        sent = send_all(PyroscopeSink(PyroscopeSettings(url=server.url)), batches)
     converted, collector = otlp.Pyroscope(max_bytes=limit), otlp.Collector(max_bytes=limit)
     pushed_by_otlp(batches, converted, "pyroscope")
     pushed_by_otlp(batches, collector)
@@ -463,7 +376,7 @@ def test_what_is_split_often_adds_up(monkeypatch: pytest.MonkeyPatch, containers
 def test_one_sample_with_the_longest_names_fits_into_a_request() -> None:
     # GIVEN a stack of 1,500 frames with names of megabytes
     frames = tuple(f"{i}" + "\U0001f525" * 2_000 for i in range(1_500))
-    profile = _exact(profile_of(Sample("", 10 * MS, frames=frames)))
+    profile = exact(profile_of(Sample("", 10 * MS, frames=frames)))
     # WHEN it is pushed
     for way in all_ways([batch_of(profile)]):
         # THEN its leaf is there, and its cut root is marked
