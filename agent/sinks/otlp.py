@@ -34,6 +34,7 @@ from aiflame.agent.sinks.labels import (
 )
 from aiflame.agent.sinks.posting import Poster, PostSettings
 from aiflame.agent.sinks.pushed import (
+    MAX_WEIGHT,
     Pushed,
     PushedClass,
     Series,
@@ -272,7 +273,7 @@ class _Times:
     def next(self, part: _Part) -> int:
         if not self._is_needed:
             return 0
-        key = (part.attributes, part.series.klass, part.series.period_ns)
+        key = (part.attributes, part.series.klass)
         self._found[key] += 1
         return (self._found[key] - 1) * _APART_NS
 
@@ -379,7 +380,9 @@ class _Message:
             profile.period = types.value
         for loss in batch.profile.losses:
             name = f"aiflame.lost.{shown_text(loss.name, MAX_NAME_BYTES)}"
-            profile.attribute_indices.append(self._attribute(name, loss.count, "{event}"))
+            profile.attribute_indices.append(
+                self._attribute(name, min(loss.count, MAX_WEIGHT), "{event}")
+            )
         is_counted = series.klass is PushedClass.ON_CPU
         values = (series.count if is_counted else series.value).tolist()
         add = profile.samples.add

@@ -44,6 +44,12 @@ MAX_FRAMES = 997
 _MAX_NAME_BYTES = 1_024
 _MAX_FILE_BYTES = 512
 
+# Formats have signed numbers of 64 bits, and a request with a larger one is refused as a whole.
+MAX_WEIGHT = (1 << 63) - 1
+# Of one row, far above any that is true: in ns, 104 days. Some are told by processes, which may
+# lie; a thousand rows of one stack still add up.
+_MAX_ROW = 1 << 53
+
 # As reports call what has an empty name.
 _UNNAMED = showable("")
 
@@ -354,7 +360,8 @@ class _Builder:
             ]
         )
         stack = np.where(found.stack < 0, NONE, found.stack)
-        period_of = np.array([device.period_ns for device in gpu.devices], np.int64)
+        periods = [min(device.period_ns, _MAX_ROW) for device in gpu.devices]
+        period_of = np.array(periods, np.int64)
         period = period_of[found.device]
         for period_ns in np.unique(period).tolist():
             chosen = period == period_ns
@@ -508,8 +515,9 @@ def _summed(weights: _Weights, stack: I64) -> Series:
     # Equal stacks summed; what weighs nothing is left out.
     stacks, at = np.unique(stack, return_inverse=True)
     sums = np.zeros((2, len(stacks)), np.uint64)
-    np.add.at(sums[0], at, weights.value)
-    np.add.at(sums[1], at, weights.samples)
+    for total, column in zip(sums, (weights.value, weights.samples), strict=True):
+        np.add.at(total, at, np.minimum(column, np.uint64(_MAX_ROW)))
+    np.minimum(sums, np.uint64(MAX_WEIGHT), out=sums)
     weighs = sums[0] > 0
     value, count = sums[:, weighs]
     return Series(weights.klass, weights.period_ns, stacks[weighs], value, count)

@@ -374,3 +374,16 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
         sink = _otlp(url.replace("127.0.0.1", "localhost"), ca_file=ca_file)
         with pytest.raises(SinkAway, match="certificate"):
             sink.send(_request(sink))
+
+
+@both
+def test_a_handshake_that_hangs_costs_the_timeout(make: Make) -> None:
+    # GIVEN a server that takes the beginning of TLS and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sink = make(f"https://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3)
+        request = _request(sink)
+        began = time.monotonic()
+        # WHEN a request is sent THEN it ends in time
+        with pytest.raises(SinkAway):
+            sink.send(request)
+        assert time.monotonic() - began < 5

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import gzip
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import (
@@ -164,6 +166,44 @@ def test_samples_of_a_device_with_a_period_have_it() -> None:
     profile = replace(profile, gpu=replace(profile.gpu, devices=timed))
     ways = all_ways([batch_of(exact(profile))])
     assert [sums_of(way)[TIMED_SAMPLES] for way in ways] == [1_000] * 3
+
+
+def test_devices_of_different_periods_add_up() -> None:
+    # GIVEN samples of two devices, one of which counts longer for each
+    profile = exact(small_device_profile())
+    devices = tuple(replace(profile.gpu.devices[0], period_ns=ns) for ns in (1_500, 9_000))
+    samples = profile.gpu.samples.copy()
+    samples["device"] = np.arange(len(samples)) % 2
+    profile = replace(profile, gpu=replace(profile.gpu, devices=devices, samples=samples))
+    # WHEN they are pushed THEN neither is taken for a repetition of the other
+    ways = all_ways([batch_of(profile)])
+    assert [sums_of(way)[TIMED_SAMPLES] for way in ways] == [1_000] * 3
+
+
+def test_weights_that_no_format_holds_cost_nobody_else_anything() -> None:
+    # GIVEN two containers, one of which tells of more than there can be
+    honest, forged = exact(small_device_profile()), small_timed_profile()
+    most = np.iinfo(np.uint64).max
+    times, samples = forged.gpu.times.copy(), forged.gpu.samples.copy()
+    times["duration_ns"], samples["count"] = most, most
+    gpu = replace(
+        forged.gpu,
+        times=times,
+        samples=samples,
+        devices=tuple(replace(device, period_ns=int(most)) for device in forged.gpu.devices),
+    )
+    forged = replace(forged, gpu=gpu, losses=(Loss("forged", int(most), ""),))
+    # WHEN both are pushed
+    batches = [batch_of(forged, Labels("forged")), batch_of(honest, Labels("honest"))]
+    receiver = pushed_to_pyroscope(batches)
+    pushed_by_otlp(batches, otlp.Collector())
+    pushed_by_otlp(batches, otlp.Pyroscope(), "pyroscope")
+    # THEN the other one has its own
+    found: Counter[str] = Counter()
+    for (type_id, labels), stored in receiver.series.items():
+        if dict(labels)["service_name"] == "honest":
+            found[type_id] += stored.stacks.total()
+    assert found == totals_of([honest])
 
 
 def test_inlined_functions_are_lines_of_one_location() -> None:
