@@ -31,6 +31,7 @@ ABSENT_HERE = (
     "no CUDA runtime",
     "no FUSE in this kernel",
     "podman runs no containers here",
+    "chDB is not installed",
 )
 
 

@@ -31,7 +31,7 @@ from aiflame.agent.reports.rows import (
     join,
 )
 from aiflame.agent.reports.selection import shown_stacks
-from aiflame.agent.reports.words import showable
+from aiflame.agent.reports.words import process_label, showable
 from aiflame.gpu.attribution import attribution_of
 from aiflame.gpu.attribution.kernel_times import measured_times
 from aiflame.gpu.stalls import category_of
@@ -168,7 +168,7 @@ def combined(
         below: By role, the label of each row after the boundary, -1 for none.
         levels: Which of these, from the root.
     """
-    processes = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
+    processes = table.add([process_label(p.name, p.pid) for p in profile.processes])
     end_ids = table.add([end.marker for end in StopReason])
     unknown = table.add([UNKNOWN_LAUNCH])
     is_known = launched.stack >= 0

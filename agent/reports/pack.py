@@ -31,7 +31,7 @@ from aiflame.agent.reports.distinct import distinct, occurring
 from aiflame.agent.reports.rows import I32, I64, Labels, Rows, rows_for
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, outline
-from aiflame.agent.reports.words import showable
+from aiflame.agent.reports.words import process_label, showable
 
 # Level 4 is within a tenth of level 9 on byte planes, at a fifth of its time.
 _ZLIB_LEVEL = 4
@@ -173,7 +173,7 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
             {"process": t.process, "name": f"{shown[t.name]} ({t.tid})"} for t in profile.threads
         ],
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
-        "processes": [f"{shown[p.name]} ({p.pid})" for p in profile.processes],
+        "processes": [process_label(p.name, p.pid) for p in profile.processes],
     }
     return Draft(writer, index, cut, "row_ns", row, weight, profile.spans)
 

@@ -31,7 +31,7 @@ from aiflame.agent.reports.pack import MAX_NODES, Draft, Writer, pack_labels, pa
 from aiflame.agent.reports.rows import I64
 from aiflame.agent.reports.selection import hidden_kinds
 from aiflame.agent.reports.tree import Outline, outline
-from aiflame.agent.reports.words import showable
+from aiflame.agent.reports.words import process_label, showable
 from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory, category_of
 
@@ -118,7 +118,7 @@ def _owners(profile: Profile) -> dict[str, Any]:
             {"process": i, "name": showable(p.name)} for i, p in enumerate(profile.processes)
         ],
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
-        "processes": [f"{showable(p.name)} ({p.pid})" for p in profile.processes],
+        "processes": [process_label(p.name, p.pid) for p in profile.processes],
         "certainties": [certainty.label for certainty in Certainty],
     }
 

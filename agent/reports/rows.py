@@ -33,7 +33,7 @@ from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.distinct import distinct
 from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
 from aiflame.agent.reports.selection import shown_stacks
-from aiflame.agent.reports.words import showable
+from aiflame.agent.reports.words import process_label, showable
 
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
@@ -172,7 +172,7 @@ def rows_of(
     if not selected.all():
         samples = samples[selected]
     table = LabelTable(profile)
-    process_ids = table.add([f"{showable(p.name)} ({p.pid})" for p in profile.processes])
+    process_ids = table.add([process_label(p.name, p.pid) for p in profile.processes])
     # A host that starts many has hundreds of thousands.
     threads = profile.threads if per_thread else ()
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in threads])

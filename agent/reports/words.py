@@ -44,3 +44,8 @@ def duration(ns: int) -> str:
 def percent(part: int, whole: int) -> str:
     """Return a share with two decimals, "0.00 %" of nothing."""
     return f"{100 * part / whole if whole else 0:.2f} %"
+
+
+def process_label(name: str, pid: int) -> str:
+    """Return a process as the outermost frame; 0 is the pid of what stands for many."""
+    return f"{showable(name)} ({pid})" if pid else showable(name)

@@ -3,7 +3,8 @@
 
 Only what stands for something of the reader's is replaced: the pid 1234, a container, a unit and a
 program by name, and run.aiflame by a capture of that name, or by a recording that was to be one
-and was killed. A recording that would go on until Ctrl-C gets it once it is attached.
+and was killed. A recording that would go on until Ctrl-C gets it once it is attached. The store
+"fleet" holds that capture; examples with it need chDB.
 """
 
 from __future__ import annotations
@@ -85,6 +86,12 @@ def test_example_runs(
             recording.stop(signal.SIGKILL)
     elif "-o run.aiflame" not in line:
         (tmp_path / "run.aiflame").symlink_to(capture)
+    if "--store fleet" in line:
+        pytest.importorskip("chdb", reason="chDB is not installed")
+        if " init " not in line:
+            for words in (("init",), ("add", str(capture))):
+                command = [*support.AIFLAME, "store", *words, "--store", "fleet"]
+                subprocess.run(command, check=True, timeout=120, cwd=tmp_path)
     # WHEN it is typed
     process = subprocess.Popen(
         ["bash", "-c", f"exec {line}" if "|" not in line else line],

@@ -74,7 +74,8 @@ _MAY_IMPORT = {
     "injection": {"elf", "processes", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
-    "sinks": {"capture", "processes", "reports", "symbolize", "symbols", *_LEAVES},
+    "store": {"errors", "losses", "model", "reports", ""},
+    "sinks": {"capture", "processes", "reports", "store", "symbolize", "symbols", *_LEAVES},
     "launches": {"elf", "kernel", "processes", "python", "symbols", *_LEAVES},
     "devices": {"capture", "kernel", "launches", "processes", "symbols", *_LEAVES},
     "reports": {"demangle", "errors", "losses", "model"},
@@ -93,7 +94,7 @@ _MAY_IMPORT = {
     },
     "commands": {
         *("capture", "devices", "doctor", "dumps", "fleet", "kernel", "processes", "python"),
-        *("recording", "reports", "sinks", "symbols"),
+        *("recording", "reports", "sinks", "store", "symbols"),
         *_LEAVES,
     },
     "cli": {"commands", *_LEAVES},
@@ -103,7 +104,7 @@ _PREFIX = "aiflame.agent"
 
 # Which parts of agent/ know the device half. Reports know what is made of a capture, not devices.
 _GPU = "aiflame.gpu"
-_MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "reports"}
+_MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "reports", "store"}
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # All that agent/ knows of devices: the protocols, the list of families, and data. Never a family.

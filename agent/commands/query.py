@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask a store of many recordings: tables, flame graphs, comparisons.
+
+Nothing in the store is changed by it. Times are UTC; without any, the last hour that the store
+holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from aiflame.agent.commands.durations import duration_ns
+from aiflame.agent.commands.store_options import add_store_argument, named_store
+from aiflame.agent.commands.tables import positive, print_tables
+from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.model.profile import NS_PER_S
+from aiflame.agent.outfile import refuse_existing, write_output
+from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
+from aiflame.agent.reports.base import Leaf
+from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
+from aiflame.agent.reports.table import Table
+from aiflame.agent.reports.words import duration, showable
+from aiflame.agent.store import questions
+from aiflame.agent.store.comparison import compare
+from aiflame.agent.store.engine import Engine
+from aiflame.agent.store.engines import open_store
+from aiflame.agent.store.profiles import DEFAULT_STACKS, MOST_STACKS, By, profile_of
+from aiflame.agent.store.schema import require
+from aiflame.agent.store.selector import AGENT_LABELS, LABELS, Selector, held_range
+
+NAME = "query"
+
+EPILOG = """\
+EXAMPLES
+  aiflame query top --store fleet                            # functions that cost most
+  aiflame query top --store fleet --service 'serv*' --class blocked
+  aiflame query flame --store fleet -o fleet.html --by node  # a page, as report makes it
+  aiflame query flame --store fleet -f folded -o - | head
+  aiflame query kernels --store fleet --by pod               # how busy devices were
+  aiflame query stalls --store fleet --by line               # whose kernels waited
+  aiflame query agents --store fleet                         # hosts, and what they lost
+  aiflame query sql --store fleet "SELECT service, sum(value) FROM samples GROUP BY service"
+  aiflame query diff --help                                  # two versions, also in CI
+"""
+
+_DIFF_EPILOG = """\
+EXAMPLES
+  aiflame query diff --store fleet --service train --base version=1.4 --new version=1.5
+  aiflame query diff --store fleet --base node=a1 --new node=b1 --fail-on +2%
+
+EXIT CODES
+  0 nothing grew by more   1 something did   5 too few samples to tell
+"""
+
+_DEFAULT_LIMIT = 20
+_DEFAULT_LAST_NS = 3600 * NS_PER_S
+_STDOUT = "-"
+# A difference of a comparison without --fail-on: below it a table is noise.
+_LEAST_SHARE = 0.002
+# Functions that have less of both sides cannot have grown by what is asked for; a quarter leaves
+# room for chance, and their number is what error is divided by.
+_PART_OF_GROWTH = 4
+
+_GREW = 1
+
+_SIDE_KEYS = (*LABELS, "from", "to")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `aiflame query` takes."""
+    questions_ = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
+
+    def add(name: str, text: str, run_it: Callable[..., int], **more: Any) -> Any:
+        question = questions_.add_parser(name, help=text, description=text, **more)
+        question.set_defaults(question_run=run_it)
+        add_store_argument(question)
+        return question
+
+    top = add("top", "functions that cost most, by themselves and with what they call", _top)
+    _add_selection(top)
+    _add_class(top)
+    _add_limit(top)
+    flame = add("flame", "a flame graph, or another format of report", _flame)
+    _add_selection(flame)
+    _add_flame(flame)
+    kernels = add(
+        "kernels", "GPU kernels, what they waited for, and how busy devices were", _kernels
+    )
+    _add_selection(kernels)
+    _add_limit(kernels)
+    kernels.add_argument(
+        "--by",
+        choices=("kernel", *LABELS),
+        default="kernel",
+        help="one row for each of these (default: %(default)s)",
+    )
+    stalls = add("stalls", "what instructions of GPU kernels waited for", _stalls)
+    _add_selection(stalls)
+    _add_limit(stalls)
+    stalls.add_argument(
+        "--by",
+        choices=("kernel", "line"),
+        default="kernel",
+        help="by device and kernel, or by the Python line that launched it (default: %(default)s)",
+    )
+    agents = add("agents", "hosts, when they were last heard of, and what they lost", _agents)
+    _add_selection(agents, AGENT_LABELS)
+    _add_limit(agents)
+    _add_diff(
+        add(
+            "diff",
+            "functions whose share differs between two parts of the store",
+            _diff,
+            epilog=_DIFF_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    sql = add("sql", "any question, which may read only", _sql)
+    sql.add_argument("statement", metavar="SQL", help="tables: samples stacks stacks_1h gpu agents")
+    sql.add_argument("--json", action="store_true", help="one object a line (default: a table)")
+    sql.add_argument(
+        "--parameter",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="value of {NAME:Type} in the statement; may be repeated",
+    )
+    _add_limit(sql)
+
+
+def _add_selection(parser: Any, labels: tuple[str, ...] = LABELS) -> None:
+    group = parser.add_argument_group(
+        "Which part",
+        "May be repeated; * and ? stand for any characters. TIME is 2026-11-23, 2026-11-23T14:30\n"
+        "or seconds of Unix, UTC.",
+    )
+    group.add_argument("--from", dest="from_s", metavar="TIME", type=moment_s, help="from then on")
+    group.add_argument("--to", dest="to_s", metavar="TIME", type=moment_s, help="and before then")
+    group.add_argument(
+        "--last",
+        dest="last_ns",
+        metavar="TIME",
+        type=duration_ns,
+        help="the end of what the store holds, this long: 30s, 5m, 2h (default: 1h)",
+    )
+    for label in labels:
+        group.add_argument(
+            f"--{label.replace('_', '-')}",
+            dest=f"label_{label}",
+            metavar="NAME",
+            action="append",
+            help="only this one",
+        )
+
+
+def _add_class(parser: Any, default: str = "on_cpu") -> None:
+    parser.add_argument(
+        "--class",
+        dest="classes",
+        choices=(*questions.CLASSES, "all"),
+        default=default,
+        help="which time is counted (default: %(default)s)",
+    )
+
+
+def _add_limit(parser: Any) -> None:
+    parser.add_argument(
+        "-n",
+        "--limit",
+        metavar="N",
+        type=positive,
+        default=_DEFAULT_LIMIT,
+        help="rows (default: %(default)s)",
+    )
+
+
+def _add_flame(parser: Any) -> None:
+    parser.add_argument(
+        "-f", "--format", choices=tuple(FORMATS), help="(default: from the ending of -o)"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", required=True, help="file to write, - for standard output"
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
+    parser.add_argument(
+        "--by",
+        choices=[by.value for by in By],
+        default=By.SERVICE.value,
+        help="what the outermost frames are (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--view",
+        choices=[view.value for view in View],
+        default=View.WALL.value,
+        help="what to count; the html page can switch (default: %(default)s)",
+    )
+    parser.add_argument("--title", metavar="TEXT", help="title (default: what was asked for)")
+    parser.add_argument(
+        "--inverted", action="store_true", help="merge from the leaf (default: from the root)"
+    )
+    parser.add_argument(
+        "--frames",
+        choices=[frames.value for frames in Frames],
+        default=Frames.BOTH.value,
+        help="which frames are shown, as report does it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--most-stacks",
+        metavar="N",
+        type=_most_stacks,
+        default=DEFAULT_STACKS,
+        help="the heaviest so many are drawn (default: %(default)s)",
+    )
+
+
+def _add_diff(parser: Any) -> None:
+    _add_selection(parser)
+    _add_limit(parser)
+    for side, which in (("base", "before"), ("new", "after")):
+        parser.add_argument(
+            f"--{side}",
+            metavar="KEY=VALUE",
+            action="append",
+            required=True,
+            help=f"what is of the side {which}: a label, from or to; may be repeated",
+        )
+    parser.add_argument(
+        "--self",
+        dest="is_self",
+        action="store_true",
+        help="time of a function by itself (default: with what it calls)",
+    )
+    parser.add_argument(
+        "--fail-on",
+        metavar="+N%",
+        type=_growth,
+        help="exit code 1 if the share of a function grew by more than N percentage points of its"
+        " side's CPU time, and not by chance (at most 5 %% of such alarms are false)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer; returns the exit code."""
+    engine = open_store(named_store(args), is_read_only=True)
+    try:
+        require(engine)
+        code: int = args.question_run(engine, args)
+    finally:
+        engine.close()
+    return code
+
+
+def _top(engine: Engine, args: argparse.Namespace) -> int:
+    return _print(questions.top(engine, _selector(engine, args), args.limit))
+
+
+def _kernels(engine: Engine, args: argparse.Namespace) -> int:
+    selector = _selector(engine, args)
+    if args.by == "kernel":
+        return _print(questions.kernels(engine, selector, args.limit))
+    return _print(questions.busy_by(engine, selector, args.by, args.limit))
+
+
+def _stalls(engine: Engine, args: argparse.Namespace) -> int:
+    ask = questions.stalls if args.by == "kernel" else questions.stalls_by_line
+    return _print(ask(engine, _selector(engine, args), args.limit))
+
+
+def _agents(engine: Engine, args: argparse.Namespace) -> int:
+    return _print(questions.agents(engine, _selector(engine, args), args.limit))
+
+
+def _print(table: Table) -> int:
+    print_tables([table])
+    return 0
+
+
+def _flame(engine: Engine, args: argparse.Namespace) -> int:
+    name, view = _format(args.format, args.output), View(args.view)
+    report = FORMATS[name]
+    path = Path(args.output)
+    if args.output == _STDOUT:
+        if report.is_binary and sys.stdout.isatty():
+            raise UsageError(f"{name} is binary: not written to a terminal", "use -o FILE")
+    else:
+        refuse_existing(path, args.force, is_named=True)
+    if view.is_of_devices and name == "pstats":
+        raise UsageError(f"pstats has no {view.label}", "use another -f")
+    found = profile_of(engine, _selector(engine, args), By(args.by), args.most_stacks)
+    if found.left_out:
+        sys.stderr.write(
+            f"aiflame: note: {found.left_out:,} lighter stacks are left out,"
+            f" {duration(found.left_out_ns)} (--most-stacks)\n"
+        )
+    options = ReportOptions(
+        view=view,
+        title=args.title,
+        inverted=args.inverted,
+        frames=Frames(args.frames),
+        leaf=Leaf.STALL,  # a store has no offsets
+    )
+    data = report.render(found.profile, options)
+    if args.output == _STDOUT:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return 0
+    write_output(path, data, args.force, is_named=True)
+    sys.stderr.write(f"Wrote {showable(str(path))} ({len(data) / 1e3:,.1f} kB)\n")
+    return 0
+
+
+def _format(chosen: str | None, output: str) -> str:
+    if output == _STDOUT:
+        if chosen is None:
+            raise UsageError("no format for standard output", "add -f html|svg|folded|...")
+        return chosen
+    implied = format_of_name(Path(output).name)
+    if chosen is None and implied is None:
+        raise no_format_for(Path(output).name)
+    if chosen is not None:
+        refuse_other_ending(chosen, output)
+    return chosen or implied or ""
+
+
+def _diff(engine: Engine, args: argparse.Namespace) -> int:
+    whole = _selector(engine, args, is_all=True)
+    base, new = (_side(whole, given) for given in (args.base, args.new))
+    if base == new:
+        raise UsageError("--base and --new are the same", "--base version=1.4 --new version=1.5")
+    growth: float | None = args.fail_on
+    least = _LEAST_SHARE if growth is None else max(growth / _PART_OF_GROWTH, 1e-6)
+    found = compare(engine, base, new, is_self=args.is_self, least_share=least)
+    print_tables([found.table(args.limit, (base.words, new.words), args.is_self)])
+    if growth is None:
+        return 0
+    grown = found.grown(growth)
+    for function in grown:
+        sys.stderr.write(
+            f"aiflame: {showable(function.name)} grew by {100 * function.change.difference:+.2f}"
+            f" points, at least by {100 * function.change.low:+.2f}\n"
+        )
+    return _GREW if grown else 0
+
+
+def _side(whole: Selector, given: list[str]) -> Selector:
+    labels: dict[str, tuple[str, ...]] = {**whole.labels}
+    own: dict[str, tuple[str, ...]] = {}
+    times: dict[str, int] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or key not in _SIDE_KEYS:
+            raise UsageError(f"not a KEY=VALUE: {text}", f"KEY is one of {', '.join(_SIDE_KEYS)}")
+        if key in ("from", "to"):
+            try:
+                times[key] = moment_s(value)
+            except argparse.ArgumentTypeError as error:
+                raise UsageError(str(error)) from error
+        else:
+            own[key] = (*own.get(key, ()), value)
+    return replace(
+        whole,
+        labels={**labels, **own},
+        begin_s=times.get("from", whole.begin_s),
+        end_s=times.get("to", whole.end_s),
+        classes=("on_cpu",),
+    )
+
+
+def _sql(engine: Engine, args: argparse.Namespace) -> int:
+    parameters = {}
+    for text in args.parameter:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w{0,60}", name):
+            raise UsageError(f"not a NAME=VALUE: {text}", "--parameter service=train")
+        parameters[name] = value
+    found = engine.query(args.statement, parameters)
+    if args.json:
+        for row in found.rows:
+            sys.stdout.write(json.dumps(dict(zip(found.columns, row, strict=True))) + "\n")
+        return 0
+    numeric = [
+        any(type(row[i]) in (int, float) for row in found.rows) for i in range(len(found.columns))
+    ]
+    return _print(
+        Table(
+            "Answer",
+            "",
+            tuple(
+                f"{'>' if is_number else ''}{showable(name)}"
+                for name, is_number in zip(found.columns, numeric, strict=True)
+            ),
+            tuple(tuple(_cell(value) for value in row) for row in found.rows[: args.limit]),
+            max(0, len(found.rows) - args.limit),
+        )
+    )
+
+
+def _cell(value: object) -> str:
+    if value is None or value == "":
+        return ""
+    return showable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _selector(engine: Engine, args: argparse.Namespace, *, is_all: bool = False) -> Selector:
+    labels = {
+        name.removeprefix("label_"): tuple(values)
+        for name, values in vars(args).items()
+        if name.startswith("label_") and values
+    }
+    chosen = getattr(args, "classes", "all")
+    classes = () if chosen == "all" else (chosen,)
+    begin, end = _range(engine, args, is_all)
+    return Selector(begin, end, labels, classes)
+
+
+def _range(engine: Engine, args: argparse.Namespace, is_all: bool) -> tuple[int, int]:
+    if args.last_ns is not None and (args.from_s is not None or args.to_s is not None):
+        raise UsageError("--last excludes --from and --to", "leave out --last")
+    if args.from_s is not None and args.to_s is not None:
+        if args.to_s <= args.from_s:
+            raise UsageError("--to is not after --from", "use a --to that is later than --from")
+        return args.from_s, args.to_s
+    first, last = held_range(engine)
+    if args.from_s is not None or args.to_s is not None or (is_all and args.last_ns is None):
+        begin, end = args.from_s or first, args.to_s or last
+        if end <= begin:
+            raise AiflameError("the store holds nothing of that time", "ask for another time")
+        return begin, end
+    return last - (args.last_ns or _DEFAULT_LAST_NS) // NS_PER_S, last
+
+
+def moment_s(text: str) -> int:
+    """Return a time in seconds of Unix; for argparse."""
+    if re.fullmatch(r"\d{1,10}", text) and int(text) < 2**32:
+        return int(text)
+    try:
+        found = datetime.fromisoformat(text.removesuffix("Z"))
+    except ValueError:
+        found = None
+    if found is not None and found.tzinfo is None:
+        found = found.replace(tzinfo=timezone.utc)
+    if found is None or not 0 <= found.timestamp() < 2**32:
+        raise argparse.ArgumentTypeError(
+            f"not a time: {text} (2026-11-23, 2026-11-23T14:30, seconds of Unix)"
+        )
+    return int(found.timestamp())
+
+
+def _growth(text: str) -> float:
+    match = re.fullmatch(r"\+?(\d+(?:\.\d+)?)%?", text)
+    value = float(match[1]) if match else -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"not a growth in percent: {text} (+2%)")
+    return value / 100
+
+
+def _most_stacks(text: str) -> int:
+    value = positive(text)
+    if value > MOST_STACKS:
+        raise argparse.ArgumentTypeError(f"more than a page can hold: {text} (up to {MOST_STACKS})")
+    return value

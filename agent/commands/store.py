@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make a store for the recordings of many hosts, and put captures into it.
+
+The store is a ClickHouse server, or a directory with the same engine inside this program (chDB,
+pip install 'aiflame[chdb]'): for one machine, and one program at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from pathlib import Path
+
+from aiflame.agent.commands.captures import read_recording
+from aiflame.agent.commands.store_options import add_store_argument, named_store
+from aiflame.agent.commands.tables import positive
+from aiflame.agent.errors import UsageError
+from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.model.profile import NS_PER_S
+from aiflame.agent.reports.words import showable
+from aiflame.agent.store.address import Server, address_of
+from aiflame.agent.store.engines import open_store
+from aiflame.agent.store.inserts import inserts_of
+from aiflame.agent.store.schema import migrate, require
+from aiflame.agent.store.selector import moment_words
+
+NAME = "store"
+
+EPILOG = """\
+EXAMPLES
+  aiflame store init --store fleet                     # a new directory
+  aiflame store add run.aiflame --store fleet          # put a capture into it
+  aiflame store add run.aiflame --store fleet --service train --version 1.4
+"""
+
+# Of a server, whose disks everybody's samples share. A directory is its owner's to empty.
+_SERVER_KEEPS_DAYS = 14
+
+# Rows of a capture are of so many seconds: fine enough to compare parts of it, and coarse enough
+# to sum. Of a long one, as an agent's windows are.
+_STEP_S, _LONG_STEP_S = 10, 60
+_LONG_S = 3_600
+
+_S_PER_DAY = 86_400
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `aiflame store` takes."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    init = actions.add_parser("init", help="make its tables, or bring them up to date")
+    add_store_argument(init)
+    init.add_argument(
+        "--keep-days",
+        metavar="N",
+        type=positive,
+        help=f"of new tables: after so many days samples go (default: {_SERVER_KEEPS_DAYS} on a"
+        " server, never in a directory)",
+    )
+    init.set_defaults(action_run=_init)
+    add = actions.add_parser("add", help="put a capture into it")
+    add.add_argument("captures", metavar="CAPTURE", type=Path, nargs="+", help="written by record")
+    add_store_argument(add)
+    for name, what in _LABELS.items():
+        add.add_argument(f"--{name}", metavar="NAME", default="", help=what)
+    add.set_defaults(action_run=_add)
+
+
+_LABELS = {
+    "service": "whose it is (default: the name of each process)",
+    "version": "of the service (default: none)",
+    "node": "the host that was recorded (default: this one's name)",
+    "cluster": "which hosts it belongs to (default: none)",
+    "namespace": "of a pod (default: none)",
+    "pod": "of all its processes (default: none)",
+    "container": "of all its processes (default: none)",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    code: int = args.action_run(args)
+    return code
+
+
+def _init(args: argparse.Namespace) -> int:
+    name = named_store(args)
+    is_server = isinstance(address_of(name), Server)
+    keep_days = args.keep_days or (_SERVER_KEEPS_DAYS if is_server else 0)
+    engine = open_store(name, is_read_only=False, is_new=True)
+    try:
+        before, after = migrate(engine, keep_days)
+        kept = require(engine).keep_days
+    finally:
+        engine.close()
+    said = "is up to date" if before == after else f"has its tables, version {after}"
+    keeps = f"samples are kept for {kept} days" if kept else "samples are kept for ever"
+    sys.stderr.write(f"The store {showable(name)} {said}; {keeps}\n")
+    return 0
+
+
+def _add(args: argparse.Namespace) -> int:
+    name = named_store(args)
+    batches = {path: _batch(path, args) for path in args.captures}
+    engine = open_store(name, is_read_only=False)
+    try:
+        keep_days = require(engine).keep_days
+        for path, batch in batches.items():
+            _refuse_too_old(path, batch, keep_days)
+            samples = 0
+            step_s = _STEP_S if batch.duration_ns <= _LONG_S * NS_PER_S else _LONG_STEP_S
+            sent: set[int] = set()
+
+            def is_new(stack_id: int, sent: set[int] = sent) -> bool:
+                is_first = stack_id not in sent
+                sent.add(stack_id)
+                return is_first
+
+            for piece in inserts_of([batch], args.cluster, is_new, step_s):
+                engine.insert(piece.table.value, piece.rows, piece.token)
+                samples += piece.samples
+            sys.stderr.write(
+                f"Added {showable(str(path))}: {samples:,} samples of"
+                f" {moment_words(batch.begin_unix_ns // NS_PER_S)}\n"
+            )
+    finally:
+        engine.close()
+    return 0
+
+
+def _batch(path: Path, args: argparse.Namespace) -> Batch:
+    profile = read_recording(path)
+    labels = Labels(
+        service=args.service,
+        container=args.container,
+        node=args.node or platform.node(),
+        namespace=args.namespace,
+        pod=args.pod,
+        version=args.version,
+    )
+    recording = profile.recording
+    return Batch(labels, profile, recording.started_unix_ns, recording.duration_ns)
+
+
+def _refuse_too_old(path: Path, batch: Batch, keep_days: int) -> None:
+    """The engine takes rows that are past their time, and drops them without a word."""
+    age_days = (time.time() - batch.begin_unix_ns / NS_PER_S) / _S_PER_DAY
+    if keep_days and age_days >= keep_days:
+        raise UsageError(
+            f"{path} is {age_days:.0f} days old: this store keeps samples for {keep_days}",
+            "a store with a longer --keep-days",
+        )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches as rows of a fleet's store on a ClickHouse server."""
+
+from __future__ import annotations
+
+import gzip
+import http
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.model.batch import Batch
+from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
+from aiflame.agent.store.address import Server
+from aiflame.agent.store.engines import INSERT_SETTINGS
+from aiflame.agent.store.http import Reply, Unreachable, post
+from aiflame.agent.store.inserts import Insert, inserts_of
+from aiflame.agent.store.rows import monday
+from aiflame.agent.store.schema import Rows
+
+# Of ids that were sent: a busy host has some ten thousand stacks in a week. At 100 bytes each this
+# is 20 MB.
+_KNOWN_STACKS = 200_000
+
+# A request for stacks may have been lost on its way: after a day all are sent again.
+_S_PER_DAY = 86_400
+
+# An insert of 4 MB takes a server less than a second; a request that hangs must not hold the queue.
+_TIMEOUT_S = 30.0
+
+# What a server answers to an insert is empty.
+_MAX_ANSWER_BYTES = 65_536
+
+# Rows never get into the tables later either: numbers of ClickHouse's src/Common/ErrorCodes.cpp,
+# those of malformed or unknown data. A table that is not there may still be made.
+_BAD_DATA = frozenset(
+    {
+        *(6, 25, 26, 27, 33, 38, 41, 53, 69, 70, 72, 117, 130, 131),  # cannot parse, or be read as
+        *(16, 36, 47, 62),  # no such column, bad arguments, unknown identifier, syntax
+    }
+)
+_BAD_REQUEST = (
+    http.HTTPStatus.BAD_REQUEST,
+    http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    http.HTTPStatus.UNPROCESSABLE_ENTITY,
+)
+
+# A server that is told to wait for longer than this by whoever stands before it is tried anyway.
+_MAX_RETRY_AFTER_S = 3_600.0
+
+
+class ClickHouseSink:
+    """Sends batches to a ClickHouse server: a `RequestSink`.
+
+    A request's body is a line "TABLE TOKEN" and the rows after it, compressed. A server that knows
+    the token leaves them out, so that one that was sent twice is there once.
+    """
+
+    name = "clickhouse"
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        cluster: str = "",
+        keep_days: int = 14,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes it; nothing is sent.
+
+        Args:
+            server: Where; its tables are made by `aiflame store init`.
+            cluster: What all rows say of it.
+            keep_days: As the store was made: older rows would vanish there. 0: for ever.
+            now_s: A clock.
+        """
+        self.max_age_s = float(keep_days * _S_PER_DAY) if keep_days else None
+        self._server = server
+        self._cluster = cluster
+        self._now_s = now_s
+        self._sent: OrderedDict[int, None] = OrderedDict()
+        self._week = ""
+        self._forget_at_s = now_s() + _S_PER_DAY
+
+    def encode(self, batches: Sequence[Batch]) -> Iterator[Request]:
+        """Encodes what one stretch of time has: stacks before what mentions them."""
+        if not batches:
+            return
+        begin_unix_ns = min(batch.begin_unix_ns for batch in batches)
+        self._forget_old(monday(max(0, begin_unix_ns // 10**9)))
+        for piece in inserts_of(batches, self._cluster, self._is_new):
+            yield Request(_body(piece), begin_unix_ns, piece.samples)
+
+    def send(self, request: Request) -> Counter[str]:
+        """Sends a request; a server takes all of it or nothing.
+
+        Raises:
+            SinkAway: It is to be sent again.
+            SinkRefused: It is not.
+        """
+        table, token, rows = _parts(request.body)
+        parameters = {
+            **INSERT_SETTINGS,
+            "database": self._server.database,
+            "wait_end_of_query": "1",
+            "insert_deduplication_token": token,
+            "query": f"INSERT INTO {table.value} FORMAT JSONEachRow",
+        }
+        try:
+            reply = post(
+                self._server,
+                parameters,
+                rows,
+                timeout_s=_TIMEOUT_S,
+                max_bytes=_MAX_ANSWER_BYTES,
+                is_gzip=True,
+            )
+        except Unreachable as error:
+            raise SinkAway(f"ClickHouse does not answer: {error}") from error
+        except AiflameError as error:
+            raise SinkAway(f"ClickHouse cannot be asked: {error}") from error
+        if not reply.is_error:
+            return Counter()
+        if _is_refusal(reply):
+            if table is Rows.STACKS:
+                # Others mention them.
+                self._sent.clear()
+            raise SinkRefused(f"ClickHouse refuses: {reply.words}")
+        raise SinkAway(f"ClickHouse cannot take it now: {reply.words}", _retry_after_s(reply))
+
+    def _forget_old(self, week: str) -> None:
+        if week != self._week or self._now_s() >= self._forget_at_s:
+            self._sent.clear()
+            self._week = week
+            self._forget_at_s = self._now_s() + _S_PER_DAY
+
+    def _is_new(self, stack_id: int) -> bool:
+        is_new = stack_id not in self._sent
+        self._sent[stack_id] = None
+        self._sent.move_to_end(stack_id)
+        if len(self._sent) > _KNOWN_STACKS:
+            self._sent.popitem(last=False)
+        return is_new
+
+
+def _body(piece: Insert) -> bytes:
+    # Without a time in it: the same rows are the same bytes.
+    return f"{piece.table.value} {piece.token}\n".encode() + gzip.compress(piece.rows, mtime=0)
+
+
+def _parts(body: bytes) -> tuple[Rows, str, bytes]:
+    head, newline, rows = body.partition(b"\n")
+    table, _, token = head.decode("ascii", "replace").partition(" ")
+    if not newline or table not in {rows.value for rows in Rows}:
+        raise SinkRefused("not a request for ClickHouse")
+    return Rows(table), token, rows
+
+
+def _is_refusal(reply: Reply) -> bool:
+    if reply.code:
+        return reply.code in _BAD_DATA
+    return reply.status in _BAD_REQUEST
+
+
+def _retry_after_s(reply: Reply) -> float | None:
+    try:
+        found = float(reply.retry_after)
+    except ValueError:
+        return None
+    return min(found, _MAX_RETRY_AFTER_S) if math.isfinite(found) and found >= 0 else None

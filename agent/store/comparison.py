@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of two parts of a store, by how their shares differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from aiflame.agent.reports.table import Table
+from aiflame.agent.reports.words import showable
+from aiflame.agent.store.difference import Change, Side, change, refuse_too_few
+from aiflame.agent.store.engine import Engine, Parameter
+from aiflame.agent.store.selector import NothingThere, Selector
+
+# Variances are of so many groups of (host, window): enough for t to be near the normal
+# distribution, few enough to be fetched for hundreds of functions.
+_GROUPS = 64
+# Groups are whole hosts where there are so many on each side; else windows of hosts.
+_HOSTS_FOR_GROUPS = 24
+
+# Functions of which intervals are made. Past these a table is longer than anybody reads, and with
+# --fail-on a growth of 0.5 % of each would be more than all of the time.
+_MOST_FUNCTIONS = 200
+
+_SIDES = ("base", "new")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One function."""
+
+    name: str
+    kind: str
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two parts of a store.
+
+    Attributes:
+        functions: Largest difference first.
+        samples: Of each side.
+        hosts: Of each side.
+        considered: How many functions could have been told apart.
+    """
+
+    functions: tuple[Compared, ...]
+    samples: tuple[int, int]
+    hosts: tuple[int, int]
+    considered: int
+
+    def grown(self, by: float) -> tuple[Compared, ...]:
+        """Returns those that have grown by more than this, 0 to 1, and not by chance."""
+        return tuple(found for found in self.functions if found.change.low > by)
+
+    def table(self, limit: int, words: tuple[str, str], is_self: bool) -> Table:
+        """Returns it as a table."""
+        shown = self.functions[:limit]
+        what = "by itself" if is_self else "with all that it calls"
+        sides = "; ".join(
+            f"{name}: {count:,} samples of {hosts:,} hosts, {said}"
+            for name, count, hosts, said in zip(
+                _SIDES, self.samples, self.hosts, words, strict=True
+            )
+        )
+        return Table(
+            "Functions whose share differs",
+            f"shares of a side's time, {what}; 90 % sure: the difference is between low and high,"
+            f" for all {self.considered:,} functions at once. {sides}",
+            (">base", ">new", ">points", ">low", ">high", "function"),
+            tuple(
+                (
+                    *(f"{100 * share:.2f} %" for share in (f.change.before, f.change.after)),
+                    *(
+                        f"{100 * points:+.2f}"
+                        for points in (f.change.difference, f.change.low, f.change.high)
+                    ),
+                    showable(f.name),
+                )
+                for f in shown
+            ),
+            len(self.functions) - len(shown),
+        )
+
+
+def compare(
+    engine: Engine, base: Selector, new: Selector, *, is_self: bool, least_share: float
+) -> Comparison:
+    """Compares two parts of a store.
+
+    Args:
+        engine: The store.
+        base: One side.
+        new: The other.
+        is_self: Time of a function by itself, not with what it calls.
+        least_share: Functions that have less of both sides are left out, 0 to 1.
+
+    Raises:
+        TooFewSamples: It would say nothing.
+        NothingThere: A side is empty.
+    """
+    sides = _Sides(engine, base, new)
+    totals = sides.totals()
+    if not all(total.value for total in totals):
+        raise NothingThere(
+            f"the store has nothing of {(base if not totals[0].value else new).words}",
+            "ask for another time, or for less",
+        )
+    by_host = min(total.hosts for total in totals) >= _HOSTS_FOR_GROUPS
+    whole = sides.wholes(by_host)
+    samples = (totals[0].events, totals[1].events)
+    groups = [int(np.count_nonzero(row)) for row in whole]
+    refuse_too_few(samples, (groups[0], groups[1]), (base.words, new.words))
+    rows = sides.functions(is_self, least_share, totals)
+    own = sides.groups_of([(str(r[0]), str(r[1])) for r in rows], is_self, by_host)
+    considered = int(rows[0][4]) if rows else 0
+    found = []
+    for name, kind, *_ in rows:
+        values = own.get((str(name), str(kind)), np.zeros((2, _GROUPS)))
+        before, after = (Side(values[i], whole[i], samples[i]) for i in range(2))
+        found.append(Compared(str(name), str(kind), change(before, after, considered)))
+    found.sort(key=lambda f: (-abs(f.change.difference), f.name))
+    hosts = (totals[0].hosts, totals[1].hosts)
+    return Comparison(tuple(found), samples, hosts, considered)
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    value: int
+    events: int
+    hosts: int
+
+
+class _Sides:
+    """Asks about both sides."""
+
+    def __init__(self, engine: Engine, base: Selector, new: Selector) -> None:
+        self._engine = engine
+        self._wheres = [s.where(name) for s, name in zip((base, new), _SIDES, strict=True)]
+
+    def totals(self) -> list[_Total]:
+        found = []
+        for where, values in self._wheres:
+            (row,) = self._engine.query(
+                f"SELECT sum(value), sum(events), uniqExact(node) FROM samples WHERE {where}",
+                values,
+            ).rows
+            found.append(_Total(*map(int, row)))
+        return found
+
+    def wholes(self, by_host: bool) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
+        """Returns all time of each side by group."""
+        found = []
+        for where, values in self._wheres:
+            rows = self._engine.query(
+                f"SELECT {_group(by_host)} AS g, sum(value) FROM samples WHERE {where} GROUP BY g",
+                values,
+            ).rows
+            groups = np.zeros(_GROUPS)
+            for group, value in rows:
+                groups[int(group)] = float(value)
+            found.append(groups)
+        return found
+
+    def functions(self, is_self: bool, least_share: float, totals: list[_Total]) -> list[list[Any]]:
+        """Returns the functions with the largest differences, and how many could have had some."""
+        union, values = self._union("stack_id", "stack_id")
+        return self._engine.query(
+            f"WITH s AS (SELECT stack_id, sumIf(v, side = 0) AS v0, sumIf(v, side = 1) AS v1"
+            f" FROM ({union}) AS u GROUP BY stack_id)"
+            " SELECT fn.1 AS name, fn.2 AS kind, sum(v0) AS a, sum(v1) AS b,"
+            " count() OVER () AS considered"
+            f" FROM (SELECT v0, v1, arrayJoin({_functions(is_self)}) AS fn FROM s INNER JOIN"
+            f" ({_STACKS}) AS d USING stack_id) AS j GROUP BY fn"
+            " HAVING greatest(a / {t0:Float64}, b / {t1:Float64}) > {least:Float64}"
+            " ORDER BY abs(b / {t1:Float64} - a / {t0:Float64}) DESC, name LIMIT {most:UInt64}",
+            {
+                **values,
+                "t0": float(totals[0].value),
+                "t1": float(totals[1].value),
+                "least": least_share,
+                "most": _MOST_FUNCTIONS,
+            },
+        ).rows
+
+    def groups_of(
+        self, functions: list[tuple[str, str]], is_self: bool, by_host: bool
+    ) -> dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float64]]]:
+        """Returns time of functions by side and group."""
+        union, values = self._union(f"stack_id, {_group(by_host)} AS g", "stack_id, g")
+        rows = self._engine.query(
+            f"WITH s AS ({union})"
+            " SELECT fn.1 AS name, fn.2 AS kind, side, g, sum(v) AS value FROM"
+            f" (SELECT side, g, v, arrayJoin({_functions(is_self)}) AS fn FROM s INNER JOIN"
+            f" ({_STACKS}) AS d USING stack_id) AS j"
+            " WHERE fn.1 IN {names:Array(String)} GROUP BY fn, side, g",
+            {**values, "names": sorted({name for name, _ in functions})},
+        ).rows
+        found: dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float64]]] = {}
+        for name, kind, side, group, value in rows:
+            key = (str(name), str(kind))
+            found.setdefault(key, np.zeros((2, _GROUPS)))[int(side), int(group)] = float(value)
+        return found
+
+    def _union(self, columns: str, grouped: str) -> tuple[str, dict[str, Parameter]]:
+        parts, values = [], {}
+        for side, (where, own) in enumerate(self._wheres):
+            parts.append(
+                f"SELECT {side} AS side, {columns}, sum(value) AS v FROM samples"
+                f" WHERE {where} GROUP BY {grouped}"
+            )
+            values.update(own)
+        return " UNION ALL ".join(parts), values
+
+
+_STACKS = (
+    "SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds FROM stacks"
+    " WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id"
+)
+
+
+def _functions(is_self: bool) -> str:
+    shown = "arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds))"
+    return f"arraySlice({shown}, 1, 1)" if is_self else f"arrayDistinct({shown})"
+
+
+def _group(by_host: bool) -> str:
+    of = "node" if by_host else "node, t"
+    return f"toUInt8(cityHash64({of}) % {_GROUPS})"

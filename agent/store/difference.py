@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether shares of time differ by more than chance.
+
+A sample is not independent of the next one: a host that is in a phase stays there, and hosts
+differ. So the variance of a share is not that of a coin. It is taken from groups of (host, window):
+for the ratio p = sum(x) / sum(n) over m groups, with d = x - p n of each,
+
+    var(p) = m / (m - 1) * sum(d^2) / sum(n)^2
+
+(Cochran, Sampling Techniques, 3rd ed. 1977, 6.3 and 9.8: ratio estimator, ultimate clusters). The
+share then counts as one of n_eff = p (1 - p) / var(p) independent samples, at most as many as there
+were (effective sample size: Kish, Survey Sampling 1965, 8.2). The interval of the difference of two
+shares is Newcombe's hybrid score interval (Statistics in Medicine 17, 1998, 873-890, method 10),
+which keeps its level with small shares, with Student's t for the normal quantile, of as many
+degrees of freedom as Welch and Satterthwaite give it.
+
+All functions are compared at once: an error of 5 % for all of them together is 5 % divided by their
+number for one (Bonferroni).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.errors import AiflameError
+
+F64 = npt.NDArray[np.float64]
+
+# Of a side. Fewer say nothing about functions of some percent, whatever the formula.
+LEAST_SAMPLES = 1_000
+
+# Of a side: with fewer, the variance itself is little known, and the interval is wider than any
+# change that one looks for.
+LEAST_GROUPS = 8
+
+# That any function is called grown that has not.
+FALSE_ALARM = 0.05
+
+
+class TooFewSamples(AiflameError):
+    """A comparison that would say nothing."""
+
+    exit_code = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One function on one side of a comparison.
+
+    Attributes:
+        own: Time of the function by group; shape (groups,).
+        whole: Time of all functions by group; shape (groups,).
+        samples: How many that were, of all functions.
+    """
+
+    own: F64
+    whole: F64
+    samples: int
+
+    @property
+    def share(self) -> float:
+        """Of the function, 0 to 1."""
+        whole = float(self.whole.sum())
+        return float(self.own.sum()) / whole if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How a share changed, 0 to 1.
+
+    Attributes:
+        before: The share on one side.
+        after: On the other.
+        low: The difference is above this.
+        high: And below this, each with the confidence asked for.
+    """
+
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        """After less before."""
+        return self.after - self.before
+
+
+def change(before: Side, after: Side, compared: int = 1, error: float = FALSE_ALARM) -> Change:
+    """Returns how a function's share changed, and what chance leaves open.
+
+    Args:
+        before: One side.
+        after: The other.
+        compared: How many functions are looked at in all.
+        error: Chance that any of all lower bounds is above the truth; the same for upper ones.
+    """
+    sizes = [_Size.of(side) for side in (before, after)]
+    # Where it never was, how much samples are alike is told by the other side.
+    inflation = max(size.inflation for size in sizes)
+    counts = [
+        side.samples / (size.inflation if 0 < side.share < 1 else inflation)
+        for side, size in zip((before, after), sizes, strict=True)
+    ]
+    shares = (before.share, after.share)
+    variances = [p * (1 - p) / n for p, n in zip(shares, counts, strict=True)]
+    freedom = _freedom(variances, [size.groups for size in sizes])
+    critical = t_quantile(1 - error / max(1, compared), freedom)
+    (low0, high0), (low1, high1) = (
+        wilson(p, n, critical) for p, n in zip(shares, counts, strict=True)
+    )
+    p0, p1 = shares
+    difference = p1 - p0
+    return Change(
+        p0,
+        p1,
+        difference - math.hypot(p1 - low1, high0 - p0),
+        difference + math.hypot(high1 - p1, p0 - low0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    inflation: float  # of the variance, over that of independent samples; 1 at least
+    groups: int
+
+    @classmethod
+    def of(cls, side: Side) -> _Size:
+        used = side.whole > 0
+        own, whole = side.own[used], side.whole[used]
+        groups, p = len(whole), side.share
+        if groups < 2 or not 0 < p < 1:
+            return cls(1.0, groups)
+        residual = own - p * whole
+        variance = groups / (groups - 1) * float(residual @ residual) / float(whole.sum()) ** 2
+        return cls(max(1.0, variance * side.samples / (p * (1 - p))), groups)
+
+
+def _freedom(variances: list[float], groups: list[int]) -> int:
+    whole = sum(variances)
+    if not whole:
+        return max(1, min(groups) - 1)
+    parts = sum((v / whole) ** 2 / max(1, m - 1) for v, m in zip(variances, groups, strict=True))
+    return max(1, math.floor(1 / parts))
+
+
+def wilson(share: float, samples: float, critical: float) -> tuple[float, float]:
+    """Returns Wilson's score interval of a share (JASA 22, 1927, 209-212)."""
+    square = critical * critical
+    middle = (share + square / (2 * samples)) / (1 + square / samples)
+    half = critical / (1 + square / samples)
+    half *= math.sqrt(share * (1 - share) / samples + square / (4 * samples * samples))
+    # At its ends rounding would leave the interval without its share.
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Returns the quantile of Student's t distribution, of a probability above 0.5."""
+    low, high = 0.0, 1.0
+    while _t_probability(high, freedom) < probability and high < 1e9:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        if _t_probability(middle, freedom) < probability:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _t_probability(t: float, freedom: int) -> float:
+    # Finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4: A(t|n) is that of |T| < t.
+    angle = math.atan(t / math.sqrt(freedom))
+    square, term = math.cos(angle) ** 2, 1.0
+    if freedom % 2:
+        total, term = 0.0, math.cos(angle)
+        for k in range(3, freedom + 1, 2):
+            total += term
+            term *= square * (k - 1) / k
+        inside = 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
+    else:
+        total = 1.0
+        for k in range(2, freedom, 2):
+            term *= square * (k - 1) / k
+            total += term
+        inside = math.sin(angle) * total
+    return (1 + inside) / 2
+
+
+def refuse_too_few(
+    samples: tuple[int, int], groups: tuple[int, int], names: tuple[str, str]
+) -> None:
+    """Raises TooFewSamples where a comparison would say nothing."""
+    for count, group_count, name in zip(samples, groups, names, strict=True):
+        if count < LEAST_SAMPLES:
+            raise TooFewSamples(
+                f"too few samples to compare: {name} has {count:,}, {LEAST_SAMPLES:,} are needed",
+                "a longer time range, more hosts, or a higher sampling rate",
+            )
+        if group_count < LEAST_GROUPS:
+            raise TooFewSamples(
+                f"too few hosts and windows to compare: {name} has {group_count:,},"
+                f" {LEAST_GROUPS:,} are needed to tell a change from chance",
+                "a longer time range, or more hosts",
+            )

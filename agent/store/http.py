@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ClickHouse's HTTP interface: one request, one answer.
+
+Source: ClickHouse's documentation, "HTTP interface". An error has another status than 200 and the
+number of the exception in X-ClickHouse-Exception-Code; `wait_end_of_query` makes the server hold
+the status back until it knows it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from aiflame.agent.store.address import Server
+
+# Of what a server says of an error; more is noise.
+_MAX_ERROR_BYTES = 4_096
+# At a time, so that an answer that is too long ends early.
+_PIECE_BYTES = 1 << 20
+
+
+class Unreachable(Exception):
+    """The server did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server said.
+
+    Attributes:
+        status: Of HTTP.
+        code: Of ClickHouse's exception, 0 for none.
+        body: Of an error, its beginning.
+        retry_after: As the server wrote it, "" where it did not.
+    """
+
+    status: int
+    code: int
+    body: bytes
+    retry_after: str = ""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the server refused."""
+        return self.status != http.HTTPStatus.OK or self.code != 0
+
+    @property
+    def words(self) -> str:
+        """What it said of an error, on one line."""
+        text = self.body[:_MAX_ERROR_BYTES].decode("utf-8", "replace")
+        said = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return f"HTTP {self.status}: {said[:400]}" if said else f"HTTP {self.status}"
+
+
+def post(
+    server: Server,
+    parameters: Mapping[str, str],
+    body: bytes,
+    *,
+    timeout_s: float,
+    max_bytes: int,
+    is_gzip: bool = False,
+) -> Reply:
+    """Sends one request.
+
+    Args:
+        server: To whom.
+        parameters: Of the URL: settings, and those of a query.
+        body: What is sent.
+        timeout_s: For the connection, and for each piece of the answer.
+        max_bytes: A longer answer is an error.
+        is_gzip: The body is compressed.
+
+    Raises:
+        Unreachable: There was no answer, or too long a one.
+        UsageError: The password cannot be read, or not be sent.
+    """
+    headers = {"Content-Type": "application/octet-stream", "User-Agent": "aiflame"}
+    if server.user:
+        headers["X-ClickHouse-User"] = server.user
+    if password := server.password():
+        headers["X-ClickHouse-Key"] = password
+    if is_gzip:
+        headers["Content-Encoding"] = "gzip"
+    connection = _connection(server, timeout_s)
+    try:
+        connection.request("POST", f"/?{urlencode(parameters)}", body, headers)
+        response = connection.getresponse()
+        is_ok = response.status == http.HTTPStatus.OK
+        answer = _read(response, max_bytes if is_ok else _MAX_ERROR_BYTES, is_cut=not is_ok)
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(
+            f"{server.host}:{server.port}: {error or type(error).__name__}"
+        ) from error
+    finally:
+        connection.close()
+    code = response.getheader("X-ClickHouse-Exception-Code", "")
+    return Reply(
+        response.status,
+        int(code) if code.isascii() and code.isdigit() and len(code) < 8 else int(bool(code)),
+        answer,
+        response.getheader("Retry-After", ""),
+    )
+
+
+def _connection(server: Server, timeout_s: float) -> http.client.HTTPConnection:
+    if not server.is_tls:
+        return http.client.HTTPConnection(server.host, server.port, timeout=timeout_s)
+    try:
+        context = ssl.create_default_context(cafile=server.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise Unreachable(f"certificates cannot be read: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return http.client.HTTPSConnection(server.host, server.port, timeout=timeout_s, context=context)
+
+
+def _read(response: http.client.HTTPResponse, max_bytes: int, *, is_cut: bool) -> bytes:
+    pieces = []
+    left = max_bytes + 1
+    while left > 0 and (piece := response.read(min(left, _PIECE_BYTES))):
+        pieces.append(piece)
+        left -= len(piece)
+    if left <= 0 and not is_cut:
+        raise http.client.HTTPException(f"the answer is longer than {max_bytes:,} bytes")
+    return b"".join(pieces)[:max_bytes]

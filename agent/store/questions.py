@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions to a store whose answers are tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiflame.agent.model.gpu import Kernel
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.reports.kernel_names import kernel_names
+from aiflame.agent.reports.table import Table, ms, percent
+from aiflame.agent.reports.words import duration, showable
+from aiflame.agent.store.engine import Engine
+from aiflame.agent.store.selector import AGENT_LABELS, Selector, moment_words
+
+_S_PER_HOUR = 3_600
+
+# What the sums by hour know; see schema.py.
+_HOURLY_LABELS = {"cluster", "service", "version"}
+
+# Reasons of each kernel, and losses of each host, that a line has room for.
+_NAMED = 3
+
+CLASSES = tuple(klass.name.lower() for klass in SampleClass)
+
+# The frames of a stack that a reader looks for, leaf first.
+_SHOWN = "arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds, modules))"
+
+
+def top(engine: Engine, selector: Selector, limit: int) -> Table:
+    """Returns which functions have most of the time, by themselves and with what they call."""
+    table, where, values = _source(selector)
+    summed = f"SELECT stack_id, sum(value) AS v FROM {table} WHERE {where} GROUP BY stack_id"
+    ((whole,),) = engine.query(f"SELECT sum(v) FROM ({summed}) AS s", values).rows
+    rows = engine.query(
+        f"WITH s AS ({summed})"
+        " SELECT fn.1 AS name, any(module) AS place, sumIf(v, leaf) AS self, sum(v) AS total,"
+        " count() OVER () AS functions"
+        " FROM (SELECT v, shown, arrayJoin(arrayDistinct(arrayMap(p -> (p.1, p.2), shown))) AS fn,"
+        " fn = (shown[1].1, shown[1].2) AS leaf,"
+        " arrayFirst(p -> (p.1, p.2) = fn, shown).3 AS module FROM"
+        f" (SELECT v, {_SHOWN} AS shown FROM s INNER JOIN"
+        " (SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds, any(modules) AS modules"
+        " FROM stacks WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id) AS d"
+        " USING stack_id) AS j) AS f"
+        " GROUP BY fn ORDER BY self DESC, total DESC, name LIMIT {limit:UInt64}",
+        {**values, "limit": limit},
+    ).rows
+    whole = int(whole)
+    classes = " and ".join(c.replace("_", " ") for c in selector.classes) or "all classes"
+    return Table(
+        f"Top functions, {classes}",
+        f"100 % = {duration(whole)}, {selector.words};"
+        " self: it was innermost; total: it was anywhere in the stack",
+        (">self ms", ">self", ">total ms", ">total", "function", "where"),
+        tuple(
+            (
+                *(ms(int(own)), percent(int(own), whole)),
+                *(ms(int(total)), percent(int(total), whole)),
+                *(showable(name), showable(place) if place else ""),
+            )
+            for name, place, own, total, _ in rows
+        ),
+        _more(rows, 4),
+    )
+
+
+def _source(selector: Selector) -> tuple[str, str, dict[str, Any]]:
+    """Returns the table that answers soonest, the condition, and its values."""
+    where, values = selector.where()
+    is_hourly = not (selector.begin_s % _S_PER_HOUR or selector.end_s % _S_PER_HOUR)
+    if is_hourly and not selector.labels.keys() - _HOURLY_LABELS:
+        return "(SELECT *, hour AS t FROM stacks_1h) AS h", where, values
+    return "samples", where, values
+
+
+def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
+    """Returns the kernels with most samples, else most time, and what they waited for."""
+    where, values = _of_devices(selector)
+    rows = engine.query(
+        "SELECT kernel, anyIf(model, model != '') AS device, max(nodes) AS hosts, sum(n) AS total,"
+        " sum(st) AS stalled, sum(l) AS launched, sum(b) AS busy,"
+        f" arraySlice(arrayReverseSort(groupArrayIf((st, reason), st > 0)), 1, {_NAMED}) AS why,"
+        " count() OVER () AS all"
+        " FROM (SELECT kernel, model, reason, uniqExact(node) AS nodes, sum(samples) AS n,"
+        " sum(stalled) AS st, sum(launches) AS l, sum(busy_ns) AS b"
+        f" FROM gpu WHERE {where} GROUP BY kernel, model, reason) AS g"
+        " GROUP BY kernel ORDER BY total DESC, busy DESC, launched DESC, kernel"
+        " LIMIT {limit:UInt64}",
+        {**values, "limit": limit},
+    ).rows
+    return Table(
+        "Top GPU kernels",
+        f"{selector.words}; stalled: of the kernel's samples; reasons: of its stalled samples",
+        (">samples", ">stalled", ">launches", ">GPU ms", ">hosts", "kernel", "device", "reasons"),
+        tuple(
+            (
+                *(f"{int(n):,}", percent(int(stalled), int(n)) if int(n) else "-"),
+                *(f"{int(launched):,}", ms(int(busy)), f"{int(hosts):,}"),
+                *(_short(kernel), showable(device) if device else ""),
+                ", ".join(
+                    f"{showable(reason)} {percent(int(part), int(stalled))}" for part, reason in why
+                ),
+            )
+            for kernel, device, hosts, n, stalled, launched, busy, why, _ in rows
+        ),
+        _more(rows, 8),
+        is_prose=True,
+    )
+
+
+def busy_by(engine: Engine, selector: Selector, label: str, limit: int) -> Table:
+    """Returns how much of the time kernels ran, by one of selector.LABELS."""
+    where, values = _of_devices(selector)
+    rows = engine.query(
+        f"SELECT {label} AS who, uniqExact(node) AS hosts, sum(busy_ns) AS busy,"
+        " toUInt64(max(t + span_s) - min(t)) AS seconds, sum(launches) AS launched,"
+        " sum(samples) AS n, sum(stalled) AS st, count() OVER () AS all"
+        f" FROM gpu WHERE {where} GROUP BY who ORDER BY busy DESC, n DESC, who"
+        " LIMIT {limit:UInt64}",
+        {**values, "limit": limit},
+    ).rows
+    return Table(
+        f"GPU time by {label}",
+        f"{selector.words}; busy: of the time from its first kernel to its last, where kernels that"
+        " ran at once count for each; stalled: of its samples",
+        (">busy", ">GPU ms", ">launches", ">samples", ">stalled", ">hosts", label),
+        tuple(
+            (
+                *(percent(int(busy), int(seconds) * 10**9), ms(int(busy)), f"{int(launched):,}"),
+                *(f"{int(n):,}", percent(int(stalled), int(n)) if int(n) else "-"),
+                *(f"{int(hosts):,}", showable(who) if who else "[none]"),
+            )
+            for who, hosts, busy, seconds, launched, n, stalled, _ in rows
+        ),
+        _more(rows, 7),
+    )
+
+
+def stalls(engine: Engine, selector: Selector, limit: int) -> Table:
+    """Returns what instructions waited for, by device model and kernel."""
+    where, values = _of_devices(selector)
+    rows = engine.query(
+        "SELECT model, kernel, reason, any(category) AS kind, sum(samples) AS n,"
+        " sum(samples * period_ns) AS ns, sum(n) OVER (PARTITION BY model, kernel) AS whole,"
+        " count() OVER () AS all"
+        f" FROM gpu WHERE {where} AND samples > 0 GROUP BY model, kernel, reason"
+        " ORDER BY n DESC, model, kernel, reason LIMIT {limit:UInt64}",
+        {**values, "limit": limit},
+    ).rows
+    return Table(
+        "Stall reasons by device and GPU kernel",
+        f"{selector.words}; share: of the kernel's samples on that device; ms: what the samples"
+        " stand for, 0 where the device tells no period",
+        (">samples", ">share", ">ms", "device", "kernel", "reason", "category"),
+        tuple(
+            (
+                *(f"{int(n):,}", percent(int(n), int(whole)), ms(int(ns))),
+                *(showable(model) if model else "", _short(kernel), showable(reason)),
+                str(kind).replace("_", " "),
+            )
+            for model, kernel, reason, kind, n, ns, whole, _ in rows
+        ),
+        _more(rows, 7),
+    )
+
+
+def stalls_by_line(engine: Engine, selector: Selector, limit: int) -> Table:
+    """Returns which Python lines launched what stalled most."""
+    where, values = _of_devices(selector)
+    rows = engine.query(
+        "WITH s AS (SELECT launch_stack AS stack_id, kernel, sum(stalled) AS st,"
+        " sum(samples) AS n,"
+        f" sum(stalled * period_ns) AS ns FROM gpu WHERE {where} AND samples > 0"
+        " GROUP BY stack_id, kernel)"
+        " SELECT line, sum(st) AS stalled, sum(n) AS total, sum(ns) AS time,"
+        " sum(stalled) OVER () AS whole, argMax(kernel, st) AS most, uniqExact(kernel) AS kernels,"
+        " count() OVER () AS all FROM"
+        " (SELECT st, n, ns, kernel, if(at = 0, '', concat(frames[at], ' (', files[at], ':',"
+        " toString(lines[at]), ')')) AS line FROM (SELECT st, n, ns, kernel, frames, files, lines,"
+        " indexOf(kinds, 'python') AS at FROM s LEFT JOIN"
+        " (SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds, any(files) AS files,"
+        " any(lines) AS lines FROM stacks WHERE stack_id IN (SELECT stack_id FROM s)"
+        " GROUP BY stack_id) AS d USING stack_id) AS j) AS f"
+        " GROUP BY line ORDER BY stalled DESC, line LIMIT {limit:UInt64}",
+        {**values, "limit": limit},
+    ).rows
+    return Table(
+        "Python lines by what they launched",
+        f"{selector.words}; share: of all stalled samples; ms: what these stand for, 0 where the"
+        " device tells no period; the innermost Python frame of the launch",
+        (">stalled", ">share", ">samples", ">ms", "Python line", "kernel with most"),
+        tuple(
+            (
+                *(f"{int(stalled):,}", percent(int(stalled), int(whole)), f"{int(n):,}"),
+                *(ms(int(ns)), showable(line) if line else "[no Python]"),
+                _short(most) + (f" and {int(count) - 1:,} more" if int(count) > 1 else ""),
+            )
+            for line, stalled, n, ns, whole, most, count, _ in rows
+        ),
+        _more(rows, 7),
+    )
+
+
+def agents(engine: Engine, selector: Selector, limit: int) -> Table:
+    """Returns which hosts there are, what recording them costs, and what they lost."""
+    hosts = Selector(selector.begin_s, selector.end_s, selector.labels)
+    where, values = hosts.where(allowed=AGENT_LABELS)
+    rows = engine.query(
+        "SELECT node, argMax(ver, newest) AS version, max(newest) AS last, sum(taken) AS n,"
+        " sum(cpu_ns) AS cpu, sumIf(seconds_of, loss = '') AS seconds, max(mem) AS rss,"
+        " arraySlice(arrayReverseSort(groupArrayIf((gone, loss), loss != '')), 1,"
+        f" {_NAMED}) AS most, count() OVER () AS all FROM"
+        " (SELECT node, loss, argMax(agent_version, t) AS ver,"
+        " toUInt32(max(t + span_s)) AS newest,"
+        " sum(lost) AS gone, sum(samples) AS taken, sum(self_cpu_ns) AS cpu_ns,"
+        " sum(span_s) AS seconds_of, max(rss_bytes) AS mem"
+        f" FROM agents WHERE {where} GROUP BY node, loss) AS a"
+        " GROUP BY node ORDER BY last, node LIMIT {limit:UInt64}",
+        {**values, "limit": limit},
+    ).rows
+    return Table(
+        "Hosts",
+        f"{selector.words}, longest silent first; CPU: of one processor, by what records",
+        ("last heard of", ">samples", ">CPU", ">MB", "host", "version", "lost"),
+        tuple(
+            (
+                *(moment_words(int(last)), f"{int(n):,}"),
+                *(percent(int(cpu), int(seconds) * 10**9), f"{int(rss) / 1e6:,.0f}"),
+                *(showable(node) if node else "[no name]", showable(version)),
+                ", ".join(f"{showable(name)} {int(count):,}" for count, name in gone),
+            )
+            for node, version, last, n, cpu, seconds, rss, gone, _ in rows
+        ),
+        _more(rows, 8),
+        is_prose=True,
+    )
+
+
+def _of_devices(selector: Selector) -> tuple[str, dict[str, Any]]:
+    return Selector(selector.begin_s, selector.end_s, selector.labels).where()
+
+
+def _short(kernel: str) -> str:
+    """Returns a GPU kernel's name as its programmer wrote it."""
+    (name,) = kernel_names([Kernel(0, "", kernel, "")])
+    return showable(name.short)
+
+
+def _more(rows: list[list[Any]], column: int) -> int:
+    return int(rows[0][column]) - len(rows) if rows else 0

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a store is asked for. Values are always parameters, never part of a statement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.store.engine import Engine, Parameter
+
+# Columns of samples and of gpu that a user may choose by.
+LABELS = (
+    *("cluster", "node", "service", "version", "namespace", "pod", "workload", "container"),
+    *("container_id", "comm"),
+)
+# Of agents, which are of hosts.
+AGENT_LABELS = ("cluster", "node")
+
+_LIKE = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_", "*": "%", "?": "_"})
+
+
+class NothingThere(AiflameError):
+    """A store that holds nothing of what was asked for."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """What is asked for.
+
+    Attributes:
+        begin_s: Rows from this time on, in seconds of Unix.
+        end_s: And before this one.
+        labels: By column, values that it may have; those with * or ? are patterns.
+        classes: Of samples; () for all.
+    """
+
+    begin_s: int
+    end_s: int
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+
+    def where(
+        self, prefix: str = "p", allowed: tuple[str, ...] = LABELS
+    ) -> tuple[str, dict[str, Parameter]]:
+        """Returns the condition, and its parameters.
+
+        Args:
+            prefix: Of the parameters' names.
+            allowed: Columns that the table has; others may not be chosen by.
+
+        Raises:
+            AiflameError: The table has no such column.
+        """
+        begin, end = f"{prefix}_begin", f"{prefix}_end"
+        terms = [f"t >= toDateTime({{{begin}:UInt32}})", f"t < toDateTime({{{end}:UInt32}})"]
+        values: dict[str, Parameter] = {begin: self.begin_s, end: self.end_s}
+        for column, wanted in self.labels.items():
+            if column not in allowed:
+                raise AiflameError(f"this question has no {column}", f"leave out --{column}")
+            name = f"{prefix}_{column}"
+            exact = [text for text in wanted if not _is_pattern(text)]
+            either = []
+            if exact:
+                values[name] = exact
+                either.append(f"{column} IN {{{name}:Array(String)}}")
+            for i, text in enumerate(text for text in wanted if _is_pattern(text)):
+                values[f"{name}_{i}"] = text.translate(_LIKE)
+                either.append(f"{column} LIKE {{{name}_{i}:String}}")
+            if either:
+                terms.append(f"({' OR '.join(either)})")
+        if self.classes:
+            values[f"{prefix}_classes"] = list(self.classes)
+            terms.append(f"class IN {{{prefix}_classes:Array(String)}}")
+        return " AND ".join(terms), values
+
+    @property
+    def words(self) -> str:
+        """What was asked for, as a reader sees it."""
+        chosen = [f"{column} {' or '.join(values)}" for column, values in self.labels.items()]
+        return ", ".join([f"{moment_words(self.begin_s)} to {moment_words(self.end_s)}", *chosen])
+
+
+def _is_pattern(text: str) -> bool:
+    return re.search(r"[*?]", text) is not None
+
+
+def moment_words(unix_s: int) -> str:
+    """Returns a time as it is shown: UTC, to the second."""
+    return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def held_range(engine: Engine) -> tuple[int, int]:
+    """Returns from when to when a store has anything, in seconds of Unix.
+
+    Raises:
+        NothingThere: It is empty.
+    """
+    found = []
+    for table in ("samples", "gpu"):
+        # Parts know the ends of their times: only the last rows are read.
+        (row,) = engine.query(
+            f"SELECT count(), toUInt32(min(t)), toUInt32((SELECT max(t + span_s) FROM {table}"
+            f" WHERE t = (SELECT max(t) FROM {table}))) FROM {table}"
+        ).rows
+        if row[0]:
+            found.append((int(row[1]), int(row[2])))
+    if not found:
+        raise NothingThere(
+            f"the store {engine.name} is empty",
+            f"aiflame store add run.aiflame --store {engine.name}",
+        )
+    return min(x for x, _ in found), max(x for _, x in found)
