@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 from aiflame.agent.reports.table import Table
 from aiflame.agent.reports.words import showable
-from aiflame.agent.store.difference import Change, Side, change, refuse_too_few
+from aiflame.agent.store.difference import LEAST_GROUPS, Change, Side, change, refuse_too_few
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.selector import NothingThere, Selector
 
 # Variances are of so many groups of (host, window): enough for t to be near the normal
 # distribution, few enough to be fetched for hundreds of functions.
 _GROUPS = 64
-# Groups are whole hosts where there are so many on each side; else windows of hosts.
-_HOSTS_FOR_GROUPS = 24
+# Groups are whole hosts where each side has enough of them; else windows of hosts, which tell
+# nothing of how hosts differ.
+_HOSTS_FOR_GROUPS = LEAST_GROUPS
 
 # Functions of which intervals are made. Past these a table is longer than anybody reads, and with
 # --fail-on a growth of 0.5 % of each would be more than all of the time.
@@ -44,12 +45,14 @@ class Comparison:
         samples: Of each side.
         hosts: Of each side.
         considered: How many functions could have been told apart.
+        is_by_host: Chance is that of hosts; else that of minutes only, whatever hosts are like.
     """
 
     functions: tuple[Compared, ...]
     samples: tuple[int, int]
     hosts: tuple[int, int]
     considered: int
+    is_by_host: bool
 
     def grown(self, by: float) -> tuple[Compared, ...]:
         """Returns those that have grown by more than this, 0 to 1, and not by chance."""
@@ -65,10 +68,12 @@ class Comparison:
                 _SIDES, self.samples, self.hosts, words, strict=True
             )
         )
+        chance = "hosts" if self.is_by_host else "windows of time (hosts are too few)"
         return Table(
             "Functions whose share differs",
             f"shares of a side's time, {what}; 90 % sure: the difference is between low and high,"
-            f" for all {self.considered:,} functions at once. {sides}",
+            f" for all {self.considered:,} functions at once, as far as {chance} differ by chance."
+            f" {sides}",
             (">base", ">new", ">points", ">low", ">high", "function"),
             tuple(
                 (
@@ -123,7 +128,7 @@ def compare(
         found.append(Compared(str(name), str(kind), change(before, after, considered)))
     found.sort(key=lambda f: (-abs(f.change.difference), f.name))
     hosts = (totals[0].hosts, totals[1].hosts)
-    return Comparison(tuple(found), samples, hosts, considered)
+    return Comparison(tuple(found), samples, hosts, considered, by_host)
 
 
 @dataclass(frozen=True, slots=True)

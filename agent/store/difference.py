@@ -20,6 +20,7 @@ number for one (Bonferroni).
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -157,6 +158,7 @@ def wilson(share: float, samples: float, critical: float) -> tuple[float, float]
     return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
+@functools.lru_cache(maxsize=4_096)
 def t_quantile(probability: float, freedom: int) -> float:
     """Returns the quantile of Student's t distribution, of a probability above 0.5."""
     low, high = 0.0, 1.0

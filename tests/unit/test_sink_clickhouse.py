@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sink for ClickHouse: what a server gets, also when requests are lost, late or refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.model.profile import NS_PER_S, Profile
+from aiflame.agent.sinks.clickhouse import ClickHouseSink
+from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
+from aiflame.agent.store.address import PASSWORD_VARIABLE, Server, address_of
+from clickhouse_server import PASSWORD, StandIn, clickhouse
+from device_profiles import small_timed_profile
+from profiles import RECORDING, hostile_profile, small_profile
+
+
+@pytest.fixture(params=["chdb", "rows"])
+def server(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[StandIn, Server]]:
+    if request.param == "chdb" and importlib.util.find_spec("chdb") is None:
+        pytest.skip("chDB is not installed")
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    folder = tmp_path / "store" if request.param == "chdb" else None
+    with clickhouse(folder) as (stand_in, url):
+        found = address_of(url)
+        assert isinstance(found, Server)
+        yield stand_in, found
+
+
+def _batch(profile: Profile, minute: int = 0, **labels: str) -> Batch:
+    begin = RECORDING.started_unix_ns + minute * 60 * NS_PER_S
+    return Batch(Labels(**{"service": "train", **labels}), profile, begin, 60 * NS_PER_S)
+
+
+def _sum(stand_in: StandIn, table: str, column: str) -> int:
+    if stand_in.engine is not None:
+        return int(stand_in.engine.query(f"SELECT sum({column}) FROM {table}").rows[0][0])  # noqa: S608
+    return sum(row[column] for row in stand_in.rows[table])
+
+
+def _ids(stand_in: StandIn, table: str, column: str) -> set[int]:
+    if stand_in.engine is not None:
+        rows = stand_in.engine.query(f"SELECT DISTINCT {column} FROM {table}").rows  # noqa: S608
+        return {int(row[0]) for row in rows}
+    return {row[column] for row in stand_in.rows[table]}
+
+
+def test_what_was_sent_adds_up_to_what_was_recorded(server: tuple[StandIn, Server]) -> None:
+    # GIVEN three containers of a host
+    stand_in, address = server
+    sink = ClickHouseSink(address, cluster="prod")
+    profiles = [small_profile(), hostile_profile(), small_timed_profile()]
+    batches = [_batch(profile, pod=f"pod{i}") for i, profile in enumerate(profiles)]
+    # WHEN they are sent
+    requests = [*sink.encode(batches)]
+    for request in requests:
+        assert sink.send(request) == {}
+    # THEN sums are those of the profiles, and each stack is there
+    assert _sum(stand_in, "samples", "value") == sum(int(p.samples["ns"].sum()) for p in profiles)
+    events = sum(int(p.samples["count"].sum()) for p in profiles)
+    devices = sum(int(p.gpu.samples["count"].sum()) for p in profiles)
+    assert _sum(stand_in, "samples", "events") == events
+    assert _sum(stand_in, "gpu", "samples") == devices
+    assert sum(request.samples for request in requests) == events + devices
+    assert _ids(stand_in, "samples", "stack_id") <= _ids(stand_in, "stacks", "stack_id")
+    assert _ids(stand_in, "gpu", "launch_stack") - {0} <= _ids(stand_in, "stacks", "stack_id")
+
+
+def test_what_is_sent_again_is_there_once(server: tuple[StandIn, Server]) -> None:
+    # GIVEN a server that takes requests, and whose answers are lost on the way
+    stand_in, address = server
+    sink = ClickHouseSink(address)
+    requests = [*sink.encode([_batch(small_profile()), _batch(small_timed_profile(), pod="b")])]
+    stand_in.loses_replies = len(requests)
+    for request in requests:
+        with pytest.raises(SinkAway):
+            sink.send(request)
+    # WHEN all are sent again, also by a sink that was started later
+    later = ClickHouseSink(address)
+    for request in requests:
+        sink.send(request)
+        later.send(Request(bytes(request.body), request.begin_unix_ns, request.samples))
+    # THEN nothing is doubled
+    whole = sum(int(p.samples["ns"].sum()) for p in (small_profile(), small_timed_profile()))
+    assert _sum(stand_in, "samples", "value") == whole
+    if stand_in.engine is not None:
+        assert _sum(stand_in, "stacks_1h", "value") == whole
+
+
+def test_stacks_are_sent_once_and_again_when_they_have_to_be(
+    server: tuple[StandIn, Server],
+) -> None:
+    _, address = server
+    now = [0.0]
+    sink = ClickHouseSink(address, now_s=lambda: now[0])
+
+    def tables(minute: int) -> list[str]:
+        requests = [*sink.encode([_batch(small_profile(), minute)])]
+        return [request.body.split(b" ", 1)[0].decode() for request in requests]
+
+    # GIVEN stacks that were sent: they are not sent again
+    assert "stacks" in tables(0)
+    assert "stacks" not in tables(1)
+    # WHEN a day has passed, or a week has begun, or the server refused them: they are
+    now[0] = 86_401.0
+    assert "stacks" in tables(2)
+    assert "stacks" not in tables(3)
+    assert "stacks" in tables(7 * 24 * 60)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "retry_after_s"),
+    [
+        (503, {}, None),
+        (429, {"Retry-After": "7"}, 7.0),
+        (429, {"Retry-After": "1e9"}, 3600.0),
+        (429, {"Retry-After": "-1"}, None),
+        (429, {"Retry-After": "nan"}, None),
+        (500, {"X-ClickHouse-Exception-Code": "241"}, None),  # memory limit
+        (404, {"X-ClickHouse-Exception-Code": "60"}, None),  # the tables are yet to be made
+        (403, {"X-ClickHouse-Exception-Code": "516"}, None),  # the password changes
+        (502, {}, None),
+        (200, {"X-ClickHouse-Exception-Code": "159"}, None),  # an error after the status
+    ],
+)
+def test_what_may_go_away_is_sent_again(
+    server: tuple[StandIn, Server],
+    status: int,
+    headers: dict[str, str],
+    retry_after_s: float | None,
+) -> None:
+    stand_in, address = server
+    sink = ClickHouseSink(address)
+    request = next(sink.encode([_batch(small_profile())]))
+    stand_in.answers = [(status, headers, b"Code: 1. DB::Exception: \x1b[31mno\n" * 1_000)]
+    with pytest.raises(SinkAway) as caught:
+        sink.send(request)
+    assert caught.value.retry_after_s == retry_after_s
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+    assert sink.send(request) == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (400, {}),
+        (413, {}),
+        (400, {"X-ClickHouse-Exception-Code": "117"}),
+        (500, {"X-ClickHouse-Exception-Code": "27"}),
+        (404, {"X-ClickHouse-Exception-Code": "16"}),
+    ],
+)
+def test_what_no_server_takes_is_not_sent_again(
+    server: tuple[StandIn, Server], status: int, headers: dict[str, str]
+) -> None:
+    stand_in, address = server
+    sink = ClickHouseSink(address)
+    request = next(sink.encode([_batch(small_profile())]))
+    stand_in.answers = [(status, headers, b"no")]
+    with pytest.raises(SinkRefused):
+        sink.send(request)
+    # Its stacks are not taken for known.
+    again = next(sink.encode([_batch(small_profile(), 1)]))
+    assert again.body.startswith(b"stacks ")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (302, {"Location": "http://169.254.169.254/"}, b""),
+        (200, {"X-ClickHouse-Exception-Code": "x" * 50}, b""),
+        (200, {}, b"x" * 1_000_000),
+    ],
+)
+def test_a_server_that_is_none(
+    server: tuple[StandIn, Server], answer: tuple[int, dict[str, str], bytes]
+) -> None:
+    stand_in, address = server
+    sink = ClickHouseSink(address)
+    stand_in.answers = [answer]
+    with pytest.raises((SinkAway, SinkRefused)):
+        sink.send(next(sink.encode([_batch(small_profile())])))
+    assert len(stand_in.requests) == 1, "no redirection is followed"
+
+
+def test_nobody_is_there_and_a_body_that_is_none() -> None:
+    address = address_of("clickhouse://127.0.0.1:1/aiflame")
+    assert isinstance(address, Server)
+    sink = ClickHouseSink(address)
+    with pytest.raises(SinkAway, match="does not answer"):
+        sink.send(next(sink.encode([_batch(small_profile())])))
+    for body in (b"", b"samples", b"users x\nrows", b"\xff\n"):
+        with pytest.raises(SinkRefused):
+            sink.send(Request(body, 0, 0))
+    assert [*sink.encode([])] == []
+
+
+def test_rows_that_would_vanish_are_too_old() -> None:
+    address = address_of("clickhouse://127.0.0.1:1/aiflame")
+    assert isinstance(address, Server)
+    assert ClickHouseSink(address, keep_days=14).max_age_s == 14 * 86_400
+    assert ClickHouseSink(address, keep_days=0).max_age_s is None

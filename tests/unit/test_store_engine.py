@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores in directories: tables, profiles out of them, questions, and what may not be asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent import cli
+from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.model.batch import Batch, Labels
+from aiflame.agent.model.profile import NS_PER_S, Profile
+from aiflame.agent.reports import FORMATS, ReportOptions, View
+from aiflame.agent.reports.base import Leaf
+from aiflame.agent.store import engine as engine_module
+from aiflame.agent.store import engines, questions, schema
+from aiflame.agent.store.comparison import compare
+from aiflame.agent.store.difference import TooFewSamples
+from aiflame.agent.store.engine import StoreError, parameter_text
+from aiflame.agent.store.engines import DirectoryEngine, open_store
+from aiflame.agent.store.inserts import inserts_of
+from aiflame.agent.store.profiles import By, profile_of
+from aiflame.agent.store.selector import LABELS, NothingThere, Selector, held_range
+from device_profiles import small_device_profile, small_timed_profile
+from profiles import HOSTILE_NAMES, MS, RECORDING, Sample, hostile_profile, python_profile
+from profiles import profile_of as literal_profile
+from profiles import small_profile
+
+pytest.importorskip("chdb", reason="chDB is not installed")
+
+_BEGIN_S = RECORDING.started_unix_ns // NS_PER_S
+_ALL = Selector(_BEGIN_S - 10, _BEGIN_S + 100_000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DirectoryEngine]:
+    engine = open_store(str(tmp_path / "fleet"), is_read_only=False, is_new=True)
+    schema.migrate(engine, 0)
+    assert isinstance(engine, DirectoryEngine)
+    yield engine
+    engine.close()
+
+
+def _add(engine: DirectoryEngine, profile: Profile, minute: int = 0, **labels: str) -> None:
+    begin = RECORDING.started_unix_ns + minute * 60 * NS_PER_S
+    own = Labels(**{"service": "train", **labels})
+    batch = Batch(own, profile, begin, profile.recording.duration_ns)
+    for piece in inserts_of([batch], "", lambda _: True):
+        engine.insert(piece.table.value, piece.rows, piece.token)
+
+
+def test_tables_are_made_once(tmp_path: Path) -> None:
+    # GIVEN no store WHEN it is made twice THEN it is there, and says what it is
+    folder = tmp_path / "new" / "fleet"
+    engine = open_store(str(folder), is_read_only=False, is_new=True)
+    with pytest.raises(StoreError):
+        engine.query("SELECT 1 FROM samples")
+    assert schema.migrate(engine, 9) == (0, schema.VERSION)
+    assert schema.migrate(engine, 3) == (schema.VERSION, schema.VERSION)
+    assert schema.require(engine) == schema.State(schema.VERSION, 9)
+    # and its owner's alone, and one of a later version is refused
+    assert folder.stat().st_mode & 0o077 == 0
+    engine.execute("INSERT INTO schema_versions (version, keep_days) VALUES (99, 0)")
+    for use in (schema.require, lambda store: schema.migrate(store, 0)):
+        with pytest.raises(AiflameError, match="later aiflame"):
+            use(engine)
+    engine.close()
+
+
+def test_tables_that_were_half_made_are_finished(tmp_path: Path) -> None:
+    engine = open_store(str(tmp_path / "fleet"), is_read_only=False, is_new=True)
+    schema.migrate(engine, 0)
+    engine.execute("DROP TABLE gpu")
+    engine.execute("ALTER TABLE schema_versions DELETE WHERE 1 SETTINGS mutations_sync = 1")
+    assert schema.migrate(engine, 0) == (0, schema.VERSION)
+    _add(engine, small_timed_profile())
+    assert engine.query("SELECT sum(samples) FROM gpu").rows[0][0] > 0
+    engine.close()
+
+
+def test_a_folder_that_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").write_text("dear")
+    with pytest.raises(UsageError, match="not empty"):
+        open_store(str(tmp_path / "mine"), is_read_only=False, is_new=True)
+    with pytest.raises(UsageError, match="no store here"):
+        open_store(str(tmp_path / "mine"), is_read_only=True)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter"]
+
+
+def test_one_process_at_a_time(store: DirectoryEngine) -> None:
+    # GIVEN a store that is open WHEN another process opens it THEN it says so, in words
+    words = [sys.executable, "-m", "aiflame.agent", "query", "top", "--store", store.name]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "is open in another process; chDB lets one at a time" in done.stderr
+    assert "internal error" not in done.stderr
+
+
+def test_without_chdb_it_says_what_to_install(
+    store: DirectoryEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "chdb.session", None)
+    assert cli.main(["query", "top", "--store", store.name]) == 3
+    assert "pip install 'aiflame[chdb]'" in capsys.readouterr().err
+
+
+_VALUES = [
+    *(name for name in HOSTILE_NAMES if "\ud800" not in name),
+    "x' OR 1=1 --",
+    "\\",
+    "\\'",
+    "{other:String}",
+    "\\N",
+    "NULL",
+    "%",
+    "[]",
+    "\x1a\x08\x0c",
+]
+
+
+def test_values_stay_values(store: DirectoryEngine) -> None:
+    # GIVEN values that would be something else in a statement THEN they come back as they are
+    for value in _VALUES:
+        found = store.query(
+            "SELECT {one:String}, {many:Array(String)}", {"one": value, "many": [value, "", value]}
+        )
+        assert found.rows == [[value, [value, "", value]]]
+    assert parameter_text("a\ud800") == "a?"
+    numbers = store.query("SELECT {a:UInt64}, {b:Array(UInt64)}", {"a": 2**64 - 1, "b": [2**63]})
+    assert numbers.rows == [[2**64 - 1, [2**63]]]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE samples",
+        "INSERT INTO agents (t) VALUES (1)",
+        "ALTER TABLE samples DELETE WHERE 1",
+        "SET readonly = 0",
+        "SELECT 1 SETTINGS readonly = 0",
+        "CREATE TABLE x (a UInt8) ENGINE = Memory",
+        "SELECT * FROM url('http://127.0.0.1:1/', 'CSV', 'a String') INTO OUTFILE '/tmp/x'",
+        "SELECT 1; DROP TABLE samples",
+        "SELECT 1 FORMAT CSV",
+    ],
+)
+def test_questions_change_nothing(store: DirectoryEngine, statement: str) -> None:
+    _add(store, small_profile())
+    name = store.name
+    before = store.query("SELECT count(), sum(value) FROM samples").rows
+    store.close()
+    reader = open_store(name, is_read_only=True)
+    with pytest.raises(StoreError):
+        reader.query(statement)
+    assert reader.query("SELECT count(), sum(value) FROM samples").rows == before
+    reader.close()
+
+
+def test_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines._LIMITS, "max_result_rows", "1000")
+    engine = open_store(str(tmp_path / "fleet"), is_read_only=True, is_new=True)
+    engine.create_database()
+    assert len(engine.query("SELECT number FROM numbers(1000)").rows) == 1_000
+    with pytest.raises(StoreError, match="Limit for result") as caught:
+        engine.query("SELECT number FROM numbers(1000000)")
+    assert caught.value.hint is not None
+    engine.close()
+    assert engine_module.MAX_ROWS < 10**7
+
+
+def _folded(profile: Profile, view: View, leaf: Leaf = Leaf.STALL) -> set[str]:
+    options = ReportOptions(view=view, leaf=leaf)
+    return set(FORMATS["folded"].render(profile, options).decode().splitlines())
+
+
+@pytest.mark.parametrize("view", View)
+@pytest.mark.parametrize(
+    "make",
+    [small_profile, python_profile, hostile_profile, small_device_profile, small_timed_profile],
+)
+def test_a_profile_from_the_store_is_the_one_that_was_put_there(
+    store: DirectoryEngine, make, view: View
+) -> None:
+    # GIVEN a profile in a store, added twice
+    profile = make()
+    for _ in range(2):
+        _add(store, profile)
+    # WHEN it is asked for by processes THEN folded stacks are those of the capture, line by line
+    found = profile_of(store, _ALL, By.PROCESS, 10_000)
+    assert _folded(found.profile, view) == _folded(profile, view)
+    assert (found.left_out, found.left_out_ns) == (0, 0)
+    assert {(loss.name, loss.count) for loss in found.profile.losses} == {
+        (loss.name, loss.count) for loss in profile.losses
+    }
+
+
+def test_every_format_of_report_is_made(store: DirectoryEngine) -> None:
+    _add(store, small_timed_profile())
+    _add(store, hostile_profile(), 1)
+    profile = profile_of(store, _ALL, By.SERVICE, 10_000).profile
+    for report in FORMATS.values():
+        assert report.render(profile, ReportOptions())
+    # Services have no pid.
+    assert all(line.startswith("train;") for line in _folded(profile, View.WALL))
+
+
+def test_lighter_stacks_are_left_out_and_said(store: DirectoryEngine) -> None:
+    _add(store, small_profile())
+    found = profile_of(store, _ALL, By.PROCESS, 4)
+    whole = int(small_profile().samples["ns"].sum())
+    assert len(found.profile.samples) == 4
+    assert found.left_out == len(small_profile().samples) - 4
+    assert found.left_out_ns == whole - int(found.profile.samples["ns"].sum())
+
+
+def test_stacks_that_have_not_arrived_keep_their_time(store: DirectoryEngine) -> None:
+    _add(store, small_profile())
+    store.execute("TRUNCATE TABLE stacks")
+    found = profile_of(store, _ALL, By.SERVICE, 100).profile
+    assert int(found.samples["ns"].sum()) == int(small_profile().samples["ns"].sum())
+    assert any("[frames not in the store]" in line for line in _folded(found, View.CPU))
+
+
+def test_selectors_choose(store: DirectoryEngine) -> None:
+    _add(store, small_profile(), 0, node="a1", pod="x")
+    _add(store, small_profile(), 5, node="a2", pod="100%", version="1")
+    _add(store, small_profile(), 9, node="b_1", pod="100a")
+    one = int(small_profile().samples["ns"].sum())
+
+    def ns(begin_min: float = 0, end_min: float = 100, **labels: str) -> int:
+        selector = Selector(
+            _BEGIN_S + int(60 * begin_min),
+            _BEGIN_S + int(60 * end_min),
+            {name: (value,) for name, value in labels.items()},
+        )
+        where, values = selector.where()
+        rows = store.query(f"SELECT sum(value) FROM samples WHERE {where}", values).rows  # noqa: S608
+        return int(rows[0][0])
+
+    assert ns() == 3 * one
+    assert ns(0, 5) == ns(5, 9) == ns(9) == one
+    assert ns(node="a*") == 2 * one
+    assert ns(node="?1") == one
+    assert ns(node="b_1") == one
+    assert ns(pod="100%") == ns(pod="100%*") == one
+    assert ns(pod="' OR 1=1 --") == ns(pod="*' OR 1=1 --") == ns(node="zz") == 0
+    with pytest.raises(NothingThere, match="pod none"):
+        profile_of(store, replace(_ALL, labels={"pod": ("none",)}), By.POD, 10)
+    assert held_range(store) == (_BEGIN_S, _BEGIN_S + 9 * 60 + 2)
+
+
+def test_a_table_of_functions(store: DirectoryEngine) -> None:
+    # GIVEN a function that calls itself, the interpreter's own, and one that is only called
+    profile = literal_profile(
+        Sample("main;fib;fib;fib", 60 * MS, count=6),
+        Sample("main;[i]eval;[p]step@/a.py:3;[i]eval", 30 * MS, count=3),
+        Sample("main;fib;leaf", 10 * MS, count=1),
+    )
+    _add(store, profile)
+    table = questions.top(store, replace(_ALL, classes=("on_cpu",)), 3)
+    # THEN each stack counts once for a function, and the interpreter is nowhere
+    assert [(row[0], row[2], row[4]) for row in table.rows] == [
+        ("60.00", "70.00", "fib"),
+        ("30.00", "30.00", "step"),
+        ("10.00", "10.00", "leaf"),
+    ]
+    assert (table.left_out, table.whole.startswith("100 % = 100.000 ms")) == (1, True)
+    # and sums by hour, which whole hours are asked of, give the same
+    hour = Selector(_BEGIN_S // 3600 * 3600, _BEGIN_S // 3600 * 3600 + 7200, {}, ("on_cpu",))
+    assert questions.top(store, hour, 3).rows == table.rows
+
+
+def test_tables_of_devices(store: DirectoryEngine) -> None:
+    _add(store, small_timed_profile(), 0, pod="a", node="n1")
+    _add(store, small_timed_profile(), 1, pod="b", node="n2")
+    kernels = questions.kernels(store, _ALL, 2)
+    name = kernels.columns.index("kernel")
+    assert [row[name] for row in kernels.rows] == ["matmul", "scale_b<float, 4>"]
+    assert kernels.rows[0][:5] == ("1,600", "85.0 %", "80", "40.00", "2")
+    assert (
+        kernels.rows[0][-1] == "long_scoreboard 58.8 %, barrier 29.4 %, math_pipe_throttle 11.8 %"
+    )
+    # 2 kernels of 3 ms and 2 ms, and 20 ms of matmul, in windows of two seconds
+    busy = questions.busy_by(store, _ALL, "pod", 9)
+    assert {row[-1]: row[0] for row in busy.rows} == {"a": "1.2 %", "b": "1.2 %"}
+    stalls = questions.stalls(store, _ALL, 1)
+    assert stalls.rows[0][:2] == ("800", "50.0 %")
+    assert stalls.rows[0][3:] == ("Test 100", "matmul", "long_scoreboard", "memory")
+    lines = questions.stalls_by_line(store, _ALL, 9)
+    stalled = {row[4]: int(row[0]) for row in lines.rows}
+    assert sum(stalled.values()) == 2 * (400 + 80 + 200 + 40 + 50 + 50)
+    assert stalled["step (/app/train.py:21)"] == 80
+    assert stalled["[no Python]"] == 200
+
+
+def test_a_table_of_hosts(store: DirectoryEngine) -> None:
+    _add(store, small_profile(), 5, node="n2")
+    _add(store, small_profile(), 0, node="n1")
+    rows = questions.agents(store, _ALL, 9).rows
+    assert [row[4] for row in rows] == ["n1", "n2"]
+    assert rows[0][-1] == "stacks_full 3"
+    assert rows[0][0] < rows[1][0]
+    with pytest.raises(AiflameError, match="no pod"):
+        questions.agents(store, replace(_ALL, labels={"pod": ("x",)}), 9)
+
+
+def _side(store: DirectoryEngine, version: str, share: float, hosts: int = 12) -> None:
+    """Puts two windows of some hosts there, in which `step` has a share that varies a little."""
+    random = np.random.default_rng(int(1000 * share))
+    for host in range(hosts):
+        for minute in range(2):
+            count = int(random.normal(share, 0.01) * 1_000)
+            profile = literal_profile(
+                Sample("main;step", count * MS, count=count),
+                Sample("main;load", (1_000 - count) * MS, count=1_000 - count),
+            )
+            _add(store, profile, minute, node=f"{version}-{host}", version=version)
+
+
+def test_a_growth_fails_and_no_growth_does_not(
+    store: DirectoryEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN three versions, of which the third spends 8 points more in a function
+    for version, share in (("1", 0.200), ("2", 0.203), ("3", 0.28)):
+        _side(store, version, share)
+    _side(store, "few", 0.5, hosts=1)
+    name = store.name
+    store.close()
+
+    def diff(base: str, new: str, *more: str) -> int:
+        words = ["query", "diff", "--store", name, "--base", f"version={base}"]
+        return cli.main([*words, "--new", f"version={new}", "--fail-on", "+2%", *more])
+
+    # THEN it fails there only, and says which
+    assert diff("1", "2") == 0
+    assert "grew" not in capsys.readouterr().err
+    assert diff("2", "3") == 1
+    out, err = capsys.readouterr()
+    assert re.search(r"aiflame: step grew by \+7\.\d+ points, at least by \+[67]\.\d+\n", err)
+    assert "load" not in err
+    assert "24,000 samples of 12 hosts" in " ".join(out.split())
+    assert diff("2", "3", "--self") == 1
+    assert diff("3", "1") == 1, "the rest has grown"
+    assert "load grew" in capsys.readouterr().err
+    # and what says nothing is refused with a code of its own
+    assert diff("1", "few") == 5
+    assert "too few" in capsys.readouterr().err
+    assert diff("1", "none") == 4
+
+
+def test_a_comparison_of_the_same_hosts_over_time_says_so(store: DirectoryEngine) -> None:
+    for version in ("1", "2"):
+        for minute in range(12):
+            profile = literal_profile(Sample("main;step", 900 * MS, count=900))
+            _add(store, profile, minute, node="n", version=version)
+    sides = [replace(_ALL, labels={"version": (v,)}, classes=("on_cpu",)) for v in "12"]
+    found = compare(store, *sides, is_self=False, least_share=0.01)
+    assert not found.is_by_host
+    assert "hosts are too few" in found.table(5, ("a", "b"), False).whole
+    assert found.grown(0.0) == ()
+    with pytest.raises(TooFewSamples):
+        few = replace(sides[1], end_s=_BEGIN_S + 120)
+        compare(store, sides[0], few, is_self=False, least_share=0.01)
+
+
+def test_what_is_asked_for_by_words(
+    store: DirectoryEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(store, small_timed_profile(), 0, node="n1")
+    name = store.name
+    store.close()
+
+    def query(*words: str) -> tuple[int, str, str]:
+        code = cli.main(["query", words[0], "--store", name, *words[1:]])
+        return (code, *capsys.readouterr())
+
+    page = tmp_path / "page.html"
+    code, _, err = query("flame", "-o", str(page), "--by", "node")
+    assert (code, page.read_bytes()[:15]) == (0, b"<!DOCTYPE html>")
+    assert "Wrote" in err
+    assert query("flame", "-o", str(page))[0] == 2, "it is not replaced"
+    code, out, _ = query("sql", "SELECT {x:String} AS x, 1 AS n", "--parameter", "x=a'b", "--json")
+    assert (code, out) == (0, '{"x": "a\'b", "n": 1}\n')
+    code, out, _ = query("sql", "SELECT number AS n FROM numbers(30)", "-n", "3")
+    assert "... and 27 more" in out
+    assert query("top", "--from", "2001-01-01", "--to", "2001-01-02")[0] == 0
+    assert query("top", "--from", "2027-01-02", "--to", "2027-01-01")[0] == 2
+    assert (
+        query("flame", "-f", "svg", "-o", "-", "--from", "1999-01-01", "--to", "1999-01-02")[0] == 4
+    )
+    assert query("diff", "--base", "version=1", "--new", "version=1")[0] == 2
+    assert query("diff", "--base", "versio=1", "--new", "version=2")[0] == 2
+    for label in LABELS:
+        code, out, _ = query("top", f"--{label.replace('_', '-')}", "no such")
+        assert (code, "none" in out) == (0, True), label
+    assert os.environ.get("AIFLAME_STORE") is None or name != os.environ["AIFLAME_STORE"]
