@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -135,10 +137,17 @@ class DirectoryEngine:
         path = os.path.abspath(folder)  # noqa: PTH100, links are followed by whoever opens it
         if "?" in path or ":" in path:
             raise UsageError(f"chDB takes no path with ? or :, as in {folder}", "another --store")
+        if _is_taken(folder):
+            raise StoreError(
+                f"the store {folder} is open in another process; chDB lets one at a time",
+                "wait until it has ended; a ClickHouse server serves many",
+            )
         try:
             self._session = Session(path)
         except Exception as error:  # it raises RuntimeError for all
             raise _not_opened(folder, error) from error
+        _OPEN[path] += 1
+        self._path = path
         settings = {**_FORMAT, **_LIMITS}
         if is_read_only:
             settings["readonly"] = _READ_ONLY
@@ -156,6 +165,9 @@ class DirectoryEngine:
 
     def query(self, statement: str, parameters: Mapping[str, Parameter] | None = None) -> Answer:
         """Asks."""
+        if ";" in _QUOTED.sub("", statement).rstrip().rstrip(";"):
+            # A server refuses them; the engine here would run one after the other.
+            raise StoreError("several statements in one question")
         self._choose()
         values = {k: parameter_text(v) for k, v in (parameters or {}).items()}
         return _answer(self._run(statement, values))
@@ -173,6 +185,9 @@ class DirectoryEngine:
     def close(self) -> None:
         """Closes it."""
         self._session.close()
+        _OPEN[self._path] -= 1
+        if not _OPEN[self._path]:
+            del _OPEN[self._path]
 
     def _choose(self) -> None:
         if not self._is_chosen:
@@ -216,6 +231,11 @@ def open_store(
 # Of a setting: it stands in a statement.
 _PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./:-]{1,200}")
 
+# What may hold a ";" that ends no statement.
+_QUOTED = re.compile(
+    r"'(?:[^'\\]|\\.)*'|`[^`]*`|\"(?:[^\"\\]|\\.)*\"|--[^\n]*|/\*.*?\*/", re.DOTALL
+)
+
 # What the engine makes in each directory of its own.
 _MARKS = ("data", "metadata", "store")
 
@@ -234,13 +254,36 @@ def _make_folder(folder: Path) -> None:
         raise UsageError(f"not empty, and no store: {folder}", "--store NEW-DIRECTORY")
 
 
+def _is_taken(folder: Path) -> bool:
+    """Tells whether another process has it: who does holds a lock on its file "status".
+
+    Source: ClickHouse's src/Common/StatusFile.cpp (flock). The engine itself says why it cannot
+    open a directory on standard error only.
+    """
+    try:
+        fd = os.open(folder / "status", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # Within one process the engine shares what is open.
+        return not _is_own(folder)
+    finally:
+        os.close(fd)
+    return False
+
+
+def _is_own(folder: Path) -> bool:
+    return os.path.abspath(folder) in _OPEN  # noqa: PTH100
+
+
+# Directories that this process has open, each as often as it stands here.
+_OPEN: Counter[str] = Counter()
+
+
 def _not_opened(folder: Path, error: Exception) -> StoreError:
     text = " ".join(str(error).split())
-    if "Cannot lock file" in text or "already running" in text:
-        return StoreError(
-            f"the store {folder} is open in another process; chDB lets one at a time",
-            "wait until it has ended; a ClickHouse server serves many",
-        )
     return StoreError(f"the store {folder} cannot be opened: {text[:400]}")
 
 

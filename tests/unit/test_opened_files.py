@@ -62,6 +62,7 @@ _MAY_OPEN = {
     "agent/sinks/posting.py": "tokens and passwords that the configuration names",
     "agent/fleet/kubelet.py": "the token of a service account",
     "agent/store/address.py": "a password of a store",
+    "agent/store/engines.py": "the lock of a store",
     "agent/recording/recorder.py": "the directory of the cgroup that is recorded",
     # Ours to the end.
     "agent/processes/cgroup_ids.py": "where cgroups are mounted",

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +30,16 @@ from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.profiles import By, profile_of
 from aiflame.agent.store.selector import LABELS, NothingThere, Selector, held_range
 from device_profiles import small_device_profile, small_timed_profile
-from profiles import HOSTILE_NAMES, MS, RECORDING, Sample, hostile_profile, python_profile
+from profiles import (
+    HOSTILE_NAMES,
+    MS,
+    RECORDING,
+    Sample,
+    hostile_profile,
+    python_profile,
+    small_profile,
+)
 from profiles import profile_of as literal_profile
-from profiles import small_profile
 
 pytest.importorskip("chdb", reason="chDB is not installed")
 
@@ -176,18 +184,22 @@ def test_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert engine_module.MAX_ROWS < 10**7
 
 
-def _folded(profile: Profile, view: View, leaf: Leaf = Leaf.STALL) -> set[str]:
-    options = ReportOptions(view=view, leaf=leaf)
-    return set(FORMATS["folded"].render(profile, options).decode().splitlines())
+def _folded(profile: Profile, view: View) -> Counter[str]:
+    options = ReportOptions(view=view, leaf=Leaf.STALL)
+    found: Counter[str] = Counter()
+    for line in FORMATS["folded"].render(profile, options).decode().splitlines():
+        # A store has no source lines of GPU kernels.
+        stack, _, weight = re.sub(r";\w+\.cl:\d+_\[G\]", "", line).rpartition(" ")
+        found[stack] += int(weight)
+    return found
 
 
-@pytest.mark.parametrize("view", View)
 @pytest.mark.parametrize(
     "make",
-    [small_profile, python_profile, hostile_profile, small_device_profile, small_timed_profile],
+    [small_profile, python_profile, small_device_profile, small_timed_profile],
 )
 def test_a_profile_from_the_store_is_the_one_that_was_put_there(
-    store: DirectoryEngine, make, view: View
+    store: DirectoryEngine, make
 ) -> None:
     # GIVEN a profile in a store, added twice
     profile = make()
@@ -195,7 +207,8 @@ def test_a_profile_from_the_store_is_the_one_that_was_put_there(
         _add(store, profile)
     # WHEN it is asked for by processes THEN folded stacks are those of the capture, line by line
     found = profile_of(store, _ALL, By.PROCESS, 10_000)
-    assert _folded(found.profile, view) == _folded(profile, view)
+    for view in View:
+        assert _folded(found.profile, view) == _folded(profile, view), view
     assert (found.left_out, found.left_out_ns) == (0, 0)
     assert {(loss.name, loss.count) for loss in found.profile.losses} == {
         (loss.name, loss.count) for loss in profile.losses
@@ -384,7 +397,7 @@ def test_what_is_asked_for_by_words(
 
     page = tmp_path / "page.html"
     code, _, err = query("flame", "-o", str(page), "--by", "node")
-    assert (code, page.read_bytes()[:15]) == (0, b"<!DOCTYPE html>")
+    assert (code, page.read_bytes()[:15]) == (0, b"<!doctype html>")
     assert "Wrote" in err
     assert query("flame", "-o", str(page))[0] == 2, "it is not replaced"
     code, out, _ = query("sql", "SELECT {x:String} AS x, 1 AS n", "--parameter", "x=a'b", "--json")
