@@ -33,12 +33,12 @@ class SinkRefused(AiflameError):
 
     Attributes:
         reason: To count it by: a few words, of which there are not many. The message has those of
-            the back-end, which may name each profile.
+            the back-end, which may name each profile. If none is given, the message.
     """
 
-    def __init__(self, why: str, reason: str) -> None:
+    def __init__(self, why: str, reason: str = "") -> None:
         super().__init__(why)
-        self.reason = reason
+        self.reason = reason or why
 
 
 @dataclass(frozen=True, slots=True)
