@@ -91,6 +91,7 @@ class UnwindTables:
         self._limit_bytes = limit_bytes
         self._kernel = KernelTables(programs, limit_bytes, self.losses)
         self._hits: Counter[int] = Counter()  # stacks that each binary was in, over all drains
+        self._last_ns = abi.NEVER_NS
         self._settled: set[int] = set()  # binaries whose table is in the cache, or cannot be
         self._building: set[int] = set()
         self._payers: defaultdict[int, set[str]] = defaultdict(set)  # who maps a binary
@@ -393,7 +394,12 @@ class UnwindTables:
             deadline_ns: Until when, monotonic.
             is_over: Whether nobody needs them any more.
         """
+        deadline_ns = min(deadline_ns, self._last_ns)
         return self._wait(lambda: not self.are_settled(binaries), deadline_ns, is_over)
+
+    def end_by(self, deadline_ns: int) -> None:
+        """Lets nobody `wait` past a time, monotonic."""
+        self._last_ns = deadline_ns
 
     def _wait(
         self, is_missing: Callable[[], bool], deadline_ns: int, is_over: Callable[[], bool]

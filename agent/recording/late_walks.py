@@ -265,11 +265,14 @@ class LateWalks:
         """Walks on what is left, once the recording has ended; may wait for tables."""
         self.take()
         deadline_ns = time.monotonic_ns() + _PATIENCE_NS
+        waited_for = frozenset[int]()
         while self._waiting:
             self._walk(len(self._waiting))
-            lacking = frozenset().union(*(copy.lacks for copy in self._waiting))
-            if not lacking or not self._tables.wait(lacking, deadline_ns):
+            lacking = frozenset[int]().union(*(copy.lacks for copy in self._waiting))
+            # As in SleepWalks.finish.
+            if lacking <= waited_for or not self._tables.wait(lacking, deadline_ns):
                 break
+            waited_for |= lacking
         self._settle(self._waiting)
         self._waiting.clear()
 

@@ -805,8 +805,14 @@ class Recorder:
             said=tuple(self.devices.take_said()),
         )
 
-    def finish(self, give: Callable[[Window], None]) -> None:
-        """Gives the last window: what takes longer to find out, of what windows before mention."""
+    def finish(self, give: Callable[[Window], None], tables_until_ns: int = abi.NEVER_NS) -> None:
+        """Gives the last window: what takes longer to find out, of what windows before mention.
+
+        Args:
+            give: Takes it.
+            tables_until_ns: Until when unwind tables may be waited for, monotonic.
+        """
+        self.tables.end_by(tables_until_ns)
         self.late_walks.finish()
         give_all_sleepers(self.sleepers, self.samples.made, self.stacks, self.table)
         self.late_waits = self._cut_sleeps.finish()

@@ -174,12 +174,14 @@ class SleepWalks:
         self._read_processes(left)
         run(self.walk_python([sleeper for sleeper in left if sleeper.python is None]))
         deadline_ns = time.monotonic_ns() + _TABLES_PATIENCE_NS
-        is_last = False
+        is_last, waited_for = False, frozenset[int]()
         while left and not is_last:
             run(self.walk(left))
             left = [sleeper for sleeper in left if sleeper.snapshot is not None]
             lacking = frozenset[int]().union(*(sleeper.lacks for sleeper in left))
-            is_last = not lacking or not self._tables.wait(lacking, deadline_ns)
+            # What is lacking although it was waited for never comes: its file was let go of.
+            is_last = lacking <= waited_for or not self._tables.wait(lacking, deadline_ns)
+            waited_for |= lacking
         run(self.walk(left, is_last=True))
 
     def _read_processes(self, sleepers: Sequence[Sleeper]) -> None:
