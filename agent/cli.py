@@ -22,7 +22,7 @@ from aiflame.agent import __version__, priority
 from aiflame.agent.commands.messages import open_standard_streams, tell
 from aiflame.agent.errors import Aborted, AiflameError
 
-VERBS = ("record", "report", "stats", "dump", "recover", "store", "query", "doctor")
+VERBS = ("record", "report", "stats", "dump", "agent", "recover", "store", "query", "doctor")
 
 EXAMPLES = """\
 EXAMPLES
@@ -33,6 +33,7 @@ EXAMPLES
   aiflame stats run.aiflame                  # tables in the terminal
   sudo aiflame dump -p 1234                  # what each of its threads does right now
   sudo aiflame recover                       # what killed recordings have left
+  sudo aiflame agent --config agent.toml     # the whole host, all day
   aiflame store init --store fleet           # a store of many recordings
   aiflame query top --store fleet            # which functions cost most in all of them
   aiflame doctor                             # can this machine record?

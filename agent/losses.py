@@ -451,6 +451,12 @@ class LossKind(enum.Enum):
         is_of_device=True,
     )
 
+    # Counted by the fleet agent, of the stretches before.
+    NOT_DELIVERED = _Entry(
+        "samples of earlier stretches that a back-end did not take, or that waited too long for it",
+        cure="the agent's log says when; raise spool_size where it was full",
+    )
+
     def __init__(self, entry: _Entry) -> None:
         self.stored_name = self.name.lower()
         self.meaning = entry.meaning

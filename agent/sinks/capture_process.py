@@ -8,16 +8,13 @@ recording: the segments are there, and the capture is written once more.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,12 +24,12 @@ from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.capture_report import MAX_REPORT_BYTES, Report, report_of
+from aiflame.agent.sinks.naming_channel import NamingChannel
 from aiflame.agent.symbols.frames import clean_name
 
 # What is run; tests run something that fails.
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "aiflame.agent.sinks.capture_worker")
 
-_INT = struct.Struct("=i")
 _LAST_BYTES = 4096
 # How often it is looked whether it gets on, and how long it may not: its symbol reader may take
 # 65 s for one file.
@@ -43,7 +40,7 @@ class CaptureFailed(AiflameError):
     """The process that writes a capture has ended early. The message says why."""
 
 
-class CaptureProcess:
+class CaptureProcess(NamingChannel):
     """Writes a capture as windows come. `finish` waits until it is written.
 
     Args:
@@ -56,12 +53,9 @@ class CaptureProcess:
     """
 
     def __init__(self, folder: Path, database: Path, table: ProcessTable) -> None:
-        self._table = table
-        self._told: dict[int, int | None] = {}  # descriptors, by number of the file
-        self._told_processes: set[int] = set()
-        self._windows = 0  # of which it has not been told
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel = ours
+        super().__init__(table, ours)
+        self._windows = 0  # of which it has not been told
         try:
             self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             self._process = subprocess.Popen(  # noqa: S603 - a module of our own
@@ -90,50 +84,11 @@ class CaptureProcess:
         Returns:
             Whether there was room for all; what is left is told the next time.
         """
-        for message, fd in self._files():
-            if not self._send(message, fd):
-                return False
-        for message in self._processes():
-            if not self._send(message):
-                return False
+        if not self._tell_files():
+            return False
         if self._windows and not self._send({"windows": self._windows}):
             return False
         self._windows = 0
-        return True
-
-    def _files(self) -> Iterator[tuple[dict[str, Any], int | None]]:
-        """Yields what there is to say of files; what is asked for next has been said."""
-        files = self._table.binaries.files
-        for index in [*(self._told.keys() - files.keys())]:
-            yield {"closed": index}, None
-            del self._told[index]
-        for index, file in files.items():
-            readable = self._table.binaries.readable(file)
-            if index not in self._told or readable != self._told[index]:
-                yield {"binary": index, "root": file.root}, readable
-                self._told[index] = readable
-
-    def _processes(self) -> Iterator[dict[str, Any]]:
-        makers = {image.index: image for image in self._table.images.values() if image.makes_code}
-        for index in makers.keys() - self._told_processes:
-            image = makers[index]
-            yield {"process": index, "root": image.root, "uid": image.owner_uid}
-            self._told_processes.add(index)
-        for index in self._told_processes - makers.keys():
-            yield {"gone": index}
-            self._told_processes.remove(index)
-
-    def _send(self, message: dict[str, Any], fd: int | None = None) -> bool:
-        """Sends a message, without waiting; returns whether there was room for it."""
-        rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
-        try:
-            # socket.send_fds leaves the flags out.
-            data = json.dumps(message).encode()
-            self._channel.sendmsg([data], rights, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:  # it has ended, which `finish` says
-            pass
         return True
 
     def finish(self, keep: tuple[int, int] | None = None) -> Report:

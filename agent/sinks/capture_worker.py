@@ -48,7 +48,7 @@ def main(folder: Path, database: Path) -> None:
         jit_symbols = JitSymbolSink(folder)
         following = FollowedWindows(folder)
         disk_full = ""
-        for message in _messages(channel, files):
+        for message in messages(channel, files):
             windows: Iterable[Window] = following.take(int(message.get("windows", 0)))
             if "keep_ns" in message:
                 every = RecordedWindows(folder)
@@ -75,8 +75,11 @@ def main(folder: Path, database: Path) -> None:
         channel.sendall(report.message())
 
 
-def _messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, Any]]:
-    """Yields what concerns windows, until there are no more; takes files in."""
+def messages(channel: socket.socket, files: GivenFiles) -> Iterator[dict[str, Any]]:
+    """Yields what concerns windows, until there are no more; takes files in.
+
+    Where whoever sends them has ended, this process does.
+    """
     while True:
         data, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, 1)
         if not data:

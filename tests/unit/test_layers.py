@@ -39,6 +39,7 @@ _LEAVES = {
     "priority",
     "process_group",
     "rights",
+    "settings",
     "inspector",
     "file_questions",
     "target_files",
@@ -58,6 +59,7 @@ _MAY_IMPORT = {
     "priority": set(),
     "process_group": set(),
     "rights": {"errors", "priority"},
+    "settings": {"errors"},
     "inspector": {"file_questions", "losses", "priority", "process_group", "target_files"},
     "capture": {"allocator", "errors", "losses", "model", "outfile"},
     "elf": {"file_questions", "target_files"},
@@ -87,7 +89,10 @@ _MAY_IMPORT = {
         *("devices", "elf", "kernel", "launches", "processes", "python", "symbols", "unwind"),
         *_LEAVES,
     },
-    "fleet": {"kernel", "processes", "recording", *_LEAVES},
+    "fleet": {
+        *("capture", "devices", "kernel", "processes", "recording", "sinks", "symbolize"),
+        *("symbols", *_LEAVES),
+    },
     "doctor": {
         *("capture", "kernel", "processes", "python", "reports", "symbols"),
         *_LEAVES,
@@ -104,7 +109,9 @@ _PREFIX = "aiflame.agent"
 
 # Which parts of agent/ know the device half. Reports know what is made of a capture, not devices.
 _GPU = "aiflame.gpu"
-_MAY_IMPORT_GPU = {"commands", "devices", "doctor", "launches", "recording", "reports", "store"}
+_MAY_IMPORT_GPU = {
+    *("commands", "devices", "doctor", "fleet", "launches", "recording", "reports", "store"),
+}
 _GPU_OF_CAPTURES = (f"{_GPU}.apis", f"{_GPU}.attribution", f"{_GPU}.stalls")
 
 # All that agent/ knows of devices: the protocols, the list of families, and data. Never a family.
@@ -181,6 +188,7 @@ def test_captures_are_written_by_recordings_only() -> None:
         "sinks",
         "recording",
         "commands",
+        "fleet",
     }
 
 

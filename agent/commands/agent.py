@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record this whole host until SIGTERM, and send what is recorded.
+
+It runs in the foreground, and logs to standard error. SIGHUP reads the configuration again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiflame.agent.devices.choice import ChooseFamilies, choose_families
+from aiflame.agent.fleet.config import all_settings, flag_of, load
+from aiflame.agent.settings import Kind
+
+NAME = "agent"
+
+EPILOG = """\
+Each flag is also a key of the file, and a variable: --sinks-captures-max-age is `max_age` in the
+table [sinks.captures], and AIFLAME_SINKS_CAPTURES_MAX_AGE. Flags go over variables, and these over
+the file. A sink is on once something is said of it. Needs the rights of `aiflame record -a`.
+
+EXAMPLES
+  sudo aiflame agent --config /etc/aiflame/agent.toml
+  sudo aiflame agent --sinks-captures-directory /var/lib/aiflame/captures
+  aiflame agent --config agent.toml --check-config   # print what it would do
+"""
+
+# Of argparse's results: keys of settings have dots.
+_PREFIX = "setting:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `aiflame agent` takes."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file")
+    parser.add_argument(
+        "--check-config",
+        action="store_true",
+        help="print the effective configuration, and exit with 0, or 2 where it is wrong",
+    )
+    groups: dict[str, Any] = {}
+    for key, one in all_settings():
+        table = key.rpartition(".")[0]
+        title = f"Table [{table}]" if table else "Settings"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        arguments: dict[str, Any] = {
+            "dest": _PREFIX + key,
+            "help": one.words.replace("%", "%%"),
+            "default": None,
+        }
+        if one.kind is Kind.FLAG:
+            arguments["action"] = argparse.BooleanOptionalAction
+        else:
+            arguments["metavar"] = one.kind.name
+        groups[title].add_argument(flag_of(key), **arguments)
+
+
+def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> int:
+    """Record until a signal; returns the exit code.
+
+    Args:
+        args: Of the command line.
+        choose: Which device families `--gpu` means.
+    """
+    flags = {
+        name.removeprefix(_PREFIX): value
+        for name, value in vars(args).items()
+        if name.startswith(_PREFIX) and value is not None
+    }
+    config = load(args.config, flags, os.environ)
+    if args.check_config:
+        for warning in config.warnings:
+            sys.stderr.write(f"warning: {warning}\n")
+        sys.stdout.write(config.toml())
+        return 0
+    from aiflame.agent.fleet.agent import run_agent  # not to check a configuration
+    from aiflame.agent.fleet.log import Log
+
+    return run_agent(
+        config,
+        lambda: load(args.config, flags, os.environ),
+        choose,
+        args.command_words,
+        Log(),
+    )

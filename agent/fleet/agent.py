@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent: records a whole host until it is told to end, and sends what it records.
+
+The collector writes windows into stretches on disk, and nothing else; a process of its own names
+and sends them (`worker`). Whatever fails there, what was recorded is on disk, and is sent later.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from aiflame.agent import __version__, priority
+from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
+from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
+from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
+from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
+from aiflame.agent.fleet.config import NEEDS_RESTART, AgentConfig, AgentSettings
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.naming import NamingProcess
+from aiflame.agent.fleet.notify import ServiceManager
+from aiflame.agent.fleet.sinks import sink_module
+from aiflame.agent.fleet.stretches import Stretch, Stretches
+from aiflame.agent.kernel import checks, descriptors
+from aiflame.agent.kernel.least import give_up_rights
+from aiflame.agent.kernel.loader import ProgramOptions
+from aiflame.agent.model.gpu import Tier
+from aiflame.agent.model.window import Window
+from aiflame.agent.processes.targets import Target, target_of_all
+from aiflame.agent.recording.foundation import Foundation
+from aiflame.agent.recording.recorder import Progress, Recorder
+from aiflame.agent.recording.signals import StopSignals
+from aiflame.gpu.base import Loading, Wanted
+
+# From a signal to the end. Kubernetes kills after 30 s, systemd after 90 s.
+_END_S = 10.0
+# What stays of it for the collector to end, and what it may wait for stacks of the last stretch.
+_DETACH_S, _TABLES_S = 1.0, 2.0
+
+# How soon a naming process that ended is started again, so that one that cannot run is no flood.
+_RESTART_S = 10.0
+# How often what is old is removed, and what was freed goes back to the kernel.
+_TIDY_S = 60.0
+
+_NS_PER_S = 1_000_000_000
+
+
+class AgentSignals(StopSignals):
+    """Signals to an agent: to end, as to a recording; SIGHUP to read its configuration again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_reload_asked = False
+
+    def __enter__(self) -> AgentSignals:
+        super().__enter__()
+        self._previous.setdefault(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
+        signal.signal(signal.SIGHUP, self._ask_reload)
+        return self
+
+    def _ask_reload(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_reload_asked = True
+
+    def take_reload_request(self) -> bool:
+        """Returns whether a new configuration was asked for since the last call."""
+        asked, self._is_reload_asked = self._is_reload_asked, False
+        return asked
+
+
+class _Lock:
+    """Keeps two agents from one directory, for as long as this process lives."""
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._descriptor)
+            raise EnvironmentUnfit(
+                f"another agent uses {directory}", "end it, or set another `directory`"
+            ) from None
+
+    def close(self) -> None:
+        """Lets go."""
+        os.close(self._descriptor)
+
+
+def run_agent(
+    config: AgentConfig,
+    reload: Callable[[], AgentConfig],
+    choose: ChooseFamilies,
+    command_words: str,
+    log: Log,
+) -> int:
+    """Records until a signal; returns the exit code.
+
+    Args:
+        config: What to do.
+        reload: Reads the configuration again; it may raise UsageError.
+        choose: Which device families `gpu` means.
+        command_words: The command line.
+        log: Takes a line for each event.
+
+    Raises:
+        EnvironmentUnfit: This machine cannot record.
+        UsageError: A sink cannot be made.
+    """
+    map_large_blocks()
+    descriptors.raise_limit()
+    checks.require_all()
+    settings = config.agent
+    for name, sink_settings in config.sinks.items():
+        sink_module(name).make(sink_settings, settings.node_name)
+    for warning in config.warnings:
+        log.say(f"warning: {warning}")
+    with ExitStack() as parts:
+        stretches = Stretches(settings.directory, log)
+        parts.callback(_Lock(settings.directory).close)
+        give_up_rights()
+        target = target_of_all()
+        priority.hurry()
+        foundation = parts.enter_context(Foundation(_for_programs(settings, target)))
+        signals = parts.enter_context(AgentSignals())
+        recorder = parts.enter_context(
+            Recorder(
+                target,
+                foundation,
+                signals,
+                choose(settings.gpu),
+                are_families_named=settings.gpu != AUTO,
+                wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
+            )
+        )
+        recorder.start(None, log.say)
+        facts = _facts(recorder, settings, target, command_words)
+        agent = _Agent(config, reload, recorder, signals, stretches, facts, log)
+        parts.callback(agent.close)
+        give_back_freed_memory()  # programs and tables are in the kernel
+        return agent.run()
+
+
+def _for_programs(settings: AgentSettings, target: Target) -> ProgramOptions:
+    return ProgramOptions(
+        filter=target.filter,
+        period_ns=settings.period_ns,
+        off_cpu=settings.off_cpu,
+        unwind_bytes_max=settings.unwind_memory,
+        calls=settings.gpu != NONE,
+    )
+
+
+def _loading(settings: AgentSettings) -> Loading:
+    """What becomes of processes without a helper: none is loaded that was not asked for."""
+    if not settings.inject:
+        return Loading.LEFT
+    return Loading.MENTIONED if settings.gpu == AUTO else Loading.DONE
+
+
+def _facts(
+    recorder: Recorder, settings: AgentSettings, target: Target, command_words: str
+) -> dict[str, str | int]:
+    uname = platform.uname()
+    return {
+        "aiflame_version": __version__,
+        "started_unix_ns": recorder.started_unix_ns,
+        "period_ns": settings.period_ns,
+        "command": command_words,
+        "target": target.words,
+        f"{FACT_PREFIX}host": settings.node_name,
+        f"{FACT_PREFIX}kernel": f"{uname.system} {uname.release} {uname.machine}",
+        f"{FACT_PREFIX}CPUs": recorder.cpu_count,
+        f"{FACT_PREFIX}sampling": f"cpu-clock at {settings.frequency_hz} Hz on every CPU",
+        f"{FACT_PREFIX}off-CPU": "every context switch" if settings.off_cpu else "not recorded",
+        SYMBOLS_FACT: "not resolved",
+    }
+
+
+class _Agent:
+    """What a recording agent does with windows."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        reload: Callable[[], AgentConfig],
+        recorder: Recorder,
+        signals: AgentSignals,
+        stretches: Stretches,
+        facts: Mapping[str, str | int],
+        log: Log,
+    ) -> None:
+        self._config = config
+        self._reload = reload
+        self._recorder = recorder
+        self._signals = signals
+        self._stretches = stretches
+        self._facts = facts
+        self._log = log
+        self._manager = ServiceManager()
+        self._naming: NamingProcess | None = None
+        self._restart_at_s = 0.0
+        self._stretch: Stretch | None = None
+        self._stopped_s: float | None = None
+        self._tidied_s = time.monotonic()
+        self._said_devices: set[tuple[str, ...]] = set()
+        self._windows_lost = 0
+
+    def run(self) -> int:
+        """Records until a signal; returns the exit code."""
+        self._say_start()
+        self._start_naming()
+        self._manager.tell("READY=1", "STATUS=recording")
+        try:
+            self._recorder.run(self._give, self._every_interval)
+            self._stopped_s = time.monotonic()
+            self._log.say(f"ending: what is recorded is sent, for at most {_END_S:g} s")
+            self._manager.tell("STOPPING=1")
+            self._recorder.stop(self._give)
+            priority.as_started()
+            tables_until_s = self._stopped_s + _TABLES_S
+            self._recorder.finish(self._give, int(tables_until_s * _NS_PER_S))
+        finally:  # whatever it is: what was stored by then is sent, or stays on disk
+            self._end()
+        return 0
+
+    def _say_start(self) -> None:
+        settings, log = self._config.agent, self._log
+        what = "on and off CPU" if settings.off_cpu else "on CPU only"
+        calls = "no devices" if settings.gpu == NONE else f"launches (gpu = {settings.gpu})"
+        log.say(
+            f"recording all processes of {settings.node_name} at {settings.frequency_hz} Hz,"
+            f" {what}, {calls}; {settings.stretch:g} s at once; the newest {settings.keep:g} s,"
+            f" {settings.keep_size / 1e6:,.0f} MB at most, stay in {settings.directory}"
+        )
+        self._say_sinks()
+
+    def _say_sinks(self) -> None:
+        for name, settings in self._config.sinks.items():
+            self._log.say(f"sink {name}: {sink_module(name).describe(settings)}")
+        if not self._config.sinks:
+            self._log.say("no sink is configured: nothing leaves the directory")
+
+    def _start_naming(self) -> None:
+        """Starts the process that names, and tells it all that is not done."""
+        self._restart_at_s = time.monotonic() + _RESTART_S
+        directory = self._config.agent.directory
+        try:
+            naming = NamingProcess(self._recorder.table, directory, self._config.plain())
+        except AiflameError as error:
+            self._log.say_seldom("no naming", f"nothing is sent: {error}")
+            return
+        self._naming = naming
+        current = self._stretch
+        for folder in self._stretches.undone():
+            if current is None or folder != current.folder:
+                naming.tell(left=str(folder))
+        if current is not None:
+            naming.tell(stretch=str(current.folder))
+            naming.give(current.windows)
+
+    def _give(self, window: Window) -> None:
+        """Takes a window: it is on disk when this returns, unless there is no room there."""
+        self._say_devices(window)
+        try:
+            self._put(window)
+        except AiflameError as error:
+            self._tidy(room_only=True)
+            try:
+                self._put(window)
+            except AiflameError:
+                self._windows_lost += 1
+                self._log.say_seldom(
+                    "window lost", f"{self._windows_lost:,} windows are lost: {error}"
+                )
+                return
+        stretch = self._stretch
+        if stretch is None:
+            return
+        if self._naming is not None:
+            self._naming.give(1)
+        if window.end_ns - stretch.started_ns >= self._config.agent.stretch * _NS_PER_S:
+            self._cut()
+
+    def _put(self, window: Window) -> None:
+        if self._stretch is None:
+            self._stretch = self._stretches.begin(self._facts, window)
+            if self._naming is not None:
+                self._naming.tell(stretch=str(self._stretch.folder))
+        try:
+            self._stretch.put(window)
+        except DiskFull:
+            if not self._stretch.windows:  # an empty one is of no use
+                self._stretch.close()
+                self._stretch = None
+            raise
+
+    def _cut(self) -> None:
+        """Ends the open stretch: the next window begins another."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            stretch.close()
+            if self._naming is not None:
+                self._naming.tell(cut=True)
+
+    def _every_interval(self, progress: Progress) -> None:
+        for words in progress.said:
+            self._log.say_seldom(words, words)
+        self._manager.tell("WATCHDOG=1")
+        self._signals.take_copy_request()
+        if self._signals.take_reload_request():
+            self._take_new_config()
+        if self._naming is not None:
+            self._naming.pump()
+            self._hear(self._naming)
+            code = self._naming.exit_code()
+            if code is not None:
+                self._log.say(f"the process that names and sends has ended: {_ending(code)}")
+                self._naming.close()
+                self._naming = None
+        elif time.monotonic() >= self._restart_at_s:
+            self._start_naming()
+        if time.monotonic() - self._tidied_s >= _TIDY_S:
+            self._tidy()
+
+    def _hear(self, naming: NamingProcess) -> None:
+        for report in naming.reports():
+            self._take_report(report)
+
+    def _take_report(self, report: Mapping[str, Any]) -> None:
+        if "done" in report:
+            seconds = int(report["duration_ns"]) / _NS_PER_S
+            samples = int(report["samples"])
+            self._log.say_seldom(
+                "stretch sent", f"{seconds:.0f} s named and queued: {samples:,} CPU samples"
+            )
+
+    def _tidy(self, *, room_only: bool = False) -> None:
+        """Removes what is old; gives back memory."""
+        settings = self._config.agent
+        current = None if self._stretch is None else self._stretch.folder
+        keep_s = 0.0 if room_only else settings.keep
+        self._stretches.trim(current, time.time_ns(), keep_s, settings.keep_size)
+        if not room_only:
+            self._tidied_s = time.monotonic()
+            give_back_freed_memory()
+
+    def _take_new_config(self) -> None:
+        self._manager.tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            new = self._reload()
+            for name, settings in new.sinks.items():
+                sink_module(name).make(settings, new.agent.node_name)
+        except AiflameError as error:
+            self._log.say(f"the configuration stays as it was: {error}")
+        else:
+            old, self._config = self._config, new
+            for key in NEEDS_RESTART:
+                before, after = (str(getattr(each.agent, key)) for each in (old, new))
+                if before != after:
+                    self._log.say(f"{key} = {after} takes a restart; it stays {before}")
+            self._config = AgentConfig(_with_fixed(new.agent, old.agent), new.sinks, new.warnings)
+            self._log.say("the configuration was read again")
+            self._say_sinks()
+            if self._naming is not None:
+                self._naming.tell(config=self._config.plain())
+        self._manager.tell("READY=1")
+
+    def _say_devices(self, window: Window) -> None:
+        for row in window.devices[["family", "name", "tier", "limit"]].tolist():
+            family, name, tier, limit = row
+            words = (window.texts[family], window.texts[name], str(tier), window.texts[limit])
+            if words in self._said_devices:
+                continue
+            self._said_devices.add(words)
+            missing = f"; {words[3]}" if words[3] else ""
+            if not words[1]:
+                self._log.say(f"device {words[0]}: none: {words[3]}")
+            else:
+                reached = f"tier {tier} ({Tier(tier).name.lower()})"
+                self._log.say(f"device {words[0]}: {words[1]}: {reached}{missing}")
+
+    def _end(self) -> None:
+        """Ends the stretch, and sends what can be sent in time."""
+        self._cut()
+        stopped_s = time.monotonic() if self._stopped_s is None else self._stopped_s
+        if self._naming is None:
+            return
+        for report in self._naming.finish(stopped_s + _END_S - _DETACH_S):
+            self._take_report(report)
+        left = len(self._stretches.undone())
+        if left:
+            self._log.say(f"{left} stretches are sent after the next start")
+
+    def close(self) -> None:
+        """Ends the process that names."""
+        if self._naming is not None:
+            self._naming.close()
+        if self._stretch is not None:
+            self._stretch.close()
+
+
+def _with_fixed(new: AgentSettings, old: AgentSettings) -> AgentSettings:
+    """Returns new settings but for those that take a restart."""
+    return replace(new, **{key: getattr(old, key) for key in NEEDS_RESTART})
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    with suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"

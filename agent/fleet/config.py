@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's configuration: one TOML file, flags and variables, checked as a whole.
+
+A key `frequency_hz` is also the flag `--frequency-hz` and the variable `AIFLAME_FREQUENCY_HZ`;
+`directory` in the table `[sinks.captures]` is `--sinks-captures-directory` and
+`AIFLAME_SINKS_CAPTURES_DIRECTORY`. Flags go over variables, and these over the file. A sink is on
+once something is said of it.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiflame.agent.devices.choice import AUTO, CHOICES
+from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.sinks import SINKS, sink_module
+from aiflame.agent.settings import (
+    Given,
+    Kind,
+    Setting,
+    made,
+    plain,
+    setting,
+    settings_of,
+    toml_lines,
+    unknown_key,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_VARIABLE_PREFIX = "AIFLAME_"
+_SINK_TABLE = "sinks"
+# A configuration has some KB.
+_MAX_FILE_BYTES = 1 << 20
+
+# The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
+_MAX_FREQUENCY_HZ = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What is not of one sink."""
+
+    # Of other agents of fleets, it is the most common one; it beats with nothing that is periodic.
+    frequency_hz: int = setting(
+        Kind.COUNT, "samples a second of each CPU", 19, least=1, most=_MAX_FREQUENCY_HZ
+    )
+    off_cpu: bool = setting(Kind.FLAG, "also record where threads wait", True)
+    gpu: str = setting(Kind.TEXT, "devices, as `record --gpu` has them", AUTO, choices=CHOICES)
+    inject: bool = setting(
+        Kind.FLAG, "load helpers into processes that use the family that `gpu` names", True
+    )
+    gpu_duty_percent: float = setting(
+        Kind.SHARE, "share of the time in which helpers sample stalls", 100.0, least=0.1, most=100
+    )
+    directory: Path = setting(
+        Kind.PATH, "where what was recorded is kept", Path("/var/lib/aiflame/agent")
+    )
+    # Longer ones spread over more samples what names of functions cost; see DESIGN of push formats:
+    # 60 s take a seventh of the bytes that 5 s do.
+    stretch: float = setting(
+        Kind.SECONDS, "length of what is sent at once", 60.0, least=5, most=600
+    )
+    keep: float = setting(
+        Kind.SECONDS, "how much of the newest stays on disk", 600.0, least=0, most=86400
+    )
+    keep_size: int = setting(
+        Kind.BYTES, "the most that it may take of the disk", 512 * 10**6, least=10**6
+    )
+    spool_size: int = setting(
+        Kind.BYTES, "the most that may wait for a sink that is away", 256 * 10**6, least=10**6
+    )
+    unwind_memory: int = setting(
+        Kind.BYTES, "kernel memory for unwind tables", 256 * 10**6, least=0, most=1 << 40
+    )
+    node: str = setting(Kind.TEXT, "this host's name in labels (default: its host name)", "")
+
+    @property
+    def node_name(self) -> str:
+        """This host's name."""
+        return self.node or platform.node() or "unknown"
+
+    @property
+    def period_ns(self) -> int:
+        """Weight of one on-CPU sample."""
+        return 1_000_000_000 // self.frequency_hz
+
+
+# What is read once: programs are in the kernel, and files are where they are.
+NEEDS_RESTART = (
+    *("frequency_hz", "off_cpu", "gpu", "inject", "gpu_duty_percent", "directory"),
+    "unwind_memory",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """All of it.
+
+    Attributes:
+        agent: What is not of one sink.
+        sinks: Settings of those that are on, by name.
+        warnings: What is odd about it, a line each.
+    """
+
+    agent: AgentSettings
+    sinks: Mapping[str, Any]
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it as JSON can hold it, with secrets: for `config_of`."""
+        sinks = {name: plain(settings) for name, settings in self.sinks.items()}
+        return {**plain(self.agent), _SINK_TABLE: sinks}
+
+    def toml(self) -> str:
+        """Returns it as a file would say it, with secrets masked."""
+        lines = [*toml_lines(self.agent)]
+        for name, settings in self.sinks.items():
+            lines += ["", f"[{_SINK_TABLE}.{name}]", *toml_lines(settings)]
+        return "\n".join(lines) + "\n"
+
+
+def all_settings() -> Iterator[tuple[str, Setting]]:
+    """Yields the keys that there are, those of sinks with their table: "sinks.captures.max_age"."""
+    yield from settings_of(AgentSettings).items()
+    for name in SINKS:
+        for key, one in settings_of(sink_module(name).Settings).items():
+            yield f"{_SINK_TABLE}.{name}.{key}", one
+
+
+def flag_of(key: str) -> str:
+    """Returns the flag for a key."""
+    return "--" + key.replace(".", "-").replace("_", "-")
+
+
+def variable_of(key: str) -> str:
+    """Returns the variable of the environment for a key."""
+    return _VARIABLE_PREFIX + key.replace(".", "_").upper()
+
+
+def load(
+    path: Path | None, flags: Mapping[str, Any], environment: Mapping[str, str]
+) -> AgentConfig:
+    """Reads the configuration.
+
+    Args:
+        path: Of the file, None for none.
+        flags: What the command line says, by key.
+        environment: Variables by name.
+
+    Raises:
+        UsageError: It cannot be read, or is none that is allowed.
+    """
+    given = _of_file(path) if path is not None else {}
+    keys = dict(all_settings())
+    for key in keys:
+        variable = variable_of(key)
+        if variable in environment:
+            _lay_over(given, key, Given(environment[variable], variable))
+    for key, value in flags.items():
+        _lay_over(given, key, Given(value, flag_of(key)))
+    known = {variable_of(key) for key in keys}
+    # Kubernetes makes variables of the names of services: AIFLAME_SERVICE_HOST is one of these.
+    odd = sorted(n for n in environment if n.startswith(_VARIABLE_PREFIX) and n not in known)
+    warnings = [f"{name} is no setting, and is ignored" for name in odd]
+    return _checked(given, tuple(warnings))
+
+
+def config_of(words: Mapping[str, Any]) -> AgentConfig:
+    """Returns what `AgentConfig.plain` was made of."""
+    return _checked(_flat(words, "the agent"), ())
+
+
+def _lay_over(given: dict[str, Given], key: str, one: Given) -> None:
+    """Puts a value over what is there, and over what says the same in another way."""
+    given.pop(key.removesuffix("_file") if key.endswith("_file") else f"{key}_file", None)
+    given[key] = one
+
+
+def _of_file(path: Path) -> dict[str, Given]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise UsageError(f"{path}: larger than {_MAX_FILE_BYTES:,} bytes")
+        words = tomllib.loads(data.decode())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path}: not TOML: {error}") from error
+    return _flat(words, str(path))
+
+
+def _flat(words: Mapping[str, Any], source: str) -> dict[str, Given]:
+    """Returns values by their keys with the tables that they are in."""
+    given: dict[str, Given] = {}
+    for key, value in words.items():
+        if key != _SINK_TABLE:
+            given[key] = Given(value, source)
+            continue
+        if not isinstance(value, dict):
+            raise UsageError(f"{source}: {key}: not a table of sinks: [{key}.captures]")
+        for name, settings in value.items():
+            if not isinstance(settings, dict):
+                raise UsageError(f"{source}: {key}.{name}: not a table: [{key}.{name}]")
+            if name not in SINKS:
+                known = [f"{_SINK_TABLE}.{each}" for each in SINKS]
+                raise unknown_key(f"{_SINK_TABLE}.{name}", source, known)
+            given[f"{_SINK_TABLE}.{name}."] = Given(None, source)  # on, also without a key
+            for each, one in settings.items():
+                given[f"{_SINK_TABLE}.{name}.{each}"] = Given(one, source)
+    return given
+
+
+def _checked(given: Mapping[str, Given], warnings: tuple[str, ...]) -> AgentConfig:
+    of_agent = {key: one for key, one in given.items() if not key.startswith(f"{_SINK_TABLE}.")}
+    agent = made(AgentSettings, of_agent)
+    sinks = {}
+    for name in SINKS:
+        prefix = f"{_SINK_TABLE}.{name}."
+        of_sink = {k.removeprefix(prefix): one for k, one in given.items() if k.startswith(prefix)}
+        if of_sink:
+            of_sink.pop("", None)
+            sinks[name] = made(sink_module(name).Settings, of_sink, prefix)
+    return AgentConfig(agent, sinks, warnings)

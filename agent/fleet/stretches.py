@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stretches of a recording on disk: a folder of segments each, the newest kept for a while.
+
+A stretch is done once what it has is in the queues of all sinks. One that is not done when the
+agent ends, whatever ends it, is named and sent when the agent is started again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from aiflame.agent.errors import AiflameError, EnvironmentUnfit
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.model.window import Window
+from aiflame.agent.outfile import private_directory
+from aiflame.agent.sinks.segments import SegmentSink
+
+_FOLDER = "stretches"
+_DONE = "done"
+_TRIES = "tries"
+_NS_PER_S = 1_000_000_000
+
+# What it takes to name a stretch may end a process; after so many, it is given up.
+TRIES = 3
+
+
+class Stretch:
+    """The stretch that is being written.
+
+    Args:
+        folder: A new one, for its segments.
+        facts: Of the recording.
+        started_ns: Where its first window begins, since the recording's start.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, str | int], started_ns: int) -> None:
+        self.folder = folder
+        self.started_ns = started_ns
+        self.windows = 0
+        self._segments = SegmentSink(folder, facts)
+
+    def put(self, window: Window) -> None:
+        """Appends a window.
+
+        Raises:
+            DiskFull: It is not there; all before are.
+        """
+        self._segments.put(window)
+        self.windows += 1
+
+    def close(self) -> None:
+        """Closes its file."""
+        self._segments.close()
+
+
+class Stretches:
+    """The stretches of a host.
+
+    Args:
+        directory: Of the agent; it alone may write there.
+        log: Takes a line for each event.
+
+    Raises:
+        EnvironmentUnfit: There is no such directory.
+    """
+
+    def __init__(self, directory: Path, log: Log) -> None:
+        own = private_directory(directory)
+        folder = None if own is None else private_directory(own / _FOLDER)
+        if folder is None:
+            raise EnvironmentUnfit(
+                f"{directory} cannot be made, or others may write to it",
+                f"mkdir -p {directory} && chmod 700 {directory}, or set `directory`",
+            )
+        self._folder = folder
+        self._log = log
+        self.dropped = 0
+
+    def begin(self, facts: Mapping[str, str | int], window: Window) -> Stretch:
+        """Begins a stretch with a window that is not in it yet.
+
+        Raises:
+            AiflameError: It cannot be made.
+        """
+        begin_unix_ns = int(facts["started_unix_ns"]) + window.start_ns
+        path = self._folder / f"{begin_unix_ns:020d}"
+        try:
+            path.mkdir(mode=0o700)
+        except OSError as error:
+            raise AiflameError(f"cannot make {path}: {error.strerror}") from error
+        return Stretch(path, facts, window.start_ns)
+
+    def all(self) -> list[Path]:
+        """Returns the folders of all, oldest first."""
+        with suppress(OSError):
+            return sorted(path for path in self._folder.iterdir() if path.is_dir())
+        return []
+
+    def undone(self) -> list[Path]:
+        """Returns the folders of those that are not done, oldest first."""
+        return [path for path in self.all() if not is_done(path)]
+
+    def trim(self, current: Path | None, now_unix_ns: int, keep_s: float, bytes_max: int) -> None:
+        """Removes what is done and old, and then the oldest until the rest may stay.
+
+        Args:
+            current: What is written to.
+            now_unix_ns: The time.
+            keep_s: How long the newest stay.
+            bytes_max: How much they may take.
+        """
+        found = self.all()
+        sizes = {path: _size_bytes(path) for path in found}
+        total = sum(sizes.values())
+        for path in [path for path in found if path != current and is_done(path)]:
+            # It began then, and lasted until the next began.
+            following = found[found.index(path) + 1] if path != found[-1] else path
+            is_old = now_unix_ns - int(following.name) > keep_s * _NS_PER_S
+            if is_old or total > bytes_max:
+                total -= sizes[path]
+                shutil.rmtree(path, ignore_errors=True)
+        for path in [path for path in found if path != current and path.is_dir()]:
+            if total > bytes_max:
+                total -= sizes[path]
+                shutil.rmtree(path, ignore_errors=True)
+                self.dropped += 1
+                self._log.say_seldom(
+                    "stretch dropped", f"stretch {path.name} dropped unsent: more than `keep_size`"
+                )
+
+
+def is_done(folder: Path) -> bool:
+    """Whether all that a stretch has is in the queues of sinks."""
+    return (folder / _DONE).exists()
+
+
+def mark_done(folder: Path) -> None:
+    """Takes note of that; where the disk is full, it is sent once more after the next start."""
+    with suppress(OSError):
+        (folder / _DONE).touch(mode=0o600)
+
+
+def count_try(folder: Path) -> int:
+    """Takes note of a try to name a stretch; returns the number of this one."""
+    path = folder / _TRIES
+    try:
+        with path.open("ab") as file:
+            file.write(b".")
+            return file.tell()
+    except OSError:
+        return 1
+
+
+def _size_bytes(folder: Path) -> int:
+    total = 0
+    with suppress(OSError):
+        for path in folder.iterdir():
+            total += path.stat().st_size
+    return total

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names stretches of a host's recording, divides them by labels, and sends them.
+
+Started by `naming` as `python -m aiflame.agent.fleet.worker DIRECTORY`, with a socket as standard
+input. Windows come from the segments of stretches; the socket tells when there are more of them,
+and brings the files that they mention. It ends when the agent does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.fleet.batches import batches_of
+from aiflame.agent.fleet.config import AgentConfig, config_of
+from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.process_labels import labels_of
+from aiflame.agent.fleet.sinks import sink_module
+from aiflame.agent.fleet.stretches import TRIES, count_try, mark_done
+from aiflame.agent.losses import LossKind
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.sinks.capture_worker import messages
+from aiflame.agent.sinks.captures import CaptureFiles
+from aiflame.agent.sinks.rebuilt import capture_of_windows
+from aiflame.agent.sinks.segments import FollowedWindows, JitSymbolSink, RecordedWindows
+from aiflame.agent.sinks.written import Naming, WrittenCapture
+from aiflame.agent.symbolize.files import GivenFiles
+from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
+from aiflame.agent.symbols.service import SymbolService
+from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.target_files import FileGuard
+
+_SPOOL = "spool"
+_DATABASE = "capture.aiflame"
+# What is left for ending, of the time until the end.
+_ENDING_S = 0.5
+
+
+class _Stretch:
+    """A stretch that is being named while its windows come.
+
+    Args:
+        folder: Of its segments.
+        naming: Gives names.
+        log: Takes a line for each event.
+    """
+
+    def __init__(self, folder: Path, naming: Naming, log: Log) -> None:
+        self.folder = folder
+        self.database = folder / _DATABASE
+        self.cpu_ns = self.rss_bytes = 0
+        self._naming: Naming | None = naming
+        self._log = log
+        self._following = FollowedWindows(folder)
+        self._jit_symbols = JitSymbolSink(folder)
+        self._capture: WrittenCapture | None = None
+        self.database.unlink(missing_ok=True)  # of a process that was killed
+        if count_try(folder) > 1:
+            self._naming = None
+
+    def take(self, count: int) -> None:
+        """Takes so many windows more."""
+        if self._naming is None:  # it is made as a whole, in the end
+            return
+        try:
+            for window in self._following.take(count):
+                if self._capture is None:
+                    facts = self._following.facts
+                    self._capture = WrittenCapture(
+                        self.database, window.start_ns, facts, self._naming
+                    )
+                self._capture.put(window)
+                self._jit_symbols.put(window, self._capture.jit_symbols)
+                self.cpu_ns += window.cost.cpu_ns
+                self.rss_bytes = max(self.rss_bytes, window.cost.rss_bytes)
+        except Exception as error:  # of one stretch; it is written once more, without names
+            self._log.say_seldom("naming", f"a stretch stays without names: {_words(error)}")
+            self._naming = None
+
+    def finish(self) -> None:
+        """Completes its capture.
+
+        Raises:
+            AiflameError: There is none: no window can be read, or nothing can be written.
+        """
+        self._jit_symbols.close()
+        self._following.close()
+        capture, self._capture = self._capture, None
+        try:
+            if self._naming is not None and capture is not None:
+                capture.finish()
+                return
+        finally:
+            if capture is not None:
+                capture.close()
+        self.database.unlink(missing_ok=True)
+        windows = RecordedWindows(self.folder)
+        capture_of_windows(self.database, windows, windows.facts, with_names=False)
+
+
+class _Worker:
+    """All that one agent sends."""
+
+    def __init__(self, directory: Path, channel: socket.socket, naming: Naming, log: Log) -> None:
+        self._directory = directory
+        self._channel = channel
+        self._naming = naming
+        self._log = log
+        self._config: AgentConfig | None = None
+        self._deliveries: dict[str, Delivery] = {}
+        self._sinks: dict[str, Any] = {}
+        self._stretch: _Stretch | None = None
+        self._until_s: float | None = None
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Does what a message says."""
+        if "config" in message:
+            self._configure(config_of(message["config"]))
+        elif "stretch" in message:
+            self._stretch = _Stretch(Path(message["stretch"]), self._naming, self._log)
+        elif "windows" in message and self._stretch is not None:
+            self._stretch.take(int(message["windows"]))
+        elif "cut" in message and self._stretch is not None:
+            stretch, self._stretch = self._stretch, None
+            self._finish(stretch)
+        elif "left" in message:
+            self._finish_left(Path(message["left"]))
+        elif "until_s" in message:
+            self._until_s = float(message["until_s"])
+
+    def _configure(self, config: AgentConfig) -> None:
+        """Makes the sinks of a configuration; those that stay as they were go on."""
+        old = self._config
+        self._config = config
+        is_same = old is not None and old.agent == config.agent
+        for name in [*self._sinks]:
+            before = None if old is None else old.sinks.get(name)
+            if is_same and before == config.sinks.get(name):
+                continue
+            del self._sinks[name]
+            if name in self._deliveries:
+                self._deliveries.pop(name).close()
+        for name, settings in config.sinks.items():
+            if name in self._sinks:
+                continue
+            try:
+                sink = sink_module(name).make(settings, config.agent.node_name)
+                if not isinstance(sink, CaptureFiles):
+                    folder = self._directory / _SPOOL / name
+                    size = config.agent.spool_size
+                    self._deliveries[name] = Delivery(sink, folder, size, self._log)
+                    self._deliveries[name].start()
+                self._sinks[name] = sink
+            except (AiflameError, OSError) as error:
+                self._log.say(f"sink {name} does not work: {_words(error)}")
+
+    def _finish_left(self, folder: Path) -> None:
+        """Sends a stretch that another process has left."""
+        tries = count_try(folder)
+        database = folder / _DATABASE
+        try:
+            database.unlink(missing_ok=True)
+            windows = RecordedWindows(folder)
+            with_names = tries < TRIES
+            capture_of_windows(database, windows, windows.facts, with_names=with_names)
+        except Exception as error:  # of one stretch
+            self._give_up(folder, error)
+            return
+        cost = [(window.cost.cpu_ns, window.cost.rss_bytes) for window in windows]
+        self._send(folder, database, sum(c for c, _ in cost), max(r for _, r in cost))
+
+    def _finish(self, stretch: _Stretch) -> None:
+        try:
+            stretch.finish()
+        except Exception as error:  # of one stretch
+            self._give_up(stretch.folder, error)
+            return
+        self._send(stretch.folder, stretch.database, stretch.cpu_ns, stretch.rss_bytes)
+
+    def _give_up(self, folder: Path, error: Exception) -> None:
+        self._log.say(f"stretch {folder.name} is lost: {_words(error)}")
+        mark_done(folder)
+        self._report({"lost": folder.name})
+
+    def _send(self, folder: Path, database: Path, cpu_ns: int, rss_bytes: int) -> None:
+        """Gives a stretch to all sinks; from then on it is theirs."""
+        try:
+            self._complete(database, cpu_ns, rss_bytes)
+            profile = read_capture(database)
+            self._encode(profile)
+            for name, sink in self._sinks.items():
+                if isinstance(sink, CaptureFiles):
+                    self._keep(name, sink, database, profile)
+        except Exception as error:  # of one stretch
+            self._give_up(folder, error)
+            return
+        finally:
+            database.unlink(missing_ok=True)
+        mark_done(folder)
+        self._report(
+            {
+                "done": folder.name,
+                "samples": int(profile.samples["count"][profile.samples["klass"] == 0].sum()),
+                "duration_ns": profile.recording.duration_ns,
+            }
+        )
+        del profile
+        give_back_freed_memory()
+
+    def _complete(self, database: Path, cpu_ns: int, rss_bytes: int) -> None:
+        """Writes what is only known when a stretch is over: also what was dropped of others."""
+        dropped = {
+            f"{name}: {reason}": samples
+            for name, delivery in self._deliveries.items()
+            for reason, samples in delivery.take_dropped().items()
+        }
+        writer = CaptureWriter(database, is_new=False)
+        try:
+            writer.put_meta(
+                {"complete": 1, "recorder_cpu_ns": cpu_ns, "recorder_peak_rss_bytes": rss_bytes}
+            )
+            if dropped:
+                kind = LossKind.NOT_DELIVERED
+                which = ", ".join(f"{count:,} of {what}" for what, count in dropped.items())
+                row = (kind.stored_name, sum(dropped.values()), f"{kind.meaning}: {which}")
+                writer.put("losses", [row])
+            writer.commit()
+        finally:
+            writer.close()
+
+    def _encode(self, profile: Profile) -> None:
+        if not self._deliveries or self._config is None:
+            return
+        labels = labels_of(profile, self._config.agent.node_name)
+        batches = [*batches_of(profile, labels)]
+        for name, delivery in self._deliveries.items():
+            try:
+                delivery.put(self._sinks[name].encode(batches))
+            except Exception as error:  # noqa: PERF203 - of one sink; the others get theirs
+                samples = int(profile.samples["count"].sum())
+                delivery.lose(samples, f"cannot be encoded: {_words(error)}")
+
+    def _keep(self, name: str, sink: CaptureFiles, database: Path, profile: Profile) -> None:
+        try:
+            sink.put(database, profile.recording.started_unix_ns)
+        except (AiflameError, OSError) as error:
+            self._log.say_seldom(
+                f"{name} write", f"sink {name}: a capture is lost: {_words(error)}"
+            )
+
+    def _report(self, words: Mapping[str, Any]) -> None:
+        sinks = {name: delivery.state()._asdict() for name, delivery in self._deliveries.items()}
+        with suppress(OSError):
+            self._channel.send(json.dumps({**words, "sinks": sinks}).encode())
+
+    def finish(self) -> None:
+        """Sends what can be sent until the end; the rest waits on disk for the next start."""
+        until_s = time.monotonic() if self._until_s is None else self._until_s - _ENDING_S
+        flushes = [
+            threading.Thread(target=delivery.flush, args=(until_s,), daemon=True)
+            for delivery in self._deliveries.values()
+        ]
+        for flush in flushes:
+            flush.start()
+        for flush in flushes:
+            flush.join()
+        for name, delivery in self._deliveries.items():
+            delivery.close()
+            state = delivery.state()
+            self._log.say(
+                f"sink {name}: {state.sent_requests:,} requests sent, {state.waiting_requests:,}"
+                " wait for the next start"
+            )
+
+
+def _words(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    at = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in where)
+    if isinstance(error, (AiflameError, OSError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def main(directory: Path) -> None:
+    """Serves one agent."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # What they mean is the agent's to say; what is started from here heeds them all the same.
+        signal.signal(number, lambda *_: None)
+    map_large_blocks()
+    channel = socket.socket(fileno=os.dup(0))
+    files = GivenFiles()
+    with (
+        SymbolService(cache_dir()) as service,
+        closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
+    ):
+        service.start()
+        worker = _Worker(directory, channel, Naming(files, service, file_facts), Log())
+        for message in messages(channel, files):
+            worker.take(message)
+            service.poll()
+        worker.finish()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

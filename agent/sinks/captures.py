@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures in a directory, the oldest removed when they are too many or too old.
+
+Any of them opens with `aiflame report`. They are private to who runs the agent (mode 0600), and a
+name is there once its file is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiflame.agent.errors import UsageError
+from aiflame.agent.outfile import write_output
+from aiflame.agent.settings import Kind, setting
+
+_NS_PER_S = 1_000_000_000
+# When it began (UTC), and then the milliseconds, so that names sort by time.
+_TIME = "%Y%m%dT%H%M%S"
+_ENDING = ".aiflame"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Keys of [sinks.captures]."""
+
+    directory: Path = setting(Kind.PATH, "where captures go; it has to exist")
+    max_size: int = setting(
+        Kind.BYTES, "the most that all of them may take", 1 * 10**9, least=10**6
+    )
+    max_age: float = setting(
+        Kind.SECONDS, "older ones are removed", 24 * 3600.0, least=60, most=10 * 365 * 86400
+    )
+
+
+class CaptureFiles:
+    """The files of one directory.
+
+    Args:
+        settings: Where, and how many.
+        node: Stands in their names.
+    """
+
+    def __init__(self, settings: Settings, node: str) -> None:
+        self._settings = settings
+        node = re.sub(r"[^A-Za-z0-9._-]", "_", node)
+        self._prefix = f"aiflame-{node}-"
+        self._ours = re.compile(re.escape(self._prefix) + r"\d{8}T\d{6}\.\d{3}Z" + _ENDING)
+
+    def put(self, capture: Path, begin_unix_ns: int) -> Path:
+        """Copies a capture into the directory, and removes what is too much.
+
+        Args:
+            capture: A whole one, in a folder that nobody else may write to.
+            begin_unix_ns: When it began.
+
+        Returns:
+            Its new path.
+
+        Raises:
+            AiflameError: It cannot be written there.
+        """
+        seconds, ns = divmod(begin_unix_ns, _NS_PER_S)
+        when = f"{time.strftime(_TIME, time.gmtime(seconds))}.{ns // 10**6:03}Z"
+        path = self._settings.directory / f"{self._prefix}{when}{_ENDING}"
+        self._make_room(capture.stat().st_size)
+        with capture.open("rb") as file:
+            # The same stretch may be written again after a crash.
+            write_output(path, file, force=True, is_named=False, is_private=True)
+        return path
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Removes what is too old, and the oldest until there is room for a new one."""
+        found = []
+        with suppress(OSError), os.scandir(self._settings.directory) as entries:
+            for entry in entries:
+                if self._ours.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    facts = entry.stat(follow_symlinks=False)
+                    found.append((entry.name, facts.st_size, facts.st_mtime))
+        room = self._settings.max_size - size_bytes - sum(size for _, size, _ in found)
+        oldest_s = time.time() - self._settings.max_age
+        for name, size, modified_s in sorted(found):
+            if room >= 0 and modified_s >= oldest_s:
+                continue
+            with suppress(OSError):
+                (self._settings.directory / name).unlink()
+                room += size
+
+
+def make(settings: Settings, node: str) -> CaptureFiles:
+    """Makes the sink.
+
+    Raises:
+        UsageError: There is no such directory.
+    """
+    if not settings.directory.is_dir():
+        raise UsageError(
+            f"sinks.captures.directory: no such directory: {settings.directory}",
+            f"mkdir -p {settings.directory}",
+        )
+    return CaptureFiles(settings, node)
+
+
+def describe(settings: Settings) -> str:
+    """Says where they are."""
+    hours = settings.max_age / 3600
+    size_mb = settings.max_size / 1e6
+    return f"files in {settings.directory}, the newest {size_mb:,.0f} MB of {hours:,.1f} hours"

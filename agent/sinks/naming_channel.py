@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recorder tells the process that names its windows: which files these mention."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from aiflame.agent.processes.table import ProcessTable
+
+_INT = struct.Struct("=i")
+
+
+class NamingChannel:
+    """Messages to a process that names windows; none of them is waited for.
+
+    Args:
+        table: Knows the files that processes have mapped.
+        channel: Of type SOCK_SEQPACKET, whose other end the process reads.
+    """
+
+    def __init__(self, table: ProcessTable, channel: socket.socket) -> None:
+        self._table = table
+        self._channel = channel
+        self._told: dict[int, int | None] = {}  # descriptors, by number of the file
+        self._told_processes: set[int] = set()
+
+    def _tell_files(self) -> bool:
+        """Tells of files and processes that are new.
+
+        Returns:
+            Whether there was room for all; what is left is told the next time.
+        """
+        for message, fd in self._files():
+            if not self._send(message, fd):
+                return False
+        return all(self._send(message) for message in self._processes())
+
+    def _files(self) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """Yields what there is to say of files; what is asked for next has been said."""
+        files = self._table.binaries.files
+        for index in [*(self._told.keys() - files.keys())]:
+            yield {"closed": index}, None
+            del self._told[index]
+        for index, file in files.items():
+            readable = self._table.binaries.readable(file)
+            if index not in self._told or readable != self._told[index]:
+                yield {"binary": index, "root": file.root}, readable
+                self._told[index] = readable
+
+    def _processes(self) -> Iterator[dict[str, Any]]:
+        makers = {image.index: image for image in self._table.images.values() if image.makes_code}
+        for index in makers.keys() - self._told_processes:
+            image = makers[index]
+            yield {"process": index, "root": image.root, "uid": image.owner_uid}
+            self._told_processes.add(index)
+        for index in self._told_processes - makers.keys():
+            yield {"gone": index}
+            self._told_processes.remove(index)
+
+    def _send(self, message: dict[str, Any], fd: int | None = None) -> bool:
+        """Sends a message, without waiting; returns whether there was room for it."""
+        rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
+        try:
+            # socket.send_fds leaves the flags out.
+            data = json.dumps(message).encode()
+            self._channel.sendmsg([data], rights, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # it has ended, which whoever waits for it says
+            pass
+        return True

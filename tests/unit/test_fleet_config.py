@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent's configuration: where values come from, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiflame.agent.cli import main
+from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.config import AgentConfig, config_of, load
+from aiflame.agent.settings import Given, Kind, Secret, made, plain, setting, toml_lines
+
+
+@dataclass(frozen=True)
+class _Backend:
+    url: str = setting(Kind.URL, "where to")
+    token: Secret | None = setting(Kind.SECRET, "who we are", None)
+    headers: tuple[tuple[str, str], ...] = setting(Kind.TABLE, "headers", ())
+    timeout: float = setting(Kind.SECONDS, "how long", 10.0, least=1, most=60)
+
+
+def _loaded(tmp_path: Path, text: str, flags: Any = None, environment: Any = None) -> AgentConfig:
+    path = tmp_path / "agent.toml"
+    path.write_text(text)
+    return load(path, flags or {}, environment or {})
+
+
+def _backend(**given: Any) -> _Backend:
+    return made(_Backend, {key: Given(value, "a.toml") for key, value in given.items()}, "sinks.b.")
+
+
+def test_flags_go_over_variables_and_these_over_the_file(tmp_path: Path) -> None:
+    # GIVEN a file that says three things, a variable that says two, and a flag
+    text = 'frequency_hz = 49\nstretch = "30s"\nkeep_size = "64MB"\n'
+    environment = {"AIFLAME_STRETCH": "2m", "AIFLAME_FREQUENCY_HZ": "29"}
+    # WHEN they are read
+    config = _loaded(tmp_path, text, {"frequency_hz": "99"}, environment)
+    # THEN each has its place, and the rest is as it is by default.
+    assert config.agent.frequency_hz == 99
+    assert config.agent.stretch == 120.0
+    assert config.agent.keep_size == 64_000_000
+    assert config.agent.keep == 600.0
+    assert config.sinks == {}
+
+
+def test_a_sink_is_on_once_something_is_said_of_it(tmp_path: Path) -> None:
+    text = f'[sinks.captures]\ndirectory = "{tmp_path}"\n'
+    by_file = _loaded(tmp_path, text)
+    by_variable = load(None, {}, {"AIFLAME_SINKS_CAPTURES_DIRECTORY": str(tmp_path)})
+    by_flag = load(None, {"sinks.captures.directory": str(tmp_path)}, {})
+    assert by_file.sinks["captures"].directory == tmp_path
+    assert by_file == by_variable == by_flag
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("frequenzy_hz = 9", ["agent.toml", "frequenzy_hz", "no such setting"]),
+        ("frequency_hz = 0", ["agent.toml", "frequency_hz", "from 1 to 100,000", "0"]),
+        ("frequency_hz = true", ["frequency_hz", "a whole number"]),
+        ("frequency_hz = 19.5", ["frequency_hz", "a whole number"]),
+        ('off_cpu = "perhaps"', ["off_cpu", "true or false"]),
+        ('gpu = "voodoo"', ["gpu", "one of auto, none"]),
+        ('stretch = "soon"', ["stretch", "a time", "from 5s to 600s"]),
+        ("stretch = nan", ["stretch"]),
+        ('keep_size = "many"', ["keep_size", "a size"]),
+        ('directory = "here"', ["directory", "an absolute path"]),
+        ("[sinks]\ncaptures = 1", ["sinks.captures", "not a table"]),
+        ("sinks = 1", ["sinks", "not a table"]),
+        ("[sinks.floppy]\na = 1", ["sinks.floppy", "no such setting"]),
+        ("[sinks.captures]\nsize = 1", ["sinks.captures.size", "no such setting"]),
+        ("[sinks.captures]", ["sinks.captures.directory", "is missing"]),
+        ('node = "a\\nb"', ["node", "a text"]),
+        ("frequency_hz =", ["agent.toml", "not TOML"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_source(
+    tmp_path: Path, text: str, words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        _loaded(tmp_path, text)
+    said = f"{caught.value}"
+    assert [word for word in words if word not in said] == []
+
+
+def test_the_variable_or_flag_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^AIFLAME_FREQUENCY_HZ: frequency_hz: not a whole"):
+        load(None, {}, {"AIFLAME_FREQUENCY_HZ": "fast"})
+    with pytest.raises(UsageError, match=r"^--sinks-captures-max-age: sinks\.captures\.max_age"):
+        load(None, {"sinks.captures.max_age": "old", "sinks.captures.directory": "/x"}, {})
+
+
+def test_names_that_kubernetes_makes_are_no_error() -> None:
+    config = load(None, {}, {"AIFLAME_SERVICE_HOST": "10.0.0.1", "HOME": "/root"})
+    assert config.warnings == ("AIFLAME_SERVICE_HOST is no setting, and is ignored",)
+
+
+def test_the_check_prints_what_it_read_and_ends_with_0_or_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text(f'stretch = 30\n[sinks.captures]\ndirectory = "{tmp_path}"\n')
+    arguments = ["agent", "--config", str(path), "--check-config", "--frequency-hz", "49"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    # THEN what is printed is a file that says the same.
+    assert _loaded(tmp_path, shown) == load(path, {"frequency_hz": "49"}, {})
+    path.write_text("stretch = 1")
+    assert main(arguments) == 2
+    assert "stretch" in capsys.readouterr().err
+
+
+def test_what_is_handed_on_is_the_same(tmp_path: Path) -> None:
+    text = f'node = "n\\"1"\n[sinks.captures]\ndirectory = "{tmp_path}"\nmax_size = "5GB"\n'
+    config = _loaded(tmp_path, text)
+    assert config_of(json.loads(json.dumps(config.plain()))) == config
+
+
+def test_secrets_are_read_from_files_and_never_shown(tmp_path: Path) -> None:
+    # GIVEN a token in a file, and one in the configuration
+    path = tmp_path / "token"
+    path.write_text("t0k3n\n")
+    in_file = _backend(url="https://b.example", token_file=str(path))
+    in_text = _backend(url="https://b.example", token="t0k3n", headers={"X-A b": "c"})
+    assert in_file.token is not None and in_text.token is not None
+    assert in_file.token.read() == in_text.token.read() == "t0k3n"
+    # WHEN the file changes, as tokens of services do
+    path.write_text("n3w")
+    # THEN the new one is used,
+    assert in_file.token.read() == "n3w"
+    # AND nothing that is printed has either.
+    shown = "\n".join([*toml_lines(in_file), *toml_lines(in_text), repr(in_file), repr(in_text)])
+    assert "t0k3n" not in shown and "n3w" not in shown
+    assert f'token_file = "{path}"' in shown and 'token = "***"' in shown
+    assert '"X-A b" = "c"' in shown
+    # BUT who has to send it gets it.
+    assert plain(in_text)["token"] == "t0k3n"
+
+
+def test_a_wrong_secret_is_not_shown_either() -> None:
+    with pytest.raises(UsageError) as caught:
+        _backend(url="https://b.example", token=["s3cret"])
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"  \n", b"\xff\xfe"])
+def test_a_file_without_a_secret_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"a\.toml: sinks\.b\.token_file: cannot read"):
+        _backend(url="https://b.example", token_file=str(path))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_open"),
+    [
+        ("https://b.example:443/x", False),
+        ("http://127.0.0.1:4040", False),
+        ("http://[::1]:4040", False),
+        ("http://localhost:4040", False),
+        ("http://b.example:4040", True),
+        ("http://127.0.0.1.example", True),
+        ("http://10.0.0.1", True),
+    ],
+)
+def test_no_secret_goes_over_plain_http_but_on_this_host(url: str, is_open: bool) -> None:
+    assert _backend(url=url).url == url
+    if not is_open:
+        assert _backend(url=url, token="t").url == url
+        return
+    with pytest.raises(UsageError, match=r"a\.toml: sinks\.b\.url: .*plain HTTP"):
+        _backend(url=url, token="t")
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://b", "b.example:80", "https://", "https://u:p@b", "http://b:x"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="a URL"):
+        _backend(url=url)

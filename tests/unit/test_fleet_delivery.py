@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waits for a back-end: in order, bounded, on disk, and counted where it is dropped."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from aiflame.agent.fleet import delivery as module
+from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.model.batch import Batch
+from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
+from support import wait_until
+
+_NOW_S = 2_000_000_000.0
+_NOW_NS = int(_NOW_S * 1e9)
+
+
+class _Sink:
+    """A back-end of which a test says what it answers."""
+
+    def __init__(self, answer: Callable[[Request], Counter[str]], max_age_s: float | None = None):
+        self.name = "toy"
+        self.max_age_s = max_age_s
+        self.answer = answer
+        self.got: list[bytes] = []
+
+    def encode(self, batches: Sequence[Batch]) -> Iterator[Request]:
+        return iter(())
+
+    def send(self, request: Request) -> Counter[str]:
+        refused = self.answer(request)
+        self.got.append(request.body)
+        return refused
+
+
+def _takes(_request: Request) -> Counter[str]:
+    return Counter()
+
+
+def _is_away(_request: Request) -> Counter[str]:
+    raise SinkAway("nobody listens")
+
+
+def _request(number: int, samples: int = 1, begin_unix_ns: int = _NOW_NS) -> Request:
+    return Request(f"{number:04}".encode(), begin_unix_ns, samples)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    yield Log(descriptor)
+    os.close(descriptor)
+
+
+@contextmanager
+def _delivery(
+    sink: _Sink, folder: Path, log: Log, bytes_max: int = 1 << 20, *, starts: bool = True
+) -> Iterator[Delivery]:
+    made = Delivery(sink, folder, bytes_max, log, lambda: _NOW_S)
+    if starts:
+        made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
+
+
+def test_requests_come_in_their_order_and_leave_no_file(tmp_path: Path, log: Log) -> None:
+    sink, folder = _Sink(_takes), tmp_path / "spool"
+    with _delivery(sink, folder, log) as delivery:
+        delivery.put(map(_request, range(50)))
+        assert delivery.flush(time.monotonic() + 10)
+        state = delivery.state()
+    assert sink.got == [_request(number).body for number in range(50)]
+    assert (state.sent_requests, state.sent_samples, state.waiting_requests) == (50, 50, 0)
+    assert state.last_sent_unix_s == _NOW_S
+    assert list(folder.iterdir()) == []
+
+
+def test_what_waits_is_private_and_survives_its_process(tmp_path: Path, log: Log) -> None:
+    # GIVEN a back-end that is away, and an agent that is killed
+    folder = tmp_path / "spool"
+    with _delivery(_Sink(_is_away), folder, log) as delivery:
+        delivery.put(map(_request, range(3)))
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    (folder / "7.new").write_bytes(b"half a request")
+    # WHEN it is started again
+    sink = _Sink(_takes)
+    with _delivery(sink, folder, log) as delivery:
+        delivery.put([_request(3)])
+        assert delivery.flush(time.monotonic() + 10)
+    # THEN all of them come, in order, and nothing else does.
+    assert sink.got == [_request(number).body for number in range(4)]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_back_end_that_was_away_gets_everything_once(tmp_path: Path, log: Log) -> None:
+    # GIVEN a back-end that fails each request twice
+    tries: Counter[bytes] = Counter()
+
+    def fails_twice(request: Request) -> Counter[str]:
+        tries[request.body] += 1
+        if tries[request.body] < 3:
+            raise SinkAway("503")
+        return Counter()
+
+    sink = _Sink(fails_twice)
+    with _delivery(sink, tmp_path / "spool", log) as delivery:
+        delivery.put(map(_request, range(5)))
+        wait_until(lambda: not delivery.state().waiting_requests)
+        state = delivery.state()
+    assert sink.got == [_request(number).body for number in range(5)]
+    assert (state.retries, state.dropped_samples, state.why_away) == (10, {}, "")
+    # AND the log has a line or two for it, not ten.
+    said = (tmp_path / "log").read_text()
+    assert 1 <= said.count("is away: 503") <= 2
+
+
+def test_a_back_end_says_when_to_come_again(tmp_path: Path, log: Log) -> None:
+    asked: list[float] = []
+
+    def later(request: Request) -> Counter[str]:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            raise SinkAway("429", retry_after_s=0.3)
+        return Counter()
+
+    with _delivery(_Sink(later), tmp_path / "spool", log) as delivery:
+        delivery.put([_request(0)])
+        wait_until(lambda: delivery.state().sent_requests == 1)
+    assert asked[1] - asked[0] >= 0.3
+
+
+def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: Log) -> None:
+    monkeypatch.setattr(module, "_FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 300.0)
+    with _delivery(_Sink(_takes), tmp_path / "spool", log, starts=False) as delivery:
+        waits = [[delivery._wait_s(failures, None) for _ in range(50)] for failures in range(40)]
+    assert all(0.25 <= wait <= 0.75 for wait in waits[0])
+    assert all(150 <= wait <= 450 for wait in waits[39])
+    assert len({*waits[39]}) > 10
+
+
+def test_what_is_refused_is_not_sent_again(tmp_path: Path, log: Log) -> None:
+    asked: list[bytes] = []
+
+    def refuses_first(request: Request) -> Counter[str]:
+        asked.append(request.body)
+        if len(asked) == 1:
+            raise SinkRefused("400 no labels")
+        return Counter({"too old": 2}) if len(asked) == 2 else Counter()
+
+    with _delivery(_Sink(refuses_first), tmp_path / "spool", log) as delivery:
+        delivery.put(_request(number, samples=10) for number in range(3))
+        assert delivery.flush(time.monotonic() + 10)
+        state = delivery.state()
+        # THEN it is told once what was lost, by reason,
+        assert delivery.take_dropped() == {"refused: 400 no labels": 10, "too old": 2}
+        assert delivery.take_dropped() == {}
+    # AND each was asked about once.
+    assert asked == [_request(number).body for number in range(3)]
+    assert state.sent_samples == 18
+
+
+def test_a_sink_that_fails_oddly_stops_neither_itself_nor_others(tmp_path: Path, log: Log) -> None:
+    def breaks(request: Request) -> Counter[str]:
+        if request.body == _request(0).body:
+            raise ZeroDivisionError("oops")
+        return Counter()
+
+    odd, other = _Sink(breaks), _Sink(_takes)
+    with (
+        _delivery(odd, tmp_path / "odd", log) as one,
+        _delivery(other, tmp_path / "other", log) as another,
+    ):
+        one.put(map(_request, range(2)))
+        another.put(map(_request, range(2)))
+        wait_until(lambda: one.state().sent_requests == 1 and another.state().sent_requests == 2)
+        assert one.state().dropped_samples == {"cannot be sent: ZeroDivisionError: oops": 1}
+
+
+def test_a_sink_that_hangs_stops_no_other(tmp_path: Path, log: Log) -> None:
+    released = threading.Event()
+
+    def hangs(_request: Request) -> Counter[str]:
+        released.wait(60)
+        return Counter()
+
+    with (
+        _delivery(_Sink(hangs), tmp_path / "hangs", log) as one,
+        _delivery(_Sink(_takes), tmp_path / "other", log) as other,
+    ):
+        one.put(map(_request, range(3)))
+        other.put(map(_request, range(3)))
+        assert other.flush(time.monotonic() + 10)
+        # Flushing waits no longer than it is told to.
+        assert not one.flush(time.monotonic() + 0.05)
+        released.set()
+
+
+def test_the_oldest_is_dropped_when_too_much_waits(tmp_path: Path, log: Log) -> None:
+    # GIVEN room for three requests of four bytes
+    folder = tmp_path / "spool"
+    with _delivery(_Sink(_is_away), folder, log, 12, starts=False) as delivery:
+        delivery.put(_request(number, samples=number) for number in range(8))
+        state = delivery.state()
+    assert (state.waiting_requests, state.waiting_bytes) == (3, 12)
+    assert state.dropped_samples == {"the spool is full": 0 + 1 + 2 + 3 + 4}
+    sink = _Sink(_takes)
+    with _delivery(sink, folder, log, 12) as delivery:
+        assert delivery.flush(time.monotonic() + 10)
+    assert sink.got == [_request(number).body for number in (5, 6, 7)]
+
+
+def test_what_a_back_end_would_refuse_for_its_age_is_not_sent(tmp_path: Path, log: Log) -> None:
+    sink = _Sink(_takes, max_age_s=3600)
+    with _delivery(sink, tmp_path / "spool", log) as delivery:
+        delivery.put(
+            [
+                _request(0, 7, _NOW_NS - 3601 * 10**9),
+                _request(1, 8, _NOW_NS - 3599 * 10**9),
+            ]
+        )
+        assert delivery.flush(time.monotonic() + 10)
+        assert delivery.state().dropped_samples == {"older than the back-end takes": 7}
+    assert sink.got == [_request(1).body]
+
+
+def test_a_damaged_file_is_dropped(tmp_path: Path, log: Log) -> None:
+    folder = tmp_path / "spool"
+    with _delivery(_Sink(_is_away), folder, log, starts=False) as delivery:
+        delivery.put(map(_request, range(3)))
+    first, second, _ = sorted(folder.iterdir())
+    first.write_bytes(b"xxxx")
+    os.truncate(second, 2)
+    sink = _Sink(_takes)
+    with _delivery(sink, folder, log) as delivery:
+        assert delivery.flush(time.monotonic() + 10)
+        assert delivery.state().dropped_samples == {"refused: its file is damaged": 2}
+    assert sink.got == [_request(2).body]
+
+
+def test_a_disk_without_room_costs_what_finds_none(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _delivery(_Sink(_takes), tmp_path / "spool", log) as delivery:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", _no_room)
+            delivery.put([_request(0, samples=9)])
+        delivery.put([_request(1)])
+        assert delivery.flush(time.monotonic() + 10)
+        state = delivery.state()
+    assert state.dropped_samples == {"no room on the disk": 9}
+    assert state.sent_requests == 1
+
+
+def _no_room(*_: object, **__: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path, log: Log) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError):
+        Delivery(_Sink(_takes), folder, 100, log)
