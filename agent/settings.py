@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings as data: who needs some declares a frozen dataclass, and values are checked here.
 
-A field made by `setting` is a key of the configuration file, a flag and a variable of the
-environment at once. Each value knows where it came from, so that an error says what to change.
+A field is a key of the configuration file, a flag and a variable of the environment at once. What
+may be given for it `setting` says; else its type does, and the words are those of the docstring.
+Each value knows where it came from, so that an error says what to change.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import inspect
 import ipaddress
 import json
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,13 +164,52 @@ def setting(
 def settings_of(cls: type[Any]) -> dict[str, Setting]:
     """Returns the settings that a class declares, by key: those of files with secrets as well."""
     found: dict[str, Setting] = {}
-    for field in dataclasses.fields(cls):
-        one: Setting = field.metadata["setting"]
-        found[field.name] = one
+    for name, one in _declared(cls).items():
+        found[name] = one
         if one.kind is Kind.SECRET:
             words = f"the file that holds: {one.words}"
-            found[field.name + _FILE_SUFFIX] = Setting(Kind.PATH, words)
+            found[name + _FILE_SUFFIX] = Setting(Kind.PATH, words)
     return found
+
+
+# Of fields that only have a type.
+_KIND_OF_TYPE: dict[Any, Kind] = {
+    str: Kind.TEXT,
+    bool: Kind.FLAG,
+    int: Kind.COUNT,
+    float: Kind.SHARE,
+    Path: Kind.PATH,
+    tuple[str, ...]: Kind.TEXTS,
+    tuple[tuple[str, str], ...]: Kind.TABLE,
+    Secret: Kind.SECRET,
+}
+_KIND_OF_NAME = {"url": Kind.URL}
+
+
+def _declared(cls: type[Any]) -> dict[str, Setting]:
+    """Returns what may be given for each field."""
+    found = {}
+    types = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if "setting" in field.metadata:
+            found[field.name] = field.metadata["setting"]
+            continue
+        type_ = types[field.name]
+        of_any = [each for each in typing.get_args(type_) if each is not type(None)]
+        is_optional = type(None) in typing.get_args(type_)
+        kind = _KIND_OF_NAME.get(field.name, _KIND_OF_TYPE[of_any[0] if is_optional else type_])
+        found[field.name] = Setting(kind, _words_of(cls, field.name))
+    return found
+
+
+def _words_of(cls: type[Any], name: str) -> str:
+    """Returns what the docstrings of a class say of an attribute, up to its first full stop."""
+    for each in cls.__mro__:
+        text = inspect.cleandoc(each.__doc__ or "")
+        match = re.search(rf"^ +{name}: (.*(?:\n {{8,}}.*)*)", text, re.M)
+        if match is not None:
+            return " ".join(match[1].split()).partition(". ")[0].rstrip(".")
+    return name
 
 
 def made(cls: type[T], given: Mapping[str, Given], prefix: str = "") -> T:
@@ -208,7 +250,7 @@ def made(cls: type[T], given: Mapping[str, Given], prefix: str = "") -> T:
                 f"{prefix}{key} is missing: {one.words}", f"give {prefix}{key}: {one.allowed}"
             )
     found = cls(**values)
-    _refuse_open_secrets(found, given, prefix)
+    _refuse_open_secrets(cls, found, given, prefix)
     return found
 
 
@@ -301,9 +343,11 @@ def _table(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple((_text(name), _text(text)) for name, text in value.items())
 
 
-def _refuse_open_secrets(found: object, given: Mapping[str, Given], prefix: str) -> None:
+def _refuse_open_secrets(
+    cls: type[Any], found: object, given: Mapping[str, Given], prefix: str
+) -> None:
     """Refuses to send a secret over a connection that others can read."""
-    fields = [(each.name, each.metadata["setting"]) for each in dataclasses.fields(found)]  # type: ignore[arg-type]
+    fields = _declared(cls).items()
     secret = next(
         (k for k, one in fields if one.kind is Kind.SECRET and getattr(found, k) is not None), None
     )
@@ -333,6 +377,7 @@ def _is_open(url: str) -> bool:
 def plain(settings: Any) -> dict[str, Any]:
     """Returns settings as JSON and TOML can hold them, with their secrets: `made` takes them."""
     found: dict[str, Any] = {}
+    declared = _declared(type(settings))
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value is None or value == ():
@@ -342,7 +387,7 @@ def plain(settings: Any) -> dict[str, Any]:
                 found[field.name] = value.text
             else:
                 found[field.name + _FILE_SUFFIX] = str(value.path)
-        elif field.metadata["setting"].kind is Kind.TABLE:
+        elif declared[field.name].kind is Kind.TABLE:
             found[field.name] = dict(value)
         elif isinstance(value, tuple):
             found[field.name] = list(value)

@@ -14,6 +14,7 @@ from typing import Any
 
 from aiflame.agent.devices.choice import ChooseFamilies, choose_families
 from aiflame.agent.fleet.config import all_settings, flag_of, load
+from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.settings import Kind
 
 NAME = "agent"
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
     if args.check_config:
         for warning in config.warnings:
             sys.stderr.write(f"warning: {warning}\n")
+        for name, settings in config.sinks.items():
+            sink_module(name).make(settings, config.agent.node_name)
         sys.stdout.write(config.toml())
         return 0
     from aiflame.agent.fleet.agent import run_agent  # not to check a configuration

@@ -94,7 +94,7 @@ class Ended:
                     self._take_out(thread)
         if not images and not threads:
             return
-        indexes = [image.index for image in images]
+        indexes = {image.index for image in images}  # keepers look up all that they keep
         for keeper in self._of_images if images else ():
             keeper.forget_images(indexes)
         self._window.forget(indexes, [thread.index for thread in threads])

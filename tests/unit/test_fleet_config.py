@@ -12,7 +12,16 @@ import pytest
 from aiflame.agent.cli import main
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import AgentConfig, config_of, load
-from aiflame.agent.settings import Given, Kind, Secret, made, plain, setting, toml_lines
+from aiflame.agent.settings import (
+    Given,
+    Kind,
+    Secret,
+    made,
+    plain,
+    setting,
+    settings_of,
+    toml_lines,
+)
 
 
 @dataclass(frozen=True)
@@ -183,3 +192,51 @@ def test_no_secret_goes_over_plain_http_but_on_this_host(url: str, is_open: bool
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="a URL"):
         _backend(url=url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Base:
+    """What all have.
+
+    Attributes:
+        url: Where to. Nothing else.
+        token_file: A file with a token, which
+            is read each time.
+    """
+
+    url: str
+    token_file: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Typed(_Base):
+    """What one has."""
+
+    labels: tuple[str, ...] = ("node",)
+    insecure: bool = False
+    timeout_s: float = 10.0
+
+
+def test_a_sink_may_declare_its_keys_by_their_types() -> None:
+    declared = settings_of(_Typed)
+    assert {key: one.kind for key, one in declared.items()} == {
+        "url": Kind.URL,
+        "token_file": Kind.PATH,
+        "labels": Kind.TEXTS,
+        "insecure": Kind.FLAG,
+        "timeout_s": Kind.SHARE,
+    }
+    assert declared["url"].words == "Where to"
+    assert declared["token_file"].words == "A file with a token, which is read each time"
+    given = {
+        "url": Given("http://h", "--a"),
+        "token_file": Given("/run/token", "--b"),
+        "labels": Given("node,pod", "--c"),
+        "insecure": Given("yes", "--d"),
+    }
+    made_so = made(_Typed, given)
+    assert made_so == _Typed(
+        url="http://h", token_file=Path("/run/token"), labels=("node", "pod"), insecure=True
+    )
+    with pytest.raises(UsageError, match=r"--a: url: not a URL"):
+        made(_Typed, {"url": Given("h", "--a")})

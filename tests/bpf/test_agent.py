@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent on this host: what goes to a back-end is what its captures say, whatever ends in
+between."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_sink
+from aiflame.agent.capture.reader import read_capture
+from recordings import Workload
+from support import wait_until
+
+pytestmark = pytest.mark.bpf
+
+_PROGRAM = str(Path(toy_sink.__file__))
+# A busy machine names a stretch of 5 s in as many.
+_PATIENCE_S = 90.0
+# From SIGTERM to its end: 10 s, and what a crowded machine takes to notice.
+_END_S = 13.0
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+class _Agent:
+    """An agent with captures and a toy back-end, and the server of that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.captures, self.received = folder / "captures", folder / "received"
+        self.directory, self.log = folder / "agent", folder / "log"
+        self.captures.mkdir()
+        self.received.mkdir()
+        self.port = _free_port()
+        self.server: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def serve(self) -> None:
+        command = [sys.executable, _PROGRAM, "receive", str(self.port), str(self.received)]
+        self.server = subprocess.Popen(command)
+        wait_until(self._answers, 30)
+
+    def _answers(self) -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill_server(self) -> None:
+        assert self.server is not None
+        self.server.kill()
+        self.server.wait()
+        self.server = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, _PROGRAM, "agent", "--directory", str(self.directory)),
+                    *("--stretch", "5s", "--sinks-captures-directory", str(self.captures)),
+                    *("--sinks-toy-url", f"http://127.0.0.1:{self.port}"),
+                ],
+                stderr=log,
+            )
+        begun = self.said("recording all processes")
+        wait_until(lambda: self.said("recording all processes") > begun, _PATIENCE_S)
+
+    def said(self, words: str) -> int:
+        return self.log.read_text().count(words)
+
+    def terminate(self) -> float:
+        """Ends it as a service manager does; returns the seconds that it took."""
+        assert self.process is not None
+        begun_s = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0, self.log.read_text()
+        self.process = None
+        return time.monotonic() - begun_s
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+
+    def requests(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_bytes()) for path in sorted(self.received.glob("*.json"))]
+
+    def sums_of_captures(self) -> dict[int, dict[str, int]]:
+        found = {}
+        for path in self.captures.glob("*.aiflame"):
+            profile = read_capture(path)
+            found[profile.recording.started_unix_ns] = toy_sink.sums_of(profile)
+        return found
+
+    def undone(self) -> list[Path]:
+        folders = (self.directory / "stretches").iterdir()
+        return [folder for folder in folders if not (folder / "done").exists()]
+
+    def waiting(self) -> int:
+        return len([*(self.directory / "spool" / "toy").glob("*.request")])
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[_Agent]:
+    made = _Agent(tmp_path)
+    try:
+        yield made
+    finally:
+        for process in (made.process, made.server):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def _burning(program: Path) -> Iterator[Workload]:
+    with Workload([program]) as started:
+        yield started
+
+
+def _check_sums(agent: _Agent) -> None:
+    """Checks that each stretch came once, in order, with exactly what its capture has."""
+    requests = agent.requests()
+    begins = [request["begin"] for request in requests]
+    assert begins == sorted(set(begins)), agent.log.read_text()
+    captures = agent.sums_of_captures()
+    assert {request["begin"]: request["sums"] for request in requests} == captures
+    assert sum(sums["count of 0"] for sums in captures.values()) > 0
+    assert sum(sums["ns of 1"] for sums in captures.values()) > 0
+    assert not any("not_delivered" in request["losses"] for request in requests)
+
+
+def test_nothing_is_lost_while_a_back_end_is_away(
+    agent: _Agent, workload: Callable[..., Path]
+) -> None:
+    # GIVEN an agent, and a program that knows what it computes
+    agent.serve()
+    agent.start()
+    with _burning(workload("burns")) as burning:
+        burning.go()
+        truth = burning.truth()
+        wait_until(lambda: len(agent.requests()) >= 2, _PATIENCE_S)
+        # WHEN the back-end is killed, stays away for some stretches, and comes again
+        agent.kill_server()
+        wait_until(lambda: agent.waiting() >= 2, _PATIENCE_S)
+        assert agent.said("sink toy is away") >= 1
+        agent.serve()
+        wait_until(lambda: not agent.waiting(), _PATIENCE_S)
+    # AND the agent is told to end
+    took_s = agent.terminate()
+    # THEN it ends in time, with everything sent,
+    assert took_s < _END_S, agent.log.read_text()
+    assert (agent.undone(), agent.waiting()) == ([], 0), agent.log.read_text()
+    assert agent.said("takes requests again") == 1
+    _check_sums(agent)
+    # AND the program has the time that it measured, as 19 samples a second tell it.
+    burnt_ns = sum(request["services"].get("burns", 0) for request in agent.requests())
+    known_ns = sum(ns for name, ns in truth.items() if name.endswith("cpu_ns"))
+    assert burnt_ns == pytest.approx(known_ns, rel=0.5)
+    # Captures are private.
+    assert {path.stat().st_mode & 0o777 for path in agent.captures.iterdir()} == {0o600}
+
+
+def test_a_killed_agent_sends_the_rest_when_it_is_started_again(agent: _Agent) -> None:
+    # GIVEN an agent whose back-end is away, with requests that wait and an open stretch
+    agent.start()
+    wait_until(lambda: agent.waiting() >= 2, _PATIENCE_S)
+    wait_until(agent.undone, _PATIENCE_S)
+    # WHEN it is killed, and started again with a back-end
+    agent.kill()
+    left = {int(folder.name) for folder in agent.undone()}
+    agent.serve()
+    agent.start()
+    # THEN what waited comes, and so does the stretch that was open.
+    wait_until(lambda: left <= {request["begin"] for request in agent.requests()}, _PATIENCE_S)
+    agent.terminate()
+    _check_sums(agent)
+
+
+def test_a_naming_process_that_dies_costs_nothing(agent: _Agent) -> None:
+    # GIVEN an agent that has named a stretch
+    agent.serve()
+    agent.start()
+    wait_until(agent.requests, _PATIENCE_S)
+    assert agent.process is not None
+    found = subprocess.run(
+        ["pgrep", "-P", str(agent.process.pid), "-f", "toy_sink.py worker"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    # WHEN the process that names is killed
+    subprocess.run(["kill", "-KILL", found.stdout.strip()], check=True)
+    count = len(agent.requests())
+    # THEN another takes over,
+    wait_until(lambda: len(agent.requests()) >= count + 2, _PATIENCE_S)
+    assert agent.said("has ended: SIGKILL") == 1
+    # AND a new configuration is read on SIGHUP, without an end of anything.
+    agent.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: agent.said("the configuration was read again"), _PATIENCE_S)
+    agent.terminate()
+    _check_sums(agent)
+
+
+def test_two_agents_do_not_share_a_directory(agent: _Agent) -> None:
+    agent.start()
+    again = subprocess.run(
+        [sys.executable, _PROGRAM, "agent", "--directory", str(agent.directory)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 3
+    assert "another agent uses" in again.stderr
+    agent.terminate()

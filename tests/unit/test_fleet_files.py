@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent keeps on disk and says: stretches, captures, its log, and what systemd hears."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from aiflame.agent.errors import EnvironmentUnfit, UsageError
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.notify import ServiceManager
+from aiflame.agent.fleet.stretches import Stretches, count_try, is_done, mark_done
+from aiflame.agent.sinks import captures
+from aiflame.agent.sinks.segments import RecordedWindows
+from windows import RandomRecording
+
+_S = 1_000_000_000
+_NOW_NS = 2_000_000_000 * _S
+_FACTS: dict[str, str | int] = {"started_unix_ns": _NOW_NS}
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+
+
+@pytest.fixture
+def stretches(tmp_path: Path, log: Log) -> Stretches:
+    return Stretches(tmp_path / "agent", log)
+
+
+def _made(stretches: Stretches, *, seconds: int, size_bytes: int = 1000, done: bool = True) -> Path:
+    """Makes a stretch that began so long ago."""
+    window = RandomRecording(1).windows(1)[0]
+    stretch = stretches.begin({"started_unix_ns": _NOW_NS - seconds * _S}, window)
+    (stretch.folder / "segment-000000.windows").write_bytes(bytes(size_bytes))
+    if done:
+        mark_done(stretch.folder)
+    return stretch.folder
+
+
+def test_windows_of_a_stretch_are_read_back(stretches: Stretches) -> None:
+    windows = RandomRecording(7).windows(3)
+    stretch = stretches.begin(_FACTS, windows[0])
+    for window in windows:
+        stretch.put(window)
+    stretch.close()
+    assert [window.number for window in RecordedWindows(stretch.folder)] == [0, 1, 2]
+    assert stretches.undone() == [stretch.folder]
+    mark_done(stretch.folder)
+    assert stretches.undone() == [] and is_done(stretch.folder)
+
+
+def test_what_is_done_stays_for_a_while(stretches: Stretches) -> None:
+    # GIVEN stretches of a minute each, the oldest of which began seven minutes ago
+    found = [_made(stretches, seconds=60 * minute) for minute in range(7, 0, -1)]
+    # WHEN nearly five minutes are kept
+    stretches.trim(None, _NOW_NS, 299, 10**6)
+    # THEN those of which all is older are gone.
+    assert stretches.all() == found[2:]
+
+
+def test_what_is_not_done_stays_longer(stretches: Stretches, tmp_path: Path) -> None:
+    old = _made(stretches, seconds=3600, done=False)
+    newer = [_made(stretches, seconds=seconds) for seconds in (120, 60)]
+    # Old, but nobody has it yet.
+    stretches.trim(None, _NOW_NS, 59, 10**6)
+    assert stretches.all() == [old, newer[1]]
+    # Without room, what is done goes first, then the oldest: that is said.
+    current = _made(stretches, seconds=0, done=False)
+    stretches.trim(current, _NOW_NS, 600, 1500)
+    assert stretches.all() == [current]
+    assert stretches.dropped == 1
+    assert "dropped unsent" in (tmp_path / "log").read_text()
+
+
+def test_the_one_that_is_written_stays(stretches: Stretches) -> None:
+    current = _made(stretches, seconds=10, size_bytes=5000, done=False)
+    stretches.trim(current, _NOW_NS, 0, 100)
+    assert stretches.all() == [current]
+
+
+def test_tries_are_counted_across_processes(stretches: Stretches) -> None:
+    folder = _made(stretches, seconds=10, done=False)
+    assert [count_try(folder) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_directory_that_others_write_to_is_refused(tmp_path: Path, log: Log) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(EnvironmentUnfit, match="others may write"):
+        Stretches(tmp_path, log)
+
+
+def _sink(folder: Path, **settings: float) -> captures.CaptureFiles:
+    folder.mkdir(exist_ok=True)
+    words = {"max_size": 3000, "max_age": 3600.0, **settings}
+    return captures.make(captures.Settings(folder, int(words["max_size"]), words["max_age"]), "n/1")
+
+
+def _capture(tmp_path: Path, size_bytes: int = 1000) -> Path:
+    path = tmp_path / "capture.aiflame"
+    path.write_bytes(bytes(size_bytes))
+    return path
+
+
+def test_captures_are_whole_private_and_the_newest(tmp_path: Path) -> None:
+    # GIVEN room for three
+    folder = tmp_path / "captures"
+    sink = _sink(folder)
+    (folder / "aiflame-of-somebody.aiflame").write_bytes(bytes(9999))
+    # WHEN five come
+    paths = [sink.put(_capture(tmp_path), _NOW_NS + number * _S) for number in range(5)]
+    # THEN the last three are there, and what is not the agent's stays.
+    kept = sorted(path for path in folder.iterdir() if "somebody" not in path.name)
+    assert kept == paths[2:]
+    assert (folder / "aiflame-of-somebody.aiflame").exists()
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+    assert paths[0].name == "aiflame-n_1-20330518T033320.000Z.aiflame"
+
+
+def test_the_same_stretch_is_one_capture(tmp_path: Path) -> None:
+    sink = _sink(tmp_path / "captures")
+    assert sink.put(_capture(tmp_path, 10), _NOW_NS) == sink.put(_capture(tmp_path, 20), _NOW_NS)
+    (only,) = (tmp_path / "captures").iterdir()
+    assert only.stat().st_size == 20
+
+
+def test_old_captures_are_removed(tmp_path: Path) -> None:
+    sink = _sink(tmp_path / "captures", max_age=60)
+    first = sink.put(_capture(tmp_path), _NOW_NS)
+    os.utime(first, (0, 0))
+    second = sink.put(_capture(tmp_path), _NOW_NS + _S)
+    assert [*(tmp_path / "captures").iterdir()] == [second]
+
+
+def test_captures_need_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"sinks\.captures\.directory: no such directory"):
+        captures.make(captures.Settings(tmp_path / "nowhere"), "n")
+
+
+def test_the_log_is_no_flood_and_each_line_one_line(tmp_path: Path, log: Log) -> None:
+    for number in range(1000):
+        log.say_seldom("event", f"it is {number}\nforged line \x1b[2J")
+    log.say("x" * 100_000)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 2
+    assert "it is 0" in lines[0] and "\x1b" not in lines[0]
+    assert len(lines[1]) < 1100
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_systemd_hears_what_it_is_told(tmp_path: Path, is_abstract: bool) -> None:
+    name = f"{tmp_path}/notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind(f"\0{name}" if is_abstract else name)
+        ServiceManager(f"@{name}" if is_abstract else name).tell("READY=1", "STATUS=x")
+        channel.settimeout(5)
+        assert channel.recv(100) == b"READY=1\nSTATUS=x"
+
+
+def test_nobody_has_to_listen(tmp_path: Path) -> None:
+    ServiceManager("").tell("READY=1")
+    ServiceManager(str(tmp_path / "nobody")).tell("READY=1")
