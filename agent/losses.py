@@ -451,7 +451,11 @@ class LossKind(enum.Enum):
         is_of_device=True,
     )
 
-    # Counted by the fleet agent, of the stretches before.
+    # Counted by the fleet agent.
+    NAMING_BEHIND = _Entry(
+        "stacks that the agent had no time to name, so that it keeps up: their time is kept, their"
+        " frames are not; those on the CPU and of the longest waits came first",
+    )
     NOT_DELIVERED = _Entry(
         "samples of earlier stretches that a back-end did not take, or that waited too long for it",
         cure="the agent's log says when; raise spool_size where it was full",

@@ -7,6 +7,7 @@ agent ends, whatever ends it, is named and sent when the agent is started again.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -115,10 +116,10 @@ class Stretches:
         found = self.all()
         sizes = {path: _size_bytes(path) for path in found}
         total = sum(sizes.values())
+        # Each lasted until the next began.
+        following = {one: int(other.name) for one, other in itertools.pairwise(found)}
         for path in [path for path in found if path != current and is_done(path)]:
-            # It began then, and lasted until the next began.
-            following = found[found.index(path) + 1] if path != found[-1] else path
-            is_old = now_unix_ns - int(following.name) > keep_s * _NS_PER_S
+            is_old = now_unix_ns - following.get(path, now_unix_ns) > keep_s * _NS_PER_S
             if is_old or total > bytes_max:
                 total -= sizes[path]
                 shutil.rmtree(path, ignore_errors=True)

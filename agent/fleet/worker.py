@@ -34,6 +34,7 @@ from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import TRIES, count_try, mark_done
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.capture_worker import messages
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.rebuilt import capture_of_windows
@@ -47,6 +48,9 @@ from aiflame.agent.target_files import FileGuard
 
 _SPOOL = "spool"
 _DATABASE = "capture.aiflame"
+# Whoever is so late leaves out names: of each window, of a second, this is for them.
+_LATE_NS = 30_000_000_000
+_BUDGET_S = 0.3
 # What is left for ending, of the time until the end.
 _ENDING_S = 0.5
 
@@ -57,14 +61,16 @@ class _Stretch:
     Args:
         folder: Of its segments.
         naming: Gives names.
+        lateness: Of these.
         log: Takes a line for each event.
     """
 
-    def __init__(self, folder: Path, naming: Naming, log: Log) -> None:
+    def __init__(self, folder: Path, naming: Naming, lateness: _Lateness, log: Log) -> None:
         self.folder = folder
         self.database = folder / _DATABASE
         self.cpu_ns = self.rss_bytes = 0
         self._naming: Naming | None = naming
+        self._lateness = lateness
         self._log = log
         self._following = FollowedWindows(folder)
         self._jit_symbols = JitSymbolSink(folder)
@@ -81,6 +87,7 @@ class _Stretch:
             for window in self._following.take(count):
                 if self._capture is None:
                     facts = self._following.facts
+                    self._lateness.begin(facts)
                     self._capture = WrittenCapture(
                         self.database, window.start_ns, facts, self._naming
                     )
@@ -116,10 +123,18 @@ class _Stretch:
 class _Worker:
     """All that one agent sends."""
 
-    def __init__(self, directory: Path, channel: socket.socket, naming: Naming, log: Log) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        channel: socket.socket,
+        naming: Naming,
+        lateness: _Lateness,
+        log: Log,
+    ) -> None:
         self._directory = directory
         self._channel = channel
         self._naming = naming
+        self._lateness = lateness
         self._log = log
         self._config: AgentConfig | None = None
         self._deliveries: dict[str, Delivery] = {}
@@ -132,7 +147,8 @@ class _Worker:
         if "config" in message:
             self._configure(config_of(message["config"]))
         elif "stretch" in message:
-            self._stretch = _Stretch(Path(message["stretch"]), self._naming, self._log)
+            folder = Path(message["stretch"])
+            self._stretch = _Stretch(folder, self._naming, self._lateness, self._log)
         elif "windows" in message and self._stretch is not None:
             self._stretch.take(int(message["windows"]))
         elif "cut" in message and self._stretch is not None:
@@ -288,6 +304,24 @@ class _Worker:
             )
 
 
+class _Lateness:
+    """How long names may take: as long as they do, until windows are late."""
+
+    def __init__(self) -> None:
+        self._started_unix_ns: int | None = None
+
+    def begin(self, facts: Mapping[str, str | int]) -> None:
+        """Takes what is known of a recording."""
+        self._started_unix_ns = int(facts["started_unix_ns"])
+
+    def budget_s(self, window: Window) -> float | None:
+        """Returns how long those of a window may take, None for as long as they take."""
+        if self._started_unix_ns is None:
+            return None
+        is_late = time.time_ns() - self._started_unix_ns - window.end_ns > _LATE_NS
+        return _BUDGET_S if is_late else None
+
+
 def _words(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1:]
     at = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in where)
@@ -309,7 +343,9 @@ def main(directory: Path) -> None:
         closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
     ):
         service.start()
-        worker = _Worker(directory, channel, Naming(files, service, file_facts), Log())
+        lateness = _Lateness()
+        naming = Naming(files, service, file_facts, lateness.budget_s)
+        worker = _Worker(directory, channel, naming, lateness, Log())
         for message in messages(channel, files):
             worker.take(message)
             service.poll()

@@ -29,6 +29,7 @@ from aiflame.agent.model.window import (
     Timing,
     Window,
 )
+from aiflame.agent.sinks.bounded_naming import by_importance
 from aiflame.agent.sinks.index import Numbers
 from aiflame.agent.sinks.launch_ids import LaunchIds
 from aiflame.agent.sinks.launch_order import LaunchOrder
@@ -202,7 +203,9 @@ class CaptureSink:
         switched = {*samples["stack"][samples["kind"] > SampleClass.ON_CPU].tolist()}
         switched.update(window.waits["stack"].tolist())
         new: list[tuple[int, UnnamedStack]] = []
-        for at, stack in enumerate(window.stacks["stack"].tolist()):
+        # Whoever names them may run out of time.
+        order = by_importance(window)
+        for at, stack in zip(order.tolist(), window.stacks["stack"][order].tolist(), strict=True):
             row, known = self._find(stack)
             if known is _Known.WHOLE:
                 continue

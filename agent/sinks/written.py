@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from aiflame.agent.capture.schema import SYMBOLS_FACT
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.losses import KINDS_BY_NAME, LossKind
 from aiflame.agent.model.window import Window
+from aiflame.agent.sinks.bounded_naming import BoundedNamer
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.sinks.names import Names
@@ -24,11 +25,19 @@ from aiflame.agent.symbols.service import SymbolService
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What names take: the files that processes had mapped, and who reads them."""
+    """What names take: the files that processes had mapped, and who reads them.
+
+    Attributes:
+        files: Opens them.
+        service: Reads symbols.
+        file_facts: Tells what is in them.
+        budget_s: How long the names of a window may take, None for as long as they take.
+    """
 
     files: Files
     service: SymbolService
     file_facts: FileFacts
+    budget_s: Callable[[Window], float | None] | None = None
 
 
 class WrittenCapture:
@@ -55,9 +64,11 @@ class WrittenCapture:
         self._path = path
         names = Names()
         self._service = None if naming is None else naming.service
-        self._namer = None
+        self._namer: Namer | BoundedNamer | None = None
         if naming is not None:
-            self._namer = Namer(naming.files, naming.service, names, naming.file_facts)
+            namer = Namer(naming.files, naming.service, names, naming.file_facts)
+            budget_s = naming.budget_s
+            self._namer = namer if budget_s is None else BoundedNamer(namer, budget_s)
         try:
             with contextlib.ExitStack() as parts:
                 self._writer = CaptureWriter(path)

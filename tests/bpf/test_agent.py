@@ -109,8 +109,8 @@ class _Agent:
         folders = (self.directory / "stretches").iterdir()
         return [folder for folder in folders if not (folder / "done").exists()]
 
-    def waiting(self) -> int:
-        return len([*(self.directory / "spool" / "toy").glob("*.request")])
+    def waiting(self) -> list[Path]:
+        return [*(self.directory / "spool" / "toy").glob("*.request")]
 
 
 @pytest.fixture
@@ -132,12 +132,20 @@ def _burning(program: Path) -> Iterator[Workload]:
 
 
 def _check_sums(agent: _Agent) -> None:
-    """Checks that each stretch came once, in order, with exactly what its capture has."""
+    """Checks that each stretch came once, in order, with exactly what its capture has.
+
+    What a crowded machine had no time for is on disk.
+    """
     requests = agent.requests()
     begins = [request["begin"] for request in requests]
     assert begins == sorted(set(begins)), agent.log.read_text()
     captures = agent.sums_of_captures()
-    assert {request["begin"]: request["sums"] for request in requests} == captures
+    for request in requests:
+        assert request["sums"] == captures[request["begin"]]
+    waiting = {int(path.name.split("-")[1]) for path in agent.waiting()}
+    assert {*captures} == waiting | {*begins}
+    every = {int(folder.name) for folder in (agent.directory / "stretches").iterdir()}
+    assert every == {*captures} | {int(folder.name) for folder in agent.undone()}
     assert sum(sums["count of 0"] for sums in captures.values()) > 0
     assert sum(sums["ns of 1"] for sums in captures.values()) > 0
     assert not any("not_delivered" in request["losses"] for request in requests)
@@ -155,15 +163,14 @@ def test_nothing_is_lost_while_a_back_end_is_away(
         wait_until(lambda: len(agent.requests()) >= 2, _PATIENCE_S)
         # WHEN the back-end is killed, stays away for some stretches, and comes again
         agent.kill_server()
-        wait_until(lambda: agent.waiting() >= 2, _PATIENCE_S)
+        wait_until(lambda: len(agent.waiting()) >= 2, _PATIENCE_S)
         assert agent.said("sink toy is away") >= 1
         agent.serve()
         wait_until(lambda: not agent.waiting(), _PATIENCE_S)
     # AND the agent is told to end
     took_s = agent.terminate()
-    # THEN it ends in time, with everything sent,
+    # THEN it ends in time, and nothing is lost or sent twice,
     assert took_s < _END_S, agent.log.read_text()
-    assert (agent.undone(), agent.waiting()) == ([], 0), agent.log.read_text()
     assert agent.said("takes requests again") == 1
     _check_sums(agent)
     # AND the program has the time that it measured, as 19 samples a second tell it.
@@ -177,7 +184,7 @@ def test_nothing_is_lost_while_a_back_end_is_away(
 def test_a_killed_agent_sends_the_rest_when_it_is_started_again(agent: _Agent) -> None:
     # GIVEN an agent whose back-end is away, with requests that wait and an open stretch
     agent.start()
-    wait_until(lambda: agent.waiting() >= 2, _PATIENCE_S)
+    wait_until(lambda: len(agent.waiting()) >= 2, _PATIENCE_S)
     wait_until(agent.undone, _PATIENCE_S)
     # WHEN it is killed, and started again with a back-end
     agent.kill()

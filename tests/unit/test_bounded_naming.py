@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Naming within a time: what matters most comes first, and what is left out keeps its time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.losses import LossKind
+from aiflame.agent.model.profile import SampleClass, StopReason
+from aiflame.agent.model.window import NO_STACK, Window
+from aiflame.agent.sinks import bounded_naming
+from aiflame.agent.sinks.bounded_naming import BoundedNamer, by_importance
+from aiflame.agent.sinks.capture import CaptureSink
+from aiflame.agent.symbolize.stacks import NamedStack, UnnamedStack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from windows import RandomRecording
+
+
+class _Namer:
+    """Gives every stack the same name."""
+
+    def __init__(self) -> None:
+        self.losses: Counter[LossKind] = Counter()
+        self.jit_symbols: dict[tuple[int, int], str] = {}
+        self.named = 0
+
+    def name(self, window: Window, stacks: Sequence[UnnamedStack]) -> list[NamedStack]:
+        self.jit_symbols = {(0, self.named): "jit"}
+        self.named += len(stacks)
+        return [NamedStack(int(StopReason.ROOTED), b"", 0) for _ in stacks]
+
+
+def _bounded(namer: Any, budget_s: float | None) -> BoundedNamer:
+    return BoundedNamer(namer, lambda _window: budget_s)
+
+
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=50, deadline=None)
+def test_on_cpu_and_launches_come_first_and_then_the_longest(seed: int) -> None:
+    for window in RandomRecording(seed).windows(3):
+        order = by_importance(window)
+        # Each stack has one place.
+        assert sorted(order.tolist()) == list(range(len(window.stacks)))
+        samples = window.samples
+        first = {*samples["stack"][samples["kind"] == SampleClass.ON_CPU].tolist()}
+        first |= {*window.launches["stack"].tolist()}
+        weights: Counter[int] = Counter()
+        for stack, ns in samples[["stack", "weight_ns"]].tolist():
+            weights[stack] += ns
+        keys = [
+            (stack not in first, -weights[stack])
+            for stack in window.stacks["stack"][order].tolist()
+            if stack != NO_STACK
+        ]
+        assert keys == sorted(keys)
+
+
+def test_a_window_without_stacks_has_no_order() -> None:
+    window = RandomRecording(3).windows(1)[0]
+    empty = Window.of(window.number, window.start_ns, window.end_ns, {}, texts=("",))
+    assert by_importance(empty).tolist() == []
+
+
+def test_who_is_not_late_names_all() -> None:
+    namer = _Namer()
+    window = RandomRecording(3).windows(1)[0]
+    bounded = _bounded(namer, None)
+    assert len(bounded.name(window, [None] * 1000)) == 1000  # type: ignore[list-item]
+    assert namer.named == 1000
+    assert not bounded.losses.total()
+
+
+def test_who_is_late_names_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a budget that the first stacks use up
+    monkeypatch.setattr(bounded_naming, "_CHUNK", 10)
+    namer = _Namer()
+    window = RandomRecording(3).windows(1)[0]
+    bounded = _bounded(namer, 0.0)
+    found = bounded.name(window, [None] * 25)  # type: ignore[list-item]
+    # THEN all others are without frames, which is counted,
+    assert namer.named == 10
+    assert [named.stop_reason for named in found] == [StopReason.ROOTED] * 10 + [
+        StopReason.LOST
+    ] * 15
+    assert bounded.losses[LossKind.NAMING_BEHIND] == 15
+    # AND names of generated code are kept of all that was named.
+    bounded = _bounded(_Namer(), 60.0)
+    bounded.name(window, [None] * 25)  # type: ignore[list-item]
+    assert [*bounded.jit_symbols] == [(0, 0), (0, 10), (0, 20)]
+
+
+def test_time_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bounded_naming, "_CHUNK", 1)
+    windows = RandomRecording(11).windows(3)
+    sums = []
+    for budget_s in (None, 0.0):
+        writer = CaptureWriter(tmp_path / f"{budget_s}.aiflame")
+        sink = CaptureSink(writer, namer=_bounded(_Namer(), budget_s))
+        for window in windows:
+            sink.put(window)
+        sink.finish()
+        facts: dict[str, str | int] = {
+            "aiflame_version": "0",
+            "started_unix_ns": 5,
+            "period_ns": 1,
+            "command": "c",
+            "target": "t",
+        }
+        writer.put_meta(facts)
+        writer.commit()
+        writer.close()
+        profile = read_capture(writer.path)
+        sums.append(np.bincount(profile.samples["klass"], profile.samples["ns"]).tolist())
+    assert sums[0] == sums[1]
