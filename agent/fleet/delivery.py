@@ -205,11 +205,17 @@ class Delivery:
             )
             return not self._waiting
 
-    def close(self) -> None:
-        """Ends sending; what is left stays on disk."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """Ends sending; what is left stays on disk.
+
+        Args:
+            patience_s: How long to wait for the answer to what is on its way.
+        """
         with self._lock:
             self._is_closed = True
             self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join(patience_s)
 
     # What follows is called with the lock, or by the thread alone.
 

@@ -78,7 +78,6 @@ class Stretches:
             )
         self._folder = folder
         self._log = log
-        self.dropped = 0
 
     def begin(self, facts: Mapping[str, str | int], window: Window) -> Stretch:
         """Begins a stretch with a window that is not in it yet.
@@ -127,7 +126,6 @@ class Stretches:
             if total > bytes_max:
                 total -= sizes[path]
                 shutil.rmtree(path, ignore_errors=True)
-                self.dropped += 1
                 self._log.say_seldom(
                     "stretch dropped", f"stretch {path.name} dropped unsent: more than `keep_size`"
                 )

@@ -51,6 +51,8 @@ _DATABASE = "capture.aiflame"
 # Whoever is so late leaves out names: of each window, of a second, this is for them.
 _LATE_NS = 30_000_000_000
 _BUDGET_S = 0.3
+# A sink gives up on an answer after 10 s.
+_ANSWER_S = 15.0
 # What is left for ending, of the time until the end.
 _ENDING_S = 0.5
 
@@ -170,7 +172,8 @@ class _Worker:
                 continue
             del self._sinks[name]
             if name in self._deliveries:
-                self._deliveries.pop(name).close()
+                # Another one is about to send what is in its queue.
+                self._deliveries.pop(name).close(_ANSWER_S)
         for name, settings in config.sinks.items():
             if name in self._sinks:
                 continue

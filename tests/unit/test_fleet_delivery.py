@@ -278,3 +278,26 @@ def test_a_folder_of_others_is_refused(tmp_path: Path, log: Log) -> None:
     folder.chmod(0o777)
     with pytest.raises(PermissionError):
         Delivery(_Sink(_takes), folder, 100, log)
+
+
+def test_who_takes_over_a_queue_sends_nothing_twice(tmp_path: Path, log: Log) -> None:
+    # GIVEN a request that is on its way
+    released, asked = threading.Event(), threading.Event()
+
+    def slow(_request: Request) -> Counter[str]:
+        asked.set()
+        assert released.wait(60)
+        return Counter()
+
+    old, new, folder = _Sink(slow), _Sink(_takes), tmp_path / "spool"
+    with _delivery(old, folder, log) as delivery:
+        delivery.put(map(_request, range(2)))
+        assert asked.wait(60)
+        # WHEN its queue is closed, its answer comes, and another one goes on
+        threading.Timer(0.05, released.set).start()
+        delivery.close(60)
+    with _delivery(new, folder, log) as delivery:
+        assert delivery.flush(time.monotonic() + 10)
+    # THEN each came once.
+    assert old.got == [_request(0).body]
+    assert new.got == [_request(1).body]

@@ -72,7 +72,6 @@ def test_what_is_not_done_stays_longer(stretches: Stretches, tmp_path: Path) -> 
     current = _made(stretches, seconds=0, done=False)
     stretches.trim(current, _NOW_NS, 600, 1500)
     assert stretches.all() == [current]
-    assert stretches.dropped == 1
     assert "dropped unsent" in (tmp_path / "log").read_text()
 
 
