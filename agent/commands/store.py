@@ -21,6 +21,7 @@ from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.reports.words import showable
 from aiflame.agent.store.address import Server, address_of
+from aiflame.agent.store.engine import KEEP_DAYS
 from aiflame.agent.store.engines import open_store
 from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.schema import migrate, require
@@ -34,9 +35,6 @@ EXAMPLES
   aiflame store add run.aiflame --store fleet          # put a capture into it
   aiflame store add run.aiflame --store fleet --service train --version 1.4
 """
-
-# Of a server, whose disks everybody's samples share. A directory is its owner's to empty.
-_SERVER_KEEPS_DAYS = 14
 
 # Rows of a capture are of so many seconds: fine enough to compare parts of it, and coarse enough
 # to sum. Of a long one, as an agent's windows are.
@@ -55,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep-days",
         metavar="N",
         type=positive,
-        help=f"of new tables: after so many days samples go (default: {_SERVER_KEEPS_DAYS} on a"
+        help=f"of new tables: after so many days samples go (default: {KEEP_DAYS} on a"
         " server, never in a directory)",
     )
     init.set_defaults(action_run=_init)
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 def _init(args: argparse.Namespace) -> int:
     name = named_store(args)
     is_server = isinstance(address_of(name), Server)
-    keep_days = args.keep_days or (_SERVER_KEEPS_DAYS if is_server else 0)
+    keep_days = args.keep_days or (KEEP_DAYS if is_server else 0)
     engine = open_store(name, is_read_only=False, is_new=True)
     try:
         before, after = migrate(engine, keep_days)

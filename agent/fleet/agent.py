@@ -24,7 +24,18 @@ from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
-from aiflame.agent.fleet.config import NEEDS_RESTART, AgentConfig, AgentSettings
+from aiflame.agent.fleet.config import (
+    MOST_LEFT_OUT,
+    NEEDS_RESTART,
+    AgentConfig,
+    AgentSettings,
+)
+from aiflame.agent.fleet.cost import CostController
+from aiflame.agent.fleet.host_checks import (
+    cgroup_layout,
+    cgroup_namespace_note,
+    require_host_pids,
+)
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
@@ -33,6 +44,7 @@ from aiflame.agent.fleet.stretches import Stretch, Stretches
 from aiflame.agent.kernel import checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
+from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.model.gpu import Tier
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes.targets import Target, target_of_all
@@ -116,12 +128,14 @@ def run_agent(
     """
     map_large_blocks()
     descriptors.raise_limit()
+    require_host_pids()
     checks.require_all()
     settings = config.agent
     for name, sink_settings in config.sinks.items():
         sink_module(name).make(sink_settings, settings.node_name)
-    for warning in config.warnings:
-        log.say(f"warning: {warning}")
+    for warning in (*config.warnings, cgroup_layout().note, cgroup_namespace_note()):
+        if warning:
+            log.say(f"warning: {warning}")
     with ExitStack() as parts:
         stretches = Stretches(settings.directory, log)
         parts.callback(_Lock(settings.directory).close)
@@ -138,6 +152,7 @@ def run_agent(
                 choose(settings.gpu),
                 are_families_named=settings.gpu != AUTO,
                 wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
+                steers=_steers(settings),
             )
         )
         recorder.start(None, log.say)
@@ -155,7 +170,17 @@ def _for_programs(settings: AgentSettings, target: Target) -> ProgramOptions:
         off_cpu=settings.off_cpu,
         unwind_bytes_max=settings.unwind_memory,
         calls=settings.gpu != NONE,
+        by_chance=settings.off_cpu,
+        # Rules may come when the configuration is read again.
+        excluded_max=MOST_LEFT_OUT,
     )
+
+
+def _steers(settings: AgentSettings) -> CostController | None:
+    """Returns who decides which waits have a stack; their time is exact in any case."""
+    if not settings.off_cpu:
+        return None
+    return CostController(len(online_cpus()), settings.budget)
 
 
 def _loading(settings: AgentSettings) -> Loading:
@@ -335,6 +360,8 @@ class _Agent:
             self._take_report(report)
 
     def _take_report(self, report: Mapping[str, Any]) -> None:
+        if "left_out" in report:
+            self._recorder.exclude(report["left_out"])
         if "done" in report:
             seconds = int(report["duration_ns"]) / _NS_PER_S
             samples = int(report["samples"])

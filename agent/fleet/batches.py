@@ -24,19 +24,20 @@ Mask = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.void]
 
 
-def batches_of(profile: Profile, labels: Sequence[Labels]) -> Iterator[Batch]:
+def batches_of(profile: Profile, labels: Sequence[Labels | None]) -> Iterator[Batch]:
     """Divides a profile.
 
     Args:
         profile: Of a stretch of time.
-        labels: Of each of its processes.
+        labels: Of each of its processes; None leaves one out.
 
     Yields:
         One for each of the labels that have any time, launch or sample, in the order of these.
     """
     profile = replace(profile, gpu=_attributed(profile.gpu))
-    parts = {one: number for number, one in enumerate(dict.fromkeys(labels))}
-    part_of = np.array([parts[one] for one in labels], np.int64)
+    distinct = dict.fromkeys(one for one in labels if one is not None)
+    parts = {one: number for number, one in enumerate(distinct)}
+    part_of = np.array([-1 if one is None else parts[one] for one in labels], np.int64)
     for one, number in parts.items():
         part = _part(profile, part_of == number)
         if _is_anything(part):

@@ -18,6 +18,8 @@ from typing import Any
 
 from aiflame.agent.devices.choice import AUTO, CHOICES
 from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.cost import Budget
+from aiflame.agent.fleet.selection import Selection
 from aiflame.agent.fleet.sinks import SINKS, sink_module
 from aiflame.agent.settings import (
     Given,
@@ -38,6 +40,8 @@ else:
 
 _VARIABLE_PREFIX = "AIFLAME_"
 _SINK_TABLE = "sinks"
+# Where Kubernetes mounts what a pod's service account has.
+_SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # A configuration has some KB.
 _MAX_FILE_BYTES = 1 << 20
 
@@ -81,7 +85,49 @@ class AgentSettings:
     unwind_memory: int = setting(
         Kind.BYTES, "kernel memory for unwind tables", 256 * 10**6, least=0, most=1 << 40
     )
+    # The aim of the whole agent: what exact totals cost is not part of it.
+    cost_host_percent: float = setting(
+        Kind.SHARE, "what recording may cost, of all CPUs", 1.0, least=0.05, most=100
+    )
+    cost_cpu_percent: float = setting(
+        Kind.SHARE, "the same, of one CPU, where that is more", 3.0, least=0.1, most=100
+    )
     node: str = setting(Kind.TEXT, "this host's name in labels (default: its host name)", "")
+    include: tuple[str, ...] = setting(
+        Kind.TEXTS, "record only what one of these rules names: namespace=prod, unit=nginx*", ()
+    )
+    exclude: tuple[str, ...] = setting(Kind.TEXTS, "leave out what one of these rules names", ())
+    pod_labels: tuple[str, ...] = setting(
+        Kind.TEXTS, "labels and annotations of pods and containers to send, with wildcards", ()
+    )
+    service_annotation: str = setting(
+        Kind.TEXT, "annotation of a pod that names its service", "aiflame/service"
+    )
+    kubelet: str = setting(
+        Kind.TEXT, "address of this node's kubelet, which is asked for pods; none by default", ""
+    )
+    kubelet_port: int = setting(Kind.COUNT, "its port", 10250, least=1, most=65535)
+    kubelet_token_file: Path = setting(
+        Kind.PATH, "token of a service account, read anew for each request", _SECRETS / "token"
+    )
+    kubelet_ca_file: Path = setting(Kind.PATH, "whom to trust as the kubelet", _SECRETS / "ca.crt")
+    kubelet_skip_verify: bool = setting(
+        Kind.FLAG, "send the token to whoever answers there, whatever its certificate", False
+    )
+
+    @property
+    def selection(self) -> Selection:
+        """What is recorded.
+
+        Raises:
+            UsageError: A rule is none.
+        """
+        return Selection.parse(self.include, self.exclude)
+
+    @property
+    def budget(self) -> Budget:
+        """What recording may cost."""
+        return Budget(self.cost_host_percent / 100, self.cost_cpu_percent / 100)
 
     @property
     def node_name(self) -> str:
@@ -94,10 +140,13 @@ class AgentSettings:
         return 1_000_000_000 // self.frequency_hz
 
 
+# Cgroups that are left out in the kernel, 12 bytes each there; others where labels are made.
+MOST_LEFT_OUT = 2048
+
 # What is read once: programs are in the kernel, and files are where they are.
 NEEDS_RESTART = (
     *("frequency_hz", "off_cpu", "gpu", "inject", "gpu_duty_percent", "directory"),
-    "unwind_memory",
+    *("unwind_memory", "cost_host_percent", "cost_cpu_percent"),
 )
 
 
@@ -223,6 +272,7 @@ def _flat(words: Mapping[str, Any], source: str) -> dict[str, Given]:
 def _checked(given: Mapping[str, Given], warnings: tuple[str, ...]) -> AgentConfig:
     of_agent = {key: one for key, one in given.items() if not key.startswith(f"{_SINK_TABLE}.")}
     agent = made(AgentSettings, of_agent)
+    _ = agent.selection  # a bad rule is refused here
     sinks = {}
     for name in SINKS:
         prefix = f"{_SINK_TABLE}.{name}."

@@ -302,7 +302,8 @@ class Delivery:
                 wait_s = self._wait_s(failures, error.retry_after_s)
                 self._note_away(str(error))
             except SinkRefused as error:
-                self._done(one, Counter({f"refused: {error}": one.samples}), is_sent=False)
+                self._log.say_seldom(f"{self._sink.name} refused {error.reason}", str(error))
+                self._done(one, Counter({f"refused: {error.reason}": one.samples}), is_sent=False)
             except Exception as error:  # whatever a sink does, it stops nobody else
                 odd += 1
                 what = f"{type(error).__name__}: {error}"

@@ -17,6 +17,9 @@ from aiflame.agent.sinks.requests import RequestSink
 # By name, as in the configuration: [sinks.captures].
 SINKS: dict[str, str] = {
     "captures": "aiflame.agent.sinks.captures",
+    "pyroscope": "aiflame.agent.sinks.pyroscope",
+    "otlp": "aiflame.agent.sinks.otlp",
+    "clickhouse": "aiflame.agent.sinks.clickhouse",
 }
 
 Sink = RequestSink | CaptureFiles

@@ -26,10 +26,10 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.batches import batches_of
-from aiflame.agent.fleet.config import AgentConfig, config_of
+from aiflame.agent.fleet.config import MOST_LEFT_OUT, AgentConfig, config_of
 from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.process_labels import labels_of
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import TRIES, count_try, mark_done
 from aiflame.agent.losses import LossKind
@@ -139,6 +139,7 @@ class _Worker:
         self._lateness = lateness
         self._log = log
         self._config: AgentConfig | None = None
+        self._labelling: Labelling | None = None
         self._deliveries: dict[str, Delivery] = {}
         self._sinks: dict[str, Any] = {}
         self._stretch: _Stretch | None = None
@@ -153,6 +154,7 @@ class _Worker:
             self._stretch = _Stretch(folder, self._naming, self._lateness, self._log)
         elif "windows" in message and self._stretch is not None:
             self._stretch.take(int(message["windows"]))
+            self._look_at_cgroups()
         elif "cut" in message and self._stretch is not None:
             stretch, self._stretch = self._stretch, None
             self._finish(stretch)
@@ -166,6 +168,10 @@ class _Worker:
         old = self._config
         self._config = config
         is_same = old is not None and old.agent == config.agent
+        if not is_same:
+            if self._labelling is not None:
+                self._labelling.close()
+            self._labelling = Labelling(config.agent)
         for name in [*self._sinks]:
             before = None if old is None else old.sinks.get(name)
             if is_same and before == config.sinks.get(name):
@@ -187,6 +193,16 @@ class _Worker:
                 self._sinks[name] = sink
             except (AiflameError, OSError) as error:
                 self._log.say(f"sink {name} does not work: {_words(error)}")
+
+    def _look_at_cgroups(self) -> None:
+        """Tells the collector which cgroups its programs are to leave out."""
+        if self._labelling is None:
+            return
+        found = self._labelling.newly_left_out()
+        if found is not None:
+            self._report({"left_out": sorted(found)[:MOST_LEFT_OUT]})
+        if self._labelling.error:
+            self._log.say_seldom("kubelet", f"pods have no names: {self._labelling.error}")
 
     def _finish_left(self, folder: Path) -> None:
         """Sends a stretch that another process has left."""
@@ -263,9 +279,9 @@ class _Worker:
             writer.close()
 
     def _encode(self, profile: Profile) -> None:
-        if not self._deliveries or self._config is None:
+        if not self._deliveries or self._labelling is None:
             return
-        labels = labels_of(profile, self._config.agent.node_name)
+        labels = self._labelling.of(profile.processes)
         batches = [*batches_of(profile, labels)]
         for name, delivery in self._deliveries.items():
             try:

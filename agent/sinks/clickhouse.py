@@ -9,11 +9,15 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.model.batch import Batch
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
-from aiflame.agent.store.address import Server
+from aiflame.agent.store.address import Server, address_of
+from aiflame.agent.store.engine import DATABASE, KEEP_DAYS
 from aiflame.agent.store.engines import INSERT_SETTINGS
 from aiflame.agent.store.http import Reply, Unreachable, post
 from aiflame.agent.store.inserts import Insert, inserts_of
@@ -51,6 +55,55 @@ _BAD_REQUEST = (
 _MAX_RETRY_AFTER_S = 3_600.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The keys of `[sinks.clickhouse]`.
+
+    Attributes:
+        url: Of the server's HTTP interface, "https://HOST:8443"; "http" without TLS.
+        database: Where `aiflame store init` has made the tables.
+        user: Who may insert there.
+        password_file: A file with the user's password.
+        ca_file: Certificates to trust, instead of the system's.
+        cluster: What all rows say of it.
+        keep_days: As the store was made: what is older is not sent.
+    """
+
+    url: str
+    database: str = DATABASE
+    user: str = ""
+    password_file: Path | None = None
+    ca_file: Path | None = None
+    cluster: str = ""
+    keep_days: int = KEEP_DAYS
+
+
+def make(settings: Settings, node: str) -> ClickHouseSink:
+    """Make the sink of a host. Its name is in the labels of what is inserted.
+
+    Raises:
+        UsageError: The settings make no sense, or its password would be sent in the clear.
+    """
+    parts = urlsplit(settings.url)
+    scheme = "clickhouses" if parts.scheme == "https" else "clickhouse"
+    place = address_of(f"{scheme}://{parts.netloc}/{settings.database}", {})
+    assert isinstance(place, Server)  # noqa: S101 - it has a scheme
+    server = replace(
+        place,
+        name=settings.url,
+        user=settings.user,
+        password_file=settings.password_file,
+        ca_file=settings.ca_file,
+    )
+    server.password({})
+    return ClickHouseSink(server, cluster=settings.cluster, keep_days=settings.keep_days)
+
+
+def describe(settings: Settings) -> str:
+    """Say where it sends."""
+    return f"ClickHouse at {settings.url}, database {settings.database}"
+
+
 class ClickHouseSink:
     """Sends batches to a ClickHouse server: a `RequestSink`.
 
@@ -65,7 +118,7 @@ class ClickHouseSink:
         server: Server,
         *,
         cluster: str = "",
-        keep_days: int = 14,
+        keep_days: int = KEEP_DAYS,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes it; nothing is sent.

@@ -21,6 +21,9 @@ MAX_SECONDS = 300
 
 DATABASE = "aiflame"
 
+# Of a server, whose disks everybody's samples share: days.
+KEEP_DAYS = 14
+
 
 class StoreError(AiflameError):
     """A store did not answer, or did not understand."""

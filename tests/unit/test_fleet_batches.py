@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.fleet.batches import batches_of
-from aiflame.agent.fleet.process_labels import labels_of
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.gpu import NONE
-from aiflame.agent.model.profile import Process, Profile
+from aiflame.agent.model.profile import Profile
 from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.gpu.attribution import attribution_of
 from aiflame.gpu.attribution.kernel_times import attributed_times, measured_times
@@ -36,7 +35,6 @@ _FACTS: dict[str, str | int] = {
     "command": "aiflame agent",
     "target": "all",
 }
-_CONTAINER_ID = "0123456789abcdef" * 4
 
 
 def _frames(profile: Profile, stack: int) -> Hashable:
@@ -203,39 +201,11 @@ def test_who_has_nothing_has_no_part() -> None:
     assert [batch.labels.service for batch in batches_of(profile, labels)] == ["s0"]
 
 
-def _process(cgroup: str, executable: str = "", pid: int = 9, parent: int = 1) -> Process:
-    return replace(process(pid, "comm"), cgroup=cgroup, executable=executable, parent_pid=parent)
-
-
-@pytest.mark.parametrize(
-    ("one", "expected"),
-    [
-        (
-            _process(f"/system.slice/docker-{_CONTAINER_ID}.scope", "/bin/x"),
-            Labels("0123456789ab", _CONTAINER_ID, engine="docker", node="n"),
-        ),
-        (
-            _process("/system.slice/nginx.service", "/usr/sbin/nginx"),
-            Labels("nginx", unit="nginx.service", node="n"),
-        ),
-        (_process("/user.slice/session-3.scope", "/usr/bin/top"), Labels("top", node="n")),
-        (_process("/", "", pid=30, parent=2), Labels("kernel threads", node="n")),
-        (
-            _process("/lxc.payload.web/init.scope", "/bin/x"),
-            Labels("web", container="web", engine="lxc", node="n"),
-        ),
-        (_process(""), Labels("comm", node="n")),
-    ],
-)
-def test_labels_say_who_it_was(one: Process, expected: Labels) -> None:
-    profile = replace(small_profile(), processes=(one,))
-    assert labels_of(profile, "n") == [expected]
-
-
-def test_no_service_is_without_a_name() -> None:
-    nameless = replace(_process(""), name="")
-    (labels,) = labels_of(replace(small_profile(), processes=(nameless,)), "n")
-    assert labels.service
+def test_who_is_left_out_is_in_no_part() -> None:
+    whole = small_profile()
+    labels = [None, *_labels(len(whole.processes) - 1, 1)]
+    shown = [process.pid for b in batches_of(whole, labels) for process in b.profile.processes]
+    assert whole.processes[0].pid not in shown and shown
 
 
 def test_a_large_host_is_divided_soon() -> None:

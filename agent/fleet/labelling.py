@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom processes belong to and which are left out, as the agent's configuration says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
+from aiflame.agent.fleet.labels import Labeller, LabelOptions
+from aiflame.agent.fleet.selection import left_out
+from aiflame.agent.model.batch import Labels
+from aiflame.agent.model.profile import Process
+from aiflame.agent.processes.targets import cgroup2_mounts
+
+# How often all cgroups are looked at: containers start and end, and pods are known a moment later.
+_LOOK_S = 10.0
+
+
+class Labelling:
+    """Labels of processes, and cgroups that are to be left out.
+
+    Args:
+        settings: Of the agent.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._selection = settings.selection
+        self._watch: PodWatch | None = None
+        if settings.kubelet:
+            kubelet = KubeletSettings(
+                settings.kubelet,
+                settings.kubelet_port,
+                settings.kubelet_token_file,
+                settings.kubelet_ca_file,
+                settings.kubelet_skip_verify,
+            )
+            self._watch = PodWatch(Kubelet(kubelet).fetch)
+            self._watch.start()
+        options = LabelOptions(settings.node_name, settings.pod_labels, settings.service_annotation)
+        self._labeller = Labeller(options, self._watch)
+        self._mounts = cgroup2_mounts()
+        self._looked_s = 0.0
+        self._left_out: set[int] | None = None
+
+    @property
+    def error(self) -> str:
+        """Why pods have no names, "" if they have, or none are asked for."""
+        return "" if self._watch is None else self._watch.error
+
+    def of(self, processes: Sequence[Process]) -> list[Labels | None]:
+        """Returns the labels of processes, None of those that are left out."""
+        return [
+            subject.labels if self._selection.takes(subject, process.name) else None
+            for subject, process in zip(self._labeller.subjects(processes), processes, strict=True)
+        ]
+
+    def newly_left_out(self) -> set[int] | None:
+        """Returns the ids of cgroups to be left out; None where they are those of last time."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_S or not self._mounts:
+            return None
+        self._looked_s = now_s
+        found = left_out(self._mounts[0], self._selection, self._labeller)
+        if found == (self._left_out or set()):
+            return None
+        self._left_out = found
+        return found
+
+    def close(self) -> None:
+        """Ends asking."""
+        if self._watch is not None:
+            self._watch.stop()
