@@ -171,7 +171,7 @@ def test_busy_threads_wait_where_they_wait(run: Run) -> None:
         for function, thread in (("await_ping", "answerer"), ("await_turn", "passer-1")):
             under = ns_of(profile, function, thread, SampleClass.BLOCKED)
             whole = ns_of(profile, None, thread, SampleClass.BLOCKED)
-            # Another wait, as for a page, stands for up to 64 like it if it is chosen: of 1 ms each,
+            # Another wait, as for a page, stands for up to 64 like it if it is chosen: of 1 ms,
             # one or two in four seconds are this much.
             assert under > 0.97 * whole, thread
             # Each wait is counted, though few have a stack.
