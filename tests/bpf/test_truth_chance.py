@@ -33,8 +33,9 @@ from support import wait_until
 
 pytestmark = pytest.mark.bpf
 
-# Less than the exact totals alone take here: as few stacks as there ever are.
-_BUDGET_PCT = 2
+# A third of what all stacks take, and more than exact totals do: where these alone are above the
+# budget, threads have fewer stacks than is said below.
+_BUDGET_PCT = 10
 # Of a thread that waits often, whatever its cgroup's chance (agent/fleet/cost.py).
 _LEAST_STACKS_PER_S = 20
 _SIGMAS = 5
