@@ -23,6 +23,8 @@ from aiflame.agent.store.engine import StoreError
 from aiflame.agent.store.schema import Rows
 
 USER, PASSWORD = "recorder", "s3cret"
+# http_max_field_value_size.
+_MAX_FIELD_BYTES = 131_072
 _INSERT = re.compile(r"INSERT INTO (\w+) FORMAT JSONEachRow")
 
 
@@ -99,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
         key = self.headers.get("X-ClickHouse-Key")
         if (self.headers.get("X-ClickHouse-User"), key) != (USER, PASSWORD):
             return _error(403, 516, "Authentication failed")
+        if "query" not in query:
+            return self._asked(stand_in, query, body.decode("utf-8"))
         if query.get("database") != "aiflame":
             return _error(404, 81, "Database does not exist. (UNKNOWN_DATABASE)")
         insert = _INSERT.fullmatch(query.get("query", ""))
@@ -115,6 +119,27 @@ class _Handler(BaseHTTPRequestHandler):
         except (StoreError, ValueError, EOFError, OSError) as error:
             return _error(400, 117, str(error))
         return 200, {}, b""
+
+    def _asked(
+        self, stand_in: StandIn, query: dict[str, str], statement: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Runs what is no insert, as the engine does it."""
+        assert stand_in.engine is not None
+        if "database" not in query and not statement.startswith("CREATE DATABASE "):
+            return _error(404, 60, "Table default.x does not exist. (UNKNOWN_TABLE)")
+        if any(len(value) > _MAX_FIELD_BYTES for value in query.values()):
+            return _error(400, 1000, "Field value too long")
+        if query.get("readonly") == "2" and not statement.startswith(("SELECT", "WITH", "EXISTS")):
+            return _error(500, 164, "Cannot execute query in readonly mode. (READONLY)")
+        values = {
+            name.removeprefix("param_"): value
+            for name, value in query.items()
+            if name.startswith("param_")
+        }
+        try:
+            return 200, {}, stand_in.engine._run(statement, values)
+        except StoreError as error:
+            return _error(500, 47, str(error))
 
     def _answer(self, status: int, headers: dict[str, str], text: bytes) -> None:
         self.send_response(status)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a store for the recordings of many hosts, and put captures into it.
 
-The store is a ClickHouse server, or a directory with the same engine inside this program (chDB,
-pip install 'aiflame[chdb]'): for one machine, and one program at a time.
+The store is a ClickHouse server, or a directory with the same engine inside this program (the
+package chdb): for one machine, and one program at a time.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def compare(
     groups = [int(np.count_nonzero(row)) for row in whole]
     refuse_too_few(samples, (groups[0], groups[1]), (base.words, new.words))
     rows = sides.functions(is_self, least_share, totals)
-    own = sides.groups_of([(str(r[0]), str(r[1])) for r in rows], is_self, by_host)
+    own = sides.groups_of([int(row[5]) for row in rows], is_self, by_host)
     considered = int(rows[0][4]) if rows else 0
     found = []
     for name, kind, *_ in rows:
@@ -176,7 +176,7 @@ class _Sides:
             f"WITH s AS (SELECT stack_id, sumIf(v, side = 0) AS v0, sumIf(v, side = 1) AS v1"
             f" FROM ({union}) AS u GROUP BY stack_id)"
             " SELECT fn.1 AS name, fn.2 AS kind, sum(v0) AS a, sum(v1) AS b,"
-            " count() OVER () AS considered"
+            f" count() OVER () AS considered, {_KEY} AS key"
             f" FROM (SELECT v0, v1, arrayJoin({_functions(is_self)}) AS fn FROM s INNER JOIN"
             f" ({_STACKS}) AS d USING stack_id) AS j GROUP BY fn"
             " HAVING greatest(a / {t0:Float64}, b / {t1:Float64}) > {least:Float64}"
@@ -191,7 +191,7 @@ class _Sides:
         ).rows
 
     def groups_of(
-        self, functions: list[tuple[str, str]], is_self: bool, by_host: bool
+        self, keys: list[int], is_self: bool, by_host: bool
     ) -> dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float64]]]:
         """Returns time of functions by side and group."""
         union, values = self._union(f"stack_id, {_group(by_host)} AS g", "stack_id, g")
@@ -200,8 +200,8 @@ class _Sides:
             " SELECT fn.1 AS name, fn.2 AS kind, side, g, sum(v) AS value FROM"
             f" (SELECT side, g, v, arrayJoin({_functions(is_self)}) AS fn FROM s INNER JOIN"
             f" ({_STACKS}) AS d USING stack_id) AS j"
-            " WHERE fn.1 IN {names:Array(String)} GROUP BY fn, side, g",
-            {**values, "names": sorted({name for name, _ in functions})},
+            f" WHERE {_KEY} IN {{keys:Array(UInt64)}} GROUP BY fn, side, g",
+            {**values, "keys": keys},
         ).rows
         found: dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float64]]] = {}
         for name, kind, side, group, value in rows:
@@ -224,6 +224,10 @@ _STACKS = (
     "SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds FROM stacks"
     " WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id"
 )
+
+
+# Names may be longer than what a server takes of parameters.
+_KEY = "cityHash64(fn.1, fn.2)"
 
 
 def _functions(is_self: bool) -> str:

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,7 @@ INSERT_SETTINGS = {
     "max_insert_block_size": "1048576",
 }
 
-_INSTALL = "pip install 'aiflame[chdb]'  (181 MB), or use clickhouse://host/db"
+_INSTALL = f"{sys.executable} -m pip install chdb  (181 MB), or use clickhouse://host/db"
 
 
 class ServerEngine:

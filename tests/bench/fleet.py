@@ -117,8 +117,8 @@ def main() -> None:
             ).rows
             print(f"{args.hosts} hosts, {minutes} min: {rows:,} rows, added in {took:.1f} s")
             for table, size_bytes in sizes:
-                size = int(size_bytes)
-                print(f"  {table:10} {size / 1e6:8.1f} MB {size / rows:6.2f} B/row")
+                each = int(size_bytes) / rows
+                print(f"  {table:16} {int(size_bytes) / 1e6:8.1f} MB {each:6.2f} bytes a row")
             for name, seconds in _ask(engine, minutes).items():
                 print(f"  {name:20} {seconds:7.3f} s")
         engine.close()

@@ -22,6 +22,7 @@ from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.base import Leaf
 from aiflame.agent.store import engine as engine_module
 from aiflame.agent.store import engines, questions, schema
+from aiflame.agent.store.address import PASSWORD_VARIABLE
 from aiflame.agent.store.comparison import compare
 from aiflame.agent.store.difference import TooFewSamples
 from aiflame.agent.store.engine import StoreError, parameter_text
@@ -29,6 +30,7 @@ from aiflame.agent.store.engines import DirectoryEngine, open_store
 from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.profiles import By, profile_of
 from aiflame.agent.store.selector import LABELS, NothingThere, Selector, held_range
+from clickhouse_server import PASSWORD, clickhouse
 from device_profiles import small_device_profile, small_timed_profile
 from profiles import (
     HOSTILE_NAMES,
@@ -36,6 +38,7 @@ from profiles import (
     RECORDING,
     Sample,
     hostile_profile,
+    large_profile,
     python_profile,
     small_profile,
 )
@@ -117,7 +120,7 @@ def test_without_chdb_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "chdb.session", None)
     assert cli.main(["query", "top", "--store", store.name]) == 3
-    assert "pip install 'aiflame[chdb]'" in capsys.readouterr().err
+    assert "-m pip install chdb" in capsys.readouterr().err
 
 
 _VALUES = [
@@ -415,3 +418,36 @@ def test_what_is_asked_for_by_words(
         code, out, _ = query("top", f"--{label.replace('_', '-')}", "no such")
         assert (code, "none" in out) == (0, True), label
     assert os.environ.get("AIFLAME_STORE") is None or name != os.environ["AIFLAME_STORE"]
+
+
+def test_the_same_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN a server, with the same engine, and a user with a password
+    monkeypatch.setenv(PASSWORD_VARIABLE, PASSWORD)
+    with clickhouse(tmp_path / "server") as (_, url):
+        assert cli.main(["store", "init", "--store", url]) == 0
+        assert "is up to date" in capsys.readouterr().err
+        engine = open_store(url, is_read_only=True)
+        state = schema.require(engine)
+        # WHEN a profile is put there, with many stacks
+        profile = large_profile(stacks=12_000, depth=5, samples=12_000)
+        batch = Batch(Labels("train"), profile, _BEGIN_S * NS_PER_S, 60 * NS_PER_S)
+        for piece in inserts_of([batch], "", lambda _: True):
+            engine.insert(piece.table.value, piece.rows, piece.token)
+        # THEN it is found again, values stay values, and nothing is changed by a question
+        found = profile_of(engine, _ALL, By.PROCESS, 100_000).profile
+        assert int(found.samples["ns"].sum()) == int(profile.samples["ns"].sum())
+        assert len(found.stacks) == 12_000
+        for value in _VALUES:
+            rows = engine.query("SELECT {a:String}, {b:Array(String)}", {"a": value, "b": [value]})
+            assert rows.rows == [[value, [value]]]
+        with pytest.raises(StoreError, match="READONLY"):
+            engine.query("DROP TABLE samples")
+        assert cli.main(["query", "top", "--store", url]) == 0
+        assert "Top functions, on cpu" in capsys.readouterr().out
+        assert state.version == schema.VERSION
+        # and another password is not taken
+        monkeypatch.setenv(PASSWORD_VARIABLE, "wrong")
+        assert cli.main(["query", "top", "--store", url]) == 1
+        assert "Authentication failed" in capsys.readouterr().err
