@@ -25,7 +25,7 @@ table [sinks.captures], and AIFLAME_SINKS_CAPTURES_MAX_AGE. Flags go over variab
 the file. A sink is on once something is said of it. Needs the rights of `aiflame record -a`.
 
 EXAMPLES
-  sudo aiflame agent --config /etc/aiflame/agent.toml
+  sudo aiflame agent --config agent.toml
   sudo aiflame agent --sinks-captures-directory /var/lib/aiflame/captures
   aiflame agent --config agent.toml --check-config   # print what it would do
 """

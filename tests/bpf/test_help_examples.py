@@ -80,6 +80,8 @@ def test_example_runs(
     line = line.replace("--unit nginx", f"--unit {_UNIT}")
     line = line.replace("--comm nginx", "--comm serving")
     line = line.replace("-d 30", "-d 2").replace("-d 10", "-d 2")
+    line = line.replace("/var/lib/aiflame/captures", str(tmp_path))
+    (tmp_path / "agent.toml").write_text(f'directory = "{tmp_path}/agent"\n')
     if " recover run.aiflame" in line:
         with Recording(tmp_path, "-p", target.pid) as recording:
             support.wait_until(recording.windows, 60)
@@ -99,6 +101,7 @@ def test_example_runs(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "AIFLAME_DIRECTORY": f"{tmp_path}/agent"},
     )
     assert process.stderr is not None
     said = ""
@@ -106,6 +109,10 @@ def test_example_runs(
         while "attached" not in said and process.poll() is None:
             said += process.stderr.readline()
         process.send_signal(signal.SIGINT)
+    if " agent " in line and "--check-config" not in line:
+        while "recording all" not in said and process.poll() is None:
+            said += process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
     _, rest = process.communicate(timeout=120)
     # THEN it ends well
     assert process.returncode == 0, said + rest
