@@ -77,7 +77,10 @@ class _Handler(BaseHTTPRequestHandler):
         stand_in = self.server.stand_in
         body = self.rfile.read(int(self.headers["Content-Length"]))
         parsed = urlsplit(self.path)
-        query = {name: values[0] for name, values in parse_qs(parsed.query).items()}
+        query = {
+            name: values[0]
+            for name, values in parse_qs(parsed.query, keep_blank_values=True).items()
+        }
         with stand_in.lock:
             stand_in.requests.append(query)
             if stand_in.answers:
