@@ -219,7 +219,8 @@ def test_a_recorder_that_is_killed_leaves_it_off(standin: Path) -> None:
         holder.stdin.close()
         # THEN all is off, and nothing wakes up any more
         told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
-        assert told.states[-1].why == Why.RECORDER_GONE
+        # HELLO is read before STATE.
+        assert target.read().states[-1].why == Why.RECORDER_GONE
         wait_until(lambda: _is_left_alone(target))
         assert len(target.read().kernel_times) == 0
         # AND the next one finds it, and all that was told before
@@ -437,7 +438,13 @@ def test_kernels_without_samples_are_looked_into(
             target.obey(*streams, "sync", "launch 0 100 1 1", "sync")
             # THEN it is begun anew; and given up, if that was of no use
             if comes:
-                told = target.read_until(lambda told: told.samples())
+
+                def is_sampled(told: Told) -> object:
+                    # What was launched before it began is not sampled.
+                    target.obey("launch 0 100 1 1", "sync")
+                    return told.samples()
+
+                told = target.read_until(is_sampled)
             else:
                 told = target.read_until(lambda told: told.errors)
     assert [error for error, _ in told.failed] == ([] if comes else [HelperError.NO_SAMPLES])

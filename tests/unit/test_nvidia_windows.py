@@ -38,6 +38,11 @@ def _samples(told: Told) -> bool:
     return told.tier == HelperTier.STALLS
 
 
+def _is_off(told: Told) -> bool:
+    """Whether that was told, in both places."""
+    return told.tier == HelperTier.LAUNCHES == told.states[-1].tier
+
+
 def _is_sound(told: Told) -> bool:
     assert (told.losses, told.failed, told.damaged) == ({}, [], {})
     return True
@@ -80,7 +85,7 @@ def test_samples_of_a_window_name_their_launches(standin: Path) -> None:
             launches = ("launch 0 30 3 0", "dense 0 30 1 3", "sync")
             told = _launch_until(target, lambda told: len(told.windows) > 1, *launches)
             control.stop()
-            told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
+            told = target.read_until(_is_off)
     # THEN each sample of a window has the launch, and all of that
     by_launch = _by_launch(told)
     del by_launch[0]
@@ -259,7 +264,7 @@ def test_a_stop_in_a_window_leaves_the_process_as_it_was(standin: Path) -> None:
                 _launch_until(target, has_more, "launch 0 30 3 0", "sync")
                 # WHEN it is stopped
                 control.stop()
-                told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
+                told = target.read_until(_is_off)
                 # THEN no launch waits for its kernel
                 begin_s = time.monotonic()
                 target.obey("launch 0 300000 1 0")
@@ -296,7 +301,7 @@ def test_a_stop_waits_for_the_end_of_a_capture(standin: Path) -> None:
         assert target.told.tier == HelperTier.STALLS
         # AND sampling ends when the capture has, which that did not end
         assert target.obey("end 1") == 0
-        told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
+        told = target.read_until(_is_off)
     assert told.states[-1].why == Why.ASKED
     assert _is_sound(told)
 
@@ -308,7 +313,7 @@ def test_a_recorder_that_has_gone_is_let_go_after_the_capture(standin: Path) -> 
         target.read_until(lambda told: len(told.kernel_times) >= 2)
         assert target.told.tier == HelperTier.STALLS
         assert target.obey("end 1") == 0
-        told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
+        told = target.read_until(_is_off)
     assert told.states[-1].why == Why.RECORDER_GONE
 
 
@@ -340,7 +345,7 @@ def test_a_stop_waits_for_a_capture_without_end_for_a_while_only(tmp_path: Path)
     folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
     with _captured(folder) as (target, control):
         control.stop()
-        told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
+        told = target.read_until(_is_off)
         assert told.states[-1].why == Why.ASKED
 
 
@@ -401,7 +406,7 @@ def test_sanitizers_find_nothing_in_windows(
             target.obey("capture 1")
             control.stop()
             target.obey("launch 0 10 10 0", "end 1")
-            target.read_until(lambda told: told.tier == HelperTier.LAUNCHES, timeout_s=60)
+            target.read_until(_is_off, timeout_s=60)
             target.send("exit 0")
             assert target.process.wait(60) == 0
     assert _is_sound(target.told)

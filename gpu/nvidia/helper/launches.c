@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * CUPTI's callbacks: they run in the target's threads, inside of its calls, and wait for nobody, but for
- * two of which stalls.c tells why.
+ * CUPTI's callbacks: they run in the target's threads, inside of its calls, and wait for nobody, but
+ * for two of which stalls.c tells why.
  */
 #include "helper.h"
 

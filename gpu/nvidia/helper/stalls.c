@@ -612,9 +612,9 @@ void stalls_ran(uint32_t uid, uint64_t ns)
 }
 
 /*
- * One of two callbacks that may wait: CUPTI must not be reading a context that is destroyed. It takes as
- * long as a read-out; where that does not end, the helper's thread is told to call CUPTI with it no
- * more.
+ * One of two callbacks that may wait: CUPTI must not be reading a context that is destroyed. It
+ * takes as long as a read-out; where that does not end, the helper's thread is told to call CUPTI
+ * with it no more.
  */
 void stalls_forget(cu_context handle)
 {
@@ -738,8 +738,8 @@ void stalls_close_window(bool is_due)
 }
 
 /*
- * The other callback that may wait: in a window launches synchronise, which a capture does not bear, and in
- * the capture the window could not end. Sampling goes on when it is over.
+ * The other callback that may wait: in a window launches synchronise, which a capture does not bear,
+ * and in the capture the window could not end. Sampling goes on when it is over.
  */
 void stalls_before_capture(void)
 {
