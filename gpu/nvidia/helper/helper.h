@@ -82,8 +82,8 @@ void stalls_forget(cu_context context);
 void stalls_begin(uint32_t period_exponent);
 /* Begins in new contexts, reads the others out where it is time. */
 void stalls_turn(bool is_time);
-/* A kernel ran so long in a context. */
-void stalls_ran(uint32_t context, uint64_t ns);
+/* A kernel ran in a context, from a time on, so long. */
+void stalls_ran(uint32_t context, uint64_t begin_ns, uint64_t ns);
 /* A serialised window, where there is one context, and no capture. */
 void stalls_open_window(void);
 /* Ends it, or one that is due only if there are other contexts by now, unless there is a capture. */

@@ -197,7 +197,7 @@ static void take_kernel(const struct cupti_kernel *kernel, const struct reading 
 		.context = kernel->context,
 		.graph = kernel->graph,
 	};
-	stalls_ran(kernel->context, end_ns - begin_ns);
+	stalls_ran(kernel->context, begin_ns, end_ns - begin_ns);
 	if (batch.count == MOST_ROWS)
 		put_batch();
 }

@@ -65,6 +65,7 @@ struct context {
 	uint32_t uid, device;
 	uint32_t exponent; /* of the period that is set; 0: CUPTI's own */
 	uint32_t read_exponent; /* as read back */
+	uint64_t enabled_ns; /* when sampling began */
 	uint64_t read_ns; /* when it was read out last */
 	uint64_t busy_ns; /* of kernels since sampling began */
 	uint64_t samples;
@@ -412,7 +413,7 @@ static void enable_current(struct context *context, cu_context handle)
 		return;
 	}
 	context->state = CONTEXT_ON;
-	context->read_ns = now_ns();
+	context->read_ns = context->enabled_ns = now_ns();
 	context->busy_ns = context->samples = 0;
 	tell_context(context->uid, context->device, 1ull << context->read_exponent);
 	stalls_reached("");
@@ -604,10 +605,12 @@ void stalls_turn(bool is_time)
 		stalls_wait();
 }
 
-void stalls_ran(uint32_t uid, uint64_t ns)
+void stalls_ran(uint32_t uid, uint64_t begin_ns, uint64_t ns)
 {
 	for (int at = 0; at < MOST_CONTEXTS; at++)
-		if (contexts[at].state == CONTEXT_ON && contexts[at].uid == uid)
+		/* What ran before is told afterwards, and was not to be sampled. */
+		if (contexts[at].state == CONTEXT_ON && contexts[at].uid == uid &&
+		    begin_ns >= contexts[at].enabled_ns)
 			contexts[at].busy_ns += ns;
 }
 
