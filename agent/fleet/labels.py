@@ -86,6 +86,10 @@ _OWN_NAMES = frozenset(
 )
 _OWN_PREFIXES = ("__", "k8s_", "service_", "container_", "host_", "process_", "aiflame_")
 
+# What the kernel says of the path of a file that is gone (d_path, fs/d_path.c), and of one that
+# memfd_create has made (mm/memfd.c).
+_DELETED, _IN_MEMORY = " (deleted)", "/memfd:"
+
 
 @dataclass(frozen=True, slots=True)
 class LabelOptions:
@@ -377,7 +381,10 @@ def _engine(container: Container) -> str:
 def _of_executable(process: Process) -> str:
     if _KTHREADD_PID in (process.pid, process.parent_pid):
         return _KERNEL_THREADS
-    return plain(PurePath(process.executable).name or process.name) or _UNKNOWN
+    path = process.executable.removesuffix(_DELETED)
+    # What runs from no file, as runc does, is called by a random name.
+    name = "" if path.startswith(_IN_MEMORY) else PurePath(path).name
+    return plain(name or process.name) or _UNKNOWN
 
 
 def _version(tags: dict[str, str], image: str, digest: str) -> str:
