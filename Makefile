@@ -161,25 +161,25 @@ test:  ## all checks and tests, as CI runs them; BOOT="5.10 6.1" boots these ker
 		return $$(( code == 5 ? 0 : code ))  # 5: none was chosen
 	}
 	# What one crowded second of a shared machine spoils gets a second try, with a new recording.
-	run_bpf() {
+	run_series() {
 		local code=0 failed="-o cache_dir=build/failed-$$1"
-		run -m bpf $$failed "$${@:2}" || code=$$?
+		run $$failed "$${@:2}" || code=$$?
 		if [[ $$code == 1 ]]; then  # tests failed; all else is worse
 			echo "A second try:"
 			code=0
-			run -m bpf $$failed --last-failed -r a "$${@:2}" || code=$$?
+			run $$failed --last-failed -r a "$${@:2}" || code=$$?
 		fi
 		return $$code
 	}
 	# Recordings wait about as long as they compute: three at a time keep two processors busy.
 	status=0
-	run -m "not bpf" > build/unit.log 2>&1 & unit=$$!
-	run_bpf beside $(BESIDE) > build/beside.log 2>&1 & beside=$$!
-	run_bpf others $(ALONE:%=--ignore=%) $(BESIDE:%=--ignore=%) || status=1
+	run_series unit -m "not bpf" > build/unit.log 2>&1 & unit=$$!
+	run_series beside -m bpf $(BESIDE) > build/beside.log 2>&1 & beside=$$!
+	run_series others -m bpf $(ALONE:%=--ignore=%) $(BESIDE:%=--ignore=%) || status=1
 	wait $$beside || status=1
 	wait $$unit || status=1
 	cat build/unit.log build/beside.log
-	run_bpf alone $(ALONE) || status=1
+	run_series alone -m bpf $(ALONE) || status=1
 	$(if $(BOOT),$(BOOT_KERNELS) --tries 2 $(BOOT) || status=1)
 	exit $$status
 

@@ -44,7 +44,7 @@ EXAMPLES
   aiflame report run.aiflame -f folded -o - | grep futex
   aiflame report run.aiflame --frames python       # Python code only
   aiflame report run.aiflame -f pstats             # for python3 -m pstats
-  aiflame report run.aiflame -f csv -o tables      # kernels.csv, stalls.csv, ...
+  aiflame report run.aiflame -f csv -o tables     # kernels.csv, stalls.csv, ...
   aiflame report run.aiflame -f svg --view gpu     # what devices waited for
   aiflame report run.aiflame --view gputime        # how long they ran kernels
   aiflame report run.aiflame --from 1s --to 2s     # only this part of the time

@@ -269,7 +269,7 @@ class _Builder:
                 samples.append((0, device, named, 0, number_of, NONE, 0, 0, n))
             elif ns:
                 attributed_times.append((len(times), stack, certainty, ns))
-                times.append((device, named, 0, NONE, 0, 0, runs, ns))
+                times.append((device, named, 0, NONE, 0, 0, runs, ns, NONE))
         sampled = {sample[1] for sample in samples}
         return GpuProfile(
             devices=tuple(

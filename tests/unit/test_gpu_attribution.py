@@ -187,11 +187,11 @@ def test_runs_that_are_known_by_launch_beat_calls() -> None:
     assert by_stack(gpu, measured_times(gpu)) == shared
     # AND a kernel of a graph alone belongs to its launch
     alone = replace(
-        gpu, times=np.append(runs, np.array([(0, OTHER, 0, 9, 0, 9, 2, 10)], runs.dtype))
+        gpu, times=np.append(runs, np.array([(0, OTHER, 0, 9, 0, 9, 2, 10, NONE)], runs.dtype))
     )
     assert by_stack(alone, measured_times(alone)) == {7: 40, 9: 110}
     # AND where no run is known, calls tell
-    unknown = replace(gpu, times=np.array([(0, K, 0, NONE, 0, 9, 2, 10)], runs.dtype))
+    unknown = replace(gpu, times=np.array([(0, K, 0, NONE, 0, 9, 2, 10, NONE)], runs.dtype))
     assert by_stack(unknown) == {7: 60, 8: 60, NONE: 30}
 
 

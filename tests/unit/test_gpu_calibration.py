@@ -38,7 +38,8 @@ Sampled = tuple[int, int, int, int, int]
 def _profile(ran: Sequence[Ran], sampled: Sequence[Sampled]) -> GpuProfile:
     calls = [(s, stack, 0, 0, kernel, 0, n, 0, 0) for s, stack, kernel, n, _ in ran]
     times = [
-        (0, kernel, 7, stack, s * _S, s * _S + _S - 1, n, n * ns) for s, stack, kernel, n, ns in ran
+        (0, kernel, 7, stack, s * _S, s * _S + _S - 1, n, n * ns, NONE)
+        for s, stack, kernel, n, ns in ran
     ]
     samples = [
         (begin // 1000, 0, kernel, 0x10, 0, stack, begin * _MS, end * _MS, count)

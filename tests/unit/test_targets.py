@@ -15,15 +15,13 @@ from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
 from aiflame.agent.kernel import abi, checks
 from aiflame.agent.processes import procfs, targets
 
-_COMM = Path("/proc/self/comm").read_text()[:-1]
-
 
 def test_running_processes() -> None:
     target = targets.target_of_pids([os.getpid(), os.getppid()])
-    parent = procfs.comm(os.getppid())
+    own, parent = procfs.comm(os.getpid()), procfs.comm(os.getppid())
     assert target.filter == abi.Filter.PIDS
-    assert target.words == f"{_COMM} (pid {os.getpid()}), {parent} (pid {os.getppid()})"
-    assert target.file_stem == f"{_COMM}-{os.getpid()}"
+    assert target.words == f"{own} (pid {os.getpid()}), {parent} (pid {os.getppid()})"
+    assert target.file_stem == f"{own}-{os.getpid()}"
     assert target.existing_pids() == [os.getpid(), os.getppid()]
 
 
