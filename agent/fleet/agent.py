@@ -31,6 +31,7 @@ from aiflame.agent.fleet.config import (
     AgentSettings,
 )
 from aiflame.agent.fleet.cost import CostController
+from aiflame.agent.fleet.health import HealthServer, Vitals
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
     cgroup_namespace_note,
@@ -157,7 +158,15 @@ def run_agent(
         )
         recorder.start(None, log.say)
         facts = _facts(recorder, settings, target, command_words)
-        agent = _Agent(config, reload, recorder, signals, stretches, facts, log)
+        vitals = Vitals()
+        if settings.health:
+            try:
+                health = HealthServer(settings, vitals)
+                parts.callback(health.close)
+                log.say(f"health and metrics: {health.url}")
+            except AiflameError as error:  # it records without them
+                log.say(str(error))
+        agent = _Agent(config, reload, recorder, signals, stretches, facts, log, vitals)
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
         return agent.run()
@@ -221,8 +230,10 @@ class _Agent:
         stretches: Stretches,
         facts: Mapping[str, str | int],
         log: Log,
+        vitals: Vitals,
     ) -> None:
         self._config = config
+        self._vitals = vitals
         self._reload = reload
         self._recorder = recorder
         self._signals = signals
@@ -301,11 +312,13 @@ class _Agent:
             try:
                 self._put(window)
             except AiflameError:
+                self._vitals.note_window(window, is_kept=False)
                 self._windows_lost += 1
                 self._log.say_seldom(
                     "window lost", f"{self._windows_lost:,} windows are lost: {error}"
                 )
                 return
+        self._vitals.note_window(window, is_kept=True)
         stretch = self._stretch
         if stretch is None:
             return
@@ -360,6 +373,7 @@ class _Agent:
             self._take_report(report)
 
     def _take_report(self, report: Mapping[str, Any]) -> None:
+        self._vitals.note_report(report)
         if "left_out" in report:
             self._recorder.exclude(report["left_out"])
         if "done" in report:

@@ -9,6 +9,7 @@ once something is said of it.
 
 from __future__ import annotations
 
+import ipaddress
 import platform
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from aiflame.agent.fleet.sinks import SINKS, sink_module
 from aiflame.agent.settings import (
     Given,
     Kind,
+    Secret,
     Setting,
     made,
     plain,
@@ -92,6 +94,16 @@ class AgentSettings:
     cost_cpu_percent: float = setting(
         Kind.SHARE, "the same, of one CPU, where that is more", 3.0, least=0.1, most=100
     )
+    health: str = setting(
+        Kind.TEXT, "address of /healthz, /readyz and /metrics; empty for none", "127.0.0.1:7575"
+    )
+    health_token: Secret | None = setting(
+        Kind.SECRET, "what who asks there has to send as a bearer token", None
+    )
+    health_cert_file: Path | None = setting(
+        Kind.PATH, "its certificate, which it needs with a token to be open to others", None
+    )
+    health_key_file: Path | None = setting(Kind.PATH, "the key of that", None)
     node: str = setting(Kind.TEXT, "this host's name in labels (default: its host name)", "")
     include: tuple[str, ...] = setting(
         Kind.TEXTS, "record only what one of these rules names: namespace=prod, unit=nginx*", ()
@@ -125,6 +137,30 @@ class AgentSettings:
         return Selection.parse(self.include, self.exclude)
 
     @property
+    def health_address(self) -> tuple[str, int]:
+        """Host and port of `health`.
+
+        Raises:
+            UsageError: It is none, or open to others without TLS and a token.
+        """
+        host, colon, port = self.health.rpartition(":")
+        host = host.strip("[]")
+        try:
+            address = ipaddress.ip_address(host)
+            number = int(port)
+        except ValueError:
+            colon = ""
+        if not colon or not 0 <= number < 1 << 16:
+            raise UsageError(f"health: not an address: {self.health}", "as in 127.0.0.1:7575")
+        is_guarded = self.health_token and self.health_cert_file and self.health_key_file
+        if not address.is_loopback and not is_guarded:
+            raise UsageError(
+                f"health: {self.health} is open to others",
+                "set health_token_file, health_cert_file and health_key_file, or take 127.0.0.1",
+            )
+        return host, number
+
+    @property
     def budget(self) -> Budget:
         """What recording may cost."""
         return Budget(self.cost_host_percent / 100, self.cost_cpu_percent / 100)
@@ -147,6 +183,7 @@ MOST_LEFT_OUT = 2048
 NEEDS_RESTART = (
     *("frequency_hz", "off_cpu", "gpu", "inject", "gpu_duty_percent", "directory"),
     *("unwind_memory", "cost_host_percent", "cost_cpu_percent"),
+    *("health", "health_token", "health_cert_file", "health_key_file"),
 )
 
 
@@ -273,6 +310,7 @@ def _checked(given: Mapping[str, Given], warnings: tuple[str, ...]) -> AgentConf
     of_agent = {key: one for key, one in given.items() if not key.startswith(f"{_SINK_TABLE}.")}
     agent = made(AgentSettings, of_agent)
     _ = agent.selection  # a bad rule is refused here
+    _ = agent.health and agent.health_address
     sinks = {}
     for name in SINKS:
         prefix = f"{_SINK_TABLE}.{name}."
