@@ -127,7 +127,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         return folder
 
     yield mount
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.mark.parametrize("kilobytes", [16, 100])

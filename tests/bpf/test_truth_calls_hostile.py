@@ -110,7 +110,7 @@ def _image(lower: Path, folder: Path) -> Iterator[Path]:
     try:
         yield mount
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 def test_a_library_in_two_containers_of_one_image_is_counted_once(

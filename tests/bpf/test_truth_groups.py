@@ -169,7 +169,7 @@ def hierarchy(tmp_path: Path) -> Iterator[Path]:
     options = f"none,name=aiflame{os.getpid()}"
     subprocess.run(["mount", "-t", "cgroup", "-o", options, "none", mount], check=True)
     yield mount
-    subprocess.run(["umount", mount], check=True)
+    subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 def test_a_container_that_only_v1_groups_is_recorded_by_its_processes(

@@ -272,7 +272,7 @@ def test_a_capture_from_before_times_of_launches_and_samples_were_known(capture:
 def test_a_capture_from_before_devices_told_how_busy_they_were(capture: Path) -> None:
     _change(capture, *_AS_VERSION_7, "PRAGMA user_version = 7")
     gpu = read_capture(capture).gpu
-    assert (len(gpu.readings), len(gpu.times), gpu.devices[0].details) == (0, 1, "driver 1")
+    assert (len(gpu.readings), len(gpu.times), gpu.devices[0].details) == (0, 2, "driver 1")
 
 
 def test_a_capture_from_before_code_and_builders_of_graphs_were_kept(capture: Path) -> None:
