@@ -63,7 +63,8 @@ class Labelling:
             return None
         self._looked_s = now_s
         found = left_out(self._mounts[0], self._selection, self._labeller)
-        if found == (self._left_out or set()):
+        # The first time also that there are none: a configuration before may have had rules.
+        if found == self._left_out:
             return None
         self._left_out = found
         return found

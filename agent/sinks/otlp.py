@@ -84,7 +84,7 @@ class Flavour(enum.Enum):
     """Whose OTLP it is."""
 
     COLLECTOR = "collector"  # as the standard has it
-    PARCA = "parca"  # behind a Collector: names of Parca's agent, all of them labels
+    PARCA = "parca"  # through a Collector: names of Parca's agent, all of them labels
     PYROSCOPE = "pyroscope"  # few labels, each of which makes series, and its limits
 
 

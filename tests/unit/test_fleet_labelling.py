@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet import labelling
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.labelling import Labelling
@@ -49,6 +50,20 @@ def test_parts_of_a_labelled_host_are_all_of_it() -> None:
     labels = Labelling(_config().agent).of(profile.processes)
     parts = [*batches_of(profile, labels)]
     assert sum(int(p.profile.samples["ns"].sum()) for p in parts) == profile.samples["ns"].sum()
+
+
+def test_that_rules_are_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # GIVEN a host with one cgroup, and a configuration that leaves it out
+    group = tmp_path / "system.slice" / "nginx.service"
+    group.mkdir(parents=True)
+    monkeypatch.setattr(labelling, "cgroup2_mounts", lambda: [tmp_path])
+    before = Labelling(_config(exclude="unit=nginx.service").agent)
+    assert before.newly_left_out() == {group.stat().st_ino}
+    # WHEN another one has no rules THEN the collector hears that, once
+    after = Labelling(_config().agent)
+    assert after.newly_left_out() == set()
+    monkeypatch.setattr(labelling, "_LOOK_S", 0)
+    assert after.newly_left_out() is None
 
 
 @pytest.mark.parametrize("rule", ["", "nginx", "colour=red", "=x"])
