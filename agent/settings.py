@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import enum
 import inspect
-import ipaddress
 import json
 import re
 import typing
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.loopback import is_loopback
 
 T = TypeVar("T")
 
@@ -365,13 +365,7 @@ def _refuse_open_secrets(
 def _is_open(url: str) -> bool:
     """Whether others on the way can read what is sent."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme == "https" or host == "localhost":
-        return False
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return True
+    return parts.scheme != "https" and not is_loopback(parts.hostname or "")
 
 
 def plain(settings: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import http
-import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.model.batch import Batch
+from aiflame.agent.sinks.posting import retry_after_s
 from aiflame.agent.sinks.requests import Request, SinkAway, SinkRefused
 from aiflame.agent.store.address import Server, address_of
 from aiflame.agent.store.engine import DATABASE, KEEP_DAYS
@@ -50,9 +50,6 @@ _BAD_REQUEST = (
     http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     http.HTTPStatus.UNPROCESSABLE_ENTITY,
 )
-
-# A server that is told to wait for longer than this by whoever stands before it is tried anyway.
-_MAX_RETRY_AFTER_S = 3_600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +178,9 @@ class ClickHouseSink:
                 # Others mention them.
                 self._sent.clear()
             raise SinkRefused(f"ClickHouse refuses: {reply.words}")
-        raise SinkAway(f"ClickHouse cannot take it now: {reply.words}", _retry_after_s(reply))
+        raise SinkAway(
+            f"ClickHouse cannot take it now: {reply.words}", retry_after_s(reply.retry_after)
+        )
 
     def _forget_old(self, week: str) -> None:
         if week != self._week or self._now_s() >= self._forget_at_s:
@@ -215,11 +214,3 @@ def _is_refusal(reply: Reply) -> bool:
     if reply.code:
         return reply.code in _BAD_DATA
     return reply.status in _BAD_REQUEST
-
-
-def _retry_after_s(reply: Reply) -> float | None:
-    try:
-        found = float(reply.retry_after)
-    except ValueError:
-        return None
-    return min(found, _MAX_RETRY_AFTER_S) if math.isfinite(found) and found >= 0 else None

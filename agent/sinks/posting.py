@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import ipaddress
 import math
 import socket
 import ssl
@@ -24,6 +23,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.loopback import is_loopback
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.requests import SinkAway
 
@@ -166,8 +166,8 @@ class Poster:
                 connection.request("POST", self._path, body, dict(headers))
             answer = connection.getresponse()
             text = answer.read(_MAX_ANSWER_BYTES)
-            retry_after_s = _retry_after_s(answer.headers.get("Retry-After"))
-        return Answer(answer.status, text, retry_after_s)
+            retry_s = retry_after_s(answer.headers.get("Retry-After"))
+        return Answer(answer.status, text, retry_s)
 
     @property
     def _name(self) -> str:
@@ -205,22 +205,13 @@ def _checked(settings: PostSettings) -> SplitResult:
     if not 0 < settings.timeout_s <= _MAX_RETRY_AFTER_S:
         raise UsageError(f"{settings.url}: a timeout of {settings.timeout_s} s")
     has_secret = bool(settings.token_file or settings.user)
-    in_clear = url.scheme == "http" and not settings.insecure and not _is_loopback(url.hostname)
+    in_clear = url.scheme == "http" and not settings.insecure and not is_loopback(url.hostname)
     if has_secret and in_clear:
         raise UsageError(
             f"{settings.url}: a secret would be sent without TLS",
             "write https://, or set `insecure` where nobody else can listen",
         )
     return url
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _tls(settings: PostSettings) -> ssl.SSLContext:
@@ -260,8 +251,8 @@ def _shut(watched: socket.socket, is_late: threading.Event) -> None:
         watched.shutdown(socket.SHUT_RDWR)
 
 
-def _retry_after_s(text: str | None) -> float | None:
-    # Seconds or a date (RFC 9110, 10.2.3).
+def retry_after_s(text: str | None) -> float | None:
+    """Returns what a header says, in seconds or by a date (RFC 9110, 10.2.3); at most an hour."""
     if text is None or len(text) > _MAX_WORDS:
         return None
     try:

@@ -12,7 +12,6 @@ AIFLAME_STORE_USER the user. A password in the URL is refused: others see comman
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from aiflame.agent.errors import UsageError
+from aiflame.agent.loopback import is_loopback
 from aiflame.agent.store.engine import DATABASE
 
 _PLAIN, _TLS = "clickhouse", "clickhouses"
@@ -65,12 +65,7 @@ class Server:
     @property
     def is_loopback(self) -> bool:
         """Whether what is sent to it stays on this host."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def password(self, environment: Mapping[str, str] = os.environ) -> str:
         """Returns the password, "" for none.

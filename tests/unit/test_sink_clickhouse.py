@@ -119,7 +119,7 @@ def test_stacks_are_sent_once_and_again_when_they_have_to_be(
         (503, {}, None),
         (429, {"Retry-After": "7"}, 7.0),
         (429, {"Retry-After": "1e9"}, 3600.0),
-        (429, {"Retry-After": "-1"}, None),
+        (429, {"Retry-After": "-1"}, 0.0),
         (429, {"Retry-After": "nan"}, None),
         (500, {"X-ClickHouse-Exception-Code": "241"}, None),  # memory limit
         (404, {"X-ClickHouse-Exception-Code": "60"}, None),  # the tables are yet to be made
