@@ -76,7 +76,7 @@ class LossKind(enum.Enum):
         in_kernel=True,
     )
     USER_FRAMES_CUT = _Entry(
-        "samples with more than 127 user frames; those nearest to the leaf are there",
+        "samples with over 255 kernel and user frames; those nearest to the leaf are there",
         in_kernel=True,
     )
     WAITS_NOT_LISTED = _Entry(
@@ -323,7 +323,7 @@ class LossKind(enum.Enum):
     )
     PYTHON_EXITED = _Entry("Python frames of processes that ended before their names could be read")
     PYTHON_TOO_DEEP = _Entry(
-        "Python stacks with over 127 frames; those nearest to the leaf are there"
+        "Python stacks with over 255 frames; those nearest to the leaf are there"
     )
     PYTHON_UNREADABLE_STACK = _Entry("Python stacks that could not be read to their root")
     PYTHON_BAD_POINTER = _Entry(

@@ -11,10 +11,15 @@
 /* Made of agent/losses.py when the programs are compiled (agent/kernel/compile.py). */
 #include "losses.h"
 
-/* Frames kept of each half of a stack: what perf keeps by default (kernel.perf_event_max_stack). */
-#define MAX_FRAMES 127
+/*
+ * Frames kept of a stack, and of its Python frames: twice what perf keeps by default. Compilers that
+ * follow a program by recursion are over 127 deep half of the time (mypy: 60 to 180).
+ */
+#define MAX_FRAMES 255
 /* What their arrays have room for: a power of two, so that an index can be masked (host.h). */
-#define FRAME_SLOTS 128
+#define FRAME_SLOTS 256
+/* Of them the kernel's at most, which is its own default (kernel.perf_event_max_stack). */
+#define MAX_KERNEL_FRAMES 127
 
 /* Where nanoseconds went; SampleClass in agent/model/profile.py. */
 enum sample_class {
@@ -298,16 +303,15 @@ struct stack_record {
 	u64 image;
 	u64 python; /* id in `python_chains`, 0 for none */
 	u32 tgid;
-	u16 kernel_depth; /* frames used of kernel[] */
-	u16 user_depth; /* frames used of user[] */
+	u16 kernel_depth; /* frames used of frames[] by the kernel's half */
+	u16 user_depth; /* and after them by the user's */
 	u16 end; /* enum stop_reason */
-	u16 kernel_cut; /* 1: more kernel frames than MAX_FRAMES */
+	u16 kernel_cut; /* 1: more kernel frames than MAX_KERNEL_FRAMES */
 	u32 gil; /* enum python_gil */
 	u64 call_return; /* inside a call of a device API: where that returns to; else 0 */
 	u32 call; /* and its slot in `api_calls` */
 	u32 unused;
-	u64 kernel[FRAME_SLOTS]; /* leaf first */
-	u64 user[FRAME_SLOTS]; /* leaf first */
+	u64 frames[FRAME_SLOTS]; /* each half leaf first */
 };
 
 /*
@@ -323,7 +327,7 @@ struct stack_record {
  */
 struct stack_copy {
 	u64 stack; /* its id */
-	u64 depth; /* frames of record.user up to that code, and in it */
+	u64 depth; /* user frames of the record up to that code, and in it */
 	u64 instruction_pointer; /* registers of the last of these frames */
 	u64 stack_pointer;
 	u64 frame_pointer;
@@ -390,18 +394,16 @@ struct python_process {
 	u32 unused;
 };
 
-struct python_frame {
-	u64 code; /* address of the code object; 0: an eval loop without a frame */
-	s32 position; /* bytes from its first instruction */
-	u32 ends_run; /* 1: it was entered from C */
-};
+/* Of the address of a code object, which is a multiple of 8: its frame was entered from C. */
+#define PYTHON_ENDS_RUN 1
 
 struct python_chain {
 	u64 image;
 	u32 tgid;
 	u16 depth; /* frames used */
 	u16 end; /* enum python_end */
-	struct python_frame frames[FRAME_SLOTS]; /* leaf first */
+	u64 codes[FRAME_SLOTS]; /* leaf first: code objects; 0: an eval loop without a frame */
+	s32 positions[FRAME_SLOTS]; /* bytes from the first instruction of each */
 };
 
 /* The stack of a thread between fork and its first instruction: there is none to be walked. */

@@ -381,7 +381,7 @@ static __always_inline void step_to_caller(struct capture *capture, struct outer
 	walk->stack_pointer = now->stack_pointer + 8;
 	walk->is_exact = 0;
 	walk->depth = 2;
-	capture->record.user[1] = now->return_address;
+	AT(capture->record.frames, capture->record.kernel_depth + 1) = now->return_address;
 	walk->hash = hash_step(walk->hash, now->return_address);
 }
 

@@ -15,7 +15,7 @@
 
 /* Frames walked by one program before it calls itself again: what verifiers get through. */
 #ifndef STEPS_PER_CALL
-#define STEPS_PER_CALL 8
+#define STEPS_PER_CALL 12
 #endif
 
 /* Apart from other events, which copies would leave no room for. */
@@ -93,7 +93,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	note_eval_loop(walk);
 	walk->end = STOP_TOO_DEEP;
 	walk->depth = 1;
-	record->user[0] = regs->instruction_pointer;
+	AT(record->frames, record->kernel_depth) = regs->instruction_pointer;
 	walk->hash = hash_step(walk->hash, regs->instruction_pointer);
 }
 
@@ -135,7 +135,7 @@ static __always_inline bool walk_some(struct capture *capture)
 	struct walk *walk = &capture->walk;
 	void *mappings = mappings_of(walk);
 	volatile struct walk *state = walk;
-	u64 frame, depth;
+	u64 frame, at;
 	u32 i;
 
 	if (!mappings) {
@@ -147,8 +147,8 @@ static __always_inline bool walk_some(struct capture *capture)
 		/* Kept in memory: a verifier would follow the step below once for each of its values. */
 		state->is_eval = is_in_eval_loop(walk, walk->instruction_pointer - !walk->is_exact);
 		walk->eval_frames += state->is_eval;
-		depth = walk->depth;
-		if (depth >= MAX_FRAMES)
+		at = capture->record.kernel_depth + walk->depth;
+		if (at >= MAX_FRAMES)
 			return true; /* walk->end is STOP_TOO_DEEP since the beginning */
 		if (step(walk, mappings) != STEP_ON)
 			return true;
@@ -156,9 +156,9 @@ static __always_inline bool walk_some(struct capture *capture)
 			note_eval_cfa(walk);
 		/* The host half looks callers up one byte before: an exact one is put there. */
 		frame = walk->instruction_pointer + walk->is_exact;
-		AT(capture->record.user, depth) = frame;
+		AT(capture->record.frames, at) = frame;
 		walk->hash = hash_step(walk->hash, frame);
-		walk->depth = depth + 1;
+		walk->depth += 1;
 	}
 	return false;
 }

@@ -20,7 +20,7 @@
 #include "walk.h"
 
 /* Frames walked by one program before it calls itself again: what verifiers get through. */
-#define PYTHON_STEPS_PER_CALL 12
+#define PYTHON_STEPS_PER_CALL 24
 
 /* Shims stand between frames, at most one for each. */
 #define PYTHON_STEPS_MAX (2 * MAX_FRAMES)
@@ -136,7 +136,8 @@ static __always_inline bool begin_python(struct python_process *python, struct w
 		return false;
 	if (python->has_cframe && leaf) {
 		walk->caller_cframe = caller_cframe(native, leaf);
-		is_entering = record->user[0] - python->eval_start[0] < EVAL_ENTRY_BYTES;
+		is_entering = AT(record->frames, record->kernel_depth) - python->eval_start[0] <
+			      EVAL_ENTRY_BYTES;
 		if (!read_user_word(leaf + python->cframe_frame, &leaf))
 			return false;
 		/* What an earlier call left there may even look sound. */
@@ -183,9 +184,8 @@ static __always_inline bool end_python(struct python_walk *walk, u32 end)
 static __always_inline void begin_with_empty_run(struct python_walk *walk,
 						 struct python_chain *chain)
 {
-	chain->frames[0].code = 0;
-	chain->frames[0].position = NO_POSITION;
-	chain->frames[0].ends_run = 1;
+	chain->codes[0] = PYTHON_ENDS_RUN;
+	chain->positions[0] = NO_POSITION;
 	walk->depth = walk->runs = 1;
 }
 
@@ -222,7 +222,7 @@ static __always_inline void pass_shim(struct python_walk *walk, struct python_ch
 
 	if (walk->run_is_open) {
 		if (last < MAX_FRAMES)
-			AT(chain->frames, last).ends_run = 1;
+			AT(chain->codes, last) |= PYTHON_ENDS_RUN;
 		walk->run_is_open = 0;
 		walk->runs += 1;
 	} else if (!walk->depth) {
@@ -235,21 +235,20 @@ static __always_inline bool add_frame(struct python_process *python, struct pyth
 				      struct python_chain *chain)
 {
 	u64 code = frame_word(walk, python->frame_code) & ~(u64)python->code_tags;
-	struct python_frame *frame;
 	u64 depth = walk->depth;
+	bool ends_run;
 
 	if (!is_sound(code))
 		return end_python(walk, PYTHON_BAD_POINTER);
 	if (depth >= MAX_FRAMES)
 		return true; /* walk->end is PYTHON_TOO_DEEP since the beginning */
-	frame = &AT(chain->frames, depth);
-	frame->code = code;
-	frame->position = position_of(python, walk, code);
-	frame->ends_run =
+	ends_run =
 		python->run_end == PYTHON_RUN_EVERY_FRAME ||
 		(python->run_end == PYTHON_RUN_ENTRY_BYTE && frame_byte(walk, python->frame_mark));
-	walk->run_is_open = !frame->ends_run;
-	walk->runs += frame->ends_run;
+	AT(chain->codes, depth) = ends_run ? code | PYTHON_ENDS_RUN : code;
+	AT(chain->positions, depth) = position_of(python, walk, code);
+	walk->run_is_open = !ends_run;
+	walk->runs += ends_run;
 	walk->depth = depth + 1;
 	return false;
 }
@@ -304,7 +303,6 @@ static __always_inline u64 store_python(struct python_walk *walk, struct python_
 					struct stack_record *record)
 {
 	u64 hash = hash_step(hash_step(0, record->image), record->tgid);
-	struct python_frame *frame;
 	u32 i;
 
 #pragma clang loop unroll(disable)
@@ -312,9 +310,8 @@ static __always_inline u64 store_python(struct python_walk *walk, struct python_
 		OPAQUE(i);
 		if (i >= walk->depth)
 			break;
-		frame = &AT(chain->frames, i);
-		hash = hash_step(hash, frame->code ^ frame->ends_run);
-		hash = hash_step(hash, frame->position);
+		hash = hash_step(hash, AT(chain->codes, i));
+		hash = hash_step(hash, AT(chain->positions, i));
 	}
 	hash = hash_step(hash, walk->end | walk->depth << 8);
 	if (python_chains.lookup(&hash))

@@ -6,7 +6,7 @@
  * interrupted context when it was in user mode, else from the pt_regs that the kernel saved at its
  * entry: bpf_task_pt_regs (v5.15), or the top of the kernel stack where that helper is missing.
  *
- * Loses: frames past MAX_FRAMES (STOP_TOO_DEEP, kernel_cut), frames after an unreadable or
+ * Loses: frames past MAX_FRAMES (STOP_TOO_DEEP) and MAX_KERNEL_FRAMES (kernel_cut), frames after an unreadable or
  * non-monotonic frame pointer (STOP_UNREADABLE, STOP_NO_FRAME_POINTER). The end is stored with the
  * stack, so that nothing is cut silently.
  *
@@ -29,18 +29,22 @@ static __always_inline u64 hash_step(u64 hash, u64 word)
 	return hash ^ (hash >> 29);
 }
 
-/* Follows saved frame pointers from `regs` on, past `depth` frames; fills user[] and end. */
+/* Follows saved frame pointers from `regs` on, past `depth` user frames; sets the end. */
 static __always_inline u64 walk_frame_pointers(struct stack_record *record, struct user_regs *regs,
 					       u32 depth, u64 hash)
 {
 	struct frame_link link = {};
 	u64 frame_pointer = regs->frame_pointer;
 	u64 stack_pointer = regs->stack_pointer;
+	u64 at;
 
 	record->end = STOP_TOO_DEEP;
 #pragma clang loop unroll(disable)
 	for (; depth < MAX_FRAMES; depth++) {
 		OPAQUE(depth);
+		at = record->kernel_depth + depth;
+		if (at >= MAX_FRAMES)
+			break;
 		if (!frame_pointer) {
 			record->end = STOP_ROOTED;
 			break;
@@ -58,7 +62,7 @@ static __always_inline u64 walk_frame_pointers(struct stack_record *record, stru
 			record->end = STOP_ROOTED;
 			break;
 		}
-		AT(record->user, depth) = link.return_address;
+		AT(record->frames, at) = link.return_address;
 		hash = hash_step(hash, link.return_address);
 		stack_pointer = frame_pointer + sizeof(link);
 		frame_pointer = link.frame_pointer;
@@ -79,25 +83,25 @@ static __always_inline u64 walk_kernel(void *ctx, struct stack_record *record, b
 	record->kernel_cut = 0;
 	if (!host(WITH_KERNEL_STACKS) || !in_kernel)
 		return hash;
-	bytes = bpf_get_stack(ctx, record->kernel, MAX_FRAMES * sizeof(u64), 0);
+	bytes = bpf_get_stack(ctx, record->frames, MAX_KERNEL_FRAMES * sizeof(u64), 0);
 	if (bytes < 0) {
 		count(LOST_NO_KERNEL_STACK);
 		return hash;
 	}
 	depth = (u32)bytes / sizeof(u64);
-	if (depth > MAX_FRAMES)
-		depth = MAX_FRAMES;
+	if (depth > MAX_KERNEL_FRAMES)
+		depth = MAX_KERNEL_FRAMES;
 	if (depth >= host(KERNEL_FRAMES_MAX)) {
 		count(LOST_KERNEL_FRAMES_CUT);
 		record->kernel_cut = 1;
 	}
 	*frames_count = depth;
 #pragma clang loop unroll(disable)
-	for (i = 0; i < MAX_FRAMES; i++) {
+	for (i = 0; i < MAX_KERNEL_FRAMES; i++) {
 		OPAQUE(i);
 		if (i >= *frames_count)
 			break;
-		hash = hash_step(hash, AT(record->kernel, i));
+		hash = hash_step(hash, AT(record->frames, i));
 	}
 	return hash;
 }

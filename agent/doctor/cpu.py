@@ -48,12 +48,14 @@ def perf_event_max_stack(_: Context) -> Finding:
     """Does the kernel hand over as many of its own frames as are kept?"""
     level = _setting("perf_event_max_stack")
     # The kernel cuts what bpf_get_stack returns at this (kernel/bpf/stackmap.c, v6.1).
-    if level.isdecimal() and int(level) < abi.MAX_FRAMES:
+    if level.isdecimal() and int(level) < abi.MAX_KERNEL_FRAMES:
         return warn(
             f"kernel.perf_event_max_stack is {level}: kernel stacks are cut at {level} frames",
-            f"sudo sysctl kernel.perf_event_max_stack={abi.MAX_FRAMES}",
+            f"sudo sysctl kernel.perf_event_max_stack={abi.MAX_KERNEL_FRAMES}",
         )
-    return ok(f"kernel.perf_event_max_stack is {level}, and {abi.MAX_FRAMES} frames are kept")
+    return ok(
+        f"kernel.perf_event_max_stack is {level}, and {abi.MAX_KERNEL_FRAMES} frames are kept"
+    )
 
 
 def _setting(name: str) -> str:

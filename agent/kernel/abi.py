@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.unwind import walk
 
 MAX_FRAMES = walk.MAX_FRAMES
-FRAME_SLOTS = 128
+FRAME_SLOTS = 256
+MAX_KERNEL_FRAMES = 127
 
 
 class EventType(enum.IntEnum):
@@ -244,10 +246,22 @@ STACK_DTYPE = np.dtype(
         ("call_return", "<u8"),
         ("call", "<u4"),
         ("unused", "<u4"),
-        ("kernel", "<u8", (FRAME_SLOTS,)),
-        ("user", "<u8", (FRAME_SLOTS,)),
+        ("frames", "<u8", (FRAME_SLOTS,)),
     ]
 )
+
+
+def kernel_frames(record: np.void) -> npt.NDArray[np.uint64]:
+    """Returns the kernel's frames of a STACK_DTYPE, leaf first; a view."""
+    frames: npt.NDArray[np.uint64] = record["frames"][: int(record["kernel_depth"])]
+    return frames
+
+
+def user_frames(record: np.void) -> npt.NDArray[np.uint64]:
+    """Returns the user frames of a STACK_DTYPE, leaf first; a view."""
+    first, depth = int(record["kernel_depth"]), int(record["user_depth"])
+    frames: npt.NDArray[np.uint64] = record["frames"][first : first + depth]
+    return frames
 
 
 STACK_COPY_PAGES = 16
@@ -311,14 +325,15 @@ PYTHON_PROCESS_DTYPE = np.dtype(
         ("unused", "<u4"),
     ]
 )
-PYTHON_FRAME_DTYPE = np.dtype([("code", "<u8"), ("position", "<i4"), ("ends_run", "<u4")])
+PYTHON_ENDS_RUN = 1
 PYTHON_CHAIN_DTYPE = np.dtype(
     [
         ("image", "<u8"),
         ("tgid", "<u4"),
         ("depth", "<u2"),
         ("end", "<u2"),
-        ("frames", PYTHON_FRAME_DTYPE, (FRAME_SLOTS,)),
+        ("codes", "<u8", (FRAME_SLOTS,)),
+        ("positions", "<i4", (FRAME_SLOTS,)),
     ]
 )
 SUM_KEY_DTYPE = np.dtype(

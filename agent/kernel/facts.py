@@ -15,7 +15,7 @@ from pathlib import Path
 from aiflame.agent import kernelfs
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import syscalls
-from aiflame.agent.kernel.abi import MAX_FRAMES, HostConstant
+from aiflame.agent.kernel.abi import MAX_KERNEL_FRAMES, HostConstant
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.kernel.btf import Btf
 from aiflame.agent.symbols.store import Store
@@ -132,7 +132,7 @@ def kernel_facts(store: Store) -> KernelFacts:
         **facts.constants,
         **{constant: int(is_helper_taken(constant)) for constant in _TRIES},
         HostConstant.THREAD_SIZE: this_architecture().thread_size_bytes,
-        HostConstant.KERNEL_FRAMES_MAX: min(_perf_event_max_stack(), MAX_FRAMES),
+        HostConstant.KERNEL_FRAMES_MAX: min(_perf_event_max_stack(), MAX_KERNEL_FRAMES),
     }
     return KernelFacts(constants, facts.iterated_function)
 
@@ -187,4 +187,4 @@ def _perf_event_max_stack() -> int:
     try:
         return int(kernelfs.read_bytes(_PERF_EVENT_MAX_STACK))
     except (OSError, ValueError):
-        return MAX_FRAMES
+        return MAX_KERNEL_FRAMES

@@ -298,8 +298,9 @@ def _copy_of(row: np.void, record: npt.NDArray[np.void], table: ProcessTable) ->
 
 def _extend(record: np.void, known: int, walked: WalkedThread) -> None:
     """Puts what was walked after the first frames of a stack."""
-    depth = min(known + len(walked.addresses), abi.MAX_FRAMES)
-    record["user"][known:depth] = walked.addresses[: depth - known]
+    before = int(record["kernel_depth"])
+    depth = min(known + len(walked.addresses), abi.MAX_FRAMES - before)
+    record["frames"][before + known : before + depth] = walked.addresses[: depth - known]
     record["user_depth"], record["end"] = depth, walked.end
 
 

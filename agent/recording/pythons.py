@@ -283,8 +283,7 @@ class PythonProcesses:
         for record in records:
             process = self._process_of(self._image(record))
             if process is not None:
-                codes = record["frames"]["code"][: int(record["depth"])].tolist()
-                wanted[process.image.index].update(codes)
+                wanted[process.image.index].update(frame.code_address for frame in _frames(record))
         for index, found in wanted.items():
             self._facts.read(self.by_image[index].code, found)
 
@@ -304,8 +303,7 @@ class PythonProcesses:
         process = self.by_image.get(image.index)
         if end is not abi.PythonEnd.COMPLETE:
             self.losses[_END_LOSSES[end]] += 1
-        rows = record["frames"][: int(record["depth"])].tolist()
-        frames = [PythonFrame(code, position, bool(ends)) for code, position, ends in rows]
+        frames = _frames(record)
         if process is not None:  # else they are unreadable
             self._facts.name(process.code, frames)
         self._facts.tell_chain(chain, image.index, frames, end)
@@ -368,3 +366,13 @@ def describe_layout(layout: Layout, row: np.void) -> None:
     row["position_kind"] = layout.position.value
     row["run_end"] = layout.run_end.value
     row["gil_kind"] = layout.gil_kind.value
+
+
+def _frames(chain: np.void) -> list[PythonFrame]:
+    """The frames of an abi.PYTHON_CHAIN_DTYPE, leaf first."""
+    depth = int(chain["depth"])
+    codes, positions = chain["codes"][:depth].tolist(), chain["positions"][:depth].tolist()
+    return [
+        PythonFrame(code & ~abi.PYTHON_ENDS_RUN, position, bool(code & abi.PYTHON_ENDS_RUN))
+        for code, position in zip(codes, positions, strict=True)
+    ]

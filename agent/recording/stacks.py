@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.devices.locations import LocatedStack
+from aiflame.agent.kernel import abi
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.model.window import COLUMNS, MADE_STACKS, NO_CHAIN, NONE, OpenWindow
 from aiflame.agent.processes.table import ProcessImage, ProcessTable
@@ -140,7 +141,7 @@ class Stacks:
             if stack in self._known and not is_late:
                 continue
             image = self._table.image(int(record["tgid"]), int(record["image"]))
-            user = record["user"][: int(record["user_depth"])]
+            user = abi.user_frames(record)
             call, call_return = int(record["call"]), int(record["call_return"])
             if call_return:
                 user = self._calls.with_call(image, user, call, call_return)
@@ -155,7 +156,7 @@ class Stacks:
                 self.cut.see(stack, image, record)
             for observer in () if is_late else self._observers:
                 observer.add_stack(LocatedStack(stack, image, user, found, binaries))
-            kernel = record["kernel"][: int(record["kernel_depth"])]
+            kernel = abi.kernel_frames(record)
             parts += [kernel, user]
             rows.append(
                 (

@@ -23,8 +23,8 @@ from aiflame.agent.unwind.x86_64 import (
     follows_call,
 )
 
-# As deep as perf goes; deeper stacks, of Python frames as well, lose their root, and say so.
-MAX_FRAMES = 127
+# Twice as deep as perf goes; deeper stacks, of Python frames as well, lose their root, and say so.
+MAX_FRAMES = 255
 WORD_BYTES = 8
 _ADDRESS_MASK = (1 << 64) - 1
 # A return address lies after a call, which may be the last instruction of its function.

@@ -56,7 +56,6 @@ _DTYPES = {
     "wait_event": abi.WAIT_EVENT_DTYPE,
     "thread_registers": abi.THREAD_REGISTERS_DTYPE,
     "python_process": abi.PYTHON_PROCESS_DTYPE,
-    "python_frame": abi.PYTHON_FRAME_DTYPE,
     "python_chain": abi.PYTHON_CHAIN_DTYPE,
     "api_argument": abi.API_ARGUMENT_DTYPE,
     "api_call": abi.API_CALL_DTYPE,
@@ -76,6 +75,8 @@ _KERNEL_ONLY = {"kernel_name_key"}
 _CONSTANTS = {
     "MAX_FRAMES": abi.MAX_FRAMES,
     "FRAME_SLOTS": abi.FRAME_SLOTS,
+    "MAX_KERNEL_FRAMES": abi.MAX_KERNEL_FRAMES,
+    "PYTHON_ENDS_RUN": abi.PYTHON_ENDS_RUN,
     "TABLES_MAX": abi.TABLES_MAX,
     "TABLE_IS_MISSING": abi.TABLE_IS_MISSING,
     "STACK_COPY_PAGES": abi.STACK_COPY_PAGES,

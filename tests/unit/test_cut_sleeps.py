@@ -118,7 +118,7 @@ class _Recorder:
         record = np.zeros(1, abi.STACK_DTYPE)
         record["image"], record["tgid"] = _IMAGE, _PID
         record["kernel_depth"], record["user_depth"] = 1, 1
-        record["kernel"][0, 0], record["user"][0, 0] = _KERNEL, _LEAF
+        record["frames"][0, :2] = _KERNEL, _LEAF
         record["end"] = StopReason.NO_TABLE
         self.stacks.add(np.array([stack], np.uint64), record)
 

@@ -83,8 +83,8 @@ class _Recording:
         self, keys: npt.NDArray[Any], records: npt.NDArray[Any], *, is_late: bool = False
     ) -> None:
         for stack, record in zip(keys.tolist(), records, strict=True):
-            assert record["kernel"][: int(record["kernel_depth"])].tolist() == [_KERNEL_FRAME]
-            user = record["user"][: int(record["user_depth"])].tolist()
+            assert abi.kernel_frames(record).tolist() == [_KERNEL_FRAME]
+            user = abi.user_frames(record).tolist()
             self.given.append((stack, user, StopReason(int(record["end"])), is_late))
 
     def copy(self, stack: int = 7, pages: int = abi.STACK_COPY_PAGES) -> None:
@@ -102,8 +102,7 @@ class _Recording:
         record["tgid"], record["image"] = _PID, _IMAGE
         record["kernel_depth"], record["user_depth"] = 1, 2
         record["end"] = StopReason.NO_FRAME_POINTER
-        record["kernel"][0, 0] = _KERNEL_FRAME
-        record["user"][0, :2] = _LEAF, _GUESS
+        record["frames"][0, :3] = _KERNEL_FRAME, _LEAF, _GUESS
         self._sent.append(row.tobytes())
         self.late.take()
 

@@ -13,6 +13,7 @@ from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage
 from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.processes.threads import ThreadRegisters
+from aiflame.agent.unwind import walk
 from aiflame.agent.unwind.table import UnwindTable
 from cfibytes import (
     RBP,
@@ -160,4 +161,4 @@ def test_generated_code_is_walked_by_frame_pointer(table: UnwindTable) -> None:
 def test_recursion_is_cut_where_sampled_stacks_are(table: UnwindTable) -> None:
     words = {24 + 32 * index: _code(_PLAIN) for index in range(300)}
     found = _walk(_walker(_Tables(table)), _image(), _code(_PLAIN), words)
-    assert (len(found.addresses), found.end) == (127, StopReason.TOO_DEEP)
+    assert (len(found.addresses), found.end) == (walk.MAX_FRAMES, StopReason.TOO_DEEP)

@@ -295,7 +295,8 @@ _LAYOUTS = [
     read_layout(debug_offsets((3, 14))),
     read_layout(debug_offsets((3, 14), free_threaded=True)),
 ]
-_HEAP, _HEAP_BYTES = 0x7F00_0000_0000, 1 << 16
+# Room for the thread state, and for as many frames and shims as are walked.
+_HEAP, _HEAP_BYTES = 0x7F00_0000_0000, 1024 + 128 * (2 * abi.MAX_FRAMES + 2)
 
 
 class _Heap:

@@ -119,8 +119,7 @@ class KernelWalkers:
         """Walks a stack from these registers on."""
         record = np.zeros(1, abi.STACK_DTYPE)
         self._library.walk_stack(_pointer(record), _UserRegs(rip, rsp, rbp, rbx))
-        depth = int(record[0]["user_depth"])
-        return Stack(record[0]["user"][:depth].tolist(), StopReason(int(record[0]["end"])))
+        return Stack(abi.user_frames(record[0]).tolist(), StopReason(int(record[0]["end"])))
 
     def copy(self, rip: int, rsp: int, rbp: int, rbx: int) -> npt.NDArray[np.void] | None:
         """Walks a stack, and copies it if it met code without its table, as STACK_COPY_DTYPE."""
@@ -139,8 +138,15 @@ class KernelWalkers:
         self._library.walk_python_frames(
             _pointer(chain), _pointer(process), ctypes.c_uint64(thread_pointer)
         )
-        found = chain[0]["frames"][: int(chain[0]["depth"])].tolist()
-        frames = [(code, position, bool(ends_run)) for code, position, ends_run in found]
+        depth = int(chain[0]["depth"])
+        frames = [
+            (code & ~abi.PYTHON_ENDS_RUN, position, bool(code & abi.PYTHON_ENDS_RUN))
+            for code, position in zip(
+                chain[0]["codes"][:depth].tolist(),
+                chain[0]["positions"][:depth].tolist(),
+                strict=True,
+            )
+        ]
         return PythonFrames(frames, abi.PythonEnd(int(chain[0]["end"])))
 
 

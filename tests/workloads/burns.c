@@ -3,15 +3,15 @@
  * Threads that compute in functions with known shares, and at known depths.
  *
  *   shares    three quarters of its CPU time in spend_three(), one in spend_one()
- *   shallow   at the bottom of descend() called 100 times deep
- *   deep      the same, 200 times: deeper than a stack is kept
+ *   shallow   at the bottom of descend() called 200 times deep
+ *   deep      the same, 400 times: deeper than a stack is kept
  *   main      computes in main() itself
  */
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include "truth.h"
 
-enum { SHARES_CPU_NS = 1500 * MS, OTHERS_CPU_NS = 300 * MS, SHALLOW = 100, DEEP = 200 };
+enum { SHARES_CPU_NS = 1500 * MS, OTHERS_CPU_NS = 300 * MS, SHALLOW = 200, DEEP = 400 };
 
 static volatile unsigned long sink;
 
