@@ -34,7 +34,8 @@ _MAP_UPDATE_BATCH, _MAP_DELETE_BATCH = 26, 27
 # What kernels say of instructions that they cannot probe and, before v5.19, of batches on maps of
 # maps (include/linux/errno.h).
 ENOTSUPP = 524
-_LINK_CREATE, _ITER_CREATE = 28, 33
+_LINK_CREATE, _ENABLE_STATS, _ITER_CREATE = 28, 32, 33
+_STATS_RUN_TIME = 0  # enum bpf_stats_type
 _TRACE_ITER, _ATTACH_PERF_EVENT = 28, 41  # enum bpf_attach_type
 TRACE_UPROBE_MULTI = 48
 _UPROBE_TYPE = Path("/sys/bus/event_source/devices/uprobe/type")
@@ -282,6 +283,15 @@ def program_cost(fd: int) -> ProgramCost:
     bpf(_OBJ_GET_INFO_BY_FD, struct.pack("<IIQ", fd, len(info), ctypes.addressof(info)))
     run_time_ns, run_count, misses = struct.unpack_from("<QQQ", info, 192)
     return ProgramCost(run_time_ns, run_count, misses)
+
+
+def count_run_times() -> int:
+    """Has the kernel count the time of all programs while the returned descriptor is open.
+
+    Raises:
+        OSError: It takes CAP_SYS_ADMIN, and Linux v5.8.
+    """
+    return bpf(_ENABLE_STATS, struct.pack("<I", _STATS_RUN_TIME))
 
 
 def open_raw_tracepoint(name: str, program_fd: int) -> int:

@@ -31,7 +31,7 @@ from aiflame.agent.kernel.life_events import LifeEvents
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import Probes, online_cpus, possible_cpus
 from aiflame.agent.kernel.ringbuf import RingBuffer
-from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost
+from aiflame.agent.kernel.sysbpf import BPF_ANY, Map, ProgramCost, count_run_times
 from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.launches.gpu_kernels import KernelTable
 from aiflame.agent.launches.opening import opened_at
@@ -68,6 +68,7 @@ from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.recording.sleep_walks import SleepWalks
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers, give_sleepers
 from aiflame.agent.recording.stacks import Stacks
+from aiflame.agent.recording.switch_cost import SwitchCost
 from aiflame.agent.recording.thread_times import Charged, Part, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
@@ -173,7 +174,6 @@ class Recorder:
         self._steers = steers
         self._chances: Chances | None = None
         self._chances_number = 0
-        self._told_bpf_ns: tuple[int, int] | None = None
         self._waits_not_sampled = 0
         self._told_counters: Counter[abi.Counter] = Counter()
         self._are_families_named = are_families_named
@@ -199,6 +199,7 @@ class Recorder:
         self._inspector = foundation.inspector
         self._file_facts = foundation.file_facts
         self._programs = foundation.programs
+        self._switch_cost = SwitchCost(foundation.programs, count_run_times)
         self._excluded = ExcludedCgroups(self._programs)
         with contextlib.ExitStack() as parts:
             self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
@@ -328,6 +329,9 @@ class Recorder:
             self.devices.start()
         if self._options.by_chance:
             self._set_chances(Chances(1) if self._steers is None else self._steers.first())
+        if self._steers is not None:
+            self._parts.callback(self._switch_cost.end)
+            self._switch_cost.begin()
         self._prepare_early()
         self._attach()
         pids = self._enter_targets()
@@ -733,19 +737,8 @@ class Recorder:
             samples=new[abi.Counter.SAMPLES],
             calls=new[abi.Counter.CALLS],
             own_cpu_ns=time.process_time_ns() - self._told_cpu_ns,
-            bpf_ns=self._switching_ns(),
+            bpf_ns=self._switch_cost.take(),
         )
-
-    def _switching_ns(self) -> int | None:
-        """Returns what programs took at switches since it was last asked, None if nobody counts."""
-        costs = self._programs.costs()
-        found = [costs[name] for name in ("on_switch", "on_waking")]
-        told, now = self._told_bpf_ns, (sum(c.run_time_ns for c in found), found[0].run_count)
-        self._told_bpf_ns = now
-        # Of a part of the window it would be too little: it counts from the second one on.
-        if told is None or now[1] == told[1] or not told[1]:
-            return None
-        return now[0] - told[0]
 
     def _set_chances(self, chances: Chances) -> None:
         write_chances(self._programs, chances, self._chances)

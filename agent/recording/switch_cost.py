@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs at context switches take, by the kernel's own count.
+
+The kernel counts where kernel.bpf_stats_enabled is set, or where somebody asks by a descriptor
+(BPF_ENABLE_STATS, v5.8), which takes CAP_SYS_ADMIN. It costs two readings of a clock for each run
+of any program of the host: so it is asked for the first seconds alone, which tell the prices of
+this machine, before the right to ask is given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from aiflame.agent.kernel.sysbpf import ProgramCost
+
+# Windows that are counted: the first is not whole, and prices are settled by the next few thousand
+# switches (fleet/cost.py).
+_COUNTED_WINDOWS = 10
+
+_PROGRAMS = ("on_switch", "on_waking")
+
+
+class _Programs(Protocol):
+    def costs(self) -> Mapping[str, ProgramCost]: ...
+
+
+class SwitchCost:
+    """Of the programs of one recording.
+
+    Args:
+        programs: Loaded.
+        count: Has the kernel count until the descriptor that it returns is closed; raises OSError
+            where that is not allowed.
+    """
+
+    def __init__(self, programs: _Programs, count: Callable[[], int]) -> None:
+        self._programs = programs
+        self._count = count
+        self._counting: int | None = None
+        self._windows = 0
+        self._told: tuple[int, int] | None = None
+
+    def begin(self) -> None:
+        """Has the kernel count for some windows, if it may be asked."""
+        with contextlib.suppress(OSError):
+            self._counting = self._count()
+
+    def take(self) -> int | None:
+        """Returns the ns that programs took in the window that ends now.
+
+        Returns:
+            None where nobody counted, or for a part of the window alone.
+        """
+        costs = self._programs.costs()
+        found = [costs[name] for name in _PROGRAMS]
+        told, now = self._told, (sum(cost.run_time_ns for cost in found), found[0].run_count)
+        self._told = now
+        self._windows += 1
+        if self._counting is not None and self._windows > _COUNTED_WINDOWS:
+            self.end()
+            self._told = None
+        # Of a part of the window it would be too little: it counts from the second one on.
+        if told is None or now[1] == told[1] or not told[1]:
+            return None
+        return now[0] - told[0]
+
+    def end(self) -> None:
+        """Has the kernel count for us no more."""
+        if self._counting is not None:
+            os.close(self._counting)
+            self._counting = None

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What switches cost is taken of whole windows, and counted for no longer than it has to be."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from aiflame.agent.kernel.sysbpf import ProgramCost
+from aiflame.agent.recording.switch_cost import SwitchCost
+
+_RUN_NS = 700
+
+
+class _Kernel:
+    """Counts runs of programs while a descriptor is open, or while it is told to."""
+
+    def __init__(self, *, allows: bool = True, counts: bool = False) -> None:
+        self._allows, self._counts = allows, counts
+        self._runs = 0
+        self.descriptor: int | None = None
+
+    def count_run_times(self) -> int:
+        if not self._allows:
+            raise PermissionError(1, "CAP_SYS_ADMIN")
+        self.descriptor, other = os.pipe()
+        os.close(other)
+        return self.descriptor
+
+    @property
+    def is_asked(self) -> bool:
+        try:
+            os.fstat(-1 if self.descriptor is None else self.descriptor)
+        except OSError:
+            return False
+        return True
+
+    def switch(self, times: int) -> None:
+        if self._counts or self.is_asked:
+            self._runs += times
+
+    def costs(self) -> dict[str, ProgramCost]:
+        switches = ProgramCost(self._runs * _RUN_NS, self._runs, 0)
+        return {"on_switch": switches, "on_waking": ProgramCost(self._runs, self._runs, 0)}
+
+
+def _windows(kernel: _Kernel, cost: SwitchCost, count: int) -> list[int | None]:
+    found = []
+    for _ in range(count):
+        kernel.switch(1000)
+        found.append(cost.take())
+    return found
+
+
+def test_the_first_windows_are_counted_and_then_no_more() -> None:
+    kernel = _Kernel()
+    cost = SwitchCost(kernel, kernel.count_run_times)
+    cost.begin()
+    whole = 1000 * (_RUN_NS + 1)
+    # The first window may have begun before the count.
+    assert _windows(kernel, cost, 11) == [None, *[whole] * 10]
+    assert not kernel.is_asked
+    assert _windows(kernel, cost, 3) == [None] * 3
+
+
+def test_where_it_is_not_allowed_nothing_is_known() -> None:
+    kernel = _Kernel(allows=False)
+    cost = SwitchCost(kernel, kernel.count_run_times)
+    cost.begin()
+    assert _windows(kernel, cost, 3) == [None] * 3
+
+
+def test_what_somebody_else_has_counted_is_known_for_as_long_as_they_do() -> None:
+    kernel = _Kernel(allows=False, counts=True)
+    cost = SwitchCost(kernel, kernel.count_run_times)
+    cost.begin()
+    assert None not in _windows(kernel, cost, 20)[1:]
+
+
+@pytest.mark.parametrize("windows", [0, 3])
+def test_the_end_of_a_recording_ends_the_count(windows: int) -> None:
+    kernel = _Kernel()
+    cost = SwitchCost(kernel, kernel.count_run_times)
+    cost.begin()
+    _windows(kernel, cost, windows)
+    assert kernel.is_asked
+    cost.end()
+    assert not kernel.is_asked
