@@ -38,6 +38,8 @@ _FIRST_ONE_IN = 64
 _SPACING_NS = 50_000_000
 # Of 10,000 threads that wait 20 times a second each, one stack in two minutes.
 _MOST_SPACING_NS = 128 * _S
+# A start, or a build that forks for a moment, is no news.
+_WINDOWS_UNTIL_SAID = 10
 # Cgroups that are told apart, those with most switches: what the kernel half has room for.
 _MOST_CGROUPS = 4096
 
@@ -137,6 +139,9 @@ class CostController:
     chances: Chances = field(init=False)
     cost_ns_per_s: float = field(default=0.0, init=False)
     is_over: bool = field(default=False, init=False)
+    _windows_over: int = field(default=0, init=False)
+    _has_said: bool = field(default=False, init=False)
+    _untold: list[str] = field(default_factory=list, init=False)
     _measured: _Measured = field(init=False)
     _demand: dict[int, float] = field(default_factory=dict, init=False)
 
@@ -170,6 +175,7 @@ class CostController:
         self.cost_ns_per_s = taken + others + stacks * stack_price * windows_per_s
         left = _PLANNED_SHARE * budget - max(taken, expected) - others
         self.is_over = left < _LEAST_SHARE * budget
+        self._note_over(budget)
         affordable = max(left, _LEAST_SHARE * budget) / stack_price
         spacing_ns = self._spacing(load, affordable / windows_per_s)
         one_in = self._divided(affordable)
@@ -179,6 +185,21 @@ class CostController:
             spacing_ns,
         )
         return self.chances
+
+    def take_said(self) -> list[str]:
+        """Returns that the budget is exceeded, once."""
+        said, self._untold = self._untold, []
+        return said
+
+    def _note_over(self, budget_ns_per_s: float) -> None:
+        self._windows_over = self._windows_over + 1 if self.is_over else 0
+        if self._windows_over == _WINDOWS_UNTIL_SAID and not self._has_said:
+            self._has_said = True
+            cost, budget = (100 * ns / _S for ns in (self.cost_ns_per_s, budget_ns_per_s))
+            self._untold.append(
+                f"recording takes {cost:.1f} % of one CPU, more than its budget of {budget:.1f} %,"
+                " with as few stacks of waits as there may be"
+            )
 
     def _remember(self, switches: Mapping[int, float]) -> None:
         for cgroup, before in [*self._demand.items()]:

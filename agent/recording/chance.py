@@ -83,6 +83,9 @@ class Steers(Protocol):
     def next(self, load: Load) -> Chances:
         """Returns what is to hold from now on, after a window."""
 
+    def take_said(self) -> list[str]:
+        """Returns what a user should know, each line once."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedOut:

@@ -100,7 +100,7 @@ class Progress:
     samples: int
     off_cpu_ns: int
     lost: int
-    said: tuple[str, ...] = ()  # by devices, a line each
+    said: tuple[str, ...] = ()  # a line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,6 +549,10 @@ class Recorder:
     def _living_pids(self) -> list[int]:
         return [pid for pid in self._target.pids if Path(f"/proc/{pid}").is_dir()]
 
+    def _take_said(self) -> tuple[str, ...]:
+        of_steers = [] if self._steers is None else self._steers.take_said()
+        return (*self.devices.take_said(), *of_steers)
+
     def _progress(self) -> Progress:
         losses = read_losses(self._programs.counters, self._possible_cpus)
         return Progress(
@@ -556,7 +560,7 @@ class Recorder:
             samples=self.samples.count,
             off_cpu_ns=sum(self.samples.ns_by_class[1:]),
             lost=losses.total(),
-            said=tuple(self.devices.take_said()),
+            said=self._take_said(),
         )
 
     def _drain_stacks(self) -> None:
@@ -795,7 +799,7 @@ class Recorder:
             counters=read_counters(counters, self._possible_cpus),
             losses=read_losses(counters, self._possible_cpus),
             costs=self._programs.costs(),
-            said=tuple(self.devices.take_said()),
+            said=self._take_said(),
         )
 
     def finish(self, give: Callable[[Window], None], tables_until_ns: int = abi.NEVER_NS) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -116,8 +117,16 @@ def test_without_the_kernels_account_prices_are_believed() -> None:
 
 def test_exact_totals_that_take_the_budget_alone_are_said_and_leave_some_stacks() -> None:
     controller = CostController(2, Budget(host_share=0, cpu_share=0.03, with_own_cpu=False))
-    costs = _run(controller, 10, lambda _: {1: 100_000, 2: 100})
+    costs = _run(controller, 9, lambda _: {1: 100_000, 2: 100})
+    assert controller.take_said() == []  # it might be a start
+    costs += _run(controller, 20, lambda _: {1: 100_000, 2: 100})
     assert controller.is_over
+    (said,) = controller.take_said()
+    assert re.fullmatch(
+        r"recording takes \d+\.\d % of one CPU, more than its budget of 3\.0 %,"
+        r" with as few stacks of waits as there may be",
+        said,
+    )
     # What is above what cannot be helped is a tenth of the budget, and what prices are off.
     stacks = 0.1 * 0.03 * _TRUE_STACK / Prices().stack
     assert max(costs[3:]) < 100_100 * _TRUE_SWITCH / _S + 1.1 * stacks
