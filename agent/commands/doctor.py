@@ -12,10 +12,11 @@ import json
 import os
 import platform
 import sys
+from pathlib import Path
 
 from aiflame.agent import __version__
 from aiflame.agent.doctor.base import Context, run_checks
-from aiflame.agent.doctor.checks import CHECKS, TARGET_CHECKS
+from aiflame.agent.doctor.checks import AGENT_CHECKS, CHECKS, TARGET_CHECKS
 from aiflame.agent.doctor.text import as_json, exit_code, lines, summary
 from aiflame.agent.errors import UsageError
 
@@ -25,6 +26,7 @@ EPILOG = """\
 EXAMPLES
   sudo aiflame doctor
   sudo aiflame doctor --pid 1234                      # and can that process be recorded?
+  sudo aiflame doctor --agent --config agent.toml     # and can the fleet agent run here?
   sudo aiflame doctor --json
   sudo aiflame doctor --skip-checks os.cgroup2,out.cache
 """
@@ -46,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-p", "--pid", metavar="PID", type=_pid, help="also check this process (default: none)"
     )
     parser.add_argument(
+        "--agent", action="store_true", help="check what `aiflame agent` needs (default: `record`)"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="with --agent: its configuration"
+    )
+    parser.add_argument(
         "--skip-checks",
         metavar="ID[,ID]",
         type=_ids,
@@ -57,14 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks and print what they found; returns the exit code."""
-    known = [check.id for check in (*CHECKS, *TARGET_CHECKS)]
+    if args.config is not None and not args.agent:
+        raise UsageError(
+            "--config is of the agent", f"aiflame doctor --agent --config {args.config}"
+        )
+    known = list(dict.fromkeys(c.id for c in (*CHECKS, *AGENT_CHECKS, *TARGET_CHECKS)))
     unknown = [name for name in args.skip_checks if name not in known]
     if unknown:
         raise UsageError(f"no such check: {', '.join(unknown)}", f"they are: {' '.join(known)}")
-    checks = CHECKS if args.pid is None else (*CHECKS, *TARGET_CHECKS)
+    checks = AGENT_CHECKS if args.agent else CHECKS
+    if args.pid is not None:
+        checks = (*checks, *TARGET_CHECKS)
     id_columns = max(len(check.id) for check in checks)
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    context = Context(pid=args.pid)
+    context = Context(pid=args.pid, config_path=args.config)
     results = []
     with context.cleanup:
         for result in run_checks(checks, context, args.skip_checks):

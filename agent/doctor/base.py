@@ -12,8 +12,10 @@ import enum
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.fleet.config import AgentConfig
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.kernel.probes import Probes
 
@@ -67,12 +69,16 @@ class Context:
         pid: Process of --pid, or None.
         programs: Loaded programs, once there are any.
         probes: Attached programs, once there are any.
+        config_path: File of --config, or None.
+        config: Of the agent, once it was read.
         cleanup: Takes everything out of the kernel again when it is closed.
     """
 
     pid: int | None = None
     programs: Programs | None = None
     probes: Probes | None = None
+    config_path: Path | None = None
+    config: AgentConfig | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
 
 

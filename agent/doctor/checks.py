@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from aiflame.agent.doctor import bpf, cpu, gpu, host, out, rights, stacks, target
+from aiflame.agent.doctor import agent, bpf, cpu, gpu, host, out, rights, stacks, target
 from aiflame.agent.doctor.base import Check
 from aiflame.gpu.families import FAMILIES
 
@@ -28,6 +28,7 @@ CHECKS = (
     Check("os.lockdown", host.lockdown),
     Check("os.capabilities", rights.capabilities, limit="some parts are missing"),
     Check("os.seccomp", host.seccomp, needs=_PRIVILEGED),
+    Check("os.ptrace_scope", host.ptrace_scope, limit="no Python frames"),
     Check("cpu.clock", cpu.clock, needs=("os.arch", "os.seccomp")),
     Check("cpu.perf_event_paranoid", cpu.perf_event_paranoid, needs=("os.arch", "os.seccomp")),
     Check(
@@ -72,4 +73,33 @@ TARGET_CHECKS = (
         limit="no names for the target's user frames",
         needs=("target.visible",),
     ),
+)
+
+# What `record` alone needs.
+_OF_RECORD = ("out.folder", "out.space", "out.recordings")
+# The agent asks more of these, and says what that costs it.
+_STRICTER = {
+    check.id: check
+    for check in (
+        Check("os.pid_namespace", agent.pid_namespace),
+        Check("os.cgroup2", agent.cgroups, limit="some containers are labelled late or by pid"),
+    )
+}
+_CONFIGURED = ("agent.config",)
+
+# Run for --agent, instead of CHECKS.
+AGENT_CHECKS = (
+    *(_STRICTER.get(check.id, check) for check in CHECKS if check.id not in _OF_RECORD),
+    Check(
+        "agent.child_rights",
+        agent.child_rights,
+        limit="children keep rights that they need not have",
+        needs=_PRIVILEGED,
+    ),
+    Check("agent.config", agent.config, limit="nothing is sent"),
+    Check("agent.directory", agent.directory, limit="little can wait", needs=_CONFIGURED),
+    Check("agent.captures", agent.captures, limit="no captures are kept", needs=_CONFIGURED),
+    Check("agent.back_ends", agent.back_ends, limit="a back-end gets nothing", needs=_CONFIGURED),
+    Check("agent.kubelet", agent.kubelet, limit="pods have no names", needs=_CONFIGURED),
+    Check("agent.engines", agent.engines, limit="containers have no names"),
 )

@@ -6,11 +6,13 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+from aiflame.agent import kernelfs
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.kernel import checks
 from aiflame.agent.kernel.arch import this_architecture
 from aiflame.agent.processes.targets import cgroup2_mounts
 
+_PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 _SECURITYFS = Path("/sys/kernel/security")
 
 
@@ -52,6 +54,20 @@ def lockdown(_: Context) -> Finding:
     if any(_SECURITYFS.iterdir() if _SECURITYFS.is_dir() else ()):
         return ok("this kernel has no lockdown")
     return skip("not visible here: securityfs is not mounted")
+
+
+def ptrace_scope(_: Context) -> Finding:
+    """Does Yama let one process read the memory of another?"""
+    level = kernelfs.read_text(_PTRACE_SCOPE).strip()
+    # "No attach" binds CAP_SYS_PTRACE too, and process_vm_readv(2) asks for the same permission
+    # (Documentation/admin-guide/LSM/Yama.rst; mm_access of kernel/fork.c, v6.1).
+    if level == "3":
+        return warn(
+            "kernel.yama.ptrace_scope is 3: memory of others cannot be read, which is where Python"
+            " keeps the names of its frames",
+            "kernel.yama.ptrace_scope=2 in /etc/sysctl.d, and a reboot: 3 cannot be taken back",
+        )
+    return ok(f"kernel.yama.ptrace_scope is {level}" if level else "this kernel has no Yama")
 
 
 def seccomp(_: Context) -> Finding:

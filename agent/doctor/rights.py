@@ -16,7 +16,8 @@ from aiflame.agent.outfile import sudo_ids
 from aiflame.agent.rights import Capability
 from aiflame.agent.symbols.store import cache_dir
 
-_COSTS = {
+# Of rights that are of use on every machine.
+COSTS = {
     Capability.DAC_READ_SEARCH: "of other users' processes names and frames are missing",
     Capability.SYSLOG: "kernel functions have no names",
     Capability.CHECKPOINT_RESTORE: "deleted files that are still mapped have no names",
@@ -36,8 +37,8 @@ def capabilities(_: Context) -> Finding:
 
 def _costs() -> Iterator[tuple[Capability, str]]:
     """Yields what is not held and would be used here."""
-    for capability in rights.missing(_COSTS):
-        yield capability, _COSTS[capability]
+    for capability in rights.missing(COSTS):
+        yield capability, COSTS[capability]
     of_sudo = {
         Capability.CHOWN: "outputs belong to root, not to who typed sudo",
         Capability.SETUID: "`-- CMD` cannot be run as who typed sudo",

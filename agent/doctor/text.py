@@ -18,6 +18,7 @@ _COLOURS = {Status.OK: "32", Status.WARN: "33", Status.FAIL: "1;31", Status.SKIP
 _STATUS_COLUMNS = max(len(status.value) for status in Status)
 # The check that shows a recording at work, and the group that speaks of one process only.
 _PROOF, _OFF_CPU_PROOF, _TARGET_GROUP = "bpf.sample", "bpf.off_cpu", "target."
+_AGENT_GROUP = "agent."
 
 
 def exit_code(results: Sequence[Result]) -> int:
@@ -64,8 +65,10 @@ def summary(results: Sequence[Result]) -> str:
 
 def _verdict(results: Sequence[Result], of_status: dict[Status, list[Result]]) -> str:
     failed = [result.check.id for result in of_status[Status.FAIL]]
-    if any(not check.startswith(_TARGET_GROUP) for check in failed):
+    if any(not check.startswith((_TARGET_GROUP, _AGENT_GROUP)) for check in failed):
         return "recording will not work here; report and stats will"
+    if any(check.startswith(_AGENT_GROUP) for check in failed):
+        return "the agent will not start; record will work"
     if failed:
         return "this process cannot be recorded; others can"
     proven = {result.check.id for result in of_status[Status.OK]}

@@ -18,6 +18,17 @@ from aiflame.agent.processes.targets import cgroup2_mounts
 _LOOK_S = 10.0
 
 
+def kubelet_settings(settings: AgentSettings) -> KubeletSettings:
+    """Returns how the kubelet that the agent's settings name is asked."""
+    return KubeletSettings(
+        settings.kubelet,
+        settings.kubelet_port,
+        settings.kubelet_token_file,
+        settings.kubelet_ca_file,
+        settings.kubelet_skip_verify,
+    )
+
+
 class Labelling:
     """Labels of processes, and cgroups that are to be left out.
 
@@ -29,14 +40,7 @@ class Labelling:
         self._selection = settings.selection
         self._watch: PodWatch | None = None
         if settings.kubelet:
-            kubelet = KubeletSettings(
-                settings.kubelet,
-                settings.kubelet_port,
-                settings.kubelet_token_file,
-                settings.kubelet_ca_file,
-                settings.kubelet_skip_verify,
-            )
-            self._watch = PodWatch(Kubelet(kubelet).fetch)
+            self._watch = PodWatch(Kubelet(kubelet_settings(settings)).fetch)
             self._watch.start()
         options = LabelOptions(settings.node_name, settings.pod_labels, settings.service_annotation)
         self._labeller = Labeller(options, self._watch)

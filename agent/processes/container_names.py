@@ -96,6 +96,12 @@ def _labels(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple(islice(((k, v) for k, v in items if isinstance(v, str)), _MAX_LABELS))
 
 
+def engine_directories(root: Path) -> list[Path]:
+    """Returns where engines keep what `facts_of` reads, whether it is there or not."""
+    docker = [path / "containers" for path in _docker_roots(root)]
+    return [*docker, *(root / folder for folder in _STORAGE_ROOTS)]
+
+
 def _docker_roots(root: Path) -> Iterator[Path]:
     yield from (root / folder for folder in _DOCKER_ROOTS)
     settings = _read_json(root / _DOCKER_SETTINGS, _MAX_CONTAINER_BYTES)

@@ -34,8 +34,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def _doctor(*before: str, **keywords: Any) -> tuple[int, dict[str, Any], dict[str, dict[str, str]]]:
-    command = [*before, *support.AIFLAME, "doctor", "--json"]
+def _doctor(
+    *before: str, arguments: tuple[str | Path, ...] = (), **keywords: Any
+) -> tuple[int, dict[str, Any], dict[str, dict[str, str]]]:
+    command = [*before, *support.AIFLAME, "doctor", "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, **keywords)
     assert done.stdout, done.stderr
     report = json.loads(done.stdout)
@@ -185,3 +187,49 @@ def test_process_that_does_not_exist_fails_its_own_check_only(run_aiflame: Run) 
     assert found["target.visible"] == "fail"
     assert found["target.mappings"] == "skip"
     assert found["bpf.sample"] == "ok"
+
+
+def test_agent_is_told_what_its_container_takes_away(tmp_path: Path) -> None:
+    # GIVEN a configuration of the agent, and namespaces and rights as containers have by default
+    config = tmp_path / "agent.toml"
+    (tmp_path / "captures").mkdir()
+    config.write_text(
+        f'directory = "{tmp_path}/agent"\n[sinks.captures]\ndirectory = "{tmp_path}/captures"\n'
+    )
+    inside = ("unshare", "--pid", "--fork", "--mount-proc", "--cgroup")
+    without = ("setpriv", "--bounding-set", "-sys_admin,-syslog,-setuid,-kill")
+    # WHEN it is asked outside, THEN the agent can run
+    code, _, found = _doctor(arguments=("--agent", "--config", config))
+    assert code == 0
+    assert found["bpf.sample"]["status"] == "ok"
+    for name in ("os.pid_namespace", "agent.config", "agent.directory", "agent.captures"):
+        assert found[name]["status"] == "ok"
+    assert "out.folder" not in found
+    # AND inside, THEN each thing that is missing has its line, and the rest goes on
+    code, _, found = _doctor(*inside, *without, arguments=("--agent", "--config", config))
+    assert code == 3
+    assert "take other processes" in found["os.pid_namespace"]["finding"]
+    assert "hostPID: true" in found["os.pid_namespace"]["cure"]
+    assert "--cgroupns=host" in found["os.cgroup2"]["cure"]
+    assert "CAP_SYSLOG kernel functions have no names" in found["os.capabilities"]["finding"]
+    assert found["cpu.kptr_restrict"]["status"] == "warn"
+    assert "no CAP_SETUID, CAP_KILL" in found["agent.child_rights"]["finding"]
+    assert "SETUID, KILL" in found["agent.child_rights"]["cure"]
+    assert found["bpf.load"]["status"] == "ok"
+    assert found["bpf.sample"]["status"] == "skip"
+    assert found["agent.directory"]["status"] == "ok"
+
+
+def test_agent_is_told_what_ends_it_at_once(tmp_path: Path) -> None:
+    # GIVEN a configuration with a key that there is not, and a process that may not load programs
+    config = tmp_path / "agent.toml"
+    config.write_text("frequency = 19\n")
+    code, _, found = _doctor(
+        *("setpriv", "--bounding-set", "-sys_admin,-bpf"),
+        arguments=("--agent", "--config", config),
+    )
+    assert code == 3
+    assert "CAP_BPF" in found["os.capabilities"]["finding"]
+    assert "frequency: no such setting" in found["agent.config"]["finding"]
+    assert "frequency_hz" in found["agent.config"]["cure"]
+    assert found["agent.directory"]["status"] == "skip"

@@ -15,15 +15,16 @@ from types import SimpleNamespace
 import pytest
 import support
 from aiflame.agent import kernelfs
-from aiflame.agent.doctor import cpu, out
+from aiflame.agent.doctor import cpu, host, out
 from aiflame.agent.doctor.base import Check, Context, Finding, Result, Status, ok, run_checks, warn
-from aiflame.agent.doctor.checks import CHECKS, TARGET_CHECKS
+from aiflame.agent.doctor.checks import AGENT_CHECKS, CHECKS, TARGET_CHECKS
 from aiflame.agent.doctor.text import as_json, exit_code, lines, summary
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import checks
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 ALL_IDS = [check.id for check in (*CHECKS, *TARGET_CHECKS)]
+AGENT_IDS = [check.id for check in (*AGENT_CHECKS, *TARGET_CHECKS)]
 
 
 def _check(
@@ -46,14 +47,16 @@ def _statuses(*table: Check, left_out: tuple[str, ...] = ()) -> list[str]:
 
 
 def test_ids_are_unique_and_tell_their_group() -> None:
-    assert len(set(ALL_IDS)) == len(ALL_IDS)
-    for name in ALL_IDS:
-        assert re.fullmatch(r"(os|cpu|bpf|gpu|out|target)\.[a-z0-9_]+", name)
+    for ids in (ALL_IDS, AGENT_IDS):
+        assert len(set(ids)) == len(ids)
+    for name in {*ALL_IDS, *AGENT_IDS}:
+        assert re.fullmatch(r"(os|cpu|bpf|gpu|out|target|agent)\.[a-z0-9_]+", name)
 
 
-def test_what_a_check_needs_comes_before_it() -> None:
+@pytest.mark.parametrize("checks", [CHECKS, AGENT_CHECKS])
+def test_what_a_check_needs_comes_before_it(checks: tuple[Check, ...]) -> None:
     seen: set[str] = set()
-    for check in (*CHECKS, *TARGET_CHECKS):
+    for check in (*checks, *TARGET_CHECKS):
         assert set(check.needs) <= seen
         seen.add(check.id)
 
@@ -158,6 +161,11 @@ def test_colour_changes_nothing_but_the_colour() -> None:
         (
             [_result("bpf.sample", Status.OK), _result("target.visible", Status.FAIL)],
             "1 ok, 1 FAIL: this process cannot be recorded; others can.",
+            3,
+        ),
+        (
+            [_result("bpf.sample", Status.OK), _result("agent.config", Status.FAIL)],
+            "1 ok, 1 FAIL: the agent will not start; record will work.",
             3,
         ),
     ],
@@ -274,6 +282,16 @@ def test_folder_that_takes_no_files_is_a_warning(
     assert "-o" in (finding.cure or "")
 
 
+@pytest.mark.parametrize(
+    ("level", "status"), [("3\n", Status.WARN), ("2\n", Status.OK), ("", Status.OK)]
+)
+def test_only_the_scope_that_forbids_all_reading_is_a_limit(
+    monkeypatch: pytest.MonkeyPatch, level: str, status: Status
+) -> None:
+    monkeypatch.setattr(kernelfs, "read_text", lambda *_: level)
+    assert host.ptrace_scope(Context()).status is status
+
+
 @pytest.mark.parametrize(("free", "status"), [(10**6, Status.WARN), (10**12, Status.OK)])
 def test_nearly_full_disk_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, free: int, status: Status
@@ -323,6 +341,14 @@ def test_every_check_can_be_left_out(
     *shown, last = done.stdout.splitlines()
     assert [line.split()[:2] for line in shown] == [["skip", name] for name in ALL_IDS]
     assert "was not tried" in last
+
+
+def test_configuration_without_the_agent_is_a_usage_error(
+    run_aiflame: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = run_aiflame("doctor", "--config", "/etc/aiflame/agent.toml")
+    assert done.returncode == 2
+    assert "aiflame doctor --agent --config /etc/aiflame/agent.toml" in done.stderr
 
 
 @pytest.mark.parametrize(("no_color", "is_coloured"), [("", True), ("1", False)])

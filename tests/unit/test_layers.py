@@ -96,7 +96,7 @@ _MAY_IMPORT = {
         *("symbols", *_LEAVES),
     },
     "doctor": {
-        *("capture", "kernel", "processes", "python", "reports", "symbols"),
+        *("capture", "fleet", "kernel", "processes", "python", "reports", "symbols"),
         *_LEAVES,
     },
     "commands": {
