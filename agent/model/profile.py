@@ -247,8 +247,48 @@ class Stacks:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetLabel:
+    """A label of what a fleet runs.
+
+    Attributes:
+        name: Of the label: "service", "pod".
+        values: Those that are told apart, most time first.
+        others: How many more there are, which are one value, after all of `values`; 0: none.
+        of_thread: Index of the value of each thread, -1 where the label is not of it; shape
+            (threads,).
+    """
+
+    name: str
+    values: tuple[str, ...]
+    others: int
+    of_thread: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a profile of many hosts has besides.
+
+    Its spans are of whole buckets. A thread stands for all that is alike in its process, class and
+    labels.
+
+    Attributes:
+        when: From when to when it is, in words.
+        begin_s: When its recording starts, in seconds of Unix.
+        bucket_s: How long a bucket is; spans name its first second.
+        labels: Those with several values; a thread has one value of each.
+        thread_of_kernel: Whose what devices did with a kernel was; shape (kernels,).
+    """
+
+    when: str
+    begin_s: int
+    bucket_s: int
+    labels: tuple[FleetLabel, ...]
+    thread_of_kernel: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """A capture in memory, or a time range of one.
+    """A capture in memory, or a time range of one, or a part of a fleet's.
 
     Without `spans`, it is not known when its time was.
     """
@@ -265,3 +305,4 @@ class Profile:
     losses: tuple[Loss, ...] = field(default=())
     gpu: GpuProfile = field(default_factory=GpuProfile)
     spans: npt.NDArray[np.void] = field(default_factory=_no_spans)  # SPAN_DTYPE
+    fleet: Fleet | None = None

@@ -59,7 +59,7 @@ class Pieces:
 
 
 def choose_grid(
-    start_s: int, end_s: int, parts: Sequence[Part]
+    start_s: int, end_s: int, parts: Sequence[Part], least_s: int = 1
 ) -> tuple[Grid, list[Pieces]] | None:
     """Return the finest grid that a page can have, and the pieces of each part in it.
 
@@ -67,6 +67,7 @@ def choose_grid(
         start_s: The first second of what is shown.
         end_s: The one after the last.
         parts: What has weights.
+        least_s: Buckets are of this length, or of a multiple of it.
 
     Returns:
         None where nothing has, or for less than two buckets: there is nothing to choose from.
@@ -76,7 +77,7 @@ def choose_grid(
     seconds = end_s - start_s
     stride = 1 + sum(len(spans) for spans, _ in parts) // _PROBED_SPANS
     probes = [_some(part, stride) for part in parts]
-    for width_s in _widths():
+    for width_s in _widths(least_s):
         grid = Grid(start_s, width_s, -(-seconds // width_s))
         if grid.buckets > MAX_BUCKETS:
             continue
@@ -102,9 +103,23 @@ def _splits(pieces: Sequence[Pieces]) -> int:
     return sum(len(one.owner) - np.count_nonzero(np.diff(one.owner, prepend=-1)) for one in pieces)
 
 
-def _widths() -> Iterator[int]:
-    yield from _WIDTHS_S
-    yield from (_WIDTHS_S[-1] * 2**power for power in count(1))
+def _widths(least_s: int) -> Iterator[int]:
+    if least_s == 1:
+        yield from _WIDTHS_S
+        least_s = 2 * _WIDTHS_S[-1]
+    yield from (least_s * 2**power for power in count())
+
+
+def width_of(seconds: int, least_s: int, most: int) -> int:
+    """Return the least length of a bucket that a reader knows, in seconds.
+
+    Args:
+        seconds: All of the time.
+        least_s: It is a multiple of this: what comes this often is then in each bucket alike.
+        most: Buckets there may be.
+    """
+    known = (width for width in _WIDTHS_S if not width % least_s and width * most >= seconds)
+    return next(known, least_s * max(1, -(-seconds // (least_s * most))))
 
 
 def _pieces(part: Part, grid: Grid) -> Pieces:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import MOST_PERMILLE, GpuProfile
-from aiflame.agent.model.profile import NS_PER_S, Profile
+from aiflame.agent.model.profile import NS_PER_S, Fleet, Profile
 from aiflame.agent.reports import device_facts, facts, palette, stall_colors
 from aiflame.agent.reports.base import ColorBy, ReportOptions, View
 from aiflame.agent.reports.buckets import Grid, Part, choose_grid
@@ -35,12 +35,12 @@ from aiflame.agent.reports.pack import MAX_NODES, Packed, draft
 from aiflame.agent.reports.pack_device import draft_device, draft_times
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.selection import has_python
-from aiflame.agent.reports.words import showable
+from aiflame.agent.reports.words import duration, showable
 
 # In this order they are one program: data and trees, drawing, words, state, the page.
 _SCRIPTS = (
     *("model.js", "device.js", "draw.js", "tip.js", "address.js"),
-    *("strip.js", "legend.js", "table.js", "listing.js", "page.js"),
+    *("strip.js", "filters.js", "legend.js", "table.js", "listing.js", "page.js"),
 )
 
 
@@ -99,7 +99,8 @@ def _packed(
     parts = [(one.spans, one.owner) for one in drafts.values()]
     # Of a profile that was not read from a capture it may be unknown when its time was.
     is_known = all(len(spans) or not len(owner) for spans, owner in parts)
-    chosen = choose_grid(*_seconds(profile, parts), parts) if is_known else None
+    least_s = profile.fleet.bucket_s if profile.fleet is not None else 1
+    chosen = choose_grid(*_seconds(profile, parts), parts, least_s) if is_known else None
     grid, pieces = chosen if chosen is not None else (None, [None] * len(drafts))
     sets = {name: one.packed(own) for (name, one), own in zip(drafts.items(), pieces, strict=True)}
     return sets, grid
@@ -160,6 +161,8 @@ def _numbers(values: npt.NDArray[np.float64]) -> list[int | None]:
 
 
 def _subtitle(profile: Profile, packed: Packed) -> str:
+    if profile.fleet is not None:
+        return f"100 % = {duration(packed.whole_ns)} of {View.WALL.label}, {profile.fleet.when}"
     return facts.subtitle(profile, ReportOptions(view=View.WALL), packed.whole_ns)
 
 
@@ -184,6 +187,7 @@ def _settings(
 ) -> dict[str, Any]:
     on_fills, off_fills = palette.tables()
     lightest = palette.SHADES - 1
+    fleet = profile.fleet
     return {
         "sets": {name: packed.index for name, packed in sets.items()},
         # Without its data there is no such view.
@@ -195,7 +199,7 @@ def _settings(
         "has_python": has_python(profile),
         "frames": options.frames.value,
         "hide_imports": options.hide_importlib,
-        "lasted": facts.lasted(profile.recording),
+        "lasted": facts.lasted(profile.recording) if fleet is None else fleet.when,
         "class_fills": palette.class_fills(),
         "on_fills": on_fills,
         "off_fills": off_fills,
@@ -204,6 +208,22 @@ def _settings(
         "ink": palette.INK,
         "categories": palette.CATEGORIES,
         "is_wait": [c in palette.CLASS_CATEGORY.values() for c in Category],
+        **({"fleet": _fleet(fleet)} if fleet is not None else {}),
+    }
+
+
+def _fleet(fleet: Fleet) -> dict[str, Any]:
+    """Return what the page needs to know of a fleet; which thread has which value is packed."""
+    return {
+        "begin_s": fleet.begin_s,
+        "labels": [
+            {
+                "name": label.name,
+                "values": [showable(value) if value else "[none]" for value in label.values],
+                "others": label.others,
+            }
+            for label in fleet.labels
+        ],
     }
 
 

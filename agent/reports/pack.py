@@ -161,6 +161,8 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
     kind_of = np.zeros(len(labels) + 1, dtype=np.int64)  # the last is that of time on the CPU
     kind_of[distinct_tails] = np.arange(1, len(distinct_tails) + 1)
     row = pack_rows(writer, node, thread, kind_of[tails])
+    for i, label in enumerate(profile.fleet.labels if profile.fleet is not None else ()):
+        writer.integers(f"label_{i}", label.of_thread + 1)  # 0: it is not of this thread
     cut = tree.cut
     del tree, node, tails
     # A host that starts many processes and threads calls them by few names.

@@ -28,7 +28,7 @@ from aiflame.agent.reports.device_rows import (
 from aiflame.agent.reports.device_times import DeviceTimes, time_rows
 from aiflame.agent.reports.kernel_stats import KernelStats, identities, kernel_stats
 from aiflame.agent.reports.pack import MAX_NODES, Draft, Writer, pack_labels, pack_rows
-from aiflame.agent.reports.rows import I64
+from aiflame.agent.reports.rows import I64, U32
 from aiflame.agent.reports.selection import hidden_kinds
 from aiflame.agent.reports.tree import Outline, outline
 from aiflame.agent.reports.words import process_label, showable
@@ -55,7 +55,7 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
     tree, node = outline(made.rows, options.min_width_pct or 0, MAX_NODES)
     writer = Writer()
     used = _pack_tree(writer, profile, made, tree)
-    row = pack_rows(writer, node, made.rows.thread, samples.reason)
+    row = pack_rows(writer, node, _threads(profile, made, samples.kernel), samples.reason)
     same = identities(samples.gpu)
     stats = {kernel: entry for kernel, entry in kernel_stats(samples).items() if entry.total}
     _pack_kernels(writer, stats, same[samples.kernel], made, used)
@@ -83,7 +83,8 @@ def draft_times(profile: Profile, options: ReportOptions, times: DeviceTimes) ->
     tree, node = outline(made.rows, options.min_width_pct or 0, MAX_NODES)
     writer = Writer()
     used = _pack_tree(writer, profile, made, tree)
-    row = pack_rows(writer, node, made.rows.thread, times.certainty.astype(np.int64))
+    threads = _threads(profile, made, times.kernel)
+    row = pack_rows(writer, node, threads, times.certainty.astype(np.int64))
     stats = kernel_stats(device_samples(profile))
     ran = {kernel: entry for kernel, entry in stats.items() if entry.time_ns}
     _pack_kernels(writer, ran, identities(times.gpu)[times.kernel], made, used)
@@ -112,11 +113,19 @@ def _pack_tree(writer: Writer, profile: Profile, made: DeviceRows, tree: Outline
     return used
 
 
+def _threads(profile: Profile, made: DeviceRows, kernel: I64) -> U32:
+    # What the page takes for the threads of rows: processes, or who it was in a fleet.
+    if profile.fleet is None:
+        return made.rows.thread
+    return profile.fleet.thread_of_kernel[kernel].astype(np.uint32)
+
+
 def _owners(profile: Profile) -> dict[str, Any]:
+    processes = list(range(len(profile.processes)))
+    if profile.fleet is not None:
+        processes = [thread.process for thread in profile.threads]
     return {
-        "threads": [
-            {"process": i, "name": showable(p.name)} for i, p in enumerate(profile.processes)
-        ],
+        "threads": [{"process": i, "name": showable(profile.processes[i].name)} for i in processes],
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
         "processes": [process_label(p.name, p.pid) for p in profile.processes],
         "certainties": [certainty.label for certainty in Certainty],

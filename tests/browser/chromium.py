@@ -26,6 +26,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 # A crowded machine takes seconds to start it.
 _TIMEOUT_S = 60
 
+# Keys to which the browser itself does something, only if it knows their code; and what they type.
+_ACTING_KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " ")}
+
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
     " --disable-dev-shm-usage --window-size=1200,900 --remote-debugging-pipe"
@@ -97,9 +100,14 @@ class Page:
 
     def press(self, key: str, shift: bool = False) -> None:
         """Presses a key."""
-        for kind in ("rawKeyDown", "keyUp"):
-            modifiers = 8 if shift else 0
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, modifiers=modifiers)
+        modifiers = 8 if shift else 0
+        code, text = _ACTING_KEYS.get(key, (0, ""))
+        more = {"windowsVirtualKeyCode": code} if code else {}
+        typed = {"text": text} if text else {}
+        for kind, said in (("keyDown" if text else "rawKeyDown", typed), ("keyUp", {})):
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, modifiers=modifiers, **more, **said
+            )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import pytest
 from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.profile import NS_PER_S, SPAN_DTYPE, Profile, SampleClass, TimeRange
 from aiflame.agent.reports import FORMATS, ReportOptions, View
-from aiflame.agent.reports.buckets import Grid, Pieces, choose_grid
+from aiflame.agent.reports.buckets import Grid, Pieces, choose_grid, width_of
 from aiflame.agent.reports.device_rows import device_rows, device_samples
 from aiflame.agent.reports.rows import Rows, rows_for
 from aiflame.agent.reports.time_range import in_range
@@ -56,6 +56,33 @@ def _chosen(seconds: int, spans: np.ndarray, owner: list[int]) -> tuple[Grid, Pi
 def test_a_bucket_is_a_second_up_to_an_hour(seconds: int, width_s: int, buckets: int) -> None:
     grid, _ = _chosen(seconds, _spans((0, 1, 1, 5)), [0])
     assert (grid.width_s, grid.buckets) == (width_s, buckets)
+
+
+def test_buckets_of_windows_are_no_shorter_than_these() -> None:
+    spans = _spans((0, 0, 1, 5), (0, 90, 1, 7))
+    found = choose_grid(0, 100, [(spans, np.zeros(1, np.int64))], 30)
+    assert found is not None
+    assert found[0] == Grid(0, 30, 4)
+    assert list(zip(found[1][0].first, found[1][0].weight, strict=True)) == [(0, 5), (3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least_s", "width_s"),
+    [
+        (3_600, 10, 30),  # each has as many windows: not 15
+        (3_000, 10, 10),
+        (3_600, 7, 14),
+        (60, 1, 1),
+        (86_400, 60, 300),
+        (400 * 86_400, 60, 115_200),
+        (0, 10, 10),
+    ],
+)
+def test_a_width_is_a_multiple_of_what_comes_often(
+    seconds: int, least_s: int, width_s: int
+) -> None:
+    assert width_of(seconds, least_s, 300) == width_s
+    assert seconds <= 300 * width_s
 
 
 def test_decades_have_buckets_too() -> None:

@@ -35,6 +35,7 @@ function readAddress(settings, dataOf) {
     hideImports: oneOf("imports", ["0", "1"], settings.hide_imports ? "0" : "1") === "0",
     fn,
     range: bucketsOf(settings.time, given.get("from"), given.get("to")),
+    filters: settings.fleet ? knownFilters(settings.fleet.labels, (name) => given.getAll(name)) : {},
     threads: given.get("threads") || "",
     search: given.get("search") || "",
     matchCase: given.get("case") === "1",
@@ -55,6 +56,7 @@ function writeAddress(state, settings, isStep) {
     kept.set("from", from);
     kept.set("to", to);
   }
+  for (const [name, values] of Object.entries(state.filters)) for (const value of values) kept.append(name, value);
   if (state.threads) kept.set("threads", state.threads);
   if (state.search) kept.set("search", state.search);
   if (state.matchCase) kept.set("case", "1");

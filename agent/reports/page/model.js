@@ -63,6 +63,15 @@ function within(data, range) {
   return chosen;
 }
 
+// The data with only the weights of the threads that `wanted` (null for all) lets through.
+function ofThreads(data, wanted) {
+  if (wanted === null) return data;
+  const chosen = { ...data, isPart: true };
+  chosen.row_ns = data.row_ns.map((weight, row) => (wanted[data.row_thread[row]] ? weight : 0));
+  if (data.hit_row) chosen.hit_count = data.hit_count.map((count, i) => (wanted[data.row_thread[data.hit_row[i]]] ? count : 0));
+  return chosen;
+}
+
 // Weights by class and bucket, of the threads that `wanted` (null for all) lets through.
 function activity(data, buckets, wanted) {
   const series = zeroClasses(buckets + 1, data.classes);
@@ -401,6 +410,13 @@ function moment(seconds, whole) {
   return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
 }
 
+// A time of day, UTC; with its date where that is not clear from the whole, from and to in seconds of Unix.
+function clock(unix, whole) {
+  const text = new Date(Math.round(unix) * 1000).toISOString();
+  const day = (seconds) => Math.floor(seconds / 86400);
+  return (day(whole[0]) === day(whole[1]) ? "" : text.slice(5, 10) + " ") + text.slice(11, 19);
+}
+
 const UNITS = [[1e9, "s"], [1e6, "ms"], [1e3, "us"]];
 
 function duration(ns) {
@@ -428,7 +444,7 @@ function percent(part, whole) {
 
 if (typeof module !== "undefined") {
   module.exports = {
-    unpack, within, activity, moment, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
+    unpack, within, ofThreads, activity, moment, clock, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
     follow, pathTo, selfTimes, arranged, duration, percent, counted, amount,
   };
 }

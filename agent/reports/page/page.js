@@ -32,6 +32,7 @@ class Page {
     for (const view of ["gpu", "gputime"]) document.querySelector(`[data-view="${view}"]`).hidden = !sets[setOf(view)];
     this.legendTable = new Legend(this);
     this.strip = settings.time ? new Strip(this) : null;
+    this.filters = settings.fleet ? new Filters(this) : null; // of a fleet, in place of threads
     this.deviceNote = byId("device-note").textContent;
     this.fillThreads();
     this.listen();
@@ -101,14 +102,22 @@ class Page {
       this.use(setOf(this.state.view));
     }
     if (this.state.frames !== before.frames || this.state.hideImports !== before.hideImports) this.plain = null;
-    if (this.state.threads !== before.threads || !sameRange(this.state.range, before.range)) this.weighed = null;
+    if (this.state.threads !== before.threads || this.state.filters !== before.filters || !sameRange(this.state.range, before.range)) this.weighed = null;
     if (this.state.view !== before.view) this.laid = null;
     this.update();
     this.remember(isStep);
   }
 
-  wanted() {
-    return isOfDevices(this.state.view) ? null : this.chosenThreads(); // what devices did has no thread
+  // By thread of a data set, whether it is chosen; null for all.
+  wanted(set = this.set_) {
+    if (this.filters) return this.filters.wanted(this.sets[set].data);
+    return set === "time" ? this.chosenThreads() : null; // what devices did has no thread
+  }
+
+  // Data with the weights of the chosen time range, and of the processes that the filters choose.
+  partOf(set, data) {
+    const part = this.state.range ? within(data, this.state.range) : data;
+    return this.filters ? ofThreads(part, this.wanted(set)) : part;
   }
 
   chosenThreads() {
@@ -127,7 +136,7 @@ class Page {
       this.weighed = null;
     }
     if (!this.weighed) {
-      this.rows = this.state.range ? within(this.all, this.state.range) : this.all;
+      this.rows = this.partOf(this.set_, this.all);
       this.weighed = weigh(this.plain, this.rows, this.wanted());
       this.legend = legendTotals(this.plain, this.rows, this.wanted());
       this.laid = null;
@@ -143,6 +152,7 @@ class Page {
     this.showControls();
     this.legendTable.show();
     this.showPath();
+    if (this.filters) this.filters.show();
     if (this.strip) this.strip.show();
   }
 
@@ -190,14 +200,14 @@ class Page {
     press("frames", this.state.frames);
     press("color", this.state.color);
     byId("colors").hidden = this.state.view !== "gpu";
-    byId("thread-choice").hidden = isOfDevices(this.state.view);
+    byId("thread-choice").hidden = isOfDevices(this.state.view) || Boolean(this.filters);
     byId("imports").setAttribute("aria-pressed", String(!this.state.hideImports));
     document.querySelector('[data-mode="sandwich"]').disabled = this.state.fn === null;
     byId("case").setAttribute("aria-pressed", String(this.state.matchCase));
     byId("reset").disabled = this.state.zoom.length === 0;
     this.showDeviceNote();
     const whole = this.laid.total[0];
-    const when = this.state.range ? `${this.strip.rangeWords(this.state.range)} of ${moment(this.settings.time.recorded_s, this.strip.whole)} recorded` : this.settings.lasted;
+    const when = this.filters ? this.fleetWords() : this.state.range ? `${this.strip.rangeWords(this.state.range)} of ${moment(this.settings.time.recorded_s, this.strip.whole)} recorded` : this.settings.lasted;
     if (this.state.view === "gpu") {
       const kernels = new Set(Array.from(this.rows.hit_code, (code, i) => (this.rows.hit_count[i] ? this.data.code_kernel[code] : -1)));
       kernels.delete(-1);
@@ -208,6 +218,10 @@ class Page {
       byId("whole").textContent = `100 % = ${wholeWords("gputime", whole)}, ${when}`;
       return;
     }
+    if (this.filters) {
+      byId("whole").textContent = `100 % = ${wholeWords(this.state.view, whole)}, ${when}`;
+      return;
+    }
     const wanted = this.wanted();
     const there = this.state.range ? this.rows.row_thread.filter((_, row) => this.rows.row_ns[row] > 0) : this.counted;
     const threads = [...new Set(there)].filter((thread) => wanted === null || wanted[thread]).length;
@@ -215,15 +229,22 @@ class Page {
       + ` summed over ${counted(threads, "thread")}, ${when}`;
   }
 
-  // How sure the stacks of device samples are, of the whole recording or of the chosen range.
+  fleetWords() {
+    const when = this.state.range ? `${this.strip.rangeWords(this.state.range)} of ${this.settings.lasted}` : this.settings.lasted;
+    return this.filters.words ? `${this.filters.words}, ${when}` : when;
+  }
+
+  // How sure the stacks of device samples are, of the whole recording or of what was chosen.
   showDeviceNote() {
     const { sets, state: { range } } = this;
     const notes = [];
-    if (range && sets.device) {
-      const words = certainty(within(sets.device.data, range), [...sets.device.data.kernel_names.keys()]);
-      notes.push(`Attribution in this time range: ${words || "no device samples"}.`);
+    const isFiltered = Boolean(this.filters?.words);
+    const where = [range ? "in this time range" : "", isFiltered ? "with these filters" : ""].filter(Boolean).join(" ");
+    if (where && sets.device) {
+      const words = certainty(this.partOf("device", sets.device.data), [...sets.device.data.kernel_names.keys()]);
+      notes.push(`Attribution ${where}: ${words || "no device samples"}.`);
     }
-    if (range && sets.gputime) notes.push(`Attribution of GPU time in this time range: ${timeCertainty(within(sets.gputime.data, range)) || "no GPU time"}.`);
+    if (where && sets.gputime) notes.push(`Attribution of GPU time ${where}: ${timeCertainty(this.partOf("gputime", sets.gputime.data)) || "no GPU time"}.`);
     byId("device-note").textContent = notes.join(" ") || this.deviceNote;
   }
 
@@ -384,6 +405,7 @@ class Page {
     else if (zoom.length) this.graph.zoom(0);
     else if (mode === "sandwich") this.set({ mode: "flame" });
     else if (this.state.range) this.set({ range: null });
+    else if (Object.keys(this.state.filters).length) this.set({ filters: {} });
   }
 
   sandwichSelected() {

@@ -20,10 +20,11 @@ class Strip {
     this.page = page;
     this.time = page.settings.time;
     this.whole = this.time.end_s;
+    this.begin = page.settings.fleet?.begin_s; // in seconds of Unix
     this.canvas = byId("strip-canvas");
     this.dragged = null; // buckets [from, to) while the pointer is down
     this.lanes = null;
-    this.threads = null; // that `lanes` are of
+    this.lanesOf = ""; // the choice of threads and filters that `lanes` are of
     byId("strip").hidden = false;
     this.listen();
   }
@@ -40,8 +41,14 @@ class Strip {
     return Math.max(this.startOf(to) - this.startOf(from), this.time.width_s / 2);
   }
 
+  // A recording counts from its start; a fleet, whose hosts have one clock, by the time of day.
+  moment(seconds) {
+    if (!this.begin) return moment(seconds, this.whole);
+    return clock(this.begin + seconds, [this.begin + this.time.start_s, this.begin + this.whole]);
+  }
+
   rangeWords([from, to]) {
-    return `${moment(this.startOf(from), this.whole)} to ${moment(this.startOf(to), this.whole)}`;
+    return `${this.moment(this.startOf(from))} to ${this.moment(this.startOf(to))}${this.begin ? " UTC" : ""}`;
   }
 
   // ---- lanes ---------------------------------------------------------------------------------
@@ -52,7 +59,7 @@ class Strip {
     const { buckets, launches } = this.time;
     const plain = (n, digits = 0) => n.toLocaleString("en-US", { maximumFractionDigits: digits });
     const perSecond = (n, seconds) => `${plain(n / seconds, n / seconds < 10 ? 1 : 0)} a second`;
-    const times = activity(sets.time.data, buckets, this.page.chosenThreads());
+    const times = activity(sets.time.data, buckets, this.page.wanted("time"));
     const cpus = (ns, seconds) => `${(ns / 1e9 / seconds).toFixed(2)} CPUs`;
     const threads = (ns, seconds) => `${(ns / 1e9 / seconds).toFixed(1)} threads`;
     const lanes = [
@@ -61,14 +68,14 @@ class Strip {
     ];
     if (sets.device) {
       const { names, fills } = settings.stalls;
-      lanes.push({ name: "GPU samples", parts: names, fills, series: activity(sets.device.data, buckets, null), rate: perSecond, say: plain });
+      lanes.push({ name: "GPU samples", parts: names, fills, series: activity(sets.device.data, buckets, this.page.wanted("device")), rate: perSecond, say: plain });
     } else if (!sets.gputime && launches.length) {
       lanes.push({ name: "GPU launches", parts: ["launches"], fills: settings.stalls.fills.slice(0, 1), series: [launches], rate: perSecond, say: plain });
     }
     if (sets.gputime) {
       const atOnce = (ns, seconds) => `${(ns / 1e9 / seconds).toFixed(2)} kernels at once`;
       const fills = [settings.stalls.fills[0], settings.stalls.fills[7], settings.stalls.fills[8]];
-      lanes.push({ name: "GPU time", parts: sets.gputime.data.certainties, fills, series: activity(sets.gputime.data, buckets, null), rate: atOnce, say: duration });
+      lanes.push({ name: "GPU time", parts: sets.gputime.data.certainties, fills, series: activity(sets.gputime.data, buckets, this.page.wanted("gputime")), rate: atOnce, say: duration });
     }
     for (const lane of lanes) {
       lane.total = new Float64Array(buckets);
@@ -117,8 +124,10 @@ class Strip {
   // ---- drawing -------------------------------------------------------------------------------
 
   show() {
-    if (!this.lanes || this.threads !== this.page.state.threads) {
-      this.threads = this.page.state.threads;
+    const { threads, filters } = this.page.state;
+    const choice = JSON.stringify([threads, filters]);
+    if (!this.lanes || this.lanesOf !== choice) {
+      this.lanesOf = choice;
       this.lanes = this.makeLanes();
     }
     this.paint();
@@ -222,9 +231,10 @@ class Strip {
     const room = Math.max(1, Math.floor((this.width - GUTTER_PX) / TICK_PX));
     const step = TICKS_S.find((s) => seconds / s <= room) || TICKS_S[TICKS_S.length - 1] * Math.ceil(seconds / room / TICKS_S[TICKS_S.length - 1]);
     pen.fillStyle = color("--soft");
-    for (let at = Math.ceil(start / step) * step; at < this.whole; at += step) {
+    const shift = (this.begin || 0) % step; // labels are at whole minutes of the day
+    for (let at = Math.ceil((start + shift) / step) * step - shift; at < this.whole; at += step) {
       const x = this.x((at - start) / this.time.width_s);
-      const label = moment(at, this.whole);
+      const label = this.moment(at);
       pen.fillRect(x, top, 1, 4);
       if (x + 3 + pen.measureText(label).width <= this.width) pen.fillText(label, x + 3, top + 9);
     }
@@ -271,8 +281,9 @@ class Strip {
     const coarse = this.time.width_s > 1 ? ` A bar is ${moment(this.time.width_s, 0)}.` : "";
     const more = this.time.devices_left_out;
     const leftOut = more ? ` ${more} more devices are in aiflame stats.` : "";
-    const seconds = range ? range.map((bucket) => `${Number(this.startOf(bucket).toFixed(3))}s`) : [];
-    byId("range").title = range ? `aiflame report CAPTURE --from ${seconds[0]} --to ${seconds[1]}` : "";
+    const seconds = range ? range.map((bucket) => Number(this.startOf(bucket).toFixed(3))) : [];
+    const [from, to] = seconds.map((second) => (this.begin ? this.begin + second : `${second}s`));
+    byId("range").title = range ? `aiflame ${this.begin ? "query flame" : "report CAPTURE"} --from ${from} --to ${to}` : "";
     byId("range").textContent = range
       ? `${this.rangeWords(range)}: ${words.join("; ")}` : `Drag over the strip to choose a time range.${coarse}${leftOut}`;
   }
