@@ -294,8 +294,10 @@ def _flame(engine: Engine, args: argparse.Namespace) -> int:
         refuse_existing(path, args.force, is_named=True)
     if view.is_of_devices and name == "pstats":
         raise UsageError(f"pstats has no {view.label}", "use another -f")
-    found = profile_of(engine, _selector(engine, args), By(args.by), args.most_stacks)
-    if found.left_out:
+    found = profile_of(
+        engine, _selector(engine, args), By(args.by), args.most_stacks, is_page=name == "html"
+    )
+    if found.left_out_ns:
         sys.stderr.write(
             f"aiflame: note: {found.left_out:,} lighter stacks are left out,"
             f" {duration(found.left_out_ns)} (--most-stacks)\n"

@@ -3,6 +3,9 @@
 
 What a store does not keep is not there: threads, addresses, single waits, instructions of kernels,
 and when within a window something was. All of a process's threads are one.
+
+A page can show a part of what is asked for: of it is known besides, as finely as there is room for
+(see detail.py), when it was and whose. All that is alike in these is then a thread.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from aiflame.agent import __version__
 from aiflame.agent.losses import KINDS_BY_NAME
 from aiflame.agent.model.gpu import (
@@ -31,8 +35,11 @@ from aiflame.agent.model.profile import (
     FRAME_DTYPE,
     NS_PER_S,
     SAMPLE_DTYPE,
+    SPAN_DTYPE,
     WAIT_DTYPE,
     Binary,
+    Fleet,
+    FleetLabel,
     FrameKind,
     Function,
     GilState,
@@ -45,9 +52,11 @@ from aiflame.agent.model.profile import (
     StopReason,
     Thread,
 )
-from aiflame.agent.store.engine import Engine
+from aiflame.agent.reports.words import duration
+from aiflame.agent.store.detail import MOST_ROWS, Detail, KeptLabel, detail_of
+from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.rows import NO_STACK
-from aiflame.agent.store.selector import AGENT_LABELS, NothingThere, Selector
+from aiflame.agent.store.selector import AGENT_LABELS, NothingThere, Selector, moment_words
 from aiflame.gpu.attribution import ATTRIBUTED_DTYPE, Certainty
 from aiflame.gpu.attribution.kernel_times import ATTRIBUTED_TIME_DTYPE
 
@@ -57,6 +66,9 @@ DEFAULT_STACKS = 20_000
 
 # The name of a stack whose frames have not arrived.
 UNKNOWN_STACK = "[frames not in the store]"
+
+# What devices did is no class of threads' time.
+_OF_DEVICES = -1
 
 _Member = TypeVar("_Member", bound=enum.IntEnum)
 
@@ -88,7 +100,9 @@ class Found:
     left_out_ns: int
 
 
-def profile_of(engine: Engine, selector: Selector, by: By, most_stacks: int) -> Found:
+def profile_of(
+    engine: Engine, selector: Selector, by: By, most_stacks: int, *, is_page: bool = False
+) -> Found:
     """Returns the profile of a part of a store.
 
     Args:
@@ -96,29 +110,44 @@ def profile_of(engine: Engine, selector: Selector, by: By, most_stacks: int) -> 
         selector: Which part.
         by: What processes are told apart by.
         most_stacks: The heaviest so many (stack, process, class) are in it.
+        is_page: It tells as well when its time was, and whose.
 
     Raises:
         NothingThere: The store has nothing of it.
     """
     rows, left_out, left_out_ns = _samples(engine, selector, by, most_stacks)
-    device_rows = _device_rows(engine, selector, by, most_stacks)
+    detail = detail_of(engine, selector, _process_columns(by)) if is_page else None
+    if detail is not None and rows:
+        whole = {tuple(row[:4]) for row in rows}
+        whole_ns = left_out_ns + sum(int(row[4]) for row in rows)
+        rows = _detailed_samples(engine, selector, by, most_stacks if left_out else 0, detail)
+        left_out += len(whole - {tuple(row[:4]) for row in rows})
+        left_out_ns = whole_ns - sum(int(row[4]) for row in rows)
+    most_of_devices = most_stacks if detail is None else MOST_ROWS
+    device_rows = _device_rows(engine, selector, by, most_of_devices, detail)
     if not rows and not device_rows:
         raise NothingThere(
             f"the store has nothing of {selector.words}", "ask for another time, or for less"
         )
-    build = _Builder()
+    build = _Builder(detail)
     wanted = {int(row[3]) for row in rows} | {int(row[7]) for row in device_rows}
     build.add_stacks(_frames(engine, wanted - {NO_STACK}))
-    samples = [
-        (
-            *(build.stack(int(row[3])), build.thread(str(row[0]), int(row[1]))),
-            *(_member(SampleClass, row[2]), int(row[5]), int(row[4])),
-        )
-        for row in rows
-    ]
-    gpu = build.gpu(device_rows)
-    profile = build.profile(samples, gpu, selector)
-    return Found(replace(profile, losses=_losses(engine, selector)), left_out, left_out_ns)
+    profile = build.profile(rows, device_rows, selector)
+    facts = profile.recording.facts
+    if left_out_ns:
+        words = f"{left_out:,} lighter stacks, {duration(left_out_ns)}"
+        facts = (*facts, ("left out", words))
+    if len(device_rows) == most_of_devices:
+        facts = (*facts, ("of devices", f"the heaviest {most_of_devices:,} rows are here"))
+    return Found(
+        replace(
+            profile,
+            recording=replace(profile.recording, facts=facts),
+            losses=_losses(engine, selector),
+        ),
+        left_out,
+        left_out_ns,
+    )
 
 
 def _losses(engine: Engine, selector: Selector) -> tuple[Loss, ...]:
@@ -139,19 +168,26 @@ def _process_columns(by: By) -> str:
     return "comm, pid" if by is By.PROCESS else f"{by.value}, 0"
 
 
-def _samples(
-    engine: Engine, selector: Selector, by: By, most: int
-) -> tuple[list[list[Any]], int, int]:
+def _grouped(selector: Selector, by: By) -> tuple[str, dict[str, Parameter]]:
     where, values = selector.where()
-    grouped = (
+    return (
         "SELECT "
         f"{_process_columns(by).replace(', ', ' AS process, ')} AS number, class, stack_id,"
         " sum(value) AS v, sum(events) AS n FROM samples"
         f" WHERE {where} GROUP BY process, number, class, stack_id"
-    )
+    ), values
+
+
+# The same ones whenever it is asked.
+_HEAVIEST = " ORDER BY v DESC, n DESC, stack_id, process, number, class LIMIT {most:UInt64}"
+
+
+def _samples(
+    engine: Engine, selector: Selector, by: By, most: int
+) -> tuple[list[list[Any]], int, int]:
+    grouped, values = _grouped(selector, by)
     rows = engine.query(
-        f"SELECT process, number, class, stack_id, v, n FROM ({grouped}) AS g"
-        " ORDER BY v DESC, n DESC, stack_id, process, number, class LIMIT {most:UInt64}",
+        f"SELECT process, number, class, stack_id, v, n FROM ({grouped}) AS g{_HEAVIEST}",
         {**values, "most": most},
     ).rows
     if len(rows) < most:
@@ -163,18 +199,47 @@ def _samples(
     return rows, int(count) - len(rows), int(whole) - sum(int(row[4]) for row in rows)
 
 
-def _device_rows(engine: Engine, selector: Selector, by: By, most: int) -> list[list[Any]]:
+def _detailed_samples(
+    engine: Engine, selector: Selector, by: By, most: int, detail: Detail
+) -> list[list[Any]]:
+    """Returns rows as `_samples`, with their bucket and values; of the `most` heaviest, 0: all."""
+    where, values = selector.where()
+    own = _process_columns(by)
+    columns = [f"{column} AS d{i}" for i, column in enumerate(detail.columns)]
+    keys = [f"d{i}" for i in range(len(columns))]
+    chosen = ""
+    if most:
+        grouped, _ = _grouped(selector, by)
+        heaviest = f"SELECT process, number, class, stack_id FROM ({grouped}) AS g{_HEAVIEST}"
+        chosen = f" AND ({own}, class, stack_id) IN ({heaviest})"
+    return engine.query(
+        f"SELECT {own.replace(', ', ' AS process, ')} AS number, class, stack_id, sum(value) AS v,"
+        f" sum(events) AS n, {', '.join(columns)} FROM samples WHERE {where}{chosen}"
+        f" GROUP BY process, number, class, stack_id, {', '.join(keys)}"
+        f" ORDER BY v DESC, n DESC, stack_id, process, number, class, {', '.join(keys)}"
+        " LIMIT {rows:UInt64}",
+        {**values, **detail.parameters, "most": most, "rows": MOST_ROWS},
+    ).rows
+
+
+def _device_rows(
+    engine: Engine, selector: Selector, by: By, most: int, detail: Detail | None
+) -> list[list[Any]]:
     where, values = Selector(selector.begin_s, selector.end_s, selector.labels).where()
+    found = detail.columns if detail is not None else ()
+    columns = "".join(f", {column} AS d{i}" for i, column in enumerate(found))
+    keys = "".join(f", d{i}" for i in range(len(found)))
     return engine.query(
         "SELECT "
         f"{_process_columns(by).replace(', ', ' AS process, ')} AS number,"
         " family, model, kernel, reason, period_ns, launch_stack, sum(samples) AS n,"
-        f" sum(busy_ns) AS ns, sum(runs) AS r FROM gpu WHERE {where}"
-        " GROUP BY process, number, family, model, kernel, reason, period_ns, launch_stack"
-        " HAVING n > 0 OR ns > 0"
-        " ORDER BY n DESC, ns DESC, process, number, family, model, kernel, reason, launch_stack"
+        f" sum(busy_ns) AS ns, sum(runs) AS r{columns} FROM gpu WHERE {where}"
+        " GROUP BY process, number, family, model, kernel, reason, period_ns,"
+        f" launch_stack{keys} HAVING n > 0 OR ns > 0"
+        " ORDER BY n DESC, ns DESC, process, number, family, model, kernel, reason,"
+        f" launch_stack{keys}"
         " LIMIT {most:UInt64}",
-        {**values, "most": most},
+        {**values, **(detail.parameters if detail is not None else {}), "most": most},
     ).rows
 
 
@@ -203,15 +268,19 @@ def _member(kind: type[_Member], name: object) -> _Member:
 class _Builder:
     """Numbers what a profile has, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, detail: Detail | None) -> None:
+        self._detail = detail
         self._binaries: dict[Binary, int] = {}
         self._functions: dict[Function, int] = {}
         self._frames: dict[tuple[int, int], int] = {}
         self._processes: dict[tuple[str, int], int] = {}
+        # By process, class of what it has (_OF_DEVICES), and values of labels.
+        self._threads: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self._paths: list[list[int]] = []
         self._ends: list[int] = []
         self._gil: list[int] = []
         self._stacks: dict[int, int] = {}
+        self._thread_of_kernel: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
     def add_stacks(self, rows: Iterable[Sequence[Any]]) -> None:
         for stack_id, names, kinds, modules, files, lines, ending, gil in rows:
@@ -222,7 +291,7 @@ class _Builder:
                 int(stack_id), frames[::-1], _member(StopReason, ending), _member(GilState, gil)
             )
 
-    def stack(self, stack_id: int) -> int:
+    def _stack(self, stack_id: int) -> int:
         if stack_id not in self._stacks:
             frame = self._frame(UNKNOWN_STACK, "marker", "", "", 0)
             self._add(stack_id, [frame], StopReason.ROOTED, GilState.NO_PYTHON)
@@ -244,32 +313,45 @@ class _Builder:
         number = self._functions.setdefault(function, len(self._functions))
         return self._frames.setdefault((number, int(line)), len(self._frames))
 
-    def thread(self, process: str, number: int) -> int:
-        """Returns the number of a process, and of its only thread."""
-        return self._processes.setdefault((process, number), len(self._processes))
+    def _process(self, name: str, number: int) -> int:
+        return self._processes.setdefault((name, number), len(self._processes))
 
-    def gpu(self, rows: Sequence[Sequence[Any]]) -> GpuProfile:
+    def _thread(self, process: int, klass: int, values: Sequence[int]) -> int:
+        """Returns the number of what is alike, without detail the only thread of its process."""
+        key = (process, klass if self._detail is not None else 0, tuple(values))
+        return self._threads.setdefault(key, len(self._threads))
+
+    def _gpu(self, rows: Sequence[Sequence[Any]]) -> GpuProfile:
         devices: dict[tuple[str, str, int], int] = {}
-        kernels: dict[tuple[int, str, str], int] = {}
+        kernels: dict[tuple[int, int, str, str], int] = {}
         reasons: dict[StallReason, int] = {}
         samples: list[tuple[int, ...]] = []
         times: list[tuple[int, ...]] = []
         attributed, attributed_times = [], []
-        for process, number, *what, period_ns, stack_id, n, ns, runs in rows:
-            family, model, kernel, reason = map(str, what)
+        for row in rows:
+            process, number = row[:2]
+            family, model, kernel, reason = map(str, row[2:6])
+            period_ns, stack_id, n, ns, runs, *where = row[6:]
+            first_s, end_ns = 0, 0
+            if self._detail is not None:
+                first_s = int(where[0]) * self._detail.bucket_s
+                end_ns = first_s * NS_PER_S
             device = devices.setdefault((family, model, int(period_ns)), len(devices))
-            of = self.thread(str(process), int(number))
-            named = kernels.setdefault((of, family, kernel), len(kernels))
-            stack = NONE if int(stack_id) == NO_STACK else self.stack(int(stack_id))
+            owner = self._process(str(process), int(number))
+            of = self._thread(owner, _OF_DEVICES, where[1:])
+            named = kernels.setdefault((owner, of, family, kernel), len(kernels))
+            stack = NONE if int(stack_id) == NO_STACK else self._stack(int(stack_id))
             # Who shared what is not kept.
             certainty = Certainty.UNATTRIBUTED if stack == NONE else Certainty.SHARED
             if reason and n:
                 number_of = reasons.setdefault(StallReason(family, reason), len(reasons))
                 attributed.append((len(samples), stack, certainty, n))
-                samples.append((0, device, named, 0, number_of, NONE, 0, 0, n))
+                begin_end = (end_ns, end_ns)
+                samples.append((first_s, device, named, 0, number_of, NONE, *begin_end, n))
             elif ns:
                 attributed_times.append((len(times), stack, certainty, ns))
-                times.append((device, named, 0, NONE, 0, 0, runs, ns, NONE))
+                times.append((device, named, 0, NONE, end_ns, end_ns, runs, ns, NONE))
+        self._thread_of_kernel = np.array([of for _, of, *_ in kernels], np.int64)
         sampled = {sample[1] for sample in samples}
         return GpuProfile(
             devices=tuple(
@@ -278,7 +360,7 @@ class _Builder:
                 )
                 for (family, model, period_ns), i in devices.items()
             ),
-            kernels=tuple(Kernel(process, family, name, "") for process, family, name in kernels),
+            kernels=tuple(Kernel(owner, family, name, "") for owner, _, family, name in kernels),
             codes=tuple(KernelCode(i, None, 0) for i in range(len(kernels))),
             reasons=tuple(reasons),
             samples=np.array(samples, DEVICE_SAMPLE_DTYPE),
@@ -288,21 +370,68 @@ class _Builder:
             attributed_times=np.array(attributed_times, ATTRIBUTED_TIME_DTYPE),
         )
 
+    def _samples(
+        self, rows: Sequence[Sequence[Any]]
+    ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+        """Returns samples, and when they were."""
+        numbers: dict[tuple[int, int, int], int] = {}
+        spans = []
+        for process, number, name, stack_id, ns, count, *where in rows:
+            klass = _member(SampleClass, name)
+            owner = self._process(str(process), int(number))
+            thread = self._thread(owner, klass, where[1:])
+            sample = numbers.setdefault((self._stack(int(stack_id)), thread, klass), len(numbers))
+            # All of a bucket is in its first second: the page knows no shorter time.
+            first_s = int(where[0]) * self._detail.bucket_s if self._detail is not None else 0
+            spans.append((sample, first_s, 1, int(count), int(ns)))
+        table = np.zeros(len(numbers), SAMPLE_DTYPE)
+        if numbers:
+            table["stack"], table["thread"], table["klass"] = np.array(list(numbers)).T
+        found = np.array(spans, SPAN_DTYPE)
+        for column in ("count", "ns"):
+            np.add.at(table[column], found["sample"], found[column])
+        return table, found if self._detail is not None else found[:0]
+
+    def _fleet(self, samples: npt.NDArray[np.void]) -> Fleet | None:
+        detail = self._detail
+        if detail is None:
+            return None
+        ns = np.zeros(len(self._threads), np.uint64)
+        np.add.at(ns, samples["thread"], samples["ns"])
+        values = np.array([found for *_, found in self._threads], np.int64)
+        labels = [_label(label, values[:, i], ns) for i, label in enumerate(detail.labels)]
+        classes = [klass for _, klass, _ in self._threads]
+        there = sorted({*classes} - {_OF_DEVICES})
+        if len(there) > 1:
+            which = np.array([there.index(k) if k in there else -1 for k in classes], np.int64)
+            labels.append(FleetLabel("class", tuple(SampleClass(k).label for k in there), 0, which))
+        when = f"{moment_words(detail.begin_s)} to {moment_words(detail.end_s)}"
+        return Fleet(when, detail.begin_s, detail.bucket_s, tuple(labels), self._thread_of_kernel)
+
     def profile(
-        self, samples: Sequence[tuple[int, ...]], gpu: GpuProfile, selector: Selector
+        self,
+        rows: Sequence[Sequence[Any]],
+        device_rows: Sequence[Sequence[Any]],
+        selector: Selector,
     ) -> Profile:
+        """Returns the profile of rows; see `_samples` and `_device_rows` of the module."""
+        table, spans = self._samples(rows)
+        gpu = self._gpu(device_rows)
+        fleet = self._fleet(table)
+        begin_s, end_s = selector.begin_s, selector.end_s
+        if fleet is not None and self._detail is not None:
+            begin_s, end_s = self._detail.begin_s, self._detail.end_s
         processes = tuple(
             Process(number, 0, name or "[not known]", "", "", "", "", 0, None)
             for name, number in self._processes
         )
-        table = np.array(samples, SAMPLE_DTYPE)
         on_cpu = table[table["klass"] == SampleClass.ON_CPU]
         count = int(on_cpu["count"].sum())
         return Profile(
             recording=Recording(
                 aiflame_version=__version__,
-                started_unix_ns=selector.begin_s * NS_PER_S,
-                duration_ns=(selector.end_s - selector.begin_s) * NS_PER_S,
+                started_unix_ns=begin_s * NS_PER_S,
+                duration_ns=(end_s - begin_s) * NS_PER_S,
                 period_ns=int(on_cpu["ns"].sum()) // count if count else 0,
                 command="",
                 target=selector.words,
@@ -312,7 +441,7 @@ class _Builder:
             ),
             processes=processes,
             threads=tuple(
-                Thread(i, process.pid, process.name, 0, 0) for i, process in enumerate(processes)
+                Thread(i, processes[i].pid, processes[i].name, 0, 0) for i, *_ in self._threads
             ),
             binaries=tuple(self._binaries),
             functions=tuple(self._functions),
@@ -328,4 +457,27 @@ class _Builder:
             samples=table,
             waits=np.zeros(0, WAIT_DTYPE),
             gpu=gpu,
+            spans=spans,
+            fleet=fleet,
         )
+
+
+def _label(
+    label: KeptLabel, found: npt.NDArray[np.int64], ns: npt.NDArray[np.uint64]
+) -> FleetLabel:
+    """Returns a label as reports know it, the values with most time first.
+
+    Args:
+        label: It.
+        found: By thread, 0 for others, else which value, from 1 on.
+        ns: Time by thread.
+    """
+    size = len(label.values)
+    sums = np.zeros(size + 1, np.uint64)
+    np.add.at(sums, found, ns)
+    order = np.argsort(-sums[1:].astype(np.float64), kind="stable")
+    place = np.full(size + 1, size)
+    place[1 + order] = np.arange(size)
+    return FleetLabel(
+        label.name, tuple(label.values[i] for i in order.tolist()), label.others, place[found]
+    )
