@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ _ARCHITECTURES = {
 }
 
 
+@functools.cache
 def this_architecture() -> Architecture:
     """Returns the facts about this machine.
 

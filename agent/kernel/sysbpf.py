@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent import kernelfs
 from aiflame.agent.kernel.arch import this_architecture
-from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, ioctl, syscall
+from aiflame.agent.kernel.syscalls import MapShape, bpf, create_map, ioctl, syscall, try_bpf
 
 _MAP_TYPE_ARRAY = 2
 _MAP_LOOKUP_ELEM, _MAP_UPDATE_ELEM, _MAP_DELETE_ELEM = 1, 2, 3
+_ELEMENT = struct.Struct("<IIQQQ")  # map, padding, key, value, flags
 _OBJ_GET_INFO_BY_FD, _RAW_TRACEPOINT_OPEN = 15, 17
 _MAP_LOOKUP_BATCH, _MAP_LOOKUP_AND_DELETE_BATCH = 24, 25
 _MAP_UPDATE_BATCH, _MAP_DELETE_BATCH = 26, 27
@@ -106,19 +107,23 @@ class Map:
         value_address = 0 if value is None else _address(value)
         bpf(
             command,
-            struct.pack("<IIQQQ", self.fd, 0, ctypes.addressof(key_buffer), value_address, flags),
+            _ELEMENT.pack(self.fd, 0, ctypes.addressof(key_buffer), value_address, flags),
         )
 
     def lookup(self, key: bytes, copies: int = 1) -> npt.NDArray[Any] | None:
         """Returns the value(s) under a key, or None. `copies` is the CPU count of a per-CPU map."""
-        value = np.zeros(copies, self.value_dtype)
-        try:
-            self._element(_MAP_LOOKUP_ELEM, key, value, 0)
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                return None
-            raise
-        return value
+        value = bytearray(copies * self.value_dtype.itemsize)
+        held = (ctypes.c_char * len(value)).from_buffer(value)
+        key_buffer = _buffer(key)
+        code = try_bpf(
+            _MAP_LOOKUP_ELEM,
+            _ELEMENT.pack(self.fd, 0, ctypes.addressof(key_buffer), ctypes.addressof(held), 0),
+        )
+        if code == errno.ENOENT:
+            return None
+        if code:
+            raise OSError(code, os.strerror(code))
+        return np.frombuffer(value, self.value_dtype)
 
     def update(self, key: bytes, value: bytes, flags: int = BPF_ANY) -> bool:
         """Writes one entry; False where `flags` forbids it. Raises OSError when the map is full."""

@@ -57,6 +57,15 @@ def bpf(command: int, attributes: bytes | ctypes.Array[ctypes.c_char]) -> int:
     )
 
 
+def try_bpf(command: int, attributes: bytes) -> int:
+    """Calls bpf(2); returns 0 or the error number: of what is asked often, and refused often."""
+    number = ctypes.c_long(this_architecture().syscall_bpf)
+    result = _libc.syscall(
+        number, ctypes.c_int(command), attributes, ctypes.c_uint(len(attributes))
+    )
+    return ctypes.get_errno() if result < 0 else 0
+
+
 def ioctl(fd: int, request: int, argument: int) -> None:
     """Calls ioctl(2). Raises OSError when it fails."""
     if _libc.ioctl(ctypes.c_int(fd), ctypes.c_ulong(request), ctypes.c_ulong(argument)) < 0:
