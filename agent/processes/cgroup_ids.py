@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import struct
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from aiflame.agent.processes.targets import cgroup2_mounts
 
 # FILEID_KERNFS of include/linux/exportfs.h: the handle is the id.
 _FILEID_KERNFS = 0xFE
+
+# Paths that are kept. A cgroup of v2 cannot be renamed (only cgroup1_kf_syscall_ops has .rename,
+# v6.1), and ids are 64 bits that the kernel counts up, so that no other cgroup gets one.
+_MOST_KNOWN = 1 << 12
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,6 +37,7 @@ class CgroupIds:
 
     def __init__(self, mount: Path | None = None) -> None:
         self._mount = mount or next(iter(cgroup2_mounts()), None)
+        self._known: OrderedDict[int, str] = OrderedDict()
 
     def path_of(self, cgroup_id: int) -> str:
         """Returns the path of a cgroup as /proc/PID/cgroup has it, "" where that is not known.
@@ -41,10 +47,20 @@ class CgroupIds:
         """
         if self._mount is None or not cgroup_id:
             return ""
+        known = self._known.get(cgroup_id)
+        if known is None:
+            known = self._look_up(self._mount, cgroup_id)
+            if known:
+                self._known[cgroup_id] = known
+                if len(self._known) > _MOST_KNOWN:
+                    self._known.popitem(last=False)
+        return known
+
+    def _look_up(self, mount: Path, cgroup_id: int) -> str:
         try:
-            with _directory(self._mount) as mount_fd, _opened(mount_fd, cgroup_id) as fd:
+            with _directory(mount) as mount_fd, _opened(mount_fd, cgroup_id) as fd:
                 found = Path(f"/proc/self/fd/{fd}").readlink()
-            return f"/{found.relative_to(self._mount)}" if found != self._mount else "/"
+            return f"/{found.relative_to(mount)}" if found != mount else "/"
         except (OSError, ValueError):
             return ""  # it is gone, or outside of what is mounted here
 

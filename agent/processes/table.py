@@ -82,9 +82,15 @@ class ProcessImage:
     fruitless_reads: int = 0
     reads_to_skip: int = 0
     mappings: list[Mapping] = field(default_factory=list)
-    _ranges: Disjoint = field(default_factory=lambda: _ranges_of([]))
-    _binaries: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    _makes_code: bool = False
+    # Made when they are asked for: nobody looks an address up in most short-lived processes.
+    _known_ranges: Disjoint | None = None
+    _known_binaries: npt.NDArray[np.int64] | None = None
+
+    @property
+    def _ranges(self) -> Disjoint:
+        if self._known_ranges is None:
+            self._known_ranges = _ranges_of(self.mappings)
+        return self._known_ranges
 
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Returns for each address the index of its mapping in `mappings`, -1 for none."""
@@ -93,7 +99,7 @@ class ProcessImage:
     @property
     def makes_code(self) -> bool:
         """Whether it has executable memory that is no file's."""
-        return self._makes_code
+        return any(mapping.binary == NO_BINARY for mapping in self.mappings)
 
     @property
     def bounds(self) -> npt.NDArray[np.uint64]:
@@ -102,7 +108,9 @@ class ProcessImage:
 
     def binaries_at(self, found: npt.NDArray[np.int64]) -> list[int]:
         """Returns the binaries of mappings that `find` found, one for each address in a file."""
-        binaries = self._binaries[found[found >= 0]]
+        if self._known_binaries is None:
+            self._known_binaries = np.array([m.binary for m in self.mappings], np.int64)
+        binaries = self._known_binaries[found[found >= 0]]
         known: list[int] = binaries[binaries != NO_BINARY].tolist()
         return known
 
@@ -120,14 +128,15 @@ class ProcessImage:
         known = set(self.mappings)
         if fresh <= known:
             return False
+        self._known_ranges = self._known_binaries = None
+        if known <= fresh:  # as of most: they are read or told once
+            self.mappings = sorted(fresh)
+            return True
         gone = IntervalTree.from_tuples((m.start, m.end, m) for m in known - fresh)
         for mapping in fresh - known:
             if gone.overlaps(mapping.start, mapping.end):
                 gone.chop(mapping.start, mapping.end)
         self.mappings = sorted(fresh | {_remainder(interval) for interval in gone})
-        self._ranges = _ranges_of(self.mappings)
-        self._binaries = np.array([mapping.binary for mapping in self.mappings], np.int64)
-        self._makes_code = bool((self._binaries == NO_BINARY).any())
         return True
 
 
@@ -204,7 +213,7 @@ class ProcessTable:
 
     def is_current(self, image: ProcessImage) -> bool:
         """Whether the kernel half knows an image as what its pid runs now."""
-        return self._current_image(image.pid) == image.image
+        return not image.is_over and self._current_image(image.pid) == image.image
 
     def _is_shown(self, image: ProcessImage) -> bool:
         """Whether what /proc has shown of a pid until now was that image."""
@@ -350,6 +359,9 @@ class ProcessTable:
         self.images[entered.index] = entered
         self._changed[entered.index] = entered
         self._by_key[(pid, image)] = entered
+        if not self.is_current(entered):  # asked once: what is over stays so
+            entered.is_over = True
+            self._ended.append(entered)
         self._identify(entered, name, cgroup_id)
         latest = self._latest.get(pid)
         if latest is None or latest.image < image:

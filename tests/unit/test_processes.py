@@ -218,10 +218,9 @@ def test_mappings_of_another_image_are_not_taken(machine: _Machine, table: Proce
         # THEN what was read is not believed
         assert image.mappings == []
         assert not image.was_read
-    # but it is once the image is the right one
-    machine.image = 5
-    assert table.read_mappings(table.image(41, 5))
-    assert table.image(41, 5).mappings == [_mapped(0x1000)]
+    # but it is for the image that is there now
+    machine.image = 6
+    assert table.seen(41, 6, 1, "server", 1_500).mappings == [_mapped(0x1000)]
 
 
 def test_exec_makes_a_new_image_and_keeps_the_old_one(
