@@ -80,9 +80,9 @@ class CutStacks:
 
     def are_cut(self, stacks: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Tells which of some stacks are."""
-        known = np.fromiter(self.by_id, np.uint64, len(self.by_id))
-        found: npt.NDArray[np.bool_] = np.isin(stacks, known)
-        return found
+        # One by one: those that are asked about are few, and those that are known 16,384.
+        known = self.by_id
+        return np.array([stack in known for stack in stacks.tolist()], np.bool_)
 
     def charge(self, keys: npt.NDArray[np.void], values: npt.NDArray[np.void]) -> None:
         """Adds up what threads slept in them: rows as the kernel half sums them."""

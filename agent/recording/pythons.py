@@ -104,6 +104,7 @@ class PythonProcesses:
         self._finder = InterpreterFinder(table, images, self._refuse)
         self._key_blocks: dict[int, int | None] = {}  # by binary
         self._waiting: dict[int, PythonProcess] = {}  # by pid: the interpreter is starting
+        self._told: set[int] = set()  # by pid: what the kernel half was told of from here
         self.by_image: dict[int, PythonProcess] = {}
         self._chains: OrderedDict[int, None] = OrderedDict()  # that windows know
         # Of threads that sleep: what was read since `prepare`.
@@ -198,11 +199,17 @@ class PythonProcesses:
             process.state_slot, process.told_ns = slot, time.monotonic_ns()
             record = _record(process, slot)
             self._programs.pythons.update(pid.to_bytes(4, "little"), record.tobytes())
+            self._told.add(pid)
 
     def forget(self, pid: int) -> None:
-        """Takes a process out of the kernel half."""
+        """Takes a process out of the kernel half, if it may have been told of it after its end.
+
+        At the end of a process the kernel half takes it out itself.
+        """
         self._waiting.pop(pid, None)
-        self._programs.pythons.delete(pid.to_bytes(4, "little"))
+        if pid in self._told:
+            self._told.remove(pid)
+            self._programs.pythons.delete(pid.to_bytes(4, "little"))
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets the interpreters of process images that have ended."""
