@@ -25,7 +25,6 @@ from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
 from aiflame.agent.commands.record_copy import Copies
-from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan
@@ -375,38 +374,18 @@ class _Session:
     def summarise(self, profile: Profile) -> None:
         """Prints what was recorded, what was lost, what it cost, and what to run next."""
         # Not while it records, as what makes reports takes 3 MB.
-        from aiflame.agent.reports.facts import complete_words, cut_short, missing_line
+        from aiflame.agent.commands.record_summary import loss_lines, sample_lines
 
         say, recording = self._printer.say, profile.recording
-        on_cpu = profile.samples["klass"] == 0
-        ns = profile.samples["ns"]
-        samples = int(profile.samples["count"][on_cpu].sum())
-        say(
-            f"{duration(recording.duration_ns)}: {samples:,} CPU samples,"
-            f" {duration(int(ns[on_cpu].sum()))} on CPU,"
-            f" {duration(int(ns[~on_cpu].sum()))} off CPU,"
-            f" {len(profile.threads):,} threads, {len(profile.stacks):,} distinct stacks."
-        )
-        cut = cut_short(profile)
-        say(
-            f"Complete stacks: {complete_words(profile)}"
-            + (f"; cut short in: {cut}." if cut else ".")
-        )
+        for line in sample_lines(profile):
+            say(line)
         if self._late != "0":
             say(f"Stacks walked late, as unwind tables had to be made: {self._late}.")
         if self._late_waits.walked or self._late_waits.left_ns >= _LATE_NS:
             words = _late_words(self._late_waits)
             say(f"Waits walked late, as unwind tables had to be made: {words}.")
-        if missing := missing_line(profile):
-            say(f"{missing}.")
-        for loss in profile.losses:
-            say(f"lost: {loss.name} {loss.count:,}: {loss.meaning}")
-        if not profile.losses:
-            say("0 lost.")
-        for line in device_lines(profile):
+        for line in loss_lines(profile):
             say(line)
-        if not len(profile.samples):
-            say("No samples were captured: was the target idle, or gone?")
         cpu_s = recording.recorder_cpu_ns / 1e9
         rss_mb = recording.recorder_peak_rss_bytes / 1e6
         say(f"aiflame used {cpu_s:.2f} CPU seconds in all, and {rss_mb:.0f} MB while recording.")

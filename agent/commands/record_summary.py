@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of a recording at its end, of which all is in its profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aiflame.agent.commands.record_devices import device_lines
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.facts import complete_words, cut_short, missing_line
+from aiflame.agent.reports.words import duration
+
+
+def sample_lines(profile: Profile) -> Iterator[str]:
+    """Yields what was recorded."""
+    recording = profile.recording
+    on_cpu = profile.samples["klass"] == 0
+    ns = profile.samples["ns"]
+    samples = int(profile.samples["count"][on_cpu].sum())
+    yield (
+        f"{duration(recording.duration_ns)}: {samples:,} CPU samples,"
+        f" {duration(int(ns[on_cpu].sum()))} on CPU,"
+        f" {duration(int(ns[~on_cpu].sum()))} off CPU,"
+        f" {len(profile.threads):,} threads, {len(profile.stacks):,} distinct stacks."
+    )
+    cut = cut_short(profile)
+    yield f"Complete stacks: {complete_words(profile)}" + (
+        f"; cut short in: {cut}." if cut else "."
+    )
+
+
+def loss_lines(profile: Profile) -> Iterator[str]:
+    """Yields what is missing, and what devices told."""
+    if missing := missing_line(profile):
+        yield f"{missing}."
+    for loss in profile.losses:
+        yield f"lost: {loss.name} {loss.count:,}: {loss.meaning}"
+    if not profile.losses:
+        yield "0 lost."
+    yield from device_lines(profile)
+    if not len(profile.samples):
+        yield "No samples were captured: was the target idle, or gone?"
