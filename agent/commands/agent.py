@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from aiflame.agent.commands import agent_capture
 from aiflame.agent.devices.choice import ChooseFamilies, choose_families
 from aiflame.agent.fleet.config import all_settings, flag_of, load
 from aiflame.agent.fleet.sinks import sink_module
@@ -28,6 +29,8 @@ EXAMPLES
   sudo aiflame agent --config agent.toml
   sudo aiflame agent --sinks-captures-directory /var/lib/aiflame/captures
   aiflame agent --config agent.toml --check-config   # print what it would do
+  sudo aiflame agent capture --all --last 5m         # what a running one has on disk, as a capture
+  sudo aiflame agent capture --pid 1234 -d 5s -F 499 # a recording beside it
 """
 
 # Of argparse's results: keys of settings have dots.
@@ -36,6 +39,16 @@ _PREFIX = "setting:"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `aiflame agent` takes."""
+    actions = parser.add_subparsers(dest="action", metavar="[capture]")
+    agent_capture.add_arguments(
+        actions.add_parser(
+            "capture",
+            help="ask a running agent for a capture",
+            description=(agent_capture.__doc__ or "").partition("\n")[0],
+            epilog=agent_capture.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
     parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file")
     parser.add_argument(
         "--check-config",
@@ -67,6 +80,8 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
         args: Of the command line.
         choose: Which device families `--gpu` means.
     """
+    if args.action is not None:
+        return agent_capture.run(args)
     flags = {
         name.removeprefix(_PREFIX): value
         for name, value in vars(args).items()

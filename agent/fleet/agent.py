@@ -24,6 +24,7 @@ from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.devices.choice import AUTO, NONE, ChooseFamilies
 from aiflame.agent.errors import AiflameError, DiskFull, EnvironmentUnfit
+from aiflame.agent.fleet.capture_server import CaptureServer
 from aiflame.agent.fleet.config import (
     MOST_LEFT_OUT,
     NEEDS_RESTART,
@@ -166,7 +167,13 @@ def run_agent(
                 log.say(f"health and metrics: {health.url}")
             except AiflameError as error:  # it records without them
                 log.say(str(error))
-        agent = _Agent(config, reload, recorder, signals, stretches, facts, log, vitals)
+        captures: CaptureServer | None = None
+        try:
+            captures = CaptureServer(config, log)
+            parts.callback(captures.close)
+        except AiflameError as error:  # it records without it
+            log.say(str(error))
+        agent = _Agent(config, reload, recorder, signals, stretches, facts, log, vitals, captures)
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
         return agent.run()
@@ -231,8 +238,10 @@ class _Agent:
         facts: Mapping[str, str | int],
         log: Log,
         vitals: Vitals,
+        captures: CaptureServer | None,
     ) -> None:
         self._config = config
+        self._captures = captures
         self._vitals = vitals
         self._reload = reload
         self._recorder = recorder
@@ -410,6 +419,8 @@ class _Agent:
             self._config = AgentConfig(_with_fixed(new.agent, old.agent), new.sinks, new.warnings)
             self._log.say("the configuration was read again")
             self._say_sinks()
+            if self._captures is not None:
+                self._captures.use(self._config)
             if self._naming is not None:
                 self._naming.tell(config=self._config.plain())
         self._manager.tell("READY=1")

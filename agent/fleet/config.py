@@ -81,6 +81,16 @@ class AgentSettings:
     keep_size: int = setting(
         Kind.BYTES, "the most that it may take of the disk", 512 * 10**6, least=10**6
     )
+    capture_length: float = setting(
+        Kind.SECONDS,
+        "the longest that `aiflame agent capture` may ask for; 0 for none at all",
+        600.0,
+        least=0,
+        most=86400,
+    )
+    capture_size: int = setting(
+        Kind.BYTES, "the largest capture that it makes", 10**9, least=10 * 10**6
+    )
     spool_size: int = setting(
         Kind.BYTES, "the most that may wait for a sink that is away", 256 * 10**6, least=10**6
     )

@@ -29,6 +29,16 @@ def kubelet_settings(settings: AgentSettings) -> KubeletSettings:
     )
 
 
+def kubelet_of(settings: AgentSettings) -> Kubelet:
+    """Returns who is asked for pods; `kubelet` is not ""."""
+    return Kubelet(kubelet_settings(settings))
+
+
+def label_options(settings: AgentSettings) -> LabelOptions:
+    """Returns what the configuration says about labels."""
+    return LabelOptions(settings.node_name, settings.pod_labels, settings.service_annotation)
+
+
 class Labelling:
     """Labels of processes, and cgroups that are to be left out.
 
@@ -40,10 +50,9 @@ class Labelling:
         self._selection = settings.selection
         self._watch: PodWatch | None = None
         if settings.kubelet:
-            self._watch = PodWatch(Kubelet(kubelet_settings(settings)).fetch)
+            self._watch = PodWatch(kubelet_of(settings).fetch)
             self._watch.start()
-        options = LabelOptions(settings.node_name, settings.pod_labels, settings.service_annotation)
-        self._labeller = Labeller(options, self._watch)
+        self._labeller = Labeller(label_options(settings), self._watch)
         self._mounts = cgroup2_mounts()
         self._looked_s = 0.0
         self._left_out: set[int] | None = None

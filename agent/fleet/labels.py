@@ -135,7 +135,8 @@ class Pods(Protocol):
 class NoPods:
     """Of a host without Kubernetes."""
 
-    pods = PodList()
+    def __init__(self) -> None:
+        self.pods = PodList()
 
     def ask(self) -> None:
         """There is nobody to be asked."""

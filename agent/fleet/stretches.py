@@ -95,9 +95,7 @@ class Stretches:
 
     def all(self) -> list[Path]:
         """Returns the folders of all, oldest first."""
-        with suppress(OSError):
-            return sorted(path for path in self._folder.iterdir() if path.is_dir())
-        return []
+        return folders_of(self._folder.parent)
 
     def undone(self) -> list[Path]:
         """Returns the folders of those that are not done, oldest first."""
@@ -129,6 +127,13 @@ class Stretches:
                 self._log.say_seldom(
                     "stretch dropped", f"stretch {path.name} dropped unsent: more than `keep_size`"
                 )
+
+
+def folders_of(directory: Path) -> list[Path]:
+    """Returns the folders of the stretches of an agent with that directory, oldest first."""
+    with suppress(OSError):
+        return sorted(path for path in (directory / _FOLDER).iterdir() if path.is_dir())
+    return []
 
 
 def is_done(folder: Path) -> bool:

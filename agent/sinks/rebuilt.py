@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ def capture_of_windows(
     facts: Mapping[str, str | int],
     *,
     with_names: bool = True,
+    roots: Callable[[int], Iterable[str]] = lambda _: (),
 ) -> None:
     """Makes a capture of what a recording left that was killed, or has written so far.
 
@@ -32,6 +33,7 @@ def capture_of_windows(
         windows: Of the recording, or the newest of these.
         facts: Of the recording.
         with_names: Else stacks show modules and addresses.
+        roots: As of `FoundFiles`.
 
     Raises:
         BadSegment: There is no window, or one that says what none can.
@@ -43,7 +45,7 @@ def capture_of_windows(
     with (
         SymbolService(cache_dir()) as service,
         closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
-        closing(FoundFiles(file_facts)) as files,
+        closing(FoundFiles(file_facts, roots)) as files,
     ):
         _write(path, windows, facts, Naming(files, service, file_facts))
 

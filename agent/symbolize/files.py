@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from aiflame.agent.elf.headers import HEADERS
-from aiflame.agent.inspector.rootfs import open_regular
+from aiflame.agent.inspector.rootfs import open_beneath, open_regular, open_root
 from aiflame.agent.symbols.file_facts import FileFacts
 
 
@@ -87,25 +88,37 @@ class FoundFiles:
 
     Args:
         file_facts: Tells which they have; closing it stays the caller's.
+        roots: Returns root directories in which a file may be besides the host's, by its number:
+            those of processes that have it mapped.
     """
 
-    def __init__(self, file_facts: FileFacts) -> None:
+    def __init__(
+        self, file_facts: FileFacts, roots: Callable[[int], Iterable[str]] = lambda _: ()
+    ) -> None:
         self._file_facts = file_facts
+        self._roots = roots
         self._files: dict[tuple[str, str], OpenFile] = {}
 
     def open(self, binary: int, path: str, build_id: str) -> OpenFile:
         """As `Files.open`."""
         key = (path, build_id)
         if key not in self._files:
-            self._files[key] = OpenFile(self._open_same(path, build_id), "/")
+            self._files[key] = self._find(binary, path, build_id)
         return self._files[key]
 
-    def _open_same(self, path: str, build_id: str) -> int | None:
-        """Opens a file if it is the one that was recorded."""
+    def _find(self, binary: int, path: str, build_id: str) -> OpenFile:
         if not path.startswith("/") or not build_id:
-            return None
+            return NO_FILE
+        for root in itertools.chain(("/",), self._roots(binary)):
+            fd = self._open_same(root, path, build_id)
+            if fd is not None:
+                return OpenFile(fd, root)
+        return NO_FILE
+
+    def _open_same(self, root: str, path: str, build_id: str) -> int | None:
+        """Opens a file if it is the one that was recorded."""
         try:
-            fd = open_regular(path)
+            fd = open_regular(path) if root == "/" else _open_in(root, path)
         except (OSError, ValueError):
             return None
         headers = self._file_facts.ask(path, fd, HEADERS)
@@ -122,6 +135,14 @@ class FoundFiles:
         """Closes every file."""
         _close(self._files.values())
         self._files.clear()
+
+
+def _open_in(root: str, path: str) -> int:
+    root_fd = open_root(root)
+    try:
+        return open_beneath(root_fd, path)
+    finally:
+        os.close(root_fd)
 
 
 def _close(files: Iterable[OpenFile]) -> None:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Have a running agent make a capture: of what it has on disk, or a recording beside it.
+
+The agent hands over the capture as a descriptor; all files that are written are the caller's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from aiflame.agent.commands.durations import duration_ns
+from aiflame.agent.commands.record_output import OutputPlan, plan_output
+from aiflame.agent.commands.record_progress import ProgressPrinter
+from aiflame.agent.errors import AiflameError, EnvironmentUnfit, UsageError
+from aiflame.agent.fleet.capture_request import (
+    MAX_ANSWER_BYTES,
+    SOCKET,
+    CaptureRequest,
+    InDirectory,
+)
+from aiflame.agent.fleet.config import AgentSettings, variable_of
+from aiflame.agent.outfile import write_output
+
+EPILOG = """\
+Needs root, or the agent's own user. One capture is made at a time; the agent's `capture_length` and
+`capture_size` limit it. It records on meanwhile. Ctrl-C ends a capture, and nothing is written.
+
+EXAMPLES
+  sudo aiflame agent capture --all --last 5m                         # what it has on disk
+  sudo aiflame agent capture --pid 1234 -d 5s -F 499 -o x.aiflame    # a recording beside it
+"""
+
+_NO_SAMPLES_EXIT = 4
+_DEFAULT_FREQUENCY_HZ = 99
+# The codes that an agent may answer with.
+_ERRORS = {kind.exit_code: kind for kind in (AiflameError, UsageError, EnvironmentUnfit)}
+
+
+class _Capture(NamedTuple):
+    """What an agent hands over; the file is the caller's to close."""
+
+    stem: str
+    file: BinaryIO
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `aiflame agent capture` takes."""
+    what = parser.add_argument_group("What (one of them; --container may be in a --pod)")
+    what.add_argument("--pid", metavar="PID", type=int, default=0, help="a process of the host")
+    what.add_argument("--cgroup", metavar="PATH", default="", help="a cgroup, and those below it")
+    what.add_argument(
+        "--pod", metavar="NAME", default="", help="a pod: NAME, NAMESPACE/NAME or its uid"
+    )
+    what.add_argument(
+        "--container",
+        metavar="ID|NAME",
+        default="",
+        help="a container: its name, or the first 4 or more digits of its id",
+    )
+    what.add_argument("-a", "--all", action="store_true", help="every process")
+    when = parser.add_argument_group("When (one of them)")
+    when.add_argument(
+        "-d", "--duration", metavar="TIME", type=duration_ns, default=0, help="record so long"
+    )
+    when.add_argument(
+        "--last",
+        metavar="TIME",
+        type=duration_ns,
+        default=0,
+        help="take the newest of what the agent has on disk, in whole seconds",
+    )
+    parser.add_argument(
+        "-F",
+        "--frequency",
+        metavar="HZ",
+        type=int,
+        default=_DEFAULT_FREQUENCY_HZ,
+        help="with -d: samples per second and CPU (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="NAME.aiflame: capture, with NAME.html beside it; another ending: only that format"
+        " (default: aiflame-WHAT-TIME.aiflame)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace files (default: refuse)")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print only errors")
+    parser.add_argument(
+        "--directory",
+        metavar="PATH",
+        type=Path,
+        default=None,
+        help="that of the agent (default: $AIFLAME_DIRECTORY, else /var/lib/aiflame/agent)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask for a capture, and write it; returns the exit code."""
+    request = CaptureRequest.parse(
+        CaptureRequest(
+            pid=args.pid,
+            cgroup=args.cgroup,
+            pod=args.pod,
+            container=args.container,
+            is_all=args.all,
+            duration_ns=args.duration,
+            frequency_hz=args.frequency,
+            last_ns=args.last,
+        ).message()
+    )
+    plan_output(args.output, None, "check", args.force)  # before anything is recorded
+    printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
+    directory = args.directory or Path(os.environ.get(variable_of("directory"), _default()))
+    with closing(_connected(directory)) as agent:
+        capture = _captured(agent, request, printer)
+    with capture.file as file:
+        plan = plan_output(args.output, None, capture.stem, args.force)
+        return _written(file, plan, args.force, printer)
+
+
+def _default() -> str:
+    return str(AgentSettings().directory)
+
+
+def _connected(directory: Path) -> socket.socket:
+    """Connects to an agent.
+
+    Raises:
+        EnvironmentUnfit: There is none, or it may not be asked.
+    """
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with InDirectory(directory) as path:
+            agent.connect(str(path))
+    except PermissionError as error:
+        agent.close()
+        raise EnvironmentUnfit(
+            f"the agent of {directory} may not be asked by this user", "ask as root, with sudo"
+        ) from error
+    except OSError as error:
+        agent.close()
+        raise EnvironmentUnfit(
+            f"no agent takes requests at {directory / SOCKET}: {(error.strerror or '').lower()}",
+            "is `aiflame agent` running? --directory names its `directory`",
+        ) from error
+    return agent
+
+
+def _captured(agent: socket.socket, request: CaptureRequest, printer: ProgressPrinter) -> _Capture:
+    """Asks, shows what is said, and returns what comes.
+
+    Raises:
+        AiflameError: There is no capture, for the reason that the agent tells.
+    """
+    data = b""
+    try:
+        agent.send(request.message())
+        while True:
+            data, fds, _, _ = socket.recv_fds(agent, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                break
+            answer = json.loads(data)
+            if "say" in answer:
+                printer.say(answer["say"])
+            elif "done" in answer and fds:
+                return _Capture(answer["done"], os.fdopen(fds[0], "rb"))
+            else:
+                error = _ERRORS.get(answer["code"], AiflameError)
+                raise error(answer["error"], answer["hint"])
+    except OSError:
+        pass  # it has ended
+    raise AiflameError("the agent has ended the capture", "its log may say why")
+
+
+def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPrinter) -> int:
+    from aiflame.agent.capture.reader import read_capture
+    from aiflame.agent.commands.record_summary import loss_lines, sample_lines
+    from aiflame.agent.reports import FORMATS, ReportOptions
+    from aiflame.agent.reports.graph_nodes import with_graph_nodes
+
+    with tempfile.TemporaryDirectory() as name:  # for this user only
+        copy = Path(name) / "capture.aiflame"
+        write_output(copy, file, force=False, is_private=True)
+        if plan.capture is not None:
+            is_named = plan.capture == plan.named
+            with copy.open("rb") as whole:
+                write_output(plan.capture, whole, force, is_named=is_named, is_private=True)
+                printer.say(f"Wrote {plan.capture} ({whole.tell() / 1e6:.1f} MB)")
+        profile = with_graph_nodes(read_capture(copy))
+    if plan.report is not None and plan.report_path is not None:
+        page = FORMATS[plan.report].render(profile, ReportOptions())
+        is_named = plan.report_path == plan.named
+        write_output(plan.report_path, page, force, is_named=is_named, is_private=True)
+        printer.say(f"Wrote {plan.report_path} ({len(page) / 1e6:.1f} MB)")
+    for line in (*sample_lines(profile), *loss_lines(profile)):
+        printer.say(line)
+    if plan.capture is not None:
+        printer.say(f"Next: aiflame stats {plan.capture}")
+    return 0 if len(profile.samples) else _NO_SAMPLES_EXIT

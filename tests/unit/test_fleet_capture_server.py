@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The socket at which an agent takes requests for captures, and those who mean it no good."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet import capture_server
+from aiflame.agent.fleet.capture_request import (
+    MAX_REQUEST_BYTES,
+    SOCKET,
+    CaptureRequest,
+    InDirectory,
+)
+from aiflame.agent.fleet.capture_server import CaptureServer
+from aiflame.agent.fleet.config import AgentConfig, AgentSettings
+from aiflame.agent.fleet.log import Log
+from support import wait_until
+
+# Makes no capture: it says who it is, and ends when the client does, or says that it may.
+_WORKER = """
+import os, socket, sys
+client = socket.socket(fileno=int(sys.argv[1]))
+client.setblocking(True)
+client.send(b'{"say": "%d"}' % os.getpid())
+client.recv(100)
+"""
+_PATIENCE_S = 20.0
+_REQUEST = CaptureRequest(is_all=True, last_ns=10**9)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> AgentConfig:
+    # Longer than the path of a socket may be (108 bytes).
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir(mode=0o700)
+    return AgentConfig(AgentSettings(directory=directory), {})
+
+
+@pytest.fixture
+def server(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[CaptureServer]:
+    monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
+    monkeypatch.setattr(capture_server, "_REQUEST_S", 0.3)
+    with (
+        Path(os.devnull).open("w") as log,
+        closing(CaptureServer(config, Log(log.fileno()))) as made,
+    ):
+        yield made
+
+
+@contextmanager
+def _client(config: AgentConfig) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(_PATIENCE_S)
+        with InDirectory(config.agent.directory) as path:
+            client.connect(str(path))
+        yield client
+
+
+def _asked(config: AgentConfig, request: bytes) -> dict[str, Any]:
+    """Returns the first answer to a request."""
+    with _client(config) as client:
+        client.send(request)
+        found: dict[str, Any] = json.loads(client.recv(1 << 16))
+        return found
+
+
+def _serves(config: AgentConfig) -> bool:
+    return "say" in _asked(config, _REQUEST.message())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"\0",
+        b"{",
+        b"[" * 10_000,
+        b"7",
+        b'"text"',
+        b"\xff\xfe{}",
+        b"{}",
+        b'{"pid": true, "last_ns": 5}',
+        b'{"pid": "1", "last_ns": 5}',
+        b'{"pid": -1, "last_ns": 5}',
+        b'{"pid": 99999999999999999999, "last_ns": 5}',
+        b'{"pid": 1, "last_ns": NaN}',
+        b'{"pid": 1, "last_ns": 5, "duration_ns": 5}',
+        b'{"pid": 1, "pod": "web", "last_ns": 5}',
+        b'{"pid": 1, "last_ns": 5, "output": "/etc/passwd"}',
+        b'{"pid": 1, "duration_ns": 1, "frequency_hz": 0}',
+        b'{"pid": 1, "duration_ns": 1e400}',
+        b'{"container": "a\\u001b[2J", "last_ns": 5}',
+        json.dumps({"pod": "x" * 5_000, "last_ns": 5}).encode(),
+    ],
+)
+def test_what_is_no_request_is_refused_and_the_next_is_served(
+    server: CaptureServer, config: AgentConfig, request_: bytes
+) -> None:
+    answer = _asked(config, request_)
+    assert answer["code"] == 2
+    assert _serves(config)
+
+
+def test_a_request_that_is_too_large_is_refused(server: CaptureServer, config: AgentConfig) -> None:
+    answer = _asked(config, b" " * (2 * MAX_REQUEST_BYTES))
+    assert "more than" in answer["error"]
+    assert _serves(config)
+
+
+def test_clients_that_say_nothing_or_go_keep_nobody_out(
+    server: CaptureServer, config: AgentConfig
+) -> None:
+    with _client(config), _client(config):
+        with _client(config) as gone:
+            gone.send(b"")
+        assert _serves(config)
+
+
+def test_descriptors_that_are_sent_are_closed(server: CaptureServer, config: AgentConfig) -> None:
+    read, write = os.pipe()
+    with _client(config) as client, os.fdopen(read, "rb") as left:
+        socket.send_fds(client, [b"{}"], [write])
+        os.close(write)
+        assert b"code" in client.recv(1 << 16)
+        assert left.read() == b""  # nobody has the other end
+
+
+def test_only_root_and_the_agents_user_may_enter(
+    server: CaptureServer, config: AgentConfig
+) -> None:
+    directory = config.agent.directory
+    assert (directory / SOCKET).stat().st_mode & 0o777 == 0o600
+
+
+def test_others_are_refused_whatever_the_modes_of_files_are(
+    server: CaptureServer, config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() != 0:
+        monkeypatch.setattr(capture_server.os, "geteuid", lambda: 1)
+        assert "may not ask" in _asked(config, _REQUEST.message())["error"]
+        return
+    # GIVEN a socket that anybody reaches
+    for path in (config.agent.directory, *config.agent.directory.parents):
+        if path.stat().st_mode & 0o001 == 0:
+            path.chmod(0o755)
+    (config.agent.directory / SOCKET).chmod(0o666)
+    # WHEN another user asks
+    script = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET);"
+        "os.chdir(sys.argv[1]); s.connect(sys.argv[2]); print(s.recv(65536).decode())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, config.agent.directory, SOCKET],
+        user=65534,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=_PATIENCE_S,
+    ).stdout
+    # THEN there is no need to hear him.
+    assert "user 65534 may not ask" in json.loads(said)["error"]
+
+
+def test_one_at_a_time(server: CaptureServer, config: AgentConfig) -> None:
+    with _client(config) as first:
+        first.send(CaptureRequest(pod="shop/web", duration_ns=10**9).message())
+        assert b"say" in first.recv(1 << 16)
+        refused = _asked(config, _REQUEST.message())
+        assert refused["code"] == 1
+        assert "1 s of pod shop/web" in refused["error"]
+    wait_until(lambda: _serves(config), _PATIENCE_S)
+
+
+def test_limits_are_those_of_the_configuration(server: CaptureServer, config: AgentConfig) -> None:
+    request = CaptureRequest(is_all=True, last_ns=601 * 10**9)
+    assert "600 s at most" in _asked(config, request.message())["error"]
+    server.use(replace(config, agent=replace(config.agent, capture_length=0.0)))
+    assert "0 s at most" in _asked(config, _REQUEST.message())["error"]
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_one_that_gets_nowhere_is_ended(
+    server: CaptureServer, config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_server, "_GRACE_S", 0.1)
+    with _client(config) as client:
+        client.send(_REQUEST.message())
+        pid = int(json.loads(client.recv(1 << 16))["say"])
+        assert client.recv(1 << 16) == b""
+        wait_until(lambda: _is_gone(pid), _PATIENCE_S)
+
+
+def test_it_ends_with_the_agent(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch, server: CaptureServer
+) -> None:
+    with _client(config) as client:
+        client.send(_REQUEST.message())
+        pid = int(json.loads(client.recv(1 << 16))["say"])
+        begun_s = time.monotonic()
+        server.close()
+        assert time.monotonic() - begun_s < 5
+        assert _is_gone(pid)
+        assert client.recv(1 << 16) == b""
+    assert not (config.agent.directory / SOCKET).exists()
+
+
+def test_a_socket_that_a_killed_agent_has_left_is_replaced(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with closing(left), InDirectory(config.agent.directory) as path:
+        left.bind(str(path))
+    monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
+    with closing(CaptureServer(config, Log())):
+        assert _serves(config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda request: replace(request, is_all=False),
+        lambda request: replace(request, pid=1),
+        lambda request: replace(request, last_ns=0),
+    ],
+)
+def test_requests_are_checked_where_they_are_made(
+    change: Callable[[CaptureRequest], CaptureRequest],
+) -> None:
+    assert CaptureRequest.parse(_REQUEST.message()) == _REQUEST
+    with pytest.raises(UsageError):
+        CaptureRequest.parse(change(_REQUEST).message())

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The newest part of what an agent has on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.stretches import Stretches
+from windows import RandomRecording
+
+_S = 10**9
+
+
+def _record(directory: Path, started_s: int, seed: int = 1) -> list[tuple[int, int]]:
+    """Writes ten windows of a second as three stretches; returns where they begin and end."""
+    facts: Mapping[str, str | int] = {"started_unix_ns": started_s * _S, "period_ns": 10**7}
+    stretches = Stretches(directory, Log())
+    windows = RandomRecording(seed).cut([second * _S for second in range(1, 10)])
+    assert len(windows) == 10
+    for part in (windows[:4], windows[4:8], windows[8:]):
+        stretch = stretches.begin(facts, part[0])
+        for window in part:
+            stretch.put(window)
+        stretch.close()
+    return [(window.start_ns, window.end_ns) for window in windows]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "agent"
+
+
+@pytest.mark.parametrize(("last_s", "windows", "stretches"), [(1, 1, 1), (3, 3, 2), (99, 10, 3)])
+def test_the_newest_windows_of_all_stretches(
+    directory: Path, last_s: int, windows: int, stretches: int
+) -> None:
+    every = _record(directory, 1000)
+    recorded = FlightRecorder(directory, last_s * _S)
+    assert [(w.start_ns, w.end_ns) for w in recorded] == every[-windows:]
+    assert recorded.stretches == stretches
+    # They are the same when they are read again, though there are more by then.
+    _record(directory, 1010, seed=2)
+    assert [(w.start_ns, w.end_ns) for w in recorded] == every[-windows:]
+
+
+def test_what_another_agent_recorded_is_not_mixed_in(directory: Path) -> None:
+    _record(directory, 1000)
+    every = _record(directory, 2000, seed=2)
+    recorded = FlightRecorder(directory, 5000 * _S)
+    assert recorded.facts["started_unix_ns"] == 2000 * _S
+    assert [(w.start_ns, w.end_ns) for w in recorded] == every
+
+
+def test_stretches_that_are_removed_meanwhile_are_missing(directory: Path) -> None:
+    every = _record(directory, 1000)
+    recorded = FlightRecorder(directory, 99 * _S)
+    shutil.rmtree(directory / "stretches" / f"{1000 * _S:020d}")
+    assert [(w.start_ns, w.end_ns) for w in recorded] == every[4:]
+
+
+def test_an_agent_that_has_just_begun_has_nothing(directory: Path) -> None:
+    Stretches(directory, Log())
+    with pytest.raises(AiflameError, match="nothing is recorded yet"):
+        FlightRecorder(directory, _S)
+    (directory / "stretches" / f"{_S:020d}").mkdir()
+    with pytest.raises(AiflameError, match="nothing is recorded yet"):
+        FlightRecorder(directory, _S)
+
+
+def test_processes_have_their_pids_and_files_are_only_looked_for_at_the_living(
+    directory: Path,
+) -> None:
+    _record(directory, 1000)
+    seen = SeenProcesses()
+    for window in FlightRecorder(directory, 99 * _S):
+        seen.add(window)
+        mapped = {*window.mappings["binary"].tolist()}
+        pids = {*window.processes["pid"].tolist()}
+    assert pids <= {process.pid for process in seen.processes.values()}
+    assert os.getpid() not in pids
+    for binary in mapped:
+        assert [*seen.roots(binary)] == []
