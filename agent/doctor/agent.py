@@ -25,8 +25,8 @@ from aiflame.agent.fleet.host_checks import (
     cgroup_namespace_note,
     require_host_pids,
 )
-from aiflame.agent.fleet.kubelet import Kubelet, KubeletError
-from aiflame.agent.fleet.labelling import kubelet_settings
+from aiflame.agent.fleet.kubelet import KubeletError
+from aiflame.agent.fleet.labelling import kubelet_of
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretches
@@ -148,7 +148,7 @@ def kubelet(context: Context) -> Finding:
     if not settings.kubelet:
         return skip("no kubelet is named: pods, if there are any, have no names")
     try:
-        pods = Kubelet(kubelet_settings(settings)).fetch()
+        pods = kubelet_of(settings).fetch()
     except KubeletError as error:
         return warn(
             str(error),

@@ -18,20 +18,17 @@ from aiflame.agent.processes.targets import cgroup2_mounts
 _LOOK_S = 10.0
 
 
-def kubelet_settings(settings: AgentSettings) -> KubeletSettings:
-    """Returns how the kubelet that the agent's settings name is asked."""
-    return KubeletSettings(
-        settings.kubelet,
-        settings.kubelet_port,
-        settings.kubelet_token_file,
-        settings.kubelet_ca_file,
-        settings.kubelet_skip_verify,
-    )
-
-
 def kubelet_of(settings: AgentSettings) -> Kubelet:
     """Returns who is asked for pods; `kubelet` is not ""."""
-    return Kubelet(kubelet_settings(settings))
+    return Kubelet(
+        KubeletSettings(
+            settings.kubelet,
+            settings.kubelet_port,
+            settings.kubelet_token_file,
+            settings.kubelet_ca_file,
+            settings.kubelet_skip_verify,
+        )
+    )
 
 
 def label_options(settings: AgentSettings) -> LabelOptions:
