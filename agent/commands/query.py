@@ -436,7 +436,8 @@ def _range(engine: Engine, args: argparse.Namespace, is_all: bool) -> tuple[int,
         if end <= begin:
             raise AiflameError("the store holds nothing of that time", "ask for another time")
         return begin, end
-    return last - (args.last_ns or _DEFAULT_LAST_NS) // NS_PER_S, last
+    # A young store has less: rates and titles are of what it holds.
+    return max(first, last - (args.last_ns or _DEFAULT_LAST_NS) // NS_PER_S), last
 
 
 def moment_s(text: str) -> int:

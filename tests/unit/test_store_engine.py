@@ -29,7 +29,7 @@ from aiflame.agent.store.engine import StoreError, parameter_text
 from aiflame.agent.store.engines import DirectoryEngine, open_store
 from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.profiles import By, profile_of
-from aiflame.agent.store.selector import LABELS, NothingThere, Selector, held_range
+from aiflame.agent.store.selector import LABELS, NothingThere, Selector, held_range, moment_words
 from clickhouse_server import PASSWORD, clickhouse
 from device_profiles import small_device_profile, small_timed_profile
 from profiles import (
@@ -408,6 +408,9 @@ def test_what_is_asked_for_by_words(
     code, out, _ = query("sql", "SELECT number AS n FROM numbers(30)", "-n", "3")
     assert "... and 27 more" in out
     assert query("top", "--from", "2001-01-01", "--to", "2001-01-02")[0] == 0
+    # A store of less than an hour tells the time that it holds.
+    code, out, _ = query("top", "--class", "all")
+    assert f", {moment_words(_BEGIN_S)} to " in " ".join(out.split())
     assert query("top", "--from", "2027-01-02", "--to", "2027-01-01")[0] == 2
     assert (
         query("flame", "-f", "svg", "-o", "-", "--from", "1999-01-01", "--to", "1999-01-02")[0] == 4
