@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-test setup-bench demo test unit lint format bench wheel
+.PHONY: help setup setup-demo setup-test setup-bench demo fleet-demo test unit lint format bench wheel
 .PHONY: setup-kernels kernels programs image lock clean
 
 # The distribution's own interpreter, whatever comes first in PATH: only it finds the bcc package.
@@ -136,6 +136,20 @@ demo:  ## record the bundled OpenCL program: a capture and two pages in build/de
 	echo "  $(DEMO)/demo-gpu.html  what the device did, and which code launched it"
 	echo "  $(DEMO)/demo.html      where the program's threads spent their time"
 
+# The engine of a store in a directory: 181 MB, which nothing else needs.
+CHDB := chdb==4.4.0
+FLEET_DEMO := build/fleet-demo
+SECONDS_OF_DEMO := 60
+
+fleet-demo:  ## record four services by the agent for a minute, into a store: pages in build/fleet-demo
+	$(needs_root)
+	$(MAKE_TARGET) setup-demo
+	if [[ $$($(VENV)/bin/python -m pip freeze) != *$(CHDB)* ]]; then
+		echo "installing $(CHDB) into $(VENV)"
+		$(VENV)/bin/python -m pip install -q --only-binary :all: $(CHDB)
+	fi
+	$(VENV)/bin/python tests/fleet_demo.py $(FLEET_DEMO) --seconds $(SECONDS_OF_DEMO)
+
 # They compare times of a recording with the truth, and want the processors for themselves.
 ALONE := $(wildcard tests/bpf/test_truth_*.py tests/bpf/test_unwind_memory.py)
 # These compare names, stacks and numbers: they passed beside two others and two busy loops.
@@ -145,6 +159,9 @@ ALONE := $(filter-out $(BESIDE), $(ALONE))
 # About half of the time of the others, the longest among them.
 BESIDE += $(addprefix tests/bpf/test_, $(addsuffix .py, doctor_real help_examples least_rights \
 	output_attacks))
+
+# With chDB, where it is installed: it keeps threads, handlers and much memory wherever it is loaded.
+STORES := tests/unit/test_store_engine.py tests/unit/test_sink_clickhouse.py tests/bpf/test_fleet_demo.py
 
 # Kernels to boot after the tests: it needs the network, which tests do not. Emulated machines want
 # the processors for themselves as well.
@@ -173,13 +190,14 @@ test:  ## all checks and tests, as CI runs them; BOOT="5.10 6.1" boots these ker
 	}
 	# Recordings wait about as long as they compute: three at a time keep two processors busy.
 	status=0
-	run_series unit -m "not bpf" > build/unit.log 2>&1 & unit=$$!
+	run_series unit -m "not bpf" $(STORES:%=--ignore=%) > build/unit.log 2>&1 & unit=$$!
 	run_series beside -m bpf $(BESIDE) > build/beside.log 2>&1 & beside=$$!
-	run_series others -m bpf $(ALONE:%=--ignore=%) $(BESIDE:%=--ignore=%) || status=1
+	run_series others -m bpf $(ALONE:%=--ignore=%) $(BESIDE:%=--ignore=%) $(STORES:%=--ignore=%) || status=1
 	wait $$beside || status=1
 	wait $$unit || status=1
 	cat build/unit.log build/beside.log
 	run_series alone -m bpf $(ALONE) || status=1
+	run_series stores $(STORES) || status=1
 	$(if $(BOOT),$(BOOT_KERNELS) --tries 2 $(BOOT) || status=1)
 	exit $$status
 
