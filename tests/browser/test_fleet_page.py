@@ -209,6 +209,9 @@ def test_devices_are_filtered_too(page: Page, report: Path) -> None:
     # What a device did has no class: that filter leaves it as it is.
     page.open(report, "#view=gpu&service=train&class=blocked")
     assert "50 device samples of 1 kernel, service train, class blocked" in page.text("whole")
+    hidden = "[...document.querySelectorAll('.filter[hidden]')].map((one) => one.dataset.label)"
+    assert page.value(hidden) == ["class"]
+    assert _shares(page, "service") == {"train": "100.00 %", "web": "0.00 %", _HOSTILE: "0.00 %"}
     page.open(report, "#view=gpu&service=web")
     assert "0 device samples of 0 kernels" in page.text("whole")
     assert page.text("device-note") == "Attribution with these filters: no device samples."

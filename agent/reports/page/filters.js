@@ -122,11 +122,16 @@ class Filters {
     const { state, data } = this.page;
     const rows = state.range ? within(this.page.all, state.range) : this.page.all;
     const classes = VIEW_CLASSES[state.view];
+    const there = [...new Set(rows.row_thread)];
     const weights = new Float64Array(data.threads.length);
     for (let r = 0; r < rows.row_node.length; r++) {
       if (classes.includes(data.kinds[rows.row_kind[r]].klass)) weights[rows.row_thread[r]] += rows.row_ns[r];
     }
-    this.labels.forEach((label, i) => this.showField(label, i, weights));
+    this.labels.forEach((label, i) => {
+      // What devices did has no class.
+      this.fields[i].field.hidden = !there.some((thread) => this.valueOf[i][thread] >= 0);
+      this.showField(label, i, weights);
+    });
     byId("filters-clear").hidden = !Object.keys(state.filters).length;
   }
 

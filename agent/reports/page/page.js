@@ -67,6 +67,7 @@ class Page {
     const select = byId("threads");
     select.append(element("option", "all", { value: "" }));
     this.counted = new Set(this.data.row_thread);
+    if (this.filters) return; // a fleet has thousands, which only its labels tell apart
     this.data.processes.forEach((name, process) => {
       const threads = this.data.threads.map((t, i) => [t, i]).filter(([t, i]) => t.process === process && this.counted.has(i));
       if (!threads.length) return;
