@@ -102,7 +102,7 @@ def detail_of(engine: Engine, selector: Selector, apart: str) -> Detail | None:
         for table, (where, _) in tables.items()
     )
     ((count, begin_s, end_s, window_s),) = engine.query(
-        f"SELECT sum(n), minIf(a, n > 0), maxIf(b, n > 0), max(s) FROM ({ends})", values
+        f"SELECT sum(n), minIf(a, n > 0), maxIf(b, n > 0), max(s) FROM ({ends}) AS e", values
     ).rows
     if not count:
         return None
@@ -139,8 +139,8 @@ def _kept(
     )
     rows = engine.query(
         "SELECT k, count() OVER () AS every,"
-        " greatest(v / greatest(1, sum(v) OVER ()), g / greatest(1, sum(g) OVER ())) AS share"
-        f" FROM (SELECT k, sum(v) AS v, sum(g) AS g FROM ({sums}) GROUP BY k)"
+        " greatest(vs / greatest(1, sum(vs) OVER ()), gs / greatest(1, sum(gs) OVER ())) AS share"
+        f" FROM (SELECT k, sum(v) AS vs, sum(g) AS gs FROM ({sums}) AS u GROUP BY k) AS s"
         " ORDER BY share DESC, k LIMIT {most:UInt64}",
         {**values, "most": _FINENESS[0][1]},
     ).rows
@@ -194,7 +194,7 @@ def _fitting(
         counts += [f"uniq(cityHash64({who}))", f"uniq(cityHash64(what, {coarse}, {who}))"]
     grouped = f"SELECT DISTINCT {columns} FROM samples WHERE {where}"
     (found,) = engine.query(
-        f"SELECT {', '.join(counts)} FROM ({grouped})", {**values, **finest.parameters}
+        f"SELECT {', '.join(counts)} FROM ({grouped}) AS g", {**values, **finest.parameters}
     ).rows
     fits = [
         int(found[2 * i]) <= _MOST_WHO and int(found[2 * i + 1]) * stride <= MOST_ROWS
