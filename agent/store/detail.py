@@ -16,8 +16,8 @@ from aiflame.agent.store.selector import Selector
 
 # What a reader filters by: labels of which a fleet has few values, and those of which it may have
 # thousands. Of containers their names: an id is of one that is gone tomorrow.
-_FEW = ("service", "version", "cluster", "namespace")
-_MANY = ("node", "workload", "pod", "container", "comm")
+_FEW = ("service", "version", "cluster", "namespace", "workload")
+_MANY = ("node", "pod", "container", "comm")
 
 # Rows (stack, class, values of labels, bucket) of a page: each is 5 to 10 bytes of its file.
 MOST_ROWS = 1_000_000
