@@ -12,6 +12,7 @@ a u16 size of all of it, the body, and here always a u64 time at the end (sample
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
@@ -46,6 +47,10 @@ _BODIES = {
     _FORK: _TASK_BODY,
     _MMAP2: _MMAP2_BODY,
 }
+
+# Each process maps the same few files: their names are made, and kept by those who keep events,
+# once. A path has 4,096 bytes at most, and 50 mostly.
+_MOST_TEXTS = 1 << 10
 
 # struct perf_event_mmap_page.
 _HEAD_AT, _TAIL_AT = 1024, 1032
@@ -149,7 +154,7 @@ def _event_of(kind: int, bits: int, data: bytes, begin: int, end: int) -> LifeEv
         fields = _MMAP2_BODY.unpack_from(data, begin)
         pid, _, start, size, offset, major, minor, inode, *_ = fields
         path = _text(data[begin + _MMAP2_BODY.size : end])
-        return Mapped(ns, pid, start, start + size, offset, f"{major:02x}:{minor:02x}", inode, path)
+        return Mapped(ns, pid, start, start + size, offset, _device(major, minor), inode, path)
     if kind == _COMM:
         pid, tid = _COMM_BODY.unpack_from(data, begin)
         is_exec = bool(bits & _COMM_EXEC)
@@ -165,6 +170,12 @@ def _event_of(kind: int, bits: int, data: bytes, begin: int, end: int) -> LifeEv
     return Ended(ns, pid) if pid == tid else None
 
 
+@functools.lru_cache(_MOST_TEXTS)
+def _device(major: int, minor: int) -> str:
+    return f"{major:02x}:{minor:02x}"
+
+
+@functools.lru_cache(_MOST_TEXTS)
 def _text(data: bytes) -> str:
     return data.partition(b"\0")[0].decode(errors="replace")
 

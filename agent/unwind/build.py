@@ -9,6 +9,7 @@ that starts later rules from there on.
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections import Counter
 from typing import Any
 
@@ -85,7 +86,10 @@ def load(name: str, store: Cache) -> UnwindTable | None:
     mapping = store.open(name) if name.endswith(SUFFIX) else None
     if mapping is not None:
         try:
-            return UnwindTable.from_mapping(mapping, identity_of(name))
+            table = UnwindTable.from_mapping(mapping, identity_of(name))
+            # All of it was read for its checksum; a walk needs some pages, and finds them again.
+            mapping.madvise(mmap.MADV_DONTNEED)
+            return table
         except CorruptTable:
             store.remove(name)
     return None
