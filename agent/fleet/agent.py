@@ -60,6 +60,10 @@ _END_S = 10.0
 # What stays of it for the collector to end, and what it may wait for stacks of the last stretch.
 _DETACH_S, _TABLES_S = 1.0, 2.0
 
+# A look at what the kernel tells takes 1 to 2 ms, and a busy host begins 100 processes a second.
+# Interpreters that are young are looked at as often (recording/pythons.py).
+_ROUND_NS = 20_000_000
+
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
 # How often what is old is removed, and what was freed goes back to the kernel.
@@ -155,6 +159,7 @@ def run_agent(
                 are_families_named=settings.gpu != AUTO,
                 wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
                 steers=_steers(settings),
+                least_round_ns=_ROUND_NS,
             )
         )
         recorder.start(None, log.say)

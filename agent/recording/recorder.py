@@ -151,6 +151,8 @@ class Recorder:
         wanted: What the user asks of helpers.
         steers: Decides which switch-outs take a stack, where options say that chance does; without
             one all do.
+        least_round_ns: From one look at what the kernel tells to the next at least: each process
+            that is new wakes the recorder up, and several share a round.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -168,8 +170,10 @@ class Recorder:
         are_families_named: bool = False,
         wanted: Wanted = ALWAYS,
         steers: Steers | None = None,
+        least_round_ns: int = 0,
     ) -> None:
         self._target = target
+        self._least_round_ns = least_round_ns
         self._wanted = wanted
         self._steers = steers
         self._chances: Chances | None = None
@@ -504,6 +508,7 @@ class Recorder:
             if fd is not None:
                 self._ring.watch(fd)
         next_ns = self.start_ns + INTERVAL_NS
+        round_ns = self.start_ns
         try:
             while not self._signals.requested and (waiting or not self._target.pids):
                 now_ns = time.monotonic_ns()
@@ -521,6 +526,10 @@ class Recorder:
                     until_ns = 0
                 self._real_time.check()
                 self._ring.wait((until_ns - now_ns) / 1e9)
+                left_ns = round_ns + self._least_round_ns - time.monotonic_ns()
+                if left_ns > 0:
+                    time.sleep(left_ns / 1e9)
+                round_ns = time.monotonic_ns()
                 if self.events.take():
                     give(self._next_window())
                 self._lives.keep_up()
