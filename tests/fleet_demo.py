@@ -140,13 +140,15 @@ def _serving(store: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], end_s: float, **keywords: object) -> Iterator[None]:
+def _running(
+    command: Sequence[str], end_s: float, **keywords: object
+) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a program that ends with this one, also where this one is killed."""
     with subprocess.Popen(
         ["setpriv", "--pdeathsig", "TERM", *command], start_new_session=True, **keywords
     ) as process:
         try:
-            yield
+            yield process
         finally:
             process.terminate()
             try:
@@ -170,12 +172,18 @@ def _workloads(folder: Path) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def _services(folder: Path) -> Iterator[list[str]]:
-    """Runs the workloads, each in a cgroup of its own where there is v2; yields their names."""
+def _services(folder: Path, logs: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Runs the workloads, each in a cgroup of its own where there is v2; yields them by name."""
     commands = _workloads(folder)
     mounts = cgroup2_mounts()
     user = sudo_ids()
     drop = ["--reuid", str(user.uid), "--regid", str(user.gid), "--clear-groups"] if user else []
+    # pyopencl keeps what it makes in the caller's home, which is not that user's under sudo.
+    home = folder / "home"
+    home.mkdir()
+    if user:
+        os.chown(home, user.uid, user.gid)
+    environment = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
     with contextlib.ExitStack() as parts:
         entering: dict[str, list[str]] = {}
         if mounts:
@@ -188,12 +196,13 @@ def _services(folder: Path) -> Iterator[list[str]]:
             }
         else:
             print("no cgroup v2 here: services are called by their executables")
+        started = {}
         for name, command in commands.items():
-            with (folder / f"{name}.log").open("wb") as log:
+            with (logs / f"{name}.log").open("wb") as log:
                 whole = [*entering.get(name, []), "setpriv", *drop, "--pdeathsig", "TERM", *command]
-                keywords = {"stdout": log, "stderr": log, "cwd": folder}
-                parts.enter_context(_running(whole, 5, **keywords))
-        yield list(commands)
+                keywords = {"stdout": log, "stderr": log, "cwd": home, "env": environment}
+                started[name] = parts.enter_context(_running(whole, 5, **keywords))
+        yield started
 
 
 def record(out: Path, seconds: float) -> None:
@@ -215,15 +224,26 @@ def record(out: Path, seconds: float) -> None:
                 f'user = "{clickhouse_server.USER}"\npassword_file = "{folder}/password"\n'
             )
             agent = [*AIFLAME, "agent", "--config", str(config)]
-            with _running(agent, _END_S, stderr=log_file):
-                wait_until(lambda: "recording all" in log.read_text(), _START_S)
-                with _services(folder) as names:
-                    print(f"recording {', '.join(names)} for {seconds:g} s", flush=True)
+            with _running(agent, _END_S, stderr=log_file) as recorder:
+                wait_until(
+                    lambda: "recording all" in log.read_text() or recorder.poll() is not None,
+                    _START_S,
+                )
+                _require_running("the agent", recorder, log)
+                with _services(folder, out) as services:
+                    print(f"recording {', '.join(services)} for {seconds:g} s", flush=True)
                     time.sleep(seconds)
+                    for name, process in services.items():
+                        _require_running(name, process, out / f"{name}.log")
                 print("ending: what is recorded is named and stored", flush=True)
                 # What is not named when it is told to end would be sent after its next start.
                 with contextlib.suppress(AssertionError):
                     wait_until(lambda: _is_named(folder / "agent" / "stretches"), _NAMING_S)
+
+
+def _require_running(name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    if process.poll() is not None:
+        raise SystemExit(f"{name} has ended:\n{log.read_text(errors='replace')}")
 
 
 def _is_named(stretches: Path) -> bool:
