@@ -187,15 +187,21 @@ def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPri
     from aiflame.agent.reports import FORMATS, ReportOptions
     from aiflame.agent.reports.graph_nodes import with_graph_nodes
 
-    with tempfile.TemporaryDirectory() as name:  # for this user only
-        copy = Path(name) / "capture.aiflame"
-        write_output(copy, file, force=False, is_private=True)
-        if plan.capture is not None:
-            is_named = plan.capture == plan.named
-            with copy.open("rb") as whole:
-                write_output(plan.capture, whole, force, is_named=is_named, is_private=True)
-                printer.say(f"Wrote {plan.capture} ({whole.tell() / 1e6:.1f} MB)")
-        profile = with_graph_nodes(read_capture(copy))
+    is_file = False
+    if plan.capture is not None:
+        is_named = plan.capture == plan.named
+        written = write_output(plan.capture, file, force, is_named=is_named, is_private=True)
+        is_file = written is not None  # and no device
+        printer.say(f"Wrote {plan.capture} ({file.tell() / 1e6:.1f} MB)")
+    if plan.capture is not None and is_file:
+        profile = read_capture(plan.capture)
+    else:
+        with tempfile.TemporaryDirectory() as name:  # for this user only
+            copy = Path(name) / "capture.aiflame"
+            file.seek(0)
+            write_output(copy, file, force=False, is_private=True)
+            profile = read_capture(copy)
+    profile = with_graph_nodes(profile)
     if plan.report is not None and plan.report_path is not None:
         page = FORMATS[plan.report].render(profile, ReportOptions())
         is_named = plan.report_path == plan.named

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures that a running agent is asked for: what they are of, and what asking cannot do to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.processes.targets import cgroup2_mounts
+from aiflame.agent.sinks.segments import RecordedWindows
+from cgroups import in_cgroup, made_groups
+from recordings import Workload, frames_of
+from support import wait_until
+
+pytestmark = pytest.mark.bpf
+
+_PATIENCE_S = 180.0
+_CONTAINER_ID = f"{os.getpid():08x}" + "fedcba9876543210" * 3 + "fedcba98"
+
+
+class _Agent:
+    """An agent, and a user who asks it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.directory, self.log = folder, folder / "agent", folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(*support.AIFLAME, "agent", "--directory", str(self.directory)),
+                    *("--stretch", "5s", "--health", ""),
+                ],
+                stderr=log,
+            )
+        wait_until(lambda: "recording all processes" in self.log.read_text(), _PATIENCE_S)
+        wait_until(lambda: self.windows(), _PATIENCE_S)
+
+    def command(self, *arguments: object) -> list[str]:
+        words = ["agent", "capture", "--directory", str(self.directory), *map(str, arguments)]
+        return [*support.AIFLAME, *words]
+
+    def capture(self, *arguments: object, code: int = 0) -> str:
+        """Asks for a capture; returns what is said."""
+        done = subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=_PATIENCE_S,
+        )
+        assert done.returncode == code, done.stderr + self.log.read_text()
+        return done.stderr
+
+    def windows(self) -> list[tuple[int, int]]:
+        """Returns where the windows on disk begin and end."""
+        folders = sorted(self.directory.glob("stretches/*"))
+        recorded = [folder for folder in folders if [*folder.glob("segment-*")]]
+        return [(w.start_ns, w.end_ns) for each in recorded for w in RecordedWindows(each)]
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[_Agent]:
+    made = _Agent(tmp_path)
+    try:
+        yield made
+        made.process.terminate()
+        assert made.process.wait(60) == 0, made.log.read_text()
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A cgroup as docker makes it for a container."""
+    with made_groups(cgroup2_mounts()[0], f"docker-{_CONTAINER_ID}.scope") as (made,):
+        yield made
+
+
+def _burn(group: Path, program: Path) -> int:
+    with in_cgroup(group, program) as burning:
+        burning.go()
+        burning.truth()
+        return burning.pid
+
+
+def _of(pid: int, profile: Profile) -> tuple[dict[int, int], set[str]]:
+    """Returns the ns of each class, and the names of functions, of workloads/burns.c."""
+    # The shell that becomes it enters its cgroup later than it begins.
+    programs = [one.pid == pid and one.executable.endswith("/burns") for one in profile.processes]
+    threads = [at for at, thread in enumerate(profile.threads) if programs[thread.process]]
+    rows = profile.samples[np.isin(profile.samples["thread"], threads)]
+    classes = {int(k): int(rows["ns"][rows["klass"] == k].sum()) for k in np.unique(rows["klass"])}
+    names = {name for at in np.unique(rows["stack"]).tolist() for name in frames_of(profile, at)}
+    return classes, names
+
+
+def test_a_container_is_cut_out_of_what_is_on_disk(
+    agent: _Agent, group: Path, workload: Callable[..., Path]
+) -> None:
+    # GIVEN a container that has come and gone while the agent recorded
+    pid = _burn(group, workload("burns"))
+    # WHEN its capture is asked for, and one of all
+    said = agent.capture("--container", _CONTAINER_ID[:12], "--last", "10m", "-o", "web.aiflame")
+    agent.capture("--all", "--last", "10m", "-o", "all.aiflame", "-q")
+    # THEN it has nothing of others, and all of its own, with the same names.
+    assert "whole seconds of" in said
+    assert "Next: aiflame stats web.aiflame" in said
+    web, whole = (read_capture(agent.folder / f"{name}.aiflame") for name in ("web", "all"))
+    groups = {process.cgroup for process in web.processes}
+    assert groups == {f"/docker-{_CONTAINER_ID}.scope"}
+    ns, names = _of(pid, web)
+    assert (ns, names) == _of(pid, whole)
+    assert ns[0] > 0
+    assert "spend_three" in names
+    assert len(whole.processes) > len(web.processes)
+    assert dict(web.recording.facts)["container id"] == _CONTAINER_ID
+    assert (agent.folder / "web.aiflame").stat().st_mode & 0o777 == 0o600
+    assert (agent.folder / "web.html").exists()
+
+
+def test_a_recording_is_made_beside_the_agent(
+    agent: _Agent, group: Path, workload: Callable[..., Path]
+) -> None:
+    with in_cgroup(group, workload("burns")) as burning:
+        # WHEN a container is recorded deeply, and somebody else asks meanwhile
+        first = subprocess.Popen(
+            agent.command("--container", _CONTAINER_ID, "-d", "8s", "-F", "499", "-o", "x.aiflame"),
+            cwd=agent.folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert first.stderr is not None
+        assert "at 499 Hz" in first.stderr.readline()
+        refused = agent.capture("--all", "--last", "5s", code=1)
+        _, said = first.communicate(timeout=_PATIENCE_S)
+    # THEN it is like any recording, the other one is told why it has to wait,
+    assert first.returncode == 0, said
+    assert "another capture is being made" in refused
+    assert "-d" not in refused
+    profile = read_capture(agent.folder / "x.aiflame")
+    assert profile.recording.period_ns == 10**9 // 499
+    assert {Path(one.executable).name for one in profile.processes} <= {"burns", "sh"}
+    ns, _ = _of(burning.pid, profile)
+    assert sum(ns.values()) > 7 * 10**9  # it waits to be told to begin
+    # AND the agent has missed nothing.
+    windows = agent.windows()
+    assert [begin for begin, _ in windows[1:]] == [end for _, end in windows[:-1]]
+
+
+def test_who_goes_leaves_nothing(agent: _Agent, workload: Callable[..., Path]) -> None:
+    with Workload([workload("burns")]) as burning:
+        asking = subprocess.Popen(
+            agent.command("--pid", burning.pid, "-d", "5m", "-o", "x.aiflame"),
+            cwd=agent.folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert asking.stderr is not None
+        assert "recording burns" in asking.stderr.readline()
+        asking.send_signal(signal.SIGINT)
+        asking.communicate(timeout=_PATIENCE_S)
+        assert asking.returncode == 130
+        wait_until(lambda: not [*(agent.directory / "capture").iterdir()], _PATIENCE_S)
+        agent.capture("--pid", burning.pid, "-d", "1s", "-o", "y.svg", "-q")
+    assert not (agent.folder / "x.aiflame").exists()
+    assert (agent.folder / "y.svg").exists()
+
+
+def test_what_cannot_be_is_said(agent: _Agent, tmp_path: Path) -> None:
+    assert "no container nothing is known here" in agent.capture(
+        *("--container", "nothing", "--last", "1m"), code=2
+    )
+    assert "no such process" in agent.capture("--pid", 1 << 22, "-d", "1s", code=2)
+    assert "600 s at most" in agent.capture("--all", "--last", "11m", code=2)
+    assert "either -d TIME or --last TIME" in agent.capture("--all", code=2)
+    (tmp_path / "there.aiflame").touch()
+    assert "file exists" in agent.capture("-a", "--last", "1m", "-o", "there.aiflame", code=2)
+    assert "no agent takes requests" in agent.capture(
+        *("-a", "--last", "1m", "--directory", tmp_path), code=3
+    )
