@@ -96,6 +96,19 @@ def test_example_runs(
             for words in (("init",), ("add", str(capture))):
                 command = [*support.AIFLAME, "store", *words, "--store", "fleet"]
                 subprocess.run(command, check=True, timeout=120, cwd=tmp_path)
+    environment = {**os.environ, "AIFLAME_DIRECTORY": f"{tmp_path}/agent"}
+    agent = None
+    if " agent capture " in line:
+        agent = subprocess.Popen(
+            [*support.AIFLAME, "agent", "--health", ""],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert agent.stderr is not None
+        while "recording all" not in agent.stderr.readline():
+            assert agent.poll() is None
+        support.wait_until(lambda: [*tmp_path.glob("agent/stretches/*/*.windows")], 60)
     # WHEN it is typed
     process = subprocess.Popen(
         ["bash", "-c", f"exec {line}" if "|" not in line else line],
@@ -103,7 +116,7 @@ def test_example_runs(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "AIFLAME_DIRECTORY": f"{tmp_path}/agent"},
+        env=environment,
     )
     assert process.stderr is not None
     said = ""
@@ -111,10 +124,13 @@ def test_example_runs(
         while "attached" not in said and process.poll() is None:
             said += process.stderr.readline()
         process.send_signal(signal.SIGINT)
-    if " agent " in line and "--check-config" not in line:
+    if " agent " in line and "--check-config" not in line and agent is None:
         while "recording all" not in said and process.poll() is None:
             said += process.stderr.readline()
         process.send_signal(signal.SIGTERM)
     _, rest = process.communicate(timeout=120)
+    if agent is not None:
+        agent.terminate()
+        agent.communicate(timeout=60)
     # THEN it ends well
     assert process.returncode == 0, said + rest
