@@ -210,6 +210,8 @@ def _failure(said: str, code: int) -> AiflameError:
     at = max((n for n, line in enumerate(words) if line.startswith("aiflame: ")), default=0)
     lines = [line for line in words[at:] if line] or [f"exit status {code}"]
     error: type[AiflameError] = EnvironmentUnfit if code == 3 else AiflameError
+    if lines[0].startswith("aiflame: cannot write"):  # as is said at the largest size, too
+        error = DiskFull
     return error(lines[0].removeprefix("aiflame: "), " ".join(lines[1:]) or None)
 
 
