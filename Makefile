@@ -161,7 +161,8 @@ BESIDE += $(addprefix tests/bpf/test_, $(addsuffix .py, doctor_real help_example
 	output_attacks))
 
 # With chDB, where it is installed: it keeps threads, handlers and much memory wherever it is loaded.
-STORES := tests/unit/test_store_engine.py tests/unit/test_sink_clickhouse.py tests/bpf/test_fleet_demo.py
+STORES := $(addprefix tests/, $(addsuffix .py, unit/test_store_engine unit/test_store_page \
+	unit/test_sink_clickhouse bpf/test_fleet_demo))
 
 # Kernels to boot after the tests: it needs the network, which tests do not. Emulated machines want
 # the processors for themselves as well.
