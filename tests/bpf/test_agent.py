@@ -70,6 +70,8 @@ class _Agent:
                 [
                     *(sys.executable, _PROGRAM, "agent", "--directory", str(self.directory)),
                     *("--stretch", "5s", "--sinks-captures-directory", str(self.captures)),
+                    # Without devices: other tests expect to be the only recorder of their helpers.
+                    *("--gpu", "none"),
                     *("--sinks-toy-url", f"http://127.0.0.1:{self.port}"),
                 ],
                 stderr=log,

@@ -35,7 +35,8 @@ class _Agent:
             self.process = subprocess.Popen(
                 [
                     *(*support.AIFLAME, "agent", "--directory", str(self.directory)),
-                    *("--stretch", "5s", "--health", ""),
+                    # Without devices: other tests expect to be the only recorder of their helpers.
+                    *("--stretch", "5s", "--health", "", "--gpu", "none"),
                 ],
                 stderr=log,
             )
@@ -108,6 +109,9 @@ def test_a_container_is_cut_out_of_what_is_on_disk(
 ) -> None:
     # GIVEN a container that has come and gone while the agent recorded
     pid = _burn(group, workload("burns"))
+    # and what was recorded of its end is on disk
+    known = len(agent.windows())
+    wait_until(lambda: len(agent.windows()) >= known + 2, _PATIENCE_S)
     # WHEN its capture is asked for, and one of all
     said = agent.capture("--container", _CONTAINER_ID[:12], "--last", "10m", "-o", "web.aiflame")
     agent.capture("--all", "--last", "10m", "-o", "all.aiflame", "-q")

@@ -24,13 +24,14 @@ _SCOPE = f"libpod-{'0123456789abcdef' * 4}.scope"
 _GONE = (1 << 22) + 1
 
 
-def test_a_cgroup_has_its_path_as_long_as_it_is_there() -> None:
+def test_a_cgroup_has_its_path_when_it_was_there_to_be_asked_for() -> None:
     (mount, *_) = cgroup2_mounts()
     ids = CgroupIds()
     with made_groups(mount, f"{_NAME}/below") as (group,):
         number = group.stat().st_ino
         assert ids.path_of(number) == f"/{_NAME}/below"
-    assert ids.path_of(number) == ""
+    assert ids.path_of(number) == f"/{_NAME}/below"
+    assert CgroupIds().path_of(number) == ""
     assert ids.path_of(mount.stat().st_ino) == "/"
     assert ids.path_of(0) == ids.path_of(2**63) == ""
 

@@ -100,7 +100,8 @@ def test_example_runs(
     agent = None
     if " agent capture " in line:
         agent = subprocess.Popen(
-            [*support.AIFLAME, "agent", "--health", ""],
+            # Without devices: other tests expect to be the only recorder of their helpers.
+            [*support.AIFLAME, "agent", "--health", "", "--gpu", "none"],
             stderr=subprocess.PIPE,
             text=True,
             env=environment,

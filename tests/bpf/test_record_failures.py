@@ -78,7 +78,7 @@ def _record_failing(
         ("aiflame.agent.capture.reader:read_capture", 1, True, True),
         ("aiflame.agent.reports.html:HtmlReport.render", 1, True, True),
         (f"{_SESSION}:write_output", 1, True, True),
-        (f"{_SESSION}:device_lines", 1, True, True),
+        ("aiflame.agent.commands.record_summary:device_lines", 1, True, True),
     ],
 )
 def test_an_error_leaves_a_capture(
