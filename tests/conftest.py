@@ -90,7 +90,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     folder = tmp_path_factory.mktemp("workloads")
     # Programs may be run as another user, who has to get to them.
     for parent in (folder, folder.parent, folder.parent.parent):
-        parent.chmod(0o755)
+        parent.chmod(parent.stat().st_mode | 0o055)
     built: dict[tuple[str, ...], Path] = {}
 
     def build(name: str, *flags: str) -> Path:
