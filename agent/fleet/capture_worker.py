@@ -53,6 +53,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NS_PER_S = 1_000_000_000
 # A client that reads nothing for so long has gone.
 _SEND_S = 30.0
+# How often it is told to end until it does.
+_AGAIN_S = 0.2
 # Of what a recording that fails says last.
 _LAST_BYTES = 4096
 # Of `record`: it recorded, and no process ran.
@@ -240,7 +242,19 @@ def _watch(client: socket.socket) -> None:
     poll = select.poll()
     poll.register(client, select.POLLIN)
     poll.poll()
-    os.kill(os.getpid(), signal.SIGTERM)
+    while True:  # what is raised where an object is let go, Python prints and forgets
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_AGAIN_S)
+
+
+@contextlib.contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    try:
+        yield folder
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this is the end
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve(client: socket.socket, settings: AgentSettings, request: CaptureRequest) -> None:
@@ -254,8 +268,8 @@ def _serve(client: socket.socket, settings: AgentSettings, request: CaptureReque
     # symbols, which have limits of their own.
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (settings.capture_size, most))
-    with tempfile.TemporaryDirectory(dir=own) as name:
-        job = _Job(request, settings, Path(name), client)
+    with _own_folder(own) as folder:
+        job = _Job(request, settings, folder, client)
         try:
             stem = job.make()
         except DiskFull as error:
@@ -264,7 +278,7 @@ def _serve(client: socket.socket, settings: AgentSettings, request: CaptureReque
                 f"{error}; a capture may have {size_mb:,.0f} MB",
                 "ask for less, free some space, or set the agent's `capture_size`",
             ) from error
-        # The client goes once it has it, and files are still to be removed.
+        # The client goes once it has it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with job.database.open("rb") as capture:
             socket.send_fds(client, [done(stem)], [capture.fileno()])
