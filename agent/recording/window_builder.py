@@ -51,6 +51,8 @@ _OF_CODE = ("code_objects", "code_lines")
 _OF_PROCESSES = ("mappings", *_OF_CODE)
 # Of Python code: beyond, what no chain has that is kept is dropped.
 _MOST_CODE_ROWS = 1 << 15
+# How often kept stacks are gone through for those of processes that are gone: 30,000 take 15 ms.
+_LOOK_THROUGH_NS = 20_000_000_000
 # Texts beyond what was left when they were last gone through.
 _MOST_NEW_TEXTS = 1 << 13
 # Facts in an order in which each comes before those that its rows refer to.
@@ -110,6 +112,7 @@ class WindowBuilder:
         self._kept: dict[str, OrderedDict[int, tuple[bytes, bytes]]] = {
             name: OrderedDict() for name in _WITH_PARTS
         }
+        self._looked_through_ns = 0
         self._late: dict[str, set[int]] = {name: set() for name in _WITH_PARTS}
         self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
         self._most_code_rows = _MOST_CODE_ROWS
@@ -425,6 +428,9 @@ class WindowBuilder:
         ):
             rows = self._facts[name]
             self._facts[name] = rows[np.isin(rows[number], self._facts[used_in][field])]
+        if self.start_ns - self._looked_through_ns >= _LOOK_THROUGH_NS:
+            self._looked_through_ns = self.start_ns
+            self._drop_stacks_of_gone()
         self._drop_code()
         self._drop_texts()
 
@@ -438,6 +444,15 @@ class WindowBuilder:
         self._take_in_facts()
         rows = self._facts["binaries"]
         self._facts["binaries"] = rows[~np.isin(rows["binary"], np.array([*binaries], np.uint32))]
+
+    def _drop_stacks_of_gone(self) -> None:
+        """Drops kept stacks and chains that windows would only show as lost."""
+        there = self._facts["processes"]["process"]
+        for column, kept in self._kept.items():
+            rows = np.frombuffer(b"".join(row for row, _ in kept.values()), COLUMNS[column].dtype)
+            is_gone = ~np.isin(rows["process"], there)
+            for number in rows[COLUMNS[column].key[0]][is_gone].tolist():
+                del kept[number]
 
     def _drop_code(self) -> None:
         """Drops facts of Python code that no chain has that is kept, where there are many."""

@@ -168,6 +168,23 @@ def test_stacks_of_processes_that_are_gone_are_lost_ones() -> None:
     assert window.processes["process"].tolist() == [1]
 
 
+def test_stacks_of_processes_that_are_gone_are_not_kept() -> None:
+    # GIVEN a process that stays, and one a second that does not, each with a stack
+    builder = WindowBuilder(Bounds())
+    addresses = np.array([11], "<u8").view(COLUMNS["addresses"].dtype)
+    for number in range(60):
+        row = (number, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)
+        builder.define("processes", rows_of("processes", row))
+        row = (number, 0, number, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
+        builder.define("stacks", rows_of("stacks", row), addresses)
+        builder.close((number + 1) * 1_000_000_000)
+        builder.forget([number] if number else [], [])
+    # THEN of those that are gone only the last ones are kept, until they are gone through again
+    kept = [number for number in range(60) if builder.stack(number) is not None]
+    assert kept[0] == 0
+    assert len(kept) <= 21
+
+
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:
     # GIVEN a process in which each window brings 200 functions that no other has
     builder = WindowBuilder(Bounds(kept_stacks=500))
