@@ -54,6 +54,9 @@ I64 = npt.NDArray[np.int64]
 # Of a number that is not negative.
 _INT64_BITS = 63
 
+# An interval begins in it at most, and is no longer.
+_LAST_SECOND = 2**31
+
 # Stacks are as large as all the rest: so many are Python objects at a time.
 _STACKS_AT_ONCE = 4_096
 
@@ -158,7 +161,7 @@ class _Reader:
             waits=waits,
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
             gpu=with_equal_stacks_merged(gpu, stacks, threads),
-            spans=spread_waits(spans, samples, waits),
+            spans=spread_waits(spans, samples, waits, self._interval_seconds()),
         )
 
     def _threads(self, process_index: dict[int, int]) -> tuple[Thread, ...]:
@@ -326,6 +329,15 @@ class _Reader:
         rows["count"], rows["ns"] = _sums(count, first), _sums(ns, first)
         spans["count"], spans["ns"] = _sums(count, part), _sums(ns, part)
         return rows, spans
+
+    def _interval_seconds(self) -> dict[int, int]:
+        """Returns how long intervals are, where that is not a second."""
+        if self._version < 9:
+            return {}
+        interval, seconds = self._integers("intervals", ("interval", "seconds"))
+        if max(int(interval.max(initial=0)), int(seconds.max(initial=0))) > _LAST_SECOND:
+            raise ValueError("an interval later or longer than there can be")
+        return dict(zip(interval.tolist(), seconds.tolist(), strict=True))
 
     def _waits(self, stack_ids: I64) -> npt.NDArray[np.void]:
         columns = ("stack_id", "thread_id", "start_ns", "blocked_ns", "runnable_ns")

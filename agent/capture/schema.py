@@ -10,10 +10,10 @@ from importlib import resources
 APPLICATION_ID = 0x41464C4D
 
 # Raised when a reader of the old schema would misread the new one.
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 # Older ones that are read as well, since all they lack has a value that says so.
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7, SCHEMA_VERSION)
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, SCHEMA_VERSION)
 
 # Columns that version 1 does not have.
 SINCE_VERSION_2 = frozenset({("stacks", "gil")})
@@ -45,6 +45,9 @@ SINCE_VERSION_8 = frozenset({"device_readings", "code_objects"})
 COLUMNS_SINCE_VERSION_8 = frozenset(
     {("kernel_codes", "object_id"), ("kernel_times", "built_stack_id")}
 )
+
+# The table of intervals that are longer than a second.
+SINCE_VERSION_9 = frozenset({"intervals"})
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"

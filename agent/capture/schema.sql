@@ -95,6 +95,10 @@ CREATE TABLE samples (
     ns INTEGER NOT NULL
 );
 
+-- How many seconds an interval of samples is, from that second on, where it is not one: nobody knows
+-- when in it they were.
+CREATE TABLE intervals (interval INTEGER PRIMARY KEY, seconds INTEGER NOT NULL);
+
 -- Off-CPU waits over the threshold, one by one: asleep for blocked_ns, then without a CPU for
 -- runnable_ns.
 CREATE TABLE waits (

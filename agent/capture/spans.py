@@ -3,11 +3,14 @@
 
 A capture has the time of each second's drain. Time off the CPU is counted where it ended: all of a
 wait of ten seconds is in the last of them. Waits that the capture lists one by one are taken out of
-there and put into the seconds that they were in. What is not listed stays: waits shorter than the
+there and put into the seconds that they were in. What is not listed stays, evenly in all seconds
+of an interval that is longer than one: waits shorter than the
 recording's --min-wait, those that were lost as events, and time preempted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +23,10 @@ _MAX_NS = (2**32 - 1) * NS_PER_S
 
 
 def spread_waits(
-    spans: npt.NDArray[np.void], samples: npt.NDArray[np.void], waits: npt.NDArray[np.void]
+    spans: npt.NDArray[np.void],
+    samples: npt.NDArray[np.void],
+    waits: npt.NDArray[np.void],
+    seconds_of: Mapping[int, int],
 ) -> npt.NDArray[np.void]:
     """Returns spans with the time of single waits in the seconds that they were in.
 
@@ -29,12 +35,13 @@ def spread_waits(
             are one of the largest parts of a profile: this takes them over.
         samples: SAMPLE_DTYPE, in the order of (stack, thread, class).
         waits: WAIT_DTYPE.
+        seconds_of: How long intervals are, by their first second, where that is not a second.
 
     Raises:
         ValueError: A wait ends later than any recording.
     """
     if not len(waits) or not len(spans):
-        return spans
+        return _evenly(spans, seconds_of)
     columns = [waits[name].astype(np.float64) for name in ("start_ns", "blocked_ns", "runnable_ns")]
     if float(np.sum(columns, axis=0).max()) >= _MAX_NS:
         raise ValueError("a wait later than there can be")
@@ -69,7 +76,27 @@ def spread_waits(
         spans["ns"][rows[is_there]] -= moved_ns[is_there]
         chosen = chosen[is_there[which]]
         pieces += _pieces(sample[chosen], from_ns[chosen], to_ns[chosen])
-    return np.concatenate([_not_empty(part) for part in (spans, *pieces)])
+    spans = _evenly(_not_empty(spans), seconds_of)
+    return np.concatenate([spans, *map(_not_empty, pieces)])
+
+
+def _evenly(spans: npt.NDArray[np.void], seconds_of: Mapping[int, int]) -> npt.NDArray[np.void]:
+    """Returns spans of a second each over all seconds of their intervals.
+
+    What cannot be divided is in the first second.
+    """
+    if not seconds_of:
+        return spans
+    firsts = np.array(sorted(seconds_of), np.int64)
+    lengths = np.array([seconds_of[first] for first in firsts.tolist()], np.int64)
+    at = np.minimum(np.searchsorted(firsts, spans["first_s"]), len(firsts) - 1)
+    seconds = np.where(firsts[at] == spans["first_s"], np.maximum(lengths[at], 1), 1)
+    divided = np.stack([spans, spans], axis=1)  # the rest, and what is in each second
+    divided["seconds"][:, 1] = seconds
+    for name in ("count", "ns"):
+        each, rest = np.divmod(spans[name], seconds.astype(np.uint64))
+        divided[name] = np.stack([rest, each], axis=1)
+    return _not_empty(divided.reshape(-1))
 
 
 def _not_empty(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:

@@ -26,6 +26,7 @@ _COLUMNS = {
     "frames": 5,
     "stacks": 7,
     "samples": 6,
+    "intervals": 2,
     "waits": 5,
     "losses": 3,
     "devices": 7,

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         type=duration_ns,
         default=0,
-        help="take the newest of what the agent has on disk, in whole seconds",
+        help="the newest of what the agent has on disk, in windows of up to five seconds",
     )
     parser.add_argument(
         "-F",

@@ -386,6 +386,11 @@ class Devices:
         self._owners.clear()
         self._tell_devices()
 
+    @property
+    def are_used(self) -> bool:
+        """Whether there is anything to tell of a device."""
+        return bool(self._running)
+
     def _consider(self, image: ProcessImage) -> None:
         """Begins with the families whose devices a process may use, by what it has mapped."""
         # A process's list of mappings is never changed, only replaced by another.

@@ -64,6 +64,10 @@ _DETACH_S, _TABLES_S = 1.0, 2.0
 # Interpreters that are young are looked at as often (recording/pythons.py).
 _ROUND_NS = 20_000_000
 
+# To close a window takes 20 to 40 ms, whatever is in it. Waits of a second and more are known one
+# by one, and nobody looks at a fleet by the second; what is lost if an agent dies is as long.
+_WINDOW_NS = 5_000_000_000
+
 # How soon a naming process that ended is started again, so that one that cannot run is no flood.
 _RESTART_S = 10.0
 # How often what is old is removed, and what was freed goes back to the kernel.
@@ -160,6 +164,7 @@ def run_agent(
                 wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
                 steers=_steers(settings),
                 least_round_ns=_ROUND_NS,
+                window_ns=_WINDOW_NS,
             )
         )
         recorder.start(None, log.say)

@@ -27,7 +27,7 @@ _PLANNED_SHARE = 0.85
 # What stacks get at least of the budget, however much all else takes: a recording without any stack
 # of a wait would be of no use. Above the budget then, which `is_over` says.
 _LEAST_SHARE = 0.1
-# A load that has gone is remembered, each window this much of it: one that comes and goes is
+# A load that has gone is remembered, each second this much of it: one that comes and goes is
 # planned for as if it stayed, and one that has gone for good is forgotten in half a minute.
 _REMEMBERED = 0.9
 # Chances are made better only if that is worth it: a load that trembles leaves them as they are.
@@ -39,7 +39,7 @@ _SPACING_NS = 50_000_000
 # Of 10,000 threads that wait 20 times a second each, one stack in two minutes.
 _MOST_SPACING_NS = 128 * _S
 # A start, or a build that forks for a moment, is no news.
-_WINDOWS_UNTIL_SAID = 10
+_OVER_NS_UNTIL_SAID = 10 * _S
 # Cgroups that are told apart, those with most switches: what the kernel half has room for.
 _MOST_CGROUPS = 4096
 
@@ -139,7 +139,7 @@ class CostController:
     chances: Chances = field(init=False)
     cost_ns_per_s: float = field(default=0.0, init=False)
     is_over: bool = field(default=False, init=False)
-    _windows_over: int = field(default=0, init=False)
+    _over_ns: int = field(default=0, init=False)
     _has_said: bool = field(default=False, init=False)
     _untold: list[str] = field(default_factory=list, init=False)
     _measured: _Measured = field(init=False)
@@ -164,7 +164,8 @@ class CostController:
         switch_price, stack_price = self._measured.prices
         windows_per_s = _S / load.window_ns
         budget = self.budget.ns_per_s(self.cpus)
-        self._remember({c: one.switches * windows_per_s for c, one in load.by_cgroup.items()})
+        demand = {c: one.switches * windows_per_s for c, one in load.by_cgroup.items()}
+        self._remember(demand, _REMEMBERED ** (load.window_ns / _S))
         taken = switches * switch_price * windows_per_s
         expected = sum(self._demand.values()) * switch_price
         others = 0.0
@@ -175,7 +176,7 @@ class CostController:
         self.cost_ns_per_s = taken + others + stacks * stack_price * windows_per_s
         left = _PLANNED_SHARE * budget - max(taken, expected) - others
         self.is_over = left < _LEAST_SHARE * budget
-        self._note_over(budget)
+        self._note_over(load.window_ns, budget)
         affordable = max(left, _LEAST_SHARE * budget) / stack_price
         spacing_ns = self._spacing(load, affordable / windows_per_s)
         one_in = self._divided(affordable)
@@ -191,9 +192,9 @@ class CostController:
         said, self._untold = self._untold, []
         return said
 
-    def _note_over(self, budget_ns_per_s: float) -> None:
-        self._windows_over = self._windows_over + 1 if self.is_over else 0
-        if self._windows_over == _WINDOWS_UNTIL_SAID and not self._has_said:
+    def _note_over(self, window_ns: int, budget_ns_per_s: float) -> None:
+        self._over_ns = self._over_ns + window_ns if self.is_over else 0
+        if self._over_ns >= _OVER_NS_UNTIL_SAID and not self._has_said:
             self._has_said = True
             cost, budget = (100 * ns / _S for ns in (self.cost_ns_per_s, budget_ns_per_s))
             self._untold.append(
@@ -201,9 +202,9 @@ class CostController:
                 " with as few stacks of waits as there may be"
             )
 
-    def _remember(self, switches: Mapping[int, float]) -> None:
+    def _remember(self, switches: Mapping[int, float], share: float) -> None:
         for cgroup, before in [*self._demand.items()]:
-            self._demand[cgroup] = max(_REMEMBERED * before, switches.get(cgroup, 0))
+            self._demand[cgroup] = max(share * before, switches.get(cgroup, 0))
             if self._demand[cgroup] < 1:
                 del self._demand[cgroup]
         for cgroup, now in switches.items():

@@ -51,7 +51,7 @@ class Vitals:
         self._sinks: Mapping[str, Mapping[str, Any]] = {}
 
     def note_window(self, window: Window, *, is_kept: bool) -> None:
-        """Counts a window, that of one second."""
+        """Counts a window."""
         kinds, counts = window.samples["kind"], window.samples["count"]
         with self._lock:
             self._window_s = time.monotonic()
@@ -90,7 +90,7 @@ class Vitals:
             build.add_metric([__version__, platform.release()], 1)
             yield build
             for name, words, value in (
-                ("windows", "Seconds that were recorded.", self._windows),
+                ("windows", "Windows that were recorded, of five seconds or less.", self._windows),
                 ("windows_lost", "Those for which there was no room on disk.", self._windows_lost),
                 ("stretches", "Stretches that were named and queued.", self._stretches),
                 ("collector_cpu_seconds", "CPU time of the collector.", self._cpu_ns / _NS_PER_S),

@@ -48,9 +48,10 @@ from aiflame.agent.target_files import FileGuard
 
 _SPOOL = "spool"
 _DATABASE = "capture.aiflame"
-# Whoever is so late leaves out names: of each window, of a second, this is for them.
+# Whoever is so late leaves out names: of each second of a window, this is for them.
 _LATE_NS = 30_000_000_000
 _BUDGET_S = 0.3
+_NS_PER_S = 1_000_000_000
 # A sink gives up on an answer after 10 s.
 _ANSWER_S = 15.0
 # What is left for ending, of the time until the end.
@@ -338,7 +339,7 @@ class _Lateness:
         if self._started_unix_ns is None:
             return None
         is_late = time.time_ns() - self._started_unix_ns - window.end_ns > _LATE_NS
-        return _BUDGET_S if is_late else None
+        return _BUDGET_S * (window.end_ns - window.start_ns) / _NS_PER_S if is_late else None
 
 
 def _words(error: Exception) -> str:

@@ -153,6 +153,8 @@ class Recorder:
             one all do.
         least_round_ns: From one look at what the kernel tells to the next at least: each process
             that is new wakes the recorder up, and several share a round.
+        window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS. What
+            devices tell is by the second, and so are windows then.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -171,8 +173,10 @@ class Recorder:
         wanted: Wanted = ALWAYS,
         steers: Steers | None = None,
         least_round_ns: int = 0,
+        window_ns: int = INTERVAL_NS,
     ) -> None:
         self._target = target
+        self._window_ns = window_ns
         self._least_round_ns = least_round_ns
         self._wanted = wanted
         self._steers = steers
@@ -507,7 +511,7 @@ class Recorder:
         for fd in waiting.values():
             if fd is not None:
                 self._ring.watch(fd)
-        next_ns = self.start_ns + INTERVAL_NS
+        window_end_ns = next_ns = self.start_ns + INTERVAL_NS
         round_ns = self.start_ns
         try:
             while not self._signals.requested and (waiting or not self._target.pids):
@@ -530,7 +534,7 @@ class Recorder:
                 if left_ns > 0:
                     time.sleep(left_ns / 1e9)
                 round_ns = time.monotonic_ns()
-                if self.events.take():
+                if self.events.take() or self._window.is_filling:
                     give(self._next_window())
                 self._lives.keep_up()
                 self.late_walks.take()
@@ -544,7 +548,9 @@ class Recorder:
                 if self._chances is not None:
                     self._long_waits.poll()
                 if time.monotonic_ns() >= next_ns:
-                    give(self._next_window())
+                    if next_ns >= window_end_ns or self.devices.are_used:
+                        give(self._next_window())
+                        window_end_ns = next_ns + self._window_ns
                     self._cpus_came += self._probes.follow_cpus()
                     self._life_events.follow_cpus()
                     report(self._progress())

@@ -117,8 +117,14 @@ class WindowBuilder:
         self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
         self._most_code_rows = _MOST_CODE_ROWS
         self._most_texts = _MOST_NEW_TEXTS
+        self._most_events = 0
         self._losses: Counter[LossKind] = Counter()
         self._lost_ns: Counter[LossKind] = Counter()
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether half of the events that may be in a window are in the open one."""
+        return self._most_events > self._bounds.events // 2
 
     @property
     def known_rows(self) -> int:
@@ -180,7 +186,9 @@ class WindowBuilder:
             if sum(map(len, parts)) > 2 * self._bounds.rows:
                 parts[:] = [self._bounded_measures(column)]
             return
-        excess = sum(map(len, parts)) - self._bounds.events
+        events = sum(map(len, parts))
+        self._most_events = max(self._most_events, events)
+        excess = events - self._bounds.events
         if excess > 0:
             parts.pop()
             if excess < len(rows):
@@ -251,6 +259,7 @@ class WindowBuilder:
         self.start_ns = end_ns
         for parts in self._open.values():
             parts.clear()
+        self._most_events = 0
         self._losses.clear()
         self._lost_ns.clear()
         return window

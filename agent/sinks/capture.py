@@ -122,6 +122,9 @@ class CaptureSink:
         self._names.write(self._writer)
         self._rows.turn()
         self._mapped.turn()
+        seconds = round((self.end_ns - first_ns) / _INTERVAL_NS)
+        if seconds > 1:
+            self._writer.put("intervals", [(interval, seconds)])
         self._put_samples(window, interval)
         self._put_calls(window, interval)
         self._put_devices(window, interval, binaries)

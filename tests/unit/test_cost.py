@@ -115,6 +115,20 @@ def test_without_the_kernels_account_prices_are_believed() -> None:
     assert 50_000 * prices.switch + 50_000 / one_in * prices.stack <= 0.10 * _S
 
 
+def test_what_is_planned_does_not_depend_on_how_long_windows_are() -> None:
+    # GIVEN a load that has gone, told by the second or in fives
+    by_second, in_fives = CostController(2, _PROGRAMS), CostController(2, _PROGRAMS)
+    for controller in (by_second, in_fives):
+        controller.next(_host(controller.chances, {1: 50_000, 2: 500}))
+    for _ in range(10):
+        by_second.next(Load(_S, {2: CgroupLoad(500, 10)}, 0, 0, 0, 400_000))
+    for _ in range(2):
+        in_fives.next(Load(5 * _S, {2: CgroupLoad(2_500, 50)}, 0, 0, 0, 2_000_000))
+    # THEN as much of it is remembered
+    (one, five) = (controller.chances.by_cgroup[1] for controller in (by_second, in_fives))
+    assert five == pytest.approx(one, rel=0.1)
+
+
 def test_exact_totals_that_take_the_budget_alone_are_said_and_leave_some_stacks() -> None:
     controller = CostController(2, Budget(host_share=0, cpu_share=0.03, with_own_cpu=False))
     costs = _run(controller, 9, lambda _: {1: 100_000, 2: 100})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from aiflame.agent.capture.spans import spread_waits
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands import report, stats
 from aiflame.agent.commands.durations import duration_ns, moment_ns
-from aiflame.agent.errors import UsageError
+from aiflame.agent.errors import CaptureError, UsageError
 from aiflame.agent.model.gpu import CALL_EVENT_DTYPE
 from aiflame.agent.model.profile import (
     SAMPLE_DTYPE,
@@ -187,7 +188,11 @@ def test_calls_one_by_one_are_those_of_the_range() -> None:
 
 
 def _capture(
-    path: Path, samples: list[tuple[int, ...]], waits: list[tuple[int, ...]], duration_ns: int
+    path: Path,
+    samples: list[tuple[int, ...]],
+    waits: list[tuple[int, ...]],
+    duration_ns: int,
+    intervals: Sequence[tuple[int, int]] = (),
 ) -> Profile:
     writer = CaptureWriter(path)
     facts: dict[str, str | int] = {
@@ -203,6 +208,7 @@ def _capture(
     writer.put_threads([(1, 1, 100, "server"), (2, 1, 101, "worker")])
     writer.put("stacks", [(i, 1, 0, 0, b"", b"", 0) for i in (1, 2)])
     writer.put("samples", samples)
+    writer.put("intervals", intervals)
     writer.put("waits", waits)
     writer.commit()
     writer.close()
@@ -259,6 +265,35 @@ def test_rows_in_any_order_of_time(tmp_path: Path) -> None:
     assert _by_second(profile, SampleClass.ON_CPU) == [20, 0, 0, 40]
 
 
+def test_what_is_of_several_seconds_is_in_all_of_them(tmp_path: Path) -> None:
+    # GIVEN windows of a second, of five, and of a second, and a wait of which it is known when,
+    rows = [(1, 1, 1, 0, 9, 90 * MS), (2, 1, 1, 0, 12, 123 * MS), (7, 1, 1, 0, 1, 10 * MS)]
+    rows += [(2, 1, 1, 1, 2, 2_050 * MS)]
+    waits = [(1, 1, 3_500 * MS, 2_000 * MS, 0)]
+    profile = _capture(tmp_path / "a", rows, waits, 8 * S, [(2, 5)])
+    # THEN the wait is where it was, and what else was in the five seconds is in each of them
+    assert _by_second(profile, SampleClass.ON_CPU) == [0, 90, 24, 24, 24, 24, 24, 10]
+    assert _by_second(profile, SampleClass.BLOCKED) == [0, 0, 10, 510, 1_010, 510, 10, 0]
+    # AND nothing is lost or twice there
+    assert recorded_ns(profile) == 8 * S
+    spans, counted = profile.spans, np.zeros(len(profile.samples), np.uint64)
+    np.add.at(counted, spans["sample"], spans["count"] * spans["seconds"])
+    assert counted.tolist() == profile.samples["count"].tolist()
+    part = _part(profile, 2 * S, 4 * S)
+    assert part.samples["ns"].tolist() == [int(2 * 24.6 * MS), 520 * MS]
+
+
+@pytest.mark.parametrize("interval", [(-1, 5), (2, -5), (2, 2**40), (2**40, 5), (2, 0)])
+def test_intervals_that_no_recording_has(tmp_path: Path, interval: tuple[int, int]) -> None:
+    rows = [(2, 1, 1, 0, 12, 123 * MS)]
+    if interval[1] == 0:
+        profile = _capture(tmp_path / "a", rows, [], 8 * S, [interval])
+        assert _by_second(profile, SampleClass.ON_CPU)[2] == 123
+        return
+    with pytest.raises(CaptureError, match="damaged"):
+        _capture(tmp_path / "a", rows, [], 8 * S, [interval])
+
+
 def test_a_killed_recording_lasted_as_long_as_is_known(tmp_path: Path) -> None:
     profile = _capture(tmp_path / "a", [(6, 1, 1, 0, 1, 10 * MS)], [], 0)
     assert recorded_ns(profile) == 7 * S
@@ -269,7 +304,7 @@ def test_many_waits_are_spread_in_bounded_memory() -> None:
     samples = np.array([(0, 0, _BLOCKED, 1, 86_400 * S)], SAMPLE_DTYPE)
     spans = np.array([(0, 86_399, 1, 1, 86_400 * S)], SPAN_DTYPE)
     waits = np.array([(0, 0, 0, 86_400 * S, 0)], WAIT_DTYPE)
-    found = spread_waits(spans, samples, waits)
+    found = spread_waits(spans, samples, waits, {})
     assert len(found) <= 4
     assert int((found["ns"] * found["seconds"]).sum()) == 86_400 * S
 
