@@ -39,6 +39,7 @@ from aiflame.agent.fleet.host_checks import (
     require_host_pids,
 )
 from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.memory import MemoryBudget, measure
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.sinks import sink_module
@@ -195,6 +196,7 @@ def _for_programs(settings: AgentSettings, target: Target) -> ProgramOptions:
         period_ns=settings.period_ns,
         off_cpu=settings.off_cpu,
         unwind_bytes_max=settings.unwind_memory,
+        builder_bytes_max=settings.helper_memory,
         calls=settings.gpu != NONE,
         by_chance=settings.off_cpu,
         # Rules may come when the configuration is read again.
@@ -267,6 +269,7 @@ class _Agent:
         self._tidied_s = time.monotonic()
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
+        self._memory = MemoryBudget()
 
     def run(self) -> int:
         """Records until a signal; returns the exit code."""
@@ -308,7 +311,12 @@ class _Agent:
         self._restart_at_s = time.monotonic() + _RESTART_S
         directory = self._config.agent.directory
         try:
-            naming = NamingProcess(self._recorder.table, directory, self._config.plain())
+            naming = NamingProcess(
+                self._recorder.table,
+                directory,
+                self._config.plain(),
+                self._config.agent.helper_memory,
+            )
         except AiflameError as error:
             self._log.say_seldom("no naming", f"nothing is sent: {error}")
             return
@@ -411,6 +419,23 @@ class _Agent:
         if not room_only:
             self._tidied_s = time.monotonic()
             give_back_freed_memory()
+            self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        """Has less kept where all processes together have more than they may for long."""
+        naming, limit = self._naming, self._config.agent.memory
+        use = measure(None if naming is None else naming.pid, self._recorder.tables.kernel_bytes)
+        self._vitals.note_memory(use, limit)
+        if not self._memory.is_over(use, limit):
+            return
+        self._log.say_seldom(
+            "memory",
+            f"{use.processes / 1e6:,.0f} MB are more than its budget of {limit / 1e6:,.0f} MB"
+            " (memory): fewer stacks are kept, and helpers end sooner",
+        )
+        self._recorder.keep_less()
+        if naming is not None:
+            naming.tell(less=True)
 
     def _take_new_config(self) -> None:
         self._manager.tell(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")

@@ -97,6 +97,20 @@ class AgentSettings:
     unwind_memory: int = setting(
         Kind.BYTES, "kernel memory for unwind tables", 256 * 10**6, least=0, most=1 << 40
     )
+    # What it has on a quiet host; it grows with processes, and with code that is new.
+    memory: int = setting(
+        Kind.BYTES,
+        "what all its processes may have for long: with more, less is kept",
+        150 * 10**6,
+        least=50 * 10**6,
+    )
+    # A table of libtorch_cpu, 430 MB of file, takes between 400 and 512 MB for two seconds.
+    helper_memory: int = setting(
+        Kind.BYTES,
+        "what one that reads a file may have: files that need more are refused",
+        512 * 10**6,
+        least=64 * 10**6,
+    )
     # The aim of the whole agent: what exact totals cost is not part of it.
     cost_host_percent: float = setting(
         Kind.SHARE, "what recording may cost, of all CPUs", 1.0, least=0.05, most=100
@@ -192,7 +206,7 @@ MOST_LEFT_OUT = 2048
 # What is read once: programs are in the kernel, and files are where they are.
 NEEDS_RESTART = (
     *("frequency_hz", "off_cpu", "gpu", "inject", "gpu_duty_percent", "directory"),
-    *("unwind_memory", "cost_host_percent", "cost_cpu_percent"),
+    *("unwind_memory", "helper_memory", "cost_host_percent", "cost_cpu_percent"),
     *("health", "health_token", "health_cert_file", "health_key_file"),
 )
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from aiflame.agent import __version__
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.fleet.memory import MemoryUse
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
 
@@ -49,6 +50,8 @@ class Vitals:
         self._lost: Counter[str] = Counter()
         self._cpu_ns = self._rss_bytes = 0
         self._sinks: Mapping[str, Mapping[str, Any]] = {}
+        self._memory: MemoryUse | None = None
+        self._memory_limit = 0
 
     def note_window(self, window: Window, *, is_kept: bool) -> None:
         """Counts a window."""
@@ -63,6 +66,11 @@ class Vitals:
                 self._samples[kind.name.lower()] += int(counts[kinds == kind].sum())
             for name, count in window.losses[["name", "count"]].tolist():
                 self._lost[window.texts[name]] += count
+
+    def note_memory(self, use: MemoryUse, limit_bytes: int) -> None:
+        """Takes what processes and maps have, and what processes may."""
+        with self._lock:
+            self._memory, self._memory_limit = use, limit_bytes
 
     def note_report(self, report: Mapping[str, Any]) -> None:
         """Takes what the process that names and sends says of itself."""
@@ -99,6 +107,7 @@ class Vitals:
             yield GaugeMetricFamily(
                 "aiflame_collector_resident_bytes", "The most that it had.", self._rss_bytes
             )
+            yield from self._of_memory()
             samples = CounterMetricFamily(
                 "aiflame_samples", "On CPU samples, off CPU intervals.", labels=["class"]
             )
@@ -112,6 +121,23 @@ class Vitals:
                 lost.add_metric([name], count)
             yield lost
             yield from self._of_sinks()
+
+    def _of_memory(self) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        if self._memory is None:
+            return
+        memory = GaugeMetricFamily(
+            "aiflame_memory_bytes", "What the agent has, looked at once a minute.", labels=["part"]
+        )
+        for part, size in self._memory.parts().items():
+            memory.add_metric([part], size)
+        yield memory
+        yield GaugeMetricFamily(
+            "aiflame_memory_limit_bytes",
+            "The budget of all but the kernel's part: with more for long, less is kept.",
+            self._memory_limit,
+        )
 
     def _of_sinks(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

@@ -40,18 +40,21 @@ class NamingProcess(NamingChannel):
         table: Knows the files that processes have mapped.
         directory: The agent's.
         config: As `AgentConfig.plain` gives it.
+        helper_bytes: What those may have that read files for it.
 
     Raises:
         AiflameError: It cannot be started.
     """
 
-    def __init__(self, table: ProcessTable, directory: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self, table: ProcessTable, directory: Path, config: dict[str, Any], helper_bytes: int
+    ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(table, ours)
         self._waiting: deque[dict[str, Any]] = deque()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - a module of our own
-                [*COMMAND, str(directory)],
+                [*COMMAND, str(directory), str(helper_bytes)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",  # python -m would import from the working directory first

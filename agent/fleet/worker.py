@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names stretches of a host's recording, divides them by labels, and sends them.
 
-Started by `naming` as `python -m aiflame.agent.fleet.worker DIRECTORY`, with a socket as standard
-input. Windows come from the segments of stretches; the socket tells when there are more of them,
-and brings the files that they mention. It ends when the agent does.
+Started by `naming` as `python -m aiflame.agent.fleet.worker DIRECTORY HELPER_BYTES`, with a socket
+as standard input. Windows come from the segments of stretches; the socket tells when there are more
+of them, and brings the files that they mention. It ends when the agent does.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -161,6 +162,10 @@ class _Worker:
             self._finish(stretch)
         elif "left" in message:
             self._finish_left(Path(message["left"]))
+        elif "less" in message:
+            self._naming.service.rest()
+            gc.collect()
+            give_back_freed_memory()
         elif "until_s" in message:
             self._until_s = float(message["until_s"])
 
@@ -350,7 +355,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{at}"
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, helper_bytes: int) -> None:
     """Serves one agent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # What they mean is the agent's to say; what is started from here heeds them all the same.
@@ -359,7 +364,7 @@ def main(directory: Path) -> None:
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()
     with (
-        SymbolService(cache_dir()) as service,
+        SymbolService(cache_dir(), data_bytes=helper_bytes) as service,
         closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
     ):
         service.start()
@@ -373,4 +378,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -72,6 +72,7 @@ class ProgramOptions:
     call_events_per_s: int = 0  # a CPU
     wait_event_ns: int = 100_000_000
     unwind_bytes_max: int = 256 << 20  # the host half keeps to it
+    builder_bytes_max: int = 0  # likewise; 0 is as much as any file takes
     excluded_max: int = 0  # cgroups that may be left out at a time
     by_chance: bool = False  # switch-outs take stacks as chances say, else each does
 

@@ -572,6 +572,9 @@ class OpenWindow(FactsTaker, Protocol):
                 given although no row does.
         """
 
+    def is_kept(self, column: str, number: int) -> bool:
+        """Whether a stack or a chain (the column) was defined, and is still known."""
+
     def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
         """Returns the STACK_DTYPE row and the addresses of a stack; None for one not known."""
 

@@ -34,6 +34,7 @@ class CachedTables:
         cache: Directory of the cache, None for one that goes with this object.
         watch: Told of a descriptor that becomes readable when `finished` has something to say.
         urgency: Of a binary; the greatest is built next.
+        memory_bytes: As for `TableBuilders`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CachedTables:
         cache: Path | None,
         watch: Callable[[int], None] = lambda fd: None,
         urgency: Callable[[int], float] = lambda binary: 0.0,
+        memory_bytes: int = 0,
     ) -> None:
         self._binaries = binaries
         self._images = images
@@ -60,6 +62,7 @@ class CachedTables:
             watch,
             lambda binary: urgency(binary) if binary >= 0 else 1 / self.size_bytes(binary),
             self.size_bytes,
+            memory_bytes,
         )
 
     def load(self, binary: int) -> UnwindTable | None:

@@ -73,6 +73,7 @@ class UnwindTables:
         cache: Directory of the cache on disk, None for none.
         limit_bytes: Bound of kernel memory for tables and mappings.
         watch: Told of a descriptor that becomes readable when `poll` has something to do.
+        builder_bytes: What a process that makes tables may have of its own; 0 for what any takes.
     """
 
     def __init__(
@@ -82,10 +83,13 @@ class UnwindTables:
         cache: Path | None,
         limit_bytes: int,
         watch: Callable[[int], None],
+        builder_bytes: int = 0,
     ) -> None:
         self._table = table
         self.images = ElfImages(table.binaries)
-        self._cache = CachedTables(table.binaries, self.images, cache, watch, self._urgency)
+        self._cache = CachedTables(
+            table.binaries, self.images, cache, watch, self._urgency, builder_bytes
+        )
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
         self._limit_bytes = limit_bytes
@@ -107,6 +111,11 @@ class UnwindTables:
         self._gone: set[int] = set()
         self._pushed: dict[int, ProcessImage] = {}  # by pid
         self._told: set[int] = set()
+
+    @property
+    def kernel_bytes(self) -> int:
+        """What tables and mappings have of the kernel's memory."""
+        return self._limit_bytes - self._kernel.free_bytes
 
     def push(self, image: ProcessImage) -> None:
         """Has `poll` bring a process's mappings, and the tables of what it maps.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.window import FactsTaker
+from aiflame.agent.model.window import OpenWindow
 from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
 from aiflame.agent.processes.process_memory import ProcessMemory
@@ -96,7 +96,7 @@ class PythonProcesses:
     """
 
     def __init__(
-        self, programs: Programs, table: ProcessTable, images: ElfImages, window: FactsTaker
+        self, programs: Programs, table: ProcessTable, images: ElfImages, window: OpenWindow
     ) -> None:
         self._programs = programs
         self._table = table
@@ -111,6 +111,7 @@ class PythonProcesses:
         self._pages: dict[int, Pages] = {}  # by index of the process image
         self._latest_ns = 0  # when an interpreter was last found
         self.losses: Counter[LossKind] = Counter()
+        self._window = window
         self._facts = PythonFacts(window, self.losses)
         self.loss_files: dict[LossKind, set[str]] = {}
 
@@ -278,11 +279,14 @@ class PythonProcesses:
         """Empties the kernel's store of Python frames, and reads what they are called."""
         self._facts.begin_round()
         for keys, records in self._programs.python_chains.chunks(take=True):
-            fresh = np.array([key not in self._chains for key in keys.tolist()], bool)
+            fresh = np.array([not self._is_known(key) for key in keys.tolist()], bool)
             self._read_codes(records[fresh])
             for key, record in zip(keys[fresh].tolist(), records[fresh], strict=True):
                 self._take_chain(key, record)
         self._facts.flush()
+
+    def _is_known(self, chain: int) -> bool:
+        return chain in self._chains and self._window.is_kept("chains", chain)
 
     def _read_codes(self, records: npt.NDArray[np.void]) -> None:
         """Reads the code objects of chains, those of each process together."""

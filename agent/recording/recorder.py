@@ -231,7 +231,12 @@ class Recorder:
         parts.callback(table.binaries.close)
         self.thread_times = ThreadTimes(window, table)
         self.tables = UnwindTables(
-            programs, table, cache_dir(), options.unwind_bytes_max, self._ring.watch
+            programs,
+            table,
+            cache_dir(),
+            options.unwind_bytes_max,
+            self._ring.watch,
+            options.builder_bytes_max,
         )
         parts.callback(self.tables.close)
         self.images = self.tables.images
@@ -310,6 +315,10 @@ class Recorder:
             How many found no room.
         """
         return self._excluded.set(cgroup_ids)
+
+    def keep_less(self) -> None:
+        """Keeps half as many stacks between windows from now on, down to a least number."""
+        self._window.keep_less()
 
     def start(self, duration_ns: int | None, say: Callable[[str], None]) -> None:
         """Goes live: from here on nothing of the target is missed.

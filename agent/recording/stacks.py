@@ -138,7 +138,9 @@ class Stacks:
         at = 0
         unknown: dict[int, bool] = {}
         for stack, record in zip(keys.tolist(), records, strict=True):
-            if stack in self._known and not is_late:
+            # What windows have dropped meanwhile has to be told anew.
+            is_known = stack in self._known and self._window.is_kept("stacks", stack)
+            if is_known and not is_late:
                 continue
             image = self._table.image(int(record["tgid"]), int(record["image"]))
             user = abi.user_frames(record)

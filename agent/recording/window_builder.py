@@ -51,6 +51,9 @@ _OF_CODE = ("code_objects", "code_lines")
 _OF_PROCESSES = ("mappings", *_OF_CODE)
 # Of Python code: beyond, what no chain has that is kept is dropped.
 _MOST_CODE_ROWS = 1 << 15
+# Of stacks that are known between windows, however little memory there may be: 10,000 threads that
+# sleep have some thousand different ones.
+_LEAST_KEPT_STACKS = 1 << 12
 # How often kept stacks are gone through for those of processes that are gone: 30,000 take 15 ms.
 _LOOK_THROUGH_NS = 20_000_000_000
 # Texts beyond what was left when they were last gone through.
@@ -103,6 +106,7 @@ class WindowBuilder:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
+        self._kept_stacks = bounds.kept_stacks
         self._number = 0
         self.start_ns = 0
         self._texts: dict[str, int] = {"": 0}
@@ -159,8 +163,17 @@ class WindowBuilder:
 
     def _drop_oldest(self) -> None:
         for kept in self._kept.values():
-            while len(kept) > self._bounds.kept_stacks:
+            while len(kept) > self._kept_stacks:
                 kept.popitem(last=False)
+
+    def keep_less(self) -> None:
+        """Keeps half as many stacks between windows from now on, down to a least number."""
+        self._kept_stacks = min(max(self._kept_stacks // 2, _LEAST_KEPT_STACKS), self._kept_stacks)
+        self._drop_oldest()
+
+    def is_kept(self, column: str, number: int) -> bool:
+        """Whether a stack or a chain is known; as OpenWindow.is_kept says."""
+        return number in self._kept[column]
 
     def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
         """Returns what is known of a stack; as OpenWindow.stack says."""

@@ -120,6 +120,8 @@ class SymbolService:
         cache: Directory for finished tables, usually `store.cache_dir()`; None for none.
         timeout_s: CPU seconds that one binary may take.
         memory_bytes: Address space of the worker.
+        data_bytes: Memory of its own that it may have, files that are mapped aside; 0 for as much
+            as there may be in its address space.
         command: What to run instead of the worker module; it gets the same arguments.
         idle_s: After so long without a question `poll` ends the worker; twice as long each time.
 
@@ -136,12 +138,15 @@ class SymbolService:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        data_bytes: int = 0,
         command: Sequence[str] = (),
         idle_s: float = _IDLE_S,
     ) -> None:
         worker = command or (sys.executable, "-m", "aiflame.agent.symbols.worker")
         directory = "" if cache is None else str(cache.absolute())
         self._command = [*worker, directory, str(memory_bytes), str(timeout_s)]
+        if data_bytes:
+            self._command.append(str(data_bytes))
         self._patience_s = _WALL_FACTOR * timeout_s + _GRACE_S
         self._niceness = _NICENESS_WARMING
         self._process: subprocess.Popen[bytes] | None = None
@@ -231,6 +236,11 @@ class SymbolService:
             self._end_idle()
         self._queue.clear()
         self._reap()
+
+    def rest(self) -> None:
+        """End a worker that has nothing to do; the next question starts another."""
+        if not self._queue:
+            self._end_idle()
 
     def _end_idle(self) -> None:
         """End a worker that owes nothing."""

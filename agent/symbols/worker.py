@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symbol worker: opens files of targets, and has each read by a process without rights.
 
-Started by `service` as `python -m aiflame.agent.symbols.worker CACHE MEMORY_BYTES TIMEOUT_S`;
-requests come on standard input, answers go to standard output (`protocol`). A parser
+Started by `service` as `python -m aiflame.agent.symbols.worker CACHE MEMORY_BYTES TIMEOUT_S
+[DATA_BYTES]`; requests come on standard input, answers go to standard output (`protocol`). A parser
 (`inspector.parser`) gets the binary as a descriptor and asks for all else: candidates for a debug
 file, and files of the cache, all of whose names hold a digest of the binary and the candidates. It
 writes to the cache only what it made of copies, which have the bytes of that digest and no others
 (`elf.contents`). This process takes digests and checksums of files, and makes nothing else of their
 bytes: even what their headers say a parser tells it (`outline`).
 
-A parser has a limit of its address space, and a timer that ends it when it takes too much CPU time.
+A parser has a limit of its address space, with DATA_BYTES one of memory of its own, and a timer
+that ends it when it takes too much CPU time.
 When one dies, so does the worker, in the same way: `service` starts another. It ends when its
 standard input does, or when the recorder dies.
 """
@@ -552,8 +553,10 @@ def serve(worker: Worker, source: BinaryIO, sink: BinaryIO) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run with the arguments of the command line: cache, bytes of memory, seconds a request."""
-    cache, memory_bytes, timeout_s = arguments
+    cache, memory_bytes, timeout_s, *data_bytes = arguments
     _limit_self(int(memory_bytes))
+    for limit in map(int, data_bytes):
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     worker = Worker(Path(cache) if cache else None, float(timeout_s))
     gc.freeze()  # forks share what is there, as long as it is not written to
     with contextlib.suppress(BrokenPipeError):

@@ -29,6 +29,8 @@ _IDLE_S = 10.0
 
 # What the child's answer begins with where there is a table; then comes its name.
 BUILT = "built "
+# And what it says of a file whose table takes more memory than it may.
+TOO_LARGE = "takes more memory than there may be for it"
 
 # An interpreter takes 0.1 s; compilers and PyTorch, which take seconds, are larger by far.
 _SMALL_FILE_BYTES = 32 << 20
@@ -42,6 +44,7 @@ class TableBuilders:
         watch: Told of descriptors that become readable when `finished` has something to say.
         urgency: Of a binary; the greatest is built next.
         size_bytes: Of a binary's file.
+        memory_bytes: What a child may have of its own; 0 for as much as any file takes.
     """
 
     def __init__(
@@ -50,10 +53,11 @@ class TableBuilders:
         watch: Callable[[int], None],
         urgency: Callable[[int], float],
         size_bytes: Callable[[int], int],
+        memory_bytes: int = 0,
     ) -> None:
         self._size_bytes = size_bytes
-        self._small = TableBuilder(cache, watch, urgency)
-        self._large = TableBuilder(cache, watch, urgency)
+        self._small = TableBuilder(cache, watch, urgency, memory_bytes)
+        self._large = TableBuilder(cache, watch, urgency, memory_bytes)
 
     def ask(self, binary: int, path: str) -> None:
         """Queues a binary, unless it is queued already.
@@ -79,7 +83,7 @@ class TableBuilders:
 
     @property
     def given_up(self) -> set[int]:
-        """Those whose builder died twice, took too long, or could not be started."""
+        """Those whose builder died twice, or might not take what it needs."""
         return self._small.given_up | self._large.given_up
 
     @property
@@ -111,16 +115,22 @@ class TableBuilder:
         cache: Directory in which tables are built.
         watch: Told of the descriptor that becomes readable when `finished` has something to say.
         urgency: Of a binary; the greatest is built next.
+        memory_bytes: As for `TableBuilders`.
 
     Attributes:
-        given_up: Those whose child died twice, took too long, or could not be started.
+        given_up: Those whose child died twice, took too long, could not be started, or would have
+            needed more memory than it may have.
         names: How the cache calls the tables that were built.
     """
 
     def __init__(
-        self, cache: Path, watch: Callable[[int], None], urgency: Callable[[int], float]
+        self,
+        cache: Path,
+        watch: Callable[[int], None],
+        urgency: Callable[[int], float],
+        memory_bytes: int = 0,
     ) -> None:
-        self._cache = cache
+        self._arguments = [str(cache), *([str(memory_bytes)] if memory_bytes else [])]
         self._watch = watch
         self._urgency = urgency
         self._queue: dict[int, str] = {}
@@ -166,7 +176,7 @@ class TableBuilder:
         """Starts the child; returns whether there was room for one."""
         try:
             self._child = subprocess.Popen(  # noqa: S603 - a module of our own
-                [sys.executable, "-m", "aiflame.agent.unwind.worker", str(self._cache)],
+                [sys.executable, "-m", "aiflame.agent.unwind.worker", *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -203,6 +213,8 @@ class TableBuilder:
                 words = answer.decode(errors="replace").rstrip("\n")
                 if words.startswith(BUILT):
                     self.names[self._current] = words.removeprefix(BUILT)
+                elif words.endswith(TOO_LARGE):
+                    self.given_up.add(self._current)
             if self._is_asked:
                 self._spent_s[self._current] = time.monotonic() - self._begun_s
             self._is_asked, self._current = False, -1

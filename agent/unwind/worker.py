@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds unwind tables into the cache (`python -m aiflame.agent.unwind.worker CACHE`).
+"""Builds unwind tables into the cache (`python -m aiflame.agent.unwind.worker CACHE [BYTES]`).
 
 It reads a path a line, and answers with a line: the name of the file's table once it is in the
 cache, or why there is none. This process opens files, copies what a table is made of, and writes
 the cache. It makes nothing of a file's bytes but a digest: parsers without rights tell it which
 parts a table is made of, and make the table of the copy (`inspector.parser`). One that dies takes
-this process with it, and is started again; a file costs only itself.
+this process with it, and is started again; a file costs only itself. With BYTES, so much memory of
+its own is what one may take (RLIMIT_DATA): a file that needs more has no table.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.agent.unwind.build import build, identity_of, load, table_name
 from aiflame.agent.unwind.records import BadUnwindInfo
-from aiflame.agent.unwind.table_builder import BUILT
+from aiflame.agent.unwind.table_builder import BUILT, TOO_LARGE
 
 # libtorch_cpu takes 1 s and 370 MB; a hostile file may end the worker, which is started again.
 _MAX_MEMORY_BYTES = 4 << 30
@@ -64,6 +65,8 @@ def _parse(channel: Channel) -> None:
                     result.write(chunk)
         except (BadTargetFile, BadUnwindInfo, OSError) as error:
             why = str(error) or "damaged"
+        except MemoryError:
+            why = TOO_LARGE
         finally:
             os.close(fd)
             os.close(answer)
@@ -158,13 +161,18 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    builder = _Builder(Path(sys.argv[1]))
+    cache, *limits = sys.argv[1:]
+    for limit in map(int, limits):
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    builder = _Builder(Path(cache))
     gc.freeze()  # forks share what is there, as long as it is not written to
     for line in sys.stdin:
         try:
             answer = f"{BUILT}{builder.build(line.rstrip(_END))}"
         except (_NotBuilt, BadTargetFile, OSError, BadMessage) as error:
             answer = f"failed: {error}".partition(_END)[0]
+        except MemoryError:
+            answer = f"failed: {TOO_LARGE}"
         sys.stdout.write(f"{answer}{_END}")
         sys.stdout.flush()
 

@@ -101,6 +101,25 @@ def test_a_file_that_kills_twice_is_given_up(builder: TableBuilder) -> None:
     assert builder.given_up == {0}
 
 
+def test_a_file_that_takes_more_memory_than_there_may_be_is_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    # GIVEN so much that small files are read with it; LLVM, on which BCC stands, takes twice that
+    libraries = [*Path("/usr/lib").glob("*/libLLVM*.so*"), *Path("/usr/lib64").glob("libLLVM*.so*")]
+    large_library = max(libraries, key=lambda path: path.stat().st_size)
+    builder = TableBuilder(tmp_path / "cache", lambda fd: None, lambda binary: 0.0, 90_000_000)
+    try:
+        # WHEN a large one is asked for between two small ones
+        for binary, path in enumerate((_FILE, str(large_library), _FILE)):
+            builder.ask(binary, path)
+        # THEN it is refused without another try, and the others are not
+        assert sorted(_finish(builder, 3)) == [0, 1, 2]
+        assert builder.given_up == {1}
+        assert sorted(builder.names) == [0, 2]
+    finally:
+        builder.close()
+
+
 def test_without_descriptors_nothing_is_built_and_nothing_raised(builder: TableBuilder) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/", os.O_RDONLY)

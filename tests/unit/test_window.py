@@ -185,6 +185,19 @@ def test_stacks_of_processes_that_are_gone_are_not_kept() -> None:
     assert len(kept) <= 21
 
 
+def test_less_is_kept_where_there_is_little_memory_and_what_is_used_stays() -> None:
+    builder = WindowBuilder(Bounds(kept_stacks=20_000))
+    builder.define("processes", rows_of("processes", (0, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
+    addresses = np.array([11], "<u8").view(COLUMNS["addresses"].dtype)
+    for number in range(20_000):
+        row = (number, 1 << 32, 0, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
+        builder.define("stacks", rows_of("stacks", row), addresses)
+    for least in (10_000, 5_000, 4_096, 4_096):
+        builder.keep_less()
+        kept = [number for number in range(20_000) if builder.is_kept("stacks", number)]
+        assert kept == [*range(20_000 - least, 20_000)]
+
+
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:
     # GIVEN a process in which each window brings 200 functions that no other has
     builder = WindowBuilder(Bounds(kept_stacks=500))
