@@ -65,6 +65,11 @@ _DETACH_S, _TABLES_S = 1.0, 2.0
 # Interpreters that are young are looked at as often (recording/pythons.py).
 _ROUND_NS = 20_000_000
 
+# Room in the kernel for stacks, of 2 KB each, and for Python frames, of 3 KB. At 19 Hz a CPU brings
+# some hundred in a window, waits by chance a few thousand; where half is used, a window ends early.
+_STACKS_OF_CPU, _CHAINS_OF_CPU = 1024, 512
+_LEAST_CPUS, _MOST_CPUS = 4, 16
+
 # To close a window takes 20 to 40 ms, whatever is in it. Waits of a second and more are known one
 # by one, and nobody looks at a fleet by the second; what is lost if an agent dies is as long.
 _WINDOW_NS = 5_000_000_000
@@ -191,8 +196,11 @@ def run_agent(
 
 
 def _for_programs(settings: AgentSettings, target: Target) -> ProgramOptions:
+    cpus = min(max(len(online_cpus()), _LEAST_CPUS), _MOST_CPUS)
     return ProgramOptions(
         filter=target.filter,
+        stacks_max=cpus * _STACKS_OF_CPU,
+        python_chains_max=cpus * _CHAINS_OF_CPU,
         period_ns=settings.period_ns,
         off_cpu=settings.off_cpu,
         unwind_bytes_max=settings.unwind_memory,

@@ -84,12 +84,12 @@ def _resident_bytes(pid: int) -> int:
 
 def _map_bytes() -> int:
     """Returns what the kernel charged this process's maps with (bpf_map_show_fdinfo, v4.10)."""
-    found = 0
+    by_map: dict[str, int] = {}  # some have several descriptors
     for entry in Path("/proc/self/fdinfo").iterdir():
-        lines = [*_lines(entry)]
-        if any(line.startswith("map_type:") for line in lines):
-            found += sum(int(line.split()[1]) for line in lines if line.startswith("memlock:"))
-    return found
+        facts = dict(line.split(":", 1) for line in _lines(entry) if ":" in line)
+        if "map_type" in facts:
+            by_map[facts.get("map_id", entry.name)] = int(facts.get("memlock", 0))
+    return sum(by_map.values())
 
 
 def _lines(path: str | Path) -> Iterable[str]:
