@@ -2,7 +2,8 @@
 """Makes one capture that an agent was asked for, and hands it to the client.
 
 Started by `capture_server` as `python -m aiflame.agent.fleet.capture_worker FD`, with what to do as
-standard input, and the connection as FD. It ends with the agent, and when the client goes.
+standard input, and the connection as FD. It ends with the agent, and when the client goes. It
+is not nice: somebody waits, and a recorder that was started nice does not hurry (priority.py).
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ from aiflame.agent.symbols.frames import clean_name
 
 _FOLDER = "capture"
 _DATABASE = "capture.aiflame"
-# The target comes first, and the agent next.
-_NICENESS = 10
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NS_PER_S = 1_000_000_000
 # A client that reads nothing for so long has gone.
@@ -288,7 +287,6 @@ def main(client: socket.socket) -> None:
     """Serves one client."""
     signal.signal(signal.SIGTERM, _end)
     _end_with_parent()
-    os.nice(_NICENESS)
     map_large_blocks()
     client.settimeout(_SEND_S)
     job = json.load(sys.stdin)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
+from aiflame.agent import kernelfs
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.processes.targets import cgroup2_mounts
@@ -93,6 +94,19 @@ def _burn(group: Path, program: Path) -> int:
         return burning.pid
 
 
+def _recorders(directory: Path) -> list[int]:
+    """Returns the pids of recordings that are made for requests to an agent."""
+    commands = {
+        int(path.parent.name): kernelfs.read_text(path).split("\0")
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+    }
+    return [
+        pid
+        for pid, words in commands.items()
+        if "record" in words and any(word.startswith(str(directory)) for word in words)
+    ]
+
+
 def _of(pid: int, profile: Profile) -> tuple[dict[int, int], set[str]]:
     """Returns the ns of each class, and the names of functions, of workloads/burns.c."""
     # The shell that becomes it enters its cgroup later than it begins.
@@ -144,6 +158,10 @@ def test_a_recording_is_made_beside_the_agent(
         )
         assert first.stderr is not None
         assert "at 499 Hz" in first.stderr.readline()
+        wait_until(lambda: _recorders(agent.directory), _PATIENCE_S)
+        # A recorder that finds itself nice takes that for the user's wish, and waits for a CPU.
+        nice = os.getpriority(os.PRIO_PROCESS, min(_recorders(agent.directory)))
+        assert nice <= os.getpriority(os.PRIO_PROCESS, agent.process.pid)
         refused = agent.capture("--all", "--last", "5s", code=1)
         _, said = first.communicate(timeout=_PATIENCE_S)
     # THEN it is like any recording, the other one is told why it has to wait,
