@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_selection(top)
     _add_class(top)
     _add_limit(top)
+    top.add_argument(
+        "--raw",
+        dest="is_raw",
+        action="store_true",
+        help="waits are of the innermost function, also the kernel's, libc's and Python's own",
+    )
     flame = add("flame", "a flame graph, or another format of report", _flame)
     _add_selection(flame)
     _add_flame(flame)
@@ -110,6 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("kernel", "line"),
         default="kernel",
         help="by device and kernel, or by the Python line that launched it (default: %(default)s)",
+    )
+    stalls.add_argument(
+        "--raw",
+        dest="is_raw",
+        action="store_true",
+        help="with --by line: the innermost lines, also those of installed packages",
     )
     agents = add("agents", "hosts, when they were last heard of, and what they lost", _agents)
     _add_selection(agents, AGENT_LABELS)
@@ -259,7 +271,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _top(engine: Engine, args: argparse.Namespace) -> int:
-    return _print(questions.top(engine, _selector(engine, args), args.limit))
+    selector = _selector(engine, args)
+    return _print(questions.top(engine, selector, args.limit, is_raw=args.is_raw))
 
 
 def _kernels(engine: Engine, args: argparse.Namespace) -> int:
@@ -270,8 +283,12 @@ def _kernels(engine: Engine, args: argparse.Namespace) -> int:
 
 
 def _stalls(engine: Engine, args: argparse.Namespace) -> int:
-    ask = questions.stalls if args.by == "kernel" else questions.stalls_by_line
-    return _print(ask(engine, _selector(engine, args), args.limit))
+    selector = _selector(engine, args)
+    if args.by == "line":
+        return _print(questions.stalls_by_line(engine, selector, args.limit, is_raw=args.is_raw))
+    if args.is_raw:
+        raise UsageError("--raw is of lines", "add --by line")
+    return _print(questions.stalls(engine, selector, args.limit))
 
 
 def _agents(engine: Engine, args: argparse.Namespace) -> int:

@@ -192,7 +192,7 @@ _RULES = (
 _USER_FRAMES_NEAR_LEAF = 4
 
 # File names of the C libraries and of what glibc before 2.34 split off.
-_LIBC_PREFIXES = ("libc.", "libc-", "libpthread", "ld-musl", "ld-linux")
+LIBC_PREFIXES = ("libc.", "libc-", "libpthread", "ld-musl", "ld-linux")
 
 I64 = npt.NDArray[np.int64]
 
@@ -246,7 +246,7 @@ def _bare_name(function: Function) -> str:
 
 
 def _is_libc(binary: Binary) -> bool:
-    return PurePosixPath(binary.path).name.startswith(_LIBC_PREFIXES)
+    return PurePosixPath(binary.path).name.startswith(LIBC_PREFIXES)
 
 
 def is_device_wait(function: Function) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiflame.agent.model.gpu import Kernel
 from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.reports import own_code
 from aiflame.agent.reports.kernel_names import kernel_names
 from aiflame.agent.reports.table import Table, ms, percent
 from aiflame.agent.reports.words import duration, showable
@@ -24,34 +25,70 @@ _NAMED = 3
 CLASSES = tuple(klass.name.lower() for klass in SampleClass)
 
 # The frames of a stack that a reader looks for, leaf first.
-_SHOWN = "arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds, modules))"
+_SHOWN = "arrayFilter(p -> p.2 != 'interpreter', arrayZip({}))"
+
+# Of a file of a Python function: whether it is of Python's own library.
+_IS_STANDARD = "(match({0}, {{standard:String}}) AND NOT match({0}, {{packages:String}}))"
+
+# Which of `shown` a wait is charged to: the innermost that is neither the kernel's, libc's nor the
+# interpreter's, else the innermost that is not the kernel's, else that is not the scheduler's.
+_WAITED_IN = (
+    "arrayFirst(at -> at > 0, ["
+    "arrayFirstIndex(p -> multiIf(p.2 = 'kernel', 0, p.2 = 'native',"
+    " NOT match(p.3, {waiting:String}), p.2 = 'python', NOT "
+    + _IS_STANDARD.format("p.4")
+    + ", 1), shown), arrayFirstIndex(p -> p.2 != 'kernel', shown),"
+    " arrayFirstIndex(p -> NOT match(p.1, {scheduler:String}), shown), 1])"
+)
+_OWN_CODE = {
+    "waiting": own_code.WAITING_MODULE,
+    "standard": own_code.STANDARD_LIBRARY,
+    "packages": own_code.PACKAGES,
+    "scheduler": own_code.SCHEDULER,
+    "entry": own_code.ENTRY_POINT,
+}
 
 
-def top(engine: Engine, selector: Selector, limit: int) -> Table:
-    """Returns which functions have most of the time, by themselves and with what they call."""
+def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False) -> Table:
+    """Returns which functions have most of the time, by themselves and with what they call.
+
+    Args:
+        engine: The store.
+        selector: Which part.
+        limit: At most so many rows.
+        is_raw: Time off the CPU is, as that on it, of the innermost function whatever it is.
+    """
     table, where, values = _source(selector)
-    summed = f"SELECT stack_id, sum(value) AS v FROM {table} WHERE {where} GROUP BY stack_id"
+    summed = (
+        "SELECT stack_id, class != 'on_cpu' AS waits, sum(value) AS v"
+        f" FROM {table} WHERE {where} GROUP BY stack_id, waits"
+    )
     ((whole,),) = engine.query(f"SELECT sum(v) FROM ({summed}) AS s", values).rows
+    has_waits = not is_raw and selector.classes != ("on_cpu",)
+    columns = ("frames", "kinds", "modules", *(("files",) if has_waits else ()))
+    anys = ", ".join(f"any({column}) AS {column}" for column in columns)
     rows = engine.query(
         f"WITH s AS ({summed})"
         " SELECT fn.1 AS name, any(module) AS place, sumIf(v, leaf) AS self, sum(v) AS total,"
         " count() OVER () AS functions"
         " FROM (SELECT v, shown, arrayJoin(arrayDistinct(arrayMap(p -> (p.1, p.2), shown))) AS fn,"
-        " fn = (shown[1].1, shown[1].2) AS leaf,"
+        f" {f'if(waits, {_WAITED_IN}, 1)' if has_waits else '1'} AS innermost,"
+        " fn = (shown[innermost].1, shown[innermost].2) AS leaf,"
         " arrayFirst(p -> (p.1, p.2) = fn, shown).3 AS module FROM"
-        f" (SELECT v, {_SHOWN} AS shown FROM s INNER JOIN"
-        " (SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds, any(modules) AS modules"
+        f" (SELECT v, waits, {_SHOWN.format(', '.join(columns))} AS shown FROM s INNER JOIN"
+        f" (SELECT stack_id, {anys}"
         " FROM stacks WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id) AS d"
         " USING stack_id) AS j) AS f"
         " GROUP BY fn ORDER BY self DESC, total DESC, name LIMIT {limit:UInt64}",
-        {**values, "limit": limit},
+        {**values, **_OWN_CODE, "limit": limit},
     ).rows
     whole = int(whole)
     classes = " and ".join(c.replace("_", " ") for c in selector.classes) or "all classes"
     return Table(
         f"Top functions, {classes}",
-        f"100 % = {duration(whole)}, {selector.words};"
-        " self: it was innermost; total: it was anywhere in the stack",
+        f"100 % = {duration(whole)}, {selector.words}; self: it was innermost"
+        + (", waits without the kernel, libc and Python's own (--raw: with)" if has_waits else "")
+        + "; total: it was anywhere in the stack",
         (">self ms", ">self", ">total ms", ">total", "function", "where"),
         tuple(
             (
@@ -165,9 +202,23 @@ def stalls(engine: Engine, selector: Selector, limit: int) -> Table:
     )
 
 
-def stalls_by_line(engine: Engine, selector: Selector, limit: int) -> Table:
-    """Returns which Python lines launched what stalled most."""
+def stalls_by_line(
+    engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False
+) -> Table:
+    """Returns which Python lines launched what stalled most.
+
+    Args:
+        engine: The store.
+        selector: Which part.
+        limit: At most so many rows.
+        is_raw: The innermost ones, of whatever file they are.
+    """
     where, values = _of_devices(selector)
+    innermost = "indexOf(kinds, 'python')"
+    own = (
+        "arrayFirstIndex((kind, file) -> kind = 'python' AND NOT match(file, {standard:String})"
+        " AND NOT match(file, {packages:String}) AND NOT match(file, {entry:String}), kinds, files)"
+    )
     rows = engine.query(
         "WITH s AS (SELECT launch_stack AS stack_id, kernel, sum(stalled) AS st,"
         " sum(samples) AS n,"
@@ -178,17 +229,18 @@ def stalls_by_line(engine: Engine, selector: Selector, limit: int) -> Table:
         " count() OVER () AS all FROM"
         " (SELECT st, n, ns, kernel, if(at = 0, '', concat(frames[at], ' (', files[at], ':',"
         " toString(lines[at]), ')')) AS line FROM (SELECT st, n, ns, kernel, frames, files, lines,"
-        " indexOf(kinds, 'python') AS at FROM s LEFT JOIN"
+        f" {innermost if is_raw else f'if({own} > 0, {own}, {innermost})'} AS at FROM s LEFT JOIN"
         " (SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds, any(files) AS files,"
         " any(lines) AS lines FROM stacks WHERE stack_id IN (SELECT stack_id FROM s)"
         " GROUP BY stack_id) AS d USING stack_id) AS j) AS f"
         " GROUP BY line ORDER BY stalled DESC, line LIMIT {limit:UInt64}",
-        {**values, "limit": limit},
+        {**values, **_OWN_CODE, "limit": limit},
     ).rows
     return Table(
         "Python lines by what they launched",
         f"{selector.words}; share: of all stalled samples; ms: what these stand for, 0 where the"
-        " device tells no period; the innermost Python frame of the launch",
+        " device tells no period; the innermost Python frame of the launch"
+        + ("" if is_raw else " that is of no installed package, if there is one (--raw: of all)"),
         (">stalled", ">share", ">samples", ">ms", "Python line", "kernel with most"),
         tuple(
             (

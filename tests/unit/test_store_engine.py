@@ -17,7 +17,14 @@ import pytest
 from aiflame.agent import cli
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model.batch import Batch, Labels
-from aiflame.agent.model.profile import NS_PER_S, Profile
+from aiflame.agent.model.profile import (
+    NS_PER_S,
+    Binary,
+    FrameKind,
+    Function,
+    Profile,
+    SampleClass,
+)
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.base import Leaf
 from aiflame.agent.store import engine as engine_module
@@ -292,6 +299,100 @@ def test_a_table_of_functions(store: DirectoryEngine) -> None:
     # and sums by hour, which whole hours are asked of, give the same
     hour = Selector(_BEGIN_S // 3600 * 3600, _BEGIN_S // 3600 * 3600 + 7200, {}, ("on_cpu",))
     assert questions.top(store, hour, 3).rows == table.rows
+
+
+def _waiting(*frames: tuple[str, FrameKind, str]) -> Profile:
+    """Returns a profile of one wait, 5 ms of the stack of (name, kind, module or file)."""
+    binaries = tuple(Binary(where, "") for _, kind, where in frames if kind is FrameKind.NATIVE)
+    of = {binary.path: at for at, binary in enumerate(binaries)}
+    functions = tuple(
+        Function(kind, name, of.get(where), "" if where in of else where)
+        for name, kind, where in frames
+    )
+    profile = literal_profile(
+        Sample(";".join(name for name, *_ in frames), 5 * MS, SampleClass.BLOCKED)
+    )
+    return replace(profile, functions=functions, binaries=binaries)
+
+
+_KERNEL = [("[entry]", FrameKind.KERNEL, ""), ("futex_wait", FrameKind.KERNEL, "")]
+_SCHEDULED = [("schedule", FrameKind.KERNEL, ""), ("__schedule", FrameKind.KERNEL, "")]
+_LIBC = ("pthread_cond_wait", FrameKind.NATIVE, "/usr/lib/x86_64-linux-gnu/libc.so.6")
+
+
+@pytest.mark.parametrize(
+    ("frames", "own"),
+    [
+        ([("main", FrameKind.NATIVE, "/opt/app"), _LIBC, *_KERNEL], "main"),
+        # libc's by itself, and of kernel threads what they do
+        ([_LIBC, *_KERNEL, *_SCHEDULED], "pthread_cond_wait"),
+        ([("kthread", FrameKind.KERNEL, ""), *_SCHEDULED], "kthread"),
+        (_SCHEDULED, "__schedule"),
+        # Python's own library waits for its caller, in its functions and modules
+        (
+            [
+                ("serve", FrameKind.PYTHON, "/srv/app.py"),
+                ("_eval", FrameKind.INTERPRETER, ""),
+                ("Condition.wait", FrameKind.PYTHON, "/usr/lib/python3.11/threading.py"),
+                ("lock_acquire", FrameKind.NATIVE, "/usr/bin/python3.11"),
+                _LIBC,
+                *_KERNEL,
+            ],
+            "serve",
+        ),
+        (
+            [
+                ("serve", FrameKind.PYTHON, "/srv/app.py"),
+                ("get", FrameKind.PYTHON, "/v/lib/python3.12/site-packages/redis/client.py"),
+                ("sleep", FrameKind.NATIVE, "/v/lib/python3.12/lib-dynload/time.cpython-312.so"),
+            ],
+            "get",
+        ),
+        # names that begin alike are others'
+        ([("wait", FrameKind.NATIVE, "/opt/libcuda.so.1"), _LIBC, *_KERNEL], "wait"),
+        ([("wait", FrameKind.NATIVE, "/opt/python-sampler"), _LIBC, *_KERNEL], "wait"),
+        # code of no file
+        ([("main", FrameKind.NATIVE, "/opt/app"), ("[jit]", FrameKind.NATIVE, ""), _LIBC], "[jit]"),
+    ],
+)
+def test_waits_are_of_who_waits(
+    store: DirectoryEngine, frames: list[tuple[str, FrameKind, str]], own: str
+) -> None:
+    _add(store, _waiting(*frames))
+    for classes in (("blocked",), ()):
+        table = questions.top(store, replace(_ALL, classes=classes), 1)
+        assert (table.rows[0][0], table.rows[0][-2]) == ("5.00", own)
+        raw = questions.top(store, replace(_ALL, classes=classes), 1, is_raw=True)
+        assert (raw.rows[0][0], raw.rows[0][-2]) == ("5.00", frames[-1][0])
+
+
+def test_time_on_the_cpu_is_of_the_innermost(store: DirectoryEngine) -> None:
+    _add(store, literal_profile(Sample("main;[k]sys_read;[k]copy", 5 * MS)))
+    for classes in (("on_cpu",), ()):
+        table = questions.top(store, replace(_ALL, classes=classes), 1)
+        assert (table.rows[0][0], table.rows[0][-2]) == ("5.00", "copy")
+
+
+def test_launches_are_of_lines_of_no_package(store: DirectoryEngine) -> None:
+    # GIVEN launches by a package that a program calls, and by one that only a script of pip calls
+    profile = small_timed_profile()
+    inner = "/v/lib/python3.11/site-packages/pyopencl/__init__.py"
+    packaged = replace(
+        profile,
+        functions=tuple(
+            replace(f, file=inner) if f.name == "step" else f for f in profile.functions
+        ),
+    )
+    _add(store, packaged)
+
+    def stalled(*, is_raw: bool) -> dict[str, int]:
+        lines = questions.stalls_by_line(store, _ALL, 9, is_raw=is_raw)
+        return {row[4]: int(row[0]) for row in lines.rows}
+
+    # THEN the line of the program has what is the package's otherwise
+    assert stalled(is_raw=True)[f"step ({inner}:21)"] == 40
+    assert f"step ({inner}:21)" not in stalled(is_raw=False)
+    assert sum(stalled(is_raw=True).values()) == sum(stalled(is_raw=False).values())
 
 
 def test_tables_of_devices(store: DirectoryEngine) -> None:
