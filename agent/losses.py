@@ -22,6 +22,7 @@ class _Entry:
     in_kernel: bool = False
     is_of_time: bool = False
     is_of_device: bool = False
+    is_asked_for: bool = False
 
 
 @enum.unique
@@ -36,6 +37,7 @@ class LossKind(enum.Enum):
         in_kernel: The kernel half counts it, as LOST_ and the member's name.
         is_of_time: Time of threads is missing, and not only what it was spent on.
         is_of_device: Samples of devices are missing.
+        is_asked_for: The user has said that it is to be left out: it is told, and nothing is wrong.
     """
 
     # Counted by the kernel half.
@@ -138,7 +140,7 @@ class LossKind(enum.Enum):
         "samples of processes in cgroups that are excluded: their time is nowhere here",
         cure="exclude less",
         in_kernel=True,
-        is_of_time=True,
+        is_asked_for=True,
     )
     NO_SCRATCH = _Entry(
         "samples without room to walk a stack",
@@ -468,6 +470,7 @@ class LossKind(enum.Enum):
         self.in_kernel = entry.in_kernel
         self.is_of_time = entry.is_of_time
         self.is_of_device = entry.is_of_device
+        self.is_asked_for = entry.is_asked_for
 
 
 # By the names that captures and windows have.

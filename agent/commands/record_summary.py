@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.model.profile import Profile
-from aiflame.agent.reports.facts import complete_words, cut_short, missing_line
+from aiflame.agent.reports.facts import complete_words, cut_short, is_asked_for, missing_line
 from aiflame.agent.reports.words import duration
 
 
@@ -34,8 +34,9 @@ def loss_lines(profile: Profile) -> Iterator[str]:
     if missing := missing_line(profile):
         yield f"{missing}."
     for loss in profile.losses:
-        yield f"lost: {loss.name} {loss.count:,}: {loss.meaning}"
-    if not profile.losses:
+        word = "left out" if is_asked_for(loss) else "lost"
+        yield f"{word}: {loss.name} {loss.count:,}: {loss.meaning}"
+    if all(map(is_asked_for, profile.losses)):
         yield "0 lost."
     yield from device_lines(profile)
     if not len(profile.samples):

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import FrameKind, Profile, Recording, SampleClass
+from aiflame.agent.model.profile import FrameKind, Loss, Profile, Recording, SampleClass
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.reports.words import duration, percent, showable
@@ -26,6 +26,8 @@ _LEAST_SHARE = 0.0005
 
 # Losses that cost time. Others cost frames, names or single events.
 _LOSSES_OF_TIME = frozenset(kind.stored_name for kind in LossKind if kind.is_of_time)
+
+_ASKED_FOR = frozenset(kind.stored_name for kind in LossKind if kind.is_asked_for)
 
 
 def moment(ns: int) -> str:
@@ -67,11 +69,11 @@ def title(profile: Profile, options: ReportOptions) -> str:
 
 def subtitle(profile: Profile, options: ReportOptions, whole_ns: int) -> str:
     """Return what the whole of the flame graph is."""
+    whole = f"100 % = {duration(whole_ns)} of {options.view.label}"
+    if profile.fleet is not None:  # which tells no threads apart
+        return f"{whole}, {profile.fleet.when}"
     threads = counted(len(np.unique(profile.samples["thread"])), "thread")
-    return (
-        f"100 % = {duration(whole_ns)} of {options.view.label}"
-        f" summed over {threads}, {lasted(profile.recording)}"
-    )
+    return f"{whole} summed over {threads}, {lasted(profile.recording)}"
 
 
 def complete_share(profile: Profile, *, is_on_cpu: bool = False) -> tuple[int, int]:
@@ -224,11 +226,30 @@ def warnings(profile: Profile) -> list[str]:
     missing = missing_line(profile)
     if missing:
         lines.append(f"{missing}.")
-    when = "" if recording.time_range is None else " in the whole recording"
     lines += [
-        f"Lost {showable(loss.name)}: {loss.count:,}{when}" for loss in profile.losses if loss.count
+        f"Lost {showable(loss.name)}: {loss.count:,}{_of_whole(recording)}"
+        for loss in profile.losses
+        if loss.count and not is_asked_for(loss)
     ]
     return lines
+
+
+def is_asked_for(loss: Loss) -> bool:
+    """Whether the user said that it is to be left out: then nothing is wrong."""
+    return loss.name in _ASKED_FOR
+
+
+def asked_for(profile: Profile) -> list[str]:
+    """Return what is not in a profile because the user said so, one sentence each."""
+    return [
+        f"Left out as asked for: {showable(loss.name)} {loss.count:,}{_of_whole(profile.recording)}"
+        for loss in profile.losses
+        if loss.count and is_asked_for(loss)
+    ]
+
+
+def _of_whole(recording: Recording) -> str:
+    return "" if recording.time_range is None else " in the whole recording"
 
 
 def _range_fact(recording: Recording) -> str:
@@ -239,15 +260,25 @@ def _range_fact(recording: Recording) -> str:
     )
 
 
+def own_cost(recording: Recording) -> str:
+    """Return what recording took; "" where nobody told, as of several hosts."""
+    if not recording.recorder_peak_rss_bytes:
+        return ""
+    own = recording.recorder_cpu_ns
+    return (
+        f"{duration(own)} of CPU time ({percent(own, recording.duration_ns)} of one CPU),"
+        f" {recording.recorder_peak_rss_bytes / 2**20:.1f} MiB of memory at its peak"
+    )
+
+
 def recording_facts(profile: Profile) -> list[tuple[str, str]]:
     """Return the lines shown under a page: the recording, and what it cost."""
     recording = profile.recording
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
     counts = profile.samples["count"]
-    own = recording.recorder_cpu_ns
     ended = "" if recording.time_range is None else " that ended in the time range"
     lines = [
-        ("command", recording.command),
+        *([("command", recording.command)] if recording.command else []),
         ("target", recording.target),
         ("duration", duration(recording.duration_ns)),
         *([("time range", _range_fact(recording))] if recording.time_range is not None else []),
@@ -259,12 +290,7 @@ def recording_facts(profile: Profile) -> list[tuple[str, str]]:
         ("complete stacks", complete_words(profile)),
         *([("cut short in", cut)] if (cut := cut_short(profile)) else []),
         *recording.facts,
-        (
-            "recorder's own cost",
-            f"{duration(own)} of CPU time"
-            f" ({percent(own, recording.duration_ns)} of one CPU),"
-            f" {recording.recorder_peak_rss_bytes / 2**20:.1f} MiB of memory at its peak",
-        ),
+        *([("recorder's own cost", cost)] if (cost := own_cost(recording)) else []),
         ("aiflame", recording.aiflame_version),
     ]
     return [(showable(name), showable(value)) for name, value in lines]

@@ -35,7 +35,7 @@ from aiflame.agent.reports.pack import MAX_NODES, Packed, draft
 from aiflame.agent.reports.pack_device import draft_device, draft_times
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.selection import has_python
-from aiflame.agent.reports.words import duration, showable
+from aiflame.agent.reports.words import showable
 
 # In this order they are one program: data and trees, drawing, words, state, the page.
 _SCRIPTS = (
@@ -62,7 +62,8 @@ class HtmlReport:
         values = {
             "title": html.escape(facts.title(profile, options)),
             "subtitle": html.escape(_subtitle(profile, sets[_TIME])),
-            "warnings": _paragraphs(facts.warnings(profile)),
+            "warnings": _paragraphs(facts.warnings(profile), "warning")
+            + _paragraphs(facts.asked_for(profile), "note"),
             "cut": html.escape(_cut_note(sets, options)),
             "losses": _losses(profile),
             "facts": _definitions(
@@ -161,8 +162,6 @@ def _numbers(values: npt.NDArray[np.float64]) -> list[int | None]:
 
 
 def _subtitle(profile: Profile, packed: Packed) -> str:
-    if profile.fleet is not None:
-        return f"100 % = {duration(packed.whole_ns)} of {View.WALL.label}, {profile.fleet.when}"
     return facts.subtitle(profile, ReportOptions(view=View.WALL), packed.whole_ns)
 
 
@@ -237,8 +236,8 @@ def _hash_source(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _paragraphs(lines: list[str]) -> str:
-    return "".join(f'<p class="warning">{html.escape(line)}</p>' for line in lines)
+def _paragraphs(lines: list[str], kind: str) -> str:
+    return "".join(f'<p class="{kind}">{html.escape(line)}</p>' for line in lines)
 
 
 def _definitions(pairs: list[tuple[str, str]]) -> str:

@@ -181,6 +181,7 @@ def _document(graph: _Graph) -> Iterator[str]:
 
 def _notes(graph: _Graph) -> Iterable[str]:
     yield from facts.warnings(graph.profile)
+    yield from facts.asked_for(graph.profile)
     if graph.cut.nodes:
         width = graph.options.min_width_pct
         share = MIN_WIDTH_PCT if width is None else width
@@ -194,7 +195,8 @@ def _notes(graph: _Graph) -> Iterable[str]:
     own = percent(recording.recorder_cpu_ns, recording.duration_ns)
     yield (
         f"Complete stacks: {facts.complete_words(graph.profile)}."
-        f" The recorder itself took {own} of one CPU. aiflame {recording.aiflame_version}"
+        + (f" The recorder itself took {own} of one CPU." if facts.own_cost(recording) else "")
+        + f" aiflame {recording.aiflame_version}"
     )
 
 

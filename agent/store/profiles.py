@@ -392,16 +392,18 @@ class _Builder:
             np.add.at(table[column], found["sample"], found[column])
         return table, found if self._detail is not None else found[:0]
 
-    def _fleet(self, samples: npt.NDArray[np.void]) -> Fleet | None:
+    def _fleet(self, samples: npt.NDArray[np.void], selector: Selector) -> Fleet:
         detail = self._detail
         if detail is None:
-            return None
+            detail = Detail(
+                selector.begin_s, selector.end_s, selector.end_s - selector.begin_s, labels=()
+            )
         ns = np.zeros(len(self._threads), np.uint64)
         np.add.at(ns, samples["thread"], samples["ns"])
         values = np.array([found for *_, found in self._threads], np.int64)
         labels = [_label(label, values[:, i], ns) for i, label in enumerate(detail.labels)]
         classes = [klass for _, klass, _ in self._threads]
-        there = sorted({*classes} - {_OF_DEVICES})
+        there = sorted({*classes} - {_OF_DEVICES}) if self._detail is not None else []
         if len(there) > 1:
             which = np.array([there.index(k) if k in there else -1 for k in classes], np.int64)
             labels.append(FleetLabel("class", tuple(SampleClass(k).label for k in there), 0, which))
@@ -417,9 +419,9 @@ class _Builder:
         """Returns the profile of rows; see `_samples` and `_device_rows` of the module."""
         table, spans = self._samples(rows)
         gpu = self._gpu(device_rows)
-        fleet = self._fleet(table)
+        fleet = self._fleet(table, selector)
         begin_s, end_s = selector.begin_s, selector.end_s
-        if fleet is not None and self._detail is not None:
+        if self._detail is not None:
             begin_s, end_s = self._detail.begin_s, self._detail.end_s
         processes = tuple(
             Process(number, 0, name or "[not known]", "", "", "", "", 0, None)

@@ -151,7 +151,7 @@ def test_a_filter_and_a_time_range_narrow_each_other(page: Page, report: Path) -
     title = page.value("document.getElementById('range').title")
     assert title == f"aiflame query flame --from {_BEGIN_S} --to {_BEGIN_S + 60}"
     page.open(report, "#node=n2&from=0&to=60")
-    assert page.text("empty") == "There is no wall time in this selection."
+    assert page.text("empty") == "This selection has no wall time."
 
 
 def test_back_escape_and_clear_undo_filters(page: Page, report: Path) -> None:

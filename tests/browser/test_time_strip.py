@@ -137,7 +137,7 @@ def test_the_keys_choose_a_range(page: Page, report: Path) -> None:
 
 def test_a_range_without_anything_says_so(page: Page, report: Path) -> None:
     page.open(report, "#from=9&to=10")
-    assert page.text("empty") == "There is no wall time in this selection."
+    assert page.text("empty") == "This selection has no wall time."
     assert page.value("document.getElementById('empty').hidden") is False
 
 

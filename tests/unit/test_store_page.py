@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent import cli
 from aiflame.agent.model.batch import Batch, Labels
-from aiflame.agent.model.profile import NS_PER_S, Fleet, Profile
+from aiflame.agent.model.profile import NS_PER_S, Fleet, Loss, Profile
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.base import Leaf
 from aiflame.agent.store import detail, profiles, schema
@@ -86,7 +86,7 @@ def test_a_page_has_what_other_formats_have(store: DirectoryEngine, by: By) -> N
         assert sorted(_folded(page.profile, view)) == sorted(_folded(plain.profile, view)), view
     assert (page.left_out, page.left_out_ns) == (0, 0)
     assert int(page.profile.spans["ns"].sum()) == int(page.profile.samples["ns"].sum())
-    assert plain.profile.fleet is None
+    assert _fleet(plain.profile).labels == ()
 
 
 @pytest.mark.parametrize("name", ["service", "node", "version", "class"])
@@ -188,6 +188,25 @@ def test_a_page_that_would_be_too_large_is_coarser(
     assert len(cut.profile.spans) == 5
     assert int(cut.profile.spans["ns"].sum()) + cut.left_out_ns == whole
     assert any(name == "left out" for name, _ in cut.profile.recording.facts)
+
+
+def test_words_around_a_flame_graph_are_of_a_fleet(store: DirectoryEngine) -> None:
+    # GIVEN hosts that lost something, and left something out since they were told to
+    losses = (Loss("ring_full", 3, ""), Loss("excluded", 17, ""))
+    _add(store, replace(small_profile(), losses=losses), 0)
+    for is_page, name in ((True, "html"), (False, "svg")):
+        profile = profile_of(store, _ALL, By.SERVICE, 10_000, is_page=is_page).profile
+        text = FORMATS[name].render(profile, ReportOptions()).decode()
+        # THEN the whole is of a time of day, and of no number of threads; nobody tells a cost
+        whole = text[text.index("100 % = ") :].partition("<")[0]
+        assert " UTC" in whole or "2026-" in whole
+        assert "thread" not in whole
+        assert "The recorder itself" not in text
+        assert "own cost" not in text
+        # and what was asked for is no loss
+        assert "Lost ring_full: 3" in text
+        assert "Lost excluded" not in text
+        assert "Left out as asked for: excluded 17" in text
 
 
 def _services(profile: Profile) -> tuple[str, ...]:

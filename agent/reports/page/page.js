@@ -173,7 +173,7 @@ class Page {
     const empty = main.total[0] === 0;
     byId("empty").hidden = !empty;
     byId("empty").textContent = this.data.row_node.length
-      ? "There is no " + VIEW_NAMES[view] + " in this selection." : "Nothing was recorded.";
+      ? `This selection has no ${VIEW_NAMES[view]}.` : "Nothing was recorded.";
     const unfollowed = (main.unfollowed || 0) + (isSandwich ? callers.unfollowed : 0);
     byId("details").textContent = "";
     byId("unfollowed").textContent = unfollowed

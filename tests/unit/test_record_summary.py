@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of a recording at its end."""
+
+from __future__ import annotations
+
+from aiflame.agent.commands.record_summary import loss_lines
+from aiflame.agent.model.profile import Loss
+from profiles import MS, Sample, profile_of
+
+_SAMPLE = Sample("main", 10 * MS)
+
+
+def test_what_was_asked_for_is_no_loss() -> None:
+    asked, lost = Loss("excluded", 17, "of cgroups"), Loss("ring_full", 3, "events")
+    said = [*loss_lines(profile_of(_SAMPLE, losses=(asked,)))]
+    assert said[:2] == ["left out: excluded 17: of cgroups", "0 lost."]
+    both = [*loss_lines(profile_of(_SAMPLE, losses=(asked, lost)))]
+    assert both[:2] == ["left out: excluded 17: of cgroups", "lost: ring_full 3: events"]
+    assert "0 lost." not in both
+    assert next(loss_lines(profile_of(_SAMPLE))) == "0 lost."
