@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from aiflame.agent import kernelfs
+from aiflame.agent.limits import limit_self
 
 # Longer than the longest of libtorch (7.8 KB). LLVM's demangler recurses: some 400 KB of nested
 # templates end its stack.
@@ -149,8 +150,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asks
     pages = int(kernelfs.read_text("/proc/self/statm").split()[0])
     limit = pages * resource.getpagesize() + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_self((resource.RLIMIT_AS, limit), (resource.RLIMIT_CORE, 0))
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     calls = {*sandbox.BASE_CALLS.values(), sandbox.FILE_CALLS["setitimer"]}
     sandbox.enter(calls, os.getppid())

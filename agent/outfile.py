@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from aiflame.agent.errors import AiflameError, UsageError
+from aiflame.agent.limits import room_hint
 
 # NAME_MAX of Linux file systems (limits.h), in bytes.
 _NAME_MAX_BYTES = 255
@@ -430,6 +431,8 @@ def _cannot_write(path: Path, error: OSError) -> AiflameError:
     hint = None
     if error.errno in _DISK_FULL:
         hint = "free some space, or choose another folder with -o"
+    elif error.errno == errno.EFBIG:
+        hint = room_hint()
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = "choose another folder with -o"
     return AiflameError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", hint)

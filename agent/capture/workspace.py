@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 
 from aiflame.agent.errors import Aborted, AiflameError, EnvironmentUnfit
+from aiflame.agent.limits import room_hint
 from aiflame.agent.outfile import FileIdentity, Owner, private_directory, write_output
 
 # A capture of a busy host grows by a few MB a minute; this is an hour of it.
@@ -108,7 +109,7 @@ class Workspace(AbstractContextManager["Workspace"]):
         except OSError as error:
             shutil.rmtree(parent / name, ignore_errors=True)
             raise AiflameError(
-                f"cannot write {parent / name}: {error.strerror}", "free some space on that disk"
+                f"cannot write {parent / name}: {error.strerror}", room_hint()
             ) from error
         return made
 

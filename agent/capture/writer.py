@@ -15,6 +15,7 @@ from typing import Any
 
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION, schema_sql
 from aiflame.agent.errors import AiflameError, DiskFull
+from aiflame.agent.limits import room_hint
 
 # Columns of each table that rows are given for: the first ones of schema.sql.
 _COLUMNS = {
@@ -167,5 +168,5 @@ class CaptureWriter:
 
 def _explained(error: sqlite3.Error, path: Path) -> AiflameError:
     if "full" in str(error) or "disk I/O" in str(error):
-        return DiskFull(f"cannot write {path}: {error}", "free some space on that disk")
+        return DiskFull(f"cannot write {path}: {error}", room_hint())
     return AiflameError(f"cannot write {path}: {error}")

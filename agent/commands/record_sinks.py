@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from aiflame.agent.capture.workspace import Workspace
 from aiflame.agent.errors import AiflameError, DiskFull
+from aiflame.agent.limits import room_hint
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks.capture_process import CaptureFailed, CaptureProcess
@@ -86,7 +87,7 @@ class RecordSinks:
         if self._report is None:
             self._report = self._complete()
         if self._report.disk_full:
-            raise DiskFull(self._report.disk_full, "free some space on that disk")
+            raise DiskFull(self._report.disk_full, room_hint())
         return self._report
 
     def _complete(self) -> Report:

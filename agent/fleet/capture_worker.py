@@ -265,8 +265,10 @@ def _serve(client: socket.socket, settings: AgentSettings, request: CaptureReque
         shutil.rmtree(left, ignore_errors=True)
     # Larger files cannot be written by this process and those that it starts, but for parsers of
     # symbols, which have limits of their own.
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (settings.capture_size, most))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = settings.capture_size
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with _own_folder(own) as folder:
         job = _Job(request, settings, folder, client)
         try:

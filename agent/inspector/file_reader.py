@@ -23,6 +23,7 @@ from typing import Any
 from aiflame.agent.file_questions import Json
 from aiflame.agent.inspector.child import ends
 from aiflame.agent.inspector.parser import BadMessage, Channel, Parser
+from aiflame.agent.limits import limit_self
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 # The largest files take 300 MB; a hostile one may end its parser.
@@ -142,9 +143,11 @@ def main() -> None:
     # The functions import capstone when they need it, which parsers cannot: they open no files.
     for module in ("capstone", *modules):
         importlib.import_module(module)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_RTTIME, (_REAL_TIME_US, _REAL_TIME_US))
+    limit_self(
+        (resource.RLIMIT_AS, _MAX_MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_RTTIME, _REAL_TIME_US),
+    )
     gc.freeze()  # forks share what is there, as long as it is not written to
     forks = _Forks()
     with contextlib.suppress(EOFError, BadMessage, OSError):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from aiflame.agent.inspector import sandbox
+from aiflame.agent.limits import limit_self
 
 _CALLS = frozenset({**sandbox.BASE_CALLS, **sandbox.FILE_CALLS}.values())
 # A message is a question; what is large goes into a file.
@@ -213,8 +214,9 @@ def _run(work: Callable[[Channel], None], connection: socket.socket, parent: int
         for standard in (0, 1):
             os.dup2(nothing, standard)
         _close_all_but({0, 1, 2, connection.fileno()})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS, _MAX_DESCRIPTORS))
+        limit_self(
+            (resource.RLIMIT_FSIZE, _MAX_FILE_BYTES), (resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS)
+        )
         # What could not be given up is told of by the reader of memory, once for all.
         sandbox.enter(_CALLS, parent)
         with contextlib.suppress(EOFError):  # nobody asks any more

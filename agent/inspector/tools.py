@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 
 from aiflame.agent.inspector import sandbox
+from aiflame.agent.limits import limit_self
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 
 # Stands among arguments for the bytes, as the path of a file.
@@ -125,14 +126,13 @@ def _give_up_rights(parent: int) -> None:
     """What the child does before it becomes the program."""
     is_root = os.geteuid() == 0
     _libc.unshare(_ALONE if is_root else _ALONE | _OWN_USERS)
-    for limit, value in (
+    limit_self(
         (resource.RLIMIT_CPU, _MAX_CPU_S),
         (resource.RLIMIT_AS, _MAX_MEMORY_BYTES),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS),
-    ):
-        resource.setrlimit(limit, (value, value))
+    )
     failures = sandbox.enter(None, parent)
     changes_nothing = _forbid_changes()
     has_rights = os.geteuid() == 0 or not (is_root or changes_nothing)

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from aiflame.agent.capture.segment import MAGIC, BadSegment, SegmentReader, SegmentWriter
 from aiflame.agent.errors import DiskFull
+from aiflame.agent.limits import room_hint
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.jit_symbols import jit_window, with_jit_symbols
 
@@ -72,9 +73,7 @@ class SegmentSink:
             writer.write(window)
         except OSError as error:
             self.close()
-            raise DiskFull(
-                f"cannot write {self._folder}: {error.strerror}", "free some space on that disk"
-            ) from error
+            raise DiskFull(f"cannot write {self._folder}: {error.strerror}", room_hint()) from error
         self._kept[-1] = (self._kept[-1][0], window.end_ns)
         self._forget(window.end_ns)
 

@@ -45,6 +45,7 @@ from aiflame.agent.inspector.parser import (
     contents,
     end_as,
 )
+from aiflame.agent.limits import limit_self
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import Candidate
 from aiflame.agent.symbols.frames import Problem, RawFrame, clean_name
@@ -530,8 +531,7 @@ class Worker:
 
 def _limit_self(memory_bytes: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_self((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0))
     # Ctrl-C is the recorder's to handle; the timer must end a parser wherever it hangs.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -555,8 +555,7 @@ def main(arguments: list[str]) -> None:
     """Run with the arguments of the command line: cache, bytes of memory, seconds a request."""
     cache, memory_bytes, timeout_s, *data_bytes = arguments
     _limit_self(int(memory_bytes))
-    for limit in map(int, data_bytes):
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    limit_self(*((resource.RLIMIT_DATA, int(limit)) for limit in data_bytes))
     worker = Worker(Path(cache) if cache else None, float(timeout_s))
     gc.freeze()  # forks share what is there, as long as it is not written to
     with contextlib.suppress(BrokenPipeError):

@@ -26,6 +26,7 @@ import capstone  # noqa: F401 - parsers use it, and cannot open its files
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.parser import BadMessage, Channel, Parser, Parsers, contents, end_as
+from aiflame.agent.limits import limit_self
 from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.outline import Outline, checked, read_outline
 from aiflame.agent.symbols.store import Store
@@ -159,11 +160,12 @@ class _NotBuilt(AiflameError):
 def main() -> None:
     """Serves until its standard input ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     cache, *limits = sys.argv[1:]
-    for limit in map(int, limits):
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    limit_self(
+        (resource.RLIMIT_AS, _MAX_MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        *((resource.RLIMIT_DATA, int(limit)) for limit in limits),
+    )
     builder = _Builder(Path(cache))
     gc.freeze()  # forks share what is there, as long as it is not written to
     for line in sys.stdin:

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of processes, setrlimit(2): what whoever started us allows is never exceeded."""
+
+from __future__ import annotations
+
+import resource
+
+
+def limit_self(*limits: tuple[int, int]) -> None:
+    """Lowers limits of this process and what it starts, for good.
+
+    One that is lower already stays so: only CAP_SYS_RESOURCE may raise it.
+
+    Args:
+        limits: Of resource.RLIMIT_*, and how much of each is allowed.
+    """
+    for which, most in limits:
+        _, hard = resource.getrlimit(which)
+        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def room_hint() -> str:
+    """Returns what helps where a file cannot be written for want of room.
+
+    SQLite says of a file that is larger than allowed that the disk is full, or does not work.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    free = "free some space on that disk"
+    if soft == resource.RLIM_INFINITY:
+        return free
+    return f"raise the limit of files (ulimit -f), which is {soft / 1e6:,.1f} MB, or {free}"
