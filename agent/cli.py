@@ -101,7 +101,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def _print_error(error: AiflameError) -> None:
-    tell(sys.stderr, f"aiflame: {error}\n" + (f"\n  {error.hint}\n" if error.hint else ""))
+    words = f"aiflame: {error}\n" + (f"\n  {error.hint}\n" if error.hint else "")
+    # Lists of what there is have names in them, of cgroups for instance, that anybody may give.
+    tell(sys.stderr, "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in words))
 
 
 def _scarce_resource(error: Exception) -> AiflameError | None:

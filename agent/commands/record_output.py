@@ -23,6 +23,9 @@ _DEFAULT_FORMAT = "html"
 # Of a capture that was not asked for, and is all there is of a recording that failed.
 _PARTIAL_ENDING = f".partial{CAPTURE_ENDING}"
 
+# Names of pods and cgroups may be as long as those of files, which are 255 bytes with all of ours.
+_MAX_STEM_BYTES = 180
+
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
@@ -64,7 +67,7 @@ def plan_output(output: str | None, format_name: str | None, stem: str, force: b
     Args:
         output: -o as given.
         format_name: -f as given.
-        stem: "<comm>-<pid>" for default names.
+        stem: "<comm>-<pid>" for default names, of which so much is taken as files can have.
         force: --force.
 
     Raises:
@@ -74,6 +77,7 @@ def plan_output(output: str | None, format_name: str | None, stem: str, force: b
         raise UsageError("a recording cannot go to standard output", "aiflame report can: -o -")
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     safe_stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in stem)
+    safe_stem = safe_stem.encode(errors="replace")[:_MAX_STEM_BYTES].decode(errors="ignore")
     path = Path(output if output is not None else f"aiflame-{safe_stem}-{now}{CAPTURE_ENDING}")
     plan = _plan(path, output is not None, format_name, force)
     for file in (plan.capture, plan.report_path):

@@ -22,9 +22,10 @@ SOCKET = "capture.socket"
 # Names of Kubernetes have 253 characters, paths of cgroups 4,096.
 _MAX_TEXT = 4096
 MAX_REQUEST_BYTES = 1 << 14
-# Of an answer: a screen of containers to choose from.
-MAX_ANSWER_BYTES = 1 << 16
+# Of each text of an answer: a screen of containers to choose from.
 _MAX_WORDS = 8192
+# Two such texts: JSON has up to 6 bytes for a character (\u001b).
+MAX_ANSWER_BYTES = 1 << 17
 
 _NS_PER_S = 1_000_000_000
 # The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).

@@ -166,6 +166,8 @@ class CaptureServer:
             raise UsageError(f"a request of more than {MAX_REQUEST_BYTES:,} bytes")
         request = CaptureRequest.parse(data)
         settings = self._config.agent
+        if not settings.capture_length:
+            raise UsageError("this agent makes no captures", "set its `capture_length`")
         if request.length_ns > settings.capture_length * 1e9:
             raise UsageError(
                 f"this agent makes captures of {settings.capture_length:g} s at most",

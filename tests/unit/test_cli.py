@@ -117,6 +117,16 @@ def test_an_error_is_one_line_and_its_cure(
     assert capsys.readouterr() == ("", "aiflame: it failed\n")
 
 
+def test_names_in_errors_tell_terminals_nothing(
+    verb: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(_raiser(UsageError("no such: \x1b]0;x\a", "one of: \n    /a\x1b[2J\u202e\n    /b\udcff")))
+    assert cli.main(["stats"]) == 2
+    bad = "\ufffd"
+    said = f"aiflame: no such: {bad}]0;x{bad}\n\n  one of: \n    /a{bad}[2J{bad}\n    /b{bad}\n"
+    assert capsys.readouterr().err == said
+
+
 def test_an_error_that_nobody_foresaw(
     verb: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

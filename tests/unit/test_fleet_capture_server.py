@@ -19,10 +19,12 @@ import pytest
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import capture_server
 from aiflame.agent.fleet.capture_request import (
+    MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     SOCKET,
     CaptureRequest,
     InDirectory,
+    refusal,
 )
 from aiflame.agent.fleet.capture_server import CaptureServer
 from aiflame.agent.fleet.config import AgentConfig, AgentSettings
@@ -186,7 +188,7 @@ def test_limits_are_those_of_the_configuration(server: CaptureServer, config: Ag
     request = CaptureRequest(is_all=True, last_ns=601 * 10**9)
     assert "600 s at most" in _asked(config, request.message())["error"]
     server.use(replace(config, agent=replace(config.agent, capture_length=0.0)))
-    assert "0 s at most" in _asked(config, _REQUEST.message())["error"]
+    assert "makes no captures" in _asked(config, _REQUEST.message())["error"]
 
 
 def _is_gone(pid: int) -> bool:
@@ -195,6 +197,13 @@ def _is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def test_the_longest_answer_is_read_whole() -> None:
+    words = "\x1b" * 100_000  # a character that JSON makes six of
+    answer = refusal(words, words)
+    assert len(answer) <= MAX_ANSWER_BYTES
+    assert json.loads(answer)["hint"]
 
 
 def test_one_that_gets_nowhere_is_ended(

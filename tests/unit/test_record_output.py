@@ -196,6 +196,14 @@ def test_a_name_that_a_process_chose_is_only_a_name(folder: Path, stem: str, nam
     assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.parametrize("letter", ["x", "\u05d0", "\U00020000"])
+def test_a_name_that_somebody_else_chose_is_never_too_long(folder: Path, letter: str) -> None:
+    plan = plan_output(None, None, f"cgroup-{letter * 255}", False)
+    assert plan.capture is not None
+    plan.capture.touch()
+    assert plan.capture.name.startswith(f"aiflame-cgroup-{letter}")
+
+
 def test_a_name_that_is_too_long() -> None:
     with pytest.raises(AiflameError, match="file name too long"):
         _plan("x" * 300 + ".svg", None)
