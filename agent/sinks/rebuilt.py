@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.written import Naming, WrittenCapture
 from aiflame.agent.symbolize.files import FoundFiles
@@ -45,7 +46,8 @@ def capture_of_windows(
     with (
         SymbolService(cache_dir()) as service,
         closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
-        closing(FoundFiles(file_facts, roots)) as files,
+        closing(Opener()) as opener,
+        closing(FoundFiles(file_facts, opener, roots)) as files,
     ):
         _write(path, windows, facts, Naming(files, service, file_facts))
 

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from aiflame.agent.elf.headers import HEADERS
-from aiflame.agent.inspector.rootfs import open_beneath, open_regular, open_root
+from aiflame.agent.inspector.opener import Opener, RemoteFile
 from aiflame.agent.symbols.file_facts import FileFacts
 
 
@@ -88,28 +87,40 @@ class FoundFiles:
 
     Args:
         file_facts: Tells which they have; closing it stays the caller's.
+        opener: Opens them: who has mapped a file may serve it himself, and never answer. Closing it
+            stays the caller's.
         roots: Returns root directories in which a file may be besides the host's, by its number:
             those of processes that have it mapped.
     """
 
     def __init__(
-        self, file_facts: FileFacts, roots: Callable[[int], Iterable[str]] = lambda _: ()
+        self,
+        file_facts: FileFacts,
+        opener: Opener,
+        roots: Callable[[int], Iterable[str]] = lambda _: (),
     ) -> None:
         self._file_facts = file_facts
+        self._opener = opener
         self._roots = roots
-        self._files: dict[tuple[str, str], OpenFile] = {}
+        self._of_host: dict[tuple[str, str], OpenFile] = {}
+        # By number: one container must not name another's frames by a file that looks the same.
+        self._of_roots: dict[int, OpenFile] = {}
 
     def open(self, binary: int, path: str, build_id: str) -> OpenFile:
         """As `Files.open`."""
-        key = (path, build_id)
-        if key not in self._files:
-            self._files[key] = self._find(binary, path, build_id)
-        return self._files[key]
-
-    def _find(self, binary: int, path: str, build_id: str) -> OpenFile:
-        if not path.startswith("/") or not build_id:
+        if not path.startswith("/") or "\0" in path or not build_id:
             return NO_FILE
-        for root in itertools.chain(("/",), self._roots(binary)):
+        key = (path, build_id)
+        if key not in self._of_host:
+            self._of_host[key] = self._find(("/",), path, build_id)
+        if self._of_host[key].fd is not None:
+            return self._of_host[key]
+        if binary not in self._of_roots:
+            self._of_roots[binary] = self._find(self._roots(binary), path, build_id)
+        return self._of_roots[binary]
+
+    def _find(self, roots: Iterable[str], path: str, build_id: str) -> OpenFile:
+        for root in roots:
             fd = self._open_same(root, path, build_id)
             if fd is not None:
                 return OpenFile(fd, root)
@@ -118,13 +129,17 @@ class FoundFiles:
     def _open_same(self, root: str, path: str, build_id: str) -> int | None:
         """Opens a file if it is the one that was recorded."""
         try:
-            fd = open_regular(path) if root == "/" else _open_in(root, path)
+            found = self._opener.beneath(root, path)
         except (OSError, ValueError):
             return None
-        headers = self._file_facts.ask(path, fd, HEADERS)
+        remote = self._file_facts.guard.remote
+        if not found.is_local:
+            remote[found.fd] = RemoteFile(self._opener, found, 0, path)
+        headers = self._file_facts.ask(path, found.fd, HEADERS)
         if headers is not None and headers.build_id == build_id:
-            return fd
-        os.close(fd)
+            return found.fd
+        remote.pop(found.fd, None)
+        os.close(found.fd)
         return None
 
     def jit_process(self, process: int) -> JitProcess | None:
@@ -133,16 +148,12 @@ class FoundFiles:
 
     def close(self) -> None:
         """Closes every file."""
-        _close(self._files.values())
-        self._files.clear()
-
-
-def _open_in(root: str, path: str) -> int:
-    root_fd = open_root(root)
-    try:
-        return open_beneath(root_fd, path)
-    finally:
-        os.close(root_fd)
+        for known in (self._of_host, self._of_roots):
+            for file in known.values():
+                if file.fd is not None:
+                    self._file_facts.guard.remote.pop(file.fd, None)
+            _close(known.values())
+            known.clear()
 
 
 def _close(files: Iterable[OpenFile]) -> None:
