@@ -91,7 +91,8 @@ PROCESS_DTYPE = np.dtype(
 THREAD_DTYPE = np.dtype([("thread", "<u4"), ("process", "<u4"), ("tid", "<u4"), ("name", "<u4")])
 # Exact, by context switches, and how long the thread existed; both inside the window.
 THREAD_TIME_DTYPE = np.dtype([("thread", "<u4"), ("on_cpu_ns", "<u8"), ("observed_ns", "<u8")])
-# kernel_id: as bpf_get_current_cgroup_id() says, 0 on v1 hosts; container_id: 64 hex digits or "".
+# kernel_id: as bpf_get_current_cgroup_id() says, 0 where that is not told, and of groups of v1.
+# container_id: 64 hex digits or "".
 CGROUP_DTYPE = np.dtype(
     [
         ("cgroup", "<u4"),

@@ -77,7 +77,7 @@ class ProcessFacts:
             engine = engines[-1].value if engines and engines[-1] else ""
             unit = identity.units[0].name if identity.units else ""
             words = (text(path), text(identity.container_id), text(engine), text(unit))
-            row = (known, 0, *words)
+            row = (known, self._table.cgroup_id_of(image), *words)
             self._window.define("cgroups", rows_of("cgroups", row))
         return known
 

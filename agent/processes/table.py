@@ -345,6 +345,15 @@ class ProcessTable:
             and all(self.binaries.has_open(line) for line in life.mapped.values())
         )
 
+    def cgroup_id_of(self, image: ProcessImage) -> int:
+        """Returns the id of the cgroup that an image has the path of.
+
+        It is 0 where nobody has told it yet, and where the path is of a hierarchy of v1: by v2 the
+        process is in another one.
+        """
+        is_told = self._cgroup_ids.path_of(image.cgroup_id) == image.cgroup
+        return image.cgroup_id if is_told else 0
+
     def _enter(
         self,
         pid: int,

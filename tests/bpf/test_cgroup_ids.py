@@ -6,12 +6,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from aiflame.agent.fleet.labels import Labeller, LabelOptions
 from aiflame.agent.fleet.selection import Selection, left_out
 from aiflame.agent.inspector.inspector import Inspector
 from aiflame.agent.processes.cgroup_ids import CgroupIds
 from aiflame.agent.processes.container_names import EngineFacts
+from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.facts import ProcessFacts
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.targets import cgroup2_mounts
 from cgroups import made_groups
@@ -41,6 +45,22 @@ def test_where_there_are_no_cgroups(tmp_path: Path) -> None:
     assert CgroupIds(tmp_path / "none").path_of(1) == ""
 
 
+class _Taker:
+    """Keeps what it is told of cgroups."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.cgroups: list[np.void] = []
+
+    def text(self, text: str) -> int:
+        self.texts.append(text)
+        return len(self.texts) - 1
+
+    def define(self, column: str, rows: npt.NDArray[np.void]) -> None:
+        if column == "cgroups":
+            self.cgroups += [*rows]
+
+
 def test_a_process_that_is_gone_was_in_its_cgroup() -> None:
     (mount, *_) = cgroup2_mounts()
     with (
@@ -54,14 +74,24 @@ def test_a_process_that_is_gone_was_in_its_cgroup() -> None:
         # THEN it is known where it ran, as it is told
         assert image.cgroup == f"/{_NAME}/{_SCOPE}"
         assert other.cgroup == ""
+        # and windows are told by which id; of another path, as of a hierarchy of v1, there is none
+        third = table.seen(_GONE + 2, 5, 0, "v1", 6, group.stat().st_ino)
+        third.cgroup = "/docker/of-v1"
+        taker = _Taker()
+        ProcessFacts(taker, table, ElfImages(table.binaries)).tell(10)
+        told = {taker.texts[row["path"]]: int(row["kernel_id"]) for row in taker.cgroups}
+        assert told == {image.cgroup: group.stat().st_ino, third.cgroup: 0}
         table.binaries.close()
 
 
 def test_rules_about_containers_become_ids_of_their_cgroups() -> None:
     (mount, *_) = cgroup2_mounts()
     web, job = (f"{_NAME}/docker-{digit * 64}.scope" for digit in "ab")
-    facts = {"a" * 64: EngineFacts("web"), "b" * 64: EngineFacts("job")}
-    labeller = Labeller(LabelOptions("n"), None, lambda ids: {i: facts[i] for i in ids})
+    # There may be containers here besides.
+    known = {"a" * 64: EngineFacts("web"), "b" * 64: EngineFacts("job")}
+    labeller = Labeller(
+        LabelOptions("n"), None, lambda ids: {i: known[i] for i in ids if i in known}
+    )
     with made_groups(mount, f"{web}/init", job) as (inner, other):
         # WHEN one container is excluded by its name
         rules = Selection.parse([], ["container=we?"])
