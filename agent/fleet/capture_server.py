@@ -117,11 +117,14 @@ class CaptureServer:
         running = self._running
         if running is None:
             return
-        if running.process.poll() is None:
+        code = running.process.poll()
+        if code is None:
             if time.monotonic() < running.until_s:
                 return
             self._log.say(f"capture of {running.words}: ended, as it got nowhere")
             self._end(running)
+        elif code == -signal.SIGKILL:  # which is not how it ends by itself
+            self._log.say(f"capture of {running.words}: killed, as where memory runs out")
         self._running = None
 
     def _end(self, running: _Running) -> None:

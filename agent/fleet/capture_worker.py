@@ -49,6 +49,9 @@ from aiflame.agent.symbols.frames import clean_name
 _FOLDER = "capture"
 _DATABASE = "capture.aiflame"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Where memory runs out, of a pod for instance, this is what goes, and not the agent
+# (OOM_SCORE_ADJ_MAX, linux/oom.h).
+_OOM_SCORE = Path("/proc/self/oom_score_adj"), "1000"
 _NS_PER_S = 1_000_000_000
 # A client that reads nothing for so long has gone.
 _SEND_S = 30.0
@@ -289,6 +292,9 @@ def main(client: socket.socket) -> None:
     """Serves one client."""
     signal.signal(signal.SIGTERM, _end)
     _end_with_parent()
+    with contextlib.suppress(OSError):
+        path, score = _OOM_SCORE
+        path.write_text(score)
     map_large_blocks()
     client.settimeout(_SEND_S)
     job = json.load(sys.stdin)

@@ -162,6 +162,12 @@ def test_a_recording_is_made_beside_the_agent(
         # A recorder that finds itself nice takes that for the user's wish, and waits for a CPU.
         nice = os.getpriority(os.PRIO_PROCESS, min(_recorders(agent.directory)))
         assert nice <= os.getpriority(os.PRIO_PROCESS, agent.process.pid)
+        # Where memory runs out it goes before the agent does.
+        scores = [
+            int(kernelfs.read_text(f"/proc/{pid}/oom_score_adj"))
+            for pid in (min(_recorders(agent.directory)), agent.process.pid)
+        ]
+        assert scores[0] > scores[1]
         refused = agent.capture("--all", "--last", "5s", code=1)
         _, said = first.communicate(timeout=_PATIENCE_S)
     # THEN it is like any recording, the other one is told why it has to wait,

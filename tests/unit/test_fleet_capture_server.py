@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -215,6 +216,24 @@ def test_one_that_gets_nowhere_is_ended(
         pid = int(json.loads(client.recv(1 << 16))["say"])
         assert client.recv(1 << 16) == b""
         wait_until(lambda: _is_gone(pid), _PATIENCE_S)
+
+
+def test_one_that_is_killed_is_told_of(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(capture_server, "COMMAND", (sys.executable, "-c", _WORKER))
+    log = tmp_path / "log"
+    with log.open("w") as file, closing(CaptureServer(config, Log(file.fileno()))):
+        with _client(config) as client:
+            client.send(_REQUEST.message())
+            os.kill(int(json.loads(client.recv(1 << 16))["say"]), signal.SIGKILL)
+            assert client.recv(1 << 16) == b""
+        wait_until(lambda: "killed, as where memory runs out" in log.read_text(), _PATIENCE_S)
+        # One that ends by itself is not.
+        said = log.read_text().count("\n")
+        assert _serves(config)
+        wait_until(lambda: log.read_text().count("\n") > said, _PATIENCE_S)
+        assert log.read_text().count("killed") == 1
 
 
 def test_it_ends_with_the_agent(

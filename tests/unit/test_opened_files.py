@@ -49,7 +49,7 @@ _MAY_OPEN = {
     "agent/fleet/agent.py": "the directory of an agent, to lock it",
     "agent/fleet/stretches.py": "the same, for marks of a stretch",
     "agent/fleet/capture_request.py": "the same, for its socket",
-    "agent/fleet/capture_worker.py": "a private directory in it, and a file without a name",
+    "agent/fleet/capture_worker.py": "a private directory in it, a file without a name, /proc/self",
     "agent/commands/agent_capture.py": "a private directory, for what an agent hands over",
     "agent/fleet/delivery.py": "the same, for what waits for a back-end",
     "agent/sinks/captures.py": "a capture of ours, in that directory",
