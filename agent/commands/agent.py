@@ -80,13 +80,15 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
         args: Of the command line.
         choose: Which device families `--gpu` means.
     """
-    if args.action is not None:
-        return agent_capture.run(args)
     flags = {
         name.removeprefix(_PREFIX): value
         for name, value in vars(args).items()
         if name.startswith(_PREFIX) and value is not None
     }
+    if args.action is not None:
+        if args.directory is None and (flags or args.config is not None):
+            args.directory = load(args.config, flags, os.environ).agent.directory
+        return agent_capture.run(args)
     config = load(args.config, flags, os.environ)
     if args.check_config:
         for warning in config.warnings:

@@ -82,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--frequency",
         metavar="HZ",
         type=int,
-        default=_DEFAULT_FREQUENCY_HZ,
-        help="with -d: samples per second and CPU (default: %(default)s)",
+        default=None,
+        help=f"with -d: samples per second and CPU (default: {_DEFAULT_FREQUENCY_HZ})",
     )
     parser.add_argument(
         "-o",
@@ -99,12 +99,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         type=Path,
         default=None,
-        help="that of the agent (default: $AIFLAME_DIRECTORY, else /var/lib/aiflame/agent)",
+        help="that of the agent (default: of `agent --config FILE capture`, or $AIFLAME_DIRECTORY,"
+        " else /var/lib/aiflame/agent)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask for a capture, and write it; returns the exit code."""
+    if args.last and args.frequency is not None:
+        raise UsageError(
+            "-F is of recordings: what is on disk was sampled before", "leave out -F, or use -d"
+        )
     request = CaptureRequest.parse(
         CaptureRequest(
             pid=args.pid,
@@ -113,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             container=args.container,
             is_all=args.all,
             duration_ns=args.duration,
-            frequency_hz=args.frequency,
+            frequency_hz=_DEFAULT_FREQUENCY_HZ if args.frequency is None else args.frequency,
             last_ns=args.last,
         ).message()
     )
