@@ -25,7 +25,7 @@ _NAMED = 3
 CLASSES = tuple(klass.name.lower() for klass in SampleClass)
 
 # The frames of a stack that a reader looks for, leaf first.
-_SHOWN = "arrayFilter(p -> p.2 != 'interpreter', arrayZip({}))"
+_SHOWN = "arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds, modules, files))"
 
 # Of a file of a Python function: whether it is of Python's own library.
 _IS_STANDARD = "(match({0}, {{standard:String}}) AND NOT match({0}, {{packages:String}}))"
@@ -65,20 +65,19 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
     )
     ((whole,),) = engine.query(f"SELECT sum(v) FROM ({summed}) AS s", values).rows
     has_waits = not is_raw and selector.classes != ("on_cpu",)
-    columns = ("frames", "kinds", "modules", *(("files",) if has_waits else ()))
-    anys = ", ".join(f"any({column}) AS {column}" for column in columns)
     rows = engine.query(
         f"WITH s AS ({summed})"
-        " SELECT fn.1 AS name, any(module) AS place, sumIf(v, leaf) AS self, sum(v) AS total,"
-        " count() OVER () AS functions"
+        " SELECT fn.1 AS name, any(if(found.3 != '', found.3, found.4)) AS place,"
+        " sumIf(v, leaf) AS self, sum(v) AS total, count() OVER () AS functions"
         " FROM (SELECT v, shown, arrayJoin(arrayDistinct(arrayMap(p -> (p.1, p.2), shown))) AS fn,"
-        f" {f'if(waits, {_WAITED_IN}, 1)' if has_waits else '1'} AS innermost,"
         " fn = (shown[innermost].1, shown[innermost].2) AS leaf,"
-        " arrayFirst(p -> (p.1, p.2) = fn, shown).3 AS module FROM"
-        f" (SELECT v, waits, {_SHOWN.format(', '.join(columns))} AS shown FROM s INNER JOIN"
-        f" (SELECT stack_id, {anys}"
-        " FROM stacks WHERE stack_id IN (SELECT stack_id FROM s) GROUP BY stack_id) AS d"
-        " USING stack_id) AS j) AS f"
+        " arrayFirst(p -> (p.1, p.2) = fn, shown) AS found FROM"
+        # Before a row becomes one for each function: it is looked for once in a stack.
+        f" (SELECT v, {_SHOWN} AS shown,"
+        f" {f'if(waits, {_WAITED_IN}, 1)' if has_waits else '1'} AS innermost FROM s INNER JOIN"
+        " (SELECT stack_id, any(frames) AS frames, any(kinds) AS kinds, any(modules) AS modules,"
+        " any(files) AS files FROM stacks WHERE stack_id IN (SELECT stack_id FROM s)"
+        " GROUP BY stack_id) AS d USING stack_id) AS j) AS f"
         " GROUP BY fn ORDER BY self DESC, total DESC, name LIMIT {limit:UInt64}",
         {**values, **_OWN_CODE, "limit": limit},
     ).rows

@@ -295,6 +295,8 @@ def test_a_table_of_functions(store: DirectoryEngine) -> None:
         ("30.00", "30.00", "step"),
         ("10.00", "10.00", "leaf"),
     ]
+    # and where it is: in a binary, or in a file of Python
+    assert [row[5] for row in table.rows] == ["/opt/server", "/a.py", "/opt/server"]
     assert (table.left_out, table.whole.startswith("100 % = 100.000 ms")) == (1, True)
     # and sums by hour, which whole hours are asked of, give the same
     hour = Selector(_BEGIN_S // 3600 * 3600, _BEGIN_S // 3600 * 3600 + 7200, {}, ("on_cpu",))
