@@ -183,6 +183,10 @@ def _captured(agent: socket.socket, request: CaptureRequest, printer: ProgressPr
                 raise error(answer["error"], answer["hint"])
     except OSError:
         pass  # it has ended
+    except (ValueError, KeyError, TypeError) as error:
+        raise AiflameError(
+            "what came from the agent is no answer", "is it of another version? restart it"
+        ) from error
     raise AiflameError("the agent has ended the capture", "its log may say why")
 
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from aiflame.agent import cli
+from aiflame.agent.fleet.capture_request import InDirectory
 
 _WHAT = ("capture", "--all", "--last", "5s")
 
@@ -58,4 +61,37 @@ def test_what_means_nothing_is_refused(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["agent", "capture", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"{", "no answer"),
+        (b"7", "no answer"),
+        (b'{"done": "x"}', "no answer"),
+        (b'{"error": "it failed", "hint": null, "code": 77}', "aiflame: it failed"),
+        (b'{"error": "a\\u001b[2J", "hint": "do this", "code": 1}', "aiflame: a\ufffd[2J"),
+        (b"", "the agent has ended the capture"),
+    ],
+)
+def test_what_is_no_answer_ends_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: bytes, said: str
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        with InDirectory(tmp_path) as path:
+            server.bind(str(path))
+        server.listen(1)
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.send(answer)
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(serve)
+            words = ("--directory", str(tmp_path), "-o", str(tmp_path / "x.aiflame"))
+            assert cli.main(["agent", *_WHAT, *words]) == 1
+            served.result()
     assert said in capsys.readouterr().err
