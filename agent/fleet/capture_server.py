@@ -107,7 +107,10 @@ class CaptureServer:
             self._reap()
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # mostly that nobody came
+            except TimeoutError:  # nobody came
+                continue
+            except OSError:  # there is no descriptor left, which some time may mend
+                time.sleep(_LOOK_S)
                 continue
             with connection:
                 connection.settimeout(_REQUEST_S)

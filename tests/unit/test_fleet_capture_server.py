@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -216,6 +217,23 @@ def test_one_that_gets_nowhere_is_ended(
         pid = int(json.loads(client.recv(1 << 16))["say"])
         assert client.recv(1 << 16) == b""
         wait_until(lambda: _is_gone(pid), _PATIENCE_S)
+
+
+def test_who_has_no_descriptors_left_waits_for_some(
+    server: CaptureServer, config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried_s: list[float] = []
+
+    class Full:
+        def accept(self) -> tuple[socket.socket, Any]:
+            tried_s.append(time.monotonic())
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_socket", Full())
+        wait_until(lambda: len(tried_s) > 1, _PATIENCE_S)
+    assert tried_s[1] - tried_s[0] > 0.2
+    assert _serves(config)
 
 
 def test_one_that_is_killed_is_told_of(
