@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 _PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "system")
+# What python/fetch.sh makes: Debian's own builds, with the C library that they need.
+_DEBIAN = Path(
+    os.environ.get("AIFLAME_TEST_PYTHONS", Path(__file__).parents[1] / "build/pythons")
+).resolve()
+_OF_DEBIAN = ("3.14",)
+VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", *_OF_DEBIAN, "system")
+
+# Runs a program of another /usr, in a mount namespace of its own, under the same process id. It is
+# what programs in containers are: its files are others than those of the same names here.
+_IN_DEBIAN = """\
+#!/bin/sh
+exec unshare --mount sh -c 'mount --bind "$0" /usr && exec /usr/bin/{name} "$@"' '{usr}' "$@"
+"""
 
 
 def find_executable(version: str) -> Path | None:
@@ -17,12 +29,35 @@ def find_executable(version: str) -> Path | None:
     if version == "system":
         return Path("/usr/bin/python3").resolve()
     found = sorted(_PYENV.glob(f"{version}.*/bin/python{version}"))
-    return found[-1] if found else None
+    if found or version not in _OF_DEBIAN:
+        return found[-1] if found else None
+    return _in_debian(f"python{version}")
+
+
+def _in_debian(name: str) -> Path | None:
+    """Returns a program that runs one of Debian's; only root may."""
+    if os.geteuid() != 0 or not (_DEBIAN / "usr/bin" / name).exists():
+        return None
+    program = _DEBIAN / name
+    text = _IN_DEBIAN.format(name=name, usr=_DEBIAN / "usr")
+    if not program.exists() or program.read_text() != text:
+        made = program.with_suffix(f".{os.getpid()}")  # other tests may run it now
+        made.write_text(text)
+        made.chmod(0o755)
+        made.rename(program)
+    return program
 
 
 def executable(version: str) -> Path:
     """Returns the interpreter of a version; skips the test where there is none."""
     found = find_executable(version)
+    if found is None and version in _OF_DEBIAN:
+        pytest.skip(f"no CPython {version} of Debian's here: tests/python/fetch.sh (root)")
     if found is None:
         pytest.skip(f"no pyenv CPython {version} on this machine")
     return found
+
+
+def prefix(python: Path) -> Path:
+    """Returns where what belongs to an interpreter is: include, lib."""
+    return _DEBIAN / "usr" if python.parent == _DEBIAN else python.parents[1]

@@ -106,7 +106,7 @@ class ConstructedMemory:
         return state
 
 
-# What _Py_DebugOffsets of running builds hold (3.13) or should hold (3.14), by group and field;
+# What _Py_DebugOffsets of running builds hold (free-threaded: should hold), by group and field;
 # fields that are left out are of no interest here.
 _SHARED = {
     "runtime": {"size": 283320, "finalizing": 608, "interpreters_head": 632},

@@ -25,6 +25,7 @@ AIFLAME = (sys.executable, "-m", "aiflame.agent")
 ABSENT_HERE = (
     "PyTorch is not installed",
     "no pyenv CPython",
+    "no CPython 3.14 of Debian's",
     "Node.js is older than",
     "no OpenCL loader",
     "no nvcc",

@@ -5,12 +5,13 @@ Up to 3.12 the offsets are a table, one row a version. From 3.13 on the interpre
 them itself (`_Py_DebugOffsets`, the first bytes of `_PyRuntime`); they are read from there by
 `debugoffsets` and fall into the same `Layout`, with what they lack added from `ADDED`.
 
-The rows of 3.8 to 3.12, and the figures of 3.13 beside its debug offsets, were printed by a C
-program using offsetof and each version's own headers (CPython v3.8.18, v3.9.18, v3.10.13, v3.11.7,
-v3.12.1, v3.13.0; Include/cpython/{pystate,code,frameobject,unicodeobject}.h and
+The rows of 3.8 to 3.12, and the figures of later ones beside their debug offsets, were printed by a
+C program using offsetof and each version's own headers (CPython v3.8.18, v3.9.18, v3.10.13,
+v3.11.7, v3.12.1, v3.13.0, v3.14.8 and v3.14.10;
+Include/cpython/{pystate,code,frameobject,unicodeobject}.h and
 Include/internal/pycore_{frame,runtime,interp,gil}.h), default builds for x86-64, and read from
-running interpreters; a test does so again (tests/python/offsets.c). 3.14 and its free-threaded
-build come from the published headers and have not been seen running.
+running interpreters; a test does so again (tests/python/offsets.c). 3.14's free-threaded build
+comes from the published headers and has not been seen running.
 
 An unknown version is refused: a wrong offset shows wrong frames.
 """

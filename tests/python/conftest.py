@@ -53,7 +53,7 @@ def _loaded(pid: int) -> LoadedInterpreter:
         path = Path(fields[5])
         if "python" not in path.name:
             continue
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(f"/proc/{pid}/root{path}", os.O_RDONLY)
         try:
             image = ElfImage.from_fd(fd)
             found = find_interpreter(TargetFile(fd), image, path.name)
@@ -69,7 +69,7 @@ def _key_block(pid: int) -> int:
     """Where the C library of a process keeps key data."""
     maps = Path(f"/proc/{pid}/maps").read_text().split()
     for name in {word for word in maps if re.search(r"/(libc|libpthread)[-.].*so", word)}:
-        fd = os.open(name, os.O_RDONLY)
+        fd = os.open(f"/proc/{pid}/root{name}", os.O_RDONLY)
         try:
             block = find_key_block(TargetFile(fd), ElfImage.from_fd(fd))
         finally:
