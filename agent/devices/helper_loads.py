@@ -183,6 +183,10 @@ class HelperLoads:
             self._there.append(image)
             return []
         held = f"a thread was held for {answer['stopped_ns'] / 1e6:.1f} ms"
+        if not answer["tries"]:
+            held = "its main thread ran a script (sys.remote_exec), and none was held"
+        elif answer["why_held"]:
+            held += f", as sys.remote_exec does not work there: {answer['why_held']}"
         return [f"loaded {self._library.path.name} into {who}: {held}"]
 
     def take_there(self) -> list[ProcessImage]:

@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from aiflame.agent import kernelfs
@@ -25,6 +26,8 @@ _PREFIX = ".aiflame-"
 # Nobody loads for so long: who made it was killed.
 _STALE_S = 600
 _DIRECTORY_MODE, _FILE_MODE = 0o711, 0o444
+# What only its user is to see, as all is that is not finished.
+_OWN_DIRECTORY_MODE, _OWN_FILE_MODE = 0o700, 0o400
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PIECE_BYTES = 1 << 20
 
@@ -97,27 +100,63 @@ def _write(fd: int, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeliveredFile:
-    """A file that a target can load.
+    """A file that a target can load or run, and what is beside it.
 
     Attributes:
         path: As the target sees it.
+        names: Of all files that may be in its directory.
         directory_fd: The directory that is removed with it.
         parent_fd: The one that has that.
     """
 
     path: str
+    names: tuple[str, ...]
     directory_fd: int
     parent_fd: int
 
+    def has(self, name: str) -> bool:
+        """Whether a file is still beside it."""
+        try:
+            os.stat(name, dir_fd=self.directory_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def take(self, name: str) -> bool:
+        """Removes one of its files; False where the target was first."""
+        try:
+            os.unlink(name, dir_fd=self.directory_fd)
+        except FileNotFoundError:
+            return False
+        return True
+
     def remove(self) -> None:
         """Removes it, and its directory; what was loaded stays."""
-        *_, directory, name = self.path.split("/")
-        with contextlib.suppress(OSError):  # it may not have been made
-            os.unlink(name, dir_fd=self.directory_fd)
+        directory = self.path.split("/")[-2]
+        for name in self.names:
+            with contextlib.suppress(OSError):  # it may not have been made, or is gone
+                os.unlink(name, dir_fd=self.directory_fd)
         with contextlib.suppress(OSError):  # somebody may have put something there
             os.rmdir(directory, dir_fd=self.parent_fd)
         os.close(self.directory_fd)
         os.close(self.parent_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """What is put into a directory of a target.
+
+    Attributes:
+        names: What its files may be called; the first is that whose path is asked for.
+        files: Those that are made, by name; it is told the directory's path.
+        owner_uid: The target's user.
+        is_private: They are for that user alone, who may also take them away, and are not executed.
+    """
+
+    names: tuple[str, ...]
+    files: Callable[[str], Mapping[str, bytes]]
+    owner_uid: int
+    is_private: bool
 
 
 def deliver_file(pid: int, owner_uid: int, name: str, library: bytes) -> DeliveredFile:
@@ -135,6 +174,35 @@ def deliver_file(pid: int, owner_uid: int, name: str, library: bytes) -> Deliver
     Raises:
         InjectionRefused: There is no directory for it.
     """
+    return _deliver(pid, _Delivery((name,), lambda _: {name: library}, owner_uid, is_private=False))
+
+
+def deliver_own_files(
+    pid: int,
+    owner_uid: int,
+    names: tuple[str, ...],
+    files: Callable[[str], Mapping[str, bytes]],
+) -> DeliveredFile:
+    """Puts files into a directory of a target's user, where nobody else sees them.
+
+    As `deliver_file`; the target may rename and remove them.
+
+    Args:
+        pid: The target.
+        owner_uid: The user it opens files as.
+        names: What they are called, or the target may call them.
+        files: Returns what is in those that are made, when it is told the directory's path there.
+
+    Returns:
+        The first of them.
+
+    Raises:
+        InjectionRefused: There is no directory for them.
+    """
+    return _deliver(pid, _Delivery(names, files, owner_uid, is_private=True))
+
+
+def _deliver(pid: int, delivery: _Delivery) -> DeliveredFile:
     complaints = []
     try:
         root_fd = rootfs.open_root(f"/proc/{pid}/root")
@@ -142,10 +210,10 @@ def deliver_file(pid: int, owner_uid: int, name: str, library: bytes) -> Deliver
         raise InjectionRefused(f"its root directory cannot be seen: {error.strerror}") from error
     try:
         for path in _DIRECTORIES:
-            found = _attempt(root_fd, path, owner_uid, name, library)
-            if isinstance(found, DeliveredFile):
-                return found
-            complaints.append(f"{path}: {found}")
+            try:
+                return _deliver_into(root_fd, path, delivery)
+            except OSError as error:  # noqa: PERF203 - each directory fails by itself
+                complaints.append(f"{path}: {error.strerror or error}")
     finally:
         os.close(root_fd)
     raise InjectionRefused(
@@ -154,41 +222,33 @@ def deliver_file(pid: int, owner_uid: int, name: str, library: bytes) -> Deliver
     )
 
 
-def _attempt(
-    root_fd: int, path: str, owner_uid: int, name: str, library: bytes
-) -> DeliveredFile | str:
-    """Returns the file in a directory, or why there is none."""
-    try:
-        return _deliver(root_fd, path, owner_uid, name, library)
-    except OSError as error:
-        return error.strerror or str(error)
-
-
-def _deliver(root_fd: int, path: str, owner_uid: int, name: str, library: bytes) -> DeliveredFile:
+def _deliver_into(root_fd: int, path: str, delivery: _Delivery) -> DeliveredFile:
     parent_fd = rootfs.look_beneath(root_fd, path, follow_last=False)
     directory_fd = -1
     try:
         facts = os.fstat(parent_fd)
         if not stat.S_ISDIR(facts.st_mode):
             raise OSError(0, "no directory")
-        if not facts.st_mode & stat.S_ISVTX and facts.st_uid not in (0, owner_uid):
+        if not facts.st_mode & stat.S_ISVTX and facts.st_uid not in (0, delivery.owner_uid):
             raise OSError(0, "another user's")
-        _remove_stale(parent_fd, name)
+        _remove_stale(parent_fd, delivery)
         directory = f"{_PREFIX}{secrets.token_hex(8)}"
-        os.mkdir(directory, _DIRECTORY_MODE, dir_fd=parent_fd)
+        os.mkdir(directory, _OWN_DIRECTORY_MODE, dir_fd=parent_fd)
         directory_fd = os.open(directory, _DIRECTORY_FLAGS, dir_fd=parent_fd)
-        delivered = DeliveredFile(f"{path}/{directory}/{name}", directory_fd, parent_fd)
+        there = f"{path}/{directory}"
+        delivered = DeliveredFile(
+            f"{there}/{delivery.names[0]}", delivery.names, directory_fd, parent_fd
+        )
         try:
-            if os.fstatvfs(directory_fd).f_flag & os.ST_NOEXEC:
+            if not delivery.is_private and os.fstatvfs(directory_fd).f_flag & os.ST_NOEXEC:
                 raise OSError(0, "mounted noexec")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(name, flags, _FILE_MODE, dir_fd=directory_fd)
-            try:
-                os.fchmod(fd, _FILE_MODE)
+            for name, data in delivery.files(there).items():
+                _make_file(directory_fd, name, data, delivery)
+            # Last: from here on its owner may put there what it likes.
+            if delivery.is_private:
+                os.fchown(directory_fd, delivery.owner_uid, -1)
+            else:
                 os.fchmod(directory_fd, _DIRECTORY_MODE)  # whatever our umask says
-                _write(fd, library)
-            finally:
-                os.close(fd)
         except OSError:
             directory_fd = parent_fd = -1
             delivered.remove()
@@ -201,8 +261,21 @@ def _deliver(root_fd: int, path: str, owner_uid: int, name: str, library: bytes)
         raise
 
 
-def _remove_stale(parent_fd: int, name: str) -> None:
-    """Removes what others left that were killed: directories of ours with nothing but the file."""
+def _make_file(directory_fd: int, name: str, data: bytes, delivery: _Delivery) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, _OWN_FILE_MODE, dir_fd=directory_fd)
+    try:
+        _write(fd, data)
+        if delivery.is_private:
+            os.fchown(fd, delivery.owner_uid, -1)
+        else:
+            os.fchmod(fd, _FILE_MODE)
+    finally:
+        os.close(fd)
+
+
+def _remove_stale(parent_fd: int, delivery: _Delivery) -> None:
+    """Removes what others left that were killed: directories of ours with nothing but the files."""
     try:
         readable_fd = os.open(".", _DIRECTORY_FLAGS, dir_fd=parent_fd)
     except OSError:
@@ -214,16 +287,18 @@ def _remove_stale(parent_fd: int, name: str) -> None:
         os.close(readable_fd)
     for directory in found:
         with contextlib.suppress(OSError):  # it is another's, or has gone
-            _remove_if_stale(parent_fd, directory, name)
+            _remove_if_stale(parent_fd, directory, delivery)
 
 
-def _remove_if_stale(parent_fd: int, directory: str, name: str) -> None:
+def _remove_if_stale(parent_fd: int, directory: str, delivery: _Delivery) -> None:
+    owner_uid = delivery.owner_uid if delivery.is_private else os.geteuid()
     fd = os.open(directory, _DIRECTORY_FLAGS, dir_fd=parent_fd)
     try:
         facts = os.fstat(fd)
-        if facts.st_uid == os.geteuid() and facts.st_mtime < time.time() - _STALE_S:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=fd)
+        if facts.st_uid == owner_uid and facts.st_mtime < time.time() - _STALE_S:
+            for name in delivery.names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
             os.rmdir(directory, dir_fd=parent_fd)
     finally:
         os.close(fd)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.injection import fitness, requests, seccomp, threads
+from aiflame.agent.injection import fitness, remote_exec, requests, seccomp, threads
 from aiflame.agent.injection.code import CODE, WAIT
 from aiflame.agent.injection.delivery import deliver_file, fill_memory, memory_path
 from aiflame.agent.injection.fitness import Fitness
@@ -31,6 +31,7 @@ from aiflame.agent.inspector.memory import Span
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.cached_tables import CachedTables
 from aiflame.agent.processes.elf_images import ElfImages
+from aiflame.agent.processes.interpreters import InterpreterFinder
 from aiflame.agent.processes.stack_memory import StackMemory
 from aiflame.agent.processes.table import NO_BINARY, ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker, WalkBegin
@@ -78,13 +79,16 @@ class Injected:
         was_there: It was before, and nothing was done.
         answer: Of the function that was called, 0 for none.
         stopped_ns: How long a thread of the process was held.
-        tries: How many threads were stopped until one could be lent.
+        tries: How many threads were stopped until one could be lent; 0 where none was, since the
+            process has loaded it by itself (`remote_exec`).
+        why_held: Why a process that might have loaded it by itself did not, "" for no reason.
     """
 
     was_there: bool
     answer: int = 0
     stopped_ns: int = 0
     tries: int = 0
+    why_held: str = ""
 
 
 def inject(
@@ -174,6 +178,9 @@ class Injection:
         if self._has(library.name, build_id):
             return Injected(was_there=True)
         found = fitness.fitness_of(self._image, self._binaries, self._images, self._memory)
+        why_held = "" if entry else self._ask_interpreter(library.name, build_id, data)
+        if why_held is None:
+            return Injected(was_there=False)
         lent, tries = self._lend(found, f"/{library.name}", entry)
         try:
             is_back, result, task = requests.result_of(lent.head)
@@ -192,7 +199,25 @@ class Injection:
             answer = self._load(task, library.name, data)
         except (TryAgain, Overwritten) as error:
             raise AiflameError(f"process {self._pid}: {error}, while it loaded") from error
-        return Injected(False, answer, lent.stopped_ns, tries)
+        return Injected(False, answer, lent.stopped_ns, tries, why_held)
+
+    def _ask_interpreter(self, name: str, build_id: str, data: bytes) -> str | None:
+        """Has CPython load a library by itself; returns why it did not, None where it has.
+
+        Of programs that know no such way nothing is said.
+        """
+        interpreter = InterpreterFinder(self._table, self._images, _ignore).find(self._image)
+        if interpreter is None or interpreter.loaded.layout.version < remote_exec.FIRST_VERSION:
+            return ""
+        asked = remote_exec.RemoteExec(self._pid, interpreter.loaded, self.tracer)
+        try:
+            if why := asked.load(name, data):
+                return why
+        except TryAgain as error:
+            raise AiflameError(f"process {self._pid}: {error}, while it loaded") from error
+        self._table.read_mappings(self._image)
+        # The dynamic loader's reasons are told by the other way.
+        return None if self._has(name, build_id) else "it failed there"
 
     def _has(self, name: str, build_id: str) -> bool:
         for mapping in self._image.mappings:
@@ -397,6 +422,10 @@ class Injection:
 
     def _state(self, task: int) -> TaskState:
         return requests.task_state(self.tracer.read(self._pid, task, requests.TASK_STATE_BYTES))
+
+
+def _ignore(_: int, __: str) -> None:
+    """An interpreter that is not known is asked nothing."""
 
 
 def _read(library: Path) -> tuple[bytes, str]:

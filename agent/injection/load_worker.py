@@ -6,7 +6,8 @@ process of its own, since a thread of a target is held while its stack is looked
 wait for a recorder at work. CACHE is the directory of unwind tables, "" for none; CALLS are the
 names of the system calls that the library makes, with commas; START is when the process began
 (`procfs.start_ticks`): another one may have its number by now. It writes a line of JSON for each
-process to its standard output: {"pid", "stopped_ns", "was_there"}, or {"pid", "why", "hint"}.
+process to its standard output: {"pid", "stopped_ns", "tries", "was_there", "why_held"}, or {"pid",
+"why", "hint"}.
 
 SIGTERM, which it also gets when its parent ends, ends it: what it is at goes on, or is undone.
 """
@@ -51,7 +52,12 @@ def main(library: Path, cache: Path | None, calls: Collection[Call], processes: 
         said: dict[str, int | str]
         try:
             injected = _load(pid, started, library, cache, calls)
-            said = {"stopped_ns": injected.stopped_ns, "was_there": injected.was_there}
+            said = {
+                "stopped_ns": injected.stopped_ns,
+                "tries": injected.tries,
+                "was_there": injected.was_there,
+                "why_held": injected.why_held,
+            }
         except AiflameError as error:
             said = {"why": str(error), "hint": error.hint or ""}
         except Exception as error:  # of what one target is, the others know nothing

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from aiflame.agent.python.layouts import (
@@ -51,6 +52,9 @@ _UNICODE = "size state length asciiobject_size"
 # Number of words of the groups between: pyobject, type, tuple, list, [set,] dict, float, long.
 _SKIP_313, _SKIP_314 = "-" * (2 + 4 + 3 + 3 + 3 + 2 + 3), "-" * (2 + 4 + 3 + 3 + 4 + 3 + 2 + 3)
 _BYTES = "size ob_size ob_sval"
+_DEBUGGER = "eval_breaker support enabled pending_call script_path script_path_size"
+# Between: gc, gen_object, llist_node.
+_SKIP_TO_DEBUGGER_314 = "-" * (2 + 4 + 2)
 
 _GROUPS: Mapping[Version, tuple[tuple[str, str], ...]] = {
     (3, 13): (
@@ -76,8 +80,12 @@ _GROUPS: Mapping[Version, tuple[tuple[str, str], ...]] = {
         ("", " ".join(_SKIP_314)),
         ("bytes", _BYTES),
         ("unicode", _UNICODE),
+        ("", " ".join(_SKIP_TO_DEBUGGER_314)),
+        ("debugger", _DEBUGGER),
     ),
 }
+# They are no fields of one structure.
+_WITHOUT_SIZE = ("", "debugger")
 
 # Field of Layout: the debug offset that it is.
 _FIELDS = {
@@ -156,6 +164,55 @@ def read_layout(data: bytes) -> Layout:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class DebuggerSupport:
+    """Where `sys.remote_exec` (PEP 768) asks a thread to run a script.
+
+    Attributes:
+        main_thread: Pointer to the main thread's state, in PyInterpreterState.
+        interpreter_id: int64 there, 0 of the main one.
+        enabled: int there, 1 where the process lets itself be asked (PyConfig.remote_debug).
+        eval_breaker: Its flags, in PyThreadState (uintptr_t).
+        pending_call: int there, 1 until the script is taken.
+        script_path: The script's path, with a 0 at its end.
+        script_path_size: Bytes of that.
+    """
+
+    main_thread: int
+    interpreter_id: int
+    enabled: int
+    eval_breaker: int
+    pending_call: int
+    script_path: int
+    script_path_size: int
+
+
+def read_debugger_support(data: bytes) -> DebuggerSupport | None:
+    """What the first `MAX_BYTES` bytes of _PyRuntime say of it; None where there is none.
+
+    Raises:
+        UnsupportedPython: As `read_layout`.
+    """
+    layout = read_layout(data)
+    at = _offsets(data, layout.version)
+    if "debugger.support" not in at:
+        return None
+    support, thread, interpreter = at["debugger.support"], at["thread.size"], at["interpreter.size"]
+    found = DebuggerSupport(
+        main_thread=at["interpreter.threads_main"],
+        interpreter_id=at["interpreter.id"],
+        enabled=at["debugger.enabled"],
+        eval_breaker=at["debugger.eval_breaker"],
+        pending_call=support + at["debugger.pending_call"],
+        script_path=support + at["debugger.script_path"],
+        script_path_size=at["debugger.script_path_size"],
+    )
+    last = max(found.eval_breaker, found.pending_call, found.script_path + found.script_path_size)
+    if last > thread or found.enabled > interpreter:
+        raise UnsupportedPython("damaged debug offsets: the debugger's lie outside")
+    return found
+
+
 def _offsets(data: bytes, version: Version) -> dict[str, int]:
     names = [
         f"{group}.{field}" for group, fields in _GROUPS[version] for field in fields.split(" ")
@@ -171,7 +228,7 @@ def _check(at: Mapping[str, int], version: Version) -> None:
     # The kernel half reads a frame, and user space a code object's head, in one piece.
     limits = {"frame": 256, "code": 1024, "thread": 65536, "bytes": 256, "unicode": 512}
     for group, fields in _GROUPS[version]:
-        if not group:
+        if group in _WITHOUT_SIZE:
             continue
         size = at[f"{group}.size"]
         if not 0 < size <= limits.get(group, _MAX_STRUCT_BYTES):

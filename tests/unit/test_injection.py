@@ -182,7 +182,7 @@ def test_one_target_does_not_end_the_loading_for_others(
     load_worker.main(Path("library.so"), None, (), ["10:1", "11:1"])
     assert [*map(json.loads, capsys.readouterr().out.splitlines())] == [
         {"pid": 10, "why": "error: unexpected", "hint": ""},
-        {"pid": 11, "stopped_ns": 5, "was_there": False},
+        {"pid": 11, "stopped_ns": 5, "tries": 0, "was_there": False, "why_held": ""},
     ]
 
 

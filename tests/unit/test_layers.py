@@ -79,7 +79,7 @@ _MAY_IMPORT = {
     },
     "python": {"elf", "errors", "file_questions", "model", "symbols", "target_files", "unwind"},
     "kernel": {"symbols", "unwind", *_LEAVES},
-    "injection": {"elf", "processes", "unwind", *_LEAVES},
+    "injection": {"elf", "processes", "python", "unwind", *_LEAVES},
     "processes": {"elf", "kernel", "python", "symbols", "unwind", *_LEAVES},
     "symbolize": {"elf", "kernel", "python", "symbols", *_LEAVES},
     "store": {"errors", "loopback", "losses", "model", "reports", ""},
