@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,18 @@ _PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 _DEBIAN = Path(
     os.environ.get("AIFLAME_TEST_PYTHONS", Path(__file__).parents[1] / "build/pythons")
 ).resolve()
-_OF_DEBIAN = ("3.14",)
+_OF_DEBIAN = ("3.14", "3.15")
 VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", *_OF_DEBIAN, "system")
+
+# The same interpreter in libpython, whose thread-local variables are found in another way.
+LINKED = "3.15 linked"
+_MAIN = "int Py_BytesMain(int, char **); int main(int c, char **v) { return Py_BytesMain(c, v); }"
 
 # Runs a program of another /usr, in a mount namespace of its own, under the same process id. It is
 # what programs in containers are: its files are others than those of the same names here.
 _IN_DEBIAN = """\
 #!/bin/sh
-exec unshare --mount sh -c 'mount --bind "$0" /usr && exec /usr/bin/{name} "$@"' '{usr}' "$@"
+exec unshare --mount sh -c 'mount --bind "$0" /usr && exec {program} "$@"' '{usr}' "$@"
 """
 
 
@@ -29,30 +34,47 @@ def find_executable(version: str) -> Path | None:
     if version == "system":
         return Path("/usr/bin/python3").resolve()
     found = sorted(_PYENV.glob(f"{version}.*/bin/python{version}"))
-    if found or version not in _OF_DEBIAN:
+    if found or version not in (*_OF_DEBIAN, LINKED):
         return found[-1] if found else None
-    return _in_debian(f"python{version}")
-
-
-def _in_debian(name: str) -> Path | None:
-    """Returns a program that runs one of Debian's; only root may."""
+    name = f"python{version.split()[0]}"
     if os.geteuid() != 0 or not (_DEBIAN / "usr/bin" / name).exists():
-        return None
-    program = _DEBIAN / name
-    text = _IN_DEBIAN.format(name=name, usr=_DEBIAN / "usr")
-    if not program.exists() or program.read_text() != text:
-        made = program.with_suffix(f".{os.getpid()}")  # other tests may run it now
-        made.write_text(text)
-        made.chmod(0o755)
+        return None  # only root may mount
+    if version == LINKED:
+        return _in_debian(f"{name}-linked", _linked(name))
+    return _in_debian(name, Path("/usr/bin") / name)
+
+
+def _linked(name: str) -> Path:
+    """Returns a program that is linked with libpython."""
+    program = _DEBIAN / f"{name}-linked.bin"
+    if not program.exists():
+        library = _DEBIAN / f"usr/lib/x86_64-linux-gnu/lib{name}.so.1.0"
+        # Of a newer C library than this machine's.
+        flags = ("-x", "c", "-", "-Wl,--unresolved-symbols=ignore-in-shared-libs")
+        made = program.with_suffix(f".{os.getpid()}")
+        command = ["gcc", *flags, "-x", "none", library, "-o", made]
+        subprocess.run(command, input=_MAIN, text=True, check=True)
         made.rename(program)
     return program
+
+
+def _in_debian(name: str, program: Path) -> Path:
+    """Returns what runs a program of Debian's."""
+    script = _DEBIAN / name
+    text = _IN_DEBIAN.format(program=program, usr=_DEBIAN / "usr")
+    if not script.exists() or script.read_text() != text:
+        made = script.with_suffix(f".{os.getpid()}")  # other tests may run it now
+        made.write_text(text)
+        made.chmod(0o755)
+        made.rename(script)
+    return script
 
 
 def executable(version: str) -> Path:
     """Returns the interpreter of a version; skips the test where there is none."""
     found = find_executable(version)
-    if found is None and version in _OF_DEBIAN:
-        pytest.skip(f"no CPython {version} of Debian's here: tests/python/fetch.sh (root)")
+    if found is None and version in (*_OF_DEBIAN, LINKED):
+        pytest.skip(f"no CPython {version[:4]} of Debian's here: tests/python/fetch.sh (root)")
     if found is None:
         pytest.skip(f"no pyenv CPython {version} on this machine")
     return found

@@ -129,6 +129,13 @@ _OBJECTS = {
         "code": {"size": 216, "filename": 112, "name": 120, "qualname": 128}
         | {"linetable": 136, "firstlineno": 68, "co_code_adaptive": 208},
     },
+    ((3, 15), False): {
+        "frame": {"size": 88, "previous": 8, "instr_ptr": 56, "localsplus": 80, "owner": 74},
+        "code": {"size": 216, "filename": 112, "name": 120, "qualname": 128}
+        | {"linetable": 136, "firstlineno": 68, "co_code_adaptive": 208},
+        "thread": {"size": 400, "next": 8, "interp": 16, "current_frame": 72}
+        | {"thread_id": 176, "native_thread_id": 184, "status": 32},
+    },
     ((3, 14), True): {
         "frame": {"size": 88, "previous": 8, "instr_ptr": 56, "localsplus": 80, "owner": 78},
         "code": {"size": 240, "filename": 128, "name": 136, "qualname": 144}

@@ -26,6 +26,7 @@ ABSENT_HERE = (
     "PyTorch is not installed",
     "no pyenv CPython",
     "no CPython 3.14 of Debian's",
+    "no CPython 3.15 of Debian's",
     "Node.js is older than",
     "no OpenCL loader",
     "no nvcc",

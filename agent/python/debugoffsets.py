@@ -3,9 +3,9 @@
 
 Eight bytes "xdebugpy", PY_VERSION_HEX, free_threaded, then groups of 64-bit offsets whose order
 belongs to the minor version (Include/internal/pycore_runtime.h of v3.13.0 and
-Include/internal/pycore_debug_offsets.h of 3.14). A minor version without a group list is refused,
-and so is a table with an offset outside the structure that it is said to lie in: the bytes come
-from the target.
+Include/internal/pycore_debug_offsets.h of 3.14 and 3.15). A minor version without a group list is
+refused, and so is a table with an offset outside the structure that it is said to lie in: the bytes
+come from the target.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aiflame.agent.python.layouts import (
 
 COOKIE = b"xdebugpy"
 _HEAD = struct.Struct("<8sQQ")
-# 3.14's has 760 bytes.
+# 3.14's has 760 bytes, 3.15's 888.
 MAX_BYTES = 1024
 # PyInterpreterState is the largest structure: 194,968 bytes on 3.13, 283,320 with _PyRuntime.
 _MAX_STRUCT_BYTES = 16 * 1024 * 1024
@@ -49,12 +49,23 @@ _CODE_313 = (
     "co_code_adaptive"
 )
 _UNICODE = "size state length asciiobject_size"
+_THREAD_315 = (
+    "size prev next interp current_frame base_frame last_profiled_frame last_profiled_frame_seq "
+    "thread_id native_thread_id datastack_chunk status holds_gil gil_requested current_exception "
+    "exc_state"
+)
 # Number of words of the groups between: pyobject, type, tuple, list, [set,] dict, float, long.
 _SKIP_313, _SKIP_314 = "-" * (2 + 4 + 3 + 3 + 3 + 2 + 3), "-" * (2 + 4 + 3 + 3 + 4 + 3 + 2 + 3)
+# 3.15: err_stackitem before code, heap_type_object after type, and more of type and gc.
+_SKIP_315 = "-" * (2 + 6 + 2 + 3 + 3 + 4 + 3 + 2 + 3)
 _BYTES = "size ob_size ob_sval"
 _DEBUGGER = "eval_breaker support enabled pending_call script_path script_path_size"
 # Between: gc, gen_object, llist_node.
-_SKIP_TO_DEBUGGER_314 = "-" * (2 + 4 + 2)
+_SKIP_TO_DEBUGGER_314, _SKIP_TO_DEBUGGER_315 = "-" * (2 + 4 + 2), "-" * (5 + 4 + 2)
+_INTERPRETER_314 = (
+    _INTERPRETER_313.replace("threads_head", "threads_head threads_main")
+    + " code_object_generation tlbc_generation"
+)
 
 _GROUPS: Mapping[Version, tuple[tuple[str, str], ...]] = {
     (3, 13): (
@@ -69,11 +80,7 @@ _GROUPS: Mapping[Version, tuple[tuple[str, str], ...]] = {
     ),
     (3, 14): (
         ("runtime", "size finalizing interpreters_head"),
-        (
-            "interpreter",
-            _INTERPRETER_313.replace("threads_head", "threads_head threads_main")
-            + " code_object_generation tlbc_generation",
-        ),
+        ("interpreter", _INTERPRETER_314),
         ("thread", _THREAD),
         ("frame", _FRAME_313 + " stackpointer tlbc_index"),
         ("code", _CODE_313 + " co_tlbc"),
@@ -81,6 +88,19 @@ _GROUPS: Mapping[Version, tuple[tuple[str, str], ...]] = {
         ("bytes", _BYTES),
         ("unicode", _UNICODE),
         ("", " ".join(_SKIP_TO_DEBUGGER_314)),
+        ("debugger", _DEBUGGER),
+    ),
+    (3, 15): (
+        ("runtime", "size finalizing interpreters_head"),
+        ("interpreter", _INTERPRETER_314),
+        ("thread", _THREAD_315),
+        ("", "-"),
+        ("frame", _FRAME_313 + " stackpointer tlbc_index"),
+        ("code", _CODE_313 + " co_tlbc"),
+        ("", " ".join(_SKIP_315)),
+        ("bytes", _BYTES),
+        ("unicode", _UNICODE + " compactunicodeobject_size"),
+        ("", " ".join(_SKIP_TO_DEBUGGER_315)),
         ("debugger", _DEBUGGER),
     ),
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.elf.symbols import Symbol, first_symbols
 from aiflame.agent.python import debugoffsets
-from aiflame.agent.python.evalcode import AddressRange, eval_ranges, key_operand
+from aiflame.agent.python.evalcode import AddressRange, eval_ranges
 from aiflame.agent.python.layouts import (
     ABSENT,
     Layout,
@@ -27,6 +27,7 @@ from aiflame.agent.python.layouts import (
     table_layout,
 )
 from aiflame.agent.python.memory import sound_address
+from aiflame.agent.python.thread_state import StateKind, StatePlace, place_of
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 
 _RUNTIME = b"_PyRuntime"
@@ -36,7 +37,7 @@ _GET_STATE = b"PyGILState_GetThisThreadState"
 _RUNTIME_SECTION = ".PyRuntime"  # GENERATE_DEBUG_SECTION, since 3.11
 _FIRST_WITH_DEBUG_OFFSETS = (3, 13)
 _FILE_NAME = re.compile(r"(?:lib)?python(3)\.(\d{1,2})[a-z]*(?:\.so[.\d]*)?$")
-# PyGILState_GetThisThreadState has 25 to 60 bytes.
+# PyGILState_GetThisThreadState has 14 to 60 bytes.
 _GET_STATE_BYTES = 96
 # What is taken for the size of _PyRuntime where no symbol says it (3.12: 459,944 bytes).
 _MAX_RUNTIME_BYTES = 1024 * 1024
@@ -50,8 +51,7 @@ class Interpreter:
         version: Major and minor.
         layout: Its offsets.
         runtime_address: _PyRuntime.
-        tss_key_address: The pthread key of the thread state (the int itself, after
-            `_is_initialized`).
+        state_place: Where threads keep their thread state.
         eval_ranges: Begin and end of the eval loop's code, the function's own first.
         is_cold_sure: The ranges come from symbols; else the moved parts were told by their jumps.
     """
@@ -59,7 +59,7 @@ class Interpreter:
     version: Version
     layout: Layout
     runtime_address: int
-    tss_key_address: int
+    state_place: StatePlace
     eval_ranges: tuple[AddressRange, ...]
     is_cold_sure: bool
 
@@ -72,11 +72,13 @@ class Interpreter:
         loaded = LoadedInterpreter(
             self.layout,
             self.runtime_address + bias,
-            self.tss_key_address + bias,
+            self.state_place.moved(bias),
             tuple(AddressRange(r.begin + bias, r.end + bias) for r in self.eval_ranges),
         )
-        ends = (address for code in loaded.eval_ranges for address in code)
-        if not all(map(sound_address, (loaded.runtime_address, loaded.tss_key_address, *ends))):
+        addresses = [address for code in loaded.eval_ranges for address in code]
+        if loaded.state_place.address:
+            addresses.append(loaded.state_place.address)
+        if not all(map(sound_address, (loaded.runtime_address, *addresses))):
             raise BadTargetFile("an interpreter outside of user space")
         return loaded
 
@@ -88,13 +90,13 @@ class LoadedInterpreter:
     Attributes:
         layout: Its offsets.
         runtime_address: _PyRuntime.
-        tss_key_address: The pthread key of the thread state.
+        state_place: Where threads keep their thread state.
         eval_ranges: Begin and end of the eval loop's code.
     """
 
     layout: Layout
     runtime_address: int
-    tss_key_address: int
+    state_place: StatePlace
     eval_ranges: tuple[AddressRange, ...]
 
     def is_eval(self, address: int) -> bool:
@@ -138,16 +140,18 @@ def find_interpreter(file: TargetFile, image: ElfImage, name: str) -> Interprete
     if _EVAL not in symbols or not symbols[_EVAL].size:
         raise UnsupportedPython(f"CPython {_text(version)} without its eval function's symbol")
     ranges, is_sure = eval_ranges(file, image, symbols[_EVAL])
-    key = runtime + layout.runtime_tss_key if layout.runtime_tss_key != ABSENT else None
+    place = None
+    if layout.runtime_tss_key != ABSENT:
+        place = StatePlace(StateKind.KEY, runtime + layout.runtime_tss_key)
     get_state = symbols.get(_GET_STATE)
     if get_state is not None:
         code = image.read_at(file, get_state.address, _GET_STATE_BYTES)
         limit = runtime + min(runtime_bytes, _MAX_RUNTIME_BYTES)
         # What the code reads beats the table: options of the build may move it.
-        key = key_operand(code, get_state.address, AddressRange(runtime, limit)) or key
-    if key is None:
-        raise UnsupportedPython(f"CPython {_text(version)}: its thread key was not found")
-    return Interpreter(version, layout, runtime, key, ranges, is_sure)
+        place = place_of(code, get_state.address, AddressRange(runtime, limit)) or place
+    if place is None:
+        raise UnsupportedPython(f"CPython {_text(version)}: its thread states were not found")
+    return Interpreter(version, layout, runtime, place, ranges, is_sure)
 
 
 def _runtime(image: ElfImage, symbol: Symbol | None) -> tuple[int, int] | None:

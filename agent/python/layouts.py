@@ -7,7 +7,7 @@ them itself (`_Py_DebugOffsets`, the first bytes of `_PyRuntime`); they are read
 
 The rows of 3.8 to 3.12, and the figures of later ones beside their debug offsets, were printed by a
 C program using offsetof and each version's own headers (CPython v3.8.18, v3.9.18, v3.10.13,
-v3.11.7, v3.12.1, v3.13.0, v3.14.8 and v3.14.10;
+v3.11.7, v3.12.1, v3.13.0, v3.14.8, v3.14.10, v3.15.0 and v3.15.2;
 Include/cpython/{pystate,code,frameobject,unicodeobject}.h and
 Include/internal/pycore_{frame,runtime,interp,gil}.h), default builds for x86-64, and read from
 running interpreters; a test does so again (tests/python/offsets.c). 3.14's free-threaded build
@@ -26,7 +26,7 @@ from aiflame.agent.errors import AiflameError
 
 # Offset of what a version does not have.
 ABSENT = -1
-FIRST_VERSION, LAST_VERSION = (3, 8), (3, 14)
+FIRST_VERSION, LAST_VERSION = (3, 8), (3, 15)
 
 Version = tuple[int, int]
 
@@ -68,8 +68,8 @@ class GilHolder(enum.Enum):
 
 
 # enum _frameowner: 3 on 3.12 and 3.13 is FRAME_OWNED_BY_CSTACK (v3.13.0
-# Include/internal/pycore_frame.h); on 3.14 it is FRAME_OWNED_BY_INTERPRETER, and 4 is no frame of
-# Python code either.
+# Include/internal/pycore_frame.h); on 3.14 and 3.15 it is FRAME_OWNED_BY_INTERPRETER, and
+# 3.14's 4 is no frame of Python code either.
 SHIM_OWNER = 3
 # Bit of `thread_status`: a thread sets it once it has the GIL, and clears it before it gives it up
 # (v3.12.1, v3.13.0 Include/cpython/pystate.h, Python/pystate.c: `_status.active`).
@@ -291,6 +291,8 @@ ADDED: Mapping[tuple[Version, bool], Added] = {
     ((3, 13), False): Added(2164, 0, 2),
     ((3, 14), False): Added(2340, _STACKREF_TAGS, 2),
     ((3, 14), True): Added(ABSENT, _STACKREF_TAGS, 8),
+    # It has no key: what the code reads is thread-local (`thread_state`).
+    ((3, 15), False): Added(ABSENT, _STACKREF_TAGS, 2),
 }
 
 

@@ -11,6 +11,7 @@ from aiflame.agent.python import debugoffsets
 from aiflame.agent.python.evalcode import MAX_PARTS, AddressRange
 from aiflame.agent.python.interpreter import Interpreter, find_interpreter, layout_of
 from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.thread_state import MAX_BELOW_BYTES, StateKind, StatePlace
 from aiflame.agent.python.threads import MAX_PTHREAD_BYTES, UnsupportedLibc, find_key_block
 from aiflame.agent.target_files import TargetFile
 
@@ -45,7 +46,11 @@ def interpreter(file: TargetFile, name: str) -> Json:
         "version": found.version,
         "head": head.hex() if debugoffsets.version_in(head) else "",
         "runtime": found.runtime_address,
-        "key": found.tss_key_address,
+        "state": (
+            found.state_place.kind.name,
+            found.state_place.address,
+            found.state_place.below,
+        ),
         "ranges": found.eval_ranges,
         "is_sure": found.is_cold_sure,
     }
@@ -57,6 +62,9 @@ def _interpreter(answer: Json) -> Interpreter | Unsupported | None:
     if "unsupported" in answer:
         return Unsupported(text(answer["unsupported"], _MAX_REASON_CHARACTERS))
     major, minor = answer["version"]
+    kind, address, below = answer["state"]
+    if kind not in StateKind.__members__:
+        raise BadAnswer("threads keep their state nowhere")
     head = bytes.fromhex(text(answer["head"], 2 * debugoffsets.MAX_BYTES))
     try:
         # Each offset is checked to lie in the structure that it is of.
@@ -67,7 +75,7 @@ def _interpreter(answer: Json) -> Interpreter | Unsupported | None:
         layout.version,
         layout,
         whole(answer["runtime"]),
-        whole(answer["key"]),
+        StatePlace(StateKind[kind], whole(address), whole(below, MAX_BELOW_BYTES)),
         tuple(
             AddressRange(whole(begin), whole(end, least=begin))
             for begin, end in rows(answer["ranges"], 1 + MAX_PARTS)

@@ -36,12 +36,8 @@ from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
 from aiflame.agent.python.memory import NoMemoryAccess, Pages, read_u64
 from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, Unsupported
-from aiflame.agent.python.threads import (
-    KEY_BLOCK,
-    UnsupportedLibc,
-    read_tss_key,
-    tss_slot_offset,
-)
+from aiflame.agent.python.thread_state import find_slot
+from aiflame.agent.python.threads import KEY_BLOCK, UnsupportedLibc
 from aiflame.agent.python.walk import PythonFrame
 
 # The C library that keeps pthread keys: before glibc 2.34 it was a library of its own.
@@ -188,10 +184,9 @@ class PythonProcesses:
                 del self._waiting[pid]
                 continue
             try:
-                key = read_tss_key(process.memory, process.loaded.tss_key_address)
-                if key is None:
+                slot = self._slot(process)
+                if slot is None:
                     continue
-                slot = tss_slot_offset(key, self._key_block(process.image))
             except (UnsupportedLibc, NoMemoryAccess):
                 self._blame(process.binary, LossKind.PYTHON_THREADS_NOT_FOUND)
                 del self._waiting[pid]
@@ -322,6 +317,16 @@ class PythonProcesses:
     def _refuse(self, binary: int, why: str) -> None:
         self._blame(binary, LossKind.PYTHON_UNSUPPORTED, why)
 
+    def _slot(self, process: PythonProcess) -> int | None:
+        loaded = process.loaded
+        return find_slot(
+            process.memory,
+            loaded.layout,
+            loaded.runtime_address,
+            loaded.state_place,
+            lambda: self._key_block(process.image),
+        )
+
     def _key_block(self, image: ProcessImage) -> int:
         """Where the C library of a process keeps key data.
 
@@ -361,7 +366,7 @@ def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:
         row["eval_start"][index], row["eval_bytes"][index] = code.begin, code.end - code.begin
     in_runtime = layout.gil_kind is GilHolder.RUNTIME
     row["gil"] = loaded.runtime_address + layout.gil if in_runtime else 0
-    row["state_slot"] = slot
+    row["state_slot"] = slot % (1 << 64)  # it may lie below the thread pointer
     describe_layout(layout, row)
     return record
 

@@ -33,7 +33,8 @@ _PROTOCOL = ("begin", "end")
 _UNREADABLE = "[unreadable Python frame]"
 # A version and its options.
 _TARGETS = {version: [version] for version in VERSIONS}
-_TARGETS |= {f"{version} -X perf": [version, "-X", "perf"] for version in ("3.12", "3.13", "3.14")}
+_WITH_PERF = ("3.12", "3.13", "3.14", "3.15")
+_TARGETS |= {f"{version} -X perf": [version, "-X", "perf"] for version in _WITH_PERF}
 _ROOTED = (StopReason.ROOTED, StopReason.ROOTED_BY_HEURISTIC)
 
 

@@ -27,7 +27,7 @@ _HZ = 499
 # A wait of this length is the sleep, not a lock on the way into it.
 _LONG_NS = 20_000_000
 # One of each way to link frames.
-_VERSIONS = ("3.8", "3.11", "3.12", "3.13", "3.14")
+_VERSIONS = ("3.8", "3.11", "3.12", "3.13", "3.14", "3.15")
 
 
 def _line(remark: str) -> int:

@@ -18,14 +18,15 @@ from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.inspector.memory import RemoteMemory
 from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
+from aiflame.agent.python.thread_state import find_slot
 from aiflame.agent.python.threads import find_key_block
 from aiflame.agent.target_files import TargetFile
-from interpreters import VERSIONS, executable
+from interpreters import LINKED, VERSIONS, executable
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=(*VERSIONS, LINKED))
 def python(request: pytest.FixtureRequest) -> Path:
     """Each interpreter in turn: its executable."""
     return executable(str(request.param))
@@ -39,7 +40,7 @@ class Target:
     truth: dict[str, Any]
     memory: ProcessMemory
     interpreter: LoadedInterpreter
-    key_block: int
+    slot: int | None  # from the FS base of a thread to its thread state
 
 
 def _loaded(pid: int) -> LoadedInterpreter:
@@ -95,13 +96,15 @@ def start(python: Path) -> Iterator[Callable[..., Target]]:
         for who in truth:
             if who != "busy":
                 support.wait_until(lambda who=who: _sleeps(process.pid, truth[who]["tid"]))
-        return Target(
-            process.pid,
-            truth,
-            ProcessMemory(remote, process.pid),
-            _loaded(process.pid),
-            _key_block(process.pid),
+        memory, loaded = ProcessMemory(remote, process.pid), _loaded(process.pid)
+        slot = find_slot(
+            memory,
+            loaded.layout,
+            loaded.runtime_address,
+            loaded.state_place,
+            lambda: _key_block(process.pid),
         )
+        return Target(process.pid, truth, memory, loaded, slot)
 
     yield go
     remote.close()

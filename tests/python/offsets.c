@@ -63,7 +63,9 @@ static void show_state(void)
 	AT("interpreter_threads", PyInterpreterState, tstate_head);
 #endif
 #if PY_VERSION_HEX >= 0x030c0000
+#if PY_VERSION_HEX < 0x030f0000
 	AT("runtime_tss_key", _PyRuntimeState, autoTSSkey._key);
+#endif
 	AT("gil", PyInterpreterState, ceval.gil);
 	AT("gil_last_holder", struct _gil_runtime_state, last_holder);
 	AT("gil_locked", struct _gil_runtime_state, locked);

@@ -10,11 +10,7 @@ import support
 from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.gil import holds_gil
 from aiflame.agent.python.memory import read_u64
-from aiflame.agent.python.threads import (
-    list_threads,
-    read_tss_key,
-    tss_slot_offset,
-)
+from aiflame.agent.python.threads import list_threads
 from aiflame.agent.python.walk import WalkEnd, walk
 
 Start = Callable[..., Any]
@@ -78,14 +74,13 @@ def test_runs_end_where_c_code_calls_python(start: Start) -> None:
         assert "method" not in ends
 
 
-def test_key_slot_holds_the_thread_state_while_the_gil_is_released(start: Start) -> None:
+def test_a_slot_of_each_thread_holds_its_state_while_the_gil_is_released(start: Start) -> None:
     target = start()
-    key = read_tss_key(target.memory, target.interpreter.tss_key_address)
-    assert key is not None
+    assert target.slot is not None
     for who in ("main", "sleeper", "coroutine"):
         thread = _threads(target)[target.truth[who]["tid"]]
         # pthread_self() is the fs base, with glibc on x86-64.
-        held = read_u64(target.memory, thread.pthread + tss_slot_offset(key, target.key_block))
+        held = read_u64(target.memory, thread.pthread + target.slot)
         assert held == thread.address
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.python.interpreter import Interpreter, find_interpreter
+from aiflame.agent.python.thread_state import StateKind
 from aiflame.agent.target_files import TargetFile
 from interpreters import prefix
 
@@ -21,7 +22,7 @@ def _headers_say(python: Path, folder: Path) -> dict[str, int]:
     root = prefix(python)
     if root == Path("/usr"):
         pytest.skip("no pyenv CPython, whose headers would be there")
-    (include,) = root.glob(f"include/{python.name}*")
+    (include,) = root.glob(f"include/{_name(python)}*")
     # Debian's pyconfig.h includes that of the processor.
     folders = (f"-I{include}", f"-I{include}/internal", "-idirafter", include.parent)
     subprocess.run(["gcc", "-w", *folders, "-o", folder / "offsets", _SOURCE], check=True)
@@ -29,14 +30,18 @@ def _headers_say(python: Path, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in map(str.split, said.splitlines())}
 
 
+def _name(python: Path) -> str:
+    return python.name.removesuffix("-linked")
+
+
 def _files(python: Path) -> list[Path]:
     """The program, and the library that it may be linked with."""
     root = prefix(python)
     # What pyenv installs has a folder of its own; Debian's versions are all in one.
-    name = "libpython3.[0-9]*" if python.parent == root / "bin" else f"lib{python.name}"
+    name = "libpython3.[0-9]*" if python.parent == root / "bin" else f"lib{_name(python)}"
     pattern = f"{name}.so.1.0"
     libraries = [*root.glob(f"lib/{pattern}"), *root.glob(f"lib/x86_64-linux-gnu/{pattern}")]
-    return [root / "bin" / python.name, *libraries]
+    return [root / "bin" / _name(python), *libraries]
 
 
 def _interpreters(python: Path) -> list[Interpreter | None]:
@@ -58,7 +63,8 @@ def test_offsets_are_those_of_the_headers(python: Path, tmp_path: Path) -> None:
         ours = {field.name: getattr(layout, field.name) for field in fields(layout)}
         assert {name: ours[name] for name in said} == said
         if "runtime_tss_key" in said:
-            key = interpreter.tss_key_address - interpreter.runtime_address
+            assert interpreter.state_place.kind is StateKind.KEY
+            key = interpreter.state_place.address - interpreter.runtime_address
             assert key == said["runtime_tss_key"]
 
 

@@ -17,18 +17,19 @@ from aiflame.agent.python.layouts import (
 from pymemory import debug_offsets
 
 
-# Group starts as published for 3.13 (584 bytes) and 3.14 (760 bytes), head of 24 bytes included.
+# Group starts as published for 3.13 (584 bytes), 3.14 (760) and 3.15 (888), with the head's 24.
 @pytest.mark.parametrize(
     ("version", "starts"),
     [
         ((3, 13), {"runtime": 24, "interpreter": 48, "thread": 152, "frame": 224, "code": 272}),
         ((3, 14), {"runtime": 24, "interpreter": 48, "thread": 176, "frame": 248, "code": 312}),
+        ((3, 15), {"runtime": 24, "interpreter": 48, "thread": 176, "frame": 312, "code": 376}),
     ],
 )
 def test_groups_begin_where_the_headers_put_them(
     version: tuple[int, int], starts: dict[str, int]
 ) -> None:
-    starts["unicode"] = {(3, 13): 536, (3, 14): 616}[version]
+    starts["unicode"] = {(3, 13): 536, (3, 14): 616, (3, 15): 712}[version]
     at, found = 24, {}
     for group, fields in _GROUPS[version]:
         found[group] = at
@@ -61,7 +62,8 @@ def test_free_threaded_314_has_larger_objects_and_no_gil() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (debug_offsets((3, 15)), "CPython 3.15 is not supported yet"),
+        (debug_offsets((3, 16)), "CPython 3.16 is not supported yet"),
+        (debug_offsets((3, 15), True), "CPython 3.15 without the GIL is not supported yet"),
         (debug_offsets((3, 13), True), "CPython 3.13 without the GIL is not supported yet"),
         (bytes(600), "without its debug offsets"),
         (b"", "without its debug offsets"),

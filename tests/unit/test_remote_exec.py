@@ -18,6 +18,7 @@ from aiflame.agent.processes import procfs
 from aiflame.agent.python.debugoffsets import read_debugger_support, read_layout
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.layouts import UnsupportedPython
+from aiflame.agent.python.thread_state import StateKind, StatePlace
 from pymemory import BASE, ConstructedMemory, debug_offsets
 
 _DEBUGGER = {
@@ -77,7 +78,7 @@ class Target:
 
     def load(self) -> str:
         layout = read_layout(_OFFSETS)
-        loaded = LoadedInterpreter(layout, self.runtime, self.runtime, ())
+        loaded = LoadedInterpreter(layout, self.runtime, StatePlace(StateKind.BELOW), ())
         asked = RemoteExec(os.getpid(), loaded, self)  # type: ignore[arg-type]
         return asked.load(_LIBRARY, b"\x7fELF")
 
