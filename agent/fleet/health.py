@@ -45,7 +45,7 @@ class Vitals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._window_s: float | None = None
-        self._windows = self._windows_lost = self._stretches = 0
+        self._windows = self._windows_lost = self._stretches = self._stretches_lost = 0
         self._samples: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
         self._cpu_ns = self._rss_bytes = 0
@@ -64,8 +64,6 @@ class Vitals:
             self._rss_bytes = window.cost.rss_bytes
             for kind in SampleClass:
                 self._samples[kind.name.lower()] += int(counts[kinds == kind].sum())
-            for name, count in window.losses[["name", "count"]].tolist():
-                self._lost[window.texts[name]] += count
 
     def note_memory(self, use: MemoryUse, limit_bytes: int) -> None:
         """Takes what processes and maps have, and what processes may."""
@@ -73,9 +71,15 @@ class Vitals:
             self._memory, self._memory_limit = use, limit_bytes
 
     def note_report(self, report: Mapping[str, Any]) -> None:
-        """Takes what the process that names and sends says of itself."""
+        """Takes what the process that names and sends says of itself.
+
+        Losses are those of whole stretches, as sinks are told: a window counts each stack that has
+        not come yet, and the next one counts it again, and what names lose is in no window.
+        """
         with self._lock:
             self._stretches += "done" in report
+            self._stretches_lost += "lost" in report
+            self._lost.update(report.get("losses", {}))
             self._sinks = report.get("sinks", self._sinks)
 
     @property
@@ -101,6 +105,7 @@ class Vitals:
                 ("windows", "Windows that were recorded, of five seconds or less.", self._windows),
                 ("windows_lost", "Those for which there was no room on disk.", self._windows_lost),
                 ("stretches", "Stretches that were named and queued.", self._stretches),
+                ("stretches_lost", "Those that could not be.", self._stretches_lost),
                 ("collector_cpu_seconds", "CPU time of the collector.", self._cpu_ns / _NS_PER_S),
             ):
                 yield CounterMetricFamily(f"aiflame_{name}", words, value)
@@ -115,7 +120,9 @@ class Vitals:
                 samples.add_metric([kind], count)
             yield samples
             lost = CounterMetricFamily(
-                "aiflame_lost", "What was seen and not kept, by its name.", labels=["name"]
+                "aiflame_lost",
+                "What was seen and not kept in stretches that were named, by its name.",
+                labels=["name"],
             )
             for name, count in self._lost.items():
                 lost.add_metric([name], count)

@@ -258,6 +258,7 @@ class _Worker:
                 "done": folder.name,
                 "samples": int(profile.samples["count"][profile.samples["klass"] == 0].sum()),
                 "duration_ns": profile.recording.duration_ns,
+                "losses": {loss.name: loss.count for loss in profile.losses},
             }
         )
         del profile

@@ -77,11 +77,13 @@ def test_an_agent_is_healthy_while_windows_come(
 
 
 def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals) -> None:
-    # GIVEN three windows, of which one found no room, and a sink
+    # GIVEN three windows, of which one found no room, two stretches of them, and a sink
     windows = RandomRecording(3).windows(3)
     for number, window in enumerate(windows):
         vitals.note_window(window, is_kept=number > 0)
-    vitals.note_report({"done": "x", "sinks": _SINKS})
+    vitals.note_report({"done": "x", "sinks": _SINKS, "losses": {"stack_lost": 2}})
+    vitals.note_report({"done": "y", "losses": {"stack_lost": 1, "naming_behind": 40}})
+    vitals.note_report({"lost": "z"})
     # WHEN they are asked for
     code, text = _get(server.url + "/metrics")
     found = {
@@ -92,12 +94,14 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     # THEN they are what there was
     assert code == 200
     assert found["aiflame_windows_total",] == 3
-    assert found["aiflame_windows_lost_total",] == found["aiflame_stretches_total",] == 1
+    assert found["aiflame_windows_lost_total",] == found["aiflame_stretches_lost_total",] == 1
+    assert found["aiflame_stretches_total",] == 2
     on_cpu = sum(int(w.samples["count"][w.samples["kind"] == 0].sum()) for w in windows)
     assert found["aiflame_samples_total", "on_cpu"] == on_cpu
-    lost = sum(int(window.losses["count"].sum()) for window in windows)
-    names = [value for (name, *_), value in found.items() if name == "aiflame_lost_total"]
-    assert sum(names) == lost
+    # AND losses are those of stretches: what a window misses may come with a later one
+    assert found["aiflame_lost_total", "stack_lost"] == 3
+    assert found["aiflame_lost_total", "naming_behind"] == 40
+    assert sum(metric == "aiflame_lost_total" for metric, *_ in found) == 2
     assert found["aiflame_export_sent_samples_total", "otlp"] == 90
     assert found["aiflame_export_dropped_samples_total", "too old", "otlp"] == 7
     assert found["aiflame_export_last_sent_timestamp_seconds", "otlp"] == 1.5e9
