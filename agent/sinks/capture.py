@@ -130,11 +130,29 @@ class CaptureSink:
         self._put_devices(window, interval, binaries)
         for name, count in window.losses[["name", "count"]].tolist():
             self.losses[window.texts[name]] += count
-        if window.is_last:
-            self.finish()
+        if window.is_last:  # it lists the waits that were open at the recording's end
+            self._finish()
 
     def finish(self) -> None:
         """Writes the waits that were open when the last window ended, and names told since."""
+        # Nothing has listed them where a recording goes on past the capture.
+        self._writer.put("waits", self._open_waits())
+        self._finish()
+
+    def _open_waits(self) -> Iterator[tuple[int, ...]]:
+        """Yields rows for open waits, so that readers know in which seconds their time was."""
+        parts: dict[tuple[int, int], Counter[int]] = {}
+        for (row, thread, kind), ns in self._open_ns.items():
+            if kind != SampleClass.PREEMPTED:
+                parts.setdefault((row, thread), Counter())[kind] += ns
+        for (row, thread), ns_by_kind in parts.items():
+            if ns_by_kind.total() >= _INTERVAL_NS:  # others are in the last second, or nearly
+                blocked_ns = ns_by_kind[SampleClass.BLOCKED]
+                runnable_ns = ns_by_kind[SampleClass.WAITING_TO_RUN]
+                start_ns = max(self.end_ns - blocked_ns - runnable_ns, 0)
+                yield row, thread, start_ns, blocked_ns, runnable_ns
+
+    def _finish(self) -> None:
         interval = max(self.end_ns - 1, 0) // _INTERVAL_NS
         rows = [
             (interval, row, thread, kind, 1, ns)

@@ -210,6 +210,37 @@ def test_a_wait_that_never_ended_is_one_row_at_the_end() -> None:
     assert profile.samples[["count", "ns"]].tolist() == [(1, 77)]
 
 
+def test_a_wait_that_outlasts_a_capture_is_in_the_seconds_in_which_it_was(tmp_path: Path) -> None:
+    # GIVEN three seconds and a half of a thread that sleeps in them all, then waits for a CPU
+    builder = _builder()
+    _define_stack(builder, 5)
+    second_ns, windows = 1_000_000_000, []
+    for second in range(4):
+        kinds = {SampleClass.BLOCKED: second_ns}
+        if second == 3:
+            kinds = {SampleClass.BLOCKED: 200_000_000, SampleClass.WAITING_TO_RUN: 300_000_000}
+        for kind, ns in kinds.items():
+            builder.add("samples", rows_of("samples", (5, 0, kind, 0, ns)))
+        windows.append(builder.close(second * second_ns + sum(kinds.values())))
+    # WHEN a capture ends there, and the recording goes on
+    database = tmp_path / "cut.aiflame"
+    capture_of_windows(database, windows, _FACTS)
+    profile = read_capture(database)
+    # THEN its time is not all in the last second
+    by_second = Counter[tuple[int, int]]()
+    for sample, first_s, seconds, _, ns in profile.spans.tolist():
+        for s in range(first_s, first_s + seconds):
+            by_second[int(profile.samples["klass"][sample]), s] += ns  # of each of them
+    assert by_second == {
+        **{(int(SampleClass.BLOCKED), s): second_ns for s in range(3)},
+        (int(SampleClass.BLOCKED), 3): 200_000_000,
+        (int(SampleClass.WAITING_TO_RUN), 3): 300_000_000,
+    }
+    assert profile.waits[["start_ns", "blocked_ns", "runnable_ns"]].tolist() == [
+        (0, 3_200_000_000, 300_000_000)
+    ]
+
+
 def test_newer_mappings_lie_over_older_ones() -> None:
     builder = _builder()
     for number, path in enumerate(("/old", "/new")):
