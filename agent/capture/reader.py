@@ -20,6 +20,7 @@ from aiflame.agent.capture.columns import check_columns, check_table
 from aiflame.agent.capture.equal_stacks import with_equal_stacks_merged
 from aiflame.agent.capture.gpu_reader import GpuReader
 from aiflame.agent.capture.integer_tables import Integers, IntegerTables, Words
+from aiflame.agent.capture.labels import read_labels
 from aiflame.agent.capture.raw_frames import RawFrames
 from aiflame.agent.capture.schema import (
     APPLICATION_ID,
@@ -29,6 +30,7 @@ from aiflame.agent.capture.schema import (
 )
 from aiflame.agent.capture.spans import spread_waits
 from aiflame.agent.errors import CaptureError
+from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import (
     FRAME_DTYPE,
@@ -161,7 +163,15 @@ class _Reader:
             waits=waits,
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
             gpu=with_equal_stacks_merged(gpu, stacks, threads),
+            labels=self._labels(process_index),
             spans=spread_waits(spans, samples, waits, self._interval_seconds()),
+        )
+
+    def _labels(self, process_index: dict[int, int]) -> tuple[Labels | None, ...]:
+        if self._version < 9:
+            return ()
+        return read_labels(
+            self._rows("SELECT process_id, name, value FROM process_labels"), process_index
         )
 
     def _threads(self, process_index: dict[int, int]) -> tuple[Thread, ...]:

@@ -46,8 +46,8 @@ COLUMNS_SINCE_VERSION_8 = frozenset(
     {("kernel_codes", "object_id"), ("kernel_times", "built_stack_id")}
 )
 
-# The table of intervals that are longer than a second.
-SINCE_VERSION_9 = frozenset({"intervals"})
+# The tables of intervals that are longer than a second, and of whose a process was.
+SINCE_VERSION_9 = frozenset({"intervals", "process_labels"})
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"

@@ -22,6 +22,15 @@ CREATE TABLE processes (
     exited_ns INTEGER
 );
 
+-- Whose a process was, of what an agent recorded (since version 9): service, container,
+-- container_id, engine, unit, node, namespace, pod, pod_uid, workload, workload_kind, version, and
+-- extra:NAME for labels and annotations that its configuration asks for. "" has no row.
+CREATE TABLE process_labels (
+    process_id INTEGER NOT NULL REFERENCES processes (id),
+    name TEXT NOT NULL,
+    value TEXT NOT NULL
+);
+
 -- on_cpu_ns is exact (from context switches), not sampled.
 CREATE TABLE threads (
     id INTEGER PRIMARY KEY,

@@ -13,13 +13,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from aiflame.agent.capture.labels import label_rows
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION, schema_sql
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.limits import room_hint
+from aiflame.agent.model.batch import Labels
 
 # Columns of each table that rows are given for: the first ones of schema.sql.
 _COLUMNS = {
     "processes": 10,
+    "process_labels": 3,
     "threads": 6,
     "binaries": 3,
     "mappings": 6,
@@ -105,6 +108,11 @@ class CaptureWriter:
             " WHERE id = ?",
             rows,
         )
+
+    def put_labels(self, labels: Sequence[Labels | None]) -> None:
+        """Writes whose processes were, in the order of their ids; None of one that is nobody's."""
+        ids = self._database.execute("SELECT id FROM processes ORDER BY id").fetchall()
+        self.put("process_labels", label_rows([id_ for (id_,) in ids], labels))
 
     def put_meta(self, facts: dict[str, str | int]) -> None:
         """Writes key/value facts; words of a command line need not be UTF-8."""

@@ -11,12 +11,14 @@ import argparse
 import platform
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from aiflame.agent.commands.captures import read_recording
 from aiflame.agent.commands.store_options import add_store_argument, named_store
 from aiflame.agent.commands.tables import positive
 from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.reports.words import showable
@@ -66,13 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _LABELS = {
-    "service": "whose it is (default: the name of each process)",
-    "version": "of the service (default: none)",
-    "node": "the host that was recorded (default: this one's name)",
+    "service": "whose it is (default: as an agent's capture says, else the name of each process)",
+    "version": "of the service (default: as it says)",
+    "node": "the host that was recorded (default: as it says, else this one's name)",
     "cluster": "which hosts it belongs to (default: none)",
-    "namespace": "of a pod (default: none)",
-    "pod": "of all its processes (default: none)",
-    "container": "of all its processes (default: none)",
+    "namespace": "of a pod (default: as it says)",
+    "pod": "of all its processes (default: as it says)",
+    "container": "of all its processes (default: as it says)",
 }
 
 
@@ -100,11 +102,12 @@ def _init(args: argparse.Namespace) -> int:
 
 def _add(args: argparse.Namespace) -> int:
     name = named_store(args)
-    batches = {path: _batch(path, args) for path in args.captures}
+    recorded = {path: _batches(path, args) for path in args.captures}
     engine = open_store(name, is_read_only=False)
     try:
         keep_days = require(engine).keep_days
-        for path, batch in batches.items():
+        for path, batches in recorded.items():
+            batch = batches[0]
             _refuse_too_old(path, batch, keep_days)
             samples = 0
             step_s = _STEP_S if batch.duration_ns <= _LONG_S * NS_PER_S else _LONG_STEP_S
@@ -115,7 +118,7 @@ def _add(args: argparse.Namespace) -> int:
                 sent.add(stack_id)
                 return is_first
 
-            for piece in inserts_of([batch], args.cluster, is_new, step_s):
+            for piece in inserts_of(batches, args.cluster, is_new, step_s):
                 engine.insert(piece.table.value, piece.rows, piece.token)
                 samples += piece.samples
             sys.stderr.write(
@@ -127,18 +130,21 @@ def _add(args: argparse.Namespace) -> int:
     return 0
 
 
-def _batch(path: Path, args: argparse.Namespace) -> Batch:
+def _batches(path: Path, args: argparse.Namespace) -> list[Batch]:
+    """Returns a capture, divided by whose its processes were where an agent has said that."""
     profile = read_recording(path)
-    labels = Labels(
-        service=args.service,
-        container=args.container,
-        node=args.node or platform.node(),
-        namespace=args.namespace,
-        pod=args.pod,
-        version=args.version,
-    )
+    given = {
+        name: value
+        for name in ("service", "container", "node", "namespace", "pod", "version")
+        if (value := getattr(args, name))
+    }
+    nobodys = replace(Labels("", node=platform.node()), **given)
+    if profile.labels:
+        labels = [nobodys if one is None else replace(one, **given) for one in profile.labels]
+        if found := [*batches_of(profile, labels)]:
+            return found
     recording = profile.recording
-    return Batch(labels, profile, recording.started_unix_ns, recording.duration_ns)
+    return [Batch(nobodys, profile, recording.started_unix_ns, recording.duration_ns)]
 
 
 def _refuse_too_old(path: Path, batch: Batch, keep_days: int) -> None:

@@ -159,6 +159,7 @@ def _part(profile: Profile, is_chosen: Mask) -> Profile:
     return replace(
         profile,
         processes=processes.pick(profile.processes),
+        labels=(),  # those of the batch
         threads=tuple(
             replace(thread, process=processes.number(thread.process))
             for thread in threads.pick(profile.threads)

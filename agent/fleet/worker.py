@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import TRIES, count_try, mark_done
 from aiflame.agent.losses import LossKind
+from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.capture_worker import messages
@@ -243,7 +244,8 @@ class _Worker:
         try:
             self._complete(database, cpu_ns, rss_bytes)
             profile = read_capture(database)
-            self._encode(profile)
+            labels = self._labels(profile, database)
+            self._encode(profile, labels)
             for name, sink in self._sinks.items():
                 if isinstance(sink, CaptureFiles):
                     self._keep(name, sink, database, profile)
@@ -285,10 +287,22 @@ class _Worker:
         finally:
             writer.close()
 
-    def _encode(self, profile: Profile) -> None:
-        if not self._deliveries or self._labelling is None:
-            return
+    def _labels(self, profile: Profile, database: Path) -> Sequence[Labels | None]:
+        """Asks whose processes are, while it is known; writes that into the stretch's capture."""
+        if self._labelling is None:
+            return [None] * len(profile.processes)
         labels = self._labelling.of(profile.processes)
+        writer = CaptureWriter(database, is_new=False)
+        try:
+            writer.put_labels(labels)
+            writer.commit()
+        finally:
+            writer.close()
+        return labels
+
+    def _encode(self, profile: Profile, labels: Sequence[Labels | None]) -> None:
+        if not self._deliveries:
+            return
         batches = [*batches_of(profile, labels)]
         for name, delivery in self._deliveries.items():
             try:

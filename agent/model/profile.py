@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import GpuProfile
+
+if TYPE_CHECKING:
+    from aiflame.agent.model.batch import Labels
 
 
 class FrameKind(enum.IntEnum):
@@ -306,3 +310,5 @@ class Profile:
     gpu: GpuProfile = field(default_factory=GpuProfile)
     spans: npt.NDArray[np.void] = field(default_factory=_no_spans)  # SPAN_DTYPE
     fleet: Fleet | None = None
+    # Of each process, of what an agent recorded; None for one that is nobody's, () for all others.
+    labels: tuple[Labels | None, ...] = ()

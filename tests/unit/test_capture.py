@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sqlite3
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from aiflame.agent import cli
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
 from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.commands import store
 from aiflame.agent.errors import AiflameError, CaptureError, DiskFull
+from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.gpu import (
     BUSY_UNKNOWN,
     NO_END,
@@ -227,6 +231,77 @@ def test_a_capture_from_before_devices_were_known(capture: Path) -> None:
     profile = read_capture(capture)
     assert len(profile.samples) == 4
     assert (profile.gpu.devices, len(profile.gpu.calls)) == ((), 0)
+
+
+_WHOSE = Labels(
+    "shop", container_id="ab" * 32, container="web", node="n1", extra=(("team", "a"), ("x", "b"))
+)
+
+
+def test_a_capture_says_whose_processes_were(capture: Path) -> None:
+    assert read_capture(capture).labels == ()
+    writer = CaptureWriter(capture, is_new=False)
+    writer.put_labels([_WHOSE, None])
+    writer.commit()
+    writer.close()
+    assert read_capture(capture).labels == (_WHOSE, None)
+    # A newer aiflame may know more of them, and one process has none of the names of today.
+    _change(
+        capture,
+        "INSERT INTO process_labels VALUES (3, 'colour', 'red')",
+        "INSERT INTO process_labels VALUES (7, 'colour', 'blue')",
+    )
+    assert read_capture(capture).labels == (_WHOSE, Labels(""))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "INSERT INTO process_labels VALUES (99, 'service', 'shop')",
+        "INSERT INTO process_labels VALUES (3, 'service', x'07')",
+        "INSERT INTO process_labels VALUES (3, x'00', 'shop')",
+        "DROP TABLE process_labels",
+    ],
+)
+def test_labels_of_no_process_are_damage(capture: Path, change: str) -> None:
+    _change(capture, change)
+    with pytest.raises(CaptureError, match="damaged capture"):
+        read_capture(capture)
+
+
+def test_a_capture_from_before_processes_had_labels(capture: Path) -> None:
+    _change(capture, "DROP TABLE intervals", "DROP TABLE process_labels", "PRAGMA user_version = 8")
+    assert read_capture(capture).labels == ()
+
+
+def test_a_store_is_told_whose_the_processes_of_a_capture_were(
+    capture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a capture of an agent
+    writer = CaptureWriter(capture, is_new=False)
+    writer.put_labels([_WHOSE, None])
+    writer.commit()
+    writer.close()
+    inserted: list[tuple[str, bytes]] = []
+    engine = SimpleNamespace(
+        insert=lambda table, rows, token: inserted.append((table, rows)), close=lambda: None
+    )
+    monkeypatch.setattr(store, "open_store", lambda name, is_read_only: engine)
+    monkeypatch.setattr(store, "require", lambda engine: SimpleNamespace(keep_days=0))
+    # WHEN it is added THEN each process is its container's, and what is nobody's has its own name
+    assert cli.main(["store", "add", str(capture), "--store", "x", "--node", "n7"]) == 0
+    rows = [json.loads(line) for _, some in inserted for line in some.splitlines()]
+    samples = [row for row in rows if "comm" in row and "class" in row]
+    assert {(row["node"], row["service"], row["container"]) for row in samples} == {
+        ("n7", "shop", "web"),
+        ("n7", "helper", ""),
+    }
+    # AND what the command line says is said of all
+    inserted.clear()
+    assert cli.main(["store", "add", str(capture), "--store", "x", "--service", "mine"]) == 0
+    rows = [json.loads(line) for _, some in inserted for line in some.splitlines()]
+    assert {row["service"] for row in rows if "comm" in row} == {"mine"}
+    assert {row["node"] for row in rows if row.get("container") == "web"} == {"n1"}
 
 
 # What version 8 brought.
