@@ -171,7 +171,7 @@ class SleepWalks:
     def finish(self, sleepers: Sequence[Sleeper]) -> None:
         """Walks all that have a snapshot, once the recording has ended; may wait for tables."""
         left = [sleeper for sleeper in sleepers if sleeper.snapshot is not None]
-        self._read_processes(left)
+        self.read_processes(left)
         run(self.walk_python([sleeper for sleeper in left if sleeper.python is None]))
         deadline_ns = time.monotonic_ns() + _TABLES_PATIENCE_NS
         is_last, waited_for = False, frozenset[int]()
@@ -184,12 +184,12 @@ class SleepWalks:
             waited_for |= lacking
         run(self.walk(left, is_last=True))
 
-    def _read_processes(self, sleepers: Sequence[Sleeper]) -> None:
-        """Reads the mappings of processes that nothing was seen of in the recording."""
+    def read_processes(self, sleepers: Sequence[Sleeper]) -> None:
+        """Reads the mappings of processes that nothing was seen of so far."""
         for pid, number in {(sleeper.pid, sleeper.image) for sleeper in sleepers}:
             image = self._table.image(pid, number)
             if not image.was_read and self._table.read_mappings(image):
-                self._pythons.look(image)  # the kernel half walks no more
+                self._pythons.look(image)
         self._pythons.poll()
 
     def forget(self) -> None:

@@ -48,6 +48,8 @@ _FEW_THREADS, _LARGER_PIECE_BYTES = 256, 1 << 18
 
 # A walk takes 0.2 ms, and a window comes each second.
 _MOST_WALKED_AGAIN = 200
+# Mappings of a process take 1 to 2 ms to read.
+_MOST_READ = 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +104,8 @@ class Sleepers:
         self._kept_bytes = 0
         self._kernel_addresses: dict[tuple[str, str], int] = {}
         self._kernel_functions: set[tuple[str, str]] = set()
+        # Processes whose mappings were asked for here, by pid and image.
+        self._read: set[tuple[int, int]] = set()
         self.by_stack: dict[int, EnteredThread] = {}
         self.losses: Counter[LossKind] = Counter()
 
@@ -178,9 +182,25 @@ class Sleepers:
     def walk_again(self) -> None:
         """Walks some of those that could not be walked yet; to be called now and then."""
         left = [s for s in self.by_stack.values() if s.snapshot is not None and not s.is_settled]
-        left = left[:_MOST_WALKED_AGAIN]
-        run(self._walks.walk(left))
-        _settle(left)
+        walkable = [s for s in left if (s.pid, s.image) in self._read][:_MOST_WALKED_AGAIN]
+        run(self._walks.walk_python([s for s in walkable if s.python is None]))
+        run(self._walks.walk(walkable))
+        for sleeper in walkable:
+            image = self._table.known(sleeper.pid, sleeper.image)
+            if image is None or not image.was_read:  # it is gone
+                sleeper.snapshot = None
+        _settle(walkable)
+        self._read_some(left)
+
+    def _read_some(self, sleepers: list[EnteredThread]) -> None:
+        """Has the mappings of some processes read, for the next time.
+
+        Nobody else asks for those of a process in which nothing happens.
+        """
+        unread = dict.fromkeys((s.pid, s.image) for s in sleepers)
+        chosen = {*[key for key in unread if key not in self._read][:_MOST_READ]}
+        self._walks.read_processes([s for s in sleepers if (s.pid, s.image) in chosen])
+        self._read |= chosen
 
     def kernel_addresses(self) -> dict[tuple[str, str], int]:
         """Returns where the kernel functions are that sleepers are in, by name and module."""

@@ -21,9 +21,9 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes import procfs, snapshots, threads
-from aiflame.agent.processes.snapshots import Snapshots
+from aiflame.agent.processes.snapshots import Snapshot, Snapshots
 from aiflame.agent.processes.table import ProcessTable
-from aiflame.agent.processes.thread_walk import StackWalker
+from aiflame.agent.processes.thread_walk import StackWalker, WalkedThread
 from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
 from aiflame.agent.recording.sleep_walks import SleepWalks
 from aiflame.agent.recording.sleepers import Sleepers, give_all_sleepers
@@ -212,6 +212,52 @@ def test_kernels_without_the_iterator_are_said_to_be(
     assert sleepers.by_stack[stack].tid == waiting_tid
     assert (found.image.pid, found.user, found.end) == (here, [], end)
     assert sleepers.losses[LossKind.SLEEPERS_NOT_WALKED] == missing
+
+
+def test_who_sleeps_in_a_process_in_which_nothing_happens_is_walked_while_recording(
+    waiting_tid: int, wait_until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a thread that sleeps, of a process that nobody tells of, and one of a process that ends
+    here, gone = os.getpid(), 1 << 22  # no pid is as large (PID_MAX_LIMIT)
+    wait_until(lambda: getattr(procfs.thread_stat(here, waiting_tid), "state", "") == "S")
+    asleep = procfs.ThreadStat("S", 3 + 4)  # switches of `_record`
+    stats = {waiting_tid: asleep, gone: asleep}
+    monkeypatch.setattr(procfs, "thread_stat", lambda pid, tid: stats.get(tid))
+    monkeypatch.setattr(procfs, "thread_ids", lambda pid: [waiting_tid if pid == here else gone])
+    table = ProcessTable(1, lambda pid: 1, blind_inspector())
+    walked = WalkedThread((0x10,), StopReason.ROOTED, frozenset())
+
+    def read(image: Any) -> bool:
+        image.was_read = image.pid == here
+        return bool(image.was_read)
+
+    def walk(image: Any, *_: object) -> WalkedThread:
+        return walked
+
+    monkeypatch.setattr(table, "read_mappings", read)
+    tables: Any = SimpleNamespace()
+    walker: Any = SimpleNamespace(walk_thread=walk, forget=lambda: None)
+    walks = SleepWalks(table, tables, walker, _NO_PYTHON, lambda: None)
+    taken: Any = SimpleNamespace(
+        take=lambda asked, piece: {tid: Snapshot(_record(pid, tid), b"") for pid, tid in asked},
+        memory_of=lambda snapshot, is_live: SimpleNamespace(late_pages=False),
+        still_asleep=lambda found: {each.registers.tid for each in found},
+    )
+    walks.__dict__["_snapshots"] = taken  # as cached_property keeps it
+    programs: Any = SimpleNamespace(threads=_Threads())
+    sleepers = Sleepers(programs, table, walks, _NO_PYTHON, kernel_stacks=False)
+    for _ in sleepers.enter([here, gone]):
+        pass
+    # WHEN windows come
+    for _ in range(2):
+        assert not any(sleeper.walked for sleeper in sleepers.by_stack.values())
+        sleepers.walk_again()
+    sleepers.walk_again()
+    # THEN its stack is known before the recording ends, and the other one is waited for no more
+    found = {sleeper.tid: sleeper for sleeper in sleepers.by_stack.values()}
+    assert found[waiting_tid].walked is walked
+    assert found[gone].walked is None
+    assert all(sleeper.is_settled for sleeper in found.values())
 
 
 def test_threads_that_a_short_recording_missed_are_counted(
