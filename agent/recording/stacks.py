@@ -29,7 +29,7 @@ NOT_SAMPLED_STACKS = ENTERED_STACKS | 1 << 30 | 1 << 28
 SWEPT_STACKS = ENTERED_STACKS | 1 << 30 | 1 << 29
 LATE_SLEEPS = ENTERED_STACKS | 1 << 31
 
-# Of which is known that they have come: those that windows keep (Bounds.kept_stacks).
+# Whose binaries are known: as many as windows keep of them (Bounds.kept_stacks).
 _KNOWN_STACKS = 1 << 15
 
 _STACK_DTYPE = COLUMNS["stacks"].dtype
@@ -119,7 +119,7 @@ class Stacks:
         self._table = table
         self._calls = calls
         self._observers = observers
-        # Those that have come, and the binaries that each has addresses in; the oldest first.
+        # The binaries that each has addresses in; the oldest first.
         self._known: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._binaries: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -138,9 +138,7 @@ class Stacks:
         at = 0
         unknown: dict[int, bool] = {}
         for stack, record in zip(keys.tolist(), records, strict=True):
-            # What windows have dropped meanwhile has to be told anew.
-            is_known = stack in self._known and self._window.is_kept("stacks", stack)
-            if is_known and not is_late:
+            if self._window.is_kept("stacks", stack) and not is_late:
                 continue
             image = self._table.image(int(record["tgid"]), int(record["image"]))
             user = abi.user_frames(record)
@@ -241,4 +239,4 @@ class Stacks:
 
     def has_come(self, stack: int) -> bool:
         """Whether the content of a stack is known."""
-        return stack in self._known
+        return self._window.is_kept("stacks", stack)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of the kernel half between windows: known for as long as windows keep them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from aiflame.agent.kernel import abi
+from aiflame.agent.model.profile import SampleClass, StopReason
+from aiflame.agent.model.window import COLUMNS, rows_of
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.recording.cut_stacks import CutStacks
+from aiflame.agent.recording.stacks import Stacks
+from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from support import blind_inspector
+
+_PID, _IMAGE = 7, 1
+
+
+def test_a_stack_that_comes_again_after_it_was_dropped_is_not_lost() -> None:
+    # GIVEN windows that keep two stacks, and three that come one after the other
+    window = WindowBuilder(Bounds(kept_stacks=2))
+    table = ProcessTable(1, lambda pid: _IMAGE, blind_inspector())
+    image = table.image(_PID, _IMAGE)
+    process = np.zeros(1, COLUMNS["processes"].dtype)
+    process["process"], process["pid"] = image.index, _PID
+    window.define("processes", process)
+    window.define("threads", rows_of("threads", (0, image.index, _PID, 0)))
+    pythons: Any = SimpleNamespace(is_starting=lambda image: False)
+    stacks = Stacks(window, table, SimpleNamespace(), CutStacks(pythons), [])
+    record = np.zeros(1, abi.STACK_DTYPE)
+    record["image"], record["tgid"], record["end"] = _IMAGE, _PID, StopReason.ROOTED
+    for stack in (10, 11, 12):
+        stacks.add(np.array([stack], np.uint64), record)
+    assert [stacks.has_come(stack) for stack in (10, 11, 12)] == [False, True, True]
+    # WHEN the first comes again, with time spent in it
+    stacks.add(np.array([10], np.uint64), record)
+    window.add("samples", rows_of("samples", (10, 0, SampleClass.ON_CPU, 1, 5)))
+    closed = window.close(1_000)
+    # THEN it is in the window as it is
+    assert closed.stacks[["stack", "stop_reason"]].tolist() == [(10, StopReason.ROOTED)]
+    assert not len(closed.losses)
