@@ -388,8 +388,9 @@ class Devices:
 
     @property
     def are_used(self) -> bool:
-        """Whether there is anything to tell of a device."""
-        return bool(self._running)
+        """Whether a device can be sampled that targets use: a family may have found none."""
+        devices = (device for running in self._running for device in running.devices)
+        return any(device.tier is not Tier.LAUNCHES for device in devices)
 
     def _consider(self, image: ProcessImage) -> None:
         """Begins with the families whose devices a process may use, by what it has mapped."""

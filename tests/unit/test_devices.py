@@ -366,6 +366,15 @@ def test_samples_of_a_recording_are_a_readable_capture_at_any_moment(
     assert devices.losses == {LossKind.KERNEL_NOT_OPENED: 2}
 
 
+def test_devices_are_used_once_one_can_be_sampled(table: ProcessTable) -> None:
+    window = _window()
+    for family, are_used in ((_Family(()), False), (_Family((_TOY,)), True)):
+        devices = _devices([family], table, window, KernelTable(window))
+        assert not devices.are_used
+        devices.start()
+        assert devices.are_used is are_used
+
+
 def test_code_is_stored_once_and_of_a_process_no_more_than_its_part(
     writer: CaptureWriter, table: ProcessTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
