@@ -150,6 +150,9 @@ def splice(
         time is spent in it then; unnamed frames, but where no Python frame is; and trampolines, but
         where their Python frame is not known.
     """
+    if len(pythons) == 1 and not pythons[0].code_address and Role.EVAL not in roles:
+        # The frame below all others, which 3.15 has in each thread (PyThreadState.base_frame).
+        pythons = ()
     runs = _runs(pythons)
     evals = [index for index, role in enumerate(roles) if role is Role.EVAL]
     match, pairs, surplus = _pair(evals, len(runs), cuts)

@@ -114,7 +114,8 @@ def walk(memory: Memory, layout: Layout, thread_state: int) -> Walk:
 def _end_run(found: list[PythonFrame], run_is_open: bool) -> None:
     """What a shim means: the frame before it ends its run, or there is none in this one.
 
-    Only a leaf run can be empty; 3.14's base sentinel after the last shim is not a run.
+    Only a leaf run can be empty; 3.15's base frame after the last shim is not a run (nor is it
+    one by itself, which `splice` sees to).
     """
     if run_is_open:
         last = found[-1]

@@ -61,6 +61,9 @@ _ROLES = {"K": KERNEL, "E": EVAL, "G": GLUE, "O": OTHER, "?": Role.UNNAMED, "T":
         ("EOEOE", "a.b", Cuts(python=True), "aObOE", Match.PYTHON_CUT),
         ("EOE", "a.b.c.", Cuts(), "abOc", Match.EVALS_MISSING),
         ("OOO", "a.", Cuts(), "OOO", Match.NO_EVAL),
+        # in 3.15, what is below all frames
+        ("OOO", ".", Cuts(), "OOO", Match.NO_PYTHON),
+        ("EOO", ".", Cuts(), "OO", Match.EXACT),
         ("OGO", "", Cuts(), "OGO", Match.NO_PYTHON),
         ("EGE", "", Cuts(), "EGE", Match.NO_PYTHON),
     ],
