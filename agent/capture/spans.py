@@ -54,13 +54,19 @@ def spread_waits(
     woken_ns = start_ns + waits["blocked_ns"].astype(np.int64)
     end_ns = woken_ns + waits["runnable_ns"].astype(np.int64)
     pieces = []
-    for klass, from_ns, to_ns in (
+    longest_s = max(seconds_of.values(), default=1)
+    for klass, began_ns, to_ns in (
         (SampleClass.BLOCKED, start_ns, woken_ns),
         (SampleClass.WAITING_TO_RUN, woken_ns, end_ns),
     ):
+        # What is missing of one was counted with the one before, if that ended in the same window.
         wanted = _keys(waits, threads) + klass
         sample = _found(known, wanted, np.searchsorted(known, wanted))
-        row = _rows_of(spans["ns"], order, sample << 32 | end_ns // NS_PER_S, to_ns - from_ns)
+        ended = sample << 32 | end_ns // NS_PER_S
+        row = _rows_of(spans["ns"], order, ended, to_ns - began_ns, longest_s)
+        missing_ns = to_ns - began_ns - spans["ns"][row].astype(np.int64)
+        is_part = (missing_ns > 0) & (missing_ns < longest_s * NS_PER_S)
+        from_ns = began_ns + np.where(is_part, missing_ns, 0)
         chosen = np.flatnonzero((row >= 0) & (to_ns > from_ns))
         row = row[chosen]
         # Most are short, and lie in the second that they were counted in.
@@ -113,20 +119,29 @@ def _keys(rows: npt.NDArray[np.void], threads: int) -> I64:
     return found
 
 
-def _rows_of(counted_ns: npt.NDArray[np.uint64], order: I64, ended: I64, ns: I64) -> I64:
+def _rows_of(
+    counted_ns: npt.NDArray[np.uint64], order: I64, ended: I64, ns: I64, longest_s: int
+) -> I64:
     """Returns the span that each wait is counted in, -1 for none.
 
-    That is of the second in which it ended, or of the one before, since a drain comes some
-    milliseconds late.
+    That is of the second in which it ended, or of the one before if only that one has so much: a
+    drain comes some milliseconds late.
 
     Args:
         counted_ns: Of each span.
         order: Sample and second of each span in one number, ascending.
         ended: Sample and second in which each wait ended; negative without a sample.
         ns: Of each wait.
+        longest_s: How long intervals are at most.
     """
     row = np.searchsorted(order, ended, side="right") - 1
-    row -= (row > 0) & (counted_ns[row].astype(np.int64) < ns)
+    before, counted = np.maximum(row - 1, 0), counted_ns.astype(np.int64)
+    row -= (
+        (row > 0)
+        & (counted[row] < ns)
+        & (counted[before] >= ns)
+        & (order[before] >= ended - longest_s)
+    )
     is_own = (row >= 0) & (order[row] >> 32 == ended >> 32)
     return np.where(is_own, row, -1)
 

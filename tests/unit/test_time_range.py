@@ -251,6 +251,19 @@ def test_a_wait_that_was_never_counted_moves_nothing(tmp_path: Path) -> None:
     assert _by_second(profile, SampleClass.BLOCKED) == [0, 0, 0, 12, 0, 0]
 
 
+def test_waits_one_right_after_the_other_are_where_they_were(tmp_path: Path) -> None:
+    # GIVEN three waits, each of which began in the second in which the one before ended: what that
+    # second has of it was drained with the one that ended
+    rows = [(2, 1, 1, 1, 1, 3_000 * MS), (6, 1, 1, 1, 1, 4_000 * MS), (9, 1, 1, 1, 1, 3_000 * MS)]
+    waits = [(1, 1, 0, 2_700 * MS, 0), (1, 1, 2_700 * MS, 4_000 * MS, 0)]
+    waits += [(1, 1, 6_700 * MS, 3_300 * MS, 0)]
+    profile = _capture(tmp_path / "a", rows, waits, 10 * S)
+    # THEN each second has its time, but for what nobody told apart
+    found = _by_second(profile, SampleClass.BLOCKED)
+    assert sum(found) == 10_000
+    assert found == [1_000, 1_000, 1_300, 1_000, 1_000, 1_000, 700, 1_000, 1_000, 1_000]
+
+
 def test_a_second_that_was_drained_twice_is_one(tmp_path: Path) -> None:
     rows = [(1, 1, 1, 1, 1, 900 * MS), (1, 1, 1, 1, 1, 900 * MS)]
     waits = [(1, 1, 100 * MS, 900 * MS, 0), (1, 1, 1_000 * MS, 900 * MS, 0)]
