@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.model.profile import Profile
-from aiflame.agent.reports.facts import complete_words, cut_short, is_asked_for, missing_line
+from aiflame.agent.reports.facts import (
+    complete_words,
+    cut_short,
+    is_asked_for,
+    loss_scope,
+    missing_line,
+)
 from aiflame.agent.reports.words import duration
 
 
@@ -35,7 +41,8 @@ def loss_lines(profile: Profile) -> Iterator[str]:
         yield f"{missing}."
     for loss in profile.losses:
         word = "left out" if is_asked_for(loss) else "lost"
-        yield f"{word}: {loss.name} {loss.count:,}: {loss.meaning}"
+        scope = loss_scope(profile.recording)
+        yield f"{word}: {loss.name} {loss.count:,}{scope}: {loss.meaning}"
     if all(map(is_asked_for, profile.losses)):
         yield "0 lost."
     yield from device_lines(profile)

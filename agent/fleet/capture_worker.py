@@ -39,7 +39,7 @@ from aiflame.agent.fleet.kubelet import KubeletError
 from aiflame.agent.fleet.labelling import kubelet_of, label_options
 from aiflame.agent.fleet.labels import Labeller, NoPods
 from aiflame.agent.model.batch import Labels
-from aiflame.agent.model.profile import Process
+from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.model.window_selection import of_processes
 from aiflame.agent.outfile import private_directory
@@ -162,6 +162,7 @@ class _Job:
             missing_s = (lengths_ns - written_ns) / 1e9
             self._say(f"note: the oldest {missing_s:.0f} s were removed meanwhile (`keep`)")
         return choice, {
+            **({} if self._request.is_all else {f"{FACT_PREFIX}{LOSSES_FACT}": OF_HOST}),
             "recorder_cpu_ns": cpu_ns,
             "recorder_peak_rss_bytes": rss_bytes,
             f"{FACT_PREFIX}flight recorder": f"{kept}, of aiflame agent",

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from aiflame.agent.model.batch import Labels
 
 
+# A fact of captures whose losses are not of what they have alone: its title, and what it says.
+LOSSES_FACT, OF_HOST = "losses", "of the whole host"
+
+
 class FrameKind(enum.IntEnum):
     """What executes a frame; it decides the colour and the folded suffix."""
 

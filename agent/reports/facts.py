@@ -12,7 +12,15 @@ from pathlib import PurePosixPath
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import FrameKind, Loss, Profile, Recording, SampleClass
+from aiflame.agent.model.profile import (
+    LOSSES_FACT,
+    OF_HOST,
+    FrameKind,
+    Loss,
+    Profile,
+    Recording,
+    SampleClass,
+)
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.reports.words import duration, percent, showable
@@ -227,7 +235,7 @@ def warnings(profile: Profile) -> list[str]:
     if missing:
         lines.append(f"{missing}.")
     lines += [
-        f"Lost {showable(loss.name)}: {loss.count:,}{_of_whole(recording)}"
+        f"Lost {showable(loss.name)}: {loss.count:,}{loss_scope(recording)}"
         for loss in profile.losses
         if loss.count and not is_asked_for(loss)
     ]
@@ -242,14 +250,16 @@ def is_asked_for(loss: Loss) -> bool:
 def asked_for(profile: Profile) -> list[str]:
     """Return what is not in a profile because the user said so, one sentence each."""
     return [
-        f"Left out as asked for: {showable(loss.name)} {loss.count:,}{_of_whole(profile.recording)}"
+        f"Left out as asked for: {showable(loss.name)} {loss.count:,}{loss_scope(profile.recording)}"
         for loss in profile.losses
         if loss.count and is_asked_for(loss)
     ]
 
 
-def _of_whole(recording: Recording) -> str:
-    return "" if recording.time_range is None else " in the whole recording"
+def loss_scope(recording: Recording) -> str:
+    """Return what losses are of, if that is more than what is reported, to be said after them."""
+    where = " on the whole host" if (LOSSES_FACT, OF_HOST) in recording.facts else ""
+    return where if recording.time_range is None else f"{where} in the whole recording"
 
 
 def _range_fact(recording: Recording) -> str:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aiflame.agent.commands.record_summary import loss_lines
-from aiflame.agent.model.profile import Loss
+from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Loss
 from profiles import MS, Sample, profile_of
 
 _SAMPLE = Sample("main", 10 * MS)
@@ -18,3 +20,10 @@ def test_what_was_asked_for_is_no_loss() -> None:
     assert both[:2] == ["left out: excluded 17: of cgroups", "lost: ring_full 3: events"]
     assert "0 lost." not in both
     assert next(loss_lines(profile_of(_SAMPLE))) == "0 lost."
+
+
+def test_losses_of_a_host_are_not_told_as_those_of_a_container() -> None:
+    profile = profile_of(_SAMPLE, losses=(Loss("ring_full", 3, "events"),))
+    recording = replace(profile.recording, facts=((LOSSES_FACT, OF_HOST),))
+    said = [*loss_lines(replace(profile, recording=recording))]
+    assert said[0] == "lost: ring_full 3 on the whole host: events"
