@@ -249,8 +249,9 @@ def is_asked_for(loss: Loss) -> bool:
 
 def asked_for(profile: Profile) -> list[str]:
     """Return what is not in a profile because the user said so, one sentence each."""
+    scope = loss_scope(profile.recording)
     return [
-        f"Left out as asked for: {showable(loss.name)} {loss.count:,}{loss_scope(profile.recording)}"
+        f"Left out as asked for: {showable(loss.name)} {loss.count:,}{scope}"
         for loss in profile.losses
         if loss.count and is_asked_for(loss)
     ]
