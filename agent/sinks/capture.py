@@ -39,6 +39,8 @@ from aiflame.agent.symbolize.mapped import laid_over
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, NamedStack, UnnamedStack
 
 _INTERVAL_NS = 1_000_000_000
+# A window of a second may be drained late on a busy host; longer ones are meant to be.
+_LONG_NS = 1_500_000_000
 
 # Of all calls' work and bytes, as readers add them up: what programs ask for need not exist.
 _LARGEST_SUM = 1 << 62
@@ -122,8 +124,9 @@ class CaptureSink:
         self._names.write(self._writer)
         self._rows.turn()
         self._mapped.turn()
-        seconds = round((self.end_ns - first_ns) / _INTERVAL_NS)
-        if seconds > 1:
+        if self.end_ns - first_ns >= _LONG_NS:
+            # Up to where the next one begins: no second is left out.
+            seconds = round(self.end_ns / _INTERVAL_NS) - interval
             self._writer.put("intervals", [(interval, seconds)])
         self._put_samples(window, interval)
         self._put_calls(window, interval)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -129,6 +130,25 @@ def _define_stack(
     row = (stack, 0, 0, 0, 0, 1, reason, 0, False, NONE, 0)
     addresses = np.array([0x1234], "<u8").view(COLUMNS["addresses"].dtype)
     builder.define("stacks", rows_of("stacks", row), addresses, is_late=is_late)
+
+
+def test_windows_of_any_length_leave_no_second_out() -> None:
+    # GIVEN a thread that always runs, and windows of seconds or less that end whenever they do
+    builder, windows = _builder(), []
+    _define_stack(builder, 99)
+    ends_ms = [1_000, 2_900, 5_000, 5_400, 9_600, 14_600, 15_600, 16_700, 20_000]
+    for begin_ms, end_ms in itertools.pairwise([0, *ends_ms]):
+        ns = (end_ms - begin_ms) * 1_000_000
+        builder.add("samples", rows_of("samples", (99, 0, SampleClass.ON_CPU, 7, ns)))
+        windows.append(builder.close(end_ms * 1_000_000, is_last=end_ms == 20_000))
+    profile = _captured(windows)
+    # THEN all seconds have something of it, and together they have all
+    by_second = [0] * 20
+    for _, first_s, seconds, _, ns in profile.spans.tolist():
+        for second in range(first_s, first_s + seconds):
+            by_second[second] += ns
+    assert min(by_second) > 300_000_000
+    assert sum(by_second) == 20 * 10**9
 
 
 def test_a_stack_that_comes_late_is_not_lost() -> None:
