@@ -30,6 +30,7 @@ from symbolic.symcache import SYMCACHE_LATEST_VERSION, SymCache
 DEFAULT_MAX_DWARF_BYTES = 1024 * 1024 * 1024
 # A finished line table is a fraction of its DWARF.
 _MAX_SYMCACHE_BYTES = 512 * 1024 * 1024
+_CHUNK_BYTES = 1 << 20
 # DWARF of one address that claims more inlined functions is damaged; compilers stop near 30.
 _MAX_INLINED = 128
 
@@ -105,11 +106,17 @@ class LineTable:
 
     def to_chunks(self) -> list[bytes]:
         """The contents of a cache file, for `from_mapping`; [] when it is too large to keep."""
-        data: bytes = self._symcache.open_stream().read(_MAX_SYMCACHE_BYTES + 1)
-        if len(data) > _MAX_SYMCACHE_BYTES:
-            return []
-        crc = zlib.crc32(data)
-        return [_HEADER.pack(_MAGIC, SYMCACHE_LATEST_VERSION, crc, self._load_address), data]
+        stream = self._symcache.open_stream()
+        chunks: list[bytes] = []
+        size_bytes = crc = 0
+        # Whoever reads more at once than there is takes memory for all that was asked for.
+        while chunk := stream.read(_CHUNK_BYTES):
+            size_bytes += len(chunk)
+            if size_bytes > _MAX_SYMCACHE_BYTES:
+                return []
+            crc = zlib.crc32(chunk, crc)
+            chunks.append(chunk)
+        return [_HEADER.pack(_MAGIC, SYMCACHE_LATEST_VERSION, crc, self._load_address), *chunks]
 
     def lookup(self, address: int) -> tuple[RawFrame, ...]:
         """Functions at a virtual address, innermost inlined first; () without DWARF for it."""

@@ -52,7 +52,7 @@ _ENDING_S = 1.0
 # Tables are built while the target runs, which must not wait for us; once the recorder itself
 # waits, the worker runs as anyone else.
 _NICENESS_WARMING, _NICENESS_WAITED_FOR = 10, 0
-# A worker that cannot even start must not be tried for ever.
+# A worker that cannot even start must not be tried for ever: so many die without an answer.
 _MAX_DEATHS = 40
 # A worker and its children take 100 MB, and 0.15 s of CPU time to start. One that was needed again
 # gets twice as long the next time: a host that now and then shows something new does not start
@@ -378,6 +378,7 @@ class SymbolService:
         for problem in problems:
             self._add(problem)
         self._queue.popleft()
+        self._deaths = 0  # an agent meets files that are too large for it all year
         self._answered_s = time.monotonic()
         self._deadline = self._answered_s + self._patience_s
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.losses import LossKind
+from aiflame.agent.symbols import service as service_module
 from aiflame.agent.symbols.service import Request, SymbolService
 from elfbytes import Elf, Symbol
 
@@ -148,6 +150,16 @@ def test_bad_binary_costs_only_itself(
         # It is not asked a third time.
         assert names(service, requests[1], requests[0]) == [[[], []], [["one()"], []]]
         assert len(service.problems) == 2
+
+
+def test_many_bad_binaries_cost_only_themselves(
+    tmp_path: Path, bad_worker: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "_MAX_DEATHS", 3)
+    requests = [binary(tmp_path, name) for name in ("crash1", "a", "crash2", "b", "crash3", "c")]
+    with SymbolService(None, command=bad_worker) as service:
+        found = names(service, *requests)
+    assert [frames[0] for frames in found] == [[], ["a()"], [], ["b()"], [], ["c()"]]
 
 
 def test_second_attempt_goes_without_dwarf_and_demangling(
@@ -304,6 +316,15 @@ def test_lines_come_out_of_a_parser_without_rights(
     chain = next(chain for chain in found[0] if len(chain) == 2)
     assert [frame.name for frame in chain] == ["inner", "shop::outer(int)"]
     assert all(frame.file.endswith("shop.cc") and frame.line for frame in chain)
+
+
+def test_lines_take_no_more_memory_than_an_agent_gives(tmp_path: Path) -> None:
+    program, start = _built(tmp_path)
+    request = Request(str(program), "", np.arange(start, start + 8, dtype=np.uint64))
+    with SymbolService(tmp_path / "cache", data_bytes=AgentSettings().helper_memory) as service:
+        ((result),) = service.resolve_many([request])
+        assert service.problems == []
+    assert any(frame.line for chain in result.frames for frame in chain)
 
 
 # A parser that a file has taken over, and that asks for what is not its own.
