@@ -17,11 +17,12 @@ from aiflame.agent.recording.window_builder import WindowBuilder
 
 # Windows for which those that have ended are still known.
 _GRACE_WINDOWS = 3
-# How often, in windows, it is looked for those of whose end nobody has told: of a process that ends
-# right after an exec nobody does. It takes 1 us for each that lives.
-_IMAGES_WINDOWS = 8
-# And for files that nobody has mapped any more: closed at the second time that nobody has.
-_BINARIES_WINDOWS = 60
+# How often it is looked for those of whose end nobody has told: of a process that ends right after
+# an exec nobody does. It takes 1 us for each that lives.
+_IMAGES_NS = 8_000_000_000
+# And for files that nobody has mapped any more: closed at the second time that nobody has. What was
+# deleted meanwhile takes its room on disk until then.
+_BINARIES_NS = 60_000_000_000
 
 
 class KeepsImages(Protocol):
@@ -69,15 +70,17 @@ class Ended:
         self._used_binaries = used_binaries
         self._used_images = used_images
         self._waiting: deque[tuple[list[ProcessImage], list[ThreadInfo]]] = deque()
-        self._windows = 0
+        self._images_ns = self._binaries_ns = 0  # when it was looked, since the recording's start
         self._unused: set[int] = set()
 
     def forget(self) -> None:
         """To be called when a window was closed, and none has been begun to be filled."""
-        self._windows += 1
-        if self._windows % _IMAGES_WINDOWS == 0:
+        now_ns = self._window.start_ns
+        if now_ns - self._images_ns >= _IMAGES_NS:
+            self._images_ns = now_ns
             self._table.look_for_ended()
-        if self._windows % _BINARIES_WINDOWS == 0:
+        if now_ns - self._binaries_ns >= _BINARIES_NS:
+            self._binaries_ns = now_ns
             self._forget_binaries()
         self._waiting.append(self._table.take_ended())
         if len(self._waiting) > _GRACE_WINDOWS:

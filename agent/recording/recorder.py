@@ -765,7 +765,7 @@ class Recorder:
             samples=new[abi.Counter.SAMPLES],
             calls=new[abi.Counter.CALLS],
             own_cpu_ns=time.process_time_ns() - self._told_cpu_ns,
-            bpf_ns=self._switch_cost.take(),
+            bpf_ns=self._switch_cost.take(window_ns),
         )
 
     def _set_chances(self, chances: Chances) -> None:

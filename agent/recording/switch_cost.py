@@ -16,9 +16,8 @@ from typing import Protocol
 
 from aiflame.agent.kernel.sysbpf import ProgramCost
 
-# Windows that are counted: the first is not whole, and prices are settled by the next few thousand
-# switches (fleet/cost.py).
-_COUNTED_WINDOWS = 10
+# For how long it is counted: prices are settled by a few thousand switches (fleet/cost.py).
+_COUNTED_NS = 10_000_000_000
 
 _PROGRAMS = ("on_switch", "on_waking")
 
@@ -40,16 +39,19 @@ class SwitchCost:
         self._programs = programs
         self._count = count
         self._counting: int | None = None
-        self._windows = 0
+        self._counted_ns = 0
         self._told: tuple[int, int] | None = None
 
     def begin(self) -> None:
-        """Has the kernel count for some windows, if it may be asked."""
+        """Has the kernel count for some seconds, if it may be asked."""
         with contextlib.suppress(OSError):
             self._counting = self._count()
 
-    def take(self) -> int | None:
+    def take(self, window_ns: int) -> int | None:
         """Returns the ns that programs took in the window that ends now.
+
+        Args:
+            window_ns: How long it was.
 
         Returns:
             None where nobody counted, or for a part of the window alone.
@@ -58,8 +60,8 @@ class SwitchCost:
         found = [costs[name] for name in _PROGRAMS]
         told, now = self._told, (sum(cost.run_time_ns for cost in found), found[0].run_count)
         self._told = now
-        self._windows += 1
-        if self._counting is not None and self._windows > _COUNTED_WINDOWS:
+        self._counted_ns += window_ns if told is not None else 0  # the first is not whole
+        if self._counting is not None and self._counted_ns >= _COUNTED_NS:
             self.end()
             self._told = None
         # Of a part of the window it would be too little: it counts from the second one on.

@@ -19,6 +19,7 @@ from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from support import blind_inspector
 
 _PID = 4_000_000  # beyond every pid (PID_MAX_LIMIT)
+_S = 1_000_000_000
 
 
 class _Threads:
@@ -62,8 +63,8 @@ class _Recorder:
         row = (0, thread.index, SampleClass.ON_CPU, 1, 1)
         self.window.add("samples", rows_of("samples", row))
 
-    def close(self) -> Window:
-        self.end_ns += 10
+    def close(self, window_ns: int = _S) -> Window:
+        self.end_ns += window_ns
         self.facts.tell(1 << 62)
         window = self.window.close(self.end_ns)
         check(window)
@@ -130,7 +131,8 @@ def test_a_process_whose_stacks_are_still_walked_is_kept(recorder: _Recorder) ->
     assert recorder.table.images == {}
 
 
-def test_ends_that_nobody_told_of_are_found(recorder: _Recorder) -> None:
+@pytest.mark.parametrize("window_ns", [_S // 10, _S, 5 * _S])
+def test_ends_that_nobody_told_of_are_found(recorder: _Recorder, window_ns: int) -> None:
     # GIVEN a process that has ended, of which only the kernel half's table knows no more
     recorder.current[_PID] = 1
     recorder.run(_PID, 1, _PID)
@@ -139,12 +141,29 @@ def test_ends_that_nobody_told_of_are_found(recorder: _Recorder) -> None:
     recorder.close()
     del recorder.current[_PID]
     # WHEN some time has gone by
-    for _ in range(200):
-        recorder.close()
+    for _ in range(200 * _S // window_ns):
+        recorder.close(window_ns)
     # THEN it is forgotten, on both sides; another's thread by the same id is not touched
     assert recorder.table.images == {}
     assert recorder.threads.images == {}
     recorder.threads.images[key] = 2
+
+
+@pytest.mark.parametrize("window_ns", [_S, 5 * _S])
+def test_files_are_closed_two_minutes_after_they_were_mapped_last(
+    recorder: _Recorder, monkeypatch: pytest.MonkeyPatch, window_ns: int
+) -> None:
+    forgotten: list[int] = []
+    binaries = recorder.table.binaries
+    monkeypatch.setattr(binaries, "files", {7: "libfirst.so"})
+    monkeypatch.setattr(binaries, "forget", forgotten.extend)
+    monkeypatch.setattr(recorder.facts, "forget_binaries", lambda gone: None)
+    for _ in range(115 * _S // window_ns):
+        recorder.close(window_ns)
+    assert not forgotten
+    for _ in range(10 * _S // window_ns):
+        recorder.close(window_ns)
+    assert forgotten == [7]
 
 
 def test_a_process_that_has_called_exec_is_forgotten(recorder: _Recorder) -> None:

@@ -10,6 +10,7 @@ from aiflame.agent.kernel.sysbpf import ProgramCost
 from aiflame.agent.recording.switch_cost import SwitchCost
 
 _RUN_NS = 700
+_S = 1_000_000_000
 
 
 class _Kernel:
@@ -44,11 +45,13 @@ class _Kernel:
         return {"on_switch": switches, "on_waking": ProgramCost(self._runs, self._runs, 0)}
 
 
-def _windows(kernel: _Kernel, cost: SwitchCost, count: int) -> list[int | None]:
+def _windows(
+    kernel: _Kernel, cost: SwitchCost, count: int, window_ns: int = _S
+) -> list[int | None]:
     found = []
     for _ in range(count):
         kernel.switch(1000)
-        found.append(cost.take())
+        found.append(cost.take(window_ns))
     return found
 
 
@@ -61,6 +64,14 @@ def test_the_first_windows_are_counted_and_then_no_more() -> None:
     assert _windows(kernel, cost, 11) == [None, *[whole] * 10]
     assert not kernel.is_asked
     assert _windows(kernel, cost, 3) == [None] * 3
+
+
+def test_longer_windows_are_not_counted_for_longer() -> None:
+    kernel = _Kernel()
+    cost = SwitchCost(kernel, kernel.count_run_times)
+    cost.begin()
+    assert None not in _windows(kernel, cost, 3, 5 * _S)[1:]
+    assert not kernel.is_asked
 
 
 def test_where_it_is_not_allowed_nothing_is_known() -> None:
