@@ -30,6 +30,9 @@ _LEAST_SHARE = 0.1
 # A load that has gone is remembered, each second this much of it: one that comes and goes is
 # planned for as if it stayed, and one that has gone for good is forgotten in half a minute.
 _REMEMBERED = 0.9
+# Switches a second: below, a load is forgotten. One in a window of five seconds is more than that,
+# and whose switches are so few gets all of their stacks.
+_LEAST_DEMAND = 0.1
 # Chances are made better only if that is worth it: a load that trembles leaves them as they are.
 _BETTER = 0.75
 # Before anything is known of a host: 50,000 switches a second take 3 ms for stacks.
@@ -205,10 +208,10 @@ class CostController:
     def _remember(self, switches: Mapping[int, float], share: float) -> None:
         for cgroup, before in [*self._demand.items()]:
             self._demand[cgroup] = max(share * before, switches.get(cgroup, 0))
-            if self._demand[cgroup] < 1:
+            if self._demand[cgroup] < _LEAST_DEMAND:
                 del self._demand[cgroup]
         for cgroup, now in switches.items():
-            if now >= 1:
+            if now >= _LEAST_DEMAND:
                 self._demand.setdefault(cgroup, now)
         if len(self._demand) > _MOST_CGROUPS:
             most = sorted(self._demand, key=self._demand.__getitem__)[-_MOST_CGROUPS:]
@@ -235,7 +238,9 @@ class CostController:
             for cgroup, one in load.by_cgroup.items()
         )
         if stacks > affordable >= planned:
-            return min(2 * spacing_ns, _MOST_SPACING_NS)
+            # Twice for each second: after a longer window it would come too late.
+            doublings = min(max(load.window_ns // _S, 1), math.ceil(math.log2(stacks / affordable)))
+            return min(spacing_ns << doublings, _MOST_SPACING_NS)
         # Half the spacing may be twice the stacks.
         if 2 * stacks < affordable:
             return max(spacing_ns // 2, _SPACING_NS)

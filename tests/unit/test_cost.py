@@ -212,6 +212,30 @@ def test_chances_are_chances_whatever_comes(seed: int) -> None:
         assert math.isfinite(controller.cost_ns_per_s)
 
 
+def test_a_cgroup_that_seldom_switches_has_all_of_its_stacks_beside_a_busy_one() -> None:
+    controller = CostController(2, _PROGRAMS)
+    loads = {1: CgroupLoad(250_000, 1_000), 2: CgroupLoad(1, 0)}
+    chances = controller.next(Load(5 * _S, loads, 0, 0, own_cpu_ns=0, bpf_ns=None))
+    assert chances.by_cgroup[1] > 1
+    assert chances.by_cgroup[2] == 1
+
+
+@pytest.mark.parametrize("window_s", [1, 5])
+def test_threads_that_wait_seldom_are_within_the_budget_as_soon_with_longer_windows(
+    window_s: int,
+) -> None:
+    controller = CostController(2, Budget(host_share=0, cpu_share=0.03, with_own_cpu=False))
+    chances = controller.first()
+    # GIVEN 20,000 waits a second of threads that each take a stack once in the spacing
+    for second in range(0, 15, window_s):
+        stacks = round(20_000 * window_s * min(50_000_000 / chances.spacing_ns, 1))
+        cost = stacks * Prices().stack / window_s
+        if second >= 5:
+            assert cost <= 0.03 * _S
+        loads = {1: CgroupLoad(20_000 * window_s, stacks)}
+        chances = controller.next(Load(window_s * _S, loads, 0, 0, own_cpu_ns=0, bpf_ns=None))
+
+
 def test_cgroups_beyond_those_that_are_told_apart_have_the_chance_of_the_busiest() -> None:
     controller = CostController(2, _PROGRAMS)
     loads = {cgroup: CgroupLoad(10 + cgroup, 10) for cgroup in range(6_000)}
