@@ -7,10 +7,14 @@ import os
 import resource
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.settings import Given, made
 from aiflame.agent.unwind.table_builder import TableBuilder
 from recordings import children_of
 from support import wait_until
@@ -132,3 +136,21 @@ def test_without_descriptors_nothing_is_built_and_nothing_raised(builder: TableB
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert done == [0]
     assert builder.given_up == {0}
+
+
+def test_the_least_that_an_agent_may_give_is_enough_for_an_interpreter(
+    tmp_path: Path, watched: select.epoll
+) -> None:
+    with pytest.raises(UsageError, match="helper_memory"):
+        made(AgentSettings, {"helper_memory": Given("127MB", "a.toml")})
+    settings = made(AgentSettings, {"helper_memory": Given("128MB", "a.toml")})
+    builder = TableBuilder(
+        tmp_path,
+        lambda fd: watched.register(fd, select.EPOLLIN),
+        lambda binary: 0.0,
+        settings.helper_memory,
+    )
+    builder.ask(1, str(Path(sys.executable).resolve()))
+    _finish(builder, 1)
+    builder.close()
+    assert builder.names.keys() == {1}
