@@ -560,6 +560,8 @@ class Recorder:
                     if next_ns >= window_end_ns or self.devices.are_used:
                         give(self._next_window())
                         window_end_ns = next_ns + self._window_ns
+                    elif self._has_entered:
+                        self.sleepers.walk_again()
                     self._cpus_came += self._probes.follow_cpus()
                     self._life_events.follow_cpus()
                     report(self._progress())

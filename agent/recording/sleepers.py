@@ -46,7 +46,7 @@ _MAX_KEPT_BYTES = 64 << 20
 # While they are few, more is copied of those that may have woken up when they are walked.
 _FEW_THREADS, _LARGER_PIECE_BYTES = 256, 1 << 18
 
-# A walk takes 0.2 ms, and a window comes each second.
+# Each second; a walk takes 0.2 ms.
 _MOST_WALKED_AGAIN = 200
 # Mappings of a process take 1 to 2 ms to read.
 _MOST_READ = 20
@@ -180,7 +180,7 @@ class Sleepers:
                     sleeper.snapshot = sleeper.snapshot.without_piece()
 
     def walk_again(self) -> None:
-        """Walks some of those that could not be walked yet; to be called now and then."""
+        """Walks some of those that could not be walked yet; to be called each second."""
         left = [s for s in self.by_stack.values() if s.snapshot is not None and not s.is_settled]
         walkable = [s for s in left if (s.pid, s.image) in self._read][:_MOST_WALKED_AGAIN]
         run(self._walks.walk_python([s for s in walkable if s.python is None]))

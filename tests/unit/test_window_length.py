@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a recorder closes windows, and what it does each second whether one ends or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiflame.agent.recording import recorder as module
+from aiflame.agent.recording.recorder import Recorder
+
+_S = 1_000_000_000
+
+
+class _Host:
+    """A recorder whose surroundings are stood in for: nothing happens but that time goes by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, window_s: int, seconds: float) -> None:
+        self.now_ns = 100 * _S
+        self.windows: list[float] = []
+        self.walks: list[float] = []
+        self.reports = 0
+        self.are_used: Callable[[float], bool] = lambda second: False
+        self.is_filling: Callable[[float], bool] = lambda second: False
+        clock = SimpleNamespace(monotonic_ns=self._tick, sleep=lambda seconds: None)
+        monkeypatch.setattr(module, "time", clock)
+        host = self
+
+        class Devices:
+            poll = staticmethod(lambda: None)
+
+            @property
+            def are_used(self) -> bool:
+                return host.are_used(host.second)
+
+        class Window:
+            @property
+            def is_filling(self) -> bool:
+                return host.is_filling(host.second)
+
+        poll = SimpleNamespace(poll=lambda: None, take=lambda: None, due_ns=1 << 62)
+        self.recorder: Any = SimpleNamespace(
+            start_ns=self.now_ns,
+            _end_ns=self.now_ns + round(seconds * _S),
+            _window_ns=window_s * _S,
+            _least_round_ns=0,
+            _ring=SimpleNamespace(watch=lambda fd: None, wait=self._wait),
+            _signals=SimpleNamespace(fd=0, requested=False),
+            _target=SimpleNamespace(pids=()),
+            _living_pids=list,
+            _enter_sleepers=lambda: True,
+            _has_entered=True,
+            _chances=None,
+            _options=SimpleNamespace(off_cpu=True),
+            _real_time=SimpleNamespace(check=lambda: None),
+            events=SimpleNamespace(take=lambda: False),
+            _window=Window(),
+            devices=Devices(),
+            sleepers=SimpleNamespace(walk_again=lambda: self.walks.append(self.second)),
+            calls=SimpleNamespace(poll=lambda: None, is_waiting=False),
+            pythons=SimpleNamespace(poll=lambda: None, interval_ns=_S // 10),
+            _lives=SimpleNamespace(keep_up=lambda: None),
+            _probes=SimpleNamespace(follow_cpus=lambda: 0),
+            _life_events=SimpleNamespace(follow_cpus=lambda: 0),
+            _cpus_came=0,
+            _progress=lambda: None,
+            _next_window=lambda: self.second,
+            late_walks=poll,
+            tables=poll,
+            _cut_sleeps=poll,
+        )
+
+    @property
+    def second(self) -> float:
+        return round(self.now_ns / _S - 100, 1)
+
+    def _tick(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+    def _wait(self, seconds: float) -> None:
+        self.now_ns += round(seconds * _S)
+
+    def run(self) -> None:
+        def report(_: object) -> None:
+            self.reports += 1
+
+        run: Any = Recorder._run
+        run(self.recorder, self.windows.append, report)
+
+
+def test_windows_are_of_a_second_unless_longer_ones_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = _Host(monkeypatch, 1, 4.5)
+    host.run()
+    assert host.windows == [1, 2, 3, 4]
+    assert host.walks == []  # each window does
+
+
+def test_a_longer_window_ends_after_its_seconds_and_sleepers_are_walked_in_each_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = _Host(monkeypatch, 5, 12.5)
+    host.run()
+    assert host.windows == [1, 6, 11]
+    assert host.walks == [2, 3, 4, 5, 7, 8, 9, 10, 12]
+    assert host.reports == 12
+
+
+def test_windows_are_of_a_second_while_a_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = _Host(monkeypatch, 5, 15.5)
+    host.are_used = lambda second: 3 <= second < 7
+    host.run()
+    assert host.windows == [1, 3, 4, 5, 6, 11]
+
+
+def test_a_window_that_fills_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = _Host(monkeypatch, 5, 7.5)
+    host.is_filling = lambda second: second == 2.5
+    host.run()
+    assert host.windows == [1, 2.5, 6]
