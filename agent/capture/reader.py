@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,9 @@ class _Reader:
         gpu = GpuProfile()
         if self._version > 2:
             gpu = GpuReader(self._database, self._tables, self._version).profile()
+        seconds_of = self._interval_seconds()
         return Profile(
-            recording=self._recording(),
+            recording=replace(self._recording(), window_s=max([1, *seconds_of.values()])),
             processes=tuple(
                 Process(*row)
                 for row in self._rows(
@@ -164,7 +166,7 @@ class _Reader:
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
             gpu=with_equal_stacks_merged(gpu, stacks, threads),
             labels=self._labels(process_index),
-            spans=spread_waits(spans, samples, waits, self._interval_seconds()),
+            spans=spread_waits(spans, samples, waits, seconds_of),
         )
 
     def _labels(self, process_index: dict[int, int]) -> tuple[Labels | None, ...]:

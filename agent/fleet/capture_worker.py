@@ -136,7 +136,7 @@ class _Job:
         started_ns = int(recorded.facts["started_unix_ns"])
         kept = (
             f"{_clock(started_ns + begin_ns)} to {_clock(started_ns + recorded.end_ns)} UTC,"
-            f" whole seconds of {recorded.stretches} stretches"
+            f" whole windows of {recorded.stretches} stretches"
         )
         self._say(f"the last {lengths_ns / 1e9:.0f} s of {choice.words}: {kept}")
         if (self._request.last_ns - lengths_ns) > 2 * _NS_PER_S:

@@ -172,6 +172,7 @@ class Recording:
     `duration_ns`, `started_unix_ns` and the recorder's own cost are what they say; `facts` holds
     further lines for the reader (kernel, host, command, limits), in order. `time_range` is set
     where a profile holds a part of the recording only; all others stay those of the whole one.
+    `window_s` is the longest time of which it is known what was in it, and not when in it.
     """
 
     aiflame_version: str
@@ -184,6 +185,7 @@ class Recording:
     recorder_peak_rss_bytes: int
     facts: tuple[tuple[str, str], ...]
     time_range: TimeRange | None = None
+    window_s: int = 1
 
     @property
     def shown_range(self) -> TimeRange:

@@ -268,6 +268,16 @@ def _range_fact(recording: Recording) -> str:
         f"{range_words(recording)}: whole seconds, all that the chosen range touches. Waits shorter"
         " than the recording's --min-wait, and time preempted, are in the second in which they"
         " ended; losses and the recorder's own cost are of the whole recording"
+        + _evenly_words(recording.window_s)
+    )
+
+
+def _evenly_words(window_s: int) -> str:
+    if window_s == 1:
+        return ""
+    return (
+        f". Of up to {window_s} s at once it is not known when in them something was: each second"
+        " has an equal part, but for waits that are listed one by one"
     )
 
 

@@ -130,7 +130,7 @@ def test_a_container_is_cut_out_of_what_is_on_disk(
     said = agent.capture("--container", _CONTAINER_ID[:12], "--last", "10m", "-o", "web.aiflame")
     agent.capture("--all", "--last", "10m", "-o", "all.aiflame", "-q")
     # THEN it has nothing of others, and all of its own, with the same names.
-    assert "whole seconds of" in said
+    assert "whole windows of" in said
     assert "Next: aiflame stats web.aiflame" in said
     web, whole = (read_capture(agent.folder / f"{name}.aiflame") for name in ("web", "all"))
     groups = {process.cgroup for process in web.processes}

@@ -29,6 +29,7 @@ from aiflame.agent.model.profile import (
 )
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.device_rows import device_samples
+from aiflame.agent.reports.facts import recording_facts
 from aiflame.agent.reports.time_range import in_range, recorded_ns, whole_seconds
 from aiflame.gpu.attribution import Certainty
 from device_profiles import Launch, Ran, device_profile_of
@@ -294,6 +295,11 @@ def test_what_is_of_several_seconds_is_in_all_of_them(tmp_path: Path) -> None:
     assert counted.tolist() == profile.samples["count"].tolist()
     part = _part(profile, 2 * S, 4 * S)
     assert part.samples["ns"].tolist() == [int(2 * 24.6 * MS), 520 * MS]
+    # AND the range says so, of a recording of which that is so
+    assert "Of up to 5 s at once" in dict(recording_facts(part))["time range"]
+    (tmp_path / "by_second").mkdir()
+    other = _part(_capture(tmp_path / "by_second" / "a", rows, waits, 8 * S), 2 * S, 4 * S)
+    assert "at once" not in dict(recording_facts(other))["time range"]
 
 
 @pytest.mark.parametrize("interval", [(-1, 5), (2, -5), (2, 2**40), (2**40, 5), (2, 0)])
