@@ -164,7 +164,10 @@ def engines(_: Context) -> Finding:
     try:
         on_host = [path for path in engine_directories(_HOST_ROOT) if path.is_dir()]
     except OSError as error:
-        return skip(f"the host's files cannot be seen: {error.strerror}")
+        unseen = f"the host's files cannot be seen: {error.strerror}"
+        if not here:
+            return skip(unseen)
+        return ok(f"names of containers are read from {', '.join(map(str, here))}; {unseen}")
     hidden = [f"/{path.relative_to(_HOST_ROOT)}" for path in on_host]
     hidden = [path for path in hidden if Path(path) not in here]
     if hidden:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import socket
@@ -174,6 +175,23 @@ def test_names_of_containers_that_only_the_host_has_are_told_with_their_mount(
     finding = agent.engines(Context())
     assert finding.status is Status.WARN
     assert "-v /var/lib/docker/containers:/var/lib/docker/containers:ro" in (finding.cure or "")
+
+
+def test_names_of_containers_are_said_to_be_here_where_the_host_cannot_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "containers"
+
+    def directories(root: Path) -> list[Path]:
+        if root == agent._HOST_ROOT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return [here]
+
+    monkeypatch.setattr(agent, "engine_directories", directories)
+    assert agent.engines(Context()).status is Status.SKIP
+    here.mkdir()
+    finding = agent.engines(Context())
+    assert (finding.status, str(here) in finding.text) == (Status.OK, True)
 
 
 @pytest.mark.parametrize(
