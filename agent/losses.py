@@ -162,7 +162,7 @@ class LossKind(enum.Enum):
     WAITS_NOT_SAMPLED = _Entry(
         "waits of threads none of whose waits of a kind was chosen to have a stack, in a second of"
         " the recording: their time is under [off CPU: not sampled]",
-        cure="allow off-CPU stacks more (record --off-cpu-budget)",
+        cure="allow off-CPU stacks more (record --off-cpu-budget, cost_cpu_percent of an agent)",
     )
     SWITCH_NOT_SEEN = _Entry(
         "threads that left a CPU in a way that the kernel shows to no tracepoint, and had not come"

@@ -171,7 +171,7 @@ def _unknown(what: str, known: Sequence[str]) -> UsageError:
 def _listed(words: Sequence[str]) -> str:
     more = len(words) - _MAX_LISTED
     lines = [*words[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
-    return "one of: " + "\n    ".join(["", *lines])
+    return "\n    ".join(["one of:", *lines])
 
 
 def _is_pod(labels: Labels, wanted: str) -> bool:
