@@ -439,9 +439,11 @@ class _Agent:
         self._log.say_seldom(
             "memory",
             f"{use.processes / 1e6:,.0f} MB are more than its budget of {limit / 1e6:,.0f} MB"
-            " (memory): fewer stacks are kept, and helpers end sooner",
+            " (memory): helpers end sooner, and fewer stacks are kept if it is the collector",
         )
-        self._recorder.keep_less()
+        # Stacks are dear to lose, and of no use where others have the memory.
+        if use.collector > limit // 2:
+            self._recorder.keep_less()
         if naming is not None:
             naming.tell(less=True)
 

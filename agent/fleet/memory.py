@@ -10,11 +10,9 @@ what has no room there is counted.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from aiflame.agent import kernelfs
 from aiflame.agent.processes import procfs
 
 # A start, or a table that is made just now, is no news: looks are a minute apart.
@@ -73,10 +71,10 @@ def _resident_bytes(pid: int) -> int:
     that is gone.
     """
     rollup = f"/proc/{pid}/smaps_rollup"
-    for line in _lines(rollup):
+    for line in procfs.read_lines(rollup):
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
-    for line in _lines(f"/proc/{pid}/statm"):
+    for line in procfs.read_lines(f"/proc/{pid}/statm"):
         resident, shared = map(int, line.split()[1:3])
         return (resident - shared) * os.sysconf("SC_PAGESIZE")
     return 0
@@ -86,17 +84,10 @@ def _map_bytes() -> int:
     """Returns what the kernel charged this process's maps with (bpf_map_show_fdinfo, v4.10)."""
     by_map: dict[str, int] = {}  # some have several descriptors
     for entry in Path("/proc/self/fdinfo").iterdir():
-        facts = dict(line.split(":", 1) for line in _lines(entry) if ":" in line)
+        facts = dict(line.split(":", 1) for line in procfs.read_lines(entry) if ":" in line)
         if "map_type" in facts:
             by_map[facts.get("map_id", entry.name)] = int(facts.get("memlock", 0))
     return sum(by_map.values())
-
-
-def _lines(path: str | Path) -> Iterable[str]:
-    try:
-        return kernelfs.read_text(path).splitlines()
-    except OSError:  # the process ended while it was read
-        return ()
 
 
 class MemoryBudget:
