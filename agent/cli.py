@@ -13,6 +13,7 @@ import importlib
 import os
 import resource
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -135,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; those of this process when None.
     """
     open_standard_streams()
+    # Who ignores it has the kernel reap children before anyone can ask how they ended (wait(2)).
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]

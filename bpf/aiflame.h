@@ -101,10 +101,11 @@ struct mapping_slot {
 	u64 end;
 	u64 bias;
 	u32 table; /* slot in unwind_tables */
-	u32 pages; /* of that table; 0: no table, and TABLE_IS_MISSING in `table` if there may be one */
+	u32 pages; /* of that table; 0: no table, and one of these in `table` where it tells why */
 };
 
-#define TABLE_IS_MISSING 0xffffffffu
+#define TABLE_IS_NONE 0xfffffffeu /* code of no file: it was generated */
+#define TABLE_IS_MISSING 0xffffffffu /* there may be one */
 
 /*
  * One slot each in `counters`: Counter in agent/kernel/abi.py, and LOST_NAME for each entry of

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
 /*
  * One step of a user stack walk: from a frame to its caller, by the unwind table of the binary it
- * is in, else by the instructions that are next if they return, else by frame pointer, else, for a
- * leaf, by what looks like a return address.
+ * is in, else by the instructions that are next if they make a frame or return, else by frame
+ * pointer, else, for a leaf, by what looks like a return address.
  *
  * Needs: maps in maps whose inner sizes differ (v5.10), bpf_probe_read_user (v5.5).
  * Loses: nothing silently; each way to end has its stop_reason, which is stored with the stack.
@@ -21,8 +21,10 @@
 #include "host.h"
 #include "walk.h"
 
-/* In no table: the rule of code whose table the kernel half does not have, and the host half may. */
+/* In no table: the rules of generated code, and of code whose table only the host half may have. */
+#define RULE_GENERATED 14
 #define RULE_TABLE_IS_MISSING 15
+#define RULE_OF(slot) ((slot) - TABLE_IS_NONE + RULE_GENERATED) /* of a mapping without a table */
 
 #define F_MMAPABLE (1 << 10) /* BPF_F_MMAPABLE, v5.5 */
 #define F_INNER_MAP (1 << 12) /* BPF_F_INNER_MAP, v5.10 */
@@ -101,6 +103,7 @@ struct walk {
 	u32 end; /* enum stop_reason, once it has ended */
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
 	u32 is_eval; /* the frame that is stepped from is one */
+	u32 is_by_frame; /* its caller was found by a frame, or by what makes or leaves one */
 	u64 eval_start[PYTHON_EVAL_RANGES]; /* of the process's interpreter */
 	u64 eval_bytes[PYTHON_EVAL_RANGES]; /* 0: no such range */
 	u64 eval_cfas[2]; /* of the two leafmost of these; 0: none, or not known */
@@ -110,7 +113,8 @@ struct walk {
 	 * Where a search stands. In memory, and read as volatile: a verifier knows no more of it after
 	 * one branch than after the other, and follows the rest once.
 	 */
-	u32 low, high, rule_number;
+	u32 low, high, rule_number, has_link;
+	u64 slot;
 	u64 window_start; /* address of window[0] */
 	u64 window_words; /* how many are filled; 0: none yet */
 	u64 window_at;
@@ -129,7 +133,7 @@ static __always_inline void note_eval_cfa(struct walk *walk)
 /* Results of a step. */
 #define STEP_ON 0
 #define STEP_END 1
-#define STEP_CHECK 2 /* on, if what was found is a return address */
+#define STEP_CHECK 2 /* on, if what was found is a caller */
 
 static __always_inline u64 word_of(void *table, u32 index)
 {
@@ -187,8 +191,8 @@ static __always_inline u64 find_rule(struct walk *walk, u64 address)
 	u32 rules, middle, row, page, i;
 	void *table;
 
-	if (table_slot == TABLE_IS_MISSING)
-		return RULE_TABLE_IS_MISSING;
+	if (table_slot >= TABLE_IS_NONE)
+		return RULE_OF(table_slot);
 	address -= walk->mapping.bias;
 	if (address >> TABLE_PAGE_SHIFT >= walk->mapping.pages)
 		return 0;
@@ -308,27 +312,37 @@ static __always_inline bool read_word(struct walk *walk, u64 address, u64 *out)
 
 #include "unwind_x86_64.h"
 
-/* Whether an address is code that was called from just before it; leaves its mapping in walk. */
-static __always_inline bool is_return_address(struct walk *walk, void *mappings, u64 address)
+/*
+ * Whether what was found is code that was called from just before it; leaves its mapping in walk.
+ * Generated code that a frame leads to need not have been: HotSpot's interpreter pushes where its
+ * callees return to, and jumps (jdk-17 src/hotspot/cpu/x86/templateTable_x86.cpp, prepare_invoke).
+ */
+static __always_inline bool is_caller(struct walk *walk, void *mappings)
 {
-	return find_mapping(walk, mappings, address - 1) && follows_call(address);
+	return find_mapping(walk, mappings, walk->instruction_pointer - 1) &&
+	       ((walk->is_by_frame && walk->mapping.table == TABLE_IS_NONE) ||
+		follows_call(walk->instruction_pointer));
 }
 
-/* The caller of code that returns now, or as soon as its callee has; false for other code. */
-static __always_inline bool step_by_epilogue(struct walk *walk)
+/* The caller of code that begins, or that returns now or when its callee has; false for other code. */
+static __always_inline bool step_by_instructions(struct walk *walk)
 {
+	volatile struct walk *state = walk;
 	u64 address = 0, saved = walk->frame_pointer, slot;
 	bool has_link = false;
 
-	slot = return_slot(walk, &has_link);
+	state->slot = return_slot(walk, &has_link);
+	state->has_link = has_link;
+	slot = state->slot;
 	if (!slot || !read_word(walk, slot, &address) ||
-	    (has_link && !read_word(walk, slot - 8, &saved)))
+	    (state->has_link && !read_word(walk, slot - 8, &saved)))
 		return false;
 	walk->instruction_pointer = address;
 	walk->stack_pointer = slot + 8;
 	walk->frame_pointer = saved;
-	walk->has_frame_pointer |= has_link;
+	walk->has_frame_pointer |= state->has_link;
 	walk->is_heuristic = 1;
+	walk->is_by_frame = 1;
 	return true;
 }
 
@@ -339,24 +353,29 @@ static __always_inline bool step_by_epilogue(struct walk *walk)
  */
 static __always_inline u32 step_without_cfi(struct walk *walk)
 {
-	bool is_leaf = walk->depth == 1;
+	volatile struct walk *state = walk;
 	u64 caller = 0, saved = 0;
 	bool has_link = walk->has_frame_pointer && walk->frame_pointer >= walk->stack_pointer &&
 			!(walk->frame_pointer & 7);
 
 	/* Before frame pointers: where they are none, RBP may still point into the stack. */
-	if (step_by_epilogue(walk))
+	if (step_by_instructions(walk))
 		return STEP_CHECK;
 	if (has_link)
 		has_link = read_word(walk, walk->frame_pointer, &saved) &&
 			   read_word(walk, walk->frame_pointer + 8, &caller);
-	if (has_link && (!is_leaf || follows_call(caller))) {
+	/* A leaf's RBP may be anything, unless what it points at looks like a frame. */
+	if (has_link && state->depth == 1)
+		has_link = follows_call(caller) || (walk->rule.kind == RULE_GENERATED &&
+						    saved > walk->frame_pointer && !(saved & 7));
+	state->is_by_frame = has_link;
+	if (state->is_by_frame) {
 		walk->instruction_pointer = caller;
 		walk->stack_pointer = walk->frame_pointer + sizeof(struct frame_link);
 		walk->frame_pointer = saved;
-		return is_leaf ? STEP_CHECK : STEP_ON;
+		return state->depth == 1 ? STEP_CHECK : STEP_ON;
 	}
-	if (!is_leaf || !read_word(walk, walk->stack_pointer, &caller))
+	if (state->depth != 1 || !read_word(walk, walk->stack_pointer, &caller))
 		return end_walk(walk, STOP_NO_TABLE);
 	walk->instruction_pointer = caller;
 	walk->stack_pointer += 8;
@@ -371,6 +390,7 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 	struct unwind_rule *rule = &walk->rule;
 	u32 result;
 
+	walk->is_by_frame = 0;
 	if (!walk->instruction_pointer)
 		return end_walk(walk, STOP_ROOTED); /* the host half judges whether it is */
 	if (!find_rule_of(walk, mappings, address)) {
@@ -386,7 +406,7 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 		return step_over_signal(walk, rule);
 	if (rule->kind == RULE_TABLE_IS_MISSING)
 		note_missing_table(walk);
-	if (rule->kind == RULE_NO_CFI || rule->kind == RULE_TABLE_IS_MISSING) {
+	if (rule->kind == RULE_NO_CFI || rule->kind >= RULE_GENERATED) {
 		result = step_without_cfi(walk);
 		walk->is_exact = 0;
 	} else {
@@ -398,7 +418,7 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 	}
 	if (result != STEP_CHECK)
 		return result;
-	if (!is_return_address(walk, mappings, walk->instruction_pointer))
+	if (!is_caller(walk, mappings))
 		return end_walk(walk, STOP_NO_TABLE);
 	return STEP_ON;
 }

@@ -93,11 +93,12 @@ static __always_inline bool follows_call(u64 address)
 }
 
 /*
- * Where the return address is, in code that is about to take its frame down and to return: its next
- * instructions say so. Stubs of JITs do that right after their one call, as CPython's of -X perf
- * (v3.12.1, v3.13.0 Python/asm_trampoline.S). 0: other code. `has_link`: the caller's frame pointer
- * is right below.
- * Intel SDM volume 2: ADD r/m64, imm8; POP; LEAVE; RET; CALL r64, at which a leaf may stand.
+ * Where the return address is, in code that is about to take its frame down and to return, or that
+ * has not made it yet: its next instructions say so. Stubs of JITs return right after their one call,
+ * as CPython's of -X perf (v3.12.1, v3.13.0 Python/asm_trampoline.S). 0: other code. `has_link`: the
+ * caller's frame pointer is right below.
+ * Intel SDM volume 2: ADD r/m64, imm8; PUSH; MOV r64, r/m64; POP; LEAVE; RET; CALL r64, at which a
+ * leaf may stand.
  */
 static __always_inline u64 return_slot(struct walk *walk, bool *has_link)
 {
@@ -105,9 +106,19 @@ static __always_inline u64 return_slot(struct walk *walk, bool *has_link)
 
 	if (bpf_probe_read_user(&code, sizeof(code), (void *)walk->instruction_pointer))
 		return 0;
-	if (walk->is_exact && (code & 0xf8ff) == 0xd0ff)
-		code >>= 16;
 	*has_link = false;
+	if (walk->is_exact) {
+		if ((u32)code == 0xe5894855 ||
+		    (u32)code == 0xec8b4855) /* push %rbp; mov %rsp,%rbp */
+			return walk->stack_pointer;
+		*has_link = true;
+		if ((code & 0xffffff) == 0xe58948 ||
+		    (code & 0xffffff) == 0xec8b48) /* mov %rsp,%rbp */
+			return walk->stack_pointer + 8;
+		*has_link = false;
+		if ((code & 0xf8ff) == 0xd0ff)
+			code >>= 16;
+	}
 	if ((code & 0xff87ffffffull) == 0xc300c48348ull) /* add $n, %rsp; ret: n a few words */
 		return walk->stack_pointer + (code >> 24 & 0xff);
 	if ((code & 0xff) == 0xc3)

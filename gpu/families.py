@@ -23,5 +23,13 @@ def _of_cubin(
     return of_cubin(tools, code, sampled)
 
 
+def _of_kernel_file(
+    tools: CodeTools, code: bytes, sampled: Mapping[str, Mapping[int, int]]
+) -> dict[str, Listing]:
+    from aiflame.gpu.opencl.listing import of_kernel_file  # as above
+
+    return of_kernel_file(tools, code, sampled)
+
+
 # Of those whose code captures keep.
-LISTS: dict[str, Lists] = {NvidiaFamily.name: _of_cubin}
+LISTS: dict[str, Lists] = {OpenClFamily.name: _of_kernel_file, NvidiaFamily.name: _of_cubin}

@@ -131,6 +131,23 @@ def elf_with(eh: Frames | bytes | None = None, debug: Frames | None = None) -> b
     return Elf(sections=sections, text=b"\x90" * 0x30000, text_address=TEXT).build()
 
 
+def unwound(elf: Elf, *functions: tuple[int, int]) -> bytes:
+    """A file with unwind information of functions, and the list of it for linkers."""
+    frames, header = 0x8000, 0x7000
+    body = Frames(address=frames)
+    cie = body.cie()
+    pairs = b""
+    for start, size in functions:
+        pairs += struct.pack("<ii", start - header, frames + len(body.body) - header)
+        body.fde(cie, start, size)
+    head = b"\x01\x1b\x03\x3b" + struct.pack("<iI", frames - header - 4, len(functions))
+    elf.sections += [
+        Section(".eh_frame_hdr", head + pairs, flags=2, address=header),
+        Section(".eh_frame", bytes(body.body), flags=2, address=frames),
+    ]
+    return elf.build()
+
+
 def table_of(data: bytes, directory: Path, store: Store | None = None) -> UnwindTable:
     path = directory / "image"
     path.write_bytes(data)

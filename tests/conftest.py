@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import support
+from browser.chromium import CHROMIUM, Page, browser
 from hypothesis import settings
 from support import WORKLOADS
 
@@ -51,6 +52,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A page in a browser, for all tests of a module."""
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether a golden test is to write its expected file instead of comparing with it."""
@@ -76,6 +86,9 @@ def run_aiflame(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str
     def run(*arguments: object, **keywords: Any) -> subprocess.CompletedProcess[str]:
         command = [*support.AIFLAME, *map(str, arguments)]
         defaults = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
+        # Pytest loads readline, which sets COLUMNS=80 where children see it and Python does not:
+        # https://tiswww.case.edu/php/chet/readline/readline.html, rl_change_environment.
+        defaults["env"] = {**os.environ}
         return subprocess.run(command, **{"check": False, **defaults, **keywords})
 
     return run

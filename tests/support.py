@@ -27,6 +27,7 @@ ABSENT_HERE = (
     "no pyenv CPython",
     "no CPython 3.14 of Debian's",
     "no CPython 3.15 of Debian's",
+    "no release of speedscope",
     "Node.js is older than",
     "no OpenCL loader",
     "no nvcc",

@@ -22,6 +22,7 @@ from aiflame.agent.capture.equal_stacks import with_equal_stacks_merged
 from aiflame.agent.capture.gpu_reader import GpuReader
 from aiflame.agent.capture.integer_tables import Integers, IntegerTables, Words
 from aiflame.agent.capture.labels import read_labels
+from aiflame.agent.capture.processes import processes_of
 from aiflame.agent.capture.raw_frames import RawFrames
 from aiflame.agent.capture.schema import (
     APPLICATION_ID,
@@ -43,7 +44,6 @@ from aiflame.agent.model.profile import (
     Function,
     GilState,
     Loss,
-    Process,
     Profile,
     Recording,
     SampleClass,
@@ -146,13 +146,7 @@ class _Reader:
         seconds_of = self._interval_seconds()
         return Profile(
             recording=replace(self._recording(), window_s=max([1, *seconds_of.values()])),
-            processes=tuple(
-                Process(*row)
-                for row in self._rows(
-                    "SELECT pid, parent_pid, name, executable, command_line, cgroup, container_id,"
-                    " started_ns, exited_ns FROM processes ORDER BY id"
-                )
-            ),
+            processes=processes_of(self._database),
             threads=threads,
             binaries=tuple(
                 Binary(*row)

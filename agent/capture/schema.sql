@@ -160,7 +160,8 @@ CREATE TABLE kernel_codes (
 );
 
 -- Code objects of which kernels were sampled (since version 8), as the family has them: of nvidia,
--- cubins. content: compressed (RFC 1950), of size_bytes; of a large one what is not needed is zeros.
+-- cubins; of opencl, in captures of agents, whole files. content: compressed (RFC 1950), of
+-- size_bytes; of a large cubin what is not needed is zeros.
 CREATE TABLE code_objects (
     id INTEGER PRIMARY KEY,
     family TEXT NOT NULL,

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from aiflame.agent.capture.labels import label_rows
+from aiflame.agent.capture.processes import processes_of
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION, schema_sql
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.limits import room_hint
 from aiflame.agent.model.batch import Labels
+from aiflame.agent.model.profile import Process
 
 # Columns of each table that rows are given for: the first ones of schema.sql.
 _COLUMNS = {
@@ -108,6 +110,10 @@ class CaptureWriter:
             " WHERE id = ?",
             rows,
         )
+
+    def processes(self) -> tuple[Process, ...]:
+        """Returns the processes in it, in the order of their ids."""
+        return processes_of(self._database)
 
     def put_labels(self, labels: Sequence[Labels | None]) -> None:
         """Writes whose processes were, in the order of their ids; None of one that is nobody's."""

@@ -193,8 +193,9 @@ def _captured(agent: socket.socket, request: CaptureRequest, printer: ProgressPr
 def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPrinter) -> int:
     from aiflame.agent.capture.reader import read_capture
     from aiflame.agent.commands.record_summary import loss_lines, sample_lines
-    from aiflame.agent.reports import FORMATS, ReportOptions
+    from aiflame.agent.reports import FORMATS
     from aiflame.agent.reports.graph_nodes import with_graph_nodes
+    from aiflame.agent.reports.merge import options_for
 
     is_file = False
     if plan.capture is not None:
@@ -212,7 +213,7 @@ def _written(file: BinaryIO, plan: OutputPlan, force: bool, printer: ProgressPri
             profile = read_capture(copy)
     profile = with_graph_nodes(profile)
     if plan.report is not None and plan.report_path is not None:
-        page = FORMATS[plan.report].render(profile, ReportOptions())
+        page = FORMATS[plan.report].render(profile, options_for(profile, plan.report))
         is_named = plan.report_path == plan.named
         write_output(plan.report_path, page, force, is_named=is_named, is_private=True)
         printer.say(f"Wrote {plan.report_path} ({len(page) / 1e6:.1f} MB)")

@@ -15,6 +15,7 @@ from aiflame.agent.capture.workspace import running
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.base import Merge
 from aiflame.agent.reports.graph_nodes import GraphStacks, with_graph_nodes
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import RecordedWindows, are_segments
@@ -51,6 +52,16 @@ def add_graph_argument(group: argparse._ArgumentGroup) -> None:
         default=GraphStacks.BOTH.value,
         help="kernels that CUDA graphs ran: under the call that launched the graph, the code that"
         " built (captured) their node, or both, one after the other (default: %(default)s)",
+    )
+
+
+def add_merge_argument(group: argparse._ActionsContainer) -> None:
+    """Adds the option that says which processes are one."""
+    group.add_argument(
+        "--merge",
+        choices=[merge.value for merge in Merge],
+        help="which processes are one: those of a pid (before and after an exec), of a name, of a"
+        " cgroup, of a container, or none (default: comm of record -a, else none)",
     )
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,7 +32,14 @@ from aiflame.agent.store import questions
 from aiflame.agent.store.comparison import compare
 from aiflame.agent.store.engine import Engine
 from aiflame.agent.store.engines import open_store
-from aiflame.agent.store.profiles import DEFAULT_STACKS, MOST_STACKS, By, profile_of
+from aiflame.agent.store.profiles import (
+    DEFAULT_STACKS,
+    MOST_STACKS,
+    By,
+    Found,
+    difference_of,
+    profile_of,
+)
 from aiflame.agent.store.schema import require
 from aiflame.agent.store.selector import AGENT_LABELS, LABELS, Selector, held_range
 
@@ -55,6 +62,7 @@ _DIFF_EPILOG = """\
 EXAMPLES
   aiflame query diff --store fleet --service train --base version=1.4 --new version=1.5
   aiflame query diff --store fleet --base node=a1 --new node=b1 --fail-on +2%
+  aiflame query diff --store fleet --base version=1.4 --new version=1.5 -o diff.html  # and a page
 
 EXIT CODES
   0 nothing grew by more   1 something did   5 too few samples to tell
@@ -70,6 +78,9 @@ _LEAST_SHARE = 0.002
 _PART_OF_GROWTH = 4
 
 _GREW = 1
+
+# Formats that can say how something differs.
+_DIFFERENCE_FORMATS = ("html", "svg", "folded")
 
 _SIDE_KEYS = (*LABELS, "from", "to")
 
@@ -194,14 +205,24 @@ def _add_limit(parser: Any) -> None:
     )
 
 
-def _add_flame(parser: Any) -> None:
-    parser.add_argument(
-        "-f", "--format", choices=tuple(FORMATS), help="(default: from the ending of -o)"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True, help="file to write, - for standard output"
-    )
+def _add_output(parser: Any, formats: tuple[str, ...], *, is_required: bool, what: str) -> None:
+    parser.add_argument("-f", "--format", choices=formats, help="(default: from the ending of -o)")
+    parser.add_argument("-o", "--output", metavar="FILE", required=is_required, help=what)
     parser.add_argument("--force", action="store_true", help="replace FILE (default: refuse)")
+    parser.add_argument("--title", metavar="TEXT", help="title (default: what was asked for)")
+    parser.add_argument(
+        "--most-stacks",
+        metavar="N",
+        type=_most_stacks,
+        default=DEFAULT_STACKS,
+        help="the heaviest so many are drawn (default: %(default)s)",
+    )
+
+
+def _add_flame(parser: Any) -> None:
+    _add_output(
+        parser, tuple(FORMATS), is_required=True, what="file to write, - for standard output"
+    )
     parser.add_argument(
         "--by",
         choices=[by.value for by in By],
@@ -214,7 +235,6 @@ def _add_flame(parser: Any) -> None:
         default=View.WALL.value,
         help="what to count; the html page can switch (default: %(default)s)",
     )
-    parser.add_argument("--title", metavar="TEXT", help="title (default: what was asked for)")
     parser.add_argument(
         "--inverted", action="store_true", help="merge from the leaf (default: from the root)"
     )
@@ -224,18 +244,18 @@ def _add_flame(parser: Any) -> None:
         default=Frames.BOTH.value,
         help="which frames are shown, as report does it (default: %(default)s)",
     )
-    parser.add_argument(
-        "--most-stacks",
-        metavar="N",
-        type=_most_stacks,
-        default=DEFAULT_STACKS,
-        help="the heaviest so many are drawn (default: %(default)s)",
-    )
 
 
 def _add_diff(parser: Any) -> None:
     _add_selection(parser)
     _add_limit(parser)
+    _add_output(
+        parser,
+        _DIFFERENCE_FORMATS,
+        is_required=False,
+        what="write a differential flame graph too, with widths of --new; - for standard output"
+        " in place of the table",
+    )
     for side, which in (("base", "before"), ("new", "after")):
         parser.add_argument(
             f"--{side}",
@@ -301,24 +321,12 @@ def _print(table: Table) -> int:
 
 
 def _flame(engine: Engine, args: argparse.Namespace) -> int:
-    name, view = _format(args.format, args.output), View(args.view)
-    report = FORMATS[name]
-    path = Path(args.output)
-    if args.output == _STDOUT:
-        if report.is_binary and sys.stdout.isatty():
-            raise UsageError(f"{name} is binary: not written to a terminal", "use -o FILE")
-    else:
-        refuse_existing(path, args.force, is_named=True)
+    name, view = _format(args, FORMATS), View(args.view)
     if view.is_of_devices and name == "pstats":
         raise UsageError(f"pstats has no {view.label}", "use another -f")
     found = profile_of(
         engine, _selector(engine, args), By(args.by), args.most_stacks, is_page=name == "html"
     )
-    if found.left_out_ns:
-        sys.stderr.write(
-            f"aiflame: note: {found.left_out:,} lighter stacks are left out,"
-            f" {duration(found.left_out_ns)} (--most-stacks)\n"
-        )
     options = ReportOptions(
         view=view,
         title=args.title,
@@ -326,17 +334,39 @@ def _flame(engine: Engine, args: argparse.Namespace) -> int:
         frames=Frames(args.frames),
         leaf=Leaf.STALL,  # a store has no offsets
     )
-    data = report.render(found.profile, options)
-    if args.output == _STDOUT:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-        return 0
-    write_output(path, data, args.force, is_named=True)
-    sys.stderr.write(f"Wrote {showable(str(path))} ({len(data) / 1e3:,.1f} kB)\n")
+    _write(found, name, options, args)
     return 0
 
 
-def _format(chosen: str | None, output: str) -> str:
+def _write(found: Found, name: str, options: ReportOptions, args: argparse.Namespace) -> None:
+    if found.left_out_ns:
+        sys.stderr.write(
+            f"aiflame: note: {found.left_out:,} lighter stacks are left out,"
+            f" {duration(found.left_out_ns)} (--most-stacks)\n"
+        )
+    data = FORMATS[name].render(found.profile, options)
+    if args.output == _STDOUT:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    path = Path(args.output)
+    write_output(path, data, args.force, is_named=True)
+    sys.stderr.write(f"Wrote {showable(str(path))} ({len(data) / 1e3:,.1f} kB)\n")
+
+
+def _format(args: argparse.Namespace, formats: Collection[str]) -> str:
+    """Returns the format to write; raises UsageError where it cannot be written there."""
+    name = _named_format(args.format, args.output)
+    if name not in formats:
+        raise UsageError(f"no {name} of a difference", f"use -f {', '.join(formats)}")
+    if args.output != _STDOUT:
+        refuse_existing(Path(args.output), args.force, is_named=True)
+    elif FORMATS[name].is_binary and sys.stdout.isatty():
+        raise UsageError(f"{name} is binary: not written to a terminal", "use -o FILE")
+    return name
+
+
+def _named_format(chosen: str | None, output: str) -> str:
     if output == _STDOUT:
         if chosen is None:
             raise UsageError("no format for standard output", "add -f html|svg|folded|...")
@@ -354,10 +384,17 @@ def _diff(engine: Engine, args: argparse.Namespace) -> int:
     base, new = (_side(whole, given) for given in (args.base, args.new))
     if base == new:
         raise UsageError("--base and --new are the same", "--base version=1.4 --new version=1.5")
+    if args.output is None and args.format is not None:
+        raise UsageError("-f is of a file", "add -o FILE")
+    form = None if args.output is None else _format(args, _DIFFERENCE_FORMATS)
     growth: float | None = args.fail_on
     least = _LEAST_SHARE if growth is None else max(growth / _PART_OF_GROWTH, 1e-6)
     found = compare(engine, base, new, is_self=args.is_self, least_share=least)
-    print_tables([found.table(args.limit, (base.words, new.words), args.is_self)])
+    if args.output != _STDOUT:
+        print_tables([found.table(args.limit, (base.words, new.words), args.is_self)])
+    if form is not None:
+        both = difference_of(engine, base, new, args.most_stacks)
+        _write(both, form, ReportOptions(title=args.title), args)
     if growth is None:
         return 0
     grown = found.grown(growth)

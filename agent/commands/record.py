@@ -54,6 +54,11 @@ EXAMPLES
   sudo aiflame record -d 10 -- python3 -c 'while True: pass'
   sudo aiflame record -p 1234 -d 5 -o run.svg   # only the flame graph
   sudo aiflame record -a --keep 10m             # record first, ask later: the last ten minutes
+
+EXIT CODES
+  0 done   1 failed   2 not possible as asked   3 not on this machine   4 no samples
+  130 a second Ctrl-C: nothing was written
+  of -- CMD, if it ended before the recording was told to: CMD's, 128 + n if signal n killed it
 """
 
 # 99 and not 100: it does not beat in step with work that is done every 10 ms.
@@ -307,10 +312,20 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
         printer = ProgressPrinter(sys.stderr, args.quiet, args.verbose)
         if target.note:
             printer.say(target.note)
+        if args.subprocesses is None:
+            _say_who_is_left_out(target, printer)
         return record(target, options, plan, printer, choose)
     finally:
         if target.command is not None:
             target.command.end()
+
+
+def _say_who_is_left_out(target: Target, printer: ProgressPrinter) -> None:
+    # A server's first process only waits: the work is done by its children.
+    count = len(target.left_out_children())
+    if count:
+        children, them = ("children", "them") if count > 1 else ("child", "it")
+        printer.say(f"note: {count} {children} of {target.words} not recorded: -s includes {them}")
 
 
 def _refuse_contradictions(args: argparse.Namespace, command: list[str]) -> None:

@@ -18,7 +18,8 @@ from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.outfile import sudo_ids, write_output
-from aiflame.agent.reports import FORMATS, ReportOptions
+from aiflame.agent.reports import FORMATS
+from aiflame.agent.reports.merge import opening
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.rebuilt import capture_of_windows
 from aiflame.agent.sinks.segments import RecordedWindows, newest
@@ -46,7 +47,8 @@ def main(folder: Path, capture: Path, keep_ns: int) -> None:
         capture_of_windows(database, wanted, windows.facts)
         with database.open("rb") as file:
             write_output(capture, file, force=False, is_private=True, owner=sudo_ids())
-        page = FORMATS["html"].render(read_capture(database), ReportOptions())
+        profile = read_capture(database)
+        page = FORMATS["html"].render(profile, opening(profile))
     path = capture.with_suffix(FORMATS["html"].extension)
     write_output(path, page, force=False, is_private=True, owner=sudo_ids())
     tell(sys.stderr, f"Wrote {showable(str(capture))}, {showable(path.name)}\n")

@@ -43,7 +43,7 @@ from aiflame.agent.recording.cut_sleeps import LateWaits
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.agent.reports import FORMATS, ReportOptions
+from aiflame.agent.reports import FORMATS
 from aiflame.agent.reports.words import duration, percent
 from aiflame.agent.sinks.capture_report import Report
 from aiflame.agent.symbols.service import SymbolService
@@ -106,6 +106,8 @@ def record(
         session.take(foundation, families)
         profile = session.report()
         session.summarise(profile)
+    if session.command_exit_code is not None:
+        return session.command_exit_code
     return 0 if len(profile.samples) else _NO_SAMPLES_EXIT
 
 
@@ -136,6 +138,8 @@ class _Session:
         self._signals = signals
         self._late_waits = LateWaits(0, 0, 0)
         self._late = "0"
+        # Of a command that ended before it was told to, by Ctrl-C or at the end of the recording.
+        self.command_exit_code: int | None = None
 
     def take(self, foundation: Foundation, families: Sequence[Family]) -> None:
         """Records, and publishes the capture."""
@@ -212,6 +216,8 @@ class _Session:
         if self._target.command is not None:
             self._target.command.release(self._variables(families))
         cost = self._run(recorder, sinks)
+        if self._target.command is not None and not self._signals.requested:
+            self.command_exit_code = self._target.command.exit_code()
         self._printer.detail("Stopping: resolving symbols (Ctrl-C again to abort).")
         outcome = recorder.stop(sinks.give)
         for words in outcome.said:
@@ -356,12 +362,13 @@ class _Session:
         """Renders the page; where that fails, there is a capture that it can be made from."""
         from aiflame.agent.capture.reader import read_capture  # not while it records
         from aiflame.agent.reports.graph_nodes import with_graph_nodes
+        from aiflame.agent.reports.merge import options_for
 
         plan = self._plan
         try:
             profile = with_graph_nodes(read_capture(self._workspace.database))
             if plan.report is not None and plan.report_path is not None:
-                data = FORMATS[plan.report].render(profile, ReportOptions())
+                data = FORMATS[plan.report].render(profile, options_for(profile, plan.report))
                 is_named = plan.report_path == plan.named
                 write_output(plan.report_path, data, plan.force, is_named=is_named, is_private=True)
                 self._printer.say(f"Wrote {plan.report_path} ({len(data) / 1e6:.1f} MB)")
@@ -377,6 +384,8 @@ class _Session:
         from aiflame.agent.commands.record_summary import loss_lines, sample_lines
 
         say, recording = self._printer.say, profile.recording
+        if self.command_exit_code and self._target.command is not None:
+            say(f"{self._target.command.end_words()}.")
         for line in sample_lines(profile):
             say(line)
         if self._late != "0":

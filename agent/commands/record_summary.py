@@ -10,6 +10,7 @@ from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.facts import (
     complete_words,
     cut_short,
+    generated_line,
     is_asked_for,
     loss_scope,
     missing_line,
@@ -33,6 +34,8 @@ def sample_lines(profile: Profile) -> Iterator[str]:
     yield f"Complete stacks: {complete_words(profile)}" + (
         f"; cut short in: {cut}." if cut else "."
     )
+    if generated := generated_line(profile):
+        yield f"{generated}."
 
 
 def loss_lines(profile: Profile) -> Iterator[str]:

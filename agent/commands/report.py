@@ -12,6 +12,7 @@ from pathlib import Path
 
 from aiflame.agent.commands.captures import (
     add_graph_argument,
+    add_merge_argument,
     listed,
     read_recording,
     with_graphs,
@@ -26,10 +27,11 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.outfile import make_folder, refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
-from aiflame.agent.reports.base import ColorBy, Leaf
+from aiflame.agent.reports.base import ColorBy, Leaf, Merge
 from aiflame.agent.reports.csv_tables import csv_files
 from aiflame.agent.reports.device_facts import absence, times_absence
 from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
+from aiflame.agent.reports.merge import options_for
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import are_segments
 
@@ -43,6 +45,7 @@ EXAMPLES
   aiflame report run.aiflame -f speedscope         # for www.speedscope.app
   aiflame report run.aiflame -f folded -o - | grep futex
   aiflame report run.aiflame --frames python       # Python code only
+  aiflame report run.aiflame --merge container     # processes of one are one
   aiflame report run.aiflame -f pstats             # for python3 -m pstats
   aiflame report run.aiflame -f csv -o tables     # kernels.csv, stalls.csv, ...
   aiflame report run.aiflame -f svg --view gpu     # what devices waited for
@@ -86,6 +89,12 @@ _REFUSALS = (
     ("color_by", "speedscope", "it chooses colours itself"),
     ("color_by", "pprof", "it chooses colours itself"),
     ("color_by", "pstats", "it has no colours"),
+    ("idle", "folded", "it holds every stack"),
+    ("idle", "speedscope", "it holds every stack"),
+    ("idle", "pprof", "it holds every stack"),
+    ("idle", "pstats", "it holds Python frames only"),
+    ("merge", "pprof", "processes are labels; use pprof's -tagroot=pid"),
+    ("merge", "pstats", "it has no processes"),
 )
 
 # The same for views: (option, reason), of those of devices, and of all but --view gpu. The page
@@ -126,10 +135,10 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
     content.add_argument(
         "--view",
         choices=[view.value for view in View],
-        default=View.WALL.value,
         help="what to count: time of threads, samples of devices, or how long they ran kernels;"
-        " the html page can switch (default: %(default)s)",
+        " the html page can switch (default: wall; of record -a the page opens with cpu)",
     )
+    add_merge_argument(content)
     content.add_argument(
         "--per-thread", action="store_true", help="keep threads apart (default: merged)"
     )
@@ -141,6 +150,12 @@ def _add_content(content: argparse._ArgumentGroup) -> None:
         metavar="PCT",
         type=_percentage,
         help="leave out frames narrower than this share (default: the format's own)",
+    )
+    content.add_argument(
+        "--idle",
+        action="store_true",
+        help="html, svg: wall time also of threads that slept at one location throughout"
+        " (default: in a box beside the others)",
     )
     content.add_argument("--title", metavar="TEXT", help="title (default: what was recorded)")
     content.add_argument(
@@ -185,8 +200,9 @@ def run(args: argparse.Namespace) -> int:
         if report.is_binary and sys.stdout.isatty():
             raise UsageError(f"{report.name} is binary: not written to a terminal", "use -o FILE")
         profile = _read(args, report)
-        _note_if_empty(profile, _options(args))
-        sys.stdout.buffer.write(report.render(profile, _options(args)))
+        options = _options(args, report, profile)
+        _note_if_empty(profile, options)
+        sys.stdout.buffer.write(report.render(profile, options))
         sys.stdout.buffer.flush()
         return 0
     path = Path(output) if output is not None else _default_path(args, report.extension)
@@ -194,8 +210,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
     refuse_existing(path, args.force, is_named=output is not None)
     profile = _read(args, report)
-    _note_if_empty(profile, _options(args))
-    data = report.render(profile, _options(args))
+    options = _options(args, report, profile)
+    _note_if_empty(profile, options)
+    data = report.render(profile, options)
     write_output(path, data, args.force, is_named=output is not None)
     sys.stderr.write(_wrote(path, data, profile))
     return 0
@@ -210,7 +227,17 @@ def _read(args: argparse.Namespace, report: Report) -> Profile:
 def _write_tables(args: argparse.Namespace) -> int:
     if args.output == _STDOUT:
         raise UsageError("csv is several files: not written to standard output", "use -o FOLDER")
-    for option in ("per_thread", "inverted", "min_width", "title", "plain", "leaf", "color_by"):
+    for option in (
+        "per_thread",
+        "inverted",
+        "min_width",
+        "title",
+        "plain",
+        "leaf",
+        "color_by",
+        "merge",
+        "idle",
+    ):
         if getattr(args, option) not in (None, False):
             flag = "--" + option.replace("_", "-")
             raise UsageError(f"{flag} has no effect with -f csv", f"leave out {flag}")
@@ -220,7 +247,7 @@ def _write_tables(args: argparse.Namespace) -> int:
     profile = listed(restricted(with_graphs(read_recording(args.capture), args), args))
     if why := absence(profile):
         sys.stderr.write(f"aiflame: note: {why}\n")
-    contents = csv_files(profile, _options(args))
+    contents = csv_files(profile, _options(args, None, profile))
     make_folder(folder)
     for name in contents:
         refuse_existing(folder / name, args.force, is_named=False)
@@ -259,7 +286,7 @@ def _refuse_contradictions(args: argparse.Namespace, report: Report) -> None:
         if name == report.name and value is not None and value is not False:
             flag = "--" + option.replace("_", "-")
             raise UsageError(f"{flag} has no effect with -f {name}: {reason}", f"leave out {flag}")
-    view = View(args.view)
+    view = View(args.view or View.WALL)
     if view.is_of_devices and report.name == "pstats":
         raise UsageError(f"pstats has no {view.label}", "use another -f")
     if report.name == "html":
@@ -272,13 +299,16 @@ def _refuse_contradictions(args: argparse.Namespace, report: Report) -> None:
         if getattr(args, option):
             flag = "--" + option.replace("_", "-")
             raise UsageError(
-                f"{flag} has no effect with --view {args.view}: {reason}", f"leave out {flag}"
+                f"{flag} has no effect with --view {view.value}: {reason}", f"leave out {flag}"
             )
 
 
-def _options(args: argparse.Namespace) -> ReportOptions:
+def _options(args: argparse.Namespace, report: Report | None, profile: Profile) -> ReportOptions:
+    view = View.WALL if report is None else options_for(profile, report.name).view
     return ReportOptions(
-        view=View(args.view),
+        view=View(args.view or view),
+        merge=Merge(args.merge) if args.merge else None,
+        is_idle_shown=args.idle,
         per_thread=args.per_thread,
         inverted=args.inverted,
         min_width_pct=args.min_width,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print a capture's figures as tables: functions, threads, waits, causes, losses.
 
-Plain text of at most 100 columns when standard output is not a terminal, so that it can be kept
-and compared; as wide as the terminal, with headings in bold, when it is one.
+As wide as COLUMNS or the terminal; in a pipe or a file as wide as what is in them, so that nothing
+is missing where it is searched or kept.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pathlib import Path
 
 from aiflame.agent.commands.captures import (
     add_graph_argument,
+    add_merge_argument,
     listed,
     read_recording,
     with_graphs,
 )
 from aiflame.agent.commands.tables import positive, print_tables
 from aiflame.agent.commands.time_range import add_range_arguments, restricted
-from aiflame.agent.reports.base import Frames, View
+from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.facts import warnings
 from aiflame.agent.reports.stats import tables
 
@@ -67,6 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out Python frames that import modules or start the program (default: keep)",
     )
+    add_merge_argument(parser)
+    parser.add_argument(
+        "--raw",
+        dest="is_raw",
+        action="store_true",
+        help="charge waits to the innermost function, the scheduler's (default: to the innermost"
+        " that is not the kernel's, libc's or the interpreter's)",
+    )
     add_range_arguments(parser)
     add_graph_argument(parser.add_argument_group("GPU"))
 
@@ -77,5 +86,14 @@ def run(args: argparse.Namespace) -> int:
     for warning in warnings(profile):
         sys.stderr.write(f"aiflame: note: {warning}\n")
     frames = Frames(args.frames)
-    print_tables(tables(profile, View(args.view), args.limit, frames, args.hide_importlib))
+    found = tables(
+        profile,
+        View(args.view),
+        args.limit,
+        frames,
+        args.hide_importlib,
+        is_raw=args.is_raw,
+        merge=Merge(args.merge) if args.merge else None,
+    )
+    print_tables(found)
     return 0

@@ -1,29 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables in the terminal.
 
-Of at most 100 columns when standard output is no terminal; as wide as the terminal, with headings
-in bold, when it is one.
+As wide as COLUMNS or the terminal, with headings in bold in a terminal; in a pipe or a file as wide
+as their cells. Paths lose their first folders where there is no room; all else is wrapped.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Iterable
 
-from aiflame.agent.reports.table import Table, text_columns
-from rich.cells import cell_len, set_cell_size
+from aiflame.agent.reports.table import Table, path_columns, text_columns
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-# Fits side by side on a common screen, and in a mail.
-_PLAIN_COLUMNS = 100
-
 _GAP = "  "
 
-# A text column keeps at least this much, even in a very narrow terminal.
-_LEAST_TEXT_COLUMNS = 8
+# Of what has lines of its own.
+_INDENT = "    "
+
+# Columns of text keep at least this much, even in a very narrow terminal: the name of a thread.
+_LEAST_TEXT_COLUMNS = 15
+
+# What the last parts of paths keep, before names are wrapped.
+_MOST_PATH_COLUMNS = 40
+
+# Where there is room for all, one long name does not move the columns of all rows.
+_MOST_PADDED_COLUMNS = 100
+
+_CUT_HEAD = "\u2026/"
 
 
 def print_tables(tables: Iterable[Table]) -> None:
@@ -31,8 +40,10 @@ def print_tables(tables: Iterable[Table]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A function's name may hold what the terminal's encoding can't say.
         sys.stdout.reconfigure(errors="replace")
-    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
-    width = console.width if console.is_terminal else _PLAIN_COLUMNS
+    others = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    # A Console with COLUMNS=0, which some shells leave behind, prints nothing.
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True, _environ=others)
+    width = _columns(console)
     for table in tables:
         for line in _layout(table, width):
             console.print(line)
@@ -46,14 +57,22 @@ def positive(text: str) -> int:
     return value
 
 
+def _columns(console: Console) -> int:
+    """Return how many columns there are."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    return console.width if console.is_terminal else sys.maxsize
+
+
 def _layout(table: Table, width: int) -> list[Text]:
     lines = [Text(table.title, style="bold"), *map(Text, _folded(table.whole, width))]
     if table.rows:
-        headings = tuple(heading.lstrip(">") for heading in table.columns)
+        headings = tuple(heading.lstrip(">/") for heading in table.columns)
         widths = _widths(table, headings, width)
-        lines.append(Text(_line(table, headings, widths), style="dim"))
+        lines += [Text(line, style="dim") for line in _lines(table, headings, widths, width)]
         for row in table.rows:
-            lines += [Text(_line(table, cells, widths)) for cells in _wrapped(table, row, widths)]
+            lines += map(Text, _lines(table, row, widths, width))
     else:
         lines.append(Text("none"))
     if table.left_out:
@@ -64,42 +83,76 @@ def _layout(table: Table, width: int) -> list[Text]:
 def _folded(text: str, width: int) -> list[str]:
     lines: list[str] = []
     for word in text.split():
-        if lines and len(lines[-1]) + 1 + len(word) <= width:
+        if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
             lines[-1] += f" {word}"
         else:
-            lines.append(word)
+            lines += chop_cells(word, width) if cell_len(word) > width else [word]
     return lines
 
 
 def _widths(table: Table, headings: tuple[str, ...], width: int) -> list[int]:
-    # Numbers are never cut; texts share what is left, the longest giving way first.
-    columns = zip(headings, *table.rows, strict=True)
-    needed = [max(cell_len(cell) for cell in column) for column in columns]
-    texts = text_columns(table)
+    # Numbers keep their width; texts share what is left, paths and then the longest giving way.
+    columns = [*zip(headings, *table.rows, strict=True)]
+    paths = path_columns(table)
+    least = {
+        i: min(_MOST_PATH_COLUMNS, max(cell_len(_path_end(cell, 0)) for cell in columns[i]))
+        if i in paths
+        else _LEAST_TEXT_COLUMNS
+        for i in text_columns(table)
+    }
+    needed = [
+        max(0 if _is_below(table, i, cell, width) else cell_len(cell) for cell in column)
+        for i, column in enumerate(columns)
+    ]
+    if width == sys.maxsize:
+        # Longer cells move the rest of their own line only.
+        return [min(most, _MOST_PADDED_COLUMNS) for most in needed]
     while sum(needed) + len(_GAP) * (len(needed) - 1) > width:
-        longest = max(texts, key=lambda i: (needed[i], i), default=None)
-        if longest is None or needed[longest] <= _LEAST_TEXT_COLUMNS:
+        narrower = [i for i in least if needed[i] > least[i]]
+        narrower = [i for i in narrower if i in paths] or narrower
+        if not narrower:
             break
-        needed[longest] -= 1
+        needed[max(narrower, key=lambda i: (needed[i], i))] -= 1
     return needed
 
 
-def _wrapped(table: Table, row: tuple[str, ...], widths: list[int]) -> list[tuple[str, ...]]:
-    if not table.is_prose or cell_len(row[-1]) <= widths[-1]:
-        return [row]
-    pieces = _folded(row[-1], widths[-1]) or [""]
-    blank = ("",) * (len(row) - 1)
-    return [(*row[:-1], pieces[0]), *((*blank, piece) for piece in pieces[1:])]
+def _is_below(table: Table, column: int, cell: str, width: int) -> bool:
+    """Whether a cell stands on lines of its own, as it would be too tall in its column."""
+    return column < len(table.columns) - 1 and cell_len(cell) > width // 2
 
 
-def _line(table: Table, cells: tuple[str, ...], widths: list[int]) -> str:
-    texts = set(text_columns(table))
-    shown = []
-    for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-        if i not in texts:
-            shown.append(cell.rjust(width))
-        elif cell_len(cell) > width:
-            shown.append(set_cell_size(cell, width - 3) + "...")
+def _lines(table: Table, cells: tuple[str, ...], widths: list[int], width: int) -> list[str]:
+    texts, paths = set(text_columns(table)), set(path_columns(table))
+    columns, below = [], []
+    for i, (cell, room) in enumerate(zip(cells, widths, strict=True)):
+        if i in paths and cell_len(cell) > room:
+            cell = _path_end(cell, room)
+        if i in texts and cell_len(cell) > room and width < sys.maxsize:
+            if _is_below(table, i, cell, width):
+                below += [_INDENT + piece for piece in _folded(cell, width - len(_INDENT))]
+                cell = ""
+            columns.append(_folded(cell, room))
         else:
-            shown.append(set_cell_size(cell, width))
-    return _GAP.join(shown).rstrip()
+            columns.append([cell])
+    lines = []
+    for k in range(max(map(len, columns))):
+        shown = []
+        for i, (pieces, room) in enumerate(zip(columns, widths, strict=True)):
+            piece = pieces[k] if k < len(pieces) else ""
+            padding = " " * (room - cell_len(piece))
+            shown.append(piece + padding if i in texts else padding + piece)
+        lines.append(_GAP.join(shown).rstrip())
+    return lines + below
+
+
+def _path_end(path: str, width: int) -> str:
+    """Return as many of the last parts of a path as there is room for, the last one always."""
+    *folders, shown = path.split("/")
+    if not folders:
+        return path
+    for folder in reversed(folders):
+        longer = f"{folder}/{shown}"
+        if cell_len(_CUT_HEAD) + cell_len(longer) > width:
+            break
+        shown = longer
+    return _CUT_HEAD + shown

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.capture.code_objects import StoredCode
 from aiflame.agent.devices.helper_loads import HelperLoads
 from aiflame.agent.devices.line_process import LineProcess
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
@@ -75,13 +75,6 @@ _MAX_KERNEL_NS_OF_PROCESS, _MAX_KERNEL_NS = 1 << 52, 1 << 62
 # Eight large programs have 10,000 kernels each, of which a few are hot; these are some 200 MB.
 _MAX_CODES, _MAX_SITES = 1 << 17, 1 << 21
 
-# Of a capture, and of what one process brought to it, compressed: a page of it shows some kernels,
-# of cubins with some KB each, or large ones of which little is kept. And of one when it is not
-# compressed, as readers have it: as much as of a helper's is read.
-_MAX_STORED_BYTES, _MAX_STORED_BYTES_OF_PROCESS = 64_000_000, 32_000_000
-_MAX_CODE_BYTES = 64 << 20
-# zlib's: a cubin takes 20 ms a MB, and is a third or less then; more would be 5 % less.
-_COMPRESSION = 1
 
 # Of a process: names of kernels that ran, by which those of its handles are found.
 _MOST_NAMES = 1 << 14
@@ -659,7 +652,7 @@ class Devices:
             images: ELF headers of binaries.
         """
         running_by_name = {running.family.name: running for running in self._running}
-        objects = _StoredCode(writer)
+        objects = StoredCode(writer.put)
 
         def lines_of(file: int, addresses: Sequence[int]) -> Sequence[tuple[str, int]]:
             known = self._table.binaries.files[file]
@@ -676,7 +669,7 @@ class Devices:
             size_bytes = 0 if listing is None else listing.size_bytes
             kernel = self._kernel_of[code]
             binary = None if key.file is None else self._binary_id(writer, images, key.file)
-            kept = objects.put(running, key)
+            kept = objects.put(name, key.process, running.sampler.code(key), running.lose)
             writer.put("kernel_codes", [(code, kernel, binary, size_bytes, kept)])
             lines = () if listing is None else listing.lines
             rows = [
@@ -737,42 +730,6 @@ class Devices:
         for running in self._running:
             found.update(running.all_losses)
         return found
-
-
-class _StoredCode:
-    """The code objects of a capture.
-
-    Args:
-        writer: Open capture.
-    """
-
-    def __init__(self, writer: CaptureWriter) -> None:
-        self._writer = writer
-        self._numbers: dict[tuple[str, bytes], int | None] = {}
-        self._left = _MAX_STORED_BYTES
-        self._stored: Counter[int] = Counter()  # bytes, by process
-
-    def put(self, running: _FamilyHost, key: CodeKey) -> int | None:
-        """Stores what a kernel can be listed from; returns its number, None where it is not."""
-        data = running.sampler.code(key)
-        if not data:
-            return None
-        of = (running.family.name, data)
-        if of not in self._numbers:
-            self._numbers[of] = self._put(running, key.process, data)
-        return self._numbers[of]
-
-    def _put(self, running: _FamilyHost, process: int, data: bytes) -> int | None:
-        room = min(self._left, _MAX_STORED_BYTES_OF_PROCESS - self._stored[process])
-        content = zlib.compress(data, _COMPRESSION) if len(data) <= _MAX_CODE_BYTES else b""
-        if not content or len(content) > room:
-            running.lose(LossKind.DEVICE_CODE_NOT_STORED)
-            return None
-        self._left -= len(content)
-        self._stored[process] += len(content)
-        number = len(self._numbers)
-        self._writer.put("code_objects", [(number, running.family.name, len(data), content)])
-        return number
 
 
 def _libraries_of(family: Family) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ _ZEROS = bytes(_CHUNK_BYTES)
 # DWARF of 1 GB and what is beside it; more is not parsed.
 MAX_BYTES = 3 << 29
 _TABLES_OF_SYMBOLS = (elf.SHT_SYMTAB, elf.SHT_DYNSYM)
+_FDES = (".eh_frame", ".eh_frame_hdr")
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -96,17 +97,24 @@ def for_unwinding(file: TargetFile, image: ElfImage) -> Contents:
 def for_symbols(file: TargetFile, image: ElfImage) -> Contents:
     """What symbol tables and line tables are made of: all but code and data.
 
+    Where functions without a name are is found out only of stripped files (`elf.unwound`).
+
     Raises:
         BadTargetFile: As `for_unwinding`.
     """
-    return _of_sections(file, image, _is_for_symbols)
+    is_stripped = image.section_of_type(elf.SHT_SYMTAB) is None
+
+    def is_wanted(section: Section) -> bool:
+        return _is_for_symbols(section) or (is_stripped and section.name in _FDES)
+
+    return _of_sections(file, image, is_wanted)
 
 
 def _is_for_unwinding(section: Section) -> bool:
     return (
         section.executable
         or section.type in _TABLES_OF_SYMBOLS
-        or section.name in (".eh_frame", ".eh_frame_hdr", ".debug_frame")
+        or section.name in (*_FDES, ".debug_frame")
     )
 
 

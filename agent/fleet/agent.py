@@ -277,7 +277,7 @@ class _Agent:
         self._tidied_s = time.monotonic()
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
-        self._memory = MemoryBudget()
+        self._memory = MemoryBudget(recorder, log)
 
     def run(self) -> int:
         """Records until a signal; returns the exit code."""
@@ -430,21 +430,11 @@ class _Agent:
             self._look_at_memory()
 
     def _look_at_memory(self) -> None:
-        """Has less kept where all processes together have more than they may for long."""
+        """Has less kept where all processes together have more than they may for long, or more."""
         naming, limit = self._naming, self._config.agent.memory
         use = measure(None if naming is None else naming.pid, self._recorder.tables.kernel_bytes)
         self._vitals.note_memory(use, limit)
-        if not self._memory.is_over(use, limit):
-            return
-        self._log.say_seldom(
-            "memory",
-            f"{use.processes / 1e6:,.0f} MB are more than its budget of {limit / 1e6:,.0f} MB"
-            " (memory): helpers end sooner, and fewer stacks are kept if it is the collector",
-        )
-        # Stacks are dear to lose, and of no use where others have the memory.
-        if use.collector > limit // 2:
-            self._recorder.keep_less()
-        if naming is not None:
+        if self._memory.look(use, limit) and naming is not None:
             naming.tell(less=True)
 
     def _take_new_config(self) -> None:

@@ -38,7 +38,6 @@ from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
 from aiflame.agent.fleet.kubelet import KubeletError
 from aiflame.agent.fleet.labelling import kubelet_of, label_options
 from aiflame.agent.fleet.labels import Labeller, NoPods
-from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.model.window_selection import of_processes
@@ -85,6 +84,7 @@ class _Job:
         self._request = request
         self._settings = settings
         self._client = client
+        self._known: Labeller | None = None
         self.database = folder / _DATABASE
 
     def make(self) -> str:
@@ -96,6 +96,7 @@ class _Job:
         choice, facts = self._cut() if self._request.last_ns else self._record()
         writer = CaptureWriter(self.database, is_new=False)
         try:
+            writer.put_labels(self._labeller.of(writer.processes()))
             writer.put_meta({"complete": 1, "target": choice.words, **facts, **_facts(choice)})
             writer.commit()
         finally:
@@ -106,19 +107,21 @@ class _Job:
         self._client.send(say(words))
 
     def _choose(self, processes: Sequence[Process]) -> Choice:
-        request = self._request
-        if not (request.pod or request.container):
-            return choose(request, processes, ())
-        return choose(request, processes, self._labels(processes))
+        # Containers that end while they are recorded are known by then.
+        return choose(self._request, processes, self._labeller.of(processes))
 
-    def _labels(self, processes: Sequence[Process]) -> list[Labels]:
-        pods = NoPods()
-        if self._settings.kubelet:
-            try:
-                pods.pods = kubelet_of(self._settings).fetch()
-            except KubeletError as error:
-                self._say(f"note: pods have no names: {error}")
-        return Labeller(label_options(self._settings), pods).of(processes)
+    @property
+    def _labeller(self) -> Labeller:
+        """Whom processes belong to, as it is when that is first asked."""
+        if self._known is None:
+            pods = NoPods()
+            if self._settings.kubelet:
+                try:
+                    pods.pods = kubelet_of(self._settings).fetch()
+                except KubeletError as error:
+                    self._say(f"note: pods have no names: {error}")
+            self._known = Labeller(label_options(self._settings), pods)
+        return self._known
 
     def _cut(self) -> tuple[Choice, Mapping[str, str | int]]:
         """Makes it of what the agent has on disk."""
@@ -155,7 +158,9 @@ class _Job:
                 yield window if self._request.is_all else of_processes(window, wanted)
 
         try:
-            capture_of_windows(self.database, windows(), recorded.facts, roots=seen.roots)
+            capture_of_windows(
+                self.database, windows(), recorded.facts, roots=seen.roots, kept=recorded.kept
+            )
         except BadSegment as error:
             raise AiflameError(f"what is on disk cannot be read: {error}") from error
         if written_ns < lengths_ns:

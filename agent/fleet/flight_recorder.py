@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from aiflame.agent.capture.segment import BadSegment
 from aiflame.agent.errors import AiflameError
-from aiflame.agent.fleet.stretches import folders_of
+from aiflame.agent.fleet.stretches import folders_of, kept_kernel_file
 from aiflame.agent.model.profile import Process
 from aiflame.agent.model.window import NO_TIME, Window
 from aiflame.agent.processes import procfs
@@ -63,6 +63,10 @@ class FlightRecorder:
         self._folders = found[::-1]
         self._begin_ns = self.end_ns - last_ns
         self.stretches = len(found)
+
+    def kept(self, binary: int) -> int | None:
+        """Returns a descriptor of a file that stretches keep, by its number; None for none."""
+        return kept_kernel_file(self._folders, binary)
 
     def __iter__(self) -> Iterator[Window]:
         windows = itertools.chain.from_iterable(map(_windows, self._folders))

@@ -2,9 +2,9 @@
 """How much memory an agent has, and when that is more than its budget.
 
 There are three budgets. `memory` is for all of the agent's processes, for long: where they have
-more, less is kept. `helper_memory` is a limit of the kernel's for each process that reads files,
-for a moment: what needs more is refused, and counted. `unwind_memory` is for tables in the kernel:
-what has no room there is counted.
+more, less is kept, until there is room again. `helper_memory` is a limit of the kernel's for each
+process that reads files, for a moment: what needs more is refused, and counted. `unwind_memory` is
+for tables in the kernel: what has no room there is counted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
+from aiflame.agent.fleet.log import Log
 from aiflame.agent.processes import procfs
 
 # A start, or a table that is made just now, is no news: looks are a minute apart.
 _LOOKS_UNTIL_OVER = 3
+# What is kept is given up sooner than it is kept again, or it would come and go with each burst.
+_LOOKS_UNTIL_MORE = 5
+# 32,768 stacks of 32 frames have 19 MB, half of them 9: the last step takes less than what is free
+# then, a quarter of half of the default budget.
+_ROOM = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +97,60 @@ def _map_bytes() -> int:
     return sum(by_map.values())
 
 
+class Keeper(Protocol):
+    """What keeps less where memory is short."""
+
+    def keep_less(self) -> None:
+        """Keeps half as much from now on, down to a least."""
+        ...
+
+    def keep_more(self) -> bool:
+        """Undoes one `keep_less`; False if there is none to undo."""
+        ...
+
+
 class MemoryBudget:
-    """Whether an agent keeps to its budget."""
+    """Has less kept where there is more than the budget for long, and more where there is room.
 
-    def __init__(self) -> None:
+    Args:
+        keeper: Of what the collector keeps.
+        log: Where it says so.
+    """
+
+    def __init__(self, keeper: Keeper, log: Log) -> None:
+        self._keeper = keeper
+        self._log = log
         self._looks_over = 0
+        self._looks_with_room = 0
+        self._is_growing = False
 
-    def is_over(self, use: MemoryUse, limit_bytes: int) -> bool:
-        """Takes a look; returns whether processes have had more for some looks now."""
+    def look(self, use: MemoryUse, limit_bytes: int) -> bool:
+        """Does what has to be done; returns whether helpers had better end."""
+        # Stacks are dear to lose, and giving them up is of no use where others have the memory: it
+        # is the collector's only where that has more than half of the budget, too.
+        over = min(use.processes / limit_bytes, use.collector / (limit_bytes // 2))
         self._looks_over = self._looks_over + 1 if use.processes > limit_bytes else 0
-        return self._looks_over >= _LOOKS_UNTIL_OVER
+        self._looks_with_room = self._looks_with_room + 1 if over <= _ROOM else 0
+        if self._looks_with_room >= _LOOKS_UNTIL_MORE:
+            self._looks_with_room = 0
+            self._keep_more(use, limit_bytes)
+        if self._looks_over < _LOOKS_UNTIL_OVER:
+            return False
+        self._log.say_seldom(
+            "memory",
+            f"{use.processes / 1e6:,.0f} MB are more than its budget of {limit_bytes / 1e6:,.0f} MB"
+            " (memory): helpers end sooner, and fewer stacks are kept if it is the collector",
+        )
+        if over > 1:
+            self._is_growing = False
+            self._keeper.keep_less()
+        return True
+
+    def _keep_more(self, use: MemoryUse, limit_bytes: int) -> None:
+        if self._keeper.keep_more() and not self._is_growing:
+            self._is_growing = True
+            self._log.say(
+                f"the collector's {use.collector / 1e6:,.0f} MB of {use.processes / 1e6:,.0f} leave"
+                f" room in a budget of {limit_bytes / 1e6:,.0f} MB (memory): step by step, as many"
+                " stacks are kept as before"
+            )

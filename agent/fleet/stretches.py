@@ -8,8 +8,9 @@ agent ends, whatever ends it, is named and sent when the agent is started again.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from aiflame.agent.sinks.segments import SegmentSink
 _FOLDER = "stretches"
 _DONE = "done"
 _TRIES = "tries"
+_KERNEL_FILE = "kernel-"
 _NS_PER_S = 1_000_000_000
 
 # What it takes to name a stretch may end a process; after so many, it is given up.
@@ -134,6 +136,29 @@ def folders_of(directory: Path) -> list[Path]:
     with suppress(OSError):
         return sorted(path for path in (directory / _FOLDER).iterdir() if path.is_dir())
     return []
+
+
+def keep_kernel_file(folder: Path, binary: int, data: bytes) -> None:
+    """Keeps a file of kernels in a stretch: a capture may be asked for when it is gone elsewhere.
+
+    Args:
+        folder: Of the stretch.
+        binary: The file's number.
+        data: The file.
+    """
+    path = folder / f"{_KERNEL_FILE}{binary}"
+    new = path.with_suffix(".new")
+    with suppress(OSError):  # where there is no room it is missing
+        new.write_bytes(data)
+        new.rename(path)
+
+
+def kept_kernel_file(folders: Iterable[Path], binary: int) -> int | None:
+    """Returns a descriptor of a file of kernels that any of some stretches keeps, None if none."""
+    for folder in folders:
+        with suppress(OSError):
+            return os.open(folder / f"{_KERNEL_FILE}{binary}", os.O_RDONLY | os.O_CLOEXEC)
+    return None
 
 
 def is_done(folder: Path) -> bool:

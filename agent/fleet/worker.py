@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from aiflame.agent.fleet.delivery import Delivery
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.sinks import sink_module
-from aiflame.agent.fleet.stretches import TRIES, count_try, mark_done
+from aiflame.agent.fleet.stretches import TRIES, count_try, keep_kernel_file, mark_done
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Profile
@@ -94,7 +95,8 @@ class _Stretch:
                     facts = self._following.facts
                     self._lateness.begin(facts)
                     self._capture = WrittenCapture(
-                        self.database, window.start_ns, facts, self._naming
+                        *(self.database, window.start_ns, facts, self._naming),
+                        keep=partial(keep_kernel_file, self.folder),
                     )
                 self._capture.put(window)
                 self._jit_symbols.put(window, self._capture.jit_symbols)

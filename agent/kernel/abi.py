@@ -136,7 +136,8 @@ class Filter(enum.IntEnum):
 
 # Unwind tables at a time.
 TABLES_MAX = 4096
-# As the table of a mapping: the kernel half has none, and the host half may.
+# As the table of a mapping: generated code has none; of other code the host half may have one.
+TABLE_IS_NONE = 0xFFFF_FFFE
 TABLE_IS_MISSING = 0xFFFF_FFFF
 
 

@@ -84,6 +84,47 @@ def is_map_memory_limited() -> bool:
     return False
 
 
+# A position in a map, as the kernel tells it: a number for a hash, a key for some other kinds.
+_TOKEN_BYTES = 64
+# Struct `batch` of union bpf_attr: in_batch, out_batch, keys, values, count, map_fd, elem_flags,
+# flags; and its count, where the kernel tells how many it did.
+_BATCH = struct.Struct("<QQQQIIQQ")
+_BATCH_COUNT = struct.Struct("<32xI")
+
+
+class _Batch:
+    """Room for some entries of a map, and what the kernel is asked for them with.
+
+    Args:
+        of: The map.
+        room: Entries.
+        begin: Where the kernel said that it begins; None: with the map.
+    """
+
+    def __init__(
+        self, of: Map, room: int, begin: ctypes.Array[ctypes.c_char] | None = None
+    ) -> None:
+        self.room = room
+        self.keys, self.values = np.zeros(room, of.key_dtype), np.zeros(room, of.value_dtype)
+        self.begin, self.end = begin, _buffer(bytes(_TOKEN_BYTES))
+        self._asked = _BATCH.pack(
+            0 if begin is None else ctypes.addressof(begin),
+            *(ctypes.addressof(self.end), _address(self.keys), _address(self.values)),
+            *(room, of.fd, 0, 0),
+        )
+        self._attributes = _buffer(self._asked)
+
+    def ask(self, command: int) -> int:
+        """Has the kernel fill it; returns 0 or the error number."""
+        self._attributes.raw = self._asked  # the kernel has written its answer there
+        return try_bpf(command, self._attributes)
+
+    @property
+    def filled(self) -> int:
+        """How many entries the kernel has put there."""
+        return int(_BATCH_COUNT.unpack_from(self._attributes)[0])
+
+
 class Map:
     """A BPF hash or array, read and written in bulk.
 
@@ -101,6 +142,7 @@ class Map:
         self.key_dtype = key_dtype
         self.value_dtype = value_dtype
         self.max_entries = max_entries
+        self._spare: _Batch | None = None
 
     def _element(self, command: int, key: bytes, value: Any, flags: int) -> None:
         key_buffer = _buffer(key)
@@ -180,8 +222,7 @@ class Map:
         while begin < len(keys):
             values_left = None if values is None else values[begin:]
             batch = _buffer(
-                struct.pack(
-                    "<QQQQIIQQ",
+                _BATCH.pack(
                     *(0, 0, _address(keys[begin:])),
                     0 if values_left is None else _address(values_left),
                     *(len(keys) - begin, self.fd, 0, 0),
@@ -193,7 +234,7 @@ class Map:
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, ENOTSUPP):
                     return refused + self._one_by_one(keys, values, begin)
-            filled = int(struct.unpack_from("<I", batch, 32)[0])
+            filled = int(_BATCH_COUNT.unpack_from(batch)[0])
             refused.append(begin + filled)
             begin += filled + 1
         return refused
@@ -218,37 +259,23 @@ class Map:
             take: Also removes them (v5.6).
         """
         command = _MAP_LOOKUP_AND_DELETE_BATCH if take else _MAP_LOOKUP_BATCH
-        room = min(self.max_entries, _CHUNK_ENTRIES)
-        token, next_token = _buffer(bytes(64)), _buffer(bytes(64))
-        started = finished = False
-        while not finished:
-            keys, values = np.zeros(room, self.key_dtype), np.zeros(room, self.value_dtype)
-            attributes = _buffer(
-                struct.pack(
-                    "<QQQQIIQQ",
-                    ctypes.addressof(token) if started else 0,
-                    ctypes.addressof(next_token),
-                    _address(keys),
-                    _address(values),
-                    room,
-                    self.fd,
-                    0,
-                    0,
-                )
-            )
-            try:
-                bpf(command, attributes)
-            except OSError as error:
-                if error.errno == errno.ENOSPC:  # one hash bucket holds more than the room
-                    room *= 2
-                    continue
-                if error.errno != errno.ENOENT:
-                    raise
-                finished = True
-            filled = int(struct.unpack_from("<I", attributes, 32)[0])
+        spare, self._spare = self._spare, None  # a caller may stop in the midst of it
+        batch = spare or _Batch(self, min(self.max_entries, _CHUNK_ENTRIES))
+        while True:
+            code = batch.ask(command)
+            if code == errno.ENOSPC:  # one hash bucket holds more than the room
+                batch = _Batch(self, 2 * batch.room, batch.begin)
+                continue
+            if code not in (0, errno.ENOENT):
+                raise OSError(code, os.strerror(code))
+            filled = batch.filled
             if filled:
-                yield keys[:filled], values[:filled]
-            token, next_token, started = next_token, token, True
+                yield batch.keys[:filled], batch.values[:filled]
+            if code == errno.ENOENT:
+                break
+            batch = _Batch(self, batch.room, batch.end)
+        if not filled and batch.begin is None:  # nobody has seen it: maps are often asked in vain
+            self._spare = batch
 
     def take_all(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Returns all entries and removes them; for maps whose entries are small."""

@@ -31,6 +31,10 @@ Log: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+# A function of its own: types that are known beforehand are the faster half of a call.
+_bpf = ctypes.CDLL(None, use_errno=True).syscall
+_bpf.restype = ctypes.c_long
+_bpf.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 
 
 def syscall(number: int, *arguments: Any) -> int:
@@ -57,13 +61,10 @@ def bpf(command: int, attributes: bytes | ctypes.Array[ctypes.c_char]) -> int:
     )
 
 
-def try_bpf(command: int, attributes: bytes) -> int:
+def try_bpf(command: int, attributes: bytes | ctypes.Array[ctypes.c_char]) -> int:
     """Calls bpf(2); returns 0 or the error number: of what is asked often, and refused often."""
-    number = ctypes.c_long(this_architecture().syscall_bpf)
-    result = _libc.syscall(
-        number, ctypes.c_int(command), attributes, ctypes.c_uint(len(attributes))
-    )
-    return ctypes.get_errno() if result < 0 else 0
+    number = this_architecture().syscall_bpf
+    return ctypes.get_errno() if _bpf(number, command, attributes, len(attributes)) < 0 else 0
 
 
 def ioctl(fd: int, request: int, argument: int) -> None:

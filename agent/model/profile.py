@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 LOSSES_FACT, OF_HOST = "losses", "of the whole host"
 
 
+# The target of recordings of the whole machine.
+ALL_PROCESSES = "all processes"
+
+
 class FrameKind(enum.IntEnum):
     """What executes a frame; it decides the colour and the folded suffix."""
 
@@ -135,7 +139,9 @@ class Function:
     """What a flame graph merges by."""
 
     kind: FrameKind
-    name: str  # demangled; `[module+0xoffset]` where no symbol covers the address
+    # Demangled; where no symbol covers the address `[module fn@0xstart]`, and where it is not known
+    # either where the function begins `[module+0xoffset]`.
+    name: str
     binary: int | None
     file: str  # source file, "" where unknown; of Python code, the path that its process knows
 
@@ -297,6 +303,21 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """What a profile of two parts of a store that are compared has besides.
+
+    Attributes:
+        base: What is compared with, in words.
+        new: What is compared, in words.
+        is_new: Of which of the two each thread is; shape (threads,).
+    """
+
+    base: str
+    new: str
+    is_new: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A capture in memory, or a time range of one, or a part of a fleet's.
 
@@ -316,5 +337,6 @@ class Profile:
     gpu: GpuProfile = field(default_factory=GpuProfile)
     spans: npt.NDArray[np.void] = field(default_factory=_no_spans)  # SPAN_DTYPE
     fleet: Fleet | None = None
+    difference: Difference | None = None
     # Of each process, of what an agent recorded; None for one that is nobody's, () for all others.
     labels: tuple[Labels | None, ...] = ()

@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiflame.agent import priority
 from aiflame.agent.errors import AiflameError, UsageError
@@ -17,6 +18,8 @@ from aiflame.agent.outfile import sudo_ids
 
 # What a shell returns for a command that it cannot execute (POSIX 2.8.2).
 _CANNOT_EXECUTE = 126
+# What a shell adds to the number of the signal that ended a command (bash(1), EXIT STATUS).
+_SIGNALLED = 128
 
 _GO = b"!"
 
@@ -93,6 +96,33 @@ class HeldCommand:
         if reason:
             self.end()
             raise AiflameError(f"cannot run the command: {reason}")
+
+    def exit_code(self) -> int | None:
+        """Returns what a shell would tell of how the command ended, None while it runs."""
+        status = self._returncode()
+        return status if status is None or status >= 0 else _SIGNALLED - status
+
+    def end_words(self) -> str:
+        """Says how the command ended; "" while it runs, and if all went well."""
+        name, status = Path(self.words[0]).name, self._returncode()
+        if not status:
+            return ""
+        if status > 0:
+            return f"{name} ended with exit code {status}"
+        names = {number.value: f" ({number.name})" for number in signal.Signals}
+        words = f"signal {-status}{names.get(-status, '')}"
+        return f"{name} was killed by {words}: exit code {self.exit_code()}"
+
+    def _returncode(self) -> int | None:
+        """Returns its exit code, or the negative number of the signal that killed it."""
+        if self._status is None:
+            # It is left for `end`, so that nothing else gets its process id meanwhile.
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None:
+                return None
+            is_exit = found.si_code == os.CLD_EXITED
+            return found.si_status if is_exit else -found.si_status
+        return os.waitstatus_to_exitcode(self._status)
 
     def end(self) -> None:
         """Collects the command if it has ended; otherwise asks it to end, and waits a moment."""

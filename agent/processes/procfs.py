@@ -207,6 +207,14 @@ def descendants(pids: Collection[int]) -> list[int]:
     return found
 
 
+def ancestors(pid: int) -> list[int]:
+    """Returns a process's parent, that one's, and so on."""
+    found: list[int] = []
+    while (pid := parent_pid(pid)) > 0 and pid not in found:
+        found.append(pid)
+    return found
+
+
 def _stat(pid: int) -> list[str]:
     """Returns the fields of /proc/PID/stat from the third on; none when the process is gone."""
     # The name before them may hold anything, also line ends (proc_pid_stat(5)).

@@ -85,6 +85,7 @@ class ProcessImage:
     # Made when they are asked for: nobody looks an address up in most short-lived processes.
     _known_ranges: Disjoint | None = None
     _known_binaries: npt.NDArray[np.int64] | None = None
+    makes_code: bool = False  # it has executable memory that is no file's
 
     @property
     def _ranges(self) -> Disjoint:
@@ -95,11 +96,6 @@ class ProcessImage:
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """Returns for each address the index of its mapping in `mappings`, -1 for none."""
         return find(self._ranges, addresses)
-
-    @property
-    def makes_code(self) -> bool:
-        """Whether it has executable memory that is no file's."""
-        return any(mapping.binary == NO_BINARY for mapping in self.mappings)
 
     @property
     def bounds(self) -> npt.NDArray[np.uint64]:
@@ -129,6 +125,7 @@ class ProcessImage:
         if fresh <= known:
             return False
         self._known_ranges = self._known_binaries = None
+        self.makes_code = any(mapping.binary == NO_BINARY for mapping in fresh | known)
         if known <= fresh:  # as of most: they are read or told once
             self.mappings = sorted(fresh)
             return True
@@ -552,7 +549,7 @@ class ProcessTable:
         threads = self._threads.setdefault(image.index, {})
         known = threads.get(tid)
         if known is None:
-            name = procfs.comm(image.pid, tid)
+            name = "" if image.is_over else procfs.comm(image.pid, tid)
             if tid == image.pid and not self._is_shown(image):
                 name = ""  # of the program that it became by exec
             name = name or image.name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from aiflame.agent import kernelfs
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.checks import is_host_pid_namespace, require_host_pid_namespace
+from aiflame.agent.model.profile import ALL_PROCESSES
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.command import HeldCommand
 from aiflame.agent.processes.target_search import Found, find_comm, find_container, find_unit
@@ -43,6 +45,13 @@ class Target:
                 found += [int(pid) for pid in kernelfs.read_text(file, 1 << 20).split()]
             return found
         return procfs.process_ids()
+
+    def left_out_children(self) -> list[int]:
+        """Returns the processes below those that were named which are not recorded."""
+        if self.filter is not abi.Filter.PIDS or self.follows_children:
+            return []
+        own = {os.getpid(), *procfs.ancestors(os.getpid())}  # sudo is a child of the user's shell
+        return [pid for pid in procfs.descendants(self.pids) if pid not in own]
 
 
 def target_of_pids(pids: list[int]) -> Target:
@@ -166,4 +175,4 @@ def cgroup2_mounts() -> list[Path]:
 
 def target_of_all() -> Target:
     """Makes a target of every process but the recorder's own."""
-    return Target(abi.Filter.ALL, "all processes", "all-0")
+    return Target(abi.Filter.ALL, ALL_PROCESSES, "all-0")

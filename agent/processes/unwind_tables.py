@@ -364,7 +364,9 @@ class UnwindTables:
                 bias = self.images.bias(mapping) + (loaded.base_page << PAGE_SHIFT)
                 slots[row]["bias"] = bias % (1 << 64)
                 slots[row]["table"], slots[row]["pages"] = loaded.slot, loaded.pages
-            elif mapping.binary != NO_BINARY and mapping.binary not in self._without:
+            elif mapping.binary == NO_BINARY:
+                slots[row]["table"] = abi.TABLE_IS_NONE
+            elif mapping.binary not in self._without:
                 slots[row]["table"] = abi.TABLE_IS_MISSING
         return slots
 

@@ -56,6 +56,9 @@ _IDLE_INTERVAL_NS = 1_000_000_000
 # Stacks are taken in up to a second after they were walked.
 _NEW_NS = 1_500_000_000
 
+# Chains that wait for their names, of 3 KB each.
+_MOST_UNNAMED = 1 << 10
+
 # Chains that windows know are kept between drains, as many as windows keep.
 _KEPT_CHAINS = 1 << 15
 
@@ -103,6 +106,8 @@ class PythonProcesses:
         self._told: set[int] = set()  # by pid: what the kernel half was told of from here
         self.by_image: dict[int, PythonProcess] = {}
         self._chains: OrderedDict[int, None] = OrderedDict()  # that windows know
+        self._unnamed: dict[int, np.void] = {}  # chains that have come since
+        self._named_ns = 0  # when all of them were last named
         # Of threads that sleep: what was read since `prepare`.
         self._pages: dict[int, Pages] = {}  # by index of the process image
         self._latest_ns = 0  # when an interpreter was last found
@@ -178,7 +183,8 @@ class PythonProcesses:
     def poll(self) -> None:
         """Tells the kernel half of interpreters that have started, and reads new frames' names."""
         if self.by_image:
-            self.take_chains()
+            self._collect_chains()
+            self._name_chains(self._due_chains())
         for pid, process in list(self._waiting.items()):
             if not self._table.is_current(process.image):
                 del self._waiting[pid]
@@ -272,18 +278,48 @@ class PythonProcesses:
 
     def take_chains(self) -> None:
         """Empties the kernel's store of Python frames, and reads what they are called."""
-        self._facts.begin_round()
+        self._collect_chains()
+        self._name_chains([*self._unnamed])
+        self._facts.flush()  # of what `of_thread` has named, too
+
+    def _collect_chains(self) -> None:
         for keys, records in self._programs.python_chains.chunks(take=True):
-            fresh = np.array([not self._is_known(key) for key in keys.tolist()], bool)
-            self._read_codes(records[fresh])
-            for key, record in zip(keys[fresh].tolist(), records[fresh], strict=True):
-                self._take_chain(key, record)
+            for key, record in zip(keys.tolist(), records, strict=True):
+                if not self._is_known(key):
+                    self._unnamed[key] = record.copy()  # a view would keep all of its chunk
+            if len(self._unnamed) >= _MOST_UNNAMED:
+                self._name_chains([*self._unnamed])
+
+    def _name_chains(self, chains: Collection[int]) -> None:
+        if not chains:
+            return
+        self._facts.begin_round()
+        records = [self._unnamed.pop(chain) for chain in chains]
+        self._read_codes(records)
+        for chain, record in zip(chains, records, strict=True):
+            self._take_chain(chain, record)
         self._facts.flush()
+
+    def _due_chains(self) -> list[int]:
+        """Returns which chains are to be named now: those of young processes, or all.
+
+        Each reading of a process is a question to another one, for one chain or for fifty.
+        """
+        now_ns = time.monotonic_ns()
+        if now_ns - self._named_ns >= _NAMING_INTERVAL_NS:
+            self._named_ns = now_ns
+            return [*self._unnamed]
+        young_ns = now_ns - _YOUNG_NS
+        return [
+            chain
+            for chain, record in self._unnamed.items()
+            if self._image(record).started_ns > young_ns
+        ]
 
     def _is_known(self, chain: int) -> bool:
         return chain in self._chains and self._window.is_kept("chains", chain)
 
-    def _read_codes(self, records: npt.NDArray[np.void]) -> None:
+    def _read_codes(self, records: Iterable[np.void]) -> None:
         """Reads the code objects of chains, those of each process together."""
         wanted: defaultdict[int, set[int]] = defaultdict(set)
         for record in records:

@@ -320,6 +320,10 @@ class Recorder:
         """Keeps half as many stacks between windows from now on, down to a least number."""
         self._window.keep_less()
 
+    def keep_more(self) -> bool:
+        """Undoes one `keep_less`; False if there is none to undo."""
+        return self._window.keep_more()
+
     def start(self, duration_ns: int | None, say: Callable[[str], None]) -> None:
         """Goes live: from here on nothing of the target is missed.
 

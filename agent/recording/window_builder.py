@@ -171,6 +171,13 @@ class WindowBuilder:
         self._kept_stacks = min(max(self._kept_stacks // 2, _LEAST_KEPT_STACKS), self._kept_stacks)
         self._drop_oldest()
 
+    def keep_more(self) -> bool:
+        """Keeps twice as many again, up to as many as at first; False if it keeps these already."""
+        if self._kept_stacks >= self._bounds.kept_stacks:
+            return False
+        self._kept_stacks = min(2 * self._kept_stacks, self._bounds.kept_stacks)
+        return True
+
     def is_kept(self, column: str, number: int) -> bool:
         """Whether a stack or a chain is known; as OpenWindow.is_kept says."""
         return number in self._kept[column]

@@ -81,6 +81,16 @@ class Frames(enum.Enum):
     ALL = "all"
 
 
+class Merge(enum.Enum):
+    """Which processes are one."""
+
+    NONE = "none"  # none: each is by itself, before and after an exec as well
+    PROCESS = "process"  # those of one pid: before and after an exec
+    COMM = "comm"  # those of one name
+    CGROUP = "cgroup"
+    CONTAINER = "container"
+
+
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
     """How a profile is to be shown.
@@ -97,6 +107,8 @@ class ReportOptions:
         hide_importlib: Leave out the Python frames that import modules or start the program.
         leaf: How far device samples are told apart.
         color_by: What colours say; None: of device samples the stall, else the frame.
+        is_idle_shown: Flame graphs of wall time have threads that slept at one location throughout.
+        merge: Which processes are one; None: by name where all processes were recorded, else none.
     """
 
     view: View = View.WALL
@@ -109,6 +121,8 @@ class ReportOptions:
     hide_importlib: bool = False
     leaf: Leaf = Leaf.OFFSET
     color_by: ColorBy | None = None
+    merge: Merge | None = None
+    is_idle_shown: bool = False
 
     @property
     def shows_stalls(self) -> bool:

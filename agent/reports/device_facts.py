@@ -140,6 +140,11 @@ def has_device(gpu: GpuProfile) -> bool:
     return any(map(len, (gpu.calls, gpu.events, gpu.samples, gpu.times)))
 
 
+def is_about_devices(profile: Profile) -> bool:
+    """Whether there is anything to say of devices: the target uses one, or one cannot be read."""
+    return has_device(profile.gpu) or bool(_limits(profile.gpu))
+
+
 def absence(profile: Profile) -> str:
     """Return why there is no flame graph of device samples; "" where there is one."""
     if len(profile.gpu.samples):

@@ -22,6 +22,7 @@ from aiflame.agent.model.gpu import NONE, GpuProfile, SharingError
 from aiflame.agent.model.profile import COMPLETE_REASONS, SPAN_DTYPE, Profile, Stacks, StopReason
 from aiflame.agent.reports.base import Leaf, ReportOptions
 from aiflame.agent.reports.kernel_names import KernelName, kernel_names
+from aiflame.agent.reports.merge import merged
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import (
     I64,
@@ -31,7 +32,7 @@ from aiflame.agent.reports.rows import (
     join,
 )
 from aiflame.agent.reports.selection import shown_stacks
-from aiflame.agent.reports.words import process_label, showable
+from aiflame.agent.reports.words import showable
 from aiflame.gpu.attribution import attribution_of
 from aiflame.gpu.attribution.kernel_times import measured_times
 from aiflame.gpu.stalls import category_of
@@ -168,7 +169,7 @@ def combined(
         below: By role, the label of each row after the boundary, -1 for none.
         levels: Which of these, from the root.
     """
-    processes = table.add([process_label(p.name, p.pid) for p in profile.processes])
+    processes = table.add_processes(merged(profile, options.merge))
     end_ids = table.add([end.marker for end in StopReason])
     unknown = table.add([UNKNOWN_LAUNCH])
     is_known = launched.stack >= 0
@@ -176,7 +177,7 @@ def combined(
     stack = np.where(is_known, launched.stack, len(shown) - 1)
     ends = shown.ends[stack].astype(np.int64)
     heads = [
-        processes.start + launched.process,
+        processes[launched.process],
         np.where(is_known & np.isin(ends, TRUNCATED_REASONS), end_ids.start + ends, -1),
         np.where(is_known, -1, unknown.start),
     ]

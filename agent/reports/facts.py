@@ -20,6 +20,7 @@ from aiflame.agent.model.profile import (
     Profile,
     Recording,
     SampleClass,
+    StopReason,
 )
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
@@ -31,6 +32,10 @@ FEW_SAMPLES = 100
 # Where stacks are cut, in a line: more is in `aiflame stats`.
 _MODULES_NAMED = 3
 _LEAST_SHARE = 0.0005
+# Of code that lies in no file.
+_NO_MODULE = "[unknown module]"
+# The library of OpenJDK's virtual machine.
+_JVM = "libjvm.so"
 
 # Losses that cost time. Others cost frames, names or single events.
 _LOSSES_OF_TIME = frozenset(kind.stored_name for kind in LossKind if kind.is_of_time)
@@ -190,7 +195,7 @@ def _functions_at(profile: Profile, at: npt.NDArray[np.int64]) -> npt.NDArray[np
 
 def _shown_module(profile: Profile, binary: int) -> str:
     module = module_of(profile, binary if binary < len(profile.binaries) else None)
-    return showable(module) if module else "[unknown module]"
+    return showable(module) if module else _NO_MODULE
 
 
 def module_of(profile: Profile, binary: int | None) -> str:
@@ -212,6 +217,24 @@ def cut_short(profile: Profile) -> str:
     return ", ".join(f"{module} {percent(ns, whole)}" for module, ns in first)
 
 
+def generated_line(profile: Profile) -> str:
+    """Return how much CPU time lost its callers in code that Java made; "" for too little."""
+    if not any(module_of(profile, at) == _JVM for at in range(len(profile.binaries))):
+        return ""
+    samples = profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]
+    stack_ns = np.zeros(len(profile.stacks), np.int64)
+    np.add.at(stack_ns, samples["stack"], samples["ns"].astype(np.int64))
+    whole = int(stack_ns.sum())
+    stack_ns[profile.stacks.ends != StopReason.NO_TABLE] = 0
+    cut = cut_modules(profile, stack_ns).get(_NO_MODULE, 0)
+    if cut < max(_LEAST_SHARE * whole, 1):
+        return ""
+    return (
+        f"{percent(cut, whole)} of CPU time is truncated in generated code, which keeps no frame"
+        " pointers: Java's does when it is started with -XX:+PreserveFramePointer"
+    )
+
+
 def warnings(profile: Profile) -> list[str]:
     """Return what a reader should know before trusting the flame graph, one sentence each."""
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
@@ -231,11 +254,10 @@ def warnings(profile: Profile) -> list[str]:
         lines.append(
             f"Few samples on the CPU ({samples}): shares of CPU time are rough. {cure} a higher -F."
         )
-    missing = missing_line(profile)
-    if missing:
-        lines.append(f"{missing}.")
+    lines += [f"{line}." for line in (generated_line(profile), missing_line(profile)) if line]
     lines += [
         f"Lost {showable(loss.name)}: {loss.count:,}{loss_scope(recording)}"
+        + (f" ({showable(loss.meaning)})" if loss.meaning else "")
         for loss in profile.losses
         if loss.count and not is_asked_for(loss)
     ]

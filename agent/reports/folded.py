@@ -8,6 +8,10 @@ write them; `plain` leaves that off. There are no comment lines: facts stay in t
 Device samples (`--view gpu`) are in the order of published AI flame graphs: kernel and source line
 end in `_[G]`, instruction, stall reason and offset in `_[g]`, and the number is of samples.
 
+Of two parts of a store that are compared, lines have two numbers, of base and of new, as those of
+difffolded.pl -n (https://github.com/brendangregg/FlameGraph): base is scaled to the whole of new,
+so that a difference is one of shares.
+
 Frames are merged by name: of lines and files, only those of Python frames are in the text, as part
 of the name.
 """
@@ -16,11 +20,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from aiflame.agent.model.profile import FrameKind, Profile
+import numpy as np
+from aiflame.agent.model.profile import Difference, FrameKind, Profile
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.device_times import shown_rows
 from aiflame.agent.reports.palette import Category
-from aiflame.agent.reports.rows import Labels
+from aiflame.agent.reports.rows import Labels, rows_for
 from aiflame.agent.reports.summed import summed_paths
 
 _SUFFIXES = {FrameKind.KERNEL: "_[k]", FrameKind.PYTHON: "_[p]"}
@@ -36,6 +41,8 @@ class FoldedReport:
 
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the lines, in the order of their bytes; nothing at all where nothing was seen."""
+        if profile.difference is not None:
+            return _of_both(profile, profile.difference, options)
         rows = shown_rows(profile, options)
         names = [name.encode() for name in _names(rows.labels, options.plain)]
         totals: defaultdict[bytes, int] = defaultdict(int)
@@ -46,6 +53,20 @@ class FoldedReport:
             lines.append(b"%b %d\n" % totals.popitem())
         lines.sort()
         return b"".join(lines)
+
+
+def _of_both(profile: Profile, difference: Difference, options: ReportOptions) -> bytes:
+    rows = rows_for(profile, options)
+    names = [name.encode() for name in _names(rows.labels, options.plain)]
+    totals: defaultdict[bytes, list[int]] = defaultdict(lambda: [0, 0])
+    for entry in summed_paths(rows, difference.is_new[rows.thread].astype(np.int64)):
+        totals[b";".join([names[label] for label in entry.labels])][entry.group] += entry.ns
+    whole, whole_new = (sum(ns[side] for ns in totals.values()) for side in (0, 1))
+    lines = [
+        b"%b %d %d\n" % (stack, base * whole_new // max(1, whole), new)
+        for stack, (base, new) in totals.items()
+    ]
+    return b"".join(sorted(lines))
 
 
 def _names(labels: Labels, plain: bool) -> list[str]:

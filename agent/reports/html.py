@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import MOST_PERMILLE, GpuProfile
 from aiflame.agent.model.profile import NS_PER_S, Fleet, Profile
-from aiflame.agent.reports import device_facts, facts, palette, stall_colors
+from aiflame.agent.reports import device_facts, difference, facts, palette, stall_colors
 from aiflame.agent.reports.base import ColorBy, ReportOptions, View
 from aiflame.agent.reports.buckets import Grid, Part, choose_grid
 from aiflame.agent.reports.device_readings import DeviceLoad, loads
 from aiflame.agent.reports.device_rows import DeviceSamples, device_samples
 from aiflame.agent.reports.device_times import DeviceTimes, device_times
 from aiflame.agent.reports.kernel_stats import launch_calls
+from aiflame.agent.reports.merge import default_merge
 from aiflame.agent.reports.pack import MAX_NODES, Packed, draft
 from aiflame.agent.reports.pack_device import draft_device, draft_times
 from aiflame.agent.reports.palette import Category
@@ -39,8 +40,8 @@ from aiflame.agent.reports.words import showable
 
 # In this order they are one program: data and trees, drawing, words, state, the page.
 _SCRIPTS = (
-    *("model.js", "device.js", "draw.js", "tip.js", "address.js"),
-    *("strip.js", "filters.js", "legend.js", "table.js", "listing.js", "page.js"),
+    *("model.js", "device.js", "difference.js", "draw.js", "tip.js", "address.js"),
+    *("idle.js", "strip.js", "filters.js", "legend.js", "table.js", "listing.js", "page.js"),
 )
 
 
@@ -61,16 +62,14 @@ class HtmlReport:
         style = (page / "page.css").read_text("utf-8")
         values = {
             "title": html.escape(facts.title(profile, options)),
-            "subtitle": html.escape(_subtitle(profile, sets[_TIME])),
+            "subtitle": html.escape(_subtitle(profile, sets)),
             "warnings": _paragraphs(facts.warnings(profile), "warning")
             + _paragraphs(facts.asked_for(profile), "note"),
             "cut": html.escape(_cut_note(sets, options)),
             "losses": _losses(profile),
-            "facts": _definitions(
-                [*facts.recording_facts(profile), *device_facts.device_lines(profile.gpu)]
-            ),
+            "facts": _definitions(_facts(profile)),
             "settings": _json({**_settings(profile, sets, options), "time": _time(profile, grid)}),
-            "device_note": html.escape(_device_note(profile, samples, times)),
+            "graph_note": html.escape(_graph_note(profile, samples, times)),
             "data": _data(sets),
             "script": script,
             "style": style,
@@ -81,8 +80,10 @@ class HtmlReport:
         return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template).encode()
 
 
-# The data sets of a page, as page.js calls them: the first is always there.
+# The data sets of a page, as page.js calls them: the first is there, or else the one below.
 _TIME, _DEVICE, _GPU_TIME = "time", "device", "gputime"
+# In its place where two parts of a store are compared; it has one view, of this name.
+_DIFFERENCE = "difference"
 _SET_OF = {View.GPU: _DEVICE, View.GPU_TIME: _GPU_TIME}
 
 
@@ -92,7 +93,7 @@ def _packed(
     samples: DeviceSamples | None,
     times: DeviceTimes | None,
 ) -> tuple[dict[str, Packed], Grid | None]:
-    drafts = {_TIME: draft(profile, options)}
+    drafts = {_TIME if profile.difference is None else _DIFFERENCE: draft(profile, options)}
     if samples is not None:
         drafts[_DEVICE] = draft_device(profile, options, samples)
     if times is not None:
@@ -161,11 +162,23 @@ def _numbers(values: npt.NDArray[np.float64]) -> list[int | None]:
     return [None if value != value else round(value) for value in values.tolist()]
 
 
-def _subtitle(profile: Profile, packed: Packed) -> str:
-    return facts.subtitle(profile, ReportOptions(view=View.WALL), packed.whole_ns)
+def _subtitle(profile: Profile, sets: Mapping[str, Packed]) -> str:
+    if profile.difference is not None:
+        return difference.whole_words(profile, profile.difference)
+    return facts.subtitle(profile, ReportOptions(view=View.WALL), sets[_TIME].whole_ns)
 
 
-def _device_note(profile: Profile, samples: DeviceSamples | None, times: DeviceTimes | None) -> str:
+def _facts(profile: Profile) -> list[tuple[str, str]]:
+    if profile.difference is not None:
+        return difference.recording_facts(profile)
+    return [*facts.recording_facts(profile), *device_facts.device_lines(profile.gpu)]
+
+
+def _graph_note(profile: Profile, samples: DeviceSamples | None, times: DeviceTimes | None) -> str:
+    if profile.difference is not None:
+        return " ".join(difference.notes(profile, profile.difference))
+    if not device_facts.is_about_devices(profile):
+        return ""
     of_samples = device_facts.absence(profile)
     if samples is not None:
         of_samples = device_facts.attribution(profile, samples)
@@ -187,14 +200,17 @@ def _settings(
     on_fills, off_fills = palette.tables()
     lightest = palette.SHADES - 1
     fleet = profile.fleet
+    # Without its data there is no such view.
+    view = (options.view if _SET_OF.get(options.view, _TIME) in sets else View.WALL).value
     return {
         "sets": {name: packed.index for name, packed in sets.items()},
-        # Without its data there is no such view.
-        "view": (options.view if _SET_OF.get(options.view, _TIME) in sets else View.WALL).value,
+        "view": view if profile.difference is None else _DIFFERENCE,
         "color": (options.color_by or ColorBy.STALL).value,
         "stalls": stall_colors.settings(),
         "stall_kinds": stall_colors.KINDS,
         "inverted": options.inverted,
+        "idle": options.is_idle_shown,
+        "merge": (options.merge or default_merge(profile)).value,
         "has_python": has_python(profile),
         "frames": options.frames.value,
         "hide_imports": options.hide_importlib,
@@ -208,6 +224,7 @@ def _settings(
         "categories": palette.CATEGORIES,
         "is_wait": [c in palette.CLASS_CATEGORY.values() for c in Category],
         **({"fleet": _fleet(fleet)} if fleet is not None else {}),
+        **({"difference": difference.settings()} if profile.difference is not None else {}),
     }
 
 
@@ -252,7 +269,12 @@ def _losses(profile: Profile) -> str:
     return f"<dl>{_definitions(pairs)}</dl>"
 
 
-_WHOLES = {_TIME: "all time", _DEVICE: "all device samples", _GPU_TIME: "all GPU time"}
+_WHOLES = {
+    _TIME: "all time",
+    _DEVICE: "all device samples",
+    _GPU_TIME: "all GPU time",
+    _DIFFERENCE: "both",
+}
 
 
 def _cut_note(sets: Mapping[str, Packed], options: ReportOptions) -> str:

@@ -25,9 +25,11 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import palette
-from aiflame.agent.reports.base import Frames, ReportOptions, View
+from aiflame.agent.reports.base import Frames, Merge, ReportOptions, View
 from aiflame.agent.reports.buckets import Pieces
 from aiflame.agent.reports.distinct import distinct, occurring
+from aiflame.agent.reports.merge import merged
+from aiflame.agent.reports.own_code import ranks
 from aiflame.agent.reports.rows import I32, I64, Labels, Rows, rows_for
 from aiflame.agent.reports.selection import hidden_kinds, is_import_machinery
 from aiflame.agent.reports.tree import Cut, outline
@@ -41,6 +43,9 @@ MAX_NODES = 2_000_000
 
 # What is repeated for each of their frames stays in the processor's cache.
 _STACKS_AT_ONCE = 2_048
+
+# What is counted through in place of classes where two parts of a store are compared.
+_SIDES = ("new", "base")
 
 # Lines listed in a tooltip: the point is the hottest line, not a listing.
 HOT_LINES = 3
@@ -143,12 +148,16 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
         profile: What was recorded.
         options: How it is to be shown; the view, and which frames, is the page's own business.
     """
-    everything = replace(options, view=View.WALL, frames=Frames.ALL, hide_importlib=False)
+    everything = replace(
+        options, view=View.WALL, frames=Frames.ALL, hide_importlib=False, merge=Merge.NONE
+    )
     rows = rows_for(profile, everything)
     tree, node = outline(rows, options.min_width_pct or 0, MAX_NODES)
     labels, tails, thread, weight = rows.labels, rows.tail, rows.thread, rows.ns
     distinct_tails = occurring(tails[tails >= 0], len(labels))
-    kinds = _kinds_of_time(rows, distinct_tails)
+    kinds, classes = _kinds_of_time(rows, distinct_tails), len(SampleClass)
+    if profile.difference is not None:
+        kinds, classes = [{"name": side, "klass": i} for i, side in enumerate(_SIDES)], len(_SIDES)
     del rows  # its paths are as large as all the rest
     writer = Writer()
     used = occurring(tree.label[1:], len(labels))
@@ -160,7 +169,10 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
     _pack_lines(writer, profile, labels, used)
     kind_of = np.zeros(len(labels) + 1, dtype=np.int64)  # the last is that of time on the CPU
     kind_of[distinct_tails] = np.arange(1, len(distinct_tails) + 1)
-    row = pack_rows(writer, node, thread, kind_of[tails])
+    kind = kind_of[tails]
+    if profile.difference is not None:
+        kind = (~profile.difference.is_new[thread]).astype(np.int64)
+    row = pack_rows(writer, node, thread, kind)
     for i, label in enumerate(profile.fleet.labels if profile.fleet is not None else ()):
         writer.integers(f"label_{i}", label.of_thread + 1)  # 0: it is not of this thread
     cut = tree.cut
@@ -169,7 +181,7 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
     names = {t.name for t in profile.threads} | {p.name for p in profile.processes}
     shown = {name: showable(name) for name in names}
     index = {
-        "classes": len(SampleClass),
+        "classes": classes,
         "kinds": kinds,
         "threads": [
             {"process": t.process, "name": f"{shown[t.name]} ({t.tid})"} for t in profile.threads
@@ -177,7 +189,19 @@ def draft(profile: Profile, options: ReportOptions) -> Draft:
         "hidden_kinds": {f.value: [int(kind) for kind in hidden_kinds(f)] for f in Frames},
         "processes": [process_label(p.name, p.pid) for p in profile.processes],
     }
+    _pack_groups(writer, profile)
     return Draft(writer, index, cut, "row_ns", row, weight, profile.spans)
+
+
+def _pack_groups(writer: Writer, profile: Profile) -> None:
+    # By choice of Merge, what each process is called where some are one.
+    for merge in Merge:
+        if merge is Merge.NONE:
+            continue
+        labels = [process_label(p.name, p.pid) for p in merged(profile, merge).processes]
+        names, group = np.unique(np.array(labels, dtype=object), return_inverse=True)
+        writer.text(f"{merge.value}_names", names.tolist())
+        writer.integers(f"{merge.value}_group", group)
 
 
 def _kinds_of_time(rows: Rows, tails: I64) -> list[dict[str, Any]]:
@@ -226,6 +250,9 @@ def pack_labels(writer: Writer, profile: Profile, labels: Labels, used: I64) -> 
     functions = labels.functions[used]
     is_import = [f >= 0 and is_import_machinery(profile.functions[f]) for f in functions.tolist()]
     writer.integers("is_import", np.array(is_import, dtype=np.int64))
+    # 0: made by aiflame.
+    own = np.append(ranks(profile).astype(np.int64) + 1, 0)
+    writer.integers("rank", own[functions])
     all_files = [f.file for f in profile.functions]
     sources = [
         showable(all_files[f]) if f >= 0 and all_files[f] else "" for f in functions.tolist()

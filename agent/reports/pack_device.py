@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from aiflame.agent.model.profile import Profile
-from aiflame.agent.reports.base import Frames, ReportOptions, View
+from aiflame.agent.reports.base import Frames, Merge, ReportOptions, View
 from aiflame.agent.reports.device_rows import (
     DeviceRows,
     DeviceSamples,
@@ -48,9 +48,7 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
         options: How it is to be shown; which frames, and merged from where, is the page's business.
         samples: Those of the profile.
     """
-    everything = replace(
-        options, view=View.GPU, frames=Frames.ALL, hide_importlib=False, inverted=False
-    )
+    everything = replace(_apart(options), view=View.GPU)
     made = device_rows(profile, everything, samples)
     tree, node = outline(made.rows, options.min_width_pct or 0, MAX_NODES)
     writer = Writer()
@@ -78,8 +76,7 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
 
 def draft_times(profile: Profile, options: ReportOptions, times: DeviceTimes) -> Draft:
     """Prepare the GPU time of a profile; arguments as `draft_device`."""
-    everything = replace(options, frames=Frames.ALL, hide_importlib=False, inverted=False)
-    made = time_rows(profile, everything, times)
+    made = time_rows(profile, _apart(options), times)
     tree, node = outline(made.rows, options.min_width_pct or 0, MAX_NODES)
     writer = Writer()
     used = _pack_tree(writer, profile, made, tree)
@@ -99,6 +96,13 @@ def draft_times(profile: Profile, options: ReportOptions, times: DeviceTimes) ->
         **_owners(profile),
     }
     return Draft(writer, index, tree.cut, "row_ns", row, times.ns, times.spans)
+
+
+def _apart(options: ReportOptions) -> ReportOptions:
+    # Which frames, merged from where and of which processes is the page's business.
+    return replace(
+        options, frames=Frames.ALL, hide_importlib=False, inverted=False, merge=Merge.NONE
+    )
 
 
 def _pack_tree(writer: Writer, profile: Profile, made: DeviceRows, tree: Outline) -> I64:

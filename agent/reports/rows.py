@@ -31,6 +31,7 @@ from aiflame.agent.model.profile import (
 from aiflame.agent.reports.base import Frames, ReportOptions, View
 from aiflame.agent.reports.causes import CAUSES, classify
 from aiflame.agent.reports.distinct import distinct
+from aiflame.agent.reports.merge import merged
 from aiflame.agent.reports.palette import CLASS_CATEGORY, Category, category_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.words import process_label, showable
@@ -133,6 +134,13 @@ class LabelTable:
         self._entries += [(n, int(FrameKind.MARKER), int(category), "", -1) for n in names]
         return range(start, len(self._entries))
 
+    def add_processes(self, profile: Profile) -> I64:
+        """Append the labels of processes, equal ones once; returns the id of each process's."""
+        names = [process_label(p.name, p.pid) for p in profile.processes]
+        distinct = [*dict.fromkeys(names)]
+        ids = dict(zip(distinct, self.add(distinct), strict=True))
+        return np.array([ids[name] for name in names], np.int64)
+
     def sorted(self) -> tuple[Labels, I64]:
         """Return the labels by name, and for each id in the order of making its sorted id."""
         entries = self._entries
@@ -154,6 +162,7 @@ class LabelTable:
 
 def rows_for(profile: Profile, options: ReportOptions) -> Rows:
     """Return what the options choose of a profile, as it is shown."""
+    profile = merged(profile, options.merge)
     stacks = shown_stacks(profile, options.frames, options.hide_importlib)
     return rows_of(profile, options.view, options.per_thread, stacks)
 
@@ -172,7 +181,7 @@ def rows_of(
     if not selected.all():
         samples = samples[selected]
     table = LabelTable(profile)
-    process_ids = table.add([process_label(p.name, p.pid) for p in profile.processes])
+    process_ids = table.add_processes(profile)
     # A host that starts many has hundreds of thousands.
     threads = profile.threads if per_thread else ()
     thread_ids = table.add([f"{showable(t.name)} ({t.tid})" for t in threads])
@@ -181,7 +190,7 @@ def rows_of(
     labels, rank = table.sorted()
     process_of = np.array([t.process for t in profile.threads], dtype=np.int64)
     heads, stacks, path_of = _paths(profile, samples, None if per_thread else process_of)
-    columns = [process_ids.start + (process_of[heads] if per_thread else heads)]
+    columns = [process_ids[process_of[heads] if per_thread else heads]]
     if per_thread:
         columns.append(thread_ids.start + heads)
     ends = profile.stacks.ends[stacks].astype(np.int64)

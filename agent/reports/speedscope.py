@@ -29,9 +29,10 @@ from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import device_rows, device_samples
 from aiflame.agent.reports.device_times import device_times, time_rows
 from aiflame.agent.reports.facts import range_words
+from aiflame.agent.reports.merge import first_alike, merged
 from aiflame.agent.reports.rows import Labels, Rows, rows_for
 from aiflame.agent.reports.summed import summed_paths
-from aiflame.agent.reports.words import showable
+from aiflame.agent.reports.words import process_label, showable
 from aiflame.gpu.stalls import StallCategory
 
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
@@ -132,7 +133,8 @@ def _time_profiles(profile: Profile, options: ReportOptions, frames: _FrameTable
     frame = frames.of(rows.labels)
     group = rows.thread.astype(np.int64)
     if not options.per_thread:
-        group = np.array([t.process for t in profile.threads], dtype=np.int64)[group]
+        first = first_alike(merged(profile, options.merge))
+        group = first[np.array([t.process for t in profile.threads], dtype=np.int64)][group]
     # The process, and with per_thread the thread, name the profile instead of being its root.
     heads = 2 if options.per_thread else 1
     sums: dict[int, dict[tuple[int, ...], int]] = {}
@@ -159,8 +161,10 @@ def _device_profiles(profile: Profile, options: ReportOptions, frames: _FrameTab
     rows = device_rows(profile, replace(options, view=View.GPU), samples).rows
     frame = frames.of(rows.labels)
     n_categories = len(StallCategory)
+    shown = merged(profile, options.merge)
+    process_of = first_alike(shown)[samples.process]
     sums: dict[int, dict[tuple[int, ...], int]] = {}
-    for entry in summed_paths(rows, samples.process * n_categories + samples.category):
+    for entry in summed_paths(rows, process_of * n_categories + samples.category):
         process, category = divmod(entry.group, n_categories)
         stacks = sums.setdefault(process, {})
         path = (*entry.labels[1:], category)
@@ -172,8 +176,8 @@ def _device_profiles(profile: Profile, options: ReportOptions, frames: _FrameTab
         for *above, last, category in paths:
             leaf = frames.leaf(rows.labels.names[last], StallCategory(category).label)
             numbers.append(f"[{','.join([*map(frame, above), str(leaf)])}]")
-        found = profile.processes[process]
-        name = f"{showable(found.name)} ({found.pid}), device samples"
+        found = shown.processes[process]
+        name = f"{process_label(found.name, found.pid)}, device samples"
         made.append(_sampled(name, [sums[process][path] for path in paths], numbers, "none"))
     return made
 
@@ -182,8 +186,9 @@ def _gpu_time_profiles(profile: Profile, options: ReportOptions, frames: _FrameT
     times = device_times(profile)
     rows = time_rows(profile, options, times).rows
     frame = frames.of(rows.labels)
+    shown = merged(profile, options.merge)
     sums: dict[int, dict[tuple[int, ...], int]] = {}
-    for entry in summed_paths(rows, times.process):
+    for entry in summed_paths(rows, first_alike(shown)[times.process]):
         stacks = sums.setdefault(entry.group, {})
         path = tuple(entry.labels[1:])
         stacks[path] = stacks.get(path, 0) + entry.ns
@@ -191,8 +196,8 @@ def _gpu_time_profiles(profile: Profile, options: ReportOptions, frames: _FrameT
     for process in sorted(sums, key=lambda p: (-sum(sums[p].values()), p)):
         paths = sorted(sums[process])
         numbers = [f"[{','.join(map(frame, path))}]" for path in paths]
-        found = profile.processes[process]
-        name = f"{showable(found.name)} ({found.pid}), {View.GPU_TIME.label}"
+        found = shown.processes[process]
+        name = f"{process_label(found.name, found.pid)}, {View.GPU_TIME.label}"
         made.append(_sampled(name, [sums[process][path] for path in paths], numbers, "nanoseconds"))
     return made
 

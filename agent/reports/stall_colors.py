@@ -88,7 +88,11 @@ def fill(category: Category, stall: Stall, total: int) -> tuple[str, str]:
 
 def mixed(color: str, share: float) -> tuple[str, str]:
     """Return a colour faded to a share, 0 to 1, and the colour of text on it."""
-    strength = LEAST_STRENGTH + (1 - LEAST_STRENGTH) * share
+    return faded(color, LEAST_STRENGTH + (1 - LEAST_STRENGTH) * share)
+
+
+def faded(color: str, strength: float) -> tuple[str, str]:
+    """Return a colour of a strength, 0 (the neutral) to 1, and the colour of text on it."""
     pairs = zip(_channels(NEUTRAL), _channels(color), strict=True)
     rgb = [int(weak + (strong - weak) * strength + 0.5) for weak, strong in pairs]
     return "#" + "".join(f"{channel:02x}" for channel in rgb), ink_on(rgb)

@@ -12,17 +12,21 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
-from aiflame.agent.reports.base import Frames, View
+from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import cut_modules, module_of, recording_facts
+from aiflame.agent.reports.merge import default_merge, first_alike, merged
+from aiflame.agent.reports.own_code import charged_frames, innermost_of_highest
 from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.stats_device import device_tables, load_table, time_tables
 from aiflame.agent.reports.stats_python import python_tables
-from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
-from aiflame.agent.reports.words import duration, showable
+from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent, self_by_row
+from aiflame.agent.reports.wait_words import WaitWords
+from aiflame.agent.reports.words import duration, process_label, showable
 
+I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 # Arrays of their frames stay in the processor's cache.
@@ -35,6 +39,9 @@ def tables(
     limit: int,
     frames: Frames = Frames.BOTH,
     hide_importlib: bool = False,
+    *,
+    is_raw: bool = False,
+    merge: Merge | None = None,
 ) -> tuple[Table, ...]:
     """Return all tables of a profile, in the order of reading.
 
@@ -45,60 +52,94 @@ def tables(
         limit: At most this many rows of functions, threads, modules and waits; greater than 0.
         frames: Which frames the table of functions knows.
         hide_importlib: Leave out the Python frames that import modules or start the program.
+        is_raw: Time off the CPU is, as that on it, of the innermost function whatever it is.
+        merge: Which processes are one; None: by name where all processes were recorded, else none.
     """
+    merge = merge or default_merge(profile)
+    apart = profile  # kernels are told apart by their process
+    profile = merged(profile, merge)
     if view is View.GPU_TIME:
-        return tuple(time_tables(profile, limit, frames))
+        return tuple(time_tables(apart, limit, frames))
     if view is View.GPU:
-        return tuple(device_tables(profile, limit, frames))
+        return tuple(device_tables(apart, limit, frames))
     causes = classify(profile)
     shown = replace(profile, stacks=shown_stacks(profile, frames, hide_importlib))
-    found = [_functions(shown, view, limit)]
-    found += python_tables(profile, view, limit, hide_importlib)
+    waits = None if is_raw or view is View.CPU else WaitWords(profile, view, causes)
+    found = [_functions(shown, view, limit, waits)]
+    found += python_tables(profile, view, limit, hide_importlib, waits)
+    if merge is not Merge.NONE:
+        found.append(_processes(profile, view, limit, merge))
     found.append(_threads(profile, view, limit))
     if view is not View.CPU:
-        found += [_classes(profile), _causes(profile, causes), _waits(profile, causes, limit)]
+        found += [_classes(profile), _causes(profile, causes)]
+        found.append(_waits(profile, causes, limit, shown, is_raw=is_raw))
     if has_device(profile.gpu):
-        found += device_tables(profile, limit, frames)
+        found += device_tables(apart, limit, frames)
     elif len(profile.gpu.readings):
         found.append(load_table(profile))
     found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
     facts = (*recording_facts(profile), *device_lines(profile.gpu))
-    found.append(Table("Recording", "", ("fact", "value"), facts, is_prose=True))
+    found.append(Table("Recording", "", ("fact", "value"), facts))
     return tuple(found)
 
 
-def _functions(profile: Profile, view: View, limit: int) -> Table:
+def _functions(profile: Profile, view: View, limit: int, waits: WaitWords | None) -> Table:
     stack_ns = ns_by_stack(profile, view)
-    self_ns, total_ns = _self_and_total(profile, stack_ns)
+    innermost = _innermost(profile)
+    charged = innermost
+    if waits is not None:
+        charged = _functions_of(profile, charged_frames(profile))
+    self_ns = self_by_row(profile, view, innermost, charged, len(profile.functions))
+    total_ns = _total(profile, stack_ns)
     whole = int(stack_ns.sum())
-    order = np.lexsort((-total_ns.astype(np.int64), -self_ns.astype(np.int64)))
+    order = np.lexsort((-total_ns.astype(np.int64), -self_ns))
     order = order[total_ns[order] > 0]
+    reasons = waits.by_key(charged, self_ns) if waits is not None else ()
     rows = []
     for i in order[:limit].tolist():
         function = profile.functions[i]
         where = module_of(profile, function.binary) or function.file
         own, total = int(self_ns[i]), int(total_ns[i])
         times = (ms(own), percent(own, whole), ms(total), percent(total, whole))
-        rows.append((*times, showable(function.name), showable(where) if where else ""))
+        waited = (reasons[i],) if waits is not None else ()
+        rows.append((*times, showable(function.name), *waited, showable(where) if where else ""))
     return Table(
         f"Top functions, {view.label}",
-        f"100 % = {duration(whole)} of {view.label}, summed over threads;"
-        " self: it was innermost; total: it was anywhere in the stack",
-        (">self ms", ">self", ">total ms", ">total", "function", "where"),
+        f"100 % = {duration(whole)} of {view.label}, summed over threads; self: it was innermost"
+        + (
+            ", waits without the kernel, libc and Python's own (--raw: with)"
+            if waits is not None
+            else ""
+        )
+        + "; total: it was anywhere in the stack",
+        (
+            *(">self ms", ">self", ">total ms", ">total", "function"),
+            *(("self waited for",) if waits is not None else ()),
+            "/where",
+        ),
         tuple(rows),
         max(0, len(order) - limit),
     )
 
 
-def _self_and_total(profile: Profile, stack_ns: U64) -> tuple[U64, U64]:
+def _innermost(profile: Profile) -> I64:
+    """Return the innermost function of each stack, -1 for none."""
+    frames = np.append(profile.stacks.frames.astype(np.int64), -1)
+    offsets = profile.stacks.offsets.astype(np.int64)
+    return _functions_of(profile, np.where(np.diff(offsets) > 0, frames[offsets[1:] - 1], -1))
+
+
+def _functions_of(profile: Profile, frame: I64) -> I64:
+    found: I64 = np.append(profile.frames["function"].astype(np.int64), -1)[frame]
+    return found
+
+
+def _total(profile: Profile, stack_ns: U64) -> U64:
     stacks = profile.stacks
     n_functions = len(profile.functions)
     offsets = stacks.offsets.astype(np.int64)
     function_of = profile.frames["function"].astype(np.int64)
-    self_ns = np.zeros(n_functions, dtype=np.uint64)
     total_ns = np.zeros(n_functions, dtype=np.uint64)
-    walked = np.flatnonzero((np.diff(offsets) > 0) & (stack_ns > 0))
-    np.add.at(self_ns, function_of[stacks.frames[offsets[walked + 1] - 1]], stack_ns[walked])
     radix = max(1, n_functions)
     # Some at a time: what has an entry for each frame of each stack is larger than all the rest.
     for first in range(0, len(stacks), _STACKS_AT_ONCE):
@@ -109,7 +150,36 @@ def _self_and_total(profile: Profile, stack_ns: U64) -> tuple[U64, U64]:
         # A function that calls itself counts once a stack.
         pairs = np.unique(owner[spent] * radix + functions[spent])
         np.add.at(total_ns, pairs % radix, stack_ns[pairs // radix])
-    return self_ns, total_ns
+    return total_ns
+
+
+def _processes(profile: Profile, view: View, limit: int, merge: Merge) -> Table:
+    first = first_alike(profile)
+    of_thread = np.array([first[thread.process] for thread in profile.threads], np.int64)
+    ns = np.zeros((len(first), len(SampleClass)), dtype=np.int64)
+    samples = profile.samples
+    owner = of_thread[samples["thread"]]
+    np.add.at(ns, (owner, samples["klass"]), samples["ns"].astype(np.int64))
+    counted = view.selects(np.arange(len(SampleClass), dtype=np.uint8))
+    ranks = ns[:, counted].sum(axis=1)
+    threads = np.bincount(of_thread, minlength=len(first))
+    order = [i for i in np.lexsort((first, -ranks)).tolist() if ns[i].any()]
+    images = np.bincount(first, minlength=len(first))
+    rows = []
+    for i in order[:limit]:
+        process = profile.processes[i]
+        names = (f"{images[i]:,}", f"{threads[i]:,}", process_label(process.name, process.pid))
+        rows.append((*(ms(time) for time in ns[i].tolist()), *names))
+    return Table(
+        f"Time by {merge.value}, ms",
+        "sampled: on-CPU samples times their period; processes: one each time that a program began",
+        (
+            *(">sampled CPU", ">blocked", ">wait to run", ">preempted"),
+            *(">processes", ">threads", merge.value),
+        ),
+        tuple(rows),
+        max(0, len(order) - limit),
+    )
 
 
 def _threads(profile: Profile, view: View, limit: int) -> Table:
@@ -129,7 +199,7 @@ def _threads(profile: Profile, view: View, limit: int) -> Table:
         exact = () if is_part else (thread.observed_ns, thread.on_cpu_ns)
         names = (
             f"{showable(thread.name)} ({thread.tid})",
-            f"{showable(process.name)} ({process.pid})",
+            process_label(process.name, process.pid),
         )
         rows.append((*(ms(time) for time in (*exact, *ns[i].tolist())), *names))
     return Table(
@@ -190,38 +260,52 @@ def _causes(profile: Profile, causes: npt.NDArray[np.uint8]) -> Table:
     )
 
 
-def _waits(profile: Profile, causes: npt.NDArray[np.uint8], limit: int) -> Table:
+def _waits(
+    profile: Profile,
+    causes: npt.NDArray[np.uint8],
+    limit: int,
+    shown: Profile,
+    *,
+    is_raw: bool,
+) -> Table:
     waits = profile.waits
     length = waits["blocked_ns"].astype(np.int64) + waits["runnable_ns"].astype(np.int64)
     order = np.lexsort((waits["thread"], waits["start_ns"], -length))[:limit]
+    charged = _user_leaves(profile) if is_raw else charged_frames(shown)
     rows = []
     for wait in waits[order]:
         thread = profile.threads[int(wait["thread"])]
         stack = int(wait["stack"])
         times = [ms(int(wait[name])) for name in ("blocked_ns", "runnable_ns", "start_ns")]
-        names = (f"{showable(thread.name)} ({thread.tid})", _user_leaf(profile, stack))
+        names = (f"{showable(thread.name)} ({thread.tid})", _frame_label(profile, charged[stack]))
         rows.append((*times, CAUSES[int(causes[stack])], *names))
     cut = "" if profile.recording.time_range is None else "; as far as they were in the time range"
     return Table(
         "Longest waits, ms",
         f"one by one, from the recording's threshold on; at: since the recording's start{cut}",
-        (">blocked", ">then runnable", ">at", "cause", "thread", "called from"),
+        (">blocked", ">then runnable", ">at", "cause", "thread", "in"),
         tuple(rows),
         max(0, len(waits) - limit),
     )
 
 
-def _user_leaf(profile: Profile, stack: int) -> str:
-    # The innermost function that is not the kernel's: the call that the reader knows.
-    start, stop = (int(offset) for offset in profile.stacks.offsets[stack : stack + 2])
-    name = ""
-    for frame in reversed(profile.stacks.frames[start:stop].tolist()):
-        row = profile.frames[frame]
-        function = profile.functions[int(row["function"])]
-        name = name or function.name
-        if function.kind not in (FrameKind.KERNEL, FrameKind.INTERPRETER):
-            return label_of(function, int(row["line"]))
-    return showable(name) if name else "[no stack]"
+def _user_leaves(profile: Profile) -> I64:
+    """Return the innermost frame of each stack that is neither the kernel's nor an interpreter's.
+
+    Of stacks with none, the innermost one; -1 for stacks without frames.
+    """
+    hidden = (FrameKind.KERNEL, FrameKind.INTERPRETER)
+    is_user = np.array([f.kind not in hidden for f in profile.functions], np.uint8)
+    at = innermost_of_highest(is_user[profile.frames["function"]], profile.stacks)
+    found: I64 = np.append(profile.stacks.frames.astype(np.int64), -1)[at]
+    return found
+
+
+def _frame_label(profile: Profile, frame: int) -> str:
+    if frame < 0:
+        return "[no stack]"
+    row = profile.frames[frame]
+    return label_of(profile.functions[int(row["function"])], int(row["line"]))
 
 
 def _ends(profile: Profile, view: View) -> Table:
@@ -260,7 +344,6 @@ def _losses(profile: Profile) -> Table:
         (f"seen but not kept{when}" if lost else "everything that was seen was kept"),
         (">count", "name", "meaning"),
         tuple((f"{loss.count:,}", showable(loss.name), showable(loss.meaning)) for loss in lost),
-        is_prose=True,
     )
 
 

@@ -8,6 +8,7 @@ device, and waits are time of CPU threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +35,11 @@ from aiflame.agent.reports.device_rows import UNKNOWN_LAUNCH, DeviceSamples, dev
 from aiflame.agent.reports.device_times import DeviceTimes, device_times
 from aiflame.agent.reports.facts import counted
 from aiflame.agent.reports.kernel_stats import kernel_stats, launch_calls
+from aiflame.agent.reports.own_code import launching_frames
 from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.table import Table, ms, percent
-from aiflame.agent.reports.words import duration, showable
+from aiflame.agent.reports.words import duration, process_label, showable
 from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory
 
@@ -48,8 +50,23 @@ _NS_PER_S = 1_000_000_000
 
 U64 = npt.NDArray[np.uint64]
 
-# The frames of a stack as texts, root first.
-Callers = Callable[[int], tuple[str, ...]]
+
+@dataclass(frozen=True, slots=True, order=True)
+class Site:
+    """Where a stack calls a device's runtime.
+
+    Attributes:
+        own: The frame that is the reader's own code.
+        names: The frames as texts, root first.
+    """
+
+    own: str
+    names: tuple[str, ...]
+
+
+_UNKNOWN = Site(UNKNOWN_LAUNCH, (UNKNOWN_LAUNCH,))
+
+Callers = Callable[[int], Site]
 
 
 def device_tables(profile: Profile, limit: int, frames: Frames = Frames.BOTH) -> list[Table]:
@@ -150,7 +167,7 @@ def _kernel_times(profile: Profile, times: DeviceTimes, limit: int) -> Table:
             *(f"{entry.runs:,}", f"{entry.time_ns / entry.runs / 1_000:,.1f}"),
             *(f"{entry.calls:,}", f"{entry.stacks:,}"),
             showable(entry.name.short),
-            f"{showable(process.name)} ({process.pid})",
+            process_label(process.name, process.pid),
         )
         for entry in ran[:limit]
         for process in (profile.processes[entry.process],)
@@ -173,8 +190,8 @@ def _kernel_times(profile: Profile, times: DeviceTimes, limit: int) -> Table:
 
 
 def _time_stacks(times: DeviceTimes, callers: Callers, limit: int) -> Table:
-    known: dict[int, tuple[str, ...]] = {-1: (UNKNOWN_LAUNCH,)}
-    sums: dict[tuple[str, ...], list[int]] = {}
+    known: dict[int, Site] = {-1: _UNKNOWN}
+    sums: dict[Site, list[int]] = {}
     for stack, certainty, ns in zip(
         times.stack.tolist(), times.certainty.tolist(), times.ns.tolist(), strict=True
     ):
@@ -183,19 +200,20 @@ def _time_stacks(times: DeviceTimes, callers: Callers, limit: int) -> Table:
         entry = sums.setdefault(known[stack], [0] * len(Certainty))
         entry[certainty] += ns
     whole = int(times.ns.sum())
-    order = sorted(sums, key=lambda names: (-sum(sums[names]), names))
+    order = sorted(sums, key=lambda site: (-sum(sums[site]), site))
     return Table(
         "Top launch stacks",
         f"100 % = {duration(whole)} on devices; innermost frame first",
-        (">ms on device", ">share", "attribution", "launched from"),
+        (">ms on device", ">share", "attribution", "launched by", "launched from"),
         tuple(
             (
-                ms(sum(sums[names])),
-                percent(sum(sums[names]), whole),
-                certainty_words(sums[names]),
-                _words(names),
+                ms(sum(sums[site])),
+                percent(sum(sums[site]), whole),
+                certainty_words(sums[site]),
+                site.own,
+                _words(site.names),
             )
-            for names in order[:limit]
+            for site in order[:limit]
         ),
         max(0, len(order) - limit),
     )
@@ -203,8 +221,9 @@ def _time_stacks(times: DeviceTimes, callers: Callers, limit: int) -> Table:
 
 def _callers(profile: Profile, frames: Frames) -> Callers:
     stacks = shown_stacks(profile, frames)
+    launching = launching_frames(replace(profile, stacks=stacks))
 
-    def of(stack: int) -> tuple[str, ...]:
+    def of(stack: int) -> Site:
         start, stop = (int(offset) for offset in stacks.offsets[stack : stack + 2])
         found = []
         for frame in profile.frames[stacks.frames[start:stop]]:
@@ -214,7 +233,9 @@ def _callers(profile: Profile, frames: Frames) -> Callers:
             found.append(label_of(function, int(frame["line"])))
             if is_device_wait(function):
                 break  # what a runtime does to wait says nothing
-        return tuple(found)
+        row = profile.frames[launching[stack]]
+        own = label_of(profile.functions[int(row["function"])], int(row["line"]))
+        return Site(own if found else "", tuple(found))
 
     return of
 
@@ -241,7 +262,7 @@ def _kernels(profile: Profile, samples: DeviceSamples, limit: int) -> Table:
                 f"{entry.stacks:,}",
                 entry.certainty or "not sampled",
                 showable(entry.name.short),
-                f"{showable(process.name)} ({process.pid})",
+                process_label(process.name, process.pid),
             )
         )
     note = absence(profile) or (
@@ -287,16 +308,16 @@ def _launch_stacks(
     samples: DeviceSamples, times: DeviceTimes, callers: Callers, limit: int
 ) -> Table:
     calls = launch_calls(samples.gpu)
-    launches: dict[tuple[str, ...], int] = {}
-    sums: dict[tuple[str, ...], int] = {}
-    time_ns: dict[tuple[str, ...], int] = {}
-    known: dict[int, tuple[str, ...]] = {-1: (UNKNOWN_LAUNCH,), NONE: (UNKNOWN_LAUNCH,)}
+    launches: dict[Site, int] = {}
+    sums: dict[Site, int] = {}
+    time_ns: dict[Site, int] = {}
+    known: dict[int, Site] = {-1: _UNKNOWN, NONE: _UNKNOWN}
 
-    def add(to: dict[tuple[str, ...], int], stack: int, count: int) -> None:
-        names = known.get(stack)
-        if names is None:
-            names = known[stack] = callers(stack)
-        to[names] = to.get(names, 0) + count
+    def add(to: dict[Site, int], stack: int, count: int) -> None:
+        site = known.get(stack)
+        if site is None:
+            site = known[stack] = callers(stack)
+        to[site] = to.get(site, 0) + count
 
     for stack, count in zip(calls["stack"].tolist(), calls["count"].tolist(), strict=True):
         add(launches, stack, count)
@@ -307,9 +328,9 @@ def _launch_stacks(
     whole = sum(sums.values())
     order = sorted(
         {**launches, **sums, **time_ns},
-        key=lambda names: (
-            *(-sums.get(names, 0), -time_ns.get(names, 0), -launches.get(names, 0)),
-            names,
+        key=lambda site: (
+            *(-sums.get(site, 0), -time_ns.get(site, 0), -launches.get(site, 0)),
+            site,
         ),
     )
     return Table(
@@ -317,17 +338,18 @@ def _launch_stacks(
         f"100 % = {counted(whole, 'device sample')}; innermost frame first",
         (
             *(">samples", ">share", *([">ms on device"] if len(times) else [])),
-            *(">launches", "launched from"),
+            *(">launches", "launched by", "launched from"),
         ),
         tuple(
             (
-                f"{sums.get(names, 0):,}",
-                percent(sums.get(names, 0), whole),
-                *([ms(time_ns.get(names, 0))] if len(times) else []),
-                f"{launches.get(names, 0):,}",
-                _words(names),
+                f"{sums.get(site, 0):,}",
+                percent(sums.get(site, 0), whole),
+                *([ms(time_ns.get(site, 0))] if len(times) else []),
+                f"{launches.get(site, 0):,}",
+                site.own,
+                _words(site.names),
             )
-            for names in order[:limit]
+            for site in order[:limit]
         ),
         max(0, len(order) - limit),
     )
@@ -394,20 +416,23 @@ def _byte_figures(count: int, size: int) -> tuple[str, str, str]:
 def _waits(profile: Profile, callers: Callers, limit: int) -> Table:
     samples = profile.samples[profile.samples["klass"] == SampleClass.BLOCKED]
     samples = samples[classify(profile)[samples["stack"]] == Cause.GPU_WAIT]
-    sums: dict[tuple[str, ...], list[int]] = {}
+    sums: dict[Site, list[int]] = {}
     for row in samples:
         entry = sums.setdefault(callers(int(row["stack"])), [0, 0])
         entry[0] += int(row["ns"])
         entry[1] += int(row["count"])
     whole = sum(ns for ns, _ in sums.values())
-    order = sorted(sums, key=lambda names: (-sums[names][0], names))
+    order = sorted(sums, key=lambda site: (-sums[site][0], site))
     return Table(
         "GPU waits by CPU stack",
         f"100 % = {duration(whole)} blocked in calls that wait for a device, summed over threads",
-        (">ms", ">share", ">waits", "waited in"),
+        (">ms", ">share", ">waits", "waited by", "waited in"),
         tuple(
-            (ms(sums[n][0]), percent(sums[n][0], whole), f"{sums[n][1]:,}", _words(n))
-            for n in order[:limit]
+            (
+                *(ms(sums[site][0]), percent(sums[site][0], whole), f"{sums[site][1]:,}"),
+                *(site.own, _words(site.names)),
+            )
+            for site in order[:limit]
         ),
         max(0, len(order) - limit),
     )

@@ -7,8 +7,9 @@ import numpy as np
 from aiflame.agent.model.profile import GilState, Profile
 from aiflame.agent.reports.base import View
 from aiflame.agent.reports.python_frames import I64, PythonFrames, python_frames
-from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent
-from aiflame.agent.reports.words import duration, showable
+from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent, self_by_row
+from aiflame.agent.reports.wait_words import WaitWords
+from aiflame.agent.reports.words import duration, process_label, showable
 
 _STATE_HEADINGS = {
     GilState.HELD: ">held",
@@ -20,7 +21,11 @@ _STATE_HEADINGS = {
 
 
 def python_tables(
-    profile: Profile, view: View, limit: int, hide_importlib: bool = False
+    profile: Profile,
+    view: View,
+    limit: int,
+    hide_importlib: bool = False,
+    waits: WaitWords | None = None,
 ) -> list[Table]:
     """Return the tables about Python; none of a profile without Python frames.
 
@@ -29,6 +34,7 @@ def python_tables(
         view: Which classes of time the lines and functions count; the GIL's table counts all.
         limit: At most this many rows of each.
         hide_importlib: Leave out the frames that import modules or start the program.
+        waits: What waits were for; then they are charged to code that is not of Python's library.
     """
     found = python_frames(profile, hide_importlib)
     tables = []
@@ -36,8 +42,8 @@ def python_tables(
         function = profile.frames["function"][found.frame].astype(np.int64)
         line = function << 32 | profile.frames["line"][found.frame].astype(np.int64)
         tables = [
-            _top(profile, view, limit, found, line, "line"),
-            _top(profile, view, limit, found, function << 32, "function"),
+            _top(profile, view, limit, found, line, "line", waits),
+            _top(profile, view, limit, found, function << 32, "function", waits),
         ]
     if bool((profile.stacks.gil != GilState.NO_PYTHON).any()):
         tables.append(_gil(profile, limit))
@@ -45,33 +51,46 @@ def python_tables(
 
 
 def _top(
-    profile: Profile, view: View, limit: int, found: PythonFrames, key: I64, what: str
+    profile: Profile,
+    view: View,
+    limit: int,
+    found: PythonFrames,
+    key: I64,
+    what: str,
+    waits: WaitWords | None,
 ) -> Table:
     # A key is a function, and in the lower half the line, where lines are told apart.
     stack_ns = ns_by_stack(profile, view)
-    whole = int(stack_ns.sum())
+    whole, stacks = int(stack_ns.sum()), len(profile.stacks)
     keys, of = np.unique(key, return_inverse=True)
-    own_ns = found.self_of(of, stack_ns, len(keys)).astype(np.int64)
+    innermost = found.row_of_stacks(of, stacks, found.is_leaf)
+    charged = innermost if waits is None else found.row_of_stacks(of, stacks, found.is_own)
+    own_ns = self_by_row(profile, view, innermost, charged, len(keys))
     total_ns = found.total_of(of, stack_ns, len(keys)).astype(np.int64)
     order = np.lexsort((keys, -total_ns, -own_ns))
     order = order[total_ns[order] > 0]
-    columns = ("line", "function") if what == "line" else ("function",)
+    reasons = waits.by_key(charged, own_ns) if waits is not None else ()
     rows = []
     for i in order[:limit].tolist():
         function = profile.functions[int(keys[i]) >> 32]
         line = int(keys[i]) & 0xFFFFFFFF
         own, total = int(own_ns[i]), int(total_ns[i])
         times = (ms(own), percent(own, whole), ms(total), percent(total, whole))
-        # Lines have a column of their own: in a narrow terminal the ends of long names are cut.
         file = showable(function.file) if function.file else ""
-        location = [f"{file.rpartition('/')[2]}:{line}"] if what == "line" else []
-        rows.append((*times, *location, showable(function.name), file))
+        waited = (reasons[i],) if waits is not None else ()
+        where = f"{file}:{line}" if file and what == "line" else file
+        rows.append((*times, showable(function.name), *waited, where))
     return Table(
         f"Top Python {what}s, {view.label}",
         f"100 % = {duration(whole)} of {view.label}, summed over threads; self: it was the"
-        " innermost Python frame, so native code that it called counts; total: anywhere in the"
-        " stack",
-        (">self ms", ">self", ">total ms", ">total", *columns, "file"),
+        " innermost Python frame, so native code that it called counts"
+        + ("" if waits is None else ", waits without Python's own library (--raw: with)")
+        + "; total: anywhere in the stack",
+        (
+            *(">self ms", ">self", ">total ms", ">total", "function"),
+            *(("self waited for",) if waits is not None else ()),
+            "/where",
+        ),
         tuple(rows),
         max(0, len(order) - limit),
     )
@@ -92,7 +111,7 @@ def _gil(profile: Profile, limit: int) -> Table:
             (
                 *(ms(int(ns[i, s])) for s in states),
                 f"{showable(thread.name)} ({thread.tid})",
-                f"{showable(process.name)} ({process.pid})",
+                process_label(process.name, process.pid),
             )
         )
     return Table(

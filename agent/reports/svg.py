@@ -14,12 +14,14 @@ from __future__ import annotations
 import html
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import repeat
 
-from aiflame.agent.model.profile import Profile
-from aiflame.agent.reports import device_facts, facts, palette, stall_colors
+import numpy as np
+import numpy.typing as npt
+from aiflame.agent.model.profile import Difference, Profile
+from aiflame.agent.reports import device_facts, difference, facts, palette, stall_colors
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import (
     DeviceSamples,
@@ -29,6 +31,7 @@ from aiflame.agent.reports.device_rows import (
     from_the_leaf,
 )
 from aiflame.agent.reports.device_times import DeviceTimes, device_times, time_rows
+from aiflame.agent.reports.idle import without_idle
 from aiflame.agent.reports.palette import Category
 from aiflame.agent.reports.rows import rows_for
 from aiflame.agent.reports.tree import U64, Cut, Tree, build, invert, prune
@@ -68,6 +71,14 @@ class _Times:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sides:
+    of: Difference
+    base_ns: U64  # by node
+    changes: npt.NDArray[np.float64]  # by node
+    most: float  # the change that has the strongest colour
+
+
+@dataclass(frozen=True, slots=True)
 class _Graph:
     profile: Profile
     options: ReportOptions
@@ -75,6 +86,9 @@ class _Graph:
     cut: Cut
     device: _Device | None = None  # of the view of device samples
     times: _Times | None = None  # of the view of GPU time
+    sides: _Sides | None = None  # of a differential flame graph
+    awake: Profile | None = None  # the profile without threads that are left out as idle
+    idle: str = ""  # the sentence about these
 
     @property
     def rows(self) -> int:
@@ -90,7 +104,9 @@ class _Graph:
             return device_facts.subtitle(self.profile, self.device.samples)
         if self.times is not None:
             return device_facts.times_subtitle(self.profile, self.times.times)
-        return facts.subtitle(self.profile, self.options, self.whole_ns)
+        if self.sides is not None:
+            return difference.whole_words(self.profile, self.sides.of)
+        return facts.subtitle(self.awake or self.profile, self.options, self.whole_ns)
 
     def amount(self, weight: int) -> str:
         return device_facts.amount(self.options.view, weight)
@@ -106,15 +122,19 @@ class SvgReport:
     def render(self, profile: Profile, options: ReportOptions) -> bytes:
         """Return the whole file."""
         width = MIN_WIDTH_PCT if options.min_width_pct is None else options.min_width_pct
-        if options.view is View.GPU:
+        if profile.difference is not None:
+            graph = _difference_graph(profile, profile.difference, options, width)
+        elif options.view is View.GPU:
             graph = _device_graph(profile, options, width)
         elif options.view is View.GPU_TIME:
             graph = _times_graph(profile, options, width)
         else:
-            tree, _ = build(rows_for(profile, options))
+            is_folded = options.view is View.WALL and not (options.is_idle_shown or profile.fleet)
+            awake, idle = without_idle(profile) if is_folded else (profile, "")
+            tree, _ = build(rows_for(awake, options))
             if options.inverted:
                 tree = invert(tree)
-            graph = _Graph(profile, options, *prune(tree, width))
+            graph = _Graph(profile, options, *prune(tree, width), awake=awake, idle=idle)
         return "\n".join(_document(graph)).encode()
 
 
@@ -137,6 +157,19 @@ def _times_graph(profile: Profile, options: ReportOptions, width: float) -> _Gra
     tree, cut = prune(full, width)
     shown = _Times(times, made.roles.tolist(), certainties[cut.kept])
     return _Graph(profile, options, tree, cut, times=shown)
+
+
+def _difference_graph(
+    profile: Profile, of: Difference, options: ReportOptions, width: float
+) -> _Graph:
+    full = difference.difference_tree(profile, of, options)
+    tree, cut = prune(full.tree, width)
+    # Those that only base has are told of elsewhere.
+    nodes = int(np.count_nonzero(full.tree.total_ns[~cut.kept]))
+    changes = full.changes()
+    most = difference.strongest(changes)
+    sides = _Sides(of, full.base_ns[cut.kept], changes[cut.kept], most)
+    return _Graph(profile, options, tree, replace(cut, nodes=nodes), sides=sides)
 
 
 def _document(graph: _Graph) -> Iterator[str]:
@@ -180,6 +213,8 @@ def _document(graph: _Graph) -> Iterator[str]:
 
 
 def _notes(graph: _Graph) -> Iterable[str]:
+    if graph.idle:
+        yield graph.idle
     yield from facts.warnings(graph.profile)
     yield from facts.asked_for(graph.profile)
     if graph.cut.nodes:
@@ -191,6 +226,8 @@ def _notes(graph: _Graph) -> Iterable[str]:
         yield from device_facts.notes(graph.profile, graph.device.samples)
     if graph.times is not None:
         yield device_facts.times_note(graph.profile, graph.times.times)
+    if graph.sides is not None:
+        yield from difference.notes(graph.profile, graph.sides.of)
     recording = graph.profile.recording
     own = percent(recording.recorder_cpu_ns, recording.duration_ns)
     yield (
@@ -201,6 +238,10 @@ def _notes(graph: _Graph) -> Iterable[str]:
 
 
 def _legend_entries(graph: _Graph) -> list[tuple[str, str]]:
+    if graph.sides is not None:
+        most = graph.sides.most
+        changes = (-most, -most / 2, 0.0, most / 2, most)
+        return [(difference.points(c), difference.fill(c, most)) for c in changes]
     if graph.device is not None and graph.options.shows_stalls:
         sums = dict(zip(StallCategory, graph.device.stalls[0].tolist(), strict=False))
         return [
@@ -242,7 +283,7 @@ def _frames(graph: _Graph) -> Iterator[str]:
         (tree.total_ns * scale).tolist(),
         tree.total_ns.tolist(),
         tree.off_ns.tolist(),
-        _stalls(graph),
+        _node_faces(graph),
         strict=True,
     )
     # Flames rise from the bottom; merged from the leaf they hang from the top.
@@ -267,23 +308,30 @@ def _frames(graph: _Graph) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _StallFace:
+class _Face:
     words: str = ""  # of the tooltip
     fill: str = ""  # "": by the kind of frame
     ink: str = ""  # attribute of the text
 
 
-def _stalls(graph: _Graph) -> Iterator[_StallFace]:
-    # One for each node; nothing in them but in views of devices.
+def _node_faces(graph: _Graph) -> Iterator[_Face]:
+    # One for each node; nothing in them but in views of devices and in differences.
+    if graph.sides is not None:
+        both = zip(graph.sides.base_ns.tolist(), graph.sides.changes.tolist(), strict=True)
+        for base_ns, change in both:
+            share = percent(base_ns, int(graph.sides.base_ns[0]))
+            words = f"; base {share}, {difference.points(change)}"
+            yield _Face(words, difference.fill(change, graph.sides.most))
+        return
     if graph.times is not None:
         of_node = zip(graph.tree.label.tolist(), graph.times.certainties, strict=True)
         for label, certain in of_node:
             is_kernel = label >= 0 and graph.times.roles[label] == Role.KERNEL
             words = device_facts.certainty_words(certain.tolist()) if is_kernel else ""
-            yield _StallFace(f"; launch stack {words}" if words else "")
+            yield _Face(f"; launch stack {words}" if words else "")
         return
     if graph.device is None:
-        yield from repeat(_StallFace(), len(graph.tree))
+        yield from repeat(_Face(), len(graph.tree))
         return
     tree, device = graph.tree, graph.device
     categories = [*tree.labels.categories.tolist(), int(Category.MARKER)]
@@ -296,7 +344,7 @@ def _stalls(graph: _Graph) -> Iterator[_StallFace]:
         fill, ink = stall_colors.fill(Category(categories[label]), stall, total)
         if not graph.options.shows_stalls:
             fill, ink = "", ""
-        yield _StallFace(words, fill, f' style="fill:{ink}"' if ink == stall_colors.INKS[1] else "")
+        yield _Face(words, fill, f' style="fill:{ink}"' if ink == stall_colors.INKS[1] else "")
 
 
 def _faces(tree: Tree) -> tuple[list[str], list[str], list[str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import Profile
+from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports.base import View
 
 _NS_PER_MS = 1_000_000
@@ -21,10 +21,10 @@ class Table:
     Attributes:
         title: Its heading.
         whole: What its percentages are of, or what its rows are; one sentence.
-        columns: Headings; one that begins with ">" is of numbers, set flush right.
+        columns: Headings; one that begins with ">" is of numbers, set flush right, one that begins
+            with "/" of paths, which may lose their first folders.
         rows: Cells, already fit to be shown on one line.
         left_out: Rows there were beyond these.
-        is_prose: The last column holds sentences, to be wrapped rather than cut.
     """
 
     title: str
@@ -32,12 +32,16 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     left_out: int = 0
-    is_prose: bool = False
 
 
 def text_columns(table: Table) -> Sequence[int]:
-    """Return the numbers of the columns that hold text and may be cut to fit a line."""
+    """Return the numbers of the columns that hold text, which may be narrower than it."""
     return [i for i, heading in enumerate(table.columns) if not heading.startswith(">")]
+
+
+def path_columns(table: Table) -> Sequence[int]:
+    """Return the numbers of the columns that hold paths."""
+    return [i for i, heading in enumerate(table.columns) if heading.startswith("/")]
 
 
 def ms(ns: int) -> str:
@@ -55,4 +59,28 @@ def ns_by_stack(profile: Profile, view: View) -> npt.NDArray[np.uint64]:
     samples = profile.samples[view.selects(profile.samples["klass"])]
     ns = np.zeros(len(profile.stacks), dtype=np.uint64)
     np.add.at(ns, samples["stack"], samples["ns"])
+    return ns
+
+
+def self_by_row(
+    profile: Profile,
+    view: View,
+    innermost: npt.NDArray[np.int64],
+    charged: npt.NDArray[np.int64],
+    rows: int,
+) -> npt.NDArray[np.int64]:
+    """Return the self time of each row of a table.
+
+    Args:
+        profile: What was recorded.
+        view: Which time counts.
+        innermost: The row that has the time of each stack on the CPU, -1 for none.
+        charged: The same of time off the CPU.
+        rows: How many rows there are.
+    """
+    samples = profile.samples[view.selects(profile.samples["klass"])]
+    is_on_cpu = samples["klass"] == SampleClass.ON_CPU
+    row = np.where(is_on_cpu, innermost[samples["stack"]], charged[samples["stack"]])
+    ns = np.zeros(rows, np.int64)
+    np.add.at(ns, row[row >= 0], samples["ns"][row >= 0].astype(np.int64))
     return ns

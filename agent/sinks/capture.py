@@ -31,6 +31,7 @@ from aiflame.agent.model.window import (
 )
 from aiflame.agent.sinks.bounded_naming import by_importance
 from aiflame.agent.sinks.index import Numbers
+from aiflame.agent.sinks.kernel_files import KernelFiles
 from aiflame.agent.sinks.launch_ids import LaunchIds
 from aiflame.agent.sinks.launch_order import LaunchOrder
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
@@ -77,6 +78,7 @@ class CaptureSink:
             given.
         names: Functions, frames and binaries of the capture.
         namer: Gives stacks names of these; without one they keep their addresses alone.
+        kernel_files: Keeps files of kernels; without them kernels are listed by others, or never.
 
     Attributes:
         losses: By name, added up.
@@ -90,11 +92,13 @@ class CaptureSink:
         start_ns: int = 0,
         names: Names | None = None,
         namer: StackNamer | None = None,
+        kernel_files: KernelFiles | None = None,
     ) -> None:
         self._writer = writer
         self._start_ns = start_ns
         self._names = names or Names()
         self._namer = namer
+        self._kernel_files = kernel_files
         self.losses: Counter[str] = Counter()
         self.end_ns = 0
         self.lost_stacks = 0
@@ -405,10 +409,13 @@ class CaptureSink:
                 for reason, family, name in window.reasons.tolist()
             ],
         )
+        objects = {}
+        if self._kernel_files is not None:
+            objects = self._kernel_files.put(window, self._lose)
         writer.put(
             "kernel_codes",
             [
-                (code, kernel, binaries[binary], 0, None)
+                (code, kernel, binaries[binary], 0, objects.get(code))
                 for code, kernel, binary in window.codes.tolist()
             ],
         )
@@ -439,6 +446,9 @@ class CaptureSink:
                 for device, begin_ns, end_ns, busy, used, total in window.device_readings.tolist()
             ],
         )
+
+    def _lose(self, kind: LossKind) -> None:
+        self.losses[kind.stored_name] += 1
 
     def _put_kernel_times(self, times: Rows, process_of: dict[int, int]) -> None:
         """Writes kernel times: those of one stack as one row, since it is all that they tell."""

@@ -59,7 +59,8 @@ def main(folder: Path, database: Path) -> None:
                     continue
                 try:
                     if capture is None:
-                        naming = Naming(files, service, file_facts)
+                        # The recorder lists kernels when it is over.
+                        naming = Naming(files, service, file_facts, keeps_kernel_files=False)
                         facts = following.facts
                         capture = WrittenCapture(database, window.start_ns, facts, naming)
                     capture.put(window)

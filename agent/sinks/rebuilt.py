@@ -26,6 +26,7 @@ def capture_of_windows(
     *,
     with_names: bool = True,
     roots: Callable[[int], Iterable[str]] = lambda _: (),
+    kept: Callable[[int], int | None] = lambda _: None,
 ) -> None:
     """Makes a capture of what a recording left that was killed, or has written so far.
 
@@ -35,6 +36,7 @@ def capture_of_windows(
         facts: Of the recording.
         with_names: Else stacks show modules and addresses.
         roots: As of `FoundFiles`.
+        kept: As of `FoundFiles`.
 
     Raises:
         BadSegment: There is no window, or one that says what none can.
@@ -47,7 +49,7 @@ def capture_of_windows(
         SymbolService(cache_dir()) as service,
         closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
         closing(Opener()) as opener,
-        closing(FoundFiles(file_facts, opener, roots)) as files,
+        closing(FoundFiles(file_facts, opener, roots, kept)) as files,
     ):
         _write(path, windows, facts, Naming(files, service, file_facts))
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from aiflame.agent.capture.code_objects import StoredCode
 from aiflame.agent.capture.schema import SYMBOLS_FACT
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.losses import KINDS_BY_NAME, LossKind
@@ -16,8 +17,10 @@ from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.bounded_naming import BoundedNamer
 from aiflame.agent.sinks.capture import CaptureSink
 from aiflame.agent.sinks.capture_report import Report
+from aiflame.agent.sinks.kernel_files import KernelFiles
 from aiflame.agent.sinks.names import Names
 from aiflame.agent.symbolize.files import Files
+from aiflame.agent.symbolize.known_names import KnownNames
 from aiflame.agent.symbolize.namer import Namer
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.service import SymbolService
@@ -32,12 +35,16 @@ class Naming:
         service: Reads symbols.
         file_facts: Tells what is in them.
         budget_s: How long the names of a window may take, None for as long as they take.
+        known: What was named for captures before; they all are of one recorder.
+        keeps_kernel_files: Of kernels that nobody else lists.
     """
 
     files: Files
     service: SymbolService
     file_facts: FileFacts
     budget_s: Callable[[Window], float | None] | None = None
+    known: KnownNames = field(default_factory=KnownNames)
+    keeps_kernel_files: bool = True
 
 
 class WrittenCapture:
@@ -48,6 +55,7 @@ class WrittenCapture:
         start_ns: Where its first window begins.
         facts: Of the recording.
         naming: Without it stacks show modules and addresses.
+        keep: As of `KernelFiles`.
 
     Raises:
         DiskFull: It cannot be written.
@@ -60,20 +68,25 @@ class WrittenCapture:
         start_ns: int,
         facts: Mapping[str, str | int],
         naming: Naming | None = None,
+        keep: Callable[[int, bytes], None] = lambda *_: None,
     ) -> None:
         self._path = path
         names = Names()
         self._service = None if naming is None else naming.service
         self._namer: Namer | BoundedNamer | None = None
         if naming is not None:
-            namer = Namer(naming.files, naming.service, names, naming.file_facts)
+            namer = Namer(naming.files, naming.service, names, naming.file_facts, naming.known)
             budget_s = naming.budget_s
             self._namer = namer if budget_s is None else BoundedNamer(namer, budget_s)
         try:
             with contextlib.ExitStack() as parts:
                 self._writer = CaptureWriter(path)
                 parts.callback(self._writer.close)
-                self._sink = CaptureSink(self._writer, start_ns, names, self._namer)
+                kernel_files = None
+                if naming is not None and naming.keeps_kernel_files:
+                    stored = StoredCode(self._writer.put)
+                    kernel_files = KernelFiles(stored, naming.files, naming.file_facts, keep)
+                self._sink = CaptureSink(self._writer, start_ns, names, self._namer, kernel_files)
                 began_ns = int(facts.get("started_unix_ns", 0)) + start_ns
                 self._writer.put_meta({**facts, "started_unix_ns": began_ns})
                 self._parts = parts.pop_all()

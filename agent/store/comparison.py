@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of two parts of a store, by how their shares differ."""
+"""Functions and stacks of two parts of a store, by how their shares differ."""
 
 from __future__ import annotations
 
@@ -132,6 +132,34 @@ def compare(
 
 
 @dataclass(frozen=True, slots=True)
+class SidesOfStacks:
+    """Stacks of two parts of a store.
+
+    Attributes:
+        rows: Each (stack id, ns of base, ns of new, samples of base, samples of new).
+        left_out: How many lighter stacks are not there.
+        left_out_ns: Their time, of base and of new.
+        left_out_samples: Their samples.
+    """
+
+    rows: list[tuple[int, ...]]
+    left_out: int
+    left_out_ns: tuple[int, int]
+    left_out_samples: tuple[int, int]
+
+
+def sides_of_stacks(engine: Engine, base: Selector, new: Selector, most: int) -> SidesOfStacks:
+    """Returns the stacks of two parts of a store, those with the largest shares of both."""
+    sides = _Sides(engine, base, new)
+    totals = sides.totals()
+    found = sides.stacks(totals, most)
+    base_ns, new_ns = (totals[side].value - sum(row[1 + side] for row in found) for side in (0, 1))
+    base_n, new_n = (totals[side].events - sum(row[3 + side] for row in found) for side in (0, 1))
+    left_out = found[0][5] - len(found) if found else 0
+    return SidesOfStacks([row[:5] for row in found], left_out, (base_ns, new_ns), (base_n, new_n))
+
+
+@dataclass(frozen=True, slots=True)
 class _Total:
     value: int
     events: int
@@ -189,6 +217,23 @@ class _Sides:
                 "most": _MOST_FUNCTIONS,
             },
         ).rows
+
+    def stacks(self, totals: list[_Total], most: int) -> list[tuple[int, ...]]:
+        """Returns the stacks with the largest shares; the last column is how many there are."""
+        union, values = self._union("stack_id, sum(events) AS n", "stack_id")
+        rows = self._engine.query(
+            "SELECT stack_id, sumIf(v, side = 0) AS a, sumIf(v, side = 1) AS b,"
+            " sumIf(n, side = 0), sumIf(n, side = 1), count() OVER ()"
+            f" FROM ({union}) AS u GROUP BY stack_id"
+            " ORDER BY a / {t0:Float64} + b / {t1:Float64} DESC, stack_id LIMIT {most:UInt64}",
+            {
+                **values,
+                "t0": float(totals[0].value),
+                "t1": float(totals[1].value),
+                "most": most,
+            },
+        ).rows
+        return [tuple(map(int, row)) for row in rows]
 
     def groups_of(
         self, keys: list[int], is_self: bool, by_host: bool

@@ -11,7 +11,7 @@ A page can show a part of what is asked for: of it is known besides, as finely a
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from aiflame.agent.model.profile import (
     SPAN_DTYPE,
     WAIT_DTYPE,
     Binary,
+    Difference,
     Fleet,
     FleetLabel,
     FrameKind,
@@ -53,6 +54,7 @@ from aiflame.agent.model.profile import (
     Thread,
 )
 from aiflame.agent.reports.words import duration
+from aiflame.agent.store.comparison import sides_of_stacks
 from aiflame.agent.store.detail import MOST_ROWS, Detail, KeptLabel, detail_of
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.rows import NO_STACK
@@ -66,6 +68,9 @@ DEFAULT_STACKS = 20_000
 
 # The name of a stack whose frames have not arrived.
 UNKNOWN_STACK = "[frames not in the store]"
+# The name of what is in no stack that is shown, and its id, which no digest of 64 bits is.
+LIGHTER_STACKS = "[lighter stacks]"
+_LIGHTER = -1
 
 # What devices did is no class of threads' time.
 _OF_DEVICES = -1
@@ -148,6 +153,78 @@ def profile_of(
         left_out,
         left_out_ns,
     )
+
+
+def difference_of(engine: Engine, base: Selector, new: Selector, most_stacks: int) -> Found:
+    """Returns one profile of two parts of a store that are compared.
+
+    Frames are those of one function if name and kind are, as in a table of functions, and of Python
+    the file's name too: versions have other lines, and are installed elsewhere. Processes are not
+    told apart, for the same reason.
+
+    Args:
+        engine: The store.
+        base: What is compared with.
+        new: What is compared.
+        most_stacks: Those with the largest shares are in it, so many.
+    """
+    found = sides_of_stacks(engine, base, new, most_stacks)
+    build = _NamesOnly(None)
+    build.add_stacks(_frames(engine, {stack for stack, *_ in found.rows} - {NO_STACK}))
+    common = {
+        label: values for label, values in new.labels.items() if base.labels.get(label) == values
+    }
+    name = ", ".join(" or ".join(values) for values in common.values()) or "[all]"
+    # What is left out is no frame's, but is part of the whole: shares stay what they are.
+    build.add_marker(_LIGHTER, LIGHTER_STACKS)
+    lighter = (_LIGHTER, *found.left_out_ns, *found.left_out_samples)
+    rows = [
+        (name, 0, "on_cpu", row[0], row[1 + side], row[3 + side], 0, side)
+        for row in (*found.rows, lighter)
+        for side in (0, 1)
+        if row[1 + side]
+    ]
+    base_words, new_words = _own_words(base, new, common), _own_words(new, base, common)
+    profile = build.profile(rows, [], new)
+    facts = [*profile.recording.facts, ("base", base.words), ("new", new.words)]
+    left_out_ns = sum(found.left_out_ns)
+    if left_out_ns:
+        left_out = f"{found.left_out:,} lighter stacks, {duration(left_out_ns)}"
+        facts.append(("left out", left_out))
+    return Found(
+        replace(
+            profile,
+            recording=replace(
+                profile.recording,
+                target=f"{name}, {new_words} against {base_words}",
+                facts=tuple(facts),
+            ),
+            losses=_losses(engine, _around(base, new)),
+            fleet=None,
+            difference=Difference(base_words, new_words, build.is_new),
+        ),
+        found.left_out,
+        left_out_ns,
+    )
+
+
+def _own_words(one: Selector, other: Selector, common: Mapping[str, tuple[str, ...]]) -> str:
+    """Returns what is chosen for a side and not for the other."""
+    own = {label: values for label, values in one.labels.items() if label not in common}
+    words = [f"{label} {' or '.join(values)}" for label, values in own.items()]
+    if (one.begin_s, one.end_s) != (other.begin_s, other.end_s) or not words:
+        words.append(f"{moment_words(one.begin_s)} to {moment_words(one.end_s)}")
+    return ", ".join(words)
+
+
+def _around(base: Selector, new: Selector) -> Selector:
+    """Returns what both sides are part of."""
+    labels = {
+        label: tuple(dict.fromkeys((*base.labels[label], *values)))
+        for label, values in new.labels.items()
+        if label in base.labels
+    }
+    return Selector(min(base.begin_s, new.begin_s), max(base.end_s, new.end_s), labels)
 
 
 def _losses(engine: Engine, selector: Selector) -> tuple[Loss, ...]:
@@ -291,10 +368,14 @@ class _Builder:
                 int(stack_id), frames[::-1], _member(StopReason, ending), _member(GilState, gil)
             )
 
+    def add_marker(self, stack_id: int, name: str) -> None:
+        """Adds a stack of one frame that stands for others."""
+        frame = self._frame(name, "marker", "", "", 0)
+        self._add(stack_id, [frame], StopReason.ROOTED, GilState.NO_PYTHON)
+
     def _stack(self, stack_id: int) -> int:
         if stack_id not in self._stacks:
-            frame = self._frame(UNKNOWN_STACK, "marker", "", "", 0)
-            self._add(stack_id, [frame], StopReason.ROOTED, GilState.NO_PYTHON)
+            self.add_marker(stack_id, UNKNOWN_STACK)
         return self._stacks[stack_id]
 
     def _add(self, stack_id: int, frames: list[int], end: StopReason, gil: GilState) -> None:
@@ -462,6 +543,20 @@ class _Builder:
             spans=spans,
             fleet=fleet,
         )
+
+
+class _NamesOnly(_Builder):
+    """Merges functions of several versions; see `difference_of`."""
+
+    @property
+    def is_new(self) -> npt.NDArray[np.bool_]:
+        """By thread, which side it is."""
+        return np.array([side for *_, (side,) in self._threads], np.bool_)
+
+    def _frame(self, name: str, kind: str, module: str, file: str, line: int) -> int:
+        folder, slash, last = file.rpartition("/")
+        shown = f".../{last}" if slash and folder else file
+        return super()._frame(name, kind, "", shown if kind == "python" else "", 0)
 
 
 def _label(

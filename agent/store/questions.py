@@ -31,13 +31,15 @@ _SHOWN = "arrayFilter(p -> p.2 != 'interpreter', arrayZip(frames, kinds, modules
 _IS_STANDARD = "(match({0}, {{standard:String}}) AND NOT match({0}, {{packages:String}}))"
 
 # Which of `shown` a wait is charged to: the innermost that is neither the kernel's, libc's nor the
-# interpreter's, else the innermost that is not the kernel's, else that is not the scheduler's.
+# interpreter's, else the innermost of Python, else that is not the kernel's, else that is not the
+# scheduler's.
 _WAITED_IN = (
     "arrayFirst(at -> at > 0, ["
     "arrayFirstIndex(p -> multiIf(p.2 = 'kernel', 0, p.2 = 'native',"
     " NOT match(p.3, {waiting:String}), p.2 = 'python', NOT "
     + _IS_STANDARD.format("p.4")
-    + ", 1), shown), arrayFirstIndex(p -> p.2 != 'kernel', shown),"
+    + ", 1), shown), arrayFirstIndex(p -> p.2 = 'python', shown),"
+    " arrayFirstIndex(p -> p.2 != 'kernel', shown),"
     " arrayFirstIndex(p -> NOT match(p.1, {scheduler:String}), shown), 1])"
 )
 _OWN_CODE = {
@@ -88,7 +90,7 @@ def top(engine: Engine, selector: Selector, limit: int, *, is_raw: bool = False)
         f"100 % = {duration(whole)}, {selector.words}; self: it was innermost"
         + (", waits without the kernel, libc and Python's own (--raw: with)" if has_waits else "")
         + "; total: it was anywhere in the stack",
-        (">self ms", ">self", ">total ms", ">total", "function", "where"),
+        (">self ms", ">self", ">total ms", ">total", "function", "/where"),
         tuple(
             (
                 *(ms(int(own)), percent(int(own), whole)),
@@ -141,7 +143,6 @@ def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
             for kernel, device, hosts, n, stalled, launched, busy, why, _ in rows
         ),
         _more(rows, 8),
-        is_prose=True,
     )
 
 
@@ -284,7 +285,6 @@ def agents(engine: Engine, selector: Selector, limit: int) -> Table:
             for node, version, last, n, cpu, seconds, rss, gone, _ in rows
         ),
         _more(rows, 8),
-        is_prose=True,
     )
 
 

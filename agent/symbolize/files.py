@@ -91,6 +91,7 @@ class FoundFiles:
             stays the caller's.
         roots: Returns root directories in which a file may be besides the host's, by its number:
             those of processes that have it mapped.
+        kept: Returns a descriptor of a copy that is ours, by the file's number; None for none.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class FoundFiles:
         file_facts: FileFacts,
         opener: Opener,
         roots: Callable[[int], Iterable[str]] = lambda _: (),
+        kept: Callable[[int], int | None] = lambda _: None,
     ) -> None:
+        self._kept = kept
         self._file_facts = file_facts
         self._opener = opener
         self._roots = roots
@@ -108,15 +111,18 @@ class FoundFiles:
 
     def open(self, binary: int, path: str, build_id: str) -> OpenFile:
         """As `Files.open`."""
-        if not path.startswith("/") or "\0" in path or not build_id:
-            return NO_FILE
+        can_be_told = path.startswith("/") and "\0" not in path and build_id
         key = (path, build_id)
         if key not in self._of_host:
-            self._of_host[key] = self._find(("/",), path, build_id)
+            self._of_host[key] = self._find(("/",), path, build_id) if can_be_told else NO_FILE
         if self._of_host[key].fd is not None:
             return self._of_host[key]
         if binary not in self._of_roots:
-            self._of_roots[binary] = self._find(self._roots(binary), path, build_id)
+            roots = self._roots(binary) if can_be_told else ()
+            found = self._find(roots, path, build_id)
+            if found.fd is None and (kept := self._kept(binary)) is not None:
+                found = OpenFile(kept, "")
+            self._of_roots[binary] = found
         return self._of_roots[binary]
 
     def _find(self, roots: Iterable[str], path: str, build_id: str) -> OpenFile:

@@ -30,6 +30,7 @@ from aiflame.agent.python.splice import Role, role_of
 from aiflame.agent.python.trampolines import trampoline_source
 from aiflame.agent.python.walk import PythonFrame
 from aiflame.agent.symbolize.files import Files
+from aiflame.agent.symbolize.known_names import KnownNames, NamedAddress
 from aiflame.agent.symbolize.mapped import MappedProcess
 from aiflame.agent.symbolize.raw_stacks import I64, KERNEL_OWNER, U64, RawStacks
 from aiflame.agent.symbolize.recent import Recent
@@ -44,7 +45,7 @@ from aiflame.agent.symbolize.stacks import KERNEL_CUT, FrameIds, NamedStack, Unn
 from aiflame.agent.symbols import roots
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.frames import SourceFrame, clean_name
-from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols, KernelSymbolsHidden
+from aiflame.agent.symbols.kallsyms import KernelName, KernelSymbols
 from aiflame.agent.symbols.service import Request, SymbolService
 
 _KERNEL_PATH = "[kernel]"
@@ -88,7 +89,13 @@ class Location:
     sources: tuple[SourceFrame, ...] = ()
     label: str = ""
 
+    @property
+    def name(self) -> str:
+        """Of the function that is not inlined, as far as one is known."""
+        return self.sources[-1].name if self.sources else self.label
 
+
+_NAMELESS = NamedAddress((), None)
 # Stands for one that is not named yet.
 _UNNAMED = Location()
 
@@ -101,6 +108,7 @@ class Namer:
         service: Names addresses in binaries.
         ids: Of frames and binaries.
         file_facts: Answers questions about files; closing it stays the caller's.
+        known: What others have named of the same files; None: nothing.
 
     Attributes:
         losses: What could not be named.
@@ -114,6 +122,7 @@ class Namer:
         service: SymbolService,
         ids: FrameIds,
         file_facts: FileFacts,
+        known: KnownNames | None = None,
     ) -> None:
         self._files = files
         self._service = service
@@ -121,7 +130,7 @@ class Namer:
         self._file_facts = file_facts
         self._guard = file_facts.guard
         self._splicer = Splicer(ids)
-        self._kernel_symbols: KernelSymbols | None = None
+        self._known = KnownNames() if known is None else known
         self._is_kernel_hidden = False
         self._locations: Recent[tuple[int, int], Location] = Recent(*_ADDRESSES)
         self._headers: Recent[int, Headers | None] = Recent(*_FILES)
@@ -142,6 +151,7 @@ class Namer:
         self.jit_symbols = {}
         for recent in (self._locations, self._headers, self._interpreters, self._processes):
             recent.turn()
+        self._known.turn()
         if not stacks:
             return []
         facts = _Facts(window, self._mapped)
@@ -165,6 +175,11 @@ class Namer:
         sizes = np.array([len(location.chain) for location in locations], np.int64)
         chain_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         chains = np.array([frame for location in locations for frame in location.chain], np.int64)
+        kept = raw.without_clone(
+            kept,
+            np.array([roots.is_clone(location.name) for location in locations], bool),
+            np.array([roots.is_thread_start(location.name) for location in locations], bool),
+        )
         first = raw.first_kept(
             np.array([location.is_tracing for location in locations], bool),
             np.array([stack.is_from_switch for stack in stacks], bool),
@@ -239,6 +254,8 @@ class Namer:
                 chain = (self._ids.frame(FrameKind.MARKER, marker, None, 0),)
                 found.append(Location(chain))
                 continue
+            if symbol is None:
+                self._known.tell_gap()
             name, module = symbol or (f"[kernel {address:#x}]", _KERNEL_PATH)
             binary = self._ids.binary(f"[{module.strip('[]')}]", "")
             frame = SourceFrame(clean_name(name), "", 0, False)
@@ -256,13 +273,11 @@ class Namer:
         return found
 
     def _symbols_of_kernel(self) -> KernelSymbols | None:
-        if self._kernel_symbols is None and not self._is_kernel_hidden:
-            try:
-                self._kernel_symbols = KernelSymbols.load()
-            except KernelSymbolsHidden:
-                self._is_kernel_hidden = True
-                self._losses[LossKind.KERNEL_SYMBOLS_HIDDEN] += 1
-        return self._kernel_symbols
+        symbols = self._known.kernel()
+        if symbols is None and not self._is_kernel_hidden:
+            self._is_kernel_hidden = True
+            self._losses[LossKind.KERNEL_SYMBOLS_HIDDEN] += 1
+        return symbols
 
     def _user(
         self,
@@ -332,22 +347,29 @@ class Namer:
         self, facts: _Facts, wanted: dict[int, list[tuple[int, int]]], locations: list[Location]
     ) -> None:
         """Names addresses in binaries: those that are not known are asked for together."""
+        known = self._known.of_files
+        named: dict[tuple[int, int], NamedAddress | None] = {}
         asked: list[tuple[int, list[int]]] = []
         requests = []
         for binary, pairs in wanted.items():
-            new = sorted({own for own, _ in pairs if (binary, own) not in self._locations})
+            unnamed = {(binary, own) for own, _ in pairs if (binary, own) not in self._locations}
+            named.update((key, known.find(key)) for key in unnamed)
+            new = sorted(own for _, own in unnamed if named[binary, own] is None)
             if new:
                 file = self._files.open(binary, *facts.binary(binary))
                 path = "" if file.fd is None else f"/proc/{os.getpid()}/fd/{file.fd}"
                 requests.append(Request(path, file.root, np.array(new, np.uint64), str(binary)))
                 asked.append((binary, new))
-        named: dict[tuple[int, int], tuple[SourceFrame, ...]] = {}
         for (binary, new), result in zip(asked, self._service.resolve_many(requests), strict=True):
-            named.update(zip(((binary, own) for own in new), result.frames, strict=True))
+            answers = zip(new, result.frames, result.nameless_starts, strict=True)
+            for own, frames, nameless_start in answers:
+                answer = named[binary, own] = NamedAddress(frames, nameless_start)
+                if frames or nameless_start is not None:  # else it may be known later
+                    known.keep((binary, own), answer)
         for binary, pairs in wanted.items():
             for own, index in pairs:
                 key = (binary, own)
-                make = partial(self._in_binary, facts, binary, own, named.get(key, ()))
+                make = partial(self._in_binary, facts, binary, own, named.get(key) or _NAMELESS)
                 locations[index] = self._locations.get(key, make)
 
     def _in_binary(
@@ -355,10 +377,11 @@ class Namer:
         facts: _Facts,
         binary: int,
         address: int,
-        chain: tuple[SourceFrame, ...],
+        named: NamedAddress,
     ) -> Location:
         path, build_id = facts.binary(binary)
         binary_id = self._ids.binary(path, build_id)
+        chain, nameless_start = named
         if chain:
             frames = tuple(
                 self._ids.frame(FrameKind.NATIVE, source, binary_id, address) for source in chain
@@ -368,7 +391,8 @@ class Namer:
         else:
             name, is_start = self._name_by_code(facts, binary, address)
             module = path.rpartition("/")[2]
-            shown = name or clean_name(f"[{module}+{address:#x}]")
+            where = f"+{address:#x}" if nameless_start is None else f" fn@{nameless_start:#x}"
+            shown = name or clean_name(f"[{module}{where}]")
             location = self._labelled(shown, binary_id, address)
             location.is_start = is_start
         location.binary, location.binary_id, location.address = binary, binary_id, address

@@ -176,6 +176,24 @@ class RawStacks:
         found[by_pointer & ~is_rooted & (found == StopReason.ROOTED)] = StopReason.NO_FRAME_POINTER
         return found
 
+    def without_clone(self, kept: I64, is_clone: Bools, is_thread_start: Bools) -> I64:
+        """Returns how many addresses of each stack to show: all but what calls a thread's start.
+
+        That is clone3 or clone, in assembly. Some walks end before it: the root is to be the same.
+
+        Args:
+            kept: As from `kept_lengths`.
+            is_clone: For each location, shape (u,).
+            is_thread_start: The same, whether it is in what the C library starts threads with.
+        """
+        has_two = kept - self.kernel_depths >= 2
+        if not has_two.any():
+            return kept
+        last = np.where(has_two, self.starts[:-1] + kept - 1, 1)
+        is_pair = is_clone[self.location[last]] & is_thread_start[self.location[last - 1]]
+        shown: I64 = kept - (has_two & is_pair)
+        return shown
+
     def frame_ids(self, first: I64, kept: I64, chain_starts: I64, chain_frames: I64) -> list[bytes]:
         """Returns each stack's frame ids, root first, as little-endian u32.
 

@@ -45,6 +45,24 @@ class RawFrame(NamedTuple):
     line: int
 
 
+class Resolved(NamedTuple):
+    """What is known of addresses of one binary, in their order.
+
+    Attributes:
+        chains: Frames, the innermost inlined function first; () outside every symbol.
+        nameless_starts: Where the function begins that an address is in, None but where it has no
+            symbol and is known all the same.
+    """
+
+    chains: list[tuple[RawFrame, ...]]
+    nameless_starts: list[int | None]
+
+    @classmethod
+    def nothing(cls, count: int) -> Resolved:
+        """Nothing is known of some addresses."""
+        return cls([()] * count, [None] * count)
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFrame:
     """One function at one address.

@@ -57,7 +57,7 @@ class KernelSymbols:
 
     Args:
         ranges: Of addresses; their rows are where in the text their names begin.
-        text: The list.
+        text: Names, each to the end of its line.
     """
 
     def __init__(self, ranges: Disjoint, text: bytes) -> None:
@@ -87,7 +87,7 @@ class KernelSymbols:
                 "kernel function names are hidden: kernel.kptr_restrict",
                 "sudo sysctl kernel.kptr_restrict=1",
             )
-        return cls(_ranges(found), text)
+        return cls(*_compact(_ranges(found), text))
 
     def lookup(self, addresses: U64) -> list[KernelName | None]:
         """Names for kernel addresses, shape (n,); None outside every function."""
@@ -181,3 +181,18 @@ def _ranges(found: _List) -> Disjoint:
     ends[far] = starts[far] + np.uint64(_MAX_LAST_BYTES)
     real = scores[rows] > 0
     return Disjoint(starts[real], ends[real], found.name_at[rows[real]])
+
+
+def _compact(ranges: Disjoint, text: bytes) -> tuple[Disjoint, bytes]:
+    """Leaves out of the text what is no function's name: addresses, and what is data's."""
+    letters = np.frombuffer(text, np.uint8)
+    line_ends = np.append(np.flatnonzero(letters == ord("\n")), len(text))
+    begins = np.unique(ranges.rows)
+    ends = np.minimum(line_ends[np.searchsorted(line_ends, begins)] + 1, len(text))
+    steps = np.zeros(len(text) + 1, np.int8)
+    steps[begins] += 1
+    steps[ends] -= 1
+    is_kept = np.cumsum(steps[:-1], dtype=np.int8).view(bool)
+    at = np.append(0, np.cumsum(ends - begins))[:-1]
+    rows = at[np.searchsorted(begins, ranges.rows)]
+    return Disjoint(ranges.starts, ranges.ends, rows), letters[is_kept].tobytes() + b"\n"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiflame.agent.losses import LossKind
-from aiflame.agent.symbols.frames import Problem, RawFrame, SourceFrame
+from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, SourceFrame
 
 LENGTH = struct.Struct("<I")
 # An answer for 1,000,000 addresses of distinct functions is about 200 MB.
@@ -74,14 +74,18 @@ def unpack_frames(message: dict[str, Any], count: int) -> Frames:
     return frames
 
 
-def pack_raw(chains: Sequence[tuple[RawFrame, ...]]) -> dict[str, Any]:
-    """The same for frames that are not demangled yet."""
+def pack_raw(resolved: Resolved) -> dict[str, Any]:
+    """The same for frames that are not demangled yet, and where functions without a name begin."""
     table: dict[RawFrame, int] = {}
-    packed = [[table.setdefault(frame, len(table)) for frame in chain] for chain in chains]
-    return {"frames": [list(frame) for frame in table], "chains": packed}
+    packed = [[table.setdefault(frame, len(table)) for frame in chain] for chain in resolved.chains]
+    return {
+        "frames": [list(frame) for frame in table],
+        "chains": packed,
+        "starts": resolved.nameless_starts,
+    }
 
 
-def unpack_raw(message: dict[str, Any], count: int) -> list[tuple[RawFrame, ...]]:
+def unpack_raw(message: dict[str, Any], count: int) -> Resolved:
     """The reverse of `pack_raw`.
 
     Raises:
@@ -96,7 +100,21 @@ def unpack_raw(message: dict[str, Any], count: int) -> list[tuple[RawFrame, ...]
         raise BadMessage(f"{type(error).__name__}: {error}") from error
     if len(chains) != count:
         raise BadMessage(f"{len(chains)} answers for {count} addresses")
-    return chains
+    return Resolved(chains, unpack_starts(message, count))
+
+
+def unpack_starts(message: dict[str, Any], count: int) -> list[int | None]:
+    """Where functions without a name begin, as `pack_raw` has it.
+
+    Raises:
+        BadMessage: It is not what `pack_raw` makes for `count` addresses.
+    """
+    starts = message.get("starts")
+    if not isinstance(starts, list) or len(starts) != count:
+        raise BadMessage(f"no starts for {count} addresses")
+    if not all(s is None or (type(s) is int and 0 <= s < 1 << 64) for s in starts):
+        raise BadMessage("no addresses")
+    return starts
 
 
 def pack_problems(problems: Sequence[Problem]) -> list[list[str]]:

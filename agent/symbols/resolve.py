@@ -3,7 +3,8 @@
 
 DWARF gives the chain of inlined functions with their lines; where it says nothing about an
 address, the ELF symbol that covers it gives the one name; where there is none, there is no frame,
-and the caller shows `[module+0xoffset]`.
+and the caller shows `[module fn@0xstart]` where it is known where the function begins, else
+`[module+0xoffset]`.
 
 Each failure costs only what it concerns and becomes a `Problem`. What no `except` can catch
 (crashes inside libraries, endless loops, memory) is the reason why recordings use `service`,
@@ -31,7 +32,7 @@ from aiflame.agent.symbols.debugfiles import (
     find_debug_file,
     open_candidates,
 )
-from aiflame.agent.symbols.frames import Problem, RawFrame, SourceFrame, clean_name
+from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, SourceFrame, clean_name
 from aiflame.agent.symbols.lines import (
     DEFAULT_MAX_DWARF_BYTES,
     BadDebugInfo,
@@ -47,7 +48,8 @@ U64 = npt.NDArray[np.uint64]
 # Tables kept in memory. They are mapped from the cache where there is one; a PyTorch process has
 # some 150 binaries.
 _MAX_TABLES = 256
-_TABLE_SUFFIX, _LINES_SUFFIX = ".symbols", ".lines"
+# With the version of its layout: two versions of aiflame may share a cache.
+_TABLE_SUFFIX, _LINES_SUFFIX = ".symbols03", ".lines"
 
 
 class _Tables(NamedTuple):
@@ -133,7 +135,7 @@ class Resolver:
 
     def resolve(
         self, path: str, root_path: str, addresses: U64, *, plain: bool = False
-    ) -> list[tuple[RawFrame, ...]]:
+    ) -> Resolved:
         """Frames for virtual addresses of one binary.
 
         A return address must be lowered by one by the caller, so that it lies in the call.
@@ -145,24 +147,24 @@ class Resolver:
             plain: Leave out what runs other people's parsers: DWARF.
 
         Returns:
-            For each address its frames, the innermost inlined function first; () outside every
-            symbol, and for every address of a binary that cannot be read.
+            Of a binary that cannot be read, nothing for every address.
         """
         tables = self._load(path, root_path, plain)
         if tables is None:
-            return [()] * len(addresses)
+            return Resolved.nothing(len(addresses))
         try:
             names = tables.symbols.raw_names(addresses)
         except CorruptCache:
             self._forget(tables.key)
             tables = self._load(path, root_path, plain)
             if tables is None:
-                return [()] * len(addresses)
+                return Resolved.nothing(len(addresses))
             names = tables.symbols.raw_names(addresses)
-        return [
+        chains = [
             _chain(tables.lines, address, name)
             for address, name in zip(addresses.tolist(), names, strict=True)
         ]
+        return Resolved(chains, tables.symbols.nameless_starts(addresses))
 
     def prepare(self, path: str, root_path: str, *, plain: bool = False) -> None:
         """Build or load the tables of a binary ahead of `resolve`."""

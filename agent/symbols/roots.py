@@ -47,6 +47,21 @@ _JUMP_OPCODE = 0xE9
 _MAX_START_BYTES = 64
 
 
+# What threads begin in (sysdeps/unix/sysv/linux/x86_64/clone.S and clone3.S), and what that calls.
+_CLONE_NAMES = frozenset({"clone", "__clone", "clone3", "__clone3"})
+_THREAD_START = "start_thread"
+
+
+def is_clone(name: str) -> bool:
+    """Whether a function is the system call that a new thread returns from."""
+    return name in _CLONE_NAMES
+
+
+def is_thread_start(name: str) -> bool:
+    """Whether a function is the first of a thread in C."""
+    return name == _THREAD_START
+
+
 def is_start_name(name: str) -> bool:
     """Whether a function is where threads or processes start."""
     return _START_NAMES.fullmatch(name) is not None

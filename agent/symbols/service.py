@@ -55,9 +55,9 @@ _NICENESS_WARMING, _NICENESS_WAITED_FOR = 10, 0
 # A worker that cannot even start must not be tried for ever: so many die without an answer.
 _MAX_DEATHS = 40
 # A worker and its children take 100 MB, and 0.15 s of CPU time to start. One that was needed again
-# gets twice as long the next time: a host that now and then shows something new does not start
-# workers all day.
-_IDLE_S = 10.0
+# gets twice as long the next time, up to a minute: a host that now and then shows something new
+# starts none all the time, and keeps none all day.
+_IDLE_S, _LONGEST_IDLE_S = 10.0, 60.0
 _READ_BYTES = 1024 * 1024
 # A host may show bad binaries all day.
 _MAX_PROBLEMS = 1_000
@@ -80,10 +80,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to one request; `frames` has one entry per address, in order."""
+    """The answer to one request.
+
+    Attributes:
+        request: The request.
+        frames: Of each address, in order; () outside every symbol.
+        nameless_starts: As those of `Resolved`.
+    """
 
     request: Request
     frames: list[tuple[SourceFrame, ...]]
+    nameless_starts: list[int | None]
 
 
 @dataclass(slots=True)
@@ -160,7 +167,7 @@ class SymbolService:
         self._incoming = bytearray()
         self._deadline = 0.0
         self._strikes: Counter[tuple[str, str]] = Counter()
-        self._done: dict[int, list[tuple[SourceFrame, ...]]] = {}
+        self._done: dict[int, tuple[list[tuple[SourceFrame, ...]], list[int | None]]] = {}
         self.losses: Counter[LossKind] = Counter()
         self.problems: list[Problem] = []
         self.cpu_ns = 0
@@ -192,7 +199,7 @@ class SymbolService:
         self._pump(0.0)
         idle_s = time.monotonic() - self._answered_s
         if self._process is not None and not self._queue and idle_s >= self._idle_s:
-            self._idle_s *= 2
+            self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
             self._end_idle()
 
     def resolve_many(self, requests: Sequence[Request]) -> Iterator[Result]:
@@ -205,7 +212,7 @@ class SymbolService:
         for number, request in zip(numbers, requests, strict=True):
             while number not in self._done:
                 self._pump(max(0.0, self._deadline - time.monotonic()))
-            yield Result(request, self._done.pop(number))
+            yield Result(request, *self._done.pop(number))
         self._prioritize(_NICENESS_WARMING)
 
     def resolve_generated(
@@ -228,7 +235,8 @@ class SymbolService:
         number = self._enqueue(_Pending(0, path, root_path, addresses, uid))
         while number not in self._done:
             self._pump(max(0.0, self._deadline - time.monotonic()))
-        return [chain[0].name if chain else None for chain in self._done.pop(number)]
+        frames, _ = self._done.pop(number)
+        return [chain[0].name if chain else None for chain in frames]
 
     def close(self) -> None:
         """End the worker and add up its CPU time. May be called twice."""
@@ -275,7 +283,8 @@ class SymbolService:
 
     def _give_up(self, pending: _Pending) -> None:
         if pending.addresses is not None:
-            self._done[pending.number] = [()] * len(pending.addresses)
+            count = len(pending.addresses)
+            self._done[pending.number] = [()] * count, [None] * count
 
     def _spawn(self) -> None:
         errors: IO[bytes] | None = None
@@ -370,8 +379,9 @@ class SymbolService:
         pending = self._queue[0]
         problems = protocol.unpack_problems(message)
         if pending.addresses is not None:
-            frames = protocol.unpack_frames(message, len(pending.addresses))
-            self._done[pending.number] = frames
+            count = len(pending.addresses)
+            starts = protocol.unpack_starts(message, count)
+            self._done[pending.number] = protocol.unpack_frames(message, count), starts
         peak = message.get("peak_rss_bytes")
         if isinstance(peak, int):
             self.peak_rss_bytes = max(self.peak_rss_bytes, peak)

@@ -7,7 +7,8 @@ its names, mapped by later runs.
 
 Sizes are respected: an address outside every symbol has no name. Only symbols of size 0 in a full
 .symtab (hand-written assembly) reach to the next symbol of their section; in a .dynsym the
-functions between are unknown, so there they name nothing.
+functions between are unknown, so there they name nothing. Where there is no .symtab, it is known of
+functions without a symbol where they begin, if unwind information says so.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.elf import records as elf
 from aiflame.agent.elf.functions import Functions, concatenate, read_functions, resolve_sizes
 from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.elf.symbols import MAX_NAME_BYTES, read_strings
+from aiflame.agent.elf.unwound import Bounds, function_bounds
 from aiflame.agent.symbols.intervals import Disjoint, TooManyOverlaps, find, flatten
 from aiflame.agent.symbols.plt import find_stubs
 from aiflame.agent.target_files import TargetFile
@@ -33,10 +36,11 @@ Buffer = bytes | memoryview | mmap.mmap
 # Functions inside others, which only assembly has: none in libtorch, node and glibc.
 _MAX_OVERLAPPING = 100_000
 
-_MAGIC = b"AFSYM\0\0\x02"  # the last byte is the version of layout and content
+_MAGIC = b"AFSYM\0\0\x03"  # the last byte is the version of layout and content
 _HEADER = struct.Struct("<8sQQII")  # magic, ranges, bytes of names, crc of the rest, reserved
 _PIECE_BYTES = 128 << 10  # of names that are searched at once: it fits the second-level cache
 _BLOCK_BYTES = 4096  # names are checked by blocks, when one of theirs is first used
+_NO_NAME = np.uint64((1 << 64) - 1)  # stands for the name of a function that has none
 
 
 class CorruptCache(Exception):
@@ -164,7 +168,12 @@ class SymbolTable:
             ranges = flatten(starts, ends, ranks, _MAX_OVERLAPPING)
         except TooManyOverlaps as error:
             raise BadElf(str(error)) from error
-        return cls(ranges, name_offsets[ranges.rows], names)
+        name_offsets = name_offsets[ranges.rows]
+        if all(image.section_of_type(elf.SHT_SYMTAB) is None for image, _ in sources):
+            for image, file in sources[:1]:  # a debug file has no unwind information
+                bounds = function_bounds(file, image)
+                ranges, name_offsets = _with_nameless(ranges, name_offsets, bounds)
+        return cls(ranges, name_offsets, names)
 
     def raw_names(self, addresses: U64) -> list[bytes | None]:
         """Names as the linker knows them; None outside every symbol.
@@ -173,11 +182,29 @@ class SymbolTable:
             CorruptCache: The table came from a cache file that is damaged.
         """
         found = find(self._ranges, addresses)
+        found[self._is_nameless(found)] = -1
         offsets = self._name_offsets[found].tolist() if len(self) else [0] * len(found)
         return [
             self._names.at(offset) if row >= 0 else None
             for row, offset in zip(found.tolist(), offsets, strict=True)
         ]
+
+    def nameless_starts(self, addresses: U64) -> list[int | None]:
+        """Where functions begin that have no name; None outside of those."""
+        found = find(self._ranges, addresses)
+        is_nameless = self._is_nameless(found)
+        starts = np.zeros(len(found), np.uint64)
+        starts[is_nameless] = self._ranges.starts[found[is_nameless]]
+        return [
+            start if nameless else None
+            for start, nameless in zip(starts.tolist(), is_nameless.tolist(), strict=True)
+        ]
+
+    def _is_nameless(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        if not len(self):
+            return np.zeros(len(rows), bool)
+        is_nameless: npt.NDArray[np.bool_] = self._name_offsets[rows] == _NO_NAME
+        return is_nameless & (rows >= 0)
 
     def to_chunks(self) -> list[Buffer]:
         """The contents of a cache file, for `from_mapping`."""
@@ -226,6 +253,21 @@ def _block_checksums(blocks: list[Buffer]) -> list[int]:
             crc = zlib.crc32(piece)
             checksums.append(zlib.crc32(padding, crc) if len(piece) < _BLOCK_BYTES else crc)
     return checksums
+
+
+def _with_nameless(named: Disjoint, names: U64, bounds: Bounds) -> tuple[Disjoint, U64]:
+    """Adds functions that share no byte with one that has a name."""
+    starts, ends = bounds
+    if len(named.starts):
+        before = np.searchsorted(named.starts, ends, "left") - 1
+        is_free = (before < 0) | (named.ends[np.maximum(before, 0)] <= starts)
+        starts, ends = starts[is_free], ends[is_free]
+    rows = np.concatenate([named.rows, np.full(len(starts), -1, np.int64)])
+    starts = np.concatenate([named.starts, starts])
+    order = np.argsort(starts)
+    ends = np.concatenate([named.ends, ends])[order]
+    names = np.concatenate([names, np.full(len(order) - len(names), _NO_NAME)])[order]
+    return Disjoint(starts[order], ends, rows[order]), names
 
 
 def _best_names(symbols: Functions, names: _Names) -> npt.NDArray[np.int64]:

@@ -48,7 +48,7 @@ from aiflame.agent.inspector.parser import (
 from aiflame.agent.limits import limit_self
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.debugfiles import Candidate
-from aiflame.agent.symbols.frames import Problem, RawFrame, clean_name
+from aiflame.agent.symbols.frames import Problem, RawFrame, Resolved, clean_name
 from aiflame.agent.symbols.known import KnownTables, known_directory
 from aiflame.agent.symbols.outline import Outline, checked, read_outline
 from aiflame.agent.symbols.perfmap import BadPerfMap, PerfMap, open_perf_map
@@ -70,7 +70,7 @@ from aiflame.agent.target_files import BadTargetFile, TargetFile
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # What a parser may ask for.
-_CACHE_NAME = re.compile(r"([0-9a-fx-]{1,80})(\.[a-z]{1,16})")
+_CACHE_NAME = re.compile(r"([0-9a-fx-]{1,80})(\.[a-z]{1,16}[0-9]{0,4})")
 # Two roots with four locations each.
 _MAX_CANDIDATES = 8
 # A symbol table is as large as the names in the binary, a line table as 512 MB at most.
@@ -207,7 +207,11 @@ def _generated(fd: int, request: dict[str, Any]) -> dict[str, Any]:
     perf_map = PerfMap.read(fd)
     addresses = np.array(request["addresses"], dtype=np.uint64)
     names = perf_map.lookup(addresses)
-    answer = pack_raw([() if name is None else (RawFrame(name, "", 0),) for name in names])
+    found = Resolved.nothing(len(names))
+    for at, name in enumerate(names):
+        if name is not None:
+            found.chains[at] = (RawFrame(name, "", 0),)
+    answer = pack_raw(found)
     is_cut = perf_map.malformed_lines or perf_map.skipped_bytes
     problems = [Problem(LossKind.PERF_MAP_CUT, request["path"])] if is_cut else []
     answer["problems"] = pack_problems(problems)
@@ -453,20 +457,20 @@ class Worker:
         except OSError as error:
             words = clean_name(f"{path}: {error.strerror}")
             problem = Problem(LossKind.UNREADABLE_BINARY, words)
-            return self._reply(request, [()] * count, [problem])
+            return self._reply(request, Resolved.nothing(count), [problem])
         except BadPerfMap as error:
             problem = Problem(LossKind.PERF_MAP_REFUSED, clean_name(str(error)))
-            return self._reply(request, [()] * count, [problem])
+            return self._reply(request, Resolved.nothing(count), [problem])
         if fd is None:
-            return self._reply(request, [()] * count, [])
+            return self._reply(request, Resolved.nothing(count), [])
         try:
             answer = self._parsed(request, fd)
         except (BadMessage, IndexError, KeyError, TypeError, ValueError) as error:
             sys.exit(f"its parser: {error}")
         finally:
             os.close(fd)
-        chains = unpack_raw(answer, count) if count else []
-        return self._reply(request, chains, unpack_problems(answer))
+        resolved = unpack_raw(answer, count) if count else Resolved.nothing(0)
+        return self._reply(request, resolved, unpack_problems(answer))
 
     def _opened(self, request: dict[str, Any]) -> int | None:
         """Opens a binary, or a perf map; returns None where there is no map."""
@@ -513,13 +517,14 @@ class Worker:
         return answer
 
     def _reply(
-        self, request: dict[str, Any], chains: Any, problems: list[Problem]
+        self, request: dict[str, Any], resolved: Resolved, problems: list[Problem]
     ) -> dict[str, Any]:
         reply: dict[str, Any] = {}
         if request["addresses"] is not None:
             is_plain = request["plain"] or request["perf_map_uid"] is not None
             demangler = None if is_plain else self._demangler
-            reply = pack_frames(readable(chains, demangler))
+            reply = pack_frames(readable(resolved.chains, demangler))
+            reply["starts"] = resolved.nameless_starts
             if demangler is not None and demangler.failures:
                 path = clean_name(request["path"])
                 problems.append(Problem(LossKind.NAMES_NOT_DEMANGLED, path))

@@ -32,10 +32,11 @@ from aiflame.agent.unwind.records import (
     parse_section,
 )
 from aiflame.agent.unwind.sections import code_ranges, frame_sections
+from aiflame.agent.unwind.stack_starts import with_stack_starts
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
-# With the version of its layout: two versions of aiflame may share a cache.
-SUFFIX = ".unwind06"
+# With the version of its layout and of the rows: two versions of aiflame may share a cache.
+SUFFIX = ".unwind09"
 _NO_BUILD_ID = "x"
 
 
@@ -132,6 +133,7 @@ def build(file: TargetFile, image: ElfImage) -> UnwindTable:
     chosen = _chosen(every, found, code, drops)
     addresses, states = _states(every, chosen)
     addresses, states = with_functions_without_cfi(file, image, addresses, states, drops)
+    states = with_stack_starts(file, image, addresses, states)
     return UnwindTable.of_states(addresses, states, drops)
 
 

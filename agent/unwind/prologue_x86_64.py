@@ -60,8 +60,9 @@ _SLOT = re.compile(r"qword ptr \[rsp(?: \+ (0x[0-9a-f]+|\d+))?\], rb[px]")
 # What names RSP, RBP or RBX, in any width.
 _OF_FRAMES = re.compile(r"[sb]p|b[xlh]")
 
-# sub or and, immediate, RSP: room that is made after the prologue.
-_LATE_FRAME = re.compile(rb"\x48[\x81\x83][\xec\xe4]")
+# Frames made after the prologue. sub or and, immediate, RSP: room. push %rbp; mov %rsp,%rbp: as in
+# V8's Builtins_InterpreterEntryTrampoline (v11.3), which looks at its function first.
+_LATE_FRAME = re.compile(rb"\x48[\x81\x83][\xec\xe4]|\x55\x48(?:\x89\xe5|\x8b\xec)")
 _RETS = (b"\xc3", b"\xf2\xc3", b"\xf3\xc3")
 # Where a copy of RSP may be, and the form of the CFA that this makes.
 _BY_COPY = {"rbx": arch.RBX, "rbp": arch.CFA_RBP_HEURISTIC}

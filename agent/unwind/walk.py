@@ -19,8 +19,8 @@ from aiflame.agent.unwind.x86_64 import (
     RbpKind,
     Rule,
     RuleKind,
-    epilogue,
     follows_call,
+    return_slot,
 )
 
 # Twice as deep as perf goes; deeper stacks, of Python frames as well, lose their root, and say so.
@@ -68,7 +68,7 @@ class Mapping(NamedTuple):
     start: int
     end: int
     bias: int
-    table: RuleSource | None
+    table: RuleSource | None  # None: generated code
 
 
 class WalkedFrame(NamedTuple):
@@ -172,7 +172,8 @@ class ReplayWalker:
         looked_up = at.rip - mapping.bias - (0 if is_exact else _INTO_CALL)
         rule = mapping.table.lookup(looked_up) if mapping.table is not None else None
         if rule is None or rule.kind == RuleKind.NO_CFI:
-            return self._by_epilogue(at, is_exact) or self._without_cfi(at, is_leaf)
+            caller = self._by_instructions(at, is_exact)
+            return caller or self._without_cfi(at, is_leaf, mapping.table is None)
         if rule.kind == RuleKind.UNDEFINED_RA:
             raise _Stop(WalkEnd.ROOTED)
         if rule.kind == RuleKind.UNSUPPORTED:
@@ -187,7 +188,7 @@ class ReplayWalker:
         found_by = FoundBy.TABLE
         if rule.kind in HEURISTICS:
             found_by = FoundBy.HEURISTIC
-            self._require_return_address(rip)
+            self._require_caller(rip)
         return Registers(rip, cfa, rbp), WalkedFrame(rip, False, found_by)
 
     def _cfa(self, at: Registers, rule: Rule) -> int:
@@ -224,10 +225,12 @@ class ReplayWalker:
         rbp = self._read(at.rsp + rule.rbp_offset)
         return Registers(rip, rsp, rbp), WalkedFrame(rip, True, FoundBy.TABLE)
 
-    def _by_epilogue(self, at: Registers, is_exact: bool) -> tuple[Registers, WalkedFrame] | None:
-        """The caller of code that returns now, or as soon as its callee has; None for other."""
+    def _by_instructions(
+        self, at: Registers, is_exact: bool
+    ) -> tuple[Registers, WalkedFrame] | None:
+        """The caller of code that begins, or returns now or when its callee has; None for other."""
         code = self._code(at.rip)
-        found = None if code is None else epilogue(code, at_call=is_exact)
+        found = None if code is None else return_slot(code, is_exact)
         base = _frame_pointer(at) if found is not None and found.from_rbp else at.rsp
         if found is None or base is None:
             return None
@@ -236,10 +239,12 @@ class ReplayWalker:
         rbp = self._read_u64(slot - WORD_BYTES) if found.has_link else at.rbp
         if rip is None or (rbp is None and found.has_link):
             return None
-        self._require_return_address(rip)
+        self._require_caller(rip, by_frame=True)
         return Registers(rip, slot + WORD_BYTES, rbp), WalkedFrame(rip, False, FoundBy.HEURISTIC)
 
-    def _without_cfi(self, at: Registers, is_leaf: bool) -> tuple[Registers, WalkedFrame]:
+    def _without_cfi(
+        self, at: Registers, is_leaf: bool, is_generated: bool
+    ) -> tuple[Registers, WalkedFrame]:
         """By saved RBP and return address at RBP; a leaf's may be on top of the stack instead."""
         base = _frame_pointer(at)
         rbp = None if base is None else self._read_u64(base)
@@ -249,19 +254,29 @@ class ReplayWalker:
             caller = Registers(rip, base + 2 * WORD_BYTES, rbp), frame
             if not is_leaf:
                 return caller
-            if self._follows_call(rip):
-                self._require_return_address(rip)
+            # A leaf's RBP may be anything, unless what it points at looks like a frame.
+            is_frame = is_generated and rbp > base and rbp % WORD_BYTES == 0
+            if is_frame or self._follows_call(rip):
+                self._require_caller(rip, by_frame=True)
                 return caller
         rip = self._read_u64(at.rsp)
         if not is_leaf or rip is None:
             raise _Stop(WalkEnd.NO_TABLE)
-        self._require_return_address(rip)
+        self._require_caller(rip)
         frame = WalkedFrame(rip, False, FoundBy.HEURISTIC)
         return Registers(rip, at.rsp + WORD_BYTES, at.rbp), frame
 
-    def _require_return_address(self, address: int) -> None:
-        """Ends the walk where an address is not in code, or after no call."""
-        if self._mapping(address, is_exact=False) is None or not self._follows_call(address):
+    def _require_caller(self, address: int, by_frame: bool = False) -> None:
+        """Ends the walk where an address is not in code, or after no call.
+
+        Generated code that a frame leads to need not follow one: HotSpot's interpreter pushes where
+        its callees return to, and jumps (jdk-17 src/hotspot/cpu/x86/templateTable_x86.cpp,
+        prepare_invoke).
+        """
+        mapping = self._mapping(address, is_exact=False)
+        if mapping is not None and by_frame and mapping.table is None:
+            return
+        if mapping is None or not self._follows_call(address):
             raise _Stop(WalkEnd.NO_TABLE)
 
     def _follows_call(self, address: int) -> bool:

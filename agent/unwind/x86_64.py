@@ -110,6 +110,8 @@ EMPTY_STATE = UNSUPPORTED_STATE
 _PLT_HEAD, _PLT_TAIL = b"\x77\x08\x80\x00\x3f\x1a", b"\x2a\x33\x24\x22"
 _OP_LIT0 = 0x30
 OP_BREG_RBP, OP_BREG_RSP, OP_DEREF = 0x76, 0x77, 0x06
+# A function without a caller, as those that say so of their return address.
+ROOT_STATE = RA_UNDEFINED << RA_SHIFT
 
 
 def with_cfa(state: int, form: int, offset: int) -> int:
@@ -227,8 +229,8 @@ def follows_call(code: bytes) -> bool:
     return code[1] == 0xFF and code[2] == 0x94  # scaled index and a 32-bit displacement
 
 
-class Epilogue(NamedTuple):
-    """Where code that is about to return has its return address.
+class ReturnSlot(NamedTuple):
+    """Where code that has no frame yet, or takes its frame down, keeps its return address.
 
     Attributes:
         from_rbp: `offset` is from RBP, else from RSP.
@@ -241,26 +243,36 @@ class Epilogue(NamedTuple):
     has_link: bool
 
 
-def epilogue(code: bytes, at_call: bool) -> Epilogue | None:
-    """What a function's next instructions still undo before they return, None for other code.
+_PUSH_RBP = b"\x55"
+_MOVES_RSP_TO_RBP = (b"\x48\x89\xe5", b"\x48\x8b\xec")
 
-    Stubs of JITs return right after their one call, as CPython's of -X perf do (v3.12.1, v3.13.0
-    Python/asm_trampoline.S). Intel SDM volume 2: ADD r/m64, imm8; POP; LEAVE; RET; CALL r64.
+
+def return_slot(code: bytes, is_exact: bool) -> ReturnSlot | None:
+    """What a function's next instructions tell of its frame, None for code in the midst of one.
+
+    They make it, or they undo what is left of it, and return. Stubs of JITs return right after
+    their one call, as CPython's of -X perf do (v3.12.1, v3.13.0 Python/asm_trampoline.S).
+    Intel SDM volume 2: ADD r/m64, imm8; PUSH; MOV r64, r/m64; POP; LEAVE; RET; CALL r64.
 
     Args:
         code: Eight bytes from the instruction pointer on.
-        at_call: The first instruction may be a call through a register, of something that returns.
+        is_exact: That is no return address: the frame may not be made yet, and the first
+            instruction may be a call through a register, of something that returns.
     """
-    if at_call and code[0] == 0xFF and code[1] & 0xF8 == 0xD0:
+    if is_exact and code[:1] == _PUSH_RBP and code[1:4] in _MOVES_RSP_TO_RBP:
+        return ReturnSlot(False, 0, False)
+    if is_exact and code[:3] in _MOVES_RSP_TO_RBP:
+        return ReturnSlot(False, 8, True)  # after the push
+    if is_exact and code[0] == 0xFF and code[1] & 0xF8 == 0xD0:
         code = code[2:]
     if code[:3] == b"\x48\x83\xc4" and code[4] == 0xC3 and not code[3] & 0x87:
-        return Epilogue(False, code[3], False)  # add $n, %rsp; ret: n a few words
+        return ReturnSlot(False, code[3], False)  # add $n, %rsp; ret: n a few words
     if code[0] == 0xC3:
-        return Epilogue(False, 0, False)
+        return ReturnSlot(False, 0, False)
     if code[:2] == b"\x5d\xc3":
-        return Epilogue(False, 8, True)  # pop %rbp; ret
+        return ReturnSlot(False, 8, True)  # pop %rbp; ret
     if code[:2] == b"\xc9\xc3":
-        return Epilogue(True, 8, True)  # leave; ret
+        return ReturnSlot(True, 8, True)  # leave; ret
     return None
 
 

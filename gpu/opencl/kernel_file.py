@@ -159,7 +159,16 @@ def _checked_functions(answers: list[Json], start: int, end: int) -> Iterator[Fu
 
 def kernel_of(path: str) -> Question[KernelFile | None]:
     """What a file says that may be a kernel; None if it is none."""
-    return Question(kernel, _kernel, (looks_like_kernel(path),))
+    return _question(looks_like_kernel(path))
+
+
+def kept_kernel() -> Question[KernelFile | None]:
+    """What a file says of which a capture says that it is a kernel; None if it is none."""
+    return _question(is_likely=True)
+
+
+def _question(is_likely: bool) -> Question[KernelFile | None]:
+    return Question(kernel, _kernel, (is_likely,))
 
 
 def read_kernel_file(file: TargetFile) -> KernelFile | None:

@@ -8,13 +8,13 @@ out nearly the same, so lines of the one are laid over the other where their ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 
 import numpy as np
-from aiflame.gpu.base import Line, Listing
-from aiflame.gpu.opencl.disassembly import Decoded, text_of
-from aiflame.gpu.opencl.kernel_file import Function, KernelFile
+from aiflame.gpu.base import CodeTools, Line, Listing
+from aiflame.gpu.opencl.disassembly import Decoded, instructions_of, text_of
+from aiflame.gpu.opencl.kernel_file import Function, KernelFile, kept_kernel
 
 # More than anyone reads; a kernel that is unrolled into more is shown around its samples.
 MAX_INSTRUCTIONS = 20_000
@@ -57,6 +57,28 @@ def make_listing(
     if not lines:
         return None
     return Listing(file.code_bytes, tuple(sorted(lines, key=lambda line: line.offset)))
+
+
+def of_kernel_file(
+    tools: CodeTools, code: bytes, sampled: Mapping[str, Mapping[int, int]]
+) -> dict[str, Listing]:
+    """Lists the kernel of a file that a capture has kept (`aiflame.gpu.base.Lists`).
+
+    Without source lines: what reads them takes files, and not what captures hold.
+    """
+    name = next(iter(sampled))
+    kernel = tools.about(name, code, kept_kernel())
+    if kernel is None or kernel.name not in sampled:
+        return {}
+
+    def decode(function: Function) -> Sequence[Decoded]:
+        return tools.about(kernel.name, code, instructions_of(function)) or []
+
+    def lines_at(addresses: Sequence[int]) -> Lines:
+        return [_UNKNOWN] * len(addresses)
+
+    listing = make_listing(kernel, frozenset(sampled[kernel.name]), lines_at, decode)
+    return {} if listing is None else {kernel.name: listing}
 
 
 def _nearest(

@@ -118,6 +118,15 @@ def _of(pid: int, profile: Profile) -> tuple[dict[int, int], set[str]]:
     return classes, names
 
 
+def _assert_labelled(profile: Profile, pid: int) -> None:
+    """Checks that a process is of the container, and of this host."""
+    labels = dict(zip((one.pid for one in profile.processes), profile.labels, strict=True))[pid]
+    assert labels is not None
+    assert (labels.container_id, labels.engine) == (_CONTAINER_ID, "docker")
+    assert labels.service == _CONTAINER_ID[:12]
+    assert labels.node
+
+
 def test_a_container_is_cut_out_of_what_is_on_disk(
     agent: _Agent, group: Path, workload: Callable[..., Path]
 ) -> None:
@@ -141,6 +150,10 @@ def test_a_container_is_cut_out_of_what_is_on_disk(
     assert "spend_three" in names
     assert len(whole.processes) > len(web.processes)
     assert dict(web.recording.facts)["container id"] == _CONTAINER_ID
+    # AND each process is known by its container, as in what the agent writes by itself.
+    _assert_labelled(web, pid)
+    _assert_labelled(whole, pid)
+    assert {one.container_id for one in whole.labels if one is not None} > {_CONTAINER_ID}
     assert (agent.folder / "web.aiflame").stat().st_mode & 0o777 == 0o600
     assert (agent.folder / "web.html").exists()
 
@@ -177,6 +190,7 @@ def test_a_recording_is_made_beside_the_agent(
     profile = read_capture(agent.folder / "x.aiflame")
     assert profile.recording.period_ns == 10**9 // 499
     assert {Path(one.executable).name for one in profile.processes} <= {"burns", "sh"}
+    _assert_labelled(profile, burning.pid)
     ns, _ = _of(burning.pid, profile)
     assert sum(ns.values()) > 7 * 10**9  # it waits to be told to begin
     # AND the agent has missed nothing.

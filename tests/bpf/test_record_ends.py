@@ -182,12 +182,45 @@ def test_the_command_runs_as_the_sudo_user_who_owns_the_files(
             assert stat.S_IMODE(status.st_mode) == 0o600
 
 
-def test_the_recorder_ends_with_its_command(workload: Callable[..., Path], tmp_path: Path) -> None:
-    # The command's own exit code is its own: the recording went well.
-    with Recording(tmp_path, "--", workload("lives"), "first", "3") as recording:
+@pytest.mark.parametrize(
+    ("script", "exit_code", "words"),
+    [
+        ("exit 0", 0, None),
+        ("exit 3", 3, "sh ended with exit code 3."),
+        ("kill -KILL $$", 137, "sh was killed by signal 9 (SIGKILL): exit code 137."),
+    ],
+)
+def test_the_recorder_ends_with_its_command_and_as_it_did(
+    tmp_path: Path, script: str, exit_code: int, words: str | None
+) -> None:
+    with Recording(tmp_path, "--", "sh", "-c", script) as recording:
         ended = recording.wait()
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == exit_code, ended.stderr
     assert _files(tmp_path) == {"run.aiflame", "run.html"}
+    said = [line for line in ended.stderr.splitlines() if "exit code" in line]
+    assert said == ([] if words is None else [words])
+
+
+@pytest.mark.parametrize("options", [["-d", "1"], []])
+def test_a_command_that_is_ended_by_the_recorder_did_not_fail(
+    workload: Callable[..., Path], tmp_path: Path, options: list[str]
+) -> None:
+    with Recording(tmp_path, *options, "--", workload("serving"), "600") as recording:
+        wait_until(recording.windows, 60)
+        ended = recording.wait() if options else recording.stop()
+    assert ended.returncode == 0, ended.stderr
+    assert "exit code" not in ended.stderr
+
+
+def test_a_failure_to_write_comes_before_the_command_s(
+    tmp_path: Path, small_disk: Callable[[int], Path]
+) -> None:
+    folder = small_disk(16)
+    with Recording(folder, "--", "sh", "-c", "exit 3") as recording:
+        ended = recording.wait()
+    assert ended.returncode == 1, ended.stderr
+    discard = [*AIFLAME, "recover", "--discard", str(folder / "run.aiflame")]
+    subprocess.run(discard, capture_output=True, check=True)
 
 
 def test_children_of_the_recorder_that_die_cost_nothing(

@@ -149,7 +149,7 @@ def test_the_page_of_a_recording_shows_gpu_time(
         assert page.text("whole").startswith(
             f"100 % = {sum(_NS.values()) * _ROUNDS / 1e6:.3f} ms of GPU time"
         )
-        assert "100.00 % exact, 0.00 % shared" in page.text("device-note")
+        assert "100.00 % exact, 0.00 % shared" in page.text("graph-note")
 
 
 def _ran_until_killed(toys: Path, folder: Path, **more: str) -> Counter[tuple[str, str]]:

@@ -123,3 +123,27 @@ def test_kernels_that_align_their_stack_are_walked_by_what_they_keep_of_it(
     # At any instruction of a kernel that keeps its RBX; of one that does not, while it has it.
     assert all(shares[kernel] > 0.98 for kernel in _KEEPING), shares
     assert 0.3 < shares["borrowing_kernel"] < 0.7, shares
+
+
+def test_functions_of_a_stripped_program_are_one_row_each(
+    workload: Callable[..., Path], tmp_path: Path
+) -> None:
+    # GIVEN two programs that differ in their symbols only
+    listing = subprocess.run(
+        ["nm", workload("serving")], capture_output=True, text=True, check=True
+    ).stdout
+    row = next(line for line in listing.splitlines() if line.endswith(" matrix_multiply"))
+    # WHEN the one without is recorded
+    with support.serving(workload("serving", "-Wl,-s")) as process:
+        command = [*support.AIFLAME, "record", "-q", "-p", str(process.pid)]
+        options = ["-d", "2", "-F", "499", "-o", str(tmp_path / "run.aiflame")]
+        subprocess.run([*command, *options], check=True, timeout=120)
+    profile = read_capture(tmp_path / "run.aiflame")
+    # THEN each function is called by where it begins, whichever of its instructions ran
+    names = [function.name for function in profile.functions]
+    own = {name for name in names if name.startswith("[serving-")}
+    wanted = f" fn@{int(row.split()[0], 16):#x}]"
+    (hot,) = [name for name in own if name.endswith(wanted)]
+    assert all(" fn@" in name for name in own)
+    frames = profile.frames[profile.frames["function"] == names.index(hot)]
+    assert len(np.unique(frames["address"])) > 1

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 from aiflame.agent.model.gpu import BUSY_UNKNOWN, DEVICE_READING_DTYPE, NO_SIZE, Device, Tier
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports import FORMATS, ReportOptions
-from browser.chromium import CHROMIUM, Page, browser
+from browser.chromium import Page
 from device_profiles import Launch, device_profile_of
 from profiles import MS, Sample
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 _S = 1_000 * MS
 _GIB = 1 << 30
@@ -49,12 +46,6 @@ def _profile() -> Profile:
         gpu=replace(profile.gpu, readings=readings),
         recording=replace(profile.recording, duration_ns=_SECONDS * _S),
     )
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from aiflame.agent.reports import FORMATS, ReportOptions, View
-from browser.chromium import CHROMIUM, Page, browser
+from browser.chromium import Page
 from device_profiles import (
     Launch,
     Timed,
@@ -18,14 +17,6 @@ from device_profiles import (
     with_times,
 )
 from profiles import MS, Sample
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +51,7 @@ def test_the_page_opens_at_gpu_time(page: Page, report: Path) -> None:
     assert totals["step (train.py:12)"] == "8.000 ms"
     assert totals["step (train.py:19)"] == "12.000 ms"
     assert totals["[unknown launch]"] == "2.000 ms"
-    assert "Attribution of GPU time: 72.00 % exact, 20.00 % shared" in page.text("device-note")
+    assert "Attribution of GPU time: 72.00 % exact, 20.00 % shared" in page.text("graph-note")
     assert page.value("document.getElementById('colors').hidden")
     assert page.value("document.getElementById('thread-choice').hidden")
 
@@ -114,11 +105,11 @@ def test_a_time_range_has_what_ended_in_it(page: Page, tmp_path: Path) -> None:
     report.write_bytes(FORMATS["html"].render(profile, ReportOptions(view=View.GPU_TIME)))
     page.open(report, "#from=0&to=1")
     assert "20.000 ms of GPU time, 0 s to 1 s of 2 s recorded" in page.text("whole")
-    assert "Attribution of GPU time in this time range: 100.00 % exact." in page.text("device-note")
+    assert "Attribution of GPU time in this time range: 100.00 % exact." in page.text("graph-note")
     assert "GPU time 20.000 ms, 0.02 kernels at once" in page.text("range")
     page.open(report, "#from=1&to=2")
     assert _totals(page)["k"] == "8.000 ms"
-    assert "30.00 % exact, 50.00 % shared, 20.00 % unattributed" in page.text("device-note")
+    assert "30.00 % exact, 50.00 % shared, 20.00 % unattributed" in page.text("graph-note")
 
 
 def test_merged_from_the_leaf_kernels_come_first(page: Page, report: Path) -> None:

@@ -13,6 +13,22 @@
 static const struct hooks nobody;
 EXPORTED const struct hooks *_Atomic standin_hooks = &nobody;
 EXPORTED pthread_mutex_t standin_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void take_lock(void)
+{
+	pthread_mutex_lock(&standin_lock);
+}
+
+static void give_lock(void)
+{
+	pthread_mutex_unlock(&standin_lock);
+}
+
+/* A child has the thread that forked alone: nobody else is to hold the lock in it. */
+__attribute__((constructor)) static void watch_forks(void)
+{
+	pthread_atfork(take_lock, give_lock, give_lock);
+}
 EXPORTED _Thread_local uint32_t standin_correlation;
 EXPORTED _Atomic int64_t standin_step_ns;
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiflame.agent.devices import devices, timed
+from aiflame.agent.capture import code_objects
+from aiflame.agent.devices import timed
 from aiflame.agent.kernel import abi, bytecode, loader
 from aiflame.agent.kernel.program_list import MAPS
 from aiflame.agent.kernel.syscalls import MapFacts
@@ -79,6 +80,7 @@ _CONSTANTS = {
     "PYTHON_ENDS_RUN": abi.PYTHON_ENDS_RUN,
     "TABLES_MAX": abi.TABLES_MAX,
     "TABLE_IS_MISSING": abi.TABLE_IS_MISSING,
+    "TABLE_IS_NONE": abi.TABLE_IS_NONE,
     "STACK_COPY_PAGES": abi.STACK_COPY_PAGES,
     "STACK_PAGE_BYTES": abi.STACK_PAGE_BYTES,
     "TABLE_PAGE_SHIFT": PAGE_SHIFT,
@@ -154,6 +156,7 @@ _KERNEL_HALF_ONLY = {
     *("FAIR_POLICIES", "F_MMAPABLE", "F_INNER_MAP", "WINDOW_WORDS", "WINDOW_BELOW_BYTES"),
     *("KNOWN_ADDRESSES", "STEP_ON", "STEP_END", "STEP_CHECK", "HASH_MULTIPLIER", "NS_PER_S"),
     *("LONGEST_TICK_NS", "BPF_LICENSE", "LAUNCH_EVENTS_MAX", "RULE_TABLE_IS_MISSING"),
+    "RULE_GENERATED",
     *("BELLS_MAX", "GAPS_SHIFT"),
 }
 # What the test of searches is about.
@@ -173,7 +176,7 @@ _FIGURES: dict[LossKind, int | tuple[str, str]] = {
     LossKind.PROCESSES_NOT_TIMED: loader._TIMED_PROCESSES_MAX,
     LossKind.KERNEL_TIMES_ADDED_UP: sampler._MAX_TIMES // sampler._FEWEST_SHARES,
     LossKind.GRAPH_BUILDERS_FULL: launch_ids._MOST_BUILDERS,
-    LossKind.DEVICE_CODE_NOT_STORED: devices._MAX_STORED_BYTES // 1_000_000,
+    LossKind.DEVICE_CODE_NOT_STORED: code_objects.MAX_STORED_BYTES // 1_000_000,
 }
 # "of four others"
 _NAMINGS = {"callers.h": {"NAMINGS_MAX": 4}}

@@ -241,6 +241,7 @@ _WHOSE = Labels(
 def test_a_capture_says_whose_processes_were(capture: Path) -> None:
     assert read_capture(capture).labels == ()
     writer = CaptureWriter(capture, is_new=False)
+    assert writer.processes() == read_capture(capture).processes
     writer.put_labels([_WHOSE, None])
     writer.commit()
     writer.close()

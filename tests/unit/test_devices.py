@@ -379,7 +379,7 @@ def test_code_is_stored_once_and_of_a_process_no_more_than_its_part(
     writer: CaptureWriter, table: ProcessTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN kernels of two code objects, of which there is no room for the second
-    monkeypatch.setattr("aiflame.agent.devices.devices._MAX_STORED_BYTES_OF_PROCESS", 100)
+    monkeypatch.setattr("aiflame.agent.capture.code_objects.MAX_STORED_BYTES_OF_PROCESS", 100)
     names = ("one", "two", "large", "none", "other")
     samples = [KernelSample(0, 0, CodeKey(0, None, name, 1), 8, "waiting", 1) for name in names]
     samples[-1] = replace(samples[-1], code=CodeKey(1, None, "other", 1))

@@ -12,7 +12,7 @@ import pytest
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.stretches import Stretches
+from aiflame.agent.fleet.stretches import Stretches, folders_of, keep_kernel_file
 from windows import RandomRecording
 
 _S = 10**9
@@ -48,6 +48,24 @@ def test_the_newest_windows_of_all_stretches(
     # They are the same when they are read again, though there are more by then.
     _record(directory, 1010, seed=2)
     assert [(w.start_ns, w.end_ns) for w in recorded] == every[-windows:]
+
+
+def test_files_of_kernels_that_any_stretch_keeps_are_found(directory: Path) -> None:
+    _record(directory, 1000)
+    recorded = FlightRecorder(directory, 3 * _S)
+    oldest, middle, newest = folders_of(directory)
+    keep_kernel_file(middle, 7, b"seven")
+    keep_kernel_file(newest, 8, b"eight")
+    keep_kernel_file(oldest, 9, b"not of what is wanted")
+    found = {binary: recorded.kept(binary) for binary in (7, 8, 9, 10)}
+    assert (found[9], found[10]) == (None, None)
+    for binary, data in ((7, b"seven"), (8, b"eight")):
+        fd = found[binary]
+        assert fd is not None
+        assert os.read(fd, 99) == data
+        os.close(fd)
+    # They are of the stretch, and are no windows of it.
+    assert len([*FlightRecorder(directory, 99 * _S)]) == 10
 
 
 def test_what_another_agent_recorded_is_not_mixed_in(directory: Path) -> None:

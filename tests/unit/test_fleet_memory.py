@@ -7,9 +7,11 @@ import mmap
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from aiflame.agent.fleet.health import Vitals
+from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryBudget, MemoryUse, measure
 
 _MB = 1_000_000
@@ -60,11 +62,102 @@ def test_who_is_gone_has_nothing() -> None:
     assert measure(None, 0).naming == 0
 
 
-def test_a_budget_is_exceeded_after_some_looks_and_kept_at_once() -> None:
-    budget, much, little = MemoryBudget(), MemoryUse(100, 50, 1, 10**9), MemoryUse(99, 50, 1, 0)
-    looks = [much, much, little, much, much, much, much, little]
-    found = [budget.is_over(use, 150) for use in looks]
-    assert found == [False, False, False, False, False, True, True, False]
+class _Fake:
+    """Keeps 8 of something, halves of that down to 2, and hears what is said."""
+
+    def __init__(self) -> None:
+        self.kept = 8
+        self.said: list[str] = []
+
+    def keep_less(self) -> None:
+        self.kept = max(self.kept // 2, 2)
+
+    def keep_more(self) -> bool:
+        is_less = self.kept < 8
+        self.kept = min(2 * self.kept, 8)
+        return is_less
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def say_seldom(self, event: str, text: str) -> None:
+        assert event == "memory"
+        self.said.append(text)
+
+
+# All have more than 150, and so has the collector of its half; only others; neither.
+_MUCH, _OTHERS, _LITTLE = (
+    MemoryUse(*use, 10**9) for use in ((100, 50, 1), (50, 99, 2), (50, 9, 2))
+)
+# Within the budget, and too near to it for more.
+_NEAR = MemoryUse(74, 50, 1, 0)
+
+
+def _looks(budget: MemoryBudget, use: MemoryUse, count: int) -> list[bool]:
+    return [budget.look(use, 150) for _ in range(count)]
+
+
+@pytest.fixture
+def fake() -> _Fake:
+    return _Fake()
+
+
+@pytest.fixture
+def budget(fake: _Fake) -> MemoryBudget:
+    return MemoryBudget(fake, cast(Log, fake))
+
+
+def test_a_budget_is_exceeded_after_some_looks_and_kept_at_once(
+    budget: MemoryBudget, fake: _Fake
+) -> None:
+    assert _looks(budget, _MUCH, 2) == [False, False]
+    assert _looks(budget, _LITTLE, 1) == [False]
+    assert (_looks(budget, _MUCH, 2), fake.kept) == ([False, False], 8)
+    assert (_looks(budget, _MUCH, 1), fake.kept) == ([True], 4)
+    assert (_looks(budget, _MUCH, 3), fake.kept) == ([True] * 3, 2)
+    assert _looks(budget, _LITTLE, 1) == [False]
+    assert all("helpers end sooner" in text for text in fake.said)
+
+
+def test_where_others_have_the_memory_stacks_are_not_given_up(
+    budget: MemoryBudget, fake: _Fake
+) -> None:
+    assert (_looks(budget, _OTHERS, 3)[-1], fake.kept) == (True, 8)
+
+
+@pytest.mark.parametrize("use", [_LITTLE, _OTHERS], ids=["all have little", "the collector has"])
+def test_what_was_given_up_is_kept_again_step_by_step(
+    budget: MemoryBudget, fake: _Fake, use: MemoryUse
+) -> None:
+    _looks(budget, _MUCH, 4)
+    assert fake.kept == 2
+    # WHEN there is less than the budget, THEN nothing changes for as long as that is not room
+    _looks(budget, _NEAR, 20)
+    assert fake.kept == 2
+    # AND where there is some, each step takes as long as the first; a burst begins that anew
+    _looks(budget, use, 4)
+    _looks(budget, _NEAR, 1)
+    _looks(budget, use, 4)
+    assert fake.kept == 2
+    kept = []
+    for _ in range(12):
+        _looks(budget, use, 1)
+        kept.append(fake.kept)
+    assert kept == [4] * 5 + [8] * 7
+    # AND it is said once, in each of two times
+    said = [text for text in fake.said if "as many stacks are kept as before" in text]
+    assert len(said) == 1
+    _looks(budget, _NEAR, 1)
+    _looks(budget, _MUCH, 3)
+    assert fake.kept == 4
+    _looks(budget, use, 10)
+    assert fake.kept == 8
+    assert len([text for text in fake.said if "as before" in text]) == 2
+
+
+def test_where_nothing_was_given_up_nothing_is_said(budget: MemoryBudget, fake: _Fake) -> None:
+    assert not any(_looks(budget, _LITTLE, 50))
+    assert (fake.kept, fake.said) == (8, [])
 
 
 def test_metrics_say_what_there_is_and_what_there_may_be() -> None:

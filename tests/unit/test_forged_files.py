@@ -22,6 +22,7 @@ from aiflame.agent.symbols.store import Store
 from aiflame.agent.target_files import BadTargetFile, TargetFile
 from aiflame.agent.unwind.build import load
 from aiflame.agent.unwind.table_builder import TableBuilder
+from cfibytes import unwound
 from elfbytes import Elf, Section, Symbol
 from support import wait_until
 
@@ -136,6 +137,21 @@ def test_unwind_rules_are_those_of_the_file_itself(tmp_path: Path, library: Path
         other = _table(tmp_path / "shared", builder, 0, path)
         found = _table(tmp_path / "shared", builder, 1, library)
     assert found == own != other
+
+
+def test_functions_without_a_name_are_those_of_the_file_itself(tmp_path: Path) -> None:
+    # GIVEN two files that differ in their unwind information, or in the list of it, alone
+    address, cache = 0x1030, tmp_path / "cache"
+    for at, functions in enumerate([((0x1000, 64),), ((0x1020, 64),), ((0x1000, 48),), ()]):
+        path = tmp_path / str(at)
+        path.write_bytes(unwound(Elf(build_id=_BUILD_ID), *functions))
+        # WHEN all of them are asked about with one cache
+        with SymbolService(cache) as service:
+            request = Request(str(path), "", np.array([address], np.uint64))
+            (result,) = service.resolve_many([request])
+        # THEN each has its own
+        within = [start for start, size in functions if start <= address < start + size]
+        assert result.nameless_starts == (within or [None])
 
 
 def _opened(path: Path) -> tuple[TargetFile, ElfImage]:

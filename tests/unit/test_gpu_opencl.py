@@ -14,10 +14,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from aiflame.agent.capture.code_objects import StoredCode
+from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.devices.listings import with_listings
 from aiflame.agent.file_questions import BadAnswer, Question
+from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.gpu import Tier
-from aiflame.agent.target_files import BadTargetFile, TargetFile
+from aiflame.agent.model.gpu import GpuProfile, Tier
+from aiflame.agent.model.window import NO_TIME, Timing, Window, rows_of
+from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
+from aiflame.agent.sinks import kernel_files
+from aiflame.agent.sinks.capture import CaptureSink
+from aiflame.agent.sinks.kernel_files import KernelFiles
+from aiflame.agent.symbolize.files import Files, FoundFiles, GivenFiles, OpenFile
+from aiflame.agent.symbols.file_facts import FileFacts
+from aiflame.agent.target_files import BadTargetFile, FileGuard, TargetFile
 from aiflame.gpu.base import CodeKey, CpuSample, Interval, KernelSample, KernelTime
 from aiflame.gpu.opencl import listing as listings
 from aiflame.gpu.opencl.disassembly import Decoded, instructions_of
@@ -275,6 +287,91 @@ def test_listing_has_the_functions_that_were_sampled(
     assert any(line.text.endswith(f" _pocl_kernel_{_NAME}") for line in found.lines)
 
 
+def _captured(
+    path: Path, *windows: Window, files: Files, keep: Callable[[int, bytes], None] | None = None
+) -> GpuProfile:
+    """Returns what a report knows of devices that reads a capture of windows."""
+    writer = CaptureWriter(path)
+    with contextlib.closing(FileFacts(FileGuard(), is_urgent=False)) as facts:
+        kept = KernelFiles(StoredCode(writer.put), files, facts, keep or (lambda *_: None))
+        sink = CaptureSink(writer, kernel_files=kept)
+        for window in windows:
+            sink.put(window)
+    numbers = dict.fromkeys(("started_unix_ns", "recorder_cpu_ns", "recorder_peak_rss_bytes"), 0)
+    writer.put_meta({"aiflame_version": "0", "command": "", "target": "", **numbers})
+    writer.put_meta({"period_ns": 1000, "duration_ns": sink.end_ns})
+    writer.commit()
+    writer.close()
+    return with_listings(read_capture(path)).gpu
+
+
+def _sampled_windows() -> list[Window]:
+    """Two windows of two kernels, each in a file of its own; both are sampled in the first."""
+    builder = WindowBuilder(Bounds())
+    text = builder.text
+    builder.define("processes", rows_of("processes", (0, 9, 1, 0, 0, 0, NO_TIME, 0, 0, 0, 0)))
+    builder.define("devices", rows_of("devices", (0, text("opencl"), text("PoCL"), 2, 0, 0, 10)))
+    builder.define("reasons", rows_of("reasons", (0, text("opencl"), text("issuing"))))
+    for number, name in enumerate((_NAME, "other")):
+        file = (number, text(f"/{name}.so"), text("abc"))
+        builder.define("binaries", rows_of("binaries", file))
+        kernel = (number, 0, text("opencl"), text(name), 0)
+        builder.define("kernels", rows_of("kernels", kernel))
+        builder.define("codes", rows_of("codes", (number, number, number)))
+    found = []
+    for second, codes in ((1, (0, 1)), (2, (1,))):
+        for code in codes:
+            times = (NO_TIME, NO_TIME)
+            row = (0, code, 0, 0, 0, Timing.NONE, *times, 1)
+            builder.add("device_samples", rows_of("device_samples", row))
+        found.append(builder.close(second * 10**9))
+    return found
+
+
+def test_a_capture_of_an_agent_keeps_the_file_and_a_report_lists_it(
+    built: Path, tmp_path: Path
+) -> None:
+    # GIVEN windows of a kernel whose file is there, and of one whose file is not
+    files = GivenFiles()
+    files.add(0, OpenFile(os.open(built, os.O_RDONLY), ""))
+    with contextlib.closing(files):
+        kept: dict[int, bytes] = {}
+        windows = _sampled_windows()
+        gpu = _captured(tmp_path / "run.aiflame", *windows, files=files, keep=kept.__setitem__)
+    # THEN the former has the instructions of its function, from where its offsets begin
+    texts = {line.offset: line.text for line in gpu.instructions}
+    assert {gpu.codes[line.code].kernel for line in gpu.instructions} == {0}
+    assert 0 in texts
+    assert f"call _pocl_kernel_{_NAME}" in texts.values()
+    assert gpu.codes[0].size_bytes > 0
+    assert (gpu.codes[1].size_bytes, gpu.codes[1].object) == (0, None)
+    assert kept == {0: built.read_bytes()}
+    # AND so has what is cut out later of the same windows, when nobody has the file but the agent
+    copy = tmp_path / "kernel-0"
+    copy.write_bytes(kept[0])
+    with (
+        contextlib.closing(FileFacts(FileGuard(), is_urgent=False)) as facts,
+        contextlib.closing(Opener()) as opener,
+        contextlib.closing(
+            FoundFiles(facts, opener, kept=lambda n: None if n else os.open(copy, os.O_RDONLY))
+        ) as found,
+    ):
+        again = _captured(tmp_path / "cut.aiflame", *windows, files=found)
+    assert again.instructions == gpu.instructions
+
+
+def test_a_file_that_is_none_or_another_kernel_s_lists_nothing(built: Path, tmp_path: Path) -> None:
+    # GIVEN files that are not what they were taken for: a process may have changed them
+    (tmp_path / "text").write_text("#!/bin/sh")
+    files = GivenFiles()
+    for binary, path in enumerate((tmp_path / "text", built)):
+        files.add(binary, OpenFile(os.open(path, os.O_RDONLY), ""))
+    with contextlib.closing(files):
+        gpu = _captured(tmp_path / "run.aiflame", *_sampled_windows(), files=files)
+    assert gpu.instructions == ()
+    assert len(gpu.samples) == 3
+
+
 def test_long_listing_keeps_what_is_near_the_samples(
     kernel: KernelFile, descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,3 +474,24 @@ def test_instructions_that_no_parser_finds_are_refused(answer: Any) -> None:
     assert question.checked([[4096, "ret", ""]]) == [Decoded(4096, "ret", "")]
     with pytest.raises(BadAnswer):
         question.checked(answer)
+
+
+def test_files_that_a_process_makes_large_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN two files that are of the size that is kept of one, but not of both
+    monkeypatch.setattr(kernel_files, "_MAX_BYTES_OF_PROCESS", 5_000)
+    files = GivenFiles()
+    for number in (0, 1):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 4_000)
+        files.add(number, OpenFile(os.open(tmp_path / str(number), os.O_RDONLY), ""))
+    kept: dict[int, bytes] = {}
+    with contextlib.closing(files):
+        _captured(tmp_path / "a.aiflame", *_sampled_windows(), files=files, keep=kept.__setitem__)
+        assert len(kept) == 1
+        # AND one that has grown beyond any since it was mapped, which no disk has to hold
+        monkeypatch.undo()
+        os.truncate(tmp_path / "0", 1 << 40)
+        kept.clear()
+        _captured(tmp_path / "b.aiflame", *_sampled_windows(), files=files, keep=kept.__setitem__)
+    assert {number: len(data) for number, data in kept.items()} == {1: 4_000}

@@ -44,3 +44,25 @@ def test_a_program_that_is_not_there_is_refused() -> None:
     with pytest.raises(UsageError, match="no such program") as caught:
         HeldCommand(["./no-such-program"])
     assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_code", "words"),
+    [
+        ("true", 0, ""),
+        ("exit 255", 255, "sh ended with exit code 255"),
+        ("kill -TERM $$", 143, "sh was killed by signal 15 (SIGTERM): exit code 143"),
+        # A real-time signal, which has no name of its own.
+        ("kill -40 $$", 168, "sh was killed by signal 40: exit code 168"),
+    ],
+)
+def test_how_a_command_ended_is_told_as_a_shell_tells_it(
+    script: str, exit_code: int, words: str
+) -> None:
+    command = HeldCommand(["sh", "-c", script])
+    assert (command.exit_code(), command.end_words()) == (None, "")
+    command.release()
+    os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
+    for _ in range(2):  # before and after it is collected
+        assert (command.exit_code(), command.end_words()) == (exit_code, words)
+        command.end()

@@ -203,6 +203,26 @@ def test_exec_takes_the_stack_of_its_caller_away(
     assert stacks.taken_by_exec(kept, is_exec, is_past).tolist() == [False, is_taken, False]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "user", "shown"),
+    [
+        ([_KERNEL], [0x10, 0x21, 0x31], 3),  # a function, start_thread, clone3
+        ([_KERNEL], [0x10, 0x21], 3),  # a walk that ended before clone3
+        ([], [0x20, 0x31], 1),
+        ([], [0x30], 1),  # in clone3 itself
+        ([_KERNEL, _KERNEL], [0x30], 3),
+        ([], [0x10, 0x31], 2),  # another caller
+        ([], [], 0),
+    ],
+)
+def test_a_threads_root_is_the_same_with_clone_and_without(
+    kernel: list[int], user: list[int], shown: int
+) -> None:
+    stacks = RawStacks.of_rows([_row(0, 1, kernel, user)])
+    is_clone, is_start = _flags(stacks, 0x30), _flags(stacks, 0x20)
+    assert stacks.without_clone(stacks.lengths, is_clone, is_start).tolist() == [shown]
+
+
 def test_frames_are_root_first_with_inlined_functions_inside_their_callers() -> None:
     stacks = RawStacks.of_rows(
         [_row(0, 1, [_KERNEL], [0x10, 0x21, 0x31]), _row(1, 1, [], []), _row(2, 1, [], [0x30])]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +17,9 @@ from aiflame.agent.commands import record as verb
 from aiflame.agent.commands.record_options import RecordOptions
 from aiflame.agent.commands.record_output import OutputPlan
 from aiflame.agent.kernel import abi
+from aiflame.agent.processes import procfs
 from aiflame.agent.processes.targets import Target
+from support import wait_until
 
 _S = 10**9
 
@@ -341,3 +345,29 @@ def test_children_of_a_process_are_followed_on_request(recordings: _Recordings) 
     [(_, options, _)] = recordings.asked
     assert options.follow_children
     assert (options.user_stacks, options.kernel_stacks) == (False, True)
+
+
+@pytest.fixture(params=["cat; true", "(cat; true); true"])
+def parent(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """A shell, and how many processes there are below it."""
+    script = str(request.param)
+    count = 1 + script.count("(")
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE) as shell:
+        wait_until(lambda: len(procfs.descendants([shell.pid])) == count)
+        yield shell.pid, count
+
+
+def test_children_that_are_not_recorded_are_said(
+    recordings: _Recordings, parent: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pid, count = parent
+    children, them = ("1 child", "it") if count == 1 else (f"{count} children", "them")
+    assert cli.main(["record", "-p", str(pid)]) == 0
+    words = f"{children} of sh (pid {pid})"
+    assert capsys.readouterr().err == f"note: {words} not recorded: -s includes {them}\n"
+    # WHEN the user has decided, or asked for quiet, THEN nothing is said
+    for options in (["-s"], ["--no-subprocesses"], ["-q"]):
+        assert cli.main(["record", "-p", str(pid), *options]) == 0
+    assert capsys.readouterr().err == ""
+    followed = [len(target.existing_pids()) for target, *_ in recordings.asked]
+    assert followed == [1, 1 + count, 1, 1]

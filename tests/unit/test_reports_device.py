@@ -446,7 +446,7 @@ def test_stats_have_the_tables_of_devices() -> None:
     assert wall["Calls of device APIs"].whole == "88 kernel launches, 44.0 a second"
     assert wall["Memory copies"].rows == (("5", "5.00", "1.000", "to device"),)
     assert wall["GPU waits by CPU stack"].rows == (
-        *(("300.00", "100.0 %", "9", "clFinish < main"),),
+        *(("300.00", "100.0 %", "9", "main", "clFinish < main"),),
     )
     assert wall["Blocked time by cause"].rows[0][3] == "GPU wait"
 

@@ -218,7 +218,7 @@ def test_the_page_opens_as_asked_and_only_with_what_there_is() -> None:
     assert (settings["view"], settings["color"]) == ("gpu", "stall")
     page = _page(small_profile())
     assert (_settings(page)["view"], list(_settings(page)["sets"])) == ("wall", ["time"])
-    assert "No device API calls were seen in the recorded processes." in page
+    assert "No device API calls" not in page
     assert 'id="data-device"' not in page
 
 

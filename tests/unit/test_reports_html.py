@@ -386,6 +386,32 @@ def test_totals_and_matches_count_nested_frames_once() -> None:
     assert run_model(page_of(profile), f"m.matchedTime(at('wall'), {matches}, 0)") == 5 * MS
 
 
+_CHARGED = """((t) => {
+    const charged = m.chargedNodes(t, data.rank);
+    const own = m.totalsByLabel(t, charged).own;
+    const waits = m.waitsByLabel(t, data, null, charged);
+    return data.names.map((n, i) => [n, own[i], [...(waits.get(i) || [])]]).filter((row) => row[1]);
+})(at('wall'))"""
+
+
+@needs_node
+def test_waits_are_charged_as_in_the_tables_of_stats() -> None:
+    wait = "main;[p]consume@/app/a.py:3;[p]get@/usr/lib/python3.11/queue.py:9;[i]eval;[k]futex_wait"
+    profile = profile_of(
+        Sample(f"{wait};[k]schedule;[k]__schedule", 30 * MS, SampleClass.BLOCKED),
+        Sample("main;[p]consume@/app/a.py:3", 5 * MS),
+        Sample("main;[p]consume@/app/a.py:3;gemm", 2 * MS, SampleClass.PREEMPTED),
+        Sample("main;[k]clear_page", 7 * MS),
+        Sample("[k]kthread;[k]worker_thread;[k]schedule", 3 * MS, SampleClass.BLOCKED),
+    )
+    assert run_model(page_of(profile), _CHARGED) == [
+        ["clear_page", 7 * MS, []],
+        ["consume (a.py:3)", 35 * MS, [["lock (futex_wait)", 30 * MS]]],
+        ["gemm", 2 * MS, [["preempted", 2 * MS]]],
+        ["worker_thread", 3 * MS, [["other", 3 * MS]]],
+    ]
+
+
 @needs_node
 def test_narrow_merged_frames_are_counted_where_they_stop() -> None:
     profile = profile_of(Sample("a;wide", 99 * MS), Sample("b;narrow", MS))

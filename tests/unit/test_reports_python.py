@@ -29,7 +29,8 @@ def _tables(profile: Profile, view: View = View.WALL, limit: int = 10) -> dict[s
 
 
 def _times(table: Table) -> list[tuple[str, str, str]]:
-    return [(row[0], row[2], row[4]) for row in table.rows]
+    named = -1 if "lines" in table.title else 4
+    return [(row[0], row[2], row[named].rpartition("/")[2]) for row in table.rows]
 
 
 def test_golden_tables() -> None:
@@ -97,9 +98,9 @@ def test_recursion_counts_once_a_stack() -> None:
 
 def test_a_view_counts_its_own_time_but_the_gil_all() -> None:
     found = _tables(python_profile(), View.CPU)
-    names = [row[4] for row in found["Top Python lines, CPU time"].rows]
-    assert "train.py:12" in names
-    assert "pool.py:7" not in names
+    places = [row[-1] for row in found["Top Python lines, CPU time"].rows]
+    assert "/app/train.py:12" in places
+    assert "/app/pool.py:7" not in places
     assert found["GIL by thread, ms"] == _tables(python_profile())["GIL by thread, ms"]
 
 
@@ -136,9 +137,9 @@ def test_no_tables_about_python_where_there_is_none() -> None:
 @pytest.mark.parametrize(
     ("frames", "first"),
     [
-        (Frames.BOTH, ("700.00", "hrtimer_nanosleep")),
+        (Frames.BOTH, ("700.00", "time_sleep")),
         (Frames.PYTHON, ("1,000.00", "Pool.work")),
-        (Frames.NATIVE, ("700.00", "hrtimer_nanosleep")),
+        (Frames.NATIVE, ("700.00", "time_sleep")),
     ],
 )
 def test_top_functions_are_of_the_chosen_frames(frames: Frames, first: tuple[str, str]) -> None:

@@ -11,18 +11,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from aiflame.agent.commands import stats as verb
-from aiflame.agent.model.profile import WAIT_DTYPE, Loss, Profile, SampleClass, StopReason, Thread
-from aiflame.agent.reports.base import TIME_VIEWS, View
-from aiflame.agent.reports.facts import missing_line, warnings
+from aiflame.agent.commands.record_summary import sample_lines
+from aiflame.agent.model.profile import (
+    ALL_PROCESSES,
+    WAIT_DTYPE,
+    Binary,
+    Loss,
+    Profile,
+    SampleClass,
+    StopReason,
+    Thread,
+)
+from aiflame.agent.reports import FORMATS
+from aiflame.agent.reports.base import TIME_VIEWS, Merge, ReportOptions, View
+from aiflame.agent.reports.facts import generated_line, missing_line, warnings
+from aiflame.agent.reports.merge import options_for
 from aiflame.agent.reports.stats import tables
 from aiflame.agent.reports.table import Table
 from goldens import assert_golden
 from profiles import (
     MS,
+    RECORDING,
     Sample,
     deep_profile,
     empty_profile,
     hostile_profile,
+    process,
     profile_of,
     small_profile,
 )
@@ -54,8 +68,8 @@ def _printed(
 def test_self_is_the_leafs_and_recursion_counts_once() -> None:
     profile = profile_of(Sample("main;walk;walk;walk", 30 * MS), Sample("main;walk", 10 * MS))
     assert _table(profile, "Top functions").rows == (
-        ("40.00", "100.0 %", "40.00", "100.0 %", "walk", "server"),
-        ("0.00", "0.0 %", "40.00", "100.0 %", "main", "server"),
+        ("40.00", "100.0 %", "40.00", "100.0 %", "walk", "", "server"),
+        ("0.00", "0.0 %", "40.00", "100.0 %", "main", "", "server"),
     )
 
 
@@ -123,6 +137,7 @@ def test_modules_that_cut_stacks_are_weighed_by_time() -> None:
 @pytest.mark.parametrize("make", [empty_profile, hostile_profile, deep_profile, small_profile])
 @pytest.mark.parametrize("view", [view.value for view in View])
 def test_every_line_fits_and_is_plain(make, view, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     out = _printed(make(), monkeypatch, capsys, "--view", view)
     assert max(map(cell_len, out.splitlines())) <= 100
     assert "\x1b" not in out
@@ -141,10 +156,158 @@ def test_names_are_not_markup(monkeypatch, capsys) -> None:
 
 
 def test_sentences_wrap_instead_of_being_cut(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     loss = replace(small_profile().losses[0], meaning="word " * 50 + "cure")
     out = _printed(replace(small_profile(), losses=(loss,)), monkeypatch, capsys)
     assert out.count("word") == 50
     assert "cure\n" in out
+
+
+_LONG_NAME = "at::native::" + "Vectorized<float>::" * 20 + "run"
+
+
+@pytest.mark.parametrize("columns", ["", "0", "60", "100", "400"])
+def test_names_are_whole_and_paths_lose_their_head(columns: str, monkeypatch, capsys) -> None:
+    # GIVEN a thread, a C++ function and a line of Python with long names
+    monkeypatch.setenv("COLUMNS", columns)
+    path = "/srv/app/py/v311/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py"
+    profile = profile_of(
+        Sample("", 9 * MS, frames=("main", _LONG_NAME)),
+        Sample(f"[p]_worker_loop@{path}:334", 5 * MS),
+        threads=(Thread(0, 4_194_303, "pt_data_worker5", MS, MS),),
+    )
+    # WHEN its tables are printed
+    lines = _printed(profile, monkeypatch, capsys).splitlines()
+    # THEN all that identifies a row is there, however wide the terminal is
+    assert _LONG_NAME in "".join(line.strip() for line in lines)
+    assert any("pt_data_worker5" in line for line in lines)
+    assert any("(4194303)" in line for line in lines)
+    (row,) = (line for line in lines if "worker.py:334" in line)
+    assert path in row if columns in ("", "0", "400") else "\u2026/" in row
+    if columns in ("100", "400"):  # numbers alone have more than 60
+        assert max(map(cell_len, lines)) <= int(columns)
+
+
+def _charged(profile: Profile, *, is_raw: bool = False) -> list[tuple[str, ...]]:
+    found = tables(profile, View.WALL, 10, is_raw=is_raw)[0]
+    return [(row[0], *row[4:-1]) for row in found.rows if row[0] != "0.00"]
+
+
+def _in(profile: Profile, **path_of: str) -> Profile:
+    """The profile, with functions in binaries of their own."""
+    start = len(profile.binaries)
+    number = {name: start + i for i, name in enumerate(path_of)}
+    return replace(
+        profile,
+        binaries=(*profile.binaries, *(Binary(path, "") for path in path_of.values())),
+        functions=tuple(
+            replace(f, binary=number[f.name]) if f.name in number else f for f in profile.functions
+        ),
+    )
+
+
+_QUEUE = "/usr/lib/python3.11/queue.py"
+
+
+@pytest.mark.parametrize(
+    ("stack", "charged"),
+    [
+        ("main;poll;[k]do_sys_poll;[k]schedule_timeout;[k]__schedule", "main"),
+        (f"main;[p]consume@/app/a.py:3;[p]get@{_QUEUE}:9;sem_wait;[k]__schedule", "consume"),
+        ("main;[p]consume@/usr/lib/python3.11/site-packages/a.py:3;poll", "consume"),
+        # Nobody's own code: a pool's thread, libc's, one of the kernel.
+        (f"clone3;[p]get@{_QUEUE}:9;sem_wait;[k]__schedule", "get"),
+        ("clone3;sem_wait;[k]futex_wait;[k]__schedule", "sem_wait"),
+        ("[k]kthread;[k]worker_thread;[k]schedule;[k]__schedule", "worker_thread"),
+        ("[k]__schedule", "__schedule"),
+    ],
+)
+def test_waits_are_charged_to_the_readers_own_code(stack: str, charged: str) -> None:
+    libc = "/usr/lib/x86_64-linux-gnu/libc.so.6"
+    profile = _in(
+        profile_of(Sample(stack, 10 * MS, SampleClass.BLOCKED)),
+        **{"poll": libc, "sem_wait": libc, "clone3": libc},
+    )
+    assert [row[:2] for row in _charged(profile)] == [("10.00", charged)]
+    # WHEN all is asked for, THEN it is of the innermost function
+    leaf = stack.rpartition(";")[2].removeprefix("[k]")
+    assert _charged(profile, is_raw=True) == [("10.00", leaf)]
+
+
+def test_time_on_the_cpu_is_of_the_innermost_function() -> None:
+    profile = profile_of(Sample("main;[k]clear_page", 10 * MS))
+    assert _charged(profile) == [("10.00", "clear_page", "")]
+
+
+def test_what_a_row_waited_for_stands_beside_it() -> None:
+    wait = "main;[k]do_nanosleep;[k]schedule;[k]__schedule"
+    profile = profile_of(
+        Sample(wait, 60 * MS, SampleClass.BLOCKED),
+        Sample("main;[k]pipe_read;[k]schedule", 9 * MS, SampleClass.BLOCKED),
+        Sample(wait, 21 * MS, SampleClass.WAITING_TO_RUN),
+        Sample("main", 10 * MS),
+    )
+    assert _charged(profile) == [
+        ("100.00", "main", "60 % sleep (do_nanosleep), 21 % waiting to run")
+    ]
+
+
+def _build(target: str) -> Profile:
+    """A make with two compilers, of which one was a shell before, in a container and out of it."""
+    names = (("make", 10), ("sh", 11), ("cc1", 11), ("cc1", 12))
+    ids = ("a" * 64, "a" * 64, "a" * 64, "")
+    processes = tuple(
+        replace(process(pid, name), container_id=container)
+        for (name, pid), container in zip(names, ids, strict=True)
+    )
+    threads = tuple(Thread(i, pid, name, 0, 0) for i, (name, pid) in enumerate(names))
+    return profile_of(
+        Sample("wait", 90 * MS, SampleClass.BLOCKED),
+        Sample("exec", MS, thread=1),
+        Sample("main;parse", 30 * MS, thread=2),
+        Sample("main;parse", 20 * MS, thread=3),
+        processes=processes,
+        threads=threads,
+        recording=replace(RECORDING, target=target),
+    )
+
+
+@pytest.mark.parametrize(
+    ("merge", "target", "rows"),
+    [
+        (None, "make (pid 10)", {}),
+        (Merge.NONE, ALL_PROCESSES, {}),
+        (None, ALL_PROCESSES, {"cc1": ("50.00", "2"), "make": ("0.00", "1"), "sh": ("1.00", "1")}),
+        (
+            Merge.PROCESS,
+            ALL_PROCESSES,
+            {"cc1 (11)": ("31.00", "2"), "cc1 (12)": ("20.00", "1"), "make (10)": ("0.00", "1")},
+        ),
+        (Merge.CGROUP, "make (pid 10)", {"/": ("51.00", "4")}),
+        (
+            Merge.CONTAINER,
+            "make (pid 10)",
+            {"aaaaaaaaaaaa": ("31.00", "3"), "[no container]": ("20.00", "1")},
+        ),
+    ],
+)
+def test_processes_come_together(merge: Merge | None, target: str, rows: dict) -> None:
+    profile = _build(target)
+    titles = {f"Time by {one.value}, ms" for one in Merge}
+    found = [t for t in tables(profile, View.WALL, 10, merge=merge) if t.title in titles]
+    assert {row[-1]: (row[0], row[4]) for table in found for row in table.rows} == rows
+    # The same in a flame graph: each is one root, and no time is lost.
+    text = FORMATS["folded"].render(profile, ReportOptions(merge=merge)).decode()
+    roots = {line.partition(";")[0] for line in text.splitlines()}
+    assert roots == (set(rows) or {"make (10)", "sh (11)", "cc1 (11)", "cc1 (12)"})
+    assert sum(int(line.rpartition(" ")[2]) for line in text.splitlines()) == 141 * MS
+
+
+def test_the_longest_waits_name_the_line_of_python() -> None:
+    stack = f"main;[p]consume@/app/a.py:3;[p]get@{_QUEUE}:9;[k]futex_wait;[k]__schedule"
+    profile = profile_of(Sample(stack, 10 * MS, SampleClass.BLOCKED))
+    profile = _with_waits(profile, (0, 0, 0, 10 * MS, 0))
+    assert _table(profile, "Longest waits").rows[0][-1] == "consume (a.py:3)"
 
 
 def test_an_encoding_that_lacks_a_name_prints_the_rest(monkeypatch) -> None:
@@ -198,3 +361,47 @@ def _kept(on_ms: int, off_ms: int, *names: str) -> Profile:
 def test_losses_are_said_as_time(profile: Profile, line: str) -> None:
     assert missing_line(profile) == line
     assert bool(line) == any("is missing" in warning for warning in warnings(profile))
+
+
+def _java(*ends: StopReason) -> Profile:
+    """A second of compiled code for each stop reason, and a wait."""
+    samples = [Sample("compiled", 1000 * MS, end=end) for end in ends]
+    wait = Sample("waiting", 9000 * MS, SampleClass.BLOCKED, end=StopReason.NO_TABLE)
+    profile = profile_of(*samples, wait)
+    functions = tuple(replace(function, binary=None) for function in profile.functions)
+    jvm = Binary("/usr/lib/jvm/java-17/lib/server/libjvm.so", "")
+    return replace(profile, functions=functions, binaries=(*profile.binaries, jvm))
+
+
+def test_java_without_frame_pointers_is_told_what_cures_it() -> None:
+    profile = _java(
+        StopReason.NO_TABLE, StopReason.NO_TABLE, StopReason.ROOTED, StopReason.TOO_DEEP
+    )
+    line = generated_line(profile)
+    assert line.startswith("50.00 % of CPU time is truncated in generated code")
+    assert line.endswith("-XX:+PreserveFramePointer")
+    assert f"{line}." in warnings(profile) and f"{line}." in [*sample_lines(profile)]
+    # Not where nothing on the CPU is truncated so, nor of other programs.
+    whole = _java(StopReason.ROOTED)
+    other = replace(profile, binaries=profile.binaries[:-1])
+    for silent in (whole, other):
+        assert generated_line(silent) == ""
+        assert not any("PreserveFramePointer" in text for text in warnings(silent))
+
+
+@pytest.mark.parametrize("view", [View.WALL, View.OFFCPU])
+def test_a_wait_whose_time_is_in_later_seconds_is_no_error(view: View) -> None:
+    """A time range has the number of such waits, and none of their time."""
+    profile = profile_of(
+        Sample("main;poll;[k]ep_poll", 0, SampleClass.BLOCKED), Sample("main;work", 5 * MS)
+    )
+    assert tables(profile, view, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "view"), [("html", View.CPU), ("folded", View.WALL), ("svg", View.WALL)]
+)
+def test_only_a_page_of_all_processes_opens_with_cpu_time(name: str, view: View) -> None:
+    recording = replace(small_profile().recording, target=ALL_PROCESSES)
+    assert options_for(replace(small_profile(), recording=recording), name).view is view
+    assert options_for(small_profile(), name).view is View.WALL

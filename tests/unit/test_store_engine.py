@@ -350,6 +350,15 @@ _LIBC = ("pthread_cond_wait", FrameKind.NATIVE, "/usr/lib/x86_64-linux-gnu/libc.
             ],
             "get",
         ),
+        # nobody's code but Python's library
+        (
+            [
+                ("_worker", FrameKind.PYTHON, "/usr/lib/python3.11/concurrent/futures/thread.py"),
+                _LIBC,
+                *_KERNEL,
+            ],
+            "_worker",
+        ),
         # names that begin alike are others'
         ([("wait", FrameKind.NATIVE, "/opt/libcuda.so.1"), _LIBC, *_KERNEL], "wait"),
         ([("wait", FrameKind.NATIVE, "/opt/python-sampler"), _LIBC, *_KERNEL], "wait"),

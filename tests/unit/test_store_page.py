@@ -118,6 +118,78 @@ def test_what_devices_did_has_its_labels_and_time(store: DirectoryEngine) -> Non
     assert {*(profile.gpu.samples["interval"] // _WINDOW_S).tolist()} == {*range(6)}
 
 
+def test_a_difference_merges_versions_and_tells_both_shares(
+    store: DirectoryEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN two versions with other lines, in other folders; the second loads more
+    for host in range(12):
+        for version, load, line in (("1", 200, 5), ("2", 400, 9)):
+            folder = f"/opt/app-{version}"
+            profile = literal_profile(
+                Sample(
+                    f"main;[p]run@{folder}/a.py:{line}", (1_000 - load) * MS, count=1_000 - load
+                ),
+                Sample(f"main;[p]load@{folder}/b.py:{line}", load * MS, count=load),
+            )
+            for window in range(int(version)):
+                _add(store, profile, window, node=f"n{host}", version=version)
+    name = store.name
+    store.close()
+
+    def diff(*words: str) -> tuple[int, str, str]:
+        sides = ["--service", "train", "--base", "version=1", "--new", "version=2"]
+        code = cli.main(["query", "diff", "--store", name, *sides, *words])
+        return (code, *capsys.readouterr())
+
+    # THEN folded text has one line for both, base scaled to the whole of new
+    code, out, _ = diff("-f", "folded", "-o", "-")
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            f"train;main;load (b.py)_[p] {4_800 * MS} {9_600 * MS}",
+            f"train;main;run (a.py)_[p] {19_200 * MS} {14_400 * MS}",
+        ],
+    )
+    # AND a page is written beside the table, also where growth fails
+    page = tmp_path / "diff.html"
+    code, out, err = diff("-o", str(page), "--fail-on", "+2%")
+    assert (code, "load grew by +20.00 points" in err, "+20.00" in out) == (1, True, True)
+    text = page.read_text()
+    assert "<title>aiflame: train, version 2 against version 1</title>" in text
+    assert "of CPU time of new (version 2), of base (version 1) 12.000 s" in text
+    # AND what cannot be written is refused before anything is asked
+    assert diff("-o", str(page))[0] == 2, "it is not replaced"
+    assert diff("-o", str(tmp_path / "diff.pb.gz"))[0] == 2, "pprof compares by itself"
+    assert diff("-f", "svg")[0] == 2, "of no file"
+
+
+def _ns_by_root(profile: Profile) -> Counter[str]:
+    """Time by the outermost function of stacks."""
+    found: Counter[str] = Counter()
+    first = profile.stacks.frames[profile.stacks.offsets[:-1]]
+    for stack, ns in profile.samples[["stack", "ns"]].tolist():
+        function = profile.functions[profile.frames["function"][first[stack]]]
+        found[function.name] += ns
+    return found
+
+
+def test_a_difference_says_what_is_left_out(store: DirectoryEngine) -> None:
+    _add(store, small_profile(), 0, version="1")
+    _add(store, small_profile(), 0, version="2", node="n")
+    sides = [replace(_ALL, labels={"version": (v,)}, classes=("on_cpu",)) for v in "12"]
+    whole = profiles.difference_of(store, *sides, 100)
+    some = profiles.difference_of(store, *sides, 1)
+    stacks = len(whole.profile.samples) // 2
+    assert (whole.left_out, some.left_out) == (0, stacks - 1)
+    # What is left out is a part of its side: what stays has the share that it had.
+    ns = _ns_by_root(some.profile)
+    assert sum(ns.values()) == sum(_ns_by_root(whole.profile).values())
+    assert ns[profiles.LIGHTER_STACKS] == some.left_out_ns > 0
+    assert any(name == "left out" for name, _ in some.profile.recording.facts)
+    # Losses of the hosts of both sides, each once.
+    assert {(loss.name, loss.count) for loss in whole.profile.losses} == {("stacks_full", 6)}
+
+
 def test_labels_of_one_value_are_none(store: DirectoryEngine) -> None:
     _add(store, literal_profile(Sample("main;a", 9 * MS)), 0, pod="x")
     _add(store, literal_profile(Sample("main;a", 9 * MS)), 1, pod="x")

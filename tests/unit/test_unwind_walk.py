@@ -188,6 +188,21 @@ def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTa
     assert found.end == WalkEnd.ROOTED
 
 
+def test_a_frame_in_generated_code_leads_to_what_no_call_precedes(library: UnwindTable) -> None:
+    # GIVEN a leaf and a caller in generated code, and a stale return address on top of the stack
+    words = {0: code(PLAIN), 32: STACK + 64, 40: JIT + 9, 64: 0, 72: code(ROOT)}
+    found = walk(library, words, (JIT, 0, STACK + 32))
+    assert addresses(found) == [JIT, JIT + 9, code(ROOT)]
+    assert found.end == WalkEnd.ROOTED
+    # WHEN the leaf is in a file, or what RBP points at is no frame, THEN it has to follow a call
+    found = walk(library, words, (code(NO_CFI), 0, STACK + 32))
+    assert addresses(found)[:2] == [code(NO_CFI), code(PLAIN)]
+    found = walk(library, words | {32: STACK + 65}, (JIT, 0, STACK + 32))
+    assert addresses(found)[:2] == [JIT, code(PLAIN)]
+    found = walk(library, words | {40: code(ROOT, 9)}, (JIT, 0, STACK + 32))
+    assert (addresses(found), found.end) == ([JIT], WalkEnd.NO_TABLE)
+
+
 @pytest.mark.parametrize(
     ("words", "registers", "end", "depth"),
     [

@@ -79,7 +79,7 @@ class World(NamedTuple):
         ]
 
 
-# Eight bytes each, of all that heuristics look for: calls of each form at the end, and returns.
+# Eight bytes each, of all that heuristics look for: calls of each form at the end, ways in and out.
 _INSTRUCTIONS = [
     bytes.fromhex(text.replace(" ", ""))
     for text in (
@@ -97,6 +97,11 @@ _INSTRUCTIONS = [
         "ff d0 5d c3 90 90 ff d0",
         "48 83 c4 18 c3 90 90 90",
         "48 83 c4 08 c3 90 ff d0",
+        "55 48 89 e5 90 90 90 90",
+        "55 48 8b ec 90 90 ff d0",
+        "48 89 e5 90 90 90 90 90",
+        "48 8b ec e8 00 00 00 00",
+        "ff d0 55 48 89 e5 90 90",
         "90 90 90 90 90 90 90 90",
     )
 ]

@@ -196,6 +196,12 @@ def test_less_is_kept_where_there_is_little_memory_and_what_is_used_stays() -> N
         builder.keep_less()
         kept = [number for number in range(20_000) if builder.is_kept("stacks", number)]
         assert kept == [*range(20_000 - least, 20_000)]
+    # AND where there is more again, as many as at first
+    assert [builder.keep_more() for _ in range(4)] == [True, True, True, False]
+    for number in range(20_000, 50_000):
+        row = (number, 1 << 32, 0, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
+        builder.define("stacks", rows_of("stacks", row), addresses)
+    assert [n for n in range(50_000) if builder.is_kept("stacks", n)] == [*range(30_000, 50_000)]
 
 
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:

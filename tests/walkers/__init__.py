@@ -95,9 +95,11 @@ class KernelWalkers:
         for number, mapping in enumerate(sorted(code)):
             row = slots[number + 1]
             row["start"], row["end"] = mapping.start, mapping.end
-            if mapping.table is not None and not has_tables:
+            if mapping.table is None:
+                row["table"] = abi.TABLE_IS_NONE
+            elif not has_tables:
                 row["table"] = abi.TABLE_IS_MISSING
-            elif mapping.table is not None:
+            else:
                 words.append((number, kernel_words(mapping.table)))
                 bias = mapping.bias + (mapping.table.base_page << PAGE_SHIFT)
                 row["bias"] = bias & _ALL_BITS

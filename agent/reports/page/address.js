@@ -31,8 +31,11 @@ function readAddress(settings, dataOf) {
     view,
     color: oneOf("color", ["stall", "frame"], settings.color),
     mode: mode === "sandwich" && fn === null ? "flame" : mode,
-    frames: oneOf("frames", Object.keys(settings.sets.time.hidden_kinds), settings.frames),
+    frames: oneOf("frames", Object.keys(dataOf(view).hidden_kinds), settings.frames),
     hideImports: oneOf("imports", ["0", "1"], settings.hide_imports ? "0" : "1") === "0",
+    merge: oneOf("merge", ["none", ...MERGES], settings.merge),
+    idle: oneOf("idle", ["0", "1"], settings.idle ? "1" : "0") === "1",
+    raw: given.get("raw") === "1",
     fn,
     range: bucketsOf(settings.time, given.get("from"), given.get("to")),
     filters: settings.fleet ? knownFilters(settings.fleet.labels, (name) => given.getAll(name)) : {},
@@ -50,6 +53,9 @@ function writeAddress(state, settings, isStep) {
   if (state.mode !== firstMode(settings)) kept.set("mode", state.mode);
   if (state.frames !== settings.frames) kept.set("frames", state.frames);
   if (state.hideImports !== settings.hide_imports) kept.set("imports", state.hideImports ? "0" : "1");
+  if (state.merge !== settings.merge) kept.set("merge", state.merge);
+  if (state.idle !== settings.idle) kept.set("idle", state.idle ? "1" : "0");
+  if (state.raw) kept.set("raw", "1");
   if (state.fn !== null) kept.set("fn", state.fn);
   if (state.range) {
     const [from, to] = state.range.map((bucket) => settings.time.start_s + bucket * settings.time.width_s);

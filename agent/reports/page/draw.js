@@ -11,7 +11,7 @@ const MIN_CHARS = 3;
 
 class Graph {
   // `rises`: the root is at the bottom. `faces`: {names, on, off, hit} by label, colours as CSS; with
-  // `byStall`, colours are those of device.js.
+  // `byStall`, colours are those of device.js, with `difference` those of difference.js.
   constructor(pane, faces, { rises, label, onHover, onZoom, onSelect }) {
     this.pane = pane;
     this.faces = faces;
@@ -148,13 +148,13 @@ class Graph {
     const width = box.width - gap;
     const total = tree.total[box.node];
     const offShare = total > 0 ? tree.off[box.node] / total : 0;
-    const stall = faces.byStall ? stallFace(faces, tree, box.node) : null;
+    const face = this.faceOf(box.node);
     pen.globalAlpha = box.isPath ? 0.6 : 1;
     if (this.isHit(label)) {
       pen.fillStyle = faces.hit;
       pen.fillRect(box.x, y, width, ROW_PX - 1);
     } else {
-      pen.fillStyle = stall ? stall.fill : label < 0 ? faces.whole[0] : faces.on[label];
+      pen.fillStyle = face ? face.fill : label < 0 ? faces.whole[0] : faces.on[label];
       pen.fillRect(box.x, y, width * (1 - offShare), ROW_PX - 1);
       pen.fillStyle = label < 0 ? faces.whole[1] : faces.off[label];
       pen.fillRect(box.x + width * (1 - offShare), y, width * offShare, ROW_PX - 1);
@@ -162,8 +162,15 @@ class Graph {
     pen.globalAlpha = 1;
     const columns = Math.floor((box.width - 2 * TEXT_PAD_PX) / this.charPx);
     if (box.more || columns < MIN_CHARS) return;
-    pen.fillStyle = stall && !this.isHit(label) ? stall.ink : faces.ink;
+    pen.fillStyle = face && !this.isHit(label) ? face.ink : faces.ink;
     pen.fillText(fitted(this.nameOf(box.node), columns), box.x + TEXT_PAD_PX, y + ROW_PX / 2, box.width - TEXT_PAD_PX);
+  }
+
+  // The colours of a node, where they are not those of what its frame is.
+  faceOf(node) {
+    const { faces, tree } = this;
+    if (faces.difference) return changeFace(faces.difference, changeOf(faces.difference, timesAt(tree, node)));
+    return faces.byStall ? stallFace(faces, tree, node) : null;
   }
 
   paintOutline(pen, box, width) {

@@ -25,12 +25,15 @@ class Legend {
     this.body.replaceChildren();
     const { view, color } = this.page.state;
     const isDevice = isOfDevices(view);
-    byId("legend-note").textContent = !isDevice
+    byId("legend-note").textContent = view === "difference"
+      ? "How a frame's share of all time, with what it calls, has changed from base to new. Widths are of new."
+      : !isDevice
       ? "Warm part of a frame: its time on a CPU. Blue part: its time off the CPU."
       : view === "gpu" && color === "stall"
         ? "A device frame has the colour of its largest category, the stronger the larger its share; frames of the CPU are pale."
         : "Colours say what a frame is.";
-    if (!isDevice) this.showTimes();
+    if (view === "difference") this.showChanges();
+    else if (!isDevice) this.showTimes();
     else if (view === "gpu" && color === "stall") this.showStalls();
     else this.showKinds();
   }
@@ -49,6 +52,15 @@ class Legend {
       for (const [kind, ns] of [...byKind].sort((a, b) => b[1] - a[1])) {
         this.add(settings.off_fills[data.kinds[kind].category][middle], "off CPU: " + data.kinds[kind].name, ns);
       }
+    }
+  }
+
+  showChanges() {
+    const { difference } = this.page.faces;
+    for (const part of [1, 0.5, 0, -0.5, -1]) {
+      const change = part * difference.most;
+      const words = part > 0 ? ": grew" : part < 0 ? ": shrank" : ": unchanged";
+      this.add(changeFace(difference, change).fill, points(change) + words, null);
     }
   }
 

@@ -5,13 +5,19 @@
 // time of node i and all below it in class k (0 on-CPU, 1 blocked, 2 waiting to run, 3 preempted).
 // Times are float64, which is exact up to 2^53 ns, 104 days. Of device samples, classes are the
 // categories of stalls, and what is called time is a number of samples. Of GPU time, classes are how
-// sure its launching stacks are.
+// sure its launching stacks are. Of a difference, they are the two sides; see difference.js.
 "use strict";
 
-const VIEW_CLASSES = { wall: [0, 1, 2, 3], cpu: [0], offcpu: [1, 2, 3], gpu: [0, 1, 2, 3, 4, 5, 6, 7, 8], gputime: [0, 1, 2] };
+const VIEW_CLASSES = { wall: [0, 1, 2, 3], cpu: [0], offcpu: [1, 2, 3], gpu: [0, 1, 2, 3, 4, 5, 6, 7, 8], gputime: [0, 1, 2], difference: [0] };
+// Classes whose nodes a merged tree has: of a difference also those of width 0, which only base has.
+const keptClasses = (view) => (view === "difference" ? [0, 1] : VIEW_CLASSES[view]);
+const KIND_MARKER = 3; // as in FrameKind
+// As Rank in own_code.py, after 0 for what aiflame made.
+const RANK_SCHEDULER = 1;
+const RANK_LIBRARY = 3;
 // The data set of a view.
-const setOf = (view) => ({ gpu: "device", gputime: "gputime" })[view] || "time";
-const isOfDevices = (view) => setOf(view) !== "time";
+const setOf = (view) => ({ gpu: "device", gputime: "gputime", difference: "difference" })[view] || "time";
+const isOfDevices = (view) => ["device", "gputime"].includes(setOf(view));
 
 async function inflate(base64) {
   const packed = Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
@@ -132,10 +138,34 @@ function hiddenLabels(data, frames, hideImports) {
     kinds.includes(kind) || (hideImports && data.is_import[label]) ? 1 : 0);
 }
 
+// Adds to the labels of a data set those that processes have where some are one. `groups` has by
+// choice {names, of: Map of a process's own name to the number of its new one}. Returns by choice the
+// label that stands for each label.
+function addGroups(data, groups) {
+  const renames = {};
+  for (const [merge, { names, of }] of Object.entries(groups)) {
+    const own = data.names.flatMap((name, label) => (of.has(name) && data.kind[label] === KIND_MARKER ? [label] : []));
+    const first = data.names.length;
+    renames[merge] = Int32Array.from({ length: first }, (_, label) => label);
+    for (const label of own) renames[merge][label] = first + of.get(data.names[label]);
+    if (!own.length) continue;
+    data.names = data.names.concat(names);
+    // A process's colour, and all else, is as of any process.
+    for (const column of ["category", "kind", "shade", "is_import", "rank", "file", "role"]) {
+      if (!data[column]) continue;
+      const longer = new data[column].constructor(data.names.length).fill(data[column][own[0]], first);
+      longer.set(data[column]);
+      data[column] = longer;
+    }
+  }
+  return renames;
+}
+
 // The tree without the hidden labels, and the data with its rows at the nodes of that tree. The
 // time of a hidden frame is that of the frame above; siblings that have become alike are one.
-function selected(tree, data, hidden) {
-  if (!hidden.includes(1)) return { tree, data };
+// `rename` gives the labels of processes, null for their own.
+function selected(tree, data, hidden, rename = null) {
+  if (!hidden.includes(1) && !rename) return { tree, data };
   const radix = tree.labels + 1;
   const at = new Int32Array(tree.n);
   const ids = new Map();
@@ -147,12 +177,13 @@ function selected(tree, data, hidden) {
     const up = at[tree.parent[i]];
     at[i] = up;
     if (hidden[tree.label[i]]) continue;
-    const key = up * radix + tree.label[i];
+    const name = rename && tree.depth[i] === 1 ? rename[tree.label[i]] : tree.label[i];
+    const key = up * radix + name;
     if (!ids.has(key)) {
       const id = parent.length;
       ids.set(key, id);
       parent.push(up);
-      label.push(tree.label[i]);
+      label.push(name);
       depth.push(depth[up] + 1);
       if (levels.length === depth[id]) levels.push([]);
       levels[depth[id]].push(id);
@@ -161,7 +192,8 @@ function selected(tree, data, hidden) {
   }
   const { made, position } = arranged(parent, label, levels);
   const rowNode = Int32Array.from(data.row_node, (node) => position[at[node]]);
-  return { tree: { ...made, labels: tree.labels }, data: { ...data, row_node: rowNode } };
+  const kernelProcess = rename && data.kernel_process ? { kernel_process: Int32Array.from(data.kernel_process, (label) => rename[label]) } : {};
+  return { tree: { ...made, labels: tree.labels }, data: { ...data, ...kernelProcess, row_node: rowNode } };
 }
 
 // A tree of nodes in any order; `levels` lists them by depth. `position` is where each one went.
@@ -247,7 +279,7 @@ function grow(base, rootLabel, items, move, least) {
     }
     const wide = (item) => {
       let ns = 0;
-      for (const k of VIEW_CLASSES[base.view]) ns += klass[k][item.at];
+      for (const k of keptClasses(base.view)) ns += klass[k][item.at];
       return ns >= least;
     };
     const next = [];
@@ -287,6 +319,10 @@ function preorder(parent, label, klass) {
   return tree;
 }
 
+function isThere(view, klass, node) {
+  return keptClasses(view).some((k) => klass[k][node] > 0);
+}
+
 function timesAt(tree, node) {
   return tree.klass.map((times) => times[node]);
 }
@@ -302,7 +338,7 @@ function moveDown(tree) {
   return (item) => {
     const below = [];
     for (let c = item.node + 1; c < tree.end[item.node]; c = tree.end[c]) {
-      if (tree.total[c] > 0) below.push({ node: c, ns: timesAt(tree, c), at: item.at });
+      if (isThere(tree.view, tree.klass, c)) below.push({ node: c, ns: timesAt(tree, c), at: item.at });
     }
     return below;
   };
@@ -310,11 +346,10 @@ function moveDown(tree) {
 
 // Merged from the leaf: below the whole are the frames that time was spent in.
 function inverted(tree, leastShare) {
-  const own = selfTimes(tree);
   const ownByClass = tree.klass.map((times) => selfTimes({ ...tree, total: times }));
   const items = [];
   for (let i = 1; i < tree.n; i++) {
-    if (own[i] > 0) items.push({ node: i, ns: ownByClass.map((times) => times[i]) });
+    if (isThere(tree.view, ownByClass, i)) items.push({ node: i, ns: ownByClass.map((times) => times[i]) });
   }
   return grow(tree, -1, items, moveUp(tree), tree.total[0] * leastShare);
 }
@@ -323,7 +358,7 @@ function inverted(tree, leastShare) {
 function occurrences(tree, label) {
   const found = [];
   for (let i = 1; i < tree.n; i = tree.label[i] === label ? tree.end[i] : i + 1) {
-    if (tree.label[i] === label && tree.total[i] > 0) found.push(i);
+    if (tree.label[i] === label && isThere(tree.view, tree.klass, i)) found.push(i);
   }
   return found;
 }
@@ -338,20 +373,59 @@ function sandwich(tree, label, leastShare) {
   };
 }
 
+// The node that has the self time of each node in the table of functions: time off the CPU is that
+// of the innermost frame of the highest rank, see own_code.py. `rank` is by label; null: each its own.
+function chargedNodes(tree, rank) {
+  const charged = Int32Array.from(tree.parent, (_, i) => i);
+  if (rank === null) return charged;
+  for (let i = 1; i < tree.n; i++) {
+    const best = charged[tree.parent[i]];
+    if (best > 0 && rank[tree.label[i]] < rank[tree.label[best]]) charged[i] = best;
+  }
+  return charged;
+}
+
 // Self and total time of each label; nested frames of one function count once.
-function totalsByLabel(tree) {
+function totalsByLabel(tree, charged = chargedNodes(tree, null)) {
   const own = new Float64Array(tree.labels);
   const total = new Float64Array(tree.labels);
   const openUntil = new Int32Array(tree.labels);
   const self = selfTimes(tree);
+  const selfOff = selfTimes({ ...tree, total: tree.off });
   for (let i = 1; i < tree.n; i++) {
     const label = tree.label[i];
-    own[label] += self[i];
+    own[label] += self[i] - selfOff[i];
+    own[tree.label[charged[i]]] += selfOff[i];
     if (i < openUntil[label]) continue;
     total[label] += tree.total[i];
     openUntil[label] = tree.end[i];
   }
   return { own, total };
+}
+
+// What the self time of each label was off the CPU for: Map of label to Map of words to ns.
+function waitsByLabel(tree, data, wanted, charged) {
+  const found = new Map();
+  const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = data;
+  const classes = VIEW_CLASSES[tree.view];
+  for (let r = 0; r < node.length; r++) {
+    const { klass, name } = data.kinds[kind[r]];
+    if (!klass || !ns[r] || !classes.includes(klass) || (wanted !== null && !wanted[thread[r]])) continue;
+    const label = tree.label[charged[node[r]]];
+    if (!found.has(label)) found.set(label, new Map());
+    const words = name.replace(/^\[(blocked: )?|\]$/g, "") + (klass === 1 ? waitingIn(tree, data, node[r], charged[node[r]]) : "");
+    found.get(label).set(words, (found.get(label).get(words) || 0) + ns[r]);
+  }
+  return found;
+}
+
+// The function of the kernel or a library that waits, between the node and the one it is charged to.
+function waitingIn(tree, data, node, charged) {
+  for (let i = node; i > charged; i = tree.parent[i]) {
+    const rank = data.rank[tree.label[i]];
+    if (rank > RANK_SCHEDULER) return rank <= RANK_LIBRARY ? ` (${data.names[tree.label[i]].split(".")[0]})` : "";
+  }
+  return "";
 }
 
 // Time within frames that match (by label), under `node`; nested matches count once.
@@ -444,7 +518,7 @@ function percent(part, whole) {
 
 if (typeof module !== "undefined") {
   module.exports = {
-    unpack, within, ofThreads, activity, moment, clock, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, totalsByLabel, matchedTime, legendTotals,
+    unpack, within, ofThreads, activity, moment, clock, plainTree, hiddenLabels, selected, weigh, lay, inverted, sandwich, addGroups, chargedNodes, totalsByLabel, waitsByLabel, matchedTime, legendTotals,
     follow, pathTo, selfTimes, arranged, duration, percent, counted, amount,
   };
 }

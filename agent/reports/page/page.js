@@ -7,19 +7,26 @@
 const LEAST_SHARE = 0.00005;
 
 const byId = (id) => document.getElementById(id);
-const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time", gpu: "device samples", gputime: "GPU time" };
+const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time", gpu: "device samples", gputime: "GPU time", difference: "CPU time of new" };
 const wholeWords = (view, whole) => (view === "gpu" ? counted(whole, "device sample") : `${duration(whole)} of ${VIEW_NAMES[view]}`);
+
+const MERGES = ["process", "comm", "cgroup", "container"]; // as Merge in base.py, but none
 
 const viewOfKey = (key) => (/^[1-9]$/.test(key) ? Object.keys(VIEW_CLASSES)[key - 1] : undefined);
 const sameRange = (a, b) => String(a) === String(b);
 
 class Page {
-  // `sets`: the data of times, and of device samples and GPU time where there are any.
+  // `sets`: the data of times, and of device samples and GPU time where there are any; or that of a
+  // difference.
   constructor(settings, sets) {
     this.settings = settings;
     this.sets = {};
-    for (const [name, data] of Object.entries(sets)) this.sets[name] = { data, faces: this.makeFaces(data) };
-    this.use("time");
+    this.groups = sets.time && !settings.fleet ? this.makeGroups(sets.time) : {};
+    for (const [name, data] of Object.entries(sets)) {
+      const renames = addGroups(data, this.groups);
+      this.sets[name] = { data, renames, faces: this.makeFaces(data) };
+    }
+    this.use(sets.time ? "time" : "difference");
     const { faces } = this;
     const events = {
       onHover: (graph, box, event) => showTip(byId("tip"), graph, box, event, (node) => this.facts(graph, node)),
@@ -30,11 +37,13 @@ class Page {
     this.callers = new Graph(byId("callers"), faces, { rises: true, label: "Callers. Arrow keys move, Enter zooms.", ...events });
     byId("frames").hidden = !settings.has_python;
     for (const view of ["gpu", "gputime"]) document.querySelector(`[data-view="${view}"]`).hidden = !sets[setOf(view)];
+    byId("views").hidden = !sets.time;
     this.legendTable = new Legend(this);
+    this.subtitle = byId("whole").textContent;
     this.strip = settings.time ? new Strip(this) : null;
     this.filters = settings.fleet ? new Filters(this) : null; // of a fleet, in place of threads
-    this.deviceNote = byId("device-note").textContent;
-    this.fillThreads();
+    this.graphNote = byId("graph-note").textContent;
+    byId("merge-choice").hidden = Boolean(this.filters) || !sets.time || new Set(sets.time.row_thread.map((i) => sets.time.threads[i].process)).size < 2;
     this.listen();
     this.recall();
   }
@@ -48,6 +57,22 @@ class Page {
       certainties: data.certainties || [],
       kindOf: Array.from(data.category, (category) => settings.stall_kinds[category]),
     };
+  }
+
+  // By choice of what is one, the names of processes, and which each process has.
+  makeGroups(data) {
+    const groups = {};
+    for (const merge of MERGES) {
+      const group = data[merge + "_group"];
+      groups[merge] = { names: data[merge + "_names"], group, of: new Map(data.processes.map((name, i) => [name, group[i]])) };
+    }
+    return groups;
+  }
+
+  // The number of what each process is part of.
+  groupOf(process) {
+    const groups = this.groups[this.state.merge];
+    return groups ? groups.group[process] : process;
   }
 
   // Chooses the data set; numbers of labels are of one set only.
@@ -65,17 +90,32 @@ class Page {
 
   fillThreads() {
     const select = byId("threads");
-    select.append(element("option", "all", { value: "" }));
-    this.counted = new Set(this.data.row_thread);
+    const { data } = this.sets.time || this.sets.difference;
+    const { merge } = this.state;
+    this.counted = new Set(data.row_thread);
+    select.replaceChildren(element("option", "all", { value: "" }));
     if (this.filters) return; // a fleet has thousands, which only its labels tell apart
-    this.data.processes.forEach((name, process) => {
-      const threads = this.data.threads.map((t, i) => [t, i]).filter(([t, i]) => t.process === process && this.counted.has(i));
-      if (!threads.length) return;
+    const found = new Map(); // of what is one: its name, and by the name of threads the first and how many
+    data.threads.forEach((thread, i) => {
+      if (!this.counted.has(i)) return;
+      const group = this.groupOf(thread.process);
+      const names = this.groups[merge]?.names || data.processes;
+      if (!found.has(group)) found.set(group, { name: names[group], process: thread.process, threads: new Map() });
+      const { threads } = found.get(group);
+      const name = this.threadName(thread);
+      threads.set(name, [threads.get(name)?.[0] ?? i, (threads.get(name)?.[1] || 0) + 1]);
+    });
+    for (const [, { name, process, threads }] of [...found].sort(([a], [b]) => a - b)) {
       const group = element("optgroup", null, { label: name });
       group.append(element("option", "all of " + name, { value: "p" + process }));
-      for (const [thread, i] of threads) group.append(element("option", thread.name, { value: "t" + i }));
+      for (const [own, [i, count]] of threads) group.append(element("option", own + (count > 1 ? ` (${counted(count, "thread")})` : ""), { value: "t" + i }));
       select.append(group);
-    });
+    }
+  }
+
+  // Where processes are one, so are their threads of one name.
+  threadName(thread) {
+    return this.groups[this.state.merge] ? thread.name.replace(/ \(\d+\)$/, "") : thread.name;
   }
 
   // ---- state ---------------------------------------------------------------------------------
@@ -83,6 +123,8 @@ class Page {
   recall() {
     this.state = readAddress(this.settings, (view) => this.sets[setOf(view)]?.data);
     this.use(setOf(this.state.view));
+    byId("merge").value = this.state.merge;
+    this.fillThreads();
     byId("search").value = this.state.search;
     byId("threads").value = this.state.threads;
     if (byId("threads").selectedIndex < 0) this.state.threads = byId("threads").value = "";
@@ -102,9 +144,17 @@ class Page {
       this.state = { ...this.state, mode, zoom: [], fn: null };
       this.use(setOf(this.state.view));
     }
-    if (this.state.frames !== before.frames || this.state.hideImports !== before.hideImports) this.plain = null;
+    if (this.state.merge !== before.merge) {
+      this.fillThreads();
+      this.state = { ...this.state, threads: "", zoom: [], fn: null, mode: this.state.mode === "sandwich" ? "flame" : this.state.mode };
+      byId("merge").value = this.state.merge;
+    }
+    if (this.state.merge !== before.merge || this.state.frames !== before.frames || this.state.hideImports !== before.hideImports) this.plain = null;
     if (this.state.threads !== before.threads || this.state.filters !== before.filters || !sameRange(this.state.range, before.range)) this.weighed = null;
     if (this.state.view !== before.view) this.laid = null;
+    // Only wall time has idle threads.
+    if (this.state.view !== before.view || this.state.idle !== before.idle) this.weighed = null;
+    if (this.state.raw !== before.raw) this.sums = null;
     this.update();
     this.remember(isStep);
   }
@@ -113,6 +163,11 @@ class Page {
   wanted(set = this.set_) {
     if (this.filters) return this.filters.wanted(this.sets[set].data);
     return set === "time" ? this.chosenThreads() : null; // what devices did has no thread
+  }
+
+  // The same, of the flame graph: without idle threads where they are folded.
+  shown() {
+    return this.idle && !this.state.idle ? this.idle.isIdle.map((idle) => !idle) : this.wanted();
   }
 
   // Data with the weights of the chosen time range, and of the processes that the filters choose.
@@ -125,7 +180,11 @@ class Page {
     const choice = this.state.threads;
     if (!choice) return null;
     const id = Number(choice.slice(1));
-    return this.sets.time.data.threads.map((t, i) => (choice[0] === "p" ? t.process === id : i === id));
+    const { threads } = this.sets.time.data;
+    if (choice[0] === "p") return threads.map((t) => this.groupOf(t.process) === this.groupOf(id));
+    if (!this.groups[this.state.merge]) return threads.map((_, i) => i === id);
+    const wanted = threads[id];
+    return threads.map((t) => this.groupOf(t.process) === this.groupOf(wanted.process) && this.threadName(t) === this.threadName(wanted));
   }
 
   // ---- from state to flame graph -----------------------------------------------------------------
@@ -133,19 +192,28 @@ class Page {
   update() {
     if (!this.plain) {
       const hidden = hiddenLabels(this.data, this.state.frames, this.state.hideImports);
-      ({ tree: this.plain, data: this.all } = selected(this.whole, this.data, hidden));
+      ({ tree: this.plain, data: this.all } = selected(this.whole, this.data, hidden, this.sets[this.set_].renames[this.state.merge]));
       this.weighed = null;
     }
     if (!this.weighed) {
       this.rows = this.partOf(this.set_, this.all);
-      this.weighed = weigh(this.plain, this.rows, this.wanted());
-      this.legend = legendTotals(this.plain, this.rows, this.wanted());
+      const mayFold = this.state.view === "wall" && !this.state.threads && !this.filters;
+      this.idle = mayFold ? idleThreads(this.plain, this.rows) : null;
+      this.weighed = weigh(this.plain, this.rows, this.shown());
+      this.legend = legendTotals(this.plain, this.rows, this.shown());
       this.laid = null;
     }
     if (!this.laid) {
       this.laid = lay(this.weighed, this.state.view);
-      this.sums = totalsByLabel(this.laid);
+      if (this.settings.difference) this.faces.difference = differenceScale(this.settings.difference, this.laid);
       this.merged = {};
+      this.sums = null;
+    }
+    if (!this.sums) {
+      const isCharged = !this.state.raw && setOf(this.state.view) === "time";
+      const charged = chargedNodes(this.laid, isCharged ? this.data.rank : null);
+      this.sums = totalsByLabel(this.laid, charged);
+      this.waits = isCharged ? waitsByLabel(this.laid, this.rows, this.shown(), charged) : new Map();
     }
     this.faces.byStall = this.state.view === "gpu" && this.state.color === "stall";
     this.showGraphs();
@@ -153,6 +221,7 @@ class Page {
     this.showControls();
     this.legendTable.show();
     this.showPath();
+    showIdle(this);
     if (this.filters) this.filters.show();
     if (this.strip) this.strip.show();
   }
@@ -201,12 +270,14 @@ class Page {
     press("frames", this.state.frames);
     press("color", this.state.color);
     byId("colors").hidden = this.state.view !== "gpu";
-    byId("thread-choice").hidden = isOfDevices(this.state.view) || Boolean(this.filters);
+    byId("thread-choice").hidden = setOf(this.state.view) !== "time" || Boolean(this.filters);
+    byId("raw").setAttribute("aria-pressed", String(this.state.raw));
+    byId("raw").hidden = setOf(this.state.view) !== "time" || this.state.view === "cpu";
     byId("imports").setAttribute("aria-pressed", String(!this.state.hideImports));
     document.querySelector('[data-mode="sandwich"]').disabled = this.state.fn === null;
     byId("case").setAttribute("aria-pressed", String(this.state.matchCase));
     byId("reset").disabled = this.state.zoom.length === 0;
-    this.showDeviceNote();
+    this.showGraphNote();
     const whole = this.laid.total[0];
     const when = this.filters ? this.fleetWords() : this.state.range ? `${this.strip.rangeWords(this.state.range)} of ${moment(this.settings.time.recorded_s, this.strip.whole)} recorded` : this.settings.lasted;
     if (this.state.view === "gpu") {
@@ -219,15 +290,20 @@ class Page {
       byId("whole").textContent = `100 % = ${wholeWords("gputime", whole)}, ${when}`;
       return;
     }
+    if (this.state.view === "difference") {
+      byId("whole").textContent = this.subtitle;
+      return;
+    }
     if (this.filters) {
       byId("whole").textContent = `100 % = ${wholeWords(this.state.view, whole)}, ${when}`;
       return;
     }
-    const wanted = this.wanted();
+    const wanted = this.shown();
     const there = this.state.range ? this.rows.row_thread.filter((_, row) => this.rows.row_ns[row] > 0) : this.counted;
     const threads = [...new Set(there)].filter((thread) => wanted === null || wanted[thread]).length;
     byId("whole").textContent = `100 % = ${wholeWords(this.state.view, whole)}`
-      + ` summed over ${counted(threads, "thread")}, ${when}`;
+      + ` summed over ${counted(threads, "thread")}, ${when}`
+      + (this.idle && !this.state.idle ? `; without ${duration(this.idle.ns)} of ${counted(this.idle.count, "idle thread")}` : "");
   }
 
   fleetWords() {
@@ -236,7 +312,7 @@ class Page {
   }
 
   // How sure the stacks of device samples are, of the whole recording or of what was chosen.
-  showDeviceNote() {
+  showGraphNote() {
     const { sets, state: { range } } = this;
     const notes = [];
     const isFiltered = Boolean(this.filters?.words);
@@ -246,7 +322,7 @@ class Page {
       notes.push(`Attribution ${where}: ${words || "no device samples"}.`);
     }
     if (where && sets.gputime) notes.push(`Attribution of GPU time ${where}: ${timeCertainty(this.partOf("gputime", sets.gputime.data)) || "no GPU time"}.`);
-    byId("device-note").textContent = notes.join(" ") || this.deviceNote;
+    byId("graph-note").textContent = notes.join(" ") || this.graphNote;
   }
 
   showPath() {
@@ -338,6 +414,7 @@ class Page {
       device: () => kernelFacts(this.rows, graph.tree, node),
       gputime: () => kernelTimeFacts(this.rows, graph.tree, node),
       time: () => sourceFacts(this.rows, graph.tree.label[node]),
+      difference: () => sourceFacts(this.rows, graph.tree.label[node]),
     }[setOf(this.state.view)]();
     return frameFacts(graph, node, whole).concat(known, known.length && this.state.view === "gpu" ? [["", "click, then l: its instructions"]] : []);
   }
@@ -346,7 +423,7 @@ class Page {
     if (this.state.view !== "gpu") return [];
     const { tree } = this.graph;
     for (let up = node; up > 0; up = tree.parent[up]) {
-      const kernels = kernelsAt(this.data, tree, up);
+      const kernels = kernelsAt(this.rows, tree, up);
       if (kernels.length) return kernels;
     }
     return [];
@@ -378,6 +455,9 @@ class Page {
         showTable(this);
       });
     }
+    on("idle", "click", () => this.set({ idle: !this.state.idle, zoom: [] }));
+    on("raw", "click", () => this.set({ raw: !this.state.raw }));
+    on("merge", "change", () => this.set({ merge: byId("merge").value }));
     on("threads", "change", () => this.set({ threads: byId("threads").value, zoom: [] }));
     on("search", "input", () => this.search({ search: byId("search").value }));
     on("search", "keydown", (event) => { if (event.key === "Enter") this.graph.canvas.focus(); });

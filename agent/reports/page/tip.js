@@ -15,6 +15,7 @@ function element(tag, text, attributes = {}) {
 function frameFacts(graph, node, ofWhole) {
   const { tree } = graph;
   const { view } = tree;
+  if (graph.faces.difference) return differenceFacts(graph.faces.difference, timesAt(tree, node));
   const isDevice = view === "gpu";
   const names = { device: graph.faces.stalls.names, gputime: graph.faces.certainties, time: TIME_CLASSES }[setOf(view)];
   const [total, whole] = [tree.total[node], tree.total[0]];

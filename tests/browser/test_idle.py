@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The box of idle threads beside the flame graph, in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiflame.agent.model.profile import SampleClass
+from aiflame.agent.reports import FORMATS, ReportOptions
+from browser.chromium import Page
+from profiles import MS, Sample, profile_of
+
+
+def _opened(page: Page, folder: Path, address: str = "", is_idle_shown: bool = False) -> None:
+    """A thread that works, and two that sleep nearly always, one in two stacks of one line."""
+    wait = "main;[p]feed@/app/a.py:3;[k]futex_wait;[k]schedule"
+    profile = profile_of(
+        Sample("main;work", 2_000 * MS),
+        Sample(wait, 1_000 * MS, SampleClass.BLOCKED, thread=1),
+        Sample(f"{wait};[k]__schedule", 990 * MS, SampleClass.BLOCKED, thread=1),
+        Sample("main;[p]feed@/app/a.py:4", 10 * MS, thread=1),
+        Sample(wait, 2_000 * MS, SampleClass.BLOCKED, thread=2),
+    )
+    path = folder / "run.html"
+    options = ReportOptions(is_idle_shown=is_idle_shown)
+    path.write_bytes(FORMATS["html"].render(profile, options))
+    page.open(path, address)
+
+
+def _box(page: Page) -> str:
+    found: str = page.value(
+        "((box) => box.hidden ? '' : box.textContent)(document.getElementById('idle'))"
+    )
+    return found
+
+
+def _click(page: Page, selector: str) -> None:
+    page.value(f"document.querySelector({selector!r}).click()")
+
+
+def test_idle_threads_are_in_a_box_that_opens(page: Page, tmp_path: Path) -> None:
+    _opened(page, tmp_path)
+    assert page.text("whole") == (
+        "100 % = 2.000 s of wall time summed over 1 thread, recorded in 2.000 s;"
+        " without 4.000 s of 2 idle threads"
+    )
+    assert _box(page) == "[idle: 2 threads]"
+    # WHEN the box is clicked, THEN they are in the flame graph, and the address says so
+    _click(page, "#idle")
+    assert page.text("whole").startswith("100 % = 6.000 s of wall time summed over 3 threads")
+    assert page.value("location.hash") == "#idle=1"
+    _click(page, "#idle")
+    assert page.text("whole").startswith("100 % = 2.000 s")
+    assert page.value("location.hash") in ("", "#")
+
+
+def test_other_views_and_chosen_threads_are_whole(page: Page, tmp_path: Path) -> None:
+    _opened(page, tmp_path)
+    _click(page, "[data-view=offcpu]")
+    assert page.text("whole").startswith("100 % = 3.990 s of off-CPU time")
+    assert _box(page) == ""
+    _click(page, "[data-view=cpu]")
+    assert page.text("whole").startswith("100 % = 2.010 s of CPU time")
+    _click(page, "[data-view=wall]")
+    assert _box(page) == "[idle: 2 threads]"
+    _opened(page, tmp_path, "#threads=t1")
+    assert page.text("whole").startswith("100 % = 2.000 s of wall time summed over 1 thread")
+    assert _box(page) == ""
+
+
+def test_a_report_may_open_with_them(page: Page, tmp_path: Path) -> None:
+    _opened(page, tmp_path, is_idle_shown=True)
+    assert page.text("whole").startswith("100 % = 6.000 s of wall time summed over 3 threads")
+    _click(page, "#idle")
+    assert page.value("location.hash") == "#idle=0"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that stay from capture to capture, with a kernel's list that tests make up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiflame.agent.symbolize import known_names
+from aiflame.agent.symbolize.known_names import KnownNames
+from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
+
+
+class _Kernel:
+    """A kernel whose list is as `names` has it; counts how often it was read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reads = 0
+        self.modules = "ext4 1000000 3 - Live 0x0\n"
+        self.name = "schedule"
+        self.is_hidden = False
+        self._path = folder / "kallsyms"
+
+    def load(self) -> KernelSymbols:
+        self.reads += 1
+        if self.is_hidden:
+            raise KernelSymbolsHidden("hidden")
+        self._path.write_text(f"ffffffff81000000 T {self.name}\nffffffff81001000 T _etext\n")
+        return KernelSymbols.load(self._path)
+
+    def known(self) -> KnownNames:
+        return KnownNames(self.load, lambda: self.modules)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> _Kernel:
+    return _Kernel(tmp_path)
+
+
+def _name(known: KnownNames) -> str:
+    symbols = known.kernel()
+    assert symbols is not None
+    (found,) = symbols.lookup(np.array([0xFFFFFFFF81000010], np.uint64))
+    assert found is not None
+    return found.name
+
+
+def test_the_list_is_read_once(kernel: _Kernel) -> None:
+    known = kernel.known()
+    assert [_name(known) for _ in range(100)] == ["schedule"] * 100
+    assert kernel.reads == 1
+
+
+def test_it_is_read_again_once_modules_have_changed(kernel: _Kernel) -> None:
+    known = kernel.known()
+    assert _name(known) == "schedule"
+    kernel.modules = kernel.modules.replace(" 3 - ", " 4 jbd2, ")  # it is used once more
+    assert _name(known) == "schedule"
+    assert kernel.reads == 1
+    kernel.name, kernel.modules = "other", kernel.modules + "nvidia 2 0 - Live 0x0\n"
+    assert _name(known) == "other"
+    assert _name(known) == "other"
+    assert kernel.reads == 2
+
+
+@pytest.mark.parametrize(("has_gaps", "reads"), [(False, 1), (True, 2)])
+def test_a_gap_has_it_read_again_sooner(
+    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, has_gaps: bool, reads: int
+) -> None:
+    now_s = 1_000.0
+    monkeypatch.setattr(known_names.time, "monotonic", lambda: now_s)
+    known = kernel.known()
+    known.kernel()
+    if has_gaps:
+        known.tell_gap()
+    known.kernel()
+    assert kernel.reads == 1  # not each time
+    now_s += 300
+    known.kernel()
+    assert kernel.reads == reads
+    now_s += 1_000
+    known.kernel()
+    assert kernel.reads == reads + 1
+
+
+def test_a_kernel_that_hides_its_addresses_is_asked_once(kernel: _Kernel) -> None:
+    kernel.is_hidden = True
+    known = kernel.known()
+    assert [known.kernel() for _ in range(10)] == [None] * 10
+    assert kernel.reads == 1
+
+
+def test_what_is_kept_of_the_list_is_names(tmp_path: Path) -> None:
+    lines = [f"ffffffff81{n:06x} {'tTd'[n % 3]} function_{n}\t[module]\n" for n in range(300)]
+    path = tmp_path / "kallsyms"
+    path.write_text("".join(lines))
+    symbols = KernelSymbols.load(path)
+    found = symbols.lookup(np.arange(0xFFFFFFFF81000000, 0xFFFFFFFF81000000 + 298, dtype=np.uint64))
+    # An address of data is in the function before it.
+    assert [(f.name, f.module) for f in found if f] == [
+        (f"function_{n - (n % 3 == 2)}", "module") for n in range(298)
+    ]

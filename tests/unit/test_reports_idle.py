@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that slept throughout: who is one, and what becomes of their time."""
+
+from __future__ import annotations
+
+import pytest
+from aiflame.agent.model.profile import Profile, SampleClass
+from aiflame.agent.reports import FORMATS, ReportOptions, View
+from aiflame.agent.reports.idle import idle_threads
+from profiles import MS, Sample, empty_profile, profile_of
+
+_WAIT = "main;[p]feed@/app/a.py:3;[k]futex_wait;[k]__schedule"
+
+
+def _profile(asleep_ms: int, awake_ms: int) -> Profile:
+    """One thread that works, and one that waits."""
+    return profile_of(
+        Sample("main;work", 2_000 * MS),
+        Sample(_WAIT, asleep_ms * MS, SampleClass.BLOCKED, thread=1),
+        Sample("main;[p]feed@/app/a.py:4", awake_ms * MS, thread=1),
+    )
+
+
+def _beside_work(*waits: str) -> Profile:
+    """One thread that works, and one that waits 50 ms in each of some stacks."""
+    return profile_of(
+        Sample("main;work", 100 * MS),
+        *(Sample(wait, 50 * MS, SampleClass.BLOCKED, thread=1) for wait in waits),
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "is_idle"),
+    [
+        (_profile(1_990, 10), True),
+        (_profile(1_900, 100), False),
+        # It came late, and slept from then on.
+        (_profile(900, 0), False),
+        # Several waits in one line, and waits in two lines: it did something in between.
+        (_beside_work(_WAIT, f"{_WAIT};[k]finish"), True),
+        (_beside_work(_WAIT, "main;other;[k]poll"), False),
+    ],
+)
+def test_who_slept_at_one_location_throughout_is_idle(profile: Profile, is_idle: bool) -> None:
+    assert idle_threads(profile).tolist() == [False, is_idle, False]
+
+
+@pytest.mark.parametrize(
+    "profile", [profile_of(Sample("", 100 * MS, SampleClass.BLOCKED)), empty_profile()]
+)
+def test_where_nobody_works_nobody_is_left_out(profile: Profile) -> None:
+    assert not idle_threads(profile).any()
+
+
+def test_an_svg_of_wall_time_is_of_those_who_work_and_says_so() -> None:
+    profile = _profile(1_990, 10)
+
+    def drawn(options: ReportOptions) -> str:
+        return FORMATS["svg"].render(profile, options).decode()
+
+    folded = drawn(ReportOptions())
+    assert "100 % = 2.000 s of wall time summed over 1 thread" in folded
+    assert "Left out: [idle: 1 thread], 2.000 s, asleep at one location (--idle: with)." in folded
+    assert "feed" not in folded
+    opened = drawn(ReportOptions(is_idle_shown=True))
+    assert "100 % = 4.000 s of wall time summed over 2 threads" in opened
+    assert "idle:" not in opened
+    # Of CPU and off-CPU time nothing is left out.
+    assert "feed" in drawn(ReportOptions(view=View.CPU))
+    assert "feed" in drawn(ReportOptions(view=View.OFFCPU))
