@@ -3,9 +3,12 @@
 #ifndef AIFLAME_PROBES_H
 #define AIFLAME_PROBES_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 void aiflame_gpu_launch(uint64_t launch, uint64_t kernel, uint64_t queue);
 void aiflame_gpu_bell(void);
+/* Whether anybody listens to the bell. */
+bool bell_is_probed(void);
 
 #endif

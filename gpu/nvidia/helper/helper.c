@@ -64,6 +64,13 @@
 #define LOCK_NS (2 * SECOND)
 /* An exit waits so long for the last read-out. */
 #define EXIT_NS (2 * SECOND)
+/*
+ * And, where the environment asked, for a recorder that has not come yet: it has to find the process
+ * before the process is over, whose memory goes with it. While nobody listens to the bell it may only
+ * be that probes are being set.
+ */
+#define UNHEARD_NS (SECOND / 5)
+#define RING_AGAIN_NS (50 * MS)
 #define MOST_DEVICES 64
 #define MOST_TOLD_CONTEXTS 256
 /*
@@ -93,6 +100,8 @@ struct helper {
 	bool is_on; /* somebody asked for it */
 	bool is_subscribed;
 	bool has_recorder; /* the pipe is open */
+	bool had_recorder;
+	bool is_expected; /* a recorder, by the environment */
 	bool is_final; /* why it is no more: another try would not help */
 	bool samples_stalls;
 	bool are_devices_told;
@@ -563,6 +572,7 @@ static void take_messages(void)
 	}
 	if (found == CONTROL_NOTHING)
 		helper.has_recorder = true;
+	helper.had_recorder |= helper.has_recorder;
 	if (found == CONTROL_NOBODY && (helper.has_recorder || now_ns() > helper.lease_ns)) {
 		helper.has_recorder = false;
 		stop(WHY_RECORDER_GONE);
@@ -797,6 +807,28 @@ static void *run(void *unused)
 	return NULL;
 }
 
+/* A process that exits as soon as it has begun may be faster than its recorder. */
+static void wait_to_be_found(void)
+{
+	uint64_t now = now_ns(), unheard_ns = now + UNHEARD_NS, until = now + EXIT_NS,
+		 ring_ns = now;
+	struct timespec pause = { .tv_nsec = MS };
+	struct control message;
+
+	if (!helper.is_expected || helper.had_recorder || now > helper.lease_ns)
+		return;
+	/* The thread reads the pipe no more. */
+	while (control_read(&message) == CONTROL_NOBODY && now < until &&
+	       (now < unheard_ns || bell_is_probed())) {
+		if (now >= ring_ns) {
+			aiflame_gpu_bell();
+			ring_ns = now + RING_AGAIN_NS;
+		}
+		nanosleep(&pause, NULL);
+		now = now_ns();
+	}
+}
+
 /* The last kernels, of a process that exits; one that is killed has told what was read out. */
 static void at_exit(void)
 {
@@ -809,6 +841,8 @@ static void at_exit(void)
 	control_wake();
 	while (!atomic_load(&has_ended) && now_ns() < until)
 		nanosleep(&pause, NULL);
+	if (atomic_load(&has_ended))
+		wait_to_be_found();
 }
 
 /* Once CUPTI is there: what is registered later is called earlier, and CUPTI ends itself at exit. */
@@ -905,6 +939,7 @@ EXPORTED int InitializeInjection(void)
 	if (!memory_is_ours() || !helper.has_thread || !read_environment(&asked) ||
 	    !lock_for_a_while())
 		return 1;
+	helper.is_expected = true;
 	start(&asked);
 	unlock();
 	control_wake();
