@@ -27,6 +27,7 @@ from bench import (
     launches,
     loads,
     machine,
+    page,
     python_frames,
     slowdown,
     torch_threads,
@@ -47,6 +48,7 @@ PARTS: dict[str, Callable[[Path, Path], list[Table]]] = {
     "waiting": waiting.measure,
     "launches": launches.measure,
     "large": large.measure,
+    "page": page.measure,
 }
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"

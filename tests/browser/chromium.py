@@ -8,6 +8,7 @@ neither a port nor a library.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -44,9 +45,14 @@ class Page:
         self._pending = b""
         self._serial = 0
         self._session: dict[str, str] = {}
+        # What the page has complained about since it was opened: exceptions, errors of the console,
+        # and what its content security policy forbade.
+        self.complaints: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
+        self.call("Runtime.enable")
+        self.call("Log.enable")
 
     def call(self, method: str, **params: object) -> dict[str, Any]:
         """Calls a method of the protocol; returns its result."""
@@ -55,6 +61,7 @@ class Page:
         os.write(self._write_fd, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._read()
+            self._note(answer)
             if answer.get("id") == self._serial:
                 assert "error" not in answer, answer
                 result: dict[str, Any] = answer["result"]
@@ -72,17 +79,64 @@ class Page:
         message: dict[str, Any] = json.loads(text)
         return message
 
+    def _note(self, message: dict[str, Any]) -> None:
+        event, told = message.get("method"), message.get("params", {})
+        if event == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(told["exceptionDetails"]))
+        elif event == "Runtime.consoleAPICalled" and told["type"] in ("error", "assert"):
+            self.complaints.append(json.dumps(told["args"]))
+        elif event == "Log.entryAdded" and told["entry"]["level"] == "error":
+            self.complaints.append(told["entry"]["text"])
+
     def value(self, expression: str) -> Any:
-        """Evaluates JavaScript in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Evaluates JavaScript in the page; of a promise, what it comes to."""
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def open(self, file: Path, address: str = "") -> None:
-        """Opens a report anew, and waits until it is drawn."""
+    def open(self, file: Path, address: str = "", drawn: str = "Boolean(window.aiflame)") -> None:
+        """Opens a report anew, and waits until it is drawn: until an expression is true."""
         self.call("Page.navigate", url="about:blank")
+        self.complaints.clear()
         self.call("Page.navigate", url=f"{file.resolve().as_uri()}{address}")
-        support.wait_until(lambda: self.value("Boolean(window.aiflame)"), _TIMEOUT_S)
+        support.wait_until(lambda: self.value(drawn), _TIMEOUT_S)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Gives the window a size in pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
+    def prefer(self, scheme: str) -> None:
+        """Asks pages for "light" or "dark" colours."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[feature])
+
+    def screenshot(self, file: Path) -> None:
+        """Keeps what the window shows as a PNG file."""
+        shot = self.call("Page.captureScreenshot", format="png")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def settle(self) -> None:
+        """Waits until what was changed before has been painted: events of the mouse go by that."""
+        self.value("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(r)))")
+
+    def click(self, x: float, y: float) -> None:
+        """Clicks with the left button."""
+        self.settle()
+        self.mouse("mousePressed", x, y)
+        self.mouse("mouseReleased", x, y)
+
+    def type(self, text: str) -> None:
+        """Types text to where the focus is."""
+        self.call("Input.insertText", text=text)
 
     def text(self, identity: str) -> str:
         """Returns the text of an element."""
@@ -98,9 +152,9 @@ class Page:
             buttons=0 if kind == "mouseReleased" else 1,
         )
 
-    def press(self, key: str, shift: bool = False) -> None:
+    def press(self, key: str, shift: bool = False, control: bool = False) -> None:
         """Presses a key."""
-        modifiers = 8 if shift else 0
+        modifiers = 8 * shift + 2 * control
         code, text = _ACTING_KEYS.get(key, (0, ""))
         more = {"windowsVirtualKeyCode": code} if code else {}
         typed = {"text": text} if text else {}

@@ -56,17 +56,12 @@ function reasonFirst(tree, data) {
   const ids = new Map();
   const parent = [-1];
   const label = [-1];
-  const depth = [0];
-  const levels = [[0]];
   const own = tree.klass.map((times) => selfTimes({ ...tree, total: times }));
   const moved = []; // pairs of a node of `tree` that has samples itself, and where these go
   const add = (up, next) => {
     const id = parent.length;
     parent.push(up);
     label.push(next);
-    depth.push(depth[up] + 1);
-    if (levels.length === depth[id]) levels.push([]);
-    levels[depth[id]].push(id);
     return id;
   };
   const step = (up, next) => {
@@ -85,7 +80,7 @@ function reasonFirst(tree, data) {
     const end = [...(tails[i] || [])].sort((a, b) => rank(a) - rank(b)).reduce(step, at[i]);
     moved.push(i, end);
   }
-  const { made, position } = arranged(parent, label, levels);
+  const { made, position } = arranged(parent, label);
   const sums = zeroClasses(made.n, own.length);
   for (let k = 0; k < own.length; k++) {
     for (let m = 0; m < moved.length; m += 2) sums[k][position[moved[m + 1]]] += own[k][moved[m]];

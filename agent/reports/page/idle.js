@@ -11,17 +11,25 @@ function idleThreads(tree, rows) {
   const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = rows;
   const charged = chargedNodes(tree, rows.rank);
   const total = new Float64Array(rows.threads.length);
-  const most = new Float64Array(rows.threads.length);
-  const slept = new Map();
+  // Where a thread slept for more than half of its time, by majority vote (Boyer and Moore, 1981): no
+  // other location can be one of nearly all its time.
+  const chosen = new Int32Array(rows.threads.length).fill(-1);
+  const lead = new Float64Array(rows.threads.length);
+  const isAsleep = rows.kinds.map(({ klass }) => klass === 1);
   for (let r = 0; r < node.length; r++) {
-    total[thread[r]] += ns[r];
-    if (rows.kinds[kind[r]].klass !== 1) continue;
-    const key = thread[r] * tree.n + charged[node[r]];
-    slept.set(key, (slept.get(key) || 0) + ns[r]);
+    const who = thread[r];
+    total[who] += ns[r];
+    if (!isAsleep[kind[r]]) continue;
+    if (charged[node[r]] === chosen[who]) lead[who] += ns[r];
+    else if (lead[who] >= ns[r]) lead[who] -= ns[r];
+    else {
+      chosen[who] = charged[node[r]];
+      lead[who] = ns[r] - lead[who];
+    }
   }
-  for (const [key, sum] of slept) {
-    const at = Math.floor(key / tree.n);
-    most[at] = Math.max(most[at], sum);
+  const most = new Float64Array(rows.threads.length);
+  for (let r = 0; r < node.length; r++) {
+    if (isAsleep[kind[r]] && charged[node[r]] === chosen[thread[r]]) most[thread[r]] += ns[r];
   }
   const longest = total.reduce((a, b) => Math.max(a, b), 0);
   const isIdle = Array.from(total, (all, i) => all > 0 && all >= LEAST_LIFE * longest && most[i] >= LEAST_ASLEEP * all);

@@ -20,7 +20,9 @@ const setOf = (view) => ({ gpu: "device", gputime: "gputime", difference: "diffe
 const isOfDevices = (view) => ["device", "gputime"].includes(setOf(view));
 
 async function inflate(base64) {
-  const packed = Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
+  const text = atob(base64);
+  const packed = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) packed[i] = text.charCodeAt(i);
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
@@ -36,6 +38,13 @@ function unpack(index, bytes) {
   }
   if (data.piece_count) data.piece_owner = owners(data.piece_count);
   return within(data, null);
+}
+
+// Which numbers below `size` a column has, ascending.
+function occurring(column, size) {
+  const isThere = new Uint8Array(size);
+  for (let i = 0; i < column.length; i++) isThere[column[i]] = 1;
+  return [...isThere.keys()].filter((value) => isThere[value]);
 }
 
 // The owner of each piece: the first `counts[0]` are of owner 0, and so on.
@@ -166,47 +175,73 @@ function addGroups(data, groups) {
 // `rename` gives the labels of processes, null for their own.
 function selected(tree, data, hidden, rename = null) {
   if (!hidden.includes(1) && !rename) return { tree, data };
-  const radix = tree.labels + 1;
   const at = new Int32Array(tree.n);
-  const ids = new Map();
-  const parent = [-1];
-  const label = [-1];
-  const levels = [[0]];
-  const depth = [0];
+  const parent = new Int32Array(tree.n).fill(-1);
+  const label = new Int32Array(tree.n).fill(-1);
+  let n = 1;
+  // By (node above, label) the node, in open addressing: a Map of so many takes several times as long.
+  const mask = 2 ** Math.ceil(Math.log2(2 * tree.n)) - 1;
+  const slots = new Int32Array(mask + 1);
   for (let i = 1; i < tree.n; i++) {
     const up = at[tree.parent[i]];
     at[i] = up;
     if (hidden[tree.label[i]]) continue;
     const name = rename && tree.depth[i] === 1 ? rename[tree.label[i]] : tree.label[i];
-    const key = up * radix + name;
-    if (!ids.has(key)) {
-      const id = parent.length;
-      ids.set(key, id);
-      parent.push(up);
-      label.push(name);
-      depth.push(depth[up] + 1);
-      if (levels.length === depth[id]) levels.push([]);
-      levels[depth[id]].push(id);
+    let slot = (Math.imul(up, 0x9e3779b1) ^ Math.imul(name, 0x85ebca6b)) >>> 7 & mask;
+    while (slots[slot] && (parent[slots[slot]] !== up || label[slots[slot]] !== name)) slot = (slot + 1) & mask;
+    if (!slots[slot]) {
+      parent[n] = up;
+      label[n] = name;
+      slots[slot] = n++;
     }
-    at[i] = ids.get(key);
+    at[i] = slots[slot];
   }
-  const { made, position } = arranged(parent, label, levels);
-  const rowNode = Int32Array.from(data.row_node, (node) => position[at[node]]);
+  const { made, position } = arranged(parent.subarray(0, n), label.subarray(0, n));
+  const rowNode = new Int32Array(data.row_node.length);
+  for (let r = 0; r < rowNode.length; r++) rowNode[r] = position[at[data.row_node[r]]];
   const kernelProcess = rename && data.kernel_process ? { kernel_process: Int32Array.from(data.kernel_process, (label) => rename[label]) } : {};
   return { tree: { ...made, labels: tree.labels }, data: { ...data, ...kernelProcess, row_node: rowNode } };
 }
 
-// A tree of nodes in any order; `levels` lists them by depth. `position` is where each one went.
-function arranged(parent, label, levels) {
-  const order = [];
-  const rank = new Int32Array(parent.length);
-  for (const level of levels) {
-    level.sort((a, b) => rank[parent[a]] - rank[parent[b]] || label[a] - label[b]);
-    for (const id of level) rank[id] = order.push(id) - 1;
+// The tree, in preorder and siblings by label, of nodes that come after the one above them;
+// `position` is where each one went.
+function arranged(parent, label) {
+  const n = parent.length;
+  const byLabel = sortedBy(label);
+  const first = new Int32Array(n).fill(-1); // the first node below
+  const next = new Int32Array(n).fill(-1); // the next sibling
+  for (let k = n - 1; k >= 0; k--) {
+    const id = byLabel[k];
+    if (id === 0) continue;
+    next[id] = first[parent[id]];
+    first[parent[id]] = id;
   }
-  const above = order.map((id) => (id ? rank[parent[id]] : -1));
-  const made = preorder(above, order.map((id) => label[id]), []);
-  return { made, position: rank.map((at) => made.position[at]) };
+  const size = new Int32Array(n).fill(1);
+  for (let id = n - 1; id > 0; id--) size[parent[id]] += size[id];
+  const made = { n, label: new Int32Array(n), parent: new Int32Array(n), depth: new Int32Array(n), end: new Int32Array(n) };
+  const position = new Int32Array(n);
+  for (let id = 0, at = 0; at < n; at++) {
+    const up = at > 0 ? position[parent[id]] : -1;
+    position[id] = at;
+    made.label[at] = label[id];
+    made.parent[at] = up;
+    made.depth[at] = at > 0 ? made.depth[up] + 1 : 0;
+    made.end[at] = at + size[id];
+    let step = first[id];
+    for (; step < 0 && id > 0; id = parent[id]) step = next[id];
+    id = step;
+  }
+  return { made, position };
+}
+
+// The indexes of a column of labels (-1: none) in their order.
+function sortedBy(label) {
+  const starts = new Int32Array(label.reduce((most, one) => Math.max(most, one), -1) + 3);
+  for (let i = 0; i < label.length; i++) starts[label[i] + 2]++;
+  for (let one = 1; one < starts.length; one++) starts[one] += starts[one - 1];
+  const sorted = new Int32Array(label.length);
+  for (let i = 0; i < label.length; i++) sorted[starts[label[i] + 1]++] = i;
+  return sorted;
 }
 
 function zeroClasses(n, classes) {
@@ -376,7 +411,8 @@ function sandwich(tree, label, leastShare) {
 // The node that has the self time of each node in the table of functions: time off the CPU is that
 // of the innermost frame of the highest rank, see own_code.py. `rank` is by label; null: each its own.
 function chargedNodes(tree, rank) {
-  const charged = Int32Array.from(tree.parent, (_, i) => i);
+  const charged = new Int32Array(tree.n);
+  for (let i = 0; i < tree.n; i++) charged[i] = i;
   if (rank === null) return charged;
   for (let i = 1; i < tree.n; i++) {
     const best = charged[tree.parent[i]];
@@ -405,27 +441,39 @@ function totalsByLabel(tree, charged = chargedNodes(tree, null)) {
 
 // What the self time of each label was off the CPU for: Map of label to Map of words to ns.
 function waitsByLabel(tree, data, wanted, charged) {
-  const found = new Map();
   const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = data;
-  const classes = VIEW_CLASSES[tree.view];
+  const classOf = data.kinds.map(({ klass }) => (VIEW_CLASSES[tree.view].includes(klass) ? klass : 0));
+  // First by number: there are many rows, and few words.
+  const [kinds, labels] = [data.kinds.length, tree.labels + 1];
+  const sums = new Map();
   for (let r = 0; r < node.length; r++) {
-    const { klass, name } = data.kinds[kind[r]];
-    if (!klass || !ns[r] || !classes.includes(klass) || (wanted !== null && !wanted[thread[r]])) continue;
-    const label = tree.label[charged[node[r]]];
+    const klass = classOf[kind[r]];
+    if (!klass || !ns[r] || (wanted !== null && !wanted[thread[r]])) continue;
+    const at = charged[node[r]];
+    const waiting = klass === 1 ? waitingIn(tree, data, node[r], at) : -1;
+    const key = ((waiting + 1) * kinds + kind[r]) * labels + tree.label[at] + 1;
+    sums.set(key, (sums.get(key) || 0) + ns[r]);
+  }
+  const found = new Map();
+  for (const [key, sum] of sums) {
+    const label = (key % labels) - 1;
+    const which = Math.floor(key / labels);
+    const waiting = Math.floor(which / kinds) - 1;
+    const words = data.kinds[which % kinds].name.replace(/^\[(blocked: )?|\]$/g, "") + (waiting >= 0 ? ` (${data.names[waiting].split(".")[0]})` : "");
     if (!found.has(label)) found.set(label, new Map());
-    const words = name.replace(/^\[(blocked: )?|\]$/g, "") + (klass === 1 ? waitingIn(tree, data, node[r], charged[node[r]]) : "");
-    found.get(label).set(words, (found.get(label).get(words) || 0) + ns[r]);
+    found.get(label).set(words, (found.get(label).get(words) || 0) + sum);
   }
   return found;
 }
 
-// The function of the kernel or a library that waits, between the node and the one it is charged to.
+// The label of the function of the kernel or a library that waits, between the node and the one it is
+// charged to; -1 for none.
 function waitingIn(tree, data, node, charged) {
   for (let i = node; i > charged; i = tree.parent[i]) {
     const rank = data.rank[tree.label[i]];
-    if (rank > RANK_SCHEDULER) return rank <= RANK_LIBRARY ? ` (${data.names[tree.label[i]].split(".")[0]})` : "";
+    if (rank > RANK_SCHEDULER) return rank <= RANK_LIBRARY ? tree.label[i] : -1;
   }
-  return "";
+  return -1;
 }
 
 // Time within frames that match (by label), under `node`; nested matches count once.
@@ -442,19 +490,22 @@ function matchedTime(tree, matches, node) {
 
 // On-CPU self time by category of frame, and off-CPU time by kind of wait.
 function legendTotals(tree, data, wanted) {
-  // Each category that occurs is listed, also where nothing ended in it.
-  const byCategory = new Map([...new Set(tree.label.slice(1))].map((l) => [data.category[l], 0]));
-  const byKind = new Map();
-  for (let r = 0; r < data.row_node.length; r++) {
-    if (!data.row_ns[r] || (wanted !== null && !wanted[data.row_thread[r]])) continue;
-    const kind = data.row_kind[r];
-    const label = tree.label[data.row_node[r]];
-    if (kind === 0) {
-      const category = label >= 0 ? data.category[label] : -1;
-      byCategory.set(category, (byCategory.get(category) || 0) + data.row_ns[r]);
-    } else byKind.set(kind, (byKind.get(kind) || 0) + data.row_ns[r]);
+  const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = data;
+  const onCpu = new Float64Array(tree.labels + 1); // by label, the last of what has none
+  const byKind = new Float64Array(data.kinds.length);
+  for (let r = 0; r < node.length; r++) {
+    if (wanted !== null && !wanted[thread[r]]) continue;
+    const label = tree.label[node[r]];
+    if (kind[r] === 0) onCpu[label >= 0 ? label : tree.labels] += ns[r];
+    else byKind[kind[r]] += ns[r];
   }
-  return { byCategory, byKind };
+  // Each category that occurs is listed, also where nothing ended in it.
+  const byCategory = new Map(onCpu[tree.labels] ? [[-1, onCpu[tree.labels]]] : []);
+  for (const label of occurring(tree.label.subarray(1), tree.labels)) {
+    const category = data.category[label];
+    byCategory.set(category, (byCategory.get(category) || 0) + onCpu[label]);
+  }
+  return { byCategory, byKind: new Map([...byKind.entries()].filter(([, sum]) => sum)) };
 }
 
 // The node that a path of labels leads to from the root, as far as it goes.
