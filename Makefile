@@ -18,9 +18,10 @@ APT_RUN := python3-bpfcc python3-venv gcc libc6-dev
 # PoCL is an OpenCL device that needs no hardware.
 APT_DEMO := $(APT_RUN) pocl-opencl-icd python3-pyopencl
 APT_TEST := $(APT_DEMO) g++ binutils nodejs ocl-icd-opencl-dev openssl
-# The tools that OVERHEAD.md compares with; perf's package has another name in each distribution.
+# The tools that OVERHEAD.md compares with, and the browser that it measures pages in, which Ubuntu has
+# as a snap only; perf's package has another name in each distribution.
 APT_BENCH := $(APT_TEST) bpftrace \
-	$(if $(shell grep -x ID=ubuntu /etc/os-release),linux-tools-generic,linux-perf)
+	$(if $(shell grep -x ID=ubuntu /etc/os-release),linux-tools-generic,linux-perf chromium)
 # To fetch kernels, make disks of them, and boot these.
 APT_KERNELS := $(APT_TEST) busybox-static debootstrap e2fsprogs kmod qemu-system-x86 zstd
 

@@ -95,6 +95,52 @@ class StopReason(enum.IntEnum):
             return f"[off CPU: {self.label}]"
         return f"[truncated: {self.label}]"
 
+    @property
+    def meaning(self) -> str:
+        """What the reason says to who has not met it, with the cure where there is one.
+
+        Without parentheses: in the tips of an SVG they enclose what follows the name.
+        """
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    StopReason.ROOTED: "complete, by frame pointers or unwind tables",
+    StopReason.KERNEL_ONLY: "complete: a thread of the kernel, or one between two programs",
+    StopReason.NO_FRAME_POINTER: (
+        "code without unwind table left no frame pointer to its caller;"
+        " build it with -fno-omit-frame-pointer"
+    ),
+    StopReason.UNREADABLE: (
+        "stack memory that could not be read: paged out, or the address of a caller was wrong"
+    ),
+    StopReason.TOO_DEEP: "more frames than are kept; those nearest to the leaf are there",
+    StopReason.NOT_WALKED: "the thread woke up before its stack could be read",
+    StopReason.LOST: (
+        "the stack found no room, and only its time is known; raise --stack-storage-size"
+    ),
+    StopReason.EXCLUDED: "user frames were not asked for",
+    StopReason.ROOTED_BY_TABLE: "complete, by unwind tables",
+    StopReason.NO_TABLE: (
+        "code without unwind table and without frame pointers, as some compilers at run time make"
+        " it; Java keeps frame pointers with -XX:+PreserveFramePointer"
+    ),
+    StopReason.UNSUPPORTED_RULE: (
+        "the unwind table has a rule here that is not supported, mostly in the first instructions"
+        " of functions that realign their stack"
+    ),
+    StopReason.ROOTED_BY_HEURISTIC: "complete, with a caller found by a checked heuristic",
+    StopReason.NO_TABLE_YET: (
+        "the unwind table was still being made; it is kept, so that the next recording has it"
+    ),
+    StopReason.NOT_RUN_YET: "complete: a new thread that waits for its first CPU has no stack",
+    StopReason.NOT_SAMPLED: (
+        "none of the waits of this thread was chosen to have a stack; raise --off-cpu-budget"
+    ),
+}
+
+# What stands in a stack for kernel frames beyond those that are kept.
+KERNEL_FRAMES_MARKER = "[truncated: kernel frames]"
 
 # Those of complete stacks.
 COMPLETE_REASONS = (StopReason.ROOTED, StopReason.ROOTED_BY_TABLE, StopReason.ROOTED_BY_HEURISTIC)

@@ -35,6 +35,7 @@ from aiflame.agent.reports.merge import default_merge
 from aiflame.agent.reports.pack import MAX_NODES, Packed, draft
 from aiflame.agent.reports.pack_device import draft_device, draft_times
 from aiflame.agent.reports.palette import Category
+from aiflame.agent.reports.rows import TRUNCATED_MEANINGS
 from aiflame.agent.reports.selection import has_python
 from aiflame.agent.reports.words import showable
 
@@ -222,6 +223,7 @@ def _settings(
         "hit_fill": palette.HIT,
         "ink": palette.INK,
         "categories": palette.CATEGORIES,
+        "truncated": TRUNCATED_MEANINGS,
         "is_wait": [c in palette.CLASS_CATEGORY.values() for c in Category],
         **({"fleet": _fleet(fleet)} if fleet is not None else {}),
         **({"difference": difference.settings()} if profile.difference is not None else {}),

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import (
     COMPLETE_REASONS,
+    KERNEL_FRAMES_MARKER,
     FrameKind,
     Function,
     Profile,
@@ -47,6 +48,12 @@ _WITHOUT_USER_STACK = (StopReason.KERNEL_ONLY, StopReason.EXCLUDED, StopReason.N
 TRUNCATED_REASONS = tuple(
     reason for reason in StopReason if reason not in (*COMPLETE_REASONS, *_WITHOUT_USER_STACK)
 )
+
+# What marks say that stand for missing frames, by mark.
+TRUNCATED_MEANINGS = {
+    **{reason.marker: reason.meaning for reason in TRUNCATED_REASONS},
+    KERNEL_FRAMES_MARKER: "more kernel frames than are kept; those nearest to the leaf are there",
+}
 
 # Their positions stay in the processor's cache.
 _PATHS_AT_ONCE = 2_048

@@ -317,9 +317,12 @@ def _ends(profile: Profile, view: View) -> Table:
     order = [end for end in StopReason if counts[end]]
     return Table(
         "How stacks ended",
-        f"100 % = {duration(whole)} of {view.label}; rooted: walked to the thread's start",
-        (">ms", ">share", ">distinct stacks", "end"),
-        tuple((ms(sums[e]), percent(sums[e], whole), f"{counts[e]:,}", e.label) for e in order),
+        f"100 % = {duration(whole)} of {view.label}",
+        (">ms", ">share", ">distinct stacks", "end", "meaning"),
+        tuple(
+            (ms(sums[e]), percent(sums[e], whole), f"{counts[e]:,}", e.label, e.meaning)
+            for e in order
+        ),
     )
 
 

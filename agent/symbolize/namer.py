@@ -21,7 +21,12 @@ import numpy as np
 from aiflame.agent.elf.headers import HEADERS, Headers
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
-from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind, StopReason
+from aiflame.agent.model.profile import (
+    COMPLETE_REASONS,
+    KERNEL_FRAMES_MARKER,
+    FrameKind,
+    StopReason,
+)
 from aiflame.agent.model.window import NONE, Rows, Window
 from aiflame.agent.python.codes import UNREADABLE_FRAME
 from aiflame.agent.python.interpreter import Interpreter, may_hold_interpreter
@@ -250,7 +255,7 @@ class Namer:
         found = []
         for address, symbol in zip(addresses.tolist(), names, strict=True):
             if (address + 1) % (1 << 64) == KERNEL_CUT:
-                marker = SourceFrame("[truncated: kernel frames]", "", 0, False)
+                marker = SourceFrame(KERNEL_FRAMES_MARKER, "", 0, False)
                 chain = (self._ids.frame(FrameKind.MARKER, marker, None, 0),)
                 found.append(Location(chain))
                 continue

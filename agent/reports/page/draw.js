@@ -9,6 +9,11 @@ const MIN_PX = 1;
 const TEXT_PAD_PX = 4;
 const MIN_CHARS = 3;
 
+// Frames around the zoomed one are fainter: lighter on light paper, with the ink of all frames, and
+// darker on dark paper, with the light one. Contrasts are then 4.5:1 at least, as elsewhere.
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const PATH = { light: { alpha: 0.6 }, dark: { alpha: 0.4, ink: "#ffffff" } };
+
 class Graph {
   // `rises`: the root is at the bottom. `faces`: {names, on, off, hit} by label, colours as CSS; with
   // `byStall`, colours are those of device.js, with `difference` those of difference.js.
@@ -32,6 +37,7 @@ class Graph {
     this.frame = 0;
     pane.addEventListener("scroll", () => this.paintSoon(), { passive: true });
     new ResizeObserver(() => this.layOut()).observe(pane);
+    DARK.addEventListener("change", () => this.paintSoon());
     this.canvas.addEventListener("mousemove", (event) => this.hover(event));
     this.canvas.addEventListener("mouseleave", () => this.hover(null));
     this.canvas.addEventListener("click", (event) => this.click(event));
@@ -149,7 +155,8 @@ class Graph {
     const total = tree.total[box.node];
     const offShare = total > 0 ? tree.off[box.node] / total : 0;
     const face = this.faceOf(box.node);
-    pen.globalAlpha = box.isPath ? 0.6 : 1;
+    const path = DARK.matches ? PATH.dark : PATH.light;
+    pen.globalAlpha = box.isPath ? path.alpha : 1;
     if (this.isHit(label)) {
       pen.fillStyle = faces.hit;
       pen.fillRect(box.x, y, width, ROW_PX - 1);
@@ -162,7 +169,8 @@ class Graph {
     pen.globalAlpha = 1;
     const columns = Math.floor((box.width - 2 * TEXT_PAD_PX) / this.charPx);
     if (box.more || columns < MIN_CHARS) return;
-    pen.fillStyle = face && !this.isHit(label) ? face.ink : faces.ink;
+    if (box.isPath) pen.fillStyle = path.ink || faces.ink;
+    else pen.fillStyle = face && !this.isHit(label) ? face.ink : faces.ink;
     pen.fillText(fitted(this.nameOf(box.node), columns), box.x + TEXT_PAD_PX, y + ROW_PX / 2, box.width - TEXT_PAD_PX);
   }
 

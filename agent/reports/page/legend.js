@@ -4,6 +4,11 @@
 
 const NAMED_REASONS = 4; // of a category, in the vendor's words
 
+// Whether a label is a mark for missing frames, and not a function that is called like one.
+function isTruncation(settings, data, label) {
+  return data.kind[label] === KIND_MARKER && Object.hasOwn(settings.truncated, data.names[label]);
+}
+
 class Legend {
   constructor(page) {
     this.page = page;
@@ -36,6 +41,22 @@ class Legend {
     else if (!isDevice) this.showTimes();
     else if (view === "gpu" && color === "stall") this.showStalls();
     else this.showKinds();
+    this.showTruncated();
+  }
+
+  // The marks in the flame graph that stand for missing callers, most first, and what they mean.
+  showTruncated() {
+    const { settings, data, sums, state, laid } = this.page;
+    const marks = data.names.flatMap((name, label) => (isTruncation(settings, data, label) && sums.total[label] ? [[name, sums.total[label]]] : []));
+    const body = byId("truncated").querySelector("tbody");
+    body.replaceChildren(...marks.sort((a, b) => b[1] - a[1]).flatMap(([name, weight]) => {
+      const [row, below] = [element("tr", null), element("tr", null)];
+      const figures = [amount(state.view, weight), percent(weight, laid.total[0])];
+      row.append(element("td", name), ...figures.map((text) => element("td", text, { class: "figure" })));
+      below.append(element("td", settings.truncated[name], { class: "meaning", colspan: 3 }));
+      return [row, below];
+    }));
+    byId("truncated").hidden = !marks.length;
   }
 
   showTimes() {

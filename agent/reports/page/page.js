@@ -43,7 +43,7 @@ class Page {
     this.strip = settings.time ? new Strip(this) : null;
     this.filters = settings.fleet ? new Filters(this) : null; // of a fleet, in place of threads
     this.graphNote = byId("graph-note").textContent;
-    byId("merge-choice").hidden = Boolean(this.filters) || !sets.time || new Set(sets.time.row_thread.map((i) => sets.time.threads[i].process)).size < 2;
+    byId("merge-choice").hidden = Boolean(this.filters) || !sets.time || this.processesOf(sets.time).size < 2;
     this.listen();
     this.recall();
   }
@@ -69,6 +69,10 @@ class Page {
     return groups;
   }
 
+  processesOf(data) {
+    return new Set(occurring(data.row_thread, data.threads.length).map((thread) => data.threads[thread].process));
+  }
+
   // The number of what each process is part of.
   groupOf(process) {
     const groups = this.groups[this.state.merge];
@@ -89,27 +93,57 @@ class Page {
   }
 
   fillThreads() {
-    const select = byId("threads");
     const { data } = this.sets.time || this.sets.difference;
     const { merge } = this.state;
-    this.counted = new Set(data.row_thread);
-    select.replaceChildren(element("option", "all", { value: "" }));
+    this.counted = occurring(data.row_thread, data.threads.length);
+    this.threadGroups = [];
+    this.showThreads("");
     if (this.filters) return; // a fleet has thousands, which only its labels tell apart
     const found = new Map(); // of what is one: its name, and by the name of threads the first and how many
-    data.threads.forEach((thread, i) => {
-      if (!this.counted.has(i)) return;
+    for (const i of this.counted) {
+      const thread = data.threads[i];
       const group = this.groupOf(thread.process);
       const names = this.groups[merge]?.names || data.processes;
       if (!found.has(group)) found.set(group, { name: names[group], process: thread.process, threads: new Map() });
       const { threads } = found.get(group);
       const name = this.threadName(thread);
       threads.set(name, [threads.get(name)?.[0] ?? i, (threads.get(name)?.[1] || 0) + 1]);
-    });
-    for (const [, { name, process, threads }] of [...found].sort(([a], [b]) => a - b)) {
+    }
+    this.threadGroups = [...found].sort(([a], [b]) => a - b).map(([, { name, process, threads }]) => ({
+      name,
+      entries: [["p" + process, "all of " + name], ...[...threads].map(([own, [i, count]]) => ["t" + i, own + (count > 1 ? ` (${counted(count, "thread")})` : "")])],
+    }));
+    byId("thread-search").value = "";
+    byId("thread-search").hidden = this.threadGroups.reduce((sum, { entries }) => sum + entries.length, 0) <= SEARCHED_VALUES;
+    this.showThreads("");
+  }
+
+  // Fills the list of threads with those whose name, or that of their process, has a text in it, and
+  // the chosen one.
+  showThreads(text) {
+    const select = byId("threads");
+    const sought = text.toLowerCase();
+    select.replaceChildren(element("option", "all", { value: "" }));
+    for (const { name, entries } of this.threadGroups) {
+      const isWhole = name.toLowerCase().includes(sought);
+      const wanted = entries.filter(([value, own]) => isWhole || own.toLowerCase().includes(sought) || value === this.state.threads);
+      if (!wanted.length) continue;
       const group = element("optgroup", null, { label: name });
-      group.append(element("option", "all of " + name, { value: "p" + process }));
-      for (const [own, [i, count]] of threads) group.append(element("option", own + (count > 1 ? ` (${counted(count, "thread")})` : ""), { value: "t" + i }));
+      group.append(...wanted.map(([value, own]) => element("option", own, { value })));
       select.append(group);
+    }
+    select.value = this.state.threads;
+  }
+
+  // Enter chooses the first thread that was found.
+  threadKey(event) {
+    if (event.key === "Escape" && event.target.value) {
+      event.target.value = "";
+      this.showThreads("");
+      event.stopPropagation();
+    } else if (event.key === "Enter" && event.target.value) {
+      const first = [...byId("threads").options].find((option) => option.value && option.value !== this.state.threads);
+      if (first) this.set({ threads: byId("threads").value = first.value, zoom: [] });
     }
   }
 
@@ -126,7 +160,6 @@ class Page {
     byId("merge").value = this.state.merge;
     this.fillThreads();
     byId("search").value = this.state.search;
-    byId("threads").value = this.state.threads;
     if (byId("threads").selectedIndex < 0) this.state.threads = byId("threads").value = "";
     this.plain = null;
     this.update();
@@ -145,8 +178,8 @@ class Page {
       this.use(setOf(this.state.view));
     }
     if (this.state.merge !== before.merge) {
-      this.fillThreads();
       this.state = { ...this.state, threads: "", zoom: [], fn: null, mode: this.state.mode === "sandwich" ? "flame" : this.state.mode };
+      this.fillThreads();
       byId("merge").value = this.state.merge;
     }
     if (this.state.merge !== before.merge || this.state.frames !== before.frames || this.state.hideImports !== before.hideImports) this.plain = null;
@@ -299,8 +332,8 @@ class Page {
       return;
     }
     const wanted = this.shown();
-    const there = this.state.range ? this.rows.row_thread.filter((_, row) => this.rows.row_ns[row] > 0) : this.counted;
-    const threads = [...new Set(there)].filter((thread) => wanted === null || wanted[thread]).length;
+    const there = this.state.range ? occurring(this.rows.row_thread.filter((_, row) => this.rows.row_ns[row] > 0), this.rows.threads.length) : this.counted;
+    const threads = there.filter((thread) => wanted === null || wanted[thread]).length;
     byId("whole").textContent = `100 % = ${wholeWords(this.state.view, whole)}`
       + ` summed over ${counted(threads, "thread")}, ${when}`
       + (this.idle && !this.state.idle ? `; without ${duration(this.idle.ns)} of ${counted(this.idle.count, "idle thread")}` : "");
@@ -413,10 +446,15 @@ class Page {
     const known = {
       device: () => kernelFacts(this.rows, graph.tree, node),
       gputime: () => kernelTimeFacts(this.rows, graph.tree, node),
-      time: () => sourceFacts(this.rows, graph.tree.label[node]),
+      time: () => this.timeFacts(graph.tree.label[node]),
       difference: () => sourceFacts(this.rows, graph.tree.label[node]),
     }[setOf(this.state.view)]();
     return frameFacts(graph, node, whole).concat(known, known.length && this.state.view === "gpu" ? [["", "click, then l: its instructions"]] : []);
+  }
+
+  timeFacts(label) {
+    if (label < 0 || !isTruncation(this.settings, this.data, label)) return sourceFacts(this.rows, label);
+    return [["meaning", this.settings.truncated[this.data.names[label]]]];
   }
 
   kernelsOf(node) {
@@ -459,6 +497,8 @@ class Page {
     on("raw", "click", () => this.set({ raw: !this.state.raw }));
     on("merge", "change", () => this.set({ merge: byId("merge").value }));
     on("threads", "change", () => this.set({ threads: byId("threads").value, zoom: [] }));
+    on("thread-search", "input", (event) => this.showThreads(event.target.value));
+    on("thread-search", "keydown", (event) => this.threadKey(event));
     on("search", "input", () => this.search({ search: byId("search").value }));
     on("search", "keydown", (event) => { if (event.key === "Enter") this.graph.canvas.focus(); });
     on("case", "click", () => this.search({ matchCase: !this.state.matchCase }));

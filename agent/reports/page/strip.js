@@ -321,7 +321,7 @@ class Strip {
     on("keydown", (event) => this.key(event));
     byId("range-clear").addEventListener("click", () => this.choose(null, true));
     new ResizeObserver(() => { if (this.lanes) this.paint(); }).observe(byId("strip"));
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.paint());
+    DARK.addEventListener("change", () => this.paint());
   }
 
   move(event) {
