@@ -2,8 +2,9 @@
 """Flame graph as one SVG file, for browsers, documents and README files.
 
 The flame graph is whole without script, so it works as an image too. Opened in a browser it behaves
-the way readers of flame graphs expect: a click zooms, Ctrl-F searches by regular expression and
-says what share matched, Ctrl-I toggles case, and the address keeps zoom and search.
+the way readers of flame graphs expect: it is as wide as the window and opens at its roots, a click
+zooms, Ctrl-F searches by regular expression and says what share matched, Ctrl-I toggles case, and
+the address keeps zoom and search.
 
 Narrow frames are left out (`ReportOptions.min_width_pct`), which bounds the file's size; the
 graph says how many. The html format keeps them.
@@ -20,7 +21,7 @@ from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import Difference, Profile
+from aiflame.agent.model.profile import Difference, FrameKind, Profile
 from aiflame.agent.reports import device_facts, difference, facts, palette, stall_colors
 from aiflame.agent.reports.base import ReportOptions, View
 from aiflame.agent.reports.device_rows import (
@@ -33,12 +34,12 @@ from aiflame.agent.reports.device_rows import (
 from aiflame.agent.reports.device_times import DeviceTimes, device_times, time_rows
 from aiflame.agent.reports.idle import without_idle
 from aiflame.agent.reports.palette import Category
-from aiflame.agent.reports.rows import rows_for
+from aiflame.agent.reports.rows import TRUNCATED_MEANINGS, rows_for
 from aiflame.agent.reports.tree import U64, Cut, Tree, build, invert, prune
 from aiflame.agent.reports.words import percent
 from aiflame.gpu.stalls import StallCategory
 
-WIDTH_PX = 1200  # the width readers of flame graphs know; it also fits a README
+WIDTH_PX = 1200  # as an image: what readers of flame graphs know; it also fits a README
 ROW_PX = 16
 PAD_PX = 10  # around the flame graph
 TOP_PX = 62  # title, subtitle and buttons
@@ -189,6 +190,18 @@ def _document(graph: _Graph) -> Iterator[str]:
     )
     yield f"<style>\n{(page / 'svg.css').read_text('utf-8')}</style>"
     yield '<rect class="paper" width="100%" height="100%"/>'
+    yield '<g id="frames">'
+    yield from _frames(graph)
+    yield "</g>"
+    yield f'<text id="details" x="{PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
+    yield f'<text id="matched" x="{WIDTH_PX - PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
+    yield from _legend(graph, below_px + 12)
+    for i, note in enumerate(notes):
+        y = below_px + LINE_PX * (i + 1) + 12
+        text = html.escape(_cut(note, NOTE_CHARS))
+        yield f'<text class="note" x="{PAD_PX}" y="{y}">{text}</text>'
+    # After the frames: where it is scrolled, it stays above them.
+    yield f'<g id="head"><rect class="paper" width="100%" height="{TOP_PX - 2}"/>'
     yield f'<text class="title" x="{WIDTH_PX // 2}" y="26">{heading}</text>'
     yield f'<text class="subtitle" x="{WIDTH_PX // 2}" y="46">{subtitle}</text>'
     yield '<text class="button" id="reset" x="10" y="26" tabindex="0" role="button"'
@@ -196,17 +209,7 @@ def _document(graph: _Graph) -> Iterator[str]:
     yield f'<text class="button" id="case" x="{WIDTH_PX - 90}" y="26" tabindex="0"'
     yield ' role="button" style="display:none"><title>Ctrl-I: match case</title>Aa</text>'
     yield f'<text class="button" id="search" x="{WIDTH_PX - 60}" y="26" tabindex="0"'
-    yield ' role="button" style="display:none"><title>Ctrl-F: search</title>Search</text>'
-    yield f'<text id="details" x="{PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
-    yield f'<text id="matched" x="{WIDTH_PX - PAD_PX}" y="{TOP_PX + graph_px + 16}"> </text>'
-    yield '<g id="frames">'
-    yield from _frames(graph)
-    yield "</g>"
-    yield from _legend(graph, below_px + 12)
-    for i, note in enumerate(notes):
-        y = below_px + LINE_PX * (i + 1) + 12
-        text = html.escape(_cut(note, NOTE_CHARS))
-        yield f'<text class="note" x="{PAD_PX}" y="{y}">{text}</text>'
+    yield ' role="button" style="display:none"><title>Ctrl-F: search</title>Search</text></g>'
     script = (page / "svg.js").read_text("utf-8")
     yield f"<script><![CDATA[\n{script}]]></script>"
     yield "</svg>\n"
@@ -286,16 +289,23 @@ def _frames(graph: _Graph) -> Iterator[str]:
         _node_faces(graph),
         strict=True,
     )
+    markers = tree.labels.kinds == FrameKind.MARKER
+    meanings = {
+        label: f"; {TRUNCATED_MEANINGS[names[label]]}"
+        for label in np.flatnonzero(markers).tolist()
+        if names[label] in TRUNCATED_MEANINGS
+    }
     # Flames rise from the bottom; merged from the leaf they hang from the top.
     bottom = TOP_PX + (graph.rows - 1) * ROW_PX
     for label, depth, x, width, total, off, stall in columns:
         y = TOP_PX + depth * ROW_PX if graph.options.inverted else bottom - depth * ROW_PX
         on_width = width * (total - off) / total if total else width
         share = f", {percent(off, total)} off-CPU" if off else stall.words
+        meaning = meanings.get(label, "")
         fill = stall.fill or (off_fill[label] if off == total and total else on_fill[label])
         yield (
             f"<g><title>{html.escape(names[label])}"
-            f" ({graph.amount(total)}, {percent(total, whole)}{share})</title>"
+            f" ({graph.amount(total)}, {percent(total, whole)}{share}{meaning})</title>"
             f'<rect x="{x:.4f}" y="{y}" width="{width:.4f}" height="{ROW_PX - 1}" fill="{fill}"/>'
         )
         if 0 < off < total:

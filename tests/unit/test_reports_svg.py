@@ -116,12 +116,12 @@ def test_hostile_names_are_text() -> None:
 
 def test_title_is_escaped_and_can_be_chosen() -> None:
     root = parsed(small_profile(), ReportOptions(title='<b>"mine"&'))
-    assert root.find(f"{NS}text[@class='title']").text == '<b>"mine"&'  # type: ignore[union-attr]
+    assert root.find(f".//{NS}text[@class='title']").text == '<b>"mine"&'  # type: ignore[union-attr]
 
 
 def test_a_long_title_is_cut_between_characters() -> None:
     root = parsed(small_profile(), ReportOptions(title="<" * 200))
-    assert root.find(f"{NS}text[@class='title']").text == "<" * 94 + ".."  # type: ignore[union-attr]
+    assert root.find(f".//{NS}text[@class='title']").text == "<" * 94 + ".."  # type: ignore[union-attr]
 
 
 def test_empty_profile_gives_a_flame_graph_that_says_so() -> None:

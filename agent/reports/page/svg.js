@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a flame graph in SVG does in a browser: zoom, search, and an address that keeps both.
+// What a flame graph in SVG does in a browser: the window's width, zoom, search, and an address that
+// keeps both.
 // Frames are read back from the drawing, which is whole without this script.
 "use strict";
 (function () {
@@ -8,7 +9,9 @@
   const TEXT_PAD_PX = 3;
   const SLACK_PX = 0.001; // coordinates have four decimals
   const svg = document.documentElement;
-  const graphPx = Number(svg.getAttribute("width")) - 2 * EDGE_PX;
+  const [drawnPx, heightPx] = [Number(svg.getAttribute("width")), Number(svg.getAttribute("height"))];
+  let graphPx = drawnPx - 2 * EDGE_PX;
+  let scale = 1; // pixels of the window by one of the drawing
   const byId = (id) => document.getElementById(id);
   const number = (element, name) => Number(element.getAttribute(name));
 
@@ -25,6 +28,10 @@
     };
   });
   const whole = frames[0];
+  const rises = frames.length > 1 && frames[1].y < whole.y;
+  const centred = svg.querySelectorAll(".title, .subtitle");
+  // With their distance from the right edge.
+  const atRight = ["case", "search", "matched"].map((id) => [byId(id), drawnPx - number(byId(id), "x")]);
   let zoomed = whole;
   let pattern = null; // text of the search, null without one
   let matchCase = false;
@@ -47,11 +54,35 @@
     frame.text.textContent = shortened(frame.name, columns);
   }
 
+  // In a wider window frames are wider; in a narrower one all is smaller.
+  function fit() {
+    svg.setAttribute("width", "100%");
+    const windowPx = svg.getBoundingClientRect().width;
+    if (!(windowPx > 0)) return;
+    const widthPx = Math.max(drawnPx, windowPx);
+    graphPx = widthPx - 2 * EDGE_PX;
+    scale = windowPx / widthPx;
+    svg.setAttribute("viewBox", `0 0 ${widthPx} ${heightPx}`);
+    svg.setAttribute("height", heightPx * scale);
+    for (const text of centred) text.setAttribute("x", widthPx / 2);
+    for (const [text, fromRight] of atRight) text.setAttribute("x", widthPx - fromRight);
+    keepHead();
+  }
+
+  // The title and its buttons stay in sight.
+  function keepHead() {
+    byId("head").setAttribute("transform", `translate(0 ${window.scrollY / scale})`);
+  }
+
+  // The roots are the widest frames, and at the bottom; of a tall drawing nothing else is seen first.
+  function reveal() {
+    if (rises) window.scrollTo(0, (zoomed.y - whole.y + heightPx) * scale - window.innerHeight);
+  }
+
   function zoom(target) {
     zoomed = target;
     const end = target.x + target.width;
-    const scale = target.width > 0 ? graphPx / target.width : 1;
-    const rises = frames.length > 1 && frames[1].y < whole.y;
+    const stretch = target.width > 0 ? graphPx / target.width : 1;
     for (const frame of frames) {
       const below = rises ? frame.y > target.y : frame.y < target.y;
       const inside = frame.x >= target.x - SLACK_PX && frame.x + frame.width <= end + SLACK_PX;
@@ -61,7 +92,7 @@
       frame.group.style.display = frame.shown ? "" : "none";
       frame.group.classList.toggle("path", isPath && frame !== target);
       if (isPath) place(frame, EDGE_PX, graphPx);
-      else if (frame.shown) place(frame, EDGE_PX + (frame.x - target.x) * scale, frame.width * scale);
+      else if (frame.shown) place(frame, EDGE_PX + (frame.x - target.x) * stretch, frame.width * stretch);
     }
     byId("reset").style.display = target === whole ? "none" : "";
     search(pattern);
@@ -162,6 +193,8 @@
   onPress(byId("case"), toggleCase);
   byId("search").style.display = byId("case").style.display = "";
   window.addEventListener("hashchange", recall);
+  window.addEventListener("scroll", keepHead, { passive: true });
+  window.addEventListener("resize", () => { fit(); zoom(zoomed); });
   window.addEventListener("keydown", (event) => {
     const key = event.key.toLowerCase();
     const control = event.ctrlKey || event.metaKey;
@@ -171,5 +204,7 @@
     else return;
     event.preventDefault();
   });
+  fit();
   recall();
+  reveal();
 })();
