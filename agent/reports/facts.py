@@ -32,8 +32,12 @@ FEW_SAMPLES = 100
 # Where stacks are cut, in a line: more is in `aiflame stats`.
 _MODULES_NAMED = 3
 _LEAST_SHARE = 0.0005
-# Of code that lies in no file.
-_NO_MODULE = "[unknown module]"
+# What stands for a module where there is none, and what that says.
+_NO_MODULE, _NO_STACK = "[unknown module]", "[no stack]"
+MODULE_MARKS = {
+    _NO_MODULE: "code of no file, as compilers at run time make it",
+    _NO_STACK: "not one frame could be read",
+}
 # The library of OpenJDK's virtual machine.
 _JVM = "libjvm.so"
 
@@ -166,7 +170,7 @@ def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str
     np.add.at(ns, binary, stack_ns[cut].astype(np.int64))
     sums: dict[str, int] = {}
     for at in np.unique(binary).tolist():
-        name = "[no stack]" if at == no_stack else _shown_module(profile, at)
+        name = _NO_STACK if at == no_stack else _shown_module(profile, at)
         sums[name] = sums.get(name, 0) + int(ns[at])
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 

@@ -15,7 +15,7 @@ from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopRea
 from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
-from aiflame.agent.reports.facts import cut_modules, module_of, recording_facts
+from aiflame.agent.reports.facts import MODULE_MARKS, cut_modules, module_of, recording_facts
 from aiflame.agent.reports.merge import default_merge, first_alike, merged
 from aiflame.agent.reports.own_code import charged_frames, innermost_of_highest
 from aiflame.agent.reports.rows import label_of
@@ -332,7 +332,8 @@ def _modules(profile: Profile, view: View, limit: int) -> Table:
     whole = sum(sums.values())
     return Table(
         "Modules whose callers are missing",
-        f"100 % = {duration(whole)} of {view.label} in truncated stacks",
+        f"100 % = {duration(whole)} of {view.label} in truncated stacks"
+        + "".join(f"; {mark}: {words}" for mark, words in MODULE_MARKS.items() if mark in sums),
         (">ms", ">share", "module of the outermost function found"),
         tuple((ms(ns), percent(ns, whole), m) for m, ns in [*sums.items()][:limit]),
         max(0, len(sums) - limit),

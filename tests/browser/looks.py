@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from browser.chromium import Page
@@ -67,8 +69,9 @@ return contrast(seen[0], seen.at(-1));
 _BOXES = """
 const isSeen = (element) => element.checkVisibility() && element.getBoundingClientRect().width > 0;
 const all = [...document.querySelectorAll(
-  "h1, h2, header p, .bar button, .bar input, .bar select, .bar legend, #strip canvas, .graph,"
-  + "#idle, #strip p, .status > *, #details, #top th, #top td, #legend td, #truncated td, dd, dt"
+  "h1, h2, header p, .bar button, .bar input, .bar select, .bar legend, summary, .graph,"
+  + "#strip canvas, #idle, #strip p, .status > *, #details, #top th, #top td, #legend td,"
+  + "#truncated td, dd, dt"
 )].filter(isSeen);
 const words = (element) => `${element.tagName} ${element.id} ${element.textContent.slice(0, 40)}`;
 const rects = all.map((element) => [element, element.getBoundingClientRect()]);
@@ -86,6 +89,18 @@ rects.forEach(([a, one], i) => rects.slice(i + 1).forEach(([b, other]) => {
 if (document.documentElement.scrollWidth > room) wrong.push("the page scrolls sideways");
 return wrong;
 """
+
+
+@contextlib.contextmanager
+def window(page: Page, width: int, scheme: str = "light") -> Iterator[None]:
+    """Gives a page's window another width, and the preference for a colour scheme, for a while."""
+    page.resize(width)
+    page.prefer(scheme)
+    try:
+        yield
+    finally:
+        page.resize(1200)
+        page.prefer("light")
 
 
 def hard_to_read(page: Page) -> list[tuple[float, str]]:

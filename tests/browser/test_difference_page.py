@@ -13,6 +13,7 @@ from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.difference import GREW
 from aiflame.agent.reports.stall_colors import NEUTRAL
 from browser.chromium import Page
+from browser.looks import hard_to_read, misplaced, window
 from profiles import MS, Sample, profile_of
 
 
@@ -96,3 +97,13 @@ def test_choosing_frames_and_legend(page: Page, report: Path) -> None:
         "aiflame.graph.boxes.every((b) => !/step/.test(aiflame.graph.nameOf(b.node)))"
     )
     assert _facts(page, "main")["base"] == "100.000 ms, 100.00 % of all"
+
+
+@pytest.mark.parametrize("width", [1000, 1600])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read(page: Page, report: Path, width: int, scheme: str) -> None:
+    with window(page, width, scheme):
+        page.open(report)
+        assert misplaced(page) == []
+        assert hard_to_read(page) == []
+        assert page.complaints == []

@@ -11,6 +11,7 @@ import pytest
 from aiflame.agent.model.profile import Fleet, FleetLabel, Process, SampleClass, Thread
 from aiflame.agent.reports import FORMATS, ReportOptions
 from browser.chromium import Page
+from browser.looks import hard_to_read, misplaced, window
 from device_profiles import Launch, Ran, device_profile_of
 from profiles import MS, Sample
 from support import wait_until
@@ -258,3 +259,13 @@ def test_a_capture_has_no_filters(page: Page, tmp_path: Path) -> None:
     assert page.value("document.getElementById('filters').hidden")
     assert not page.value("document.getElementById('thread-choice').hidden")
     assert "1.000 s of wall time summed over 1 thread" in page.text("whole")
+
+
+@pytest.mark.parametrize("width", [1000, 1600])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read(page: Page, report: Path, width: int, scheme: str) -> None:
+    with window(page, width, scheme):
+        page.open(report)
+        assert misplaced(page) == []
+        assert hard_to_read(page) == []
+        assert page.complaints == []

@@ -130,6 +130,7 @@ def test_modules_that_cut_stacks_are_weighed_by_time() -> None:
         ("30.00", "75.0 %", "server"),
         ("10.00", "25.0 %", "[no stack]"),
     )
+    assert _table(profile, "Modules").whole.endswith("; [no stack]: not one frame could be read")
     ends = {row[3]: row[1] for row in _table(profile, "How stacks ended").rows}
     assert ends == {"no frame pointer": "30.0 %", "lost": "10.0 %", "kernel only": "60.0 %"}
 
