@@ -39,6 +39,7 @@ class Capability(enum.IntEnum):
     SETGID = 6
     SETUID = 7
     SETPCAP = 8
+    NET_ADMIN = 12
     SYS_PTRACE = 19
     SYS_ADMIN = 21
     SYS_NICE = 23

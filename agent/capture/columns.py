@@ -22,13 +22,14 @@ from aiflame.agent.capture.schema import (
     SINCE_VERSION_5,
     SINCE_VERSION_8,
     SINCE_VERSION_9,
+    SINCE_VERSION_10,
     schema_sql,
 )
 
 _READ_AS_INTEGERS = frozenset(
     {
         *("samples", "waits", "api_calls", "api_events", "device_samples", "kernel_times"),
-        *("launches", "device_readings", "intervals"),
+        *("launches", "device_readings", "intervals", "thread_accounts"),
     }
 )
 # Mostly not read by rows: `check_table` is asked where they are.
@@ -94,6 +95,7 @@ def _conditions(version: int) -> dict[str, str]:
             and (version > 4 or table not in SINCE_VERSION_5)
             and (version > 7 or table not in SINCE_VERSION_8)
             and (version > 8 or table not in SINCE_VERSION_9)
+            and (version > 9 or table not in SINCE_VERSION_10)
         }
 
 

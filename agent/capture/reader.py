@@ -32,6 +32,7 @@ from aiflame.agent.capture.schema import (
 )
 from aiflame.agent.capture.spans import spread_waits
 from aiflame.agent.errors import CaptureError
+from aiflame.agent.model.accounts import DELAY_CAUSES, THREAD_ACCOUNT_DTYPE, Accounts, Delay
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import (
@@ -161,7 +162,30 @@ class _Reader:
             gpu=with_equal_stacks_merged(gpu, stacks, threads),
             labels=self._labels(process_index),
             spans=spread_waits(spans, samples, waits, seconds_of),
+            accounts=self._accounts(process_index),
         )
+
+    def _accounts(self, process_index: dict[int, int]) -> Accounts:
+        if self._version < 10:
+            return Accounts()
+        names = ("on_cpu_ns", "run_queue_ns", "timeslices", "misaligned_ns", "open_wait_ns")
+        thread, *times = self._integers("thread_accounts", ("thread_id", *names))
+        rows = np.zeros(len(thread), THREAD_ACCOUNT_DTYPE)
+        rows["thread"] = _positions(thread, self._ids("threads"))
+        if len(np.unique(thread)) != len(thread):
+            raise ValueError("several accounts of a thread")
+        for name, column in zip(names, times, strict=True):
+            rows[name] = column
+            if float(np.sum(column, dtype=float)) >= 1 << _INT64_BITS:
+                raise ValueError("more time than there is")
+        delays = []
+        for process, cause, count, ns in self._rows("SELECT * FROM delays ORDER BY rowid"):
+            if cause in DELAY_CAUSES:  # a later kernel may tell of more
+                if count < 0 or ns < 0:
+                    raise ValueError("a negative number")
+                delays.append(Delay(process_index[process], cause, count, ns))
+        found = self._rows("SELECT value FROM meta WHERE key = 'interrupted_ns'")
+        return Accounts(rows, _number(found[0][0]) if found else 0, tuple(delays))
 
     def _labels(self, process_index: dict[int, int]) -> tuple[Labels | None, ...]:
         if self._version < 9:

@@ -4,8 +4,8 @@
 -- the start of the recording. Ids are local to the file.
 
 -- key/value facts: aiflame_version, started_unix_ns, duration_ns, period_ns, command, target,
--- recorder_cpu_ns, recorder_peak_rss_bytes, complete ('1' once the recording was finished in
--- order), and fact:<title> lines shown under every report, in the order of their rowids.
+-- recorder_cpu_ns, recorder_peak_rss_bytes, interrupted_ns, complete ('1' once the recording was
+-- finished in order), and fact:<title> lines shown under every report, in the order of their rowids.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 -- One row per process image: exec makes a new row under the same pid.
@@ -116,6 +116,31 @@ CREATE TABLE waits (
     start_ns INTEGER NOT NULL,
     blocked_ns INTEGER NOT NULL,
     runnable_ns INTEGER NOT NULL
+);
+
+-- What the kernel's scheduler accounts (since version 10) of threads that were there when the
+-- recording ended: time on a CPU, time in a run queue and time slices between two readings of
+-- /proc/PID/task/TID/schedstat, which together miss the recording's ends by misaligned_ns. A wait in
+-- a run queue is accounted when it is over: open_wait_ns is how much of those that were open at a
+-- reading may be in run_queue_ns, or missing. What CPUs were in interrupts, or stolen by the
+-- hypervisor, meanwhile is interrupted_ns in meta.
+CREATE TABLE thread_accounts (
+    thread_id INTEGER NOT NULL REFERENCES threads (id),
+    on_cpu_ns INTEGER NOT NULL,
+    run_queue_ns INTEGER NOT NULL,
+    timeslices INTEGER NOT NULL,
+    misaligned_ns INTEGER NOT NULL,
+    open_wait_ns INTEGER NOT NULL
+);
+
+-- Delay accounting of processes that were there when it ended (since version 10), where the kernel
+-- does it: count waits of ns together. cause: blkio, swapin, freepages, thrashing, compact, wpcopy,
+-- irq, as struct taskstats calls them.
+CREATE TABLE delays (
+    process_id INTEGER NOT NULL REFERENCES processes (id),
+    cause TEXT NOT NULL,
+    count INTEGER NOT NULL,
+    ns INTEGER NOT NULL
 );
 
 -- The device half (since version 3). Devices that were looked for: tier 0 launches, 1 and times, 2 and

@@ -34,6 +34,8 @@ _COLUMNS = {
     "samples": 6,
     "intervals": 2,
     "waits": 5,
+    "thread_accounts": 6,
+    "delays": 4,
     "losses": 3,
     "devices": 7,
     "api_functions": 4,
@@ -126,6 +128,16 @@ class CaptureWriter:
             (key, os.fsencode(str(value)).decode(errors="replace")) for key, value in facts.items()
         )
         self._many("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    def newest_threads(self) -> dict[tuple[int, int], int]:
+        """Returns the ids of threads by pid and tid, of those that came again the newest one's."""
+        query = "SELECT p.pid, t.tid, t.id FROM threads t JOIN processes p ON p.id = t.process_id"
+        rows = self._database.execute(f"{query} ORDER BY t.id")
+        return {(pid, tid): id_ for pid, tid, id_ in rows}
+
+    def newest_processes(self) -> dict[int, int]:
+        """Returns the ids of processes by pid, of those that came again the newest one's."""
+        return dict(self._database.execute("SELECT pid, id FROM processes ORDER BY id"))
 
     def drop_meta(self, key: str) -> None:
         """Takes a fact back."""

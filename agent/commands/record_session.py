@@ -24,6 +24,7 @@ from aiflame.agent import __version__, priority
 from aiflame.agent.allocator import give_back_freed_memory
 from aiflame.agent.capture.schema import FACT_PREFIX, SYMBOLS_FACT
 from aiflame.agent.capture.workspace import Destination, Workspace, unfinished
+from aiflame.agent.commands.record_accounts import put_accounts
 from aiflame.agent.commands.record_copy import Copies
 from aiflame.agent.commands.record_losses import loss_rows
 from aiflame.agent.commands.record_options import RecordOptions
@@ -41,6 +42,7 @@ from aiflame.agent.outfile import sudo_ids, write_output
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.cut_sleeps import LateWaits
 from aiflame.agent.recording.foundation import Foundation
+from aiflame.agent.recording.kernel_accounts import KernelAccounts
 from aiflame.agent.recording.recorder import Outcome, Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.agent.reports import FORMATS
@@ -88,6 +90,7 @@ def record(
     printer: ProgressPrinter,
     foundation: Foundation,
     choose: ChooseFamilies,
+    accounts: KernelAccounts,
 ) -> int:
     """As `record_start.record`, with what that has begun."""
     families = choose(options.gpu)
@@ -103,7 +106,7 @@ def record(
         Workspace.create(destination) as workspace,
     ):
         session = _Session(target, options, plan, workspace, printer, signals)
-        session.take(foundation, families)
+        session.take(foundation, families, accounts)
         profile = session.report()
         session.summarise(profile)
     if session.command_exit_code is not None:
@@ -141,7 +144,9 @@ class _Session:
         # Of a command that ended before it was told to, by Ctrl-C or at the end of the recording.
         self.command_exit_code: int | None = None
 
-    def take(self, foundation: Foundation, families: Sequence[Family]) -> None:
+    def take(
+        self, foundation: Foundation, families: Sequence[Family], accounts: KernelAccounts
+    ) -> None:
         """Records, and publishes the capture."""
         with contextlib.ExitStack() as parts:
             try:
@@ -158,6 +163,8 @@ class _Session:
                             self._options.gpu_calibrate,
                         ),
                         steers=self._steers(),
+                        # A flight recorder's capture begins when nobody reads them.
+                        accounts=accounts if self._options.keep_ns is None else None,
                     )
                 )
                 recorder.start(self._options.duration_ns, self._printer.say)
@@ -243,6 +250,9 @@ class _Session:
         try:
             with SymbolService(cache_dir()) as service:
                 recorder.devices.resolve(service, writer, recorder.images)
+            growth = recorder.growth()
+            if growth is not None:
+                put_accounts(writer, growth)
             losses = self._losses(recorder, outcome, report)
             writer.set_losses(loss_rows(losses, recorder.loss_files()))
             writer.put_meta(self._last_facts(outcome, cost, report))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from aiflame.agent import priority
 from aiflame.agent.allocator import map_large_blocks
 from aiflame.agent.commands.record_options import RecordOptions
@@ -11,8 +13,10 @@ from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.devices.choice import ChooseFamilies
 from aiflame.agent.kernel import checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
+from aiflame.agent.processes.delays import Delays, are_accounted
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.foundation import Foundation
+from aiflame.agent.recording.kernel_accounts import KernelAccounts
 
 
 def record(
@@ -32,7 +36,21 @@ def record(
     map_large_blocks()
     descriptors.raise_limit()
     checks.require_all()
-    give_up_rights()
+    with contextlib.ExitStack() as parts:
+        # With the rights that are given up next.
+        delays = parts.enter_context(Delays()) if are_accounted() else None
+        give_up_rights()
+        return _record(target, options, plan, printer, choose, KernelAccounts(delays))
+
+
+def _record(
+    target: Target,
+    options: RecordOptions,
+    plan: OutputPlan,
+    printer: ProgressPrinter,
+    choose: ChooseFamilies,
+    accounts: KernelAccounts,
+) -> int:
     printer.say(f"preparing to record {target.words}: kernel programs, unwind tables, devices ...")
     if not priority.hurry():
         printer.say(
@@ -42,4 +60,4 @@ def record(
     with Foundation(options.for_programs(target)) as foundation:
         from aiflame.agent.commands import record_session  # the kernel is at work meanwhile
 
-        return record_session.record(target, options, plan, printer, foundation, choose)
+        return record_session.record(target, options, plan, printer, foundation, choose, accounts)

@@ -29,6 +29,7 @@ CHECKS = (
     Check("os.capabilities", rights.capabilities, limit="some parts are missing"),
     Check("os.seccomp", host.seccomp, needs=_PRIVILEGED),
     Check("os.ptrace_scope", host.ptrace_scope, limit="no Python frames"),
+    Check("os.delay_accounting", host.delay_accounting, limit="what waits were for is not told"),
     Check("cpu.clock", cpu.clock, needs=("os.arch", "os.seccomp")),
     Check("cpu.perf_event_paranoid", cpu.perf_event_paranoid, needs=("os.arch", "os.seccomp")),
     Check(
@@ -75,8 +76,8 @@ TARGET_CHECKS = (
     ),
 )
 
-# What `record` alone needs.
-_OF_RECORD = ("out.folder", "out.space", "out.recordings")
+# What `record` alone needs or uses.
+_OF_RECORD = ("os.delay_accounting", "out.folder", "out.space", "out.recordings")
 # The agent asks more of these, and says what that costs it.
 _STRICTER = {
     check.id: check

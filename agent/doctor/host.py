@@ -6,11 +6,13 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from aiflame.agent import kernelfs
+from aiflame.agent import kernelfs, rights
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.kernel import checks
 from aiflame.agent.kernel.arch import this_architecture
+from aiflame.agent.processes.delays import are_accounted
 from aiflame.agent.processes.targets import cgroup2_mounts
+from aiflame.agent.rights import Capability
 
 _PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 _SECURITYFS = Path("/sys/kernel/security")
@@ -68,6 +70,19 @@ def ptrace_scope(_: Context) -> Finding:
             "kernel.yama.ptrace_scope=2 in /etc/sysctl.d, and a reboot: 3 cannot be taken back",
         )
     return ok(f"kernel.yama.ptrace_scope is {level}" if level else "this kernel has no Yama")
+
+
+def delay_accounting(_: Context) -> Finding:
+    """Does the kernel account what tasks wait for, and may it be asked?"""
+    if not are_accounted():
+        return ok(
+            "delay accounting is off: with kernel.task_delayacct=1, set before targets start,"
+            " `stats` also has what the kernel says they waited for (block I/O, swap-in, reclaim)"
+        )
+    if rights.missing([Capability.NET_ADMIN]):
+        words = f"delay accounting is on, and takes {Capability.NET_ADMIN} to be read"
+        return warn(words, f"run as root, or with {Capability.NET_ADMIN}")
+    return ok("delay accounting is on")
 
 
 def seccomp(_: Context) -> Finding:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.model.accounts import Accounts
 from aiflame.agent.model.gpu import GpuProfile
 
 if TYPE_CHECKING:
@@ -386,3 +387,4 @@ class Profile:
     difference: Difference | None = None
     # Of each process, of what an agent recorded; None for one that is nobody's, () for all others.
     labels: tuple[Labels | None, ...] = ()
+    accounts: Accounts = field(default_factory=Accounts)

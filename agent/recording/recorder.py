@@ -60,6 +60,7 @@ from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.excluded import ExcludedCgroups
 from aiflame.agent.recording.foundation import Foundation
+from aiflame.agent.recording.kernel_accounts import Growth, KernelAccounts
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.long_waits import LongWaits
 from aiflame.agent.recording.pythons import PythonProcesses
@@ -151,6 +152,8 @@ class Recorder:
         wanted: What the user asks of helpers.
         steers: Decides which switch-outs take a stack, where options say that chance does; without
             one all do.
+        accounts: Reads at the start and the end what the kernel accounts itself; without one nobody
+            does.
         least_round_ns: From one look at what the kernel tells to the next at least: each process
             that is new wakes the recorder up, and several share a round.
         window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS. What
@@ -172,6 +175,7 @@ class Recorder:
         are_families_named: bool = False,
         wanted: Wanted = ALWAYS,
         steers: Steers | None = None,
+        accounts: KernelAccounts | None = None,
         least_round_ns: int = 0,
         window_ns: int = INTERVAL_NS,
     ) -> None:
@@ -180,6 +184,7 @@ class Recorder:
         self._least_round_ns = least_round_ns
         self._wanted = wanted
         self._steers = steers
+        self._accounts = accounts
         self._chances: Chances | None = None
         self._chances_number = 0
         self._waits_not_sampled = 0
@@ -361,6 +366,8 @@ class Recorder:
         self._prepare(say)
         if command is not None:
             self._enter_process(command.pid, self.table.first_image, abi.ProcessFlag.AT_EXEC)
+        if self._accounts is not None:
+            self._accounts.begin(pids, None if command is None else command.pid)
         self.started_unix_ns = time.time_ns()
         self.start_ns = self._boundary_ns = self.table.start_ns = time.monotonic_ns()
         programs.set(abi.Setting.BOUNDARY_BEFORE_NS, self.start_ns)
@@ -399,6 +406,7 @@ class Recorder:
     def _own_pids(self) -> set[int]:
         """Returns this process and those that it has started, which are not recorded."""
         own = {os.getpid(), *self._inspector.pids, *self._file_facts.pids}
+        own.update(() if self._accounts is None else self._accounts.pids)
         if self._target.filter is abi.Filter.CGROUP:  # which may be its own; others are no targets
             own.update(procfs.descendants([os.getpid()]))
         return own
@@ -517,6 +525,33 @@ class Recorder:
         """
         with self._real_time:
             self._run(give, report)
+        if self._accounts is not None:
+            self._accounts.end(self._pids_now(), self._queued_ns())
+
+    def _pids_now(self) -> list[int]:
+        """Returns the targets that are there, as far as anything was seen of them."""
+        command = self._target.command  # it is there until it is waited for
+        found = {image.pid for image in self.table.images.values() if not image.is_over}
+        return [*found, *([] if command is None else [command.pid])]
+
+    def _queued_ns(self) -> dict[int, int]:
+        """Returns for how long threads have waited for a CPU, by tid."""
+        tids, states = self._programs.threads.read_all()
+        is_preempted = states["off_class"] == SampleClass.PREEMPTED
+        since_ns = np.where(is_preempted, states["switched_ns"], states["waking_ns"])
+        is_woken = states["waking_ns"] >= states["switched_ns"]
+        is_queued = is_preempted | ((states["off_class"] == SampleClass.BLOCKED) & is_woken)
+        waited_ns = time.monotonic_ns() - since_ns[is_queued].astype(np.int64)
+        return dict(zip(tids[is_queued].tolist(), waited_ns.tolist(), strict=True))
+
+    def growth(self) -> Growth | None:
+        """Returns by how much the kernel's own accounts grew, None if nobody has read them.
+
+        To be asked once the recording has ended.
+        """
+        if self._accounts is None:
+            return None
+        return self._accounts.growth(self.start_ns, self._end_ns)
 
     def _run(self, give: Callable[[Window], None], report: Callable[[Progress], None]) -> None:
         self._ring.watch(self._signals.fd)

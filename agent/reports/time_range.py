@@ -8,7 +8,8 @@ the chosen one touches. Times are those of the range, with these exceptions, whi
   are in the second in which they ended.
 - Of what an agent recorded in a window of several seconds, each of them has an equal part.
 - An interval off the CPU is counted in the second in which it ended.
-- The exact times of threads are known of the whole recording only, and are left out.
+- The exact times of threads, and what the kernel accounts itself, are known of the whole recording
+  only, and are left out.
 - Losses, and what the recorder itself cost, are those of the whole recording.
 - Device samples and kernel times belong to the stacks that they belong to in the whole recording:
   a launch may come before the range. A kernel's time is in the second in which it ended.
@@ -20,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.model.accounts import Accounts
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import NS_PER_S, Profile, TimeRange
 from aiflame.agent.reports.device_readings import seconds_of
@@ -75,6 +77,7 @@ def in_range(profile: Profile, chosen: TimeRange) -> Profile:
         spans=spans,
         waits=_clipped_waits(profile.waits, chosen),
         gpu=_gpu_in_range(profile.gpu, first_s, end_s, chosen),
+        accounts=Accounts(),
     )
 
 

@@ -19,7 +19,9 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.schema import APPLICATION_ID, SCHEMA_VERSION
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands import store
+from aiflame.agent.commands.record_accounts import put_accounts
 from aiflame.agent.errors import AiflameError, CaptureError, DiskFull
+from aiflame.agent.model.accounts import Delay
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.gpu import (
     BUSY_UNKNOWN,
@@ -47,6 +49,8 @@ from aiflame.agent.model.profile import (
     StopReason,
     Thread,
 )
+from aiflame.agent.processes.delays import ProcessDelay
+from aiflame.agent.recording.kernel_accounts import GROWTH_DTYPE, Growth
 
 _MS = 1_000_000
 
@@ -98,6 +102,8 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
         (1, 1, 9, 0, 4, 40 * _MS),
     ],
     "waits": [(1, 9, 600 * _MS, 700 * _MS, 5), (1, 9, 20 * _MS, 500 * _MS, 0)],
+    "thread_accounts": [(9, 41 * _MS, 5 * _MS, 12, 1_000, 30), (2, 3 * _MS, 0, 4, 0, 0)],
+    "delays": [(3, "blkio", 7, 30 * _MS), (7, "swapin", 1, 9)],
     "losses": [("ring_full", 2, "events that were lost")],
     "devices": [
         (4, "opencl", "PoCL", 2, "", 10 * _MS, "driver 1"),
@@ -273,6 +279,68 @@ def test_labels_of_no_process_are_damage(capture: Path, change: str) -> None:
 def test_a_capture_from_before_processes_had_labels(capture: Path) -> None:
     _change(capture, "DROP TABLE intervals", "DROP TABLE process_labels", "PRAGMA user_version = 8")
     assert read_capture(capture).labels == ()
+
+
+def test_what_the_kernel_accounts_is_read(capture: Path) -> None:
+    _change(capture, "INSERT INTO meta VALUES ('interrupted_ns', '77')")
+    accounts = read_capture(capture).accounts
+    assert accounts.threads.tolist() == [
+        (1, 41 * _MS, 5 * _MS, 12, 1_000, 30),
+        (0, 3 * _MS, 0, 4, 0, 0),
+    ]
+    assert accounts.delays == (Delay(0, "blkio", 7, 30 * _MS), Delay(1, "swapin", 1, 9))
+    assert accounts.interrupted_ns == 77
+    # A later kernel may tell more causes apart.
+    _change(capture, "INSERT INTO delays VALUES (3, 'cosmic rays', 1, 1)")
+    assert read_capture(capture).accounts.delays == accounts.delays
+
+
+def test_accounts_are_of_the_newest_thread_and_process_of_a_number(tmp_path: Path) -> None:
+    rest = (100, 1, "a", "", "", "/", "")
+    processes = [(1, *rest, 0, 5), (2, *rest, 9, None)]
+    threads = [(4, 1, 100, "a", 1, 1), (5, 2, 100, "b", 1, 1), (6, 2, 101, "b", 1, 1)]
+    tables = {name: [] for name in _ROWS} | {"processes": processes, "threads": threads}
+    writer = CaptureWriter(_write(tmp_path / "run.aiflame", **tables), is_new=False)
+    rows = [(100, 100, 50, 5, 1, 2, 6), (100, 101, 40, 4, 3, 2, 0), (100, 999, 1, 1, 1, 1, 1)]
+    delays = (ProcessDelay(100, "blkio", 3, 30), ProcessDelay(300, "blkio", 1, 1))
+    put_accounts(writer, Growth(np.array(rows, GROWTH_DTYPE), 11, delays))
+    writer.commit()
+    writer.close()
+    accounts = read_capture(writer.path).accounts
+    assert accounts.threads.tolist() == [(1, 50, 5, 1, 2, 6), (2, 40, 4, 3, 2, 0)]
+    assert accounts.delays == (Delay(1, "blkio", 3, 30),)
+    assert accounts.interrupted_ns == 11
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE thread_accounts SET thread_id = 99",
+        "UPDATE thread_accounts SET thread_id = 9",
+        "UPDATE thread_accounts SET on_cpu_ns = -1",
+        "UPDATE thread_accounts SET run_queue_ns = 9223372036854775807",
+        "UPDATE delays SET process_id = 99",
+        "UPDATE delays SET cause = x'00'",
+        "UPDATE delays SET ns = -1",
+        "UPDATE delays SET count = 'many'",
+        "INSERT INTO meta VALUES ('interrupted_ns', '-1')",
+        "INSERT INTO meta VALUES ('interrupted_ns', 'long')",
+        "DROP TABLE thread_accounts",
+        "DROP TABLE delays",
+    ],
+)
+def test_accounts_that_cannot_be_are_damage(capture: Path, change: str) -> None:
+    _change(capture, change)
+    with pytest.raises(CaptureError, match="damaged capture"):
+        read_capture(capture)
+
+
+def test_a_capture_from_before_the_kernel_was_asked(capture: Path) -> None:
+    gone = ("thread_accounts", "delays")
+    _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 9")
+    profile = read_capture(capture)
+    assert len(profile.samples) == 4
+    assert (len(profile.accounts.threads), profile.accounts.delays) == (0, ())
 
 
 def test_a_store_is_told_whose_the_processes_of_a_capture_were(
@@ -759,6 +827,8 @@ _COLUMNS = {
     "stacks": "id process_id kernel_depth end_reason addresses frames gil",
     "samples": "stack_id thread_id class count ns",
     "waits": "stack_id thread_id start_ns blocked_ns runnable_ns",
+    "thread_accounts": "thread_id on_cpu_ns run_queue_ns timeslices misaligned_ns open_wait_ns",
+    "delays": "process_id cause count ns",
     "losses": "name count meaning",
     "devices": "id family name tier limit_reason period_ns details",
     "api_functions": "id api name operation",
@@ -784,6 +854,7 @@ _TEXTS = {
     "threads": "name",
     "binaries": "path build_id",
     "functions": "name file",
+    "delays": "cause",
     "losses": "name meaning",
     "devices": "family name limit_reason details",
     "api_functions": "api name",

@@ -14,13 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 import support
-from aiflame.agent import kernelfs
+from aiflame.agent import kernelfs, rights
 from aiflame.agent.doctor import cpu, host, out
 from aiflame.agent.doctor.base import Check, Context, Finding, Result, Status, ok, run_checks, warn
 from aiflame.agent.doctor.checks import AGENT_CHECKS, CHECKS, TARGET_CHECKS
 from aiflame.agent.doctor.text import as_json, exit_code, lines, summary
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import checks
+from aiflame.agent.rights import Capability
 from aiflame.agent.symbols.kallsyms import KernelSymbols, KernelSymbolsHidden
 
 ALL_IDS = [check.id for check in (*CHECKS, *TARGET_CHECKS)]
@@ -290,6 +291,28 @@ def test_only_the_scope_that_forbids_all_reading_is_a_limit(
 ) -> None:
     monkeypatch.setattr(kernelfs, "read_text", lambda *_: level)
     assert host.ptrace_scope(Context()).status is status
+
+
+@pytest.mark.parametrize(
+    ("setting", "missing", "status", "words"),
+    [
+        ("0", [], Status.OK, "kernel.task_delayacct=1, set before targets start"),
+        ("", [Capability.NET_ADMIN], Status.OK, "delay accounting is off"),
+        ("1", [], Status.OK, "delay accounting is on"),
+        ("1", [Capability.NET_ADMIN], Status.WARN, "takes CAP_NET_ADMIN"),
+    ],
+)
+def test_what_delay_accounting_would_add_is_said_here(
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    missing: list[Capability],
+    status: Status,
+    words: str,
+) -> None:
+    monkeypatch.setattr(kernelfs, "read_text", lambda *_: f"{setting}\n")
+    monkeypatch.setattr(rights, "missing", lambda _: missing)
+    found = host.delay_accounting(Context())
+    assert (found.status, words in found.text) == (status, True)
 
 
 @pytest.mark.parametrize(("free", "status"), [(10**6, Status.WARN), (10**12, Status.OK)])
