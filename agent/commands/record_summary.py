@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.accounts import disagreement
 from aiflame.agent.reports.facts import (
     complete_words,
     cut_short,
@@ -42,6 +43,8 @@ def loss_lines(profile: Profile) -> Iterator[str]:
     """Yields what is missing, and what devices told."""
     if missing := missing_line(profile):
         yield f"{missing}."
+    if differs := disagreement(profile):
+        yield f"{differs}."
     for loss in profile.losses:
         word = "left out" if is_asked_for(loss) else "lost"
         scope = loss_scope(profile.recording)

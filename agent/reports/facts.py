@@ -22,6 +22,7 @@ from aiflame.agent.model.profile import (
     SampleClass,
     StopReason,
 )
+from aiflame.agent.reports.accounts import account_facts, disagreement
 from aiflame.agent.reports.base import ReportOptions
 from aiflame.agent.reports.rows import TRUNCATED_REASONS
 from aiflame.agent.reports.words import duration, percent, showable
@@ -258,7 +259,8 @@ def warnings(profile: Profile) -> list[str]:
         lines.append(
             f"Few samples on the CPU ({samples}): shares of CPU time are rough. {cure} a higher -F."
         )
-    lines += [f"{line}." for line in (generated_line(profile), missing_line(profile)) if line]
+    doubts = (generated_line(profile), missing_line(profile), disagreement(profile))
+    lines += [f"{line}." for line in doubts if line]
     lines += [
         f"Lost {showable(loss.name)}: {loss.count:,}{loss_scope(recording)}"
         + (f" ({showable(loss.meaning)})" if loss.meaning else "")
@@ -334,6 +336,7 @@ def recording_facts(profile: Profile) -> list[tuple[str, str]]:
             f"{int(counts[on_cpu].sum()):,}, each weighing {duration(recording.period_ns)}",
         ),
         ("off-CPU intervals", f"{int(counts[~on_cpu].sum()):,}{ended}, exact"),
+        *account_facts(profile),
         ("complete stacks", complete_words(profile)),
         *([("cut short in", cut)] if (cut := cut_short(profile)) else []),
         *recording.facts,

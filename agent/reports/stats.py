@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
+from aiflame.agent.reports.accounts import account_tables
 from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
@@ -70,6 +71,7 @@ def tables(
     if merge is not Merge.NONE:
         found.append(_processes(profile, view, limit, merge))
     found.append(_threads(profile, view, limit))
+    found += account_tables(apart, limit)
     if view is not View.CPU:
         found += [_classes(profile), _causes(profile, causes)]
         found.append(_waits(profile, causes, limit, shown, is_raw=is_raw))
@@ -78,7 +80,7 @@ def tables(
     elif len(profile.gpu.readings):
         found.append(load_table(profile))
     found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
-    facts = (*recording_facts(profile), *device_lines(profile.gpu))
+    facts = (*recording_facts(apart), *device_lines(profile.gpu))
     found.append(Table("Recording", "", ("fact", "value"), facts))
     return tuple(found)
 

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernel accounts itself, of programs of which it is known what they do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports.accounts import compared, disagreement
+from recordings import Recording
+from support import wait_until
+
+pytestmark = pytest.mark.bpf
+
+_DELAY_ACCOUNTING = Path("/proc/sys/kernel/task_delayacct")
+
+
+@pytest.fixture
+def rivals() -> Iterator[tuple[int, int]]:
+    """Two processes that compute on one CPU."""
+    cpu = min(os.sched_getaffinity(0))
+    command = ["taskset", "-c", str(cpu), "sh", "-c", "while :; do :; done"]
+    with ExitStack() as stack:
+        processes = []
+        for _ in range(2):
+            process = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            name = Path(f"/proc/{process.pid}/comm")
+            wait_until(lambda name=name: name.read_text() == "sh\n")
+        yield (processes[0].pid, processes[1].pid)
+
+
+def test_rivals_for_a_cpu_wait_for_it_half_of_the_time(
+    tmp_path: Path, rivals: tuple[int, int]
+) -> None:
+    pids = ",".join(map(str, rivals))
+    with Recording(tmp_path, "-p", pids, "-d", 2, "--gpu", "none") as recording:
+        ended = recording.wait()
+    profile = ended.profile
+    accounts = profile.accounts.threads
+    assert {profile.threads[row["thread"]].tid for row in accounts} == {*rivals}
+    found = compared(profile)
+    assert found is not None
+    # Others may run on that CPU as well.
+    assert (accounts["run_queue_ns"] > 0.4 * profile.recording.duration_ns).all()
+    assert (accounts["on_cpu_ns"] > 0).all()
+    whole_ns = accounts["on_cpu_ns"] + accounts["run_queue_ns"]
+    # A wait is accounted when it is over, all of it.
+    open_ns = accounts["open_wait_ns"] + accounts["misaligned_ns"]
+    assert (whole_ns + open_ns > 0.95 * profile.recording.duration_ns).all()
+    assert (whole_ns < 1.05 * profile.recording.duration_ns + open_ns).all()
+    for sums in (found.on_cpu, found.waited):
+        assert abs(sums.counted_ns - sums.accounted_ns) <= sums.slack_ns + 0.02 * sums.counted_ns
+    assert disagreement(profile) == ""
+    assert "differs" not in ended.stderr
+
+
+@contextmanager
+def _delay_accounting(setting: str) -> Iterator[None]:
+    """Delays are accounted meanwhile, of processes that are made meanwhile, or are not."""
+    before = _DELAY_ACCOUNTING.read_text()
+    _DELAY_ACCOUNTING.write_text(setting)
+    try:
+        yield
+    finally:
+        _DELAY_ACCOUNTING.write_text(before)
+
+
+_READS = """
+import mmap, os, sys, threading
+
+def read():
+    fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
+    with mmap.mmap(-1, 1 << 16) as memory:
+        for i in range(500):
+            os.preadv(fd, [memory], i % 16 << 16)
+    os.close(fd)
+
+if sys.argv[2] == "threads":
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+else:
+    read()
+"""
+
+
+def _waits(profile: Profile, cause: str) -> int:
+    return sum(delay.count for delay in profile.accounts.delays if delay.cause == cause)
+
+
+@pytest.mark.parametrize(("who", "readers"), [("itself", 1), ("threads", 2)])
+def test_a_program_that_reads_past_the_cache_waits_for_block_io(
+    tmp_path: Path, who: str, readers: int
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    command = (sys.executable, "-c", _READS, file, who)
+    with (
+        _delay_accounting("1"),
+        Recording(tmp_path, "--gpu", "none", "--", *command) as recording,
+    ):
+        profile = recording.wait().profile
+    # Where the disk is quick, a read may have come back before its thread slept.
+    assert 0.2 * readers * 500 < _waits(profile, "blkio") < 1.2 * readers * 500
+    assert {profile.processes[delay.process].pid for delay in profile.accounts.delays} == {
+        profile.threads[row["thread"]].tid for row in profile.accounts.threads
+    }
+    assert all(delay.ns > 0 for delay in profile.accounts.delays if delay.count)
+
+
+def test_without_delay_accounting_nobody_is_asked_for_delays(tmp_path: Path) -> None:
+    with (
+        _delay_accounting("0"),
+        Recording(tmp_path, "--gpu", "none", "--", "sleep", "0.5") as recording,
+    ):
+        profile = recording.wait().profile
+    assert profile.accounts.delays == ()
+    assert len(profile.accounts.threads) == 1
