@@ -13,7 +13,7 @@ from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.devices.choice import ChooseFamilies
 from aiflame.agent.kernel import checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
-from aiflame.agent.processes.delays import Delays, are_accounted
+from aiflame.agent.processes.delays import Delays, are_readable
 from aiflame.agent.processes.targets import Target
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.kernel_accounts import KernelAccounts
@@ -38,7 +38,7 @@ def record(
     checks.require_all()
     with contextlib.ExitStack() as parts:
         # With the rights that are given up next.
-        delays = parts.enter_context(Delays()) if are_accounted() else None
+        delays = parts.enter_context(Delays()) if are_readable() else None
         give_up_rights()
         return _record(target, options, plan, printer, choose, KernelAccounts(delays))
 

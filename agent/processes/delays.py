@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent import kernelfs
+from aiflame.agent import kernelfs, rights
 from aiflame.agent.inspector.child import ends
 from aiflame.agent.model.accounts import DELAY_CAUSES
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
+from aiflame.agent.rights import Capability
 
 _SYSCTL = "/proc/sys/kernel/task_delayacct"
 
@@ -58,6 +59,11 @@ class ProcessDelay:
 def are_accounted() -> bool:
     """Whether the kernel accounts delays of processes that are made now."""
     return kernelfs.read_text(_SYSCTL, 16).strip() == "1"
+
+
+def are_readable() -> bool:
+    """Whether it does, and this process may ask for them."""
+    return are_accounted() and not rights.missing([Capability.NET_ADMIN])
 
 
 class Delays:

@@ -67,6 +67,7 @@ class KernelAccounts:
         self._last_open: Mapping[int, int] = {}
         self._first: npt.NDArray[np.void] = np.zeros(0, READING_DTYPE)
         self._last: npt.NDArray[np.void] = np.zeros(0, READING_DTYPE)
+        self._is_first_whole = True
         self._first_interrupted_ns = self._last_interrupted_ns = 0
 
     @property
@@ -81,7 +82,8 @@ class KernelAccounts:
             pids: The targets that there are.
             command_pid: Of a command that waits to be started, None where there is none.
         """
-        self._first = read_accounts([*pids, *([] if command_pid is None else [command_pid])])
+        there = [*pids, *([] if command_pid is None else [command_pid])]
+        self._first, self._is_first_whole = read_accounts(there)
         # Getting ready takes all CPUs for some tenths of a second: as long any may have waited.
         most_ns = time.monotonic_ns() - self._made_ns
         self._first_open = dict.fromkeys(self._first["tid"].tolist(), most_ns)
@@ -99,7 +101,7 @@ class KernelAccounts:
         """
         self._last_open = queued
         there = {*self._first["pid"].tolist(), *pids}
-        self._last = read_accounts(sorted(there))
+        self._last, _ = read_accounts(sorted(there))
         self._last_interrupted_ns = interrupted_ns()
         if self._delays is not None:
             self._delays.read(sorted(there))
@@ -113,7 +115,12 @@ class KernelAccounts:
         """
         delays = () if self._delays is None else tuple(self._delays.finish())
         interrupted = self._last_interrupted_ns - self._first_interrupted_ns
-        threads = growth_of(self._first, self._last, start_ns, end_ns)
+        first, last = self._first, self._last
+        if not self._is_first_whole:
+            # Which of the others began since is not known.
+            pairs = {*first[["pid", "tid"]].tolist()}
+            last = last[[pair in pairs for pair in last[["pid", "tid"]].tolist()]]
+        threads = growth_of(first, last, start_ns, end_ns)
         for row in threads:
             tid = int(row["tid"])
             row["open_wait_ns"] = self._first_open.get(tid, 0) + self._last_open.get(tid, 0)

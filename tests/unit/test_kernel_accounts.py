@@ -28,7 +28,8 @@ from aiflame.agent.processes.scheduler_accounts import (
     parse_schedstat,
     read_accounts,
 )
-from aiflame.agent.recording.kernel_accounts import growth_of
+from aiflame.agent.recording import kernel_accounts
+from aiflame.agent.recording.kernel_accounts import KernelAccounts, growth_of
 from support import wait_until
 
 
@@ -63,13 +64,13 @@ def test_a_thread_that_computes_is_accounted() -> None:
     thread.start()
 
     def on_cpu_ns() -> int:
-        rows = read_accounts([pid])
+        rows, _ = read_accounts([pid])
         return int(rows["on_cpu_ns"][rows["tid"] == thread.native_id].sum())
 
     try:
         first_ns = on_cpu_ns()
         wait_until(lambda: on_cpu_ns() > first_ns + 20_000_000)
-        rows = read_accounts([pid])
+        rows, _ = read_accounts([pid])
         assert set(rows["pid"].tolist()) == {pid}
         assert {pid, thread.native_id} <= set(rows["tid"].tolist())
         assert (rows["read_ns"] <= time.monotonic_ns()).all()
@@ -78,11 +79,26 @@ def test_a_thread_that_computes_is_accounted() -> None:
         thread.join()
 
 
+def test_no_more_threads_are_read_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, is_whole = read_accounts([os.getpid()] * 9, most=4)
+    assert (len(rows), is_whole) == (4, False)
+    # Of those beyond, it is not known which were there when it began.
+    monkeypatch.setattr(kernel_accounts, "read_accounts", lambda pids: read_accounts(pids, most=1))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        accounts = KernelAccounts()
+        accounts.begin([os.getpid(), process.pid])
+        monkeypatch.setattr(kernel_accounts, "read_accounts", read_accounts)
+        accounts.end([], {})
+        found = accounts.growth(0, 0).threads["tid"].tolist()
+        process.kill()
+    assert found == [os.getpid()]
+
+
 def test_a_process_that_is_over_is_accounted_until_it_is_waited_for() -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert read_accounts([process.pid])["tid"].tolist() == [process.pid]
-    assert len(read_accounts([process.pid])) == 0
+        assert read_accounts([process.pid])[0]["tid"].tolist() == [process.pid]
+    assert len(read_accounts([process.pid])[0]) == 0
 
 
 def test_cpus_were_in_interrupts() -> None:
