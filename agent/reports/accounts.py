@@ -21,6 +21,9 @@ from aiflame.agent.reports.words import duration, percent, process_label, showab
 
 I64 = npt.NDArray[np.int64]
 
+# A capture may say anything.
+_MOST_NS = (1 << 63) - 1
+
 # More than this is said in a line.
 _MOST_SHARE = 0.02
 
@@ -126,11 +129,12 @@ def _on_cpu(profile: Profile, counted_ns: I64, accounted: dict[str, I64], ending
 
 def _waited(counted_ns: I64, wake_ups: I64, accounted: dict[str, I64], ending_ns: I64) -> Sums:
     in_queue_ns, slices = accounted["run_queue_ns"], accounted["timeslices"]
-    slack_ns = accounted["misaligned_ns"] + accounted["open_wait_ns"]
+    # Who waited for a moment in all has waited no longer when it was read.
+    most_ns = np.maximum(counted_ns, in_queue_ns)
+    slack_ns = np.minimum(accounted["misaligned_ns"] + accounted["open_wait_ns"], most_ns)
     slack_ns += np.minimum(ending_ns, in_queue_ns)
     slack_ns += wake_ups * _WAKING_NS + slices * _SWITCH_NS
-    has_waited = (counted_ns > 0) | (in_queue_ns > 0)
-    slack = sum(slack_ns[has_waited].tolist())
+    slack = sum(slack_ns.tolist())
     return Sums(sum(counted_ns.tolist()), sum(in_queue_ns.tolist()), slack)
 
 
@@ -146,7 +150,8 @@ def _with_programs_before(profile: Profile, thread: I64, of_thread: I64) -> I64:
     for at, index in enumerate(thread.tolist()):
         one = profile.threads[index]
         if one.tid == profile.processes[one.process].pid:
-            found[at] += sum(of_thread[before] for before in main[one.tid] if before != index)
+            rows = {index, *main[one.tid]}
+            found[at] = min(sum(of_thread[row].item() for row in rows), _MOST_NS)
     return found
 
 

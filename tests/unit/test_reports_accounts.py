@@ -143,6 +143,20 @@ def test_an_account_goes_on_past_exec() -> None:
     assert disagreement(profile) == ""
 
 
+def test_times_that_cannot_be_are_shown_as_they_are() -> None:
+    most_ns = (1 << 63) - 1
+    threads = (
+        replace(_THREADS[0], on_cpu_ns=most_ns, observed_ns=most_ns),
+        Thread(1, 100, "server", most_ns, most_ns),
+    )
+    processes = (PROCESSES[0], PROCESSES[0])
+    row = (1, most_ns // 2, most_ns // 2, 1 << 40, most_ns // 2)
+    profile = _profile(row, threads=threads, processes=processes, open_wait_ns=most_ns // 2)
+    assert compared(profile) is not None
+    assert [*account_tables(profile, 10)]
+    assert isinstance(disagreement(profile), str)
+
+
 def test_a_thread_is_not_counted_while_it_ends() -> None:
     ends = replace(PROCESSES[0], exited_ns=9 * _S)
     apart = (0, 6_900 * MS, 4 * _S, 1_100, 0)
