@@ -80,6 +80,7 @@ static __always_inline void begin_capture_in(struct capture *capture, void *ctx,
 	walk->window_words = 0;
 	walk->is_heuristic = walk->eval_frames = walk->is_unmapped = 0;
 	walk->missing.depth = 0;
+	walk->leaf_frame = LEAF_FRAME_UNKNOWN;
 	walk->eval_cfas[0] = walk->eval_cfas[1] = 0;
 	record->python = 0;
 	record->gil = PYTHON_GIL_NONE;
@@ -136,7 +137,7 @@ static __always_inline bool walk_some(struct capture *capture)
 	void *mappings = mappings_of(walk);
 	volatile struct walk *state = walk;
 	u64 frame, at;
-	u32 i;
+	u32 result, i;
 
 	if (!mappings) {
 		walk->end = STOP_NO_TABLE;
@@ -150,7 +151,10 @@ static __always_inline bool walk_some(struct capture *capture)
 		at = capture->record.kernel_depth + walk->depth;
 		if (at >= MAX_FRAMES)
 			return true; /* walk->end is STOP_TOO_DEEP since the beginning */
-		if (step(walk, mappings) != STEP_ON)
+		result = step(walk, mappings);
+		if (result == STEP_AGAIN)
+			continue;
+		if (result != STEP_ON)
 			return true;
 		if (state->is_eval)
 			note_eval_cfa(walk);

@@ -79,6 +79,17 @@ struct missing_table {
 	u64 depth; /* frames up to that one, and with it; 0: there is none */
 };
 
+/* What the frame pointer of a leaf without CFI points at. */
+#define LEAF_FRAME_UNKNOWN 0
+#define LEAF_FRAME_TRIED 1 /* it looks like a frame, and was followed */
+#define LEAF_FRAME_NONE 2 /* and led to no caller */
+
+struct leaf_registers {
+	u64 instruction_pointer;
+	u64 stack_pointer;
+	u64 frame_pointer;
+};
+
 /* Where a walk stands. It lies in per-CPU memory, since a walk goes on over tail calls. */
 struct walk {
 	u64 instruction_pointer;
@@ -104,11 +115,13 @@ struct walk {
 	u32 eval_frames; /* of CPython's eval loop, among the frames */
 	u32 is_eval; /* the frame that is stepped from is one */
 	u32 is_by_frame; /* its caller was found by a frame, or by what makes or leaves one */
+	u32 leaf_frame; /* LEAF_FRAME_... */
 	u64 eval_start[PYTHON_EVAL_RANGES]; /* of the process's interpreter */
 	u64 eval_bytes[PYTHON_EVAL_RANGES]; /* 0: no such range */
 	u64 eval_cfas[2]; /* of the two leafmost of these; 0: none, or not known */
 	u32 is_unmapped; /* 1: it met an address in no mapping that the host half brought */
 	struct missing_table missing;
+	struct leaf_registers leaf; /* while LEAF_FRAME_TRIED */
 	/*
 	 * Where a search stands. In memory, and read as volatile: a verifier knows no more of it after
 	 * one branch than after the other, and follows the rest once.
@@ -134,6 +147,7 @@ static __always_inline void note_eval_cfa(struct walk *walk)
 #define STEP_ON 0
 #define STEP_END 1
 #define STEP_CHECK 2 /* on, if what was found is a caller */
+#define STEP_AGAIN 3 /* from the same frame, another way */
 
 static __always_inline u64 word_of(void *table, u32 index)
 {
@@ -346,10 +360,38 @@ static __always_inline bool step_by_instructions(struct walk *walk)
 	return true;
 }
 
+/* Notes that a leaf is left by its frame pointer, and where it was. */
+static __always_inline void try_leaf_frame(struct walk *walk)
+{
+	volatile struct walk *state = walk;
+	u64 top = 0;
+
+	walk->leaf.instruction_pointer = walk->instruction_pointer;
+	walk->leaf.stack_pointer = walk->stack_pointer;
+	walk->leaf.frame_pointer = walk->frame_pointer;
+	state->leaf_frame = LEAF_FRAME_TRIED;
+	/* There a leaf without a frame has its return address; RBP may be its caller's. */
+	if (read_word(walk, walk->stack_pointer, &top) && follows_call(top))
+		state->is_heuristic = 1;
+}
+
+/* Back to a leaf whose frame pointer led to no caller. */
+static __always_inline u32 give_up_leaf_frame(struct walk *walk)
+{
+	walk->instruction_pointer = walk->leaf.instruction_pointer;
+	walk->stack_pointer = walk->leaf.stack_pointer;
+	walk->frame_pointer = walk->leaf.frame_pointer;
+	walk->is_exact = 1;
+	walk->leaf_frame = LEAF_FRAME_NONE;
+	walk->eval_frames = 0; /* it is counted again */
+	return STEP_AGAIN;
+}
+
 /*
  * The caller where there is no CFI: generated or hand-written code. By what the code does next; else
  * by saved frame pointer; else, for a leaf, by what is on top of the stack. Which it is decides
  * without a look at the mappings, which the caller takes once: verifiers follow each search anew.
+ * Where that finds that a leaf's frame pointer led to no caller, the whole step is taken again.
  */
 static __always_inline u32 step_without_cfi(struct walk *walk)
 {
@@ -366,10 +408,13 @@ static __always_inline u32 step_without_cfi(struct walk *walk)
 			   read_word(walk, walk->frame_pointer + 8, &caller);
 	/* A leaf's RBP may be anything, unless what it points at looks like a frame. */
 	if (has_link && state->depth == 1)
-		has_link = follows_call(caller) || (walk->rule.kind == RULE_GENERATED &&
-						    saved > walk->frame_pointer && !(saved & 7));
+		has_link = state->leaf_frame != LEAF_FRAME_NONE &&
+			   (follows_call(caller) || (walk->rule.kind == RULE_GENERATED &&
+						     saved > walk->frame_pointer && !(saved & 7)));
 	state->is_by_frame = has_link;
 	if (state->is_by_frame) {
+		if (state->depth == 1)
+			try_leaf_frame(walk);
 		walk->instruction_pointer = caller;
 		walk->stack_pointer = walk->frame_pointer + sizeof(struct frame_link);
 		walk->frame_pointer = saved;
@@ -418,9 +463,11 @@ static __always_inline u32 step(struct walk *walk, void *mappings)
 	}
 	if (result != STEP_CHECK)
 		return result;
-	if (!is_caller(walk, mappings))
-		return end_walk(walk, STOP_NO_TABLE);
-	return STEP_ON;
+	if (is_caller(walk, mappings))
+		return STEP_ON;
+	if (walk->depth == 1 && walk->leaf_frame == LEAF_FRAME_TRIED)
+		return give_up_leaf_frame(walk);
+	return end_walk(walk, STOP_NO_TABLE);
 }
 
 #endif

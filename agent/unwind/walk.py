@@ -52,6 +52,7 @@ class FoundBy(enum.Enum):
     TABLE = "table"
     FRAME_POINTER = "frame pointer"
     # A prologue's row, what the next instructions undo, a leaf's top of the stack: after a call.
+    # And a leaf's frame pointer, where what is on top of the stack is after a call as well.
     HEURISTIC = "heuristic"
 
 
@@ -246,38 +247,42 @@ class ReplayWalker:
         self, at: Registers, is_leaf: bool, is_generated: bool
     ) -> tuple[Registers, WalkedFrame]:
         """By saved RBP and return address at RBP; a leaf's may be on top of the stack instead."""
-        base = _frame_pointer(at)
+        base, top = _frame_pointer(at), self._read_u64(at.rsp) if is_leaf else None
         rbp = None if base is None else self._read_u64(base)
         rip = None if base is None else self._read_u64(base + WORD_BYTES)
         if base is not None and rbp is not None and rip is not None:
-            frame = WalkedFrame(rip, False, FoundBy.FRAME_POINTER)
-            caller = Registers(rip, base + 2 * WORD_BYTES, rbp), frame
+            caller = Registers(rip, base + 2 * WORD_BYTES, rbp)
             if not is_leaf:
-                return caller
+                return caller, WalkedFrame(rip, False, FoundBy.FRAME_POINTER)
             # A leaf's RBP may be anything, unless what it points at looks like a frame.
             is_frame = is_generated and rbp > base and rbp % WORD_BYTES == 0
-            if is_frame or self._follows_call(rip):
-                self._require_caller(rip, by_frame=True)
-                return caller
-        rip = self._read_u64(at.rsp)
-        if not is_leaf or rip is None:
+            if (is_frame or self._follows_call(rip)) and self._is_caller(rip, by_frame=True):
+                # On top a leaf without a frame has its return address; RBP may be its caller's.
+                is_certain = top is None or not self._follows_call(top)
+                found_by = FoundBy.FRAME_POINTER if is_certain else FoundBy.HEURISTIC
+                return caller, WalkedFrame(rip, False, found_by)
+        if not is_leaf or top is None:
             raise _Stop(WalkEnd.NO_TABLE)
-        self._require_caller(rip)
-        frame = WalkedFrame(rip, False, FoundBy.HEURISTIC)
-        return Registers(rip, at.rsp + WORD_BYTES, at.rbp), frame
+        self._require_caller(top)
+        frame = WalkedFrame(top, False, FoundBy.HEURISTIC)
+        return Registers(top, at.rsp + WORD_BYTES, at.rbp), frame
 
     def _require_caller(self, address: int, by_frame: bool = False) -> None:
-        """Ends the walk where an address is not in code, or after no call.
+        """Ends the walk at what is no caller."""
+        if not self._is_caller(address, by_frame):
+            raise _Stop(WalkEnd.NO_TABLE)
+
+    def _is_caller(self, address: int, by_frame: bool = False) -> bool:
+        """Whether an address is in code, and after a call.
 
         Generated code that a frame leads to need not follow one: HotSpot's interpreter pushes where
         its callees return to, and jumps (jdk-17 src/hotspot/cpu/x86/templateTable_x86.cpp,
         prepare_invoke).
         """
         mapping = self._mapping(address, is_exact=False)
-        if mapping is not None and by_frame and mapping.table is None:
-            return
-        if mapping is None or not self._follows_call(address):
-            raise _Stop(WalkEnd.NO_TABLE)
+        if mapping is None:
+            return False
+        return (by_frame and mapping.table is None) or self._follows_call(address)
 
     def _follows_call(self, address: int) -> bool:
         if self._read_code is None:

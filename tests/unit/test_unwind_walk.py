@@ -199,8 +199,34 @@ def test_a_frame_in_generated_code_leads_to_what_no_call_precedes(library: Unwin
     assert addresses(found)[:2] == [code(NO_CFI), code(PLAIN)]
     found = walk(library, words | {32: STACK + 65}, (JIT, 0, STACK + 32))
     assert addresses(found)[:2] == [JIT, code(PLAIN)]
-    found = walk(library, words | {40: code(ROOT, 9)}, (JIT, 0, STACK + 32))
-    assert (addresses(found), found.end) == ([JIT], WalkEnd.NO_TABLE)
+    # Also where it leads out of generated code, or out of all code.
+    for word in (code(ROOT, 9), 12345, STACK):
+        found = walk(library, words | {40: word}, (JIT, 0, STACK + 32))
+        assert addresses(found)[:2] == [JIT, code(PLAIN)]
+        assert found.frames[1].found_by == FoundBy.HEURISTIC
+
+
+@pytest.mark.parametrize("leaf", [JIT, code(NO_CFI)])
+def test_a_frame_of_a_leaf_is_certain_where_no_return_address_is_on_top(
+    library: UnwindTable, leaf: int
+) -> None:
+    words = {32: STACK + 64, 40: code(ROOT)}
+    for top, found_by in (
+        (code(PLAIN), FoundBy.HEURISTIC),
+        (code(PLAIN, 9), FoundBy.FRAME_POINTER),
+        (12345, FoundBy.FRAME_POINTER),
+    ):
+        found = walk(library, {**words, 0: top}, (leaf, 0, STACK + 32))
+        assert (addresses(found), found.end) == ([leaf, code(ROOT)], WalkEnd.ROOTED)
+        assert found.frames[1].found_by == found_by
+
+
+def test_a_leaf_whose_rbp_is_no_frame_keeps_it_for_its_callers(library: UnwindTable) -> None:
+    # GIVEN a caller whose frame it is
+    words = {0: code(WITH_RBP), 32: STACK + 64, 40: code(ROOT, 9)}
+    found = walk(library, words, (JIT, 0, STACK + 32))
+    assert addresses(found) == [JIT, code(WITH_RBP), code(ROOT, 9)]
+    assert found.end == WalkEnd.ROOTED
 
 
 @pytest.mark.parametrize(

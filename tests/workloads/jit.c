@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Runs generated code that keeps frame pointers, as JITs do, and says its names in a perf map.
+ * Runs generated code, and says its names in a perf map. That which keeps frame pointers, as JITs do:
  *
  * main -> spend_* -> entry -> interpreter -> compiled
  *
@@ -11,6 +11,13 @@
  *                on top of its stack
  *
  * In spend_long it stays in its body, in spend_brief it is often in its first and last instructions.
+ *
+ * And a leaf that has no frame, in which a caller's RBP is what it was:
+ *
+ * main -> spend_beside_data | spend_beside_code | spend_with_frame -> leaf
+ *
+ * In the first two it points at words on the stack that look like a frame, whose return address is
+ * none: no code, or code after no call. In the third it is the frame of the leaf's caller.
  */
 #define _GNU_SOURCE
 #include <string.h>
@@ -20,8 +27,9 @@
 
 enum { CPU_NS = 800 * MS, LONG_ROUNDS = 100000, BRIEF_ROUNDS = 4, CODE_BYTES = 4096 };
 
-extern const char generated[], compiled[], generated_end[];
-extern const char stale[];
+extern const char generated[], compiled[], leaf[], generated_end[];
+extern const char stale[], after_no_call[];
+typedef void leaf_function(const void *, long rounds);
 void entry(const void *code, long rounds, const void *stale_return, long words);
 
 __asm__(".text\n"
@@ -33,6 +41,7 @@ __asm__(".text\n"
 	"	movq %rsp, %rbp\n"
 	"	shlq $4, %rcx\n"
 	"	subq %rcx, %rsp\n"
+	"after_no_call:\n"
 	"	call *%rdi\n"
 	"	nop\n"
 	"	leave\n"
@@ -66,6 +75,10 @@ __asm__(".text\n"
 	"	addq $0x20, %rsp\n"
 	"	popq %rbp\n"
 	"	ret\n"
+	"leaf:\n"
+	"	decq %rsi\n"
+	"	jnz leaf\n"
+	"	ret\n"
 	"generated_end:\n"
 	".text\n");
 
@@ -82,6 +95,31 @@ __asm__(".text\n"
 SPEND(spend_long)
 SPEND(spend_brief)
 
+#define SPEND_BESIDE(name, word)                                                                   \
+	__attribute__((noipa)) void name(leaf_function *run_leaf)                                  \
+	{                                                                                          \
+		unsigned long words[4] = { (unsigned long)&words[2], (unsigned long)(word) };      \
+		register unsigned long *plain __asm__("rbp") = words;                              \
+		long long end_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID) + CPU_NS;                     \
+                                                                                                   \
+		while (clock_ns(CLOCK_THREAD_CPUTIME_ID) < end_ns) {                               \
+			__asm__ volatile("" : "+r"(plain) : : "memory");                           \
+			run_leaf(NULL, LONG_ROUNDS);                                               \
+			__asm__ volatile("" : "+r"(plain) : : "memory");                           \
+		}                                                                                  \
+	}
+SPEND_BESIDE(spend_beside_data, 12345)
+SPEND_BESIDE(spend_beside_code, after_no_call)
+
+__attribute__((noipa, optimize("no-omit-frame-pointer"))) void
+spend_with_frame(leaf_function *run_leaf)
+{
+	long long end_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID) + CPU_NS;
+
+	while (clock_ns(CLOCK_THREAD_CPUTIME_ID) < end_ns)
+		run_leaf(NULL, LONG_ROUNDS);
+}
+
 static void write_names(const char *code)
 {
 	char path[64];
@@ -93,7 +131,9 @@ static void write_names(const char *code)
 		fail(path);
 	fprintf(map, "%lx %lx interpreter\n", (long)code, (long)(compiled - generated));
 	fprintf(map, "%lx %lx compiled\n", (long)(code + (compiled - generated)),
-		(long)(generated_end - compiled));
+		(long)(leaf - compiled));
+	fprintf(map, "%lx %lx leaf\n", (long)(code + (leaf - generated)),
+		(long)(generated_end - leaf));
 	fclose(map);
 }
 
@@ -101,6 +141,7 @@ int main(void)
 {
 	char *code = mmap(NULL, CODE_BYTES, PROT_READ | PROT_WRITE | PROT_EXEC,
 			  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	leaf_function *run_leaf = (leaf_function *)(code + (leaf - generated));
 
 	if (code == MAP_FAILED)
 		fail("mmap");
@@ -109,6 +150,9 @@ int main(void)
 	ready_then_wait();
 	spend_long(code, LONG_ROUNDS);
 	spend_brief(code, BRIEF_ROUNDS);
+	spend_beside_data(run_leaf);
+	spend_beside_code(run_leaf);
+	spend_with_frame(run_leaf);
 	done_then_stay();
 	return 0;
 }
