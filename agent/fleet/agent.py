@@ -81,6 +81,9 @@ _TIDY_S = 60.0
 
 _NS_PER_S = 1_000_000_000
 
+# Slewing keeps a clock within milliseconds; stretches of one start join to the nanosecond.
+_CLOCK_STEP_NS = _NS_PER_S
+
 
 class AgentSignals(StopSignals):
     """Signals to an agent: to end, as to a recording; SIGHUP to read its configuration again."""
@@ -364,6 +367,7 @@ class _Agent:
 
     def _put(self, window: Window) -> None:
         if self._stretch is None:
+            self._follow_clock()
             self._stretch = self._stretches.begin(self._facts, window)
             if self._naming is not None:
                 self._naming.tell(stretch=str(self._stretch.folder))
@@ -374,6 +378,15 @@ class _Agent:
                 self._stretch.close()
                 self._stretch = None
             raise
+
+    def _follow_clock(self) -> None:
+        """Takes the time of day anew where it was set, or the machine has slept."""
+        since_start_ns = time.monotonic_ns() - self._recorder.start_ns
+        started_unix_ns = time.time_ns() - since_start_ns
+        step_ns = started_unix_ns - int(self._facts["started_unix_ns"])
+        if abs(step_ns) > _CLOCK_STEP_NS:
+            self._facts = {**self._facts, "started_unix_ns": started_unix_ns}
+            self._log.say(f"the clock was set by {step_ns / _NS_PER_S:+,.0f} s: it is followed")
 
     def _cut(self) -> None:
         """Ends the open stretch: the next window begins another."""
