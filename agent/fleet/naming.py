@@ -106,7 +106,9 @@ class NamingProcess(NamingChannel):
                 return
             if not data:
                 return
-            yield json.loads(data)
+            # It is cut where it is too long: a report less, and the recording goes on.
+            with suppress(ValueError, RecursionError):
+                yield json.loads(data)
 
     def exit_code(self) -> int | None:
         """Returns how it ended, None while it has not."""

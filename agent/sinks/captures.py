@@ -67,6 +67,8 @@ class CaptureFiles:
         seconds, ns = divmod(begin_unix_ns, _NS_PER_S)
         when = f"{time.strftime(_TIME, time.gmtime(seconds))}.{ns // 10**6:03}Z"
         path = self._settings.directory / f"{self._prefix}{when}{_ENDING}"
+        with suppress(OSError):  # it is there, or writing says why it cannot be
+            self._settings.directory.mkdir(mode=0o700)
         self._make_room(capture.stat().st_size)
         with capture.open("rb") as file:
             # The same stretch may be written again after a crash.
@@ -95,9 +97,10 @@ def make(settings: Settings, node: str) -> CaptureFiles:
     """Makes the sink.
 
     Raises:
-        UsageError: There is no such directory.
+        UsageError: There is no such directory, nor one to make it in.
     """
-    if not settings.directory.is_dir():
+    directory = settings.directory
+    if not directory.is_dir() and (directory.exists() or not directory.parent.is_dir()):
         raise UsageError(
             f"sinks.captures.directory: no such directory: {settings.directory}",
             f"mkdir -p {settings.directory}",

@@ -62,7 +62,9 @@ def test_configuration_that_the_agent_refuses_fails_and_says_why(tmp_path: Path)
     with pytest.raises(UsageError, match="no such setting"):
         agent.config(_context(tmp_path, "frequency = 19"))
     with pytest.raises(UsageError, match="no such directory") as refusal:
-        agent.config(_context(tmp_path, f'[sinks.captures]\ndirectory = "{tmp_path}/none"'))
+        agent.config(
+            _context(tmp_path, f'[sinks.captures]\ndirectory = "{tmp_path}/none/captures"')
+        )
     assert str(refusal.value.hint).startswith("mkdir")
     with pytest.raises(UsageError, match="cannot read"):
         agent.config(Context(config_path=tmp_path / "no.toml"))

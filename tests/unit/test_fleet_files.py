@@ -5,17 +5,25 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import tomllib
 from aiflame.agent.errors import EnvironmentUnfit, UsageError
+from aiflame.agent.fleet import naming
+from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.stretches import Stretches, count_try, is_done, mark_done
+from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.sinks import captures
 from aiflame.agent.sinks.segments import RecordedWindows
+from support import blind_inspector
 from windows import RandomRecording
 
+_ROOT = Path(__file__).parents[2]
 _S = 1_000_000_000
 _NOW_NS = 2_000_000_000 * _S
 _FACTS: dict[str, str | int] = {"started_unix_ns": _NOW_NS}
@@ -136,7 +144,42 @@ def test_old_captures_are_removed(tmp_path: Path) -> None:
 
 def test_captures_need_a_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"sinks\.captures\.directory: no such directory"):
-        captures.make(captures.Settings(tmp_path / "nowhere"), "n")
+        captures.make(captures.Settings(tmp_path / "nowhere" / "captures"), "n")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"sinks\.captures\.directory: no such directory"):
+        captures.make(captures.Settings(tmp_path / "file"), "n")
+
+
+def test_captures_as_deployed_need_the_agents_directory_alone(tmp_path: Path) -> None:
+    # GIVEN the directory that Kubernetes and systemd make, and that of the configuration in it
+    shipped = tomllib.loads((_ROOT / "deploy/kubernetes/agent.toml").read_text())
+    folder = Path(shipped["sinks"]["captures"]["directory"])
+    assert folder.parent == AgentSettings().directory.parent
+    # WHEN the first capture comes THEN it is there, and nobody else's
+    sink = captures.make(captures.Settings(tmp_path / folder.name), "n")
+    assert sink.put(_capture(tmp_path), _NOW_NS).parent == tmp_path / folder.name
+    assert (tmp_path / folder.name).stat().st_mode & 0o777 == 0o700
+
+
+def test_nonsense_of_the_naming_process_ends_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a process that tells more than a report may have, and then one
+    words = (
+        "import socket; s = socket.socket(fileno=0);"
+        "s.send(b'[' * 70_000); s.send(b'{\"done\": \"1\"}')\n"
+        "while b'end' not in s.recv(65536): pass"
+    )
+    monkeypatch.setattr(naming, "COMMAND", (sys.executable, "-c", words))
+    process = naming.NamingProcess(
+        ProcessTable(1, lambda _: None, blind_inspector()), tmp_path, {}, 0
+    )
+    try:
+        until_s = time.monotonic() + 30
+        # WHEN it is heard THEN there is what it said right
+        assert [*process.finish(until_s)] == [{"done": "1"}]
+    finally:
+        process.close()
 
 
 def test_the_log_is_no_flood_and_each_line_one_line(tmp_path: Path, log: Log) -> None:
