@@ -31,7 +31,8 @@ CREATE TABLE process_labels (
     value TEXT NOT NULL
 );
 
--- on_cpu_ns is exact (from context switches), not sampled.
+-- on_cpu_ns is exact (from context switches), not sampled. name is the kernel's (comm), or what
+-- Python calls the thread.
 CREATE TABLE threads (
     id INTEGER PRIMARY KEY,
     process_id INTEGER NOT NULL REFERENCES processes (id),

@@ -165,6 +165,7 @@ class _Session:
                         steers=self._steers(),
                         # A flight recorder's capture begins when nobody reads them.
                         accounts=accounts if self._options.keep_ns is None else None,
+                        with_thread_names=True,
                     )
                 )
                 recorder.start(self._options.duration_ns, self._printer.say)

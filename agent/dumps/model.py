@@ -55,7 +55,7 @@ class ThreadDump:
 
     Attributes:
         tid: Kernel thread id, as this pid namespace has it.
-        name: As the kernel has it, cleaned.
+        name: What Python calls it, else as the kernel has it; cleaned.
         state: What it did.
         cause: What kind of thing it waits for, "" where it does not or this is not known.
         wait_channel: The kernel function that it sleeps in, "" likewise.

@@ -16,6 +16,7 @@ from aiflame.agent.processes.elf_images import ElfImages
 from aiflame.agent.processes.interpreters import InterpreterFinder
 from aiflame.agent.processes.process_memory import ProcessMemory
 from aiflame.agent.processes.python_facts import ProcessCode
+from aiflame.agent.processes.python_thread_names import read_thread_names
 from aiflame.agent.processes.python_threads import (
     UNREADABLE_THREAD,
     ThreadPython,
@@ -27,6 +28,7 @@ from aiflame.agent.python.codes import CodeReader
 from aiflame.agent.python.gil import gil_holder
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.memory import BatchMemory, NoMemoryAccess, Pages
+from aiflame.agent.python.thread_names import thread_name_reader
 from aiflame.agent.python.threads import ThreadState, list_threads
 from aiflame.agent.python.walk import leaf_frame
 
@@ -35,7 +37,7 @@ class PythonProcess:
     """The interpreter of one process.
 
     Args:
-        process: Number of the process in windows.
+        image: The process.
         interpreter: With the addresses of the process.
         memory: Of the process.
 
@@ -44,13 +46,17 @@ class PythonProcess:
         is_complete: The list of its threads was read to the end.
     """
 
-    def __init__(self, process: int, interpreter: LoadedInterpreter, memory: BatchMemory) -> None:
+    def __init__(
+        self, image: ProcessImage, interpreter: LoadedInterpreter, memory: BatchMemory
+    ) -> None:
+        self._image = image
         self._interpreter = interpreter
         self._memory = memory
         self._pages = Pages(memory)
         self._states: dict[int, ThreadState] = {}
         self._holders: dict[int, int | None] = {}
-        self.code = ProcessCode(process, CodeReader(memory, interpreter.layout))
+        self._names = thread_name_reader(memory, interpreter)
+        self.code = ProcessCode(image.index, CodeReader(memory, interpreter.layout))
         self.is_complete = True
 
     @property
@@ -97,6 +103,15 @@ class PythonProcess:
         self._pages.forget()
         fetch_leaf_frames(self._pages, self._interpreter.layout, addresses)
 
+    def thread_names(self) -> dict[int, str]:
+        """Reads what Python calls threads, by tid; none where the kernel knows as well."""
+        if self._names is None:
+            return {}
+        try:
+            return read_thread_names(self._image, self._names)
+        except NoMemoryAccess:
+            return {}
+
     def read(self, thread_pointer: int) -> ThreadPython | None:
         """Walks a thread by its FS base; None for a thread without a thread state."""
         state = self._states.get(thread_pointer)
@@ -129,4 +144,4 @@ def find_python(
     found = finder.find(image)
     if found is None:
         return None
-    return PythonProcess(image.index, found.loaded, ProcessMemory(table.memory, tid))
+    return PythonProcess(image, found.loaded, ProcessMemory(table.memory, tid))

@@ -31,6 +31,7 @@ from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.processes.thread_walk import StackWalker
 from aiflame.agent.processes.threads import thread_registers
 from aiflame.agent.processes.waiting_tables import WaitingTables
+from aiflame.agent.python.thread_names import shown_name
 from aiflame.agent.symbols.frames import Problem, clean_name
 from aiflame.agent.symbols.service import SymbolService
 
@@ -132,8 +133,20 @@ class DumpSession:
         distinct = list({id(found): found for found in named}.values())
         causes = causes_of([(found.frames, found.gil) for found in distinct])
         cause_of = dict(zip(map(id, distinct), causes, strict=True))
+        names = {} if python is None else python.thread_names()
+        inherited = (image.name, image.executable.rpartition("/")[2])
         threads = tuple(
-            self._thread(raw, found, cause_of[id(found)], python is not None)
+            self._thread(
+                raw,
+                found,
+                shown_name(
+                    raw.registers.comm.decode(errors="replace"),
+                    names.get(raw.registers.tid, ""),
+                    inherited,
+                ),
+                cause_of[id(found)],
+                python is not None,
+            )
             for raw, found in zip(target.threads, named, strict=True)
         )
         notes = list(target.notes)
@@ -155,14 +168,14 @@ class DumpSession:
         )
 
     def _thread(
-        self, raw: RawThread, found: NamedThread, cause: str, has_interpreter: bool
+        self, raw: RawThread, found: NamedThread, name: str, cause: str, has_interpreter: bool
     ) -> ThreadDump:
         registers = raw.registers
         waited = waited_ns(registers, raw.read_ns, self._clock_offset_ns)
         is_waiting = waited is not None or registers.is_asleep
         return ThreadDump(
             registers.tid,
-            clean_name(registers.comm.decode(errors="replace")),
+            clean_name(name),
             state_of(registers),
             cause if is_waiting else "",
             clean_name(raw.kernel[0].name) if raw.kernel and is_waiting else "",

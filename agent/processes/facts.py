@@ -41,7 +41,7 @@ class ProcessFacts:
         """
         images, threads = self._table.take_changed()
         text = self._window.text
-        rows = [(t.index, t.image.index, t.tid, text(t.name)) for t in threads]
+        rows = [(t.index, t.image.index, t.tid, text(t.shown_name)) for t in threads]
         if rows:
             self._window.define("threads", np.array(rows, COLUMNS["threads"].dtype))
         for image in images:

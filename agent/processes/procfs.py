@@ -8,6 +8,7 @@ Documentation/filesystems/proc.rst (v6.1).
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -179,6 +180,17 @@ def status(pid: int) -> Status:
 def namespaced_pid(pid: int) -> int:
     """Returns the pid by which the process knows itself."""
     return status(pid).namespaced_pid
+
+
+def tids_by_namespaced(pid: int, most: int) -> dict[int, int]:
+    """Returns the ids of up to so many threads by those by which the process knows them itself."""
+    found: dict[int, int] = {}
+    for tid in itertools.islice(thread_ids(pid), most):
+        for line in read_lines(f"/proc/{pid}/task/{tid}/status"):
+            name, _, words = line.partition(":")
+            if name == "NSpid" and words.split():
+                found[int(words.split()[-1])] = tid
+    return found
 
 
 def parent_pid(pid: int) -> int:

@@ -24,6 +24,7 @@ from aiflame.agent.processes.identity import identity_of
 from aiflame.agent.processes.lives import Life, Lives
 from aiflame.agent.processes.procfs import MapsLine
 from aiflame.agent.processes.shares import payer_of
+from aiflame.agent.python.thread_names import MAX_THREADS, shown_name
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.symbols.intervals import Disjoint, find
 from intervaltree import Interval, IntervalTree
@@ -36,6 +37,9 @@ _MAX_READS_TO_SKIP = 64
 
 # Of programs that were not entered yet: each has its first sample, or its end, within a second.
 _MAX_ARGUMENTS = 1024
+
+# Of one process: those that run, and as many that have ended before they were entered.
+_MAX_PYTHON_NAMES = 2 * MAX_THREADS
 
 # A command in a pipe is a child of a shell's child, of which there may have been no sample.
 _MAX_GENERATIONS = 4
@@ -86,6 +90,7 @@ class ProcessImage:
     _known_ranges: Disjoint | None = None
     _known_binaries: npt.NDArray[np.int64] | None = None
     makes_code: bool = False  # it has executable memory that is no file's
+    python_names: dict[int, str] = field(default_factory=dict)  # of its threads, by tid
 
     @property
     def _ranges(self) -> Disjoint:
@@ -167,6 +172,13 @@ class ThreadInfo:
     tid: int
     name: str
     has_ended: bool = False
+    python_name: str = ""
+
+    @property
+    def shown_name(self) -> str:
+        """What windows are told."""
+        inherited = (self.image.name, self.image.executable.rpartition("/")[2])
+        return shown_name(self.name, self.python_name, inherited)
 
 
 class ProcessTable:
@@ -271,6 +283,22 @@ class ProcessTable:
         if name and name != thread.name:
             thread.name = name
             self._changed_threads[thread.index] = thread
+
+    def name_python_threads(self, image: ProcessImage, names: dict[int, str]) -> None:
+        """Gives threads of a process the names that Python has for them, by tid.
+
+        Threads are often entered later than they are named, at the end of a window.
+        """
+        known = image.python_names
+        known.update(names)
+        while len(known) > _MAX_PYTHON_NAMES:
+            del known[next(iter(known))]
+        threads = self._threads.get(image.index, {})
+        for tid, name in names.items():
+            thread = threads.get(tid)
+            if thread is not None and thread.python_name != name and not thread.has_ended:
+                thread.python_name = name
+                self._changed_threads[thread.index] = thread
 
     def image(self, pid: int, image: int, parent_pid: int = 0, name: str = "") -> ProcessImage:
         """Returns a process image, entered now, under that parent and name, if it was not known."""
@@ -538,6 +566,7 @@ class ProcessTable:
     def thread_ended(self, thread: ThreadInfo) -> None:
         """Notes the end of a thread."""
         thread.has_ended = True
+        thread.image.python_names.pop(thread.tid, None)  # the next of that id is another
         self._ended_threads.append(thread)
 
     def known_thread(self, image: ProcessImage, tid: int) -> ThreadInfo | None:
@@ -554,6 +583,7 @@ class ProcessTable:
                 name = ""  # of the program that it became by exec
             name = name or image.name
             known = threads[tid] = ThreadInfo(self._next_thread, image, tid, name)
+            known.python_name = image.python_names.get(tid, "")
             self._next_thread += 1
             self._changed_threads[known.index] = known
         return known

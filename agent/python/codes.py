@@ -24,6 +24,7 @@ from aiflame.agent.python.memory import (
     read_together,
     sound_address,
 )
+from aiflame.agent.python.strings import read_str
 from aiflame.agent.python.walk import NO_POSITION
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS, SourceFrame, clean_name
 
@@ -36,7 +37,6 @@ MAX_CACHED = 1 << 14
 _MAX_CHARS = MAX_NAME_CHARS + 1
 # A table is walked from its start for each line; hot code asks for the same few lines again.
 _line_of = functools.lru_cache(maxsize=1 << 14)(line_of)
-_CODECS = {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,24 +141,13 @@ class CodeReader:
         return Code(name, qualname, filename, first_line, table)
 
     def _string(self, address: int) -> Reading[str | None]:
-        """A str object, cut and cleaned; None where that is none (PEP 393)."""
-        at = self._layout
-        head = (yield address, at.str_state + 4) if sound_address(address) else None
-        if head is None:
+        """A str object, cut and cleaned; None where that is none."""
+        found = yield from read_str(self._layout, address, _MAX_CHARS)
+        if found is None:
             return None
-        length = struct.unpack_from("<q", head, at.str_length)[0]
-        state = struct.unpack_from("<I", head, at.str_state)[0] >> at.str_kind_shift
-        width, compact, ascii_only = state & 7, state >> 3 & 1, state >> 4 & 1
-        # Names of code objects are made by the compiler, which makes compact strings only.
-        if width not in _CODECS or not compact or length < 0 or (ascii_only and width != 1):
-            return None
-        if length == 0:
-            return ""
-        if length > _MAX_CHARS:
+        if found.is_cut:
             self.drops["name_cut"] += 1
-        data_at = at.str_ascii_data if ascii_only else at.str_compact_data
-        data = yield address + data_at, min(length, _MAX_CHARS) * width
-        return None if data is None else clean_name(_decoded(data, width))
+        return clean_name(found.characters)
 
     def _bytes(self, address: int) -> Reading[bytes]:
         at = self._layout
@@ -174,11 +163,6 @@ class CodeReader:
             self.drops["unreadable_line_table"] += 1
             return b""
         return data
-
-
-def _decoded(data: bytes, width: int) -> str:
-    """UCS-2 is UTF-16 without surrogate pairs, and may hold lone surrogates."""
-    return data.decode(_CODECS[width], "replace")
 
 
 def _word(data: bytes, offset: int) -> int:

@@ -112,6 +112,7 @@ _FIELDS = {
     "runtime_interpreters": "runtime.interpreters_head",
     "interpreter_next": "interpreter.next",
     "interpreter_threads": "interpreter.threads_head",
+    "interpreter_modules": "interpreter.imports_modules",
     "thread_next": "thread.next",
     "thread_interpreter": "thread.interp",
     "thread_id": "thread.thread_id",

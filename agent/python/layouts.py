@@ -90,6 +90,7 @@ class Layout:
             _PyRuntime; `ABSENT` where only the code tells it.
         interpreter_next: Next interpreter, in PyInterpreterState.
         interpreter_threads: Head of its list of thread states.
+        interpreter_modules: Pointer to the dict of its modules (`sys.modules`).
         thread_next: Next thread state of the interpreter, in PyThreadState.
         thread_interpreter: Its interpreter.
         thread_id: pthread_self() of the thread.
@@ -133,6 +134,7 @@ class Layout:
     runtime_tss_key: int
     interpreter_next: int
     interpreter_threads: int
+    interpreter_modules: int
     thread_next: int
     thread_interpreter: int
     thread_id: int
@@ -175,6 +177,7 @@ _PY39 = Layout(
     runtime_tss_key=588,
     interpreter_next=0,
     interpreter_threads=8,
+    interpreter_modules=856,
     thread_next=8,
     thread_interpreter=16,
     thread_id=176,
@@ -223,6 +226,7 @@ _PY311 = replace(
     runtime_interpreters=40,
     runtime_tss_key=596,
     interpreter_threads=16,
+    interpreter_modules=888,
     thread_id=152,
     thread_native_id=160,
     thread_frame=56,
@@ -248,6 +252,7 @@ _PY312 = replace(
     version=(3, 12),
     runtime_tss_key=1548,
     interpreter_threads=72,
+    interpreter_modules=944,
     thread_id=136,
     thread_native_id=144,
     thread_status=24,
@@ -265,7 +270,7 @@ _PY312 = replace(
     str_ascii_data=40,
     str_compact_data=56,
 )
-_PY38 = replace(_PY39, version=(3, 8), runtime_tss_key=1396, gil=1368)
+_PY38 = replace(_PY39, version=(3, 8), runtime_tss_key=1396, interpreter_modules=56, gil=1368)
 _TABLE = {row.version: row for row in (_PY38, _PY39, _PY310, _PY311, _PY312)}
 
 

@@ -36,6 +36,7 @@ from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
 from aiflame.agent.python.memory import NoMemoryAccess, Pages, read_u64
 from aiflame.agent.python.questions import KEY_BLOCK_OF_LIBRARY, Unsupported
+from aiflame.agent.python.thread_names import ThreadNameReader, thread_name_reader
 from aiflame.agent.python.thread_state import find_slot
 from aiflame.agent.python.threads import KEY_BLOCK, UnsupportedLibc
 from aiflame.agent.python.walk import PythonFrame
@@ -79,6 +80,7 @@ class PythonProcess:
     loaded: LoadedInterpreter
     code: ProcessCode
     memory: ProcessMemory
+    thread_names: ThreadNameReader | None
     found_ns: int = 0  # monotonic
     told_ns: int = 0  # when the kernel half was told of it
     state_slot: int | None = None  # from the thread pointer; None until the interpreter has one
@@ -146,7 +148,8 @@ class PythonProcesses:
         memory = ProcessMemory(self._table.memory, image.pid)
         reader = CodeReader(memory, loaded.layout)
         code = ProcessCode(image.index, reader, None if parent is None else parent.code.reader)
-        return PythonProcess(image, binary, loaded, code, memory)
+        names = thread_name_reader(memory, loaded)
+        return PythonProcess(image, binary, loaded, code, memory, names)
 
     def _process_of(self, image: ProcessImage) -> PythonProcess | None:
         """Returns the interpreter of a process in which the kernel half has walked Python frames.

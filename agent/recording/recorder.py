@@ -63,6 +63,7 @@ from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.kernel_accounts import Growth, KernelAccounts
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.long_waits import LongWaits
+from aiflame.agent.recording.python_thread_names import PythonThreadNames
 from aiflame.agent.recording.pythons import PythonProcesses
 from aiflame.agent.recording.samples import Samples, open_parts, read_counters, read_losses
 from aiflame.agent.recording.signals import StopSignals
@@ -156,6 +157,7 @@ class Recorder:
             does.
         least_round_ns: From one look at what the kernel tells to the next at least: each process
             that is new wakes the recorder up, and several share a round.
+        with_thread_names: Reads what Python calls threads, where the kernel does not know.
         window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS. What
             devices tell is by the second, and so are windows then.
 
@@ -177,11 +179,13 @@ class Recorder:
         steers: Steers | None = None,
         accounts: KernelAccounts | None = None,
         least_round_ns: int = 0,
+        with_thread_names: bool = False,
         window_ns: int = INTERVAL_NS,
     ) -> None:
         self._target = target
         self._window_ns = window_ns
         self._least_round_ns = least_round_ns
+        self._with_thread_names = with_thread_names
         self._wanted = wanted
         self._steers = steers
         self._accounts = accounts
@@ -247,6 +251,7 @@ class Recorder:
         self.images = self.tables.images
         self.facts = ProcessFacts(window, table, self.images)
         self.pythons = PythonProcesses(programs, table, self.images, window)
+        self._thread_names = PythonThreadNames(table)
         self.kernels = KernelTable(window)
         helpers = [api for family in families for api in family.probes]
         self.calls = ApiCalls(programs, table, self.images, self.kernels, window, helpers)
@@ -588,6 +593,8 @@ class Recorder:
                 self.late_walks.take()
                 self.tables.poll()
                 self.pythons.poll()
+                if self._with_thread_names:
+                    self._thread_names.poll(self.pythons.by_image.values())
                 self.calls.poll()
                 self.devices.poll()
                 self.late_walks.poll()
@@ -856,6 +863,8 @@ class Recorder:
         self.calls.take_probes_off()
         end_ns = self._end_ns = min(stopped_ns, self._end_ns)
         self.events.take()
+        if self._with_thread_names:
+            self._thread_names.read_all(self.pythons.by_image.values())
         give(self._filled(max(end_ns, self._boundary_ns), self._boundary_ns & 1, is_last=True))
         counters = self._programs.counters
         return Outcome(

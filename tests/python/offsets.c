@@ -52,6 +52,9 @@ static void show_frame(void)
 static void show_state(void)
 {
 	AT("runtime_interpreters", _PyRuntimeState, interpreters.head);
+	_Static_assert(offsetof(_PyRuntimeState, interpreters.main) ==
+			       offsetof(_PyRuntimeState, interpreters.head) + 8,
+		       "the main interpreter follows the head of the list");
 	AT("interpreter_next", PyInterpreterState, next);
 	AT("thread_next", PyThreadState, next);
 	AT("thread_interpreter", PyThreadState, interp);
@@ -66,11 +69,13 @@ static void show_state(void)
 #if PY_VERSION_HEX < 0x030f0000
 	AT("runtime_tss_key", _PyRuntimeState, autoTSSkey._key);
 #endif
+	AT("interpreter_modules", PyInterpreterState, imports.modules);
 	AT("gil", PyInterpreterState, ceval.gil);
 	AT("gil_last_holder", struct _gil_runtime_state, last_holder);
 	AT("gil_locked", struct _gil_runtime_state, locked);
 	AT("thread_status", PyThreadState, _status);
 #else
+	AT("interpreter_modules", PyInterpreterState, modules);
 	AT("runtime_tss_key", _PyRuntimeState, gilstate.autoTSSkey._key);
 	AT("gil", _PyRuntimeState, gilstate.tstate_current);
 #endif

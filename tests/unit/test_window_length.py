@@ -65,6 +65,7 @@ class _Host:
             _probes=SimpleNamespace(follow_cpus=lambda: 0),
             _life_events=SimpleNamespace(follow_cpus=lambda: 0),
             _cpus_came=0,
+            _with_thread_names=False,
             _progress=lambda: None,
             _next_window=lambda: self.second,
             late_walks=poll,

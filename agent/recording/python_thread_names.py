@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what Python calls the threads of recorded processes while they run.
+
+A thread is in Python's list for as long as it runs, and nothing tells of its beginning. So the
+list is looked at a few times a second, and read where it has changed; and once a second and at the
+end in any case, since threads can be renamed. All of it takes a hundredth of the recorder's time at
+most: where processes are many or have many threads, each is looked at less often.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from aiflame.agent.processes.python_thread_names import read_thread_names
+from aiflame.agent.processes.table import ProcessTable
+from aiflame.agent.python.memory import NoMemoryAccess
+from aiflame.agent.recording.pythons import PythonProcess
+
+# A look takes 0.1 ms, a reading of ten threads 0.5 ms.
+_LOOK_INTERVAL_NS = 100_000_000
+_READ_INTERVAL_NS = 1_000_000_000
+# Of the recorder's time.
+_SHARE = 100
+# What the end of a recording may wait for names; those that were read before are there.
+_END_NS = 500_000_000
+
+
+@dataclass(slots=True)
+class _Seen:
+    """When a process was last looked at and read, and what it was like. Monotonic."""
+
+    looked_ns: int = 0
+    read_ns: int = 0
+    state: bytes = b""
+
+
+class PythonThreadNames:
+    """Names of all Python threads of a recording.
+
+    Args:
+        table: Is told of them.
+    """
+
+    def __init__(self, table: ProcessTable) -> None:
+        self._table = table
+        self._seen: dict[int, _Seen] = {}  # by index of the process image
+        self._busy_until_ns = 0  # when what was spent is a hundredth of the time again
+
+    def poll(self, processes: Collection[PythonProcess]) -> None:
+        """Looks at those whose turn it is."""
+        now_ns = time.monotonic_ns()
+        if now_ns < self._busy_until_ns:
+            return
+        waiting = [(self._of(process), process) for process in processes]
+        self._seen = {process.image.index: seen for seen, process in waiting}
+        due = [one for one in waiting if now_ns - one[0].looked_ns >= _LOOK_INTERVAL_NS]
+        begun_ns = now_ns
+        for seen, process in sorted(due, key=lambda one: one[0].looked_ns):
+            self._look(seen, process, now_ns)
+            now_ns = time.monotonic_ns()
+            if (now_ns - begun_ns) * _SHARE > _LOOK_INTERVAL_NS:
+                break
+        self._busy_until_ns = now_ns + (now_ns - begun_ns) * _SHARE
+
+    def read_all(self, processes: Collection[PythonProcess]) -> None:
+        """Reads all at the end of the recording, or as many as there is time for."""
+        until_ns = time.monotonic_ns() + _END_NS
+        for process in processes:
+            if time.monotonic_ns() > until_ns:
+                break
+            self._look(_Seen(), process, until_ns)
+
+    def _of(self, process: PythonProcess) -> _Seen:
+        return self._seen.get(process.image.index, _Seen())
+
+    def _look(self, seen: _Seen, process: PythonProcess, now_ns: int) -> None:
+        seen.looked_ns = now_ns
+        reader = process.thread_names
+        if reader is None or process.image.is_over:
+            return
+        try:
+            state = reader.state()
+            if state == seen.state and now_ns - seen.read_ns < _READ_INTERVAL_NS:
+                return
+            names = read_thread_names(process.image, reader)
+        except NoMemoryAccess:
+            return
+        seen.state, seen.read_ns = state, now_ns
+        self._table.name_python_threads(process.image, names)
