@@ -9,6 +9,7 @@ time and memory.
 from __future__ import annotations
 
 import math
+import random
 import struct
 import sys
 import time
@@ -65,6 +66,10 @@ _MAX_LOST = 1 << 32
 # Of samples: a device takes some million in a second, no function is as long, and all are added up.
 _MAX_COUNT, _MAX_COUNT_OF_PROCESS, _MAX_OFFSET = 1 << 28, 1 << 50, 1 << 40
 _MAX_LAUNCH_ID = (1 << 63) - 1
+# What samples are counted in, whatever the period of a context is: one stands for so many cycles.
+# It is a constant, so that windows, processes and hosts add up, and no target can choose it: what
+# CUPTI takes for a large device (gpu/nvidia/sampler.py). cupti_pcsampling.h: periods end at 2^31.
+COMMON_PERIOD_CYCLES, _MAX_PERIOD_CYCLES = 1 << 20, 1 << 31
 # Of a process: instructions that are sampled, kernels that they are in, and reasons for it.
 _MAX_SITES, _MAX_KERNELS, _MAX_WORDS = 1 << 19, 1 << 14, 128
 
@@ -173,6 +178,7 @@ class Helper:
         self._facts = Facts(memory, host)
         self._now_ns = 0  # of the records read last
         self._read_outs: dict[int, _ReadOut] = {}  # the last ones, by context
+        self._random = random.Random(0)  # noqa: S311 - no secret
         self._serialised_until_ns: dict[int, int] = {}  # by context, of those that were told
         self._waiting: list[Record] = []
         # By context, and number of the chip's: the number of a name.
@@ -494,17 +500,20 @@ class Helper:
         reasons = self._reasons.get(stalls.context, {})
         begin_ns = max(read_out.begin_ns, self._since_ns)
         for row in stalls.stalls.tolist():
-            code, offset, launch, name, _, reason, count = row
+            code, offset, launch, name, _, reason, taken = row
             kernel = self._names.get(name, "")
             word = self._names.get(reasons.get(reason, 0), "")
             key = CodeKey(self.process, None, kernel, code)
-            is_sound = count <= _MAX_COUNT and offset <= _MAX_OFFSET and launch <= _MAX_LAUNCH_ID
+            is_sound = taken <= _MAX_COUNT and offset <= _MAX_OFFSET and launch <= _MAX_LAUNCH_ID
+            is_sound &= stalls.period_cycles <= _MAX_PERIOD_CYCLES
             if number is None or not kernel or not word or not is_sound:
-                self._host.lose(LossKind.DEVICE_SAMPLES_REFUSED, min(count, _MAX_LOST))
-            elif self._is_part(word):
+                self._host.lose(LossKind.DEVICE_SAMPLES_REFUSED, min(taken, _MAX_LOST))
+                continue
+            count = self._scaled(taken, stalls.period_cycles)
+            if self._is_part(word):
                 self.told.twins[stalls.context] += count
             elif not self._has_room(key, offset, word, count):
-                self._host.lose(LossKind.DEVICE_SAMPLES_REFUSED, count)
+                self._host.lose(LossKind.DEVICE_SAMPLES_REFUSED, taken)
             elif count:
                 self.told.samples[stalls.context] += count
                 yield KernelSample(
@@ -518,6 +527,17 @@ class Helper:
                     begin_ns=begin_ns,
                     end_ns=read_out.end_ns,
                 )
+
+    def _scaled(self, taken: int, period_cycles: int) -> int:
+        """Returns how many samples of the common period some of another one stand for.
+
+        What is left of a division is one more as often as it is a part of one: stochastic
+        rounding, which neither favours nor drops what is rare.
+        """
+        if period_cycles in (0, COMMON_PERIOD_CYCLES):
+            return taken
+        count, rest = divmod(taken * period_cycles, COMMON_PERIOD_CYCLES)
+        return count + (self._random.randrange(COMMON_PERIOD_CYCLES) < rest)
 
     def _has_room(self, key: CodeKey, offset: int, word: str, count: int) -> bool:
         """Whether samples can be told apart and added up with all others; notes them if so."""

@@ -18,7 +18,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.gpu.base import Host, SharedMemory
 from aiflame.gpu.ring import HEADER_BYTES, Record
 
-VERSION = 1
+VERSION = 2
 
 
 class Fact(enum.IntEnum):
@@ -207,12 +207,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """Samples that were read out at once: rows of `STALLS`."""
+    """Samples that were read out at once: rows of `STALLS`, one each so many cycles (0: none)."""
 
     begin_ns: int
     end_ns: int
     context: int
     device: int
+    period_cycles: int
     stalls: npt.NDArray[np.void]
 
 
@@ -264,7 +265,7 @@ _CONTEXT = struct.Struct("<IIQ")
 _PAIR = struct.Struct("<II")
 _CODE = struct.Struct("<QQQII")
 _NODE = struct.Struct("<QQQ")
-_STALLS = struct.Struct("<QQII")
+_STALLS = struct.Struct("<QQIIQ")
 _UNLOADED = struct.Struct("<QQII")
 _SERIALISED = struct.Struct("<QQII")
 _ERROR = struct.Struct("<QIi")
@@ -300,8 +301,9 @@ def times(record: Record) -> npt.NDArray[np.void]:
 
 def stalls(record: Record) -> Stalls:
     """Reads Passing.STALLS."""
-    begin_ns, end_ns, context, device = _fields(_STALLS, record.data)
-    return Stalls(begin_ns, end_ns, context, device, _rows(STALLS, record.data[_STALLS.size :]))
+    begin_ns, end_ns, context, device, period_cycles = _fields(_STALLS, record.data)
+    rows = _rows(STALLS, record.data[_STALLS.size :])
+    return Stalls(begin_ns, end_ns, context, device, period_cycles, rows)
 
 
 def code_unloaded(record: Record) -> CodeUnloaded:

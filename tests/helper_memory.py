@@ -102,10 +102,16 @@ class Memory:
         self.put(Passing.TIMES, np.array([*rows], protocol.TIMES).tobytes())
 
     def stalls(
-        self, begin_ns: int, end_ns: int, *rows: tuple[int, ...], context: int = 1, device: int = 0
+        self,
+        begin_ns: int,
+        end_ns: int,
+        *rows: tuple[int, ...],
+        context: int = 1,
+        device: int = 0,
+        period: int = 1 << 20,
     ) -> None:
         """Rows: code, offset, launch, name, function, reason, count."""
-        head = struct.pack("<QQII", begin_ns, end_ns, context, device)
+        head = struct.pack("<QQIIQ", begin_ns, end_ns, context, device, period)
         self.put(Passing.STALLS, head + np.array([*rows], protocol.STALLS).tobytes())
 
     def serialised(self, begin_ns: int, end_ns: int, context: int = 1, device: int = 0) -> None:

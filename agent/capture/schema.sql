@@ -264,7 +264,8 @@ CREATE TABLE launches (
 
 -- Samples of kernels. stack_id (since version 6): of the launch where the device named it by its
 -- number, else NULL. Taken between begin_ns and end_ns (since version 5), which are the same where the
--- moment is known.
+-- moment is known. Those that helpers tell are counted in samples of 2^20 cycles of the device,
+-- whatever its period was; before, each counted as one.
 CREATE TABLE device_samples (
     interval INTEGER NOT NULL,
     device_id INTEGER NOT NULL REFERENCES devices (id),

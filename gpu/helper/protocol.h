@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define PROTOCOL_VERSION 1
+#define PROTOCOL_VERSION 2
 #define MEMORY_HEADER_BYTES 4096
 #define MEMORY_VERSION 1
 
@@ -133,6 +133,7 @@ struct passing_stalls {
 	uint64_t begin_ns, end_ns;
 	uint32_t context;
 	uint32_t device;
+	uint64_t period_cycles; /* as read back in their session; 0: they have none */
 };
 
 struct stall {

@@ -18,7 +18,7 @@ from aiflame.gpu.base import (
     SharedMemory,
     SourceLines,
 )
-from aiflame.gpu.helpers import Helper, Told, await_end
+from aiflame.gpu.helpers import COMMON_PERIOD_CYCLES, Helper, Told, await_end
 from aiflame.gpu.nvidia import NAME, machine
 from aiflame.gpu.nvidia.code import KeptCode
 from aiflame.gpu.nvidia.machine import Limit, Machine
@@ -334,6 +334,8 @@ def _details(told: HelperDevice, own: list[tuple[Told, int]]) -> list[str]:
                 windows += process.windows[context.context]
                 serialised_ns += process.serialised_ns[context.context]
     found += _distinct(f"a sample each {n:,} cycles" for n in periods if n)
+    if {*periods} - {0, COMMON_PERIOD_CYCLES}:
+        found.append(f"counted in samples of {COMMON_PERIOD_CYCLES:,} cycles")
     if samples["all"] and samples["exposed"]:
         share = 100 * samples["exposed"] / samples["all"]
         found.append(f"{share:.1f} % of samples while nothing was issued")

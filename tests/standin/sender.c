@@ -72,7 +72,7 @@ static void launch(void)
 				    .name = NAME_KERNEL,
 				    .device = DEVICE,
 				    .context = CONTEXT };
-	struct passing_stalls head = { begin_ns, begin_ns + kernel_ns, CONTEXT, DEVICE };
+	struct passing_stalls head = { begin_ns, begin_ns + kernel_ns, CONTEXT, DEVICE, 0 };
 	struct stall stalls[] = {
 		{ code, 0x10, launches, NAME_KERNEL, 1, REASON, 3 },
 		{ code, 0x20, launches, NAME_KERNEL, 1, REASON, 1 },

@@ -12,7 +12,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Tier
 from aiflame.gpu.base import CodeKey, KernelSample, KernelTime
 from aiflame.gpu.helpers import Helper, await_end
-from aiflame.gpu.protocol import Fact, HelperDevice, Passing
+from aiflame.gpu.protocol import VERSION, Fact, HelperDevice, Passing
 from aiflame.gpu.ring import HEADER_BYTES
 from helper_memory import Host, Memory
 from hypothesis import given, settings
@@ -78,6 +78,44 @@ def test_samples_are_those_of_base_reasons_between_two_readings() -> None:
     # AND what is part of others is told apart
     assert (helper.told.samples[1], helper.told.twins[1]) == (35, 12)
     assert not host.lost
+
+
+def test_samples_of_any_period_stand_for_the_same_cycles() -> None:
+    # GIVEN the same kernel in contexts that are sampled at 2^19, 2^20, 2^21 and 2^22 cycles
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    counts = {19: 80, 20: 40, 21: 20, 22: 10}
+    for context, (exponent, count) in enumerate(counts.items(), 1):
+        memory.reasons(context, {0: 10, 1: 11})
+        rows = (1, 16, 0, 1, 0, 0, count), (1, 16, 0, 1, 0, 1, count // 2)
+        memory.stalls(1_500, 2_000, *rows, context=context, period=1 << exponent)
+    helper.read(0)
+    # THEN all of them count alike, and what is part of others likewise
+    assert [sample.count for sample in host.samples] == [40] * 4
+    assert [*helper.told.twins.values()] == [20] * 4
+    assert not host.lost
+
+
+def test_rare_samples_of_a_short_period_are_kept_in_their_share() -> None:
+    # GIVEN a thousand instructions with one sample each, of which four stand for one
+    memory, host = _sound(ring=1 << 18), Host()
+    helper = _helper(memory, host)
+    rows = [(1, 16 * at, 0, 1, 0, 0, 1) for at in range(1_000)]
+    memory.stalls(1_500, 2_000, *rows, period=1 << 18)
+    helper.read(0)
+    # THEN a quarter of them is left, within six standard deviations, from all of the kernel
+    offsets = [sample.offset for sample in host.samples]
+    assert abs(len(offsets) - 250) < 6 * (1_000 * 0.25 * 0.75) ** 0.5
+    assert min(offsets) < 16 * 100 and max(offsets) > 16 * 900
+
+
+def test_a_period_that_is_none_is_refused() -> None:
+    memory, host = _sound(), Host()
+    memory.stalls(1_500, 2_000, (1, 16, 0, 1, 0, 0, 3), period=1 << 63)
+    memory.stalls(1_500, 2_000, (1, 16, 0, 1, 0, 0, 5), period=0)
+    _helper(memory, host).read(0)
+    assert [sample.count for sample in host.samples] == [5]
+    assert host.lost == {LossKind.DEVICE_SAMPLES_REFUSED: 3}
 
 
 def test_all_records_of_one_read_out_have_its_time() -> None:
@@ -148,7 +186,7 @@ def test_it_is_told_for_how_much_of_the_time_launches_are_wanted() -> None:
     helper = _helper(memory, host)
     helper.read(0)
     helper.start(Tier.STALLS, 1000, 25)
-    assert memory.told == [struct.pack("<4s7I", b"aifc", 1, 1, 2, 1000, 0, 500, 25)]
+    assert memory.told == [struct.pack("<4s7I", b"aifc", VERSION, 1, 2, 1000, 0, 500, 25)]
 
 
 def test_what_was_before_the_recording_is_another_ones() -> None:
@@ -221,7 +259,7 @@ def test_it_is_told_to_begin_once_and_left_at_the_end() -> None:
     for second in range(3):
         helper.read(second)
         helper.start(Tier.STALLS, 100)
-    assert memory.told == [struct.pack("<4s7I", b"aifc", 1, 1, 2, 100, 0, 500, 0)]
+    assert memory.told == [struct.pack("<4s7I", b"aifc", VERSION, 1, 2, 100, 0, 500, 0)]
     # WHEN it is left, THEN what it had left is taken until it says that it has ended
     memory.on_leave = lambda: (
         memory.times((9, 5_000, 5_500, 0, 0, 1, 0, 1, 0)),  # type: ignore[assignment,return-value]
@@ -284,7 +322,7 @@ def test_one_without_a_pipe_is_a_loss(descriptor: int) -> None:
     [
         (Passing.TIMES, b"x" * 8),
         (Passing.STALLS, b"x" * 8),
-        (Passing.STALLS, bytes(24 + 8)),
+        (Passing.STALLS, bytes(32 + 8)),
         (Passing.LOSSES, struct.pack("<IIQ", 999, 0, 1)),
         (Passing.ERROR, struct.pack("<QIi", 1, 4, 0) + b"no end!!"),
         (Passing.STATE, b"x" * 8),

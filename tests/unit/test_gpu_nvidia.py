@@ -19,7 +19,7 @@ from aiflame.gpu.nvidia import machine
 from aiflame.gpu.nvidia.family import NvidiaFamily
 from aiflame.gpu.nvidia.machine import UNRESTRICT, look
 from aiflame.gpu.nvidia.sampler import NO_HELPER, NvidiaSampler
-from aiflame.gpu.protocol import HelperError
+from aiflame.gpu.protocol import VERSION, HelperError
 from aiflame.gpu.stalls import StallCategory, category_of
 from aiflame.gpu.stalls.nvidia import is_part_of_another
 from helper_memory import Host, Memory
@@ -274,7 +274,7 @@ def test_windows_and_what_failed_of_them_are_told_with_the_device(proc: Path) ->
         " a window to measure the error of sharing failed (the process has several contexts)"
     )
     # AND the helper was asked for them, in a fortieth of the time
-    assert memory.told == [struct.pack("<4s7I", b"aifc", 1, 1, 2, 1000, 0, 500, 25)]
+    assert memory.told == [struct.pack("<4s7I", b"aifc", VERSION, 1, 2, 1000, 0, 500, 25)]
 
 
 def test_the_best_of_several_processes_is_the_devices_tier(proc: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_helper_of_another_version_is_neither_read_nor_told(proc: Path) -> Non
     sampler.stop()
     (device,) = host.devices
     assert device.tier is Tier.LAUNCHES
-    assert "helper of another aiflame (protocol 7, not 1)" in device.limit
+    assert "helper of another aiflame (protocol 7, not 2)" in device.limit
     assert (memory.told, host.times, host.lost) == ([], [], {})
 
 

@@ -150,7 +150,8 @@ static bool make_data(struct cupti_pc_data *made, size_t pcs, size_t reasons)
 
 static void put_rows(const struct context *context, uint64_t end_ns, uint32_t count)
 {
-	struct passing_stalls head = { context->read_ns, end_ns, context->uid, context->device };
+	struct passing_stalls head = { context->read_ns, end_ns, context->uid, context->device,
+				       1ull << context->read_exponent };
 
 	if (count)
 		ring_put(PASSING_STALLS,
