@@ -447,6 +447,26 @@ def test_kernels_without_samples_are_looked_into(
     assert told.tier == (HelperTier.STALLS if comes else HelperTier.TIMES)
 
 
+def test_a_period_at_which_nothing_is_sampled_is_given_up(standin: Path) -> None:
+    # GIVEN a chip that samples only at its own period, and another one that was asked for
+    streams = [f"launch 0 300000 1 {stream}" for stream in range(1, 9)]
+    with Target(standin, "mute-period", gpu="tier=2,read-out=20,period=18") as target:
+        target.obey(*_SETUP, *["stream"] * 7)
+        with target.control():
+            target.read_until(_samples)
+            target.obey(*streams, "sync")
+
+            def is_seen(told: Told) -> object:
+                target.obey(*streams, "sync")
+                return told.samples()
+
+            told = target.read_until(is_seen, timeout_s=30)
+    # THEN it is sampled at its own, and the samples say so
+    assert (told.failed, told.tier) == ([], HelperTier.STALLS)
+    assert told.contexts[1].period_cycles == 1 << 20
+    assert {batch.period_cycles for batch in told.stalls} == {1 << 20}
+
+
 def test_drops_are_told(standin: Path) -> None:
     with Target(standin, "drop=7 foreign=5", gpu=_ALL) as target:
         target.obey(*_SETUP)

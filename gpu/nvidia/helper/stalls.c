@@ -502,13 +502,18 @@ static void read_out(struct context *context, cu_context handle)
 		context->full_in_row = 0;
 }
 
-/* Kernels run, and none is sampled: once more from the beginning, and then no more. */
+/*
+ * Kernels run, and none is sampled: once more from the beginning, and then no more. At CUPTI's own
+ * period: some chips sample nothing at one that was set.
+ */
 static void look_for_samples(struct context *context)
 {
 	if (context->samples || context->busy_ns < BUSY_WITHOUT_SAMPLES_NS)
 		return;
 	if (!context->tries++) {
-		begin_anew(context, context->exponent);
+		/* Nor is it set after a pause of the duty cycle, or for what comes later. */
+		wanted_exponent = 0;
+		begin_anew(context, 0);
 		return;
 	}
 	end_sampling(context, ERROR_NO_SAMPLES, 0, "kernels run, and no sample comes: it");
