@@ -226,7 +226,8 @@ class HelperLibrary:
         path: Its file.
         beside: How the names of libraries begin of which a process that runs on the family's
             devices has one.
-        variables: What a command is started with, so that its driver loads the library itself.
+        variables: What a command is started with, so that its driver, and those of its children,
+            load the library themselves and sample as is wanted.
         adds: What there is more of with it, in words.
         calls: Names of the system calls that it makes by itself, before it is told anything, of
             those that `agent.injection.seccomp.Call` has: a process may have given some up.
@@ -234,7 +235,7 @@ class HelperLibrary:
 
     path: Path
     beside: tuple[str, ...]
-    variables: Mapping[str, str]
+    variables: Callable[[Wanted], Mapping[str, str]]
     adds: str
     calls: tuple[str, ...] = ()
 

@@ -157,11 +157,7 @@ class _Session:
                         self._signals,
                         families,
                         are_families_named=self._options.gpu != AUTO,
-                        wanted=Wanted(
-                            self._options.gpu_duty_permille,
-                            self._loading,
-                            self._options.gpu_calibrate,
-                        ),
+                        wanted=self._wanted,
                         steers=self._steers(),
                         # A flight recorder's capture begins when nobody reads them.
                         accounts=accounts if self._options.keep_ns is None else None,
@@ -210,12 +206,19 @@ class _Session:
             return Loading.LEFT
         return Loading.MENTIONED if self._options.gpu == AUTO else Loading.DONE
 
+    @property
+    def _wanted(self) -> Wanted:
+        """What the user asks of helpers."""
+        options = self._options
+        return Wanted(options.gpu_duty_permille, self._loading, options.gpu_calibrate)
+
     def _variables(self, families: Sequence[Family]) -> dict[str, str]:
         """Returns what a command is started with, so that its driver loads helpers."""
         if self._loading is not Loading.DONE:
             return {}
         helpers = [family.helper for family in families if family.helper is not None]
-        return {name: value for helper in helpers for name, value in helper.variables.items()}
+        every = [helper.variables(self._wanted) for helper in helpers]
+        return {name: value for variables in every for name, value in variables.items()}
 
     def _record(
         self, recorder: Recorder, sinks: RecordSinks, families: Sequence[Family]

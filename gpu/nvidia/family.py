@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from aiflame.agent.model.gpu import Operation
 from aiflame.gpu.apis.base import Api, Argument, Bell, Call
-from aiflame.gpu.base import Finding, HelperLibrary, Host
+from aiflame.gpu.base import Finding, HelperLibrary, Host, Wanted
 from aiflame.gpu.nvidia import NAME
 
 if TYPE_CHECKING:
@@ -35,12 +35,19 @@ _PROBES = Api(
 )
 
 _LIBRARY = Path(__file__).with_name("libaiflame-nvidia.so")
+
+
+def _variables(wanted: Wanted) -> dict[str, str]:
+    """Returns what gpu/PROTOCOL.md, "Beginning", has, which children inherit."""
+    asked = f"tier=2,duty={wanted.duty_permille}"
+    return {"CUDA_INJECTION64_PATH": str(_LIBRARY), "AIFLAME_GPU": asked}
+
+
 _HELPER = HelperLibrary(
     path=_LIBRARY,
     # The driver: who has CUDA's runtime alone has not begun.
     beside=("libcuda.so",),
-    # gpu/PROTOCOL.md, "Beginning".
-    variables={"CUDA_INJECTION64_PATH": str(_LIBRARY), "AIFLAME_GPU": "tier=2"},
+    variables=_variables,
     adds="how long each kernel ran and, where rights allow, why it stalled",
     # gpu/helper/memory.c, control.c and helper.c; a test compares. What CUPTI calls is what the
     # driver of a process that runs CUDA has called before.

@@ -355,6 +355,17 @@ def test_of_a_process_that_is_over_its_names_are_forgotten(proc: Path) -> None:
     assert [device.tier for device in host.devices] == [Tier.STALLS]
 
 
+def test_a_command_and_its_children_sample_for_as_much_of_the_time_as_is_wanted() -> None:
+    # GIVEN what a command is started with, which its children inherit
+    helper = NvidiaFamily().helper
+    assert helper is not None
+    variables = helper.variables(Wanted(duty_permille=100))
+    assert variables == {
+        "CUDA_INJECTION64_PATH": str(helper.path),
+        "AIFLAME_GPU": "tier=2,duty=100",
+    }
+
+
 def test_a_helper_of_another_version_is_neither_read_nor_told(proc: Path) -> None:
     _drive(proc)
     memory = Memory(process=5)

@@ -21,7 +21,7 @@ _OLD, _NEW = 1, 2
 
 @pytest.fixture
 def loads(tmp_path: Path) -> Iterator[HelperLoads]:
-    library = HelperLibrary(tmp_path / "libhelper.so", ("libcuda",), {}, "more")
+    library = HelperLibrary(tmp_path / "libhelper.so", ("libcuda",), lambda _: {}, "more")
     found = HelperLoads(library, None, first_image=_OLD)
     yield found
     found.close()
