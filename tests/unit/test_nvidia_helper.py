@@ -910,6 +910,32 @@ def test_without_libcupti_it_says_so(standin: Path, tmp_path: Path) -> None:
     assert told.tier == HelperTier.LAUNCHES
 
 
+@pytest.mark.parametrize(
+    ("older", "newer", "driver", "chosen"),
+    [
+        (20, 28, 12090, 28),  # the first one samples no stalls
+        (26, 28, 12090, 26),  # it does
+        (20, 130000, 13000, 130000),
+        (20, 130000, 12090, 20),  # the second one is newer than the driver
+        (20, 21, 12090, 20),
+    ],
+)
+def test_the_oldest_sufficient_one_of_those_installed_is_chosen(
+    standin: Path, tmp_path: Path, older: int, newer: int, driver: int, chosen: int
+) -> None:
+    if chosen < 26 and any(Path("/usr/local/cuda/lib64").glob("libcupti.so.*")):
+        pytest.skip("no CUDA runtime may be installed for this")
+    folder = _without_cupti(standin, tmp_path)
+    for name, version in (("libcupti.so.12", older), ("libcupti.so.13", newer)):
+        made = build(tmp_path / f"of-{version}", f"-DCUPTI_VERSION={version}") / "libcupti.so.12"
+        shutil.copy(made, folder / name)
+    with Target(folder, f"driver={driver}", gpu=_ALL) as target:
+        target.obey(*_SETUP)
+        with target.control():
+            told = target.read_until(lambda told: told.hellos and told.hellos[-1].library)
+    assert told.hellos[-1].library.startswith(f"CUPTI {chosen} ")
+
+
 def test_a_real_cupti_that_refuses_is_told(standin: Path, tmp_path: Path) -> None:
     # GIVEN NVIDIA's own CUPTI, and a driver that is none of NVIDIA's
     real = sorted(Path("/usr/local").glob("cuda*/lib64/libcupti.so.1?"))

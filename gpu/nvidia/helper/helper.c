@@ -27,8 +27,7 @@
 
 /* CUDA 12.0: kernel records before it are others. From CUDA 13 on it is the toolkit's number. */
 #define OLDEST_CUPTI 18
-/* CUDA 12.8: since its first update PC sampling and kernel times go together. */
-#define OLDEST_CUPTI_FOR_STALLS 26
+/* CUDA 12.8, as OLDEST_CUPTI_FOR_STALLS. */
 #define OLDEST_DRIVER_FOR_STALLS 12080
 
 #define MS 1000000ull

@@ -60,61 +60,100 @@ static int look_at(struct dl_phdr_info *info, size_t size, void *data)
 	return 0;
 }
 
-static void *open_at(const char *folder, const char *below, int major)
+/* Libraries that are installed: the first that samples stalls, else the first that there is. */
+struct choice {
+	void *sufficient, *other;
+};
+
+/* Whether stalls can be sampled with a version: one that is newer than the driver does not work. */
+static bool is_sufficient(uint32_t version)
+{
+	int driver = 0;
+
+	/* From CUDA 13 on: 130000; drivers have 13000. */
+	if (version >= 130000 && cuda.cuDriverGetVersion && !cuda.cuDriverGetVersion(&driver) &&
+	    (uint32_t)driver / 1000 < version / 10000)
+		return false;
+	return version >= OLDEST_CUPTI_FOR_STALLS;
+}
+
+static void try_path(struct choice *choice, const char *path)
+{
+	cupti_result (*get_version)(uint32_t *);
+	uint32_t version = 0;
+	void *library;
+
+	if (choice->sufficient)
+		return;
+	library = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
+	if (!library)
+		return;
+	get_version = (__typeof__(get_version))dlsym(library, "cuptiGetVersion");
+	if (get_version && !get_version(&version) && is_sufficient(version))
+		choice->sufficient = library;
+	else if (!choice->other)
+		choice->other = library;
+	else
+		dlclose(library);
+}
+
+static void try_at(struct choice *choice, const char *folder, const char *below, int major)
 {
 	char path[PATH_MAX];
 
-	if (snprintf(path, sizeof(path), "%s/%slibcupti.so.%d", folder, below, major) >= PATH_MAX)
-		return NULL;
-	return dlopen(path, RTLD_LAZY | RTLD_LOCAL);
+	if (snprintf(path, sizeof(path), "%s/%slibcupti.so.%d", folder, below, major) < PATH_MAX)
+		try_path(choice, path);
 }
 
 /*
  * Beside one of CUDA's libraries: PyPI's wheels for CUDA 12 have a folder each, those for 13 share
  * one, toolkits have it beside their own or under extras.
  */
-static void *open_beside(char *path)
+static void try_beside(struct choice *choice, char *path)
 {
 	static const char *const below[] = { "", "../../cuda_cupti/lib/",
 					     "../extras/CUPTI/lib64/" };
-	void *library = NULL;
 	int wanted = 12;
 
 	/* cuDNN counts otherwise; the older one is enough. */
 	if (strstr(path, ".so.13"))
 		wanted = 13;
 	*strrchr(path, '/') = 0;
-	for (size_t at = 0; at < sizeof(below) / sizeof(*below) && !library; at++) {
-		library = open_at(path, below[at], wanted);
-	}
-	return library;
+	for (size_t at = 0; at < sizeof(below) / sizeof(*below); at++)
+		try_at(choice, path, below[at], wanted);
 }
 
-static void *open_installed(void)
+static void try_installed(struct choice *choice)
 {
 	static const char *const names[] = { "libcupti.so.12", "libcupti.so.13" };
 	static const char *const folders[] = { "/usr/local/cuda/lib64",
 					       "/usr/local/cuda/extras/CUPTI/lib64" };
-	void *library = NULL;
 
 	/* The oldest: one that is newer than the driver does not work, an older one does. */
-	for (int at = 0; at < 2 && !library; at++)
-		library = dlopen(names[at], RTLD_LAZY | RTLD_LOCAL);
-	for (int at = 0; at < 4 && !library; at++)
-		library = open_at(folders[at / 2], "", 12 + at % 2);
-	return library;
+	for (int at = 0; at < 2; at++)
+		try_path(choice, names[at]);
+	for (int at = 0; at < 4; at++)
+		try_at(choice, folders[at / 2], "", 12 + at % 2);
 }
 
 static void *open_cupti(struct mapped *mapped)
 {
+	struct choice choice = { NULL, NULL };
 	void *library = NULL;
 
 	/* Two copies would both want to be the one that the driver calls. */
 	if (*mapped->cupti)
 		library = dlopen(mapped->cupti, RTLD_LAZY | RTLD_NOLOAD);
-	for (int at = 0; at < mapped->neighbour_count && !library; at++)
-		library = open_beside(mapped->neighbours[at]);
-	return library ? library : open_installed();
+	if (library)
+		return library;
+	for (int at = 0; at < mapped->neighbour_count; at++)
+		try_beside(&choice, mapped->neighbours[at]);
+	try_installed(&choice);
+	if (!choice.sufficient)
+		return choice.other;
+	if (choice.other)
+		dlclose(choice.other);
+	return choice.sufficient;
 }
 
 /* Returns the first function that is not there, of those for kernel times; *lacks is for stalls. */
@@ -156,11 +195,12 @@ static enum library_found find(const char **what, const char **lacks)
 		return LIBRARY_NO_CUDA;
 	dl_iterate_phdr(look_at, mapped);
 	driver = *mapped->driver ? dlopen(mapped->driver, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+	if (driver)
+		bind_cuda(driver);
 	library = driver ? open_cupti(mapped) : NULL;
 	free(mapped);
 	if (!driver)
 		return LIBRARY_NO_CUDA;
-	bind_cuda(driver);
 	if (!library)
 		return LIBRARY_NO_CUPTI;
 	if (!dlinfo(library, RTLD_DI_LINKMAP, &map) && strlen(map->l_name) < PATH_MAX)

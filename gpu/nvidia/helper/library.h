@@ -65,6 +65,9 @@ struct cuda {
 extern struct cupti cupti;
 extern struct cuda cuda;
 
+/* CUDA 12.8: since its first update PC sampling and kernel times go together. */
+#define OLDEST_CUPTI_FOR_STALLS 26
+
 enum library_found {
 	LIBRARY_FOUND,
 	LIBRARY_NO_CUDA, /* no driver in this process, not yet */
