@@ -588,6 +588,15 @@ static void decode(struct context_of_driver *context)
 	sampled_count = kept;
 }
 
+/* As when a module is loaded where another one was. */
+static char *name_in_one_place(const char *name)
+{
+	static char place[256];
+
+	snprintf(place, sizeof(place), "%s", name);
+	return place;
+}
+
 static void put_pc(struct cupti_pc *pc, const struct count *from)
 {
 	if (pc->size != CUPTI_PC_SIZE)
@@ -597,6 +606,8 @@ static void put_pc(struct cupti_pc *pc, const struct count *from)
 	pc->function = from->function->index;
 	pc->function_name = standin_word("copies", 0) ? strdup(from->function->name)
 						      : (char *)from->function->name;
+	if (standin_word("reloads", 0))
+		pc->function_name = name_in_one_place(from->function->name);
 	pc->reason_count = 1;
 	pc->reasons[0] = (struct cupti_pc_reason){ from->reason, from->count };
 	pc->correlation = from->correlation;

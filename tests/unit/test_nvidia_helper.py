@@ -487,6 +487,19 @@ def test_what_is_read_out_piece_by_piece_is_read_out(standin: Path) -> None:
     assert told.samples() == _samples_of("scale", 300) + _samples_of("fill", 300)
 
 
+def test_a_name_at_the_place_of_another_one_is_told(standin: Path) -> None:
+    # GIVEN a kernel whose name lies where that of another one was, which is gone
+    with Target(standin, "reloads", gpu=_ALL) as target:
+        target.obey(*_SETUP)
+        with target.control():
+            target.read_until(_samples)
+            target.obey("launch 0 100 1 0", "sync")
+            target.read_until(_has_stalls(100))
+            target.obey("launch 1 100 1 0", "sync")
+            told = target.read_until(_has_stalls(200))
+    assert told.samples() == _samples_of("scale", 100) + _samples_of("fill", 100)
+
+
 def test_names_that_are_copied_each_time_end_sampling(tmp_path: Path) -> None:
     folder = build(tmp_path, "-DPOINTER_SLOTS=64")
     with Target(folder, "copies", gpu=_ALL) as target:

@@ -24,6 +24,7 @@ struct known {
 
 struct pointer {
 	const char *text; /* CUPTI's */
+	uint32_t hash; /* of what was there: another module's name may take its place */
 	uint32_t name;
 };
 
@@ -75,15 +76,21 @@ uint32_t name_of_function(const char *text, bool *is_too_many)
 {
 	uint32_t at = (uint32_t)(((uintptr_t)text >> 4) * 2654435761u) % POINTER_SLOTS;
 
+	uint32_t hash;
+
 	if (!text)
 		return 0;
+	hash = hash_of(text, strnlen(text, MOST_BYTES));
 	for (; pointers[at].text; at = (at + 1) % POINTER_SLOTS)
-		if (pointers[at].text == text)
+		if (pointers[at].text == text) {
+			if (pointers[at].hash != hash)
+				pointers[at] = (struct pointer){ text, hash, name_of(text) };
 			return pointers[at].name;
+		}
 	*is_too_many = pointer_count >= MOST(POINTER_SLOTS);
 	if (*is_too_many)
 		return name_of(text);
 	pointer_count++;
-	pointers[at] = (struct pointer){ text, name_of(text) };
+	pointers[at] = (struct pointer){ text, hash, name_of(text) };
 	return pointers[at].name;
 }
