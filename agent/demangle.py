@@ -59,6 +59,11 @@ class Demangler:
         self._end: Callable[[], object] = lambda: None
         self.failures = 0
 
+    def close(self) -> None:
+        """Ends the child; another one is started when it is needed."""
+        self._end()
+        self._child = None
+
     def names(self, mangled: Sequence[bytes]) -> list[bytes]:
         """Returns readable names, in order; each of what was mangled is cut at 16 KB."""
         self.failures = 0
@@ -100,8 +105,7 @@ class Demangler:
         except OSError:
             pass  # it could not be started, or is gone
         if len(answers) < len(batch):
-            self._end()
-            self._child = None
+            self.close()
         return answers
 
     def _started(self) -> subprocess.Popen[bytes]:

@@ -125,7 +125,7 @@ class MemoryBudget:
         self._is_growing = False
 
     def look(self, use: MemoryUse, limit_bytes: int) -> bool:
-        """Does what has to be done; returns whether helpers had better end."""
+        """Does what has to be done; returns whether others are to give back what is free."""
         # Stacks are dear to lose, and giving them up is of no use where others have the memory: it
         # is the collector's only where that has more than half of the budget, too.
         over = min(use.processes / limit_bytes, use.collector / (limit_bytes // 2))
@@ -139,7 +139,7 @@ class MemoryBudget:
         self._log.say_seldom(
             "memory",
             f"{use.processes / 1e6:,.0f} MB are more than its budget of {limit_bytes / 1e6:,.0f} MB"
-            " (memory): helpers end sooner, and fewer stacks are kept if it is the collector",
+            " (memory): fewer stacks are kept if it is the collector that has them",
         )
         if over > 1:
             self._is_growing = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -47,6 +48,7 @@ from aiflame.agent.symbolize.files import GivenFiles
 from aiflame.agent.symbols.file_facts import FileFacts, facts_directory
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
+from aiflame.agent.symbols.worker import main as symbol_worker
 from aiflame.agent.target_files import FileGuard
 
 _SPOOL = "spool"
@@ -166,7 +168,6 @@ class _Worker:
         elif "left" in message:
             self._finish_left(Path(message["left"]))
         elif "less" in message:
-            self._naming.service.rest()
             gc.collect()
             give_back_freed_memory()
         elif "until_s" in message:
@@ -381,10 +382,16 @@ def main(directory: Path, helper_bytes: int) -> None:
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()
     with (
-        SymbolService(cache_dir(), data_bytes=helper_bytes) as service,
+        SymbolService(
+            cache_dir(),
+            data_bytes=helper_bytes,
+            first=symbol_worker,
+            idle_s=math.inf,  # another one would be a new interpreter, of twice the size
+            rests=True,
+        ) as service,
         closing(FileFacts(FileGuard(), (), facts_directory(), is_urgent=False)) as file_facts,
     ):
-        service.start()
+        service.start()  # before there are threads, of sinks
         lateness = _Lateness()
         naming = Naming(files, service, file_facts, lateness.budget_s)
         worker = _Worker(directory, channel, naming, lateness, Log())

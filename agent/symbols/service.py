@@ -17,25 +17,28 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.inspector.child import ends
 from aiflame.agent.inspector.rootfs import path_in_root
 from aiflame.agent.losses import LossKind
-from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.symbols import protocol
 from aiflame.agent.symbols.frames import Problem, SourceFrame
 from aiflame.agent.symbols.perfmap import perf_map_path
+from aiflame.agent.symbols.worker_process import (
+    Ending,
+    Executed,
+    Forked,
+    WorkerProcess,
+)
 
 U64 = npt.NDArray[np.uint64]
 
@@ -130,7 +133,11 @@ class SymbolService:
         data_bytes: Memory of its own that it may have, files that are mapped aside; 0 for as much
             as there may be in its address space.
         command: What to run instead of the worker module; it gets the same arguments.
+        first: What the first worker runs, in a fork of this process, which has no threads before
+            `start`. Without it that is a new interpreter as well.
         idle_s: After so long without a question `poll` ends the worker; twice as long each time.
+        rests: What it has started for files ends as soon as it is idle, and begins again with
+            the next question: less memory, and some milliseconds more each time.
 
     Attributes:
         losses: How much went wrong so far.
@@ -147,16 +154,21 @@ class SymbolService:
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
         data_bytes: int = 0,
         command: Sequence[str] = (),
+        first: Callable[[list[str]], None] | None = None,
         idle_s: float = _IDLE_S,
+        rests: bool = False,
     ) -> None:
-        worker = command or (sys.executable, "-m", "aiflame.agent.symbols.worker")
+        self._command = command or (sys.executable, "-m", "aiflame.agent.symbols.worker")
         directory = "" if cache is None else str(cache.absolute())
-        self._command = [*worker, directory, str(memory_bytes), str(timeout_s)]
+        self._arguments = [directory, str(memory_bytes), str(timeout_s)]
         if data_bytes:
-            self._command.append(str(data_bytes))
+            self._arguments.append(str(data_bytes))
+        self._first = first
+        self._rests = rests
+        self._is_resting = False
         self._patience_s = _WALL_FACTOR * timeout_s + _GRACE_S
         self._niceness = _NICENESS_WARMING
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: WorkerProcess | None = None
         self._errors: IO[bytes] | None = None
         self._deaths = 0
         self._idle_s = idle_s
@@ -197,8 +209,13 @@ class SymbolService:
     def poll(self) -> None:
         """Take in answers that have arrived, without waiting; end a worker that is idle."""
         self._pump(0.0)
-        idle_s = time.monotonic() - self._answered_s
-        if self._process is not None and not self._queue and idle_s >= self._idle_s:
+        if self._process is None or self._queue:
+            return
+        if self._rests and not self._is_resting:
+            self._is_resting = True
+            self._outgoing += protocol.encode({"rest": True})
+            self._pump(0.0)
+        elif time.monotonic() - self._answered_s >= self._idle_s:
             self._idle_s = min(2 * self._idle_s, _LONGEST_IDLE_S)
             self._end_idle()
 
@@ -245,21 +262,15 @@ class SymbolService:
         self._queue.clear()
         self._reap()
 
-    def rest(self) -> None:
-        """End a worker that has nothing to do; the next question starts another."""
-        if not self._queue:
-            self._end_idle()
-
     def _end_idle(self) -> None:
         """End a worker that owes nothing."""
         if self._process is None:
             return
         # It ends by itself, and waits for the child that demangles, whose CPU time is then part of
         # its own.
-        stdin, stdout = _pipes(self._process)
-        stdin.close()
+        self._process.stdin.close()
         with selectors.PollSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
+            selector.register(self._process.stdout, selectors.EVENT_READ)
             selector.select(_ENDING_S)
         self._reap()
 
@@ -274,6 +285,7 @@ class SymbolService:
         if not self._queue:
             self._deadline = time.monotonic() + self._patience_s
         self._queue.append(pending)
+        self._is_resting = False
         self._outgoing += pending.message(plain=strikes > 0)
         return pending.number
 
@@ -288,32 +300,27 @@ class SymbolService:
 
     def _spawn(self) -> None:
         errors: IO[bytes] | None = None
-        # From "/", as `python -m` puts the working directory first on the module path: a root
-        # shell in someone else's directory must not import that directory's modules.
         try:
             errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _reap
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd="/",
-                # One thread, so that the worker may fork; numpy would start one per CPU.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-                **OWN_PROCESS_GROUP,
-            )
+            process = self._started(errors)
         except OSError as error:
             if errors is not None:
                 errors.close()
             self._deaths = _MAX_DEATHS
             self._add(Problem(LossKind.SYMBOLIZER_DIED, f"cannot start: {error.strerror}"))
             return
-        for pipe in _pipes(process):
+        for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
         self._process, self._errors = process, errors
         self._answered_s = time.monotonic()
         self._incoming.clear()
         self._prioritize(self._niceness)
+
+    def _started(self, errors: IO[bytes]) -> WorkerProcess:
+        first, self._first = self._first, None
+        if first is not None:
+            return Forked(first, self._arguments, errors)
+        return Executed([*self._command, *self._arguments], errors)
 
     def _prioritize(self, niceness: int) -> None:
         self._niceness = niceness
@@ -327,7 +334,7 @@ class SymbolService:
         process = self._process
         if process is None:
             return
-        stdin, stdout = _pipes(process)
+        stdin, stdout = process.stdin, process.stdout
         alive = True
         with selectors.PollSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
@@ -428,32 +435,23 @@ class SymbolService:
         self._outgoing.clear()
         if process is None:
             return "the worker could not be started"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        if ends(process.pid):
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            self.cpu_ns += round((usage.ru_utime + usage.ru_stime) * 1e9)
-        for pipe in _pipes(process):
+        ending = process.end()
+        if ending is not None:
+            self.cpu_ns += ending.cpu_ns
+        for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        return _ending(process.returncode, self._errors)
+        return _words(ending, self._errors)
 
 
-def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    """Its standard input and output; Popen cannot tell the type checker that both are pipes."""
-    if process.stdin is None or process.stdout is None:
-        raise ValueError("started without pipes")
-    return process.stdin, process.stdout
-
-
-def _ending(code: int | None, errors: IO[bytes] | None) -> str:
+def _words(ending: Ending | None, errors: IO[bytes] | None) -> str:
     last = b""
     if errors is not None:
         with errors:
             errors.seek(0)
             last = (errors.read(65536).strip().splitlines() or [b""])[-1]
-    if code is None or code in (-signal.SIGPROF, -signal.SIGKILL):
+    code = -signal.SIGKILL if ending is None else ending.code
+    if code in (-signal.SIGPROF, -signal.SIGKILL):
         return "took too long, or was killed"
     how = f"signal {-code}" if code < 0 else f"exit status {code}"
     return f"{how} {last[:200].decode('utf-8', 'replace')}".strip()

@@ -444,9 +444,10 @@ class Worker:
         self._parsers = Parsers(lambda channel: _parse(channel, timeout_s))
         self._peak_rss_bytes = 0
 
-    def close(self) -> None:
-        """Ends its parsers, whose CPU time is then its own."""
+    def rest(self) -> None:
+        """Ends what it has started, whose CPU time is then its own; the next request starts it."""
         self._parsers.close()
+        self._demangler.close()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers a request; the process ends where its parser does."""
@@ -552,6 +553,9 @@ def serve(worker: Worker, source: BinaryIO, sink: BinaryIO) -> None:
         if length > MAX_MESSAGE_BYTES:
             return
         request = decode(source.read(length))
+        if "rest" in request:
+            worker.rest()
+            continue
         sink.write(encode(worker.answer(request)))
         sink.flush()
 
@@ -565,7 +569,7 @@ def main(arguments: list[str]) -> None:
     gc.freeze()  # forks share what is there, as long as it is not written to
     with contextlib.suppress(BrokenPipeError):
         serve(worker, sys.stdin.buffer, sys.stdout.buffer)
-    worker.close()
+    worker.rest()
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_a_budget_is_exceeded_after_some_looks_and_kept_at_once(
     assert (_looks(budget, _MUCH, 1), fake.kept) == ([True], 4)
     assert (_looks(budget, _MUCH, 3), fake.kept) == ([True] * 3, 2)
     assert _looks(budget, _LITTLE, 1) == [False]
-    assert all("helpers end sooner" in text for text in fake.said)
+    assert all("fewer stacks are kept" in text for text in fake.said)
 
 
 def test_where_others_have_the_memory_stacks_are_not_given_up(

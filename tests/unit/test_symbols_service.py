@@ -22,6 +22,8 @@ from aiflame.agent.symbols import service as service_module
 from aiflame.agent.symbols.frames import Resolved
 from aiflame.agent.symbols.service import Request, SymbolService
 from elfbytes import Elf, Symbol
+from recordings import children_of
+from support import wait_until
 
 # A worker whose resolver misbehaves by the name of the file; "plain" files do so only in the
 # first attempt, with DWARF and demangling.
@@ -454,3 +456,57 @@ def test_a_binary_finds_no_tables_of_another_in_the_cache(tmp_path: Path) -> Non
         assert all("it got nothing" in problem.detail for problem in service.problems)
         assert len(service.problems) == 2
     assert stored.read_bytes() == before
+
+
+def test_a_worker_that_rests_keeps_nothing_of_files_and_answers_again(tmp_path: Path) -> None:
+    request = binary(tmp_path, "one")
+    with SymbolService(tmp_path / "cache", rests=True) as service:
+        for _ in range(3):
+            assert names(service, request) == [[["one()"], []]]
+            worker = service.pid
+            assert worker is not None and children_of(worker) != []
+            service.poll()
+            wait_until(lambda pid=worker: children_of(pid) == [])
+            assert service.pid == worker
+        assert service.problems == []
+
+
+def test_the_first_worker_may_be_a_fork_and_the_next_is_an_interpreter(tmp_path: Path) -> None:
+    forking = subprocess.run(
+        [sys.executable, "-c", FORKING, str(binary(tmp_path, "one").path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    is_fork, first_name, second_name, is_fork_again = forking.stdout.split()
+    assert (is_fork, first_name) == ("True", "one()")
+    # What a worker died of is asked for once more, with less.
+    assert (is_fork_again, second_name) == ("False", "_Z3onev")
+
+
+FORKING = """\
+import os, signal, sys
+import numpy as np
+from pathlib import Path
+from aiflame.agent.symbols import worker
+from aiflame.agent.symbols.service import Request, SymbolService
+def name(service):
+    request = Request(sys.argv[1], "", np.array([0x1000], np.uint64))
+    return next(iter(service.resolve_many([request]))).frames[0][0].name
+def command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+file = open(sys.argv[1])  # which is none of the worker's
+with SymbolService(Path("cache"), first=worker.main) as service:
+    service.start()
+    pid = service.pid
+    name(service)  # it has begun
+    opened = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    assert os.path.abspath(sys.argv[1]) not in opened
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, number)
+    print(command(pid) == command(os.getpid()), name(service))
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    print(name(service), command(service.pid) == command(os.getpid()))
+"""
