@@ -41,7 +41,13 @@ from aiflame.agent.store.profiles import (
     profile_of,
 )
 from aiflame.agent.store.schema import require
-from aiflame.agent.store.selector import AGENT_LABELS, LABELS, Selector, held_range
+from aiflame.agent.store.selector import (
+    AGENT_LABELS,
+    CLASS_WORDS,
+    LABELS,
+    Selector,
+    held_range,
+)
 
 NAME = "query"
 
@@ -63,6 +69,7 @@ EXAMPLES
   aiflame query diff --store fleet --service train --base version=1.4 --new version=1.5
   aiflame query diff --store fleet --base node=a1 --new node=b1 --fail-on +2%
   aiflame query diff --store fleet --base version=1.4 --new version=1.5 -o diff.html  # and a page
+  aiflame query diff --store fleet --base version=1.4 --new version=1.5 --class blocked
 
 EXIT CODES
   0 nothing grew by more   1 something did   5 too few samples to tell
@@ -97,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     top = add("top", "functions that cost most, by themselves and with what they call", _top)
     _add_selection(top)
-    _add_class(top)
+    _add_class(top, "all")
     _add_limit(top)
     top.add_argument(
         "--raw",
@@ -184,12 +191,12 @@ def _add_selection(parser: Any, labels: tuple[str, ...] = LABELS) -> None:
         )
 
 
-def _add_class(parser: Any, default: str = "on_cpu") -> None:
+def _add_class(parser: Any, *more: str) -> None:
     parser.add_argument(
         "--class",
         dest="classes",
-        choices=(*questions.CLASSES, "all"),
-        default=default,
+        choices=(*questions.CLASSES, *more),
+        default="on_cpu",
         help="which time is counted (default: %(default)s)",
     )
 
@@ -248,6 +255,7 @@ def _add_flame(parser: Any) -> None:
 
 def _add_diff(parser: Any) -> None:
     _add_selection(parser)
+    _add_class(parser)
     _add_limit(parser)
     _add_output(
         parser,
@@ -275,7 +283,7 @@ def _add_diff(parser: Any) -> None:
         metavar="+N%",
         type=_growth,
         help="exit code 1 if the share of a function grew by more than N percentage points of its"
-        " side's CPU time, and not by chance (at most 5 %% of such alarms are false)",
+        " side's time, and not by chance (at most 5 %% of such alarms are false)",
     )
 
 
@@ -391,7 +399,9 @@ def _diff(engine: Engine, args: argparse.Namespace) -> int:
     least = _LEAST_SHARE if growth is None else max(growth / _PART_OF_GROWTH, 1e-6)
     found = compare(engine, base, new, is_self=args.is_self, least_share=least)
     if args.output != _STDOUT:
-        print_tables([found.table(args.limit, (base.words, new.words), args.is_self)])
+        sides = base.words, new.words
+        time_words = CLASS_WORDS[args.classes]
+        print_tables([found.table(args.limit, sides, time_words, args.is_self)])
     if form is not None:
         both = difference_of(engine, base, new, args.most_stacks)
         _write(both, form, ReportOptions(title=args.title), args)
@@ -426,7 +436,6 @@ def _side(whole: Selector, given: list[str]) -> Selector:
         labels={**labels, **own},
         begin_s=times.get("from", whole.begin_s),
         end_s=times.get("to", whole.end_s),
-        classes=("on_cpu",),
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
-
-from aiflame.agent.errors import UsageError
+from pathlib import Path
 
 _VARIABLE = "AIFLAME_STORE"
+# Beside what an agent of this host keeps (file-hierarchy(7)).
+_ROOT_STORE = Path("/var/lib/aiflame-store")
 
 
 def add_store_argument(parser: argparse._ActionsContainer) -> None:
@@ -16,19 +17,24 @@ def add_store_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--store",
         metavar="STORE",
-        help=f"a directory, clickhouse://host/db or clickhouses://host/db (default: {_VARIABLE})",
+        help="a directory, clickhouse://host/db or clickhouses://host/db (default:"
+        f" {_VARIABLE}, else {_own_store()})",
     )
 
 
 def named_store(args: argparse.Namespace) -> str:
-    """Return the store that was named.
+    """Return the store that was named, else this user's own directory."""
+    return args.store or os.environ.get(_VARIABLE) or str(_own_store())
 
-    Raises:
-        UsageError: None was.
+
+def _own_store() -> Path:
+    """Return where a store is that nobody named.
+
+    Of a user $XDG_DATA_HOME/aiflame/store, by default ~/.local/share/aiflame/store (XDG Base
+    Directory Specification 0.8, under which a relative path counts as unset).
     """
-    found: str = args.store or os.environ.get(_VARIABLE, "")
-    if not found:
-        raise UsageError(
-            "no store is named", f"--store DIRECTORY, --store clickhouse://host/db, or {_VARIABLE}"
-        )
-    return found
+    if os.geteuid() == 0:
+        return _ROOT_STORE
+    configured = Path(os.environ.get("XDG_DATA_HOME", ""))
+    base = configured if configured.is_absolute() else Path("~/.local/share").expanduser()
+    return base / "aiflame" / "store"

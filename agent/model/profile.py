@@ -357,11 +357,13 @@ class Difference:
         base: What is compared with, in words.
         new: What is compared, in words.
         is_new: Of which of the two each thread is; shape (threads,).
+        time: What is compared, in words.
     """
 
     base: str
     new: str
     is_new: npt.NDArray[np.bool_]
+    time: str = "CPU time"
 
 
 @dataclass(frozen=True, slots=True)

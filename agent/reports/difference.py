@@ -96,7 +96,7 @@ def whole_words(profile: Profile, difference: Difference) -> str:
     """Return what the whole of each side is."""
     base_ns, new_ns = side_ns(profile, difference)
     return (
-        f"100 % = {duration(new_ns)} of CPU time of new ({showable(difference.new)}),"
+        f"100 % = {duration(new_ns)} of {difference.time} of new ({showable(difference.new)}),"
         f" of base ({showable(difference.base)}) {duration(base_ns)}"
     )
 

@@ -58,7 +58,7 @@ class Comparison:
         """Returns those that have grown by more than this, 0 to 1, and not by chance."""
         return tuple(found for found in self.functions if found.change.low > by)
 
-    def table(self, limit: int, words: tuple[str, str], is_self: bool) -> Table:
+    def table(self, limit: int, words: tuple[str, str], time_words: str, is_self: bool) -> Table:
         """Returns it as a table."""
         shown = self.functions[:limit]
         what = "by itself" if is_self else "with all that it calls"
@@ -71,9 +71,9 @@ class Comparison:
         chance = "hosts" if self.is_by_host else "windows of time (hosts are too few)"
         return Table(
             "Functions whose share differs",
-            f"shares of a side's time, {what}; 90 % sure: the difference is between low and high,"
-            f" for all {self.considered:,} functions at once, as far as {chance} differ by chance."
-            f" {sides}",
+            f"shares of a side's {time_words}, {what}; 90 % sure: the difference is between low and"
+            f" high, for all {self.considered:,} functions at once, as far as {chance} differ by"
+            f" chance. {sides}",
             (">base", ">new", ">points", ">low", ">high", "function"),
             tuple(
                 (

@@ -58,7 +58,13 @@ from aiflame.agent.store.comparison import sides_of_stacks
 from aiflame.agent.store.detail import MOST_ROWS, Detail, KeptLabel, detail_of
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.rows import NO_STACK
-from aiflame.agent.store.selector import AGENT_LABELS, NothingThere, Selector, moment_words
+from aiflame.agent.store.selector import (
+    AGENT_LABELS,
+    CLASS_WORDS,
+    NothingThere,
+    Selector,
+    moment_words,
+)
 from aiflame.gpu.attribution import ATTRIBUTED_DTYPE, Certainty
 from aiflame.gpu.attribution.kernel_times import ATTRIBUTED_TIME_DTYPE
 
@@ -165,9 +171,10 @@ def difference_of(engine: Engine, base: Selector, new: Selector, most_stacks: in
     Args:
         engine: The store.
         base: What is compared with.
-        new: What is compared.
+        new: What is compared; both of one class of time.
         most_stacks: Those with the largest shares are in it, so many.
     """
+    (klass,) = new.classes
     found = sides_of_stacks(engine, base, new, most_stacks)
     build = _NamesOnly(None)
     build.add_stacks(_frames(engine, {stack for stack, *_ in found.rows} - {NO_STACK}))
@@ -179,7 +186,7 @@ def difference_of(engine: Engine, base: Selector, new: Selector, most_stacks: in
     build.add_marker(_LIGHTER, LIGHTER_STACKS)
     lighter = (_LIGHTER, *found.left_out_ns, *found.left_out_samples)
     rows = [
-        (name, 0, "on_cpu", row[0], row[1 + side], row[3 + side], 0, side)
+        (name, 0, klass, row[0], row[1 + side], row[3 + side], 0, side)
         for row in (*found.rows, lighter)
         for side in (0, 1)
         if row[1 + side]
@@ -201,7 +208,7 @@ def difference_of(engine: Engine, base: Selector, new: Selector, most_stacks: in
             ),
             losses=_losses(engine, _around(base, new)),
             fleet=None,
-            difference=Difference(base_words, new_words, build.is_new),
+            difference=Difference(base_words, new_words, build.is_new, CLASS_WORDS[klass]),
         ),
         found.left_out,
         left_out_ns,

@@ -11,6 +11,14 @@ from datetime import datetime, timezone
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.store.engine import Engine, Parameter
 
+# What the time of each class is called, by what samples call the class.
+CLASS_WORDS = {
+    "on_cpu": "CPU time",
+    "blocked": "blocked time",
+    "waiting_to_run": "time waiting to run",
+    "preempted": "preempted time",
+}
+
 # Columns of samples and of gpu that a user may choose by.
 LABELS = (
     *("cluster", "node", "service", "version", "namespace", "pod", "workload", "container"),

@@ -478,10 +478,55 @@ def test_a_growth_fails_and_no_growth_does_not(
     assert diff("2", "3", "--self") == 1
     assert diff("3", "1") == 1, "the rest has grown"
     assert "load grew" in capsys.readouterr().err
+    # and not of time that is not of the class
+    assert diff("2", "3", "--class", "blocked") == 4
+    capsys.readouterr()
     # and what says nothing is refused with a code of its own
     assert diff("1", "few") == 5
     assert "too few" in capsys.readouterr().err
     assert diff("1", "none") == 4
+
+
+def test_waits_are_compared_as_cpu_time_is(
+    store: DirectoryEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # GIVEN two versions that wait longer for a lock, and compute alike
+    blocked = SampleClass.BLOCKED
+    for version, lock in (("1", 300), ("2", 600)):
+        for host in range(12):
+            profile = literal_profile(
+                Sample("main;step", 900 * MS, count=900),
+                Sample("main;lock", lock * MS, klass=blocked, count=lock),
+                Sample("main;read", (1_000 - lock) * MS, klass=blocked, count=1_000 - lock),
+            )
+            _add(store, profile, 0, node=f"n{host}", version=version)
+    name = store.name
+    store.close()
+    sides = ["--base", "version=1", "--new", "version=2", "--fail-on", "+2%"]
+    words = ["query", "diff", "--store", name, *sides]
+    # THEN only their waits differ
+    assert cli.main(words) == 0
+    page = tmp_path / "waits.html"
+    capsys.readouterr()
+    assert cli.main([*words, "--class", "blocked", "-o", str(page)]) == 1
+    out, err = capsys.readouterr()
+    assert "lock grew by +30.00 points" in err
+    assert "shares of a side's blocked time" in " ".join(out.split())
+    assert "= 12.000 s of blocked time of new (version 2)" in page.read_text()
+
+
+def test_a_store_that_nobody_named_is_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("AIFLAME_STORE", raising=False)
+    monkeypatch.setattr("aiflame.agent.commands.store_options._ROOT_STORE", tmp_path / "root")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    for uid, folder in ((0, tmp_path / "root"), (1000, tmp_path / "aiflame" / "store")):
+        monkeypatch.setattr("os.geteuid", lambda uid=uid: uid)
+        assert cli.main(["query", "top"]) == 2
+        err = capsys.readouterr().err
+        assert f"no store here: {folder}" in err
+        assert f"aiflame store init --store {folder}" in err
 
 
 def test_a_comparison_of_the_same_hosts_over_time_says_so(store: DirectoryEngine) -> None:
@@ -492,7 +537,7 @@ def test_a_comparison_of_the_same_hosts_over_time_says_so(store: DirectoryEngine
     sides = [replace(_ALL, labels={"version": (v,)}, classes=("on_cpu",)) for v in "12"]
     found = compare(store, *sides, is_self=False, least_share=0.01)
     assert not found.is_by_host
-    assert "hosts are too few" in found.table(5, ("a", "b"), False).whole
+    assert "hosts are too few" in found.table(5, ("a", "b"), "CPU time", False).whole
     assert found.grown(0.0) == ()
     with pytest.raises(TooFewSamples):
         few = replace(sides[1], end_s=_BEGIN_S + 120)

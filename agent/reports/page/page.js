@@ -7,7 +7,7 @@
 const LEAST_SHARE = 0.00005;
 
 const byId = (id) => document.getElementById(id);
-const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time", gpu: "device samples", gputime: "GPU time", difference: "CPU time of new" };
+const VIEW_NAMES = { wall: "wall time", cpu: "CPU time", offcpu: "off-CPU time", gpu: "device samples", gputime: "GPU time", difference: "time of new" };
 const wholeWords = (view, whole) => (view === "gpu" ? counted(whole, "device sample") : `${duration(whole)} of ${VIEW_NAMES[view]}`);
 
 const MERGES = ["process", "comm", "cgroup", "container"]; // as Merge in base.py, but none
