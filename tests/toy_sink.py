@@ -79,7 +79,7 @@ class ToySink:
             with urllib.request.urlopen(posted, timeout=5) as answer:  # noqa: S310 - localhost
                 answer.read()
         except urllib.error.HTTPError as error:
-            raise SinkRefused(str(error)) from error
+            raise SinkRefused(str(error), f"{error.code}") from error
         except OSError as error:
             raise SinkAway(str(error)) from error
         return Counter()

@@ -3,7 +3,7 @@
 
 A request is on disk before it is sent, and until it was: an agent that is killed sends it when it
 is started again. Once the bytes that may wait are exceeded, or a request is older than its back-end
-takes, the oldest is dropped and counted.
+takes, the oldest is dropped and counted: with all of its stretch of time, where there is no room.
 
 Each back-end has a queue and a thread of its own.
 """
@@ -30,10 +30,18 @@ from aiflame.agent.sinks.requests import Request, RequestSink, SinkAway, SinkRef
 # coming back at the same moment.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 300.0
 _JITTER = (0.5, 1.5)
-# A back-end that asks for more is asked again after so long.
+# A back-end that asks for more is asked again after so long. It may ask all of them for the same,
+# and never gets them sooner.
 _LONGEST_RETRY_AFTER_S = 3600.0
+_RETRY_AFTER_JITTER = (1.0, 1.5)
 # How often a request is sent that something unforeseen happens to, which may be the network.
 _TRIES_OF_ODD = 5
+
+# Reasons are counted for ever: those here, and numbers of HTTP and of back-ends. Their words, of
+# which there is no end, are for the log.
+_MAX_WORDS = 400
+_FULL = "the spool is full"
+_PARTLY = "refused in part"
 
 # One stretch in 10 s for a month. A directory of so many files is slow, and a memory of them large.
 _MAX_WAITING = 1 << 18
@@ -45,18 +53,36 @@ _UNFINISHED = ".new"
 _NS_PER_S = 1_000_000_000
 
 
-class _Waiting(NamedTuple):
-    """A request in a file."""
+class WaitingRequest(NamedTuple):
+    """A request in a file, as the name of that tells it.
+
+    Attributes:
+        number: Its place in the order.
+        begin_unix_ns: When what it tells of began.
+        samples: How many it has.
+        checksum: CRC-32 of the body.
+        size_bytes: Of the body; 0 where it is not known.
+    """
 
     number: int
     begin_unix_ns: int
     samples: int
     checksum: int
-    size_bytes: int
+    size_bytes: int = 0
 
     @property
     def name(self) -> str:
+        """Of its file."""
         return _NAME.format(self.number, self.begin_unix_ns, self.samples, self.checksum)
+
+
+def request_of_name(name: str) -> WaitingRequest | None:
+    """Returns the request of a file with that name; None where it is of none."""
+    match = _PATTERN.fullmatch(name)
+    if match is None:
+        return None
+    number, begin_unix_ns, samples = (int(match[group]) for group in (1, 2, 3))
+    return WaitingRequest(number, begin_unix_ns, samples, int(match[4], 16))
 
 
 class State(NamedTuple):
@@ -112,7 +138,7 @@ class Delivery:
         self._log = log
         self._clock = clock
         self._lock = threading.Condition()
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[WaitingRequest] = deque()
         self._bytes = 0
         self._next = 0
         self._dropped: Counter[str] = Counter()
@@ -121,6 +147,8 @@ class Delivery:
         self._last_sent_s = 0.0
         self._why_away = ""
         self._is_sending = self._is_closed = self._is_hurried = False
+        self._asked_until_s = 0.0
+        self._given_up_unix_ns: int | None = None
         self._read_folder()
         self._thread: threading.Thread | None = None
 
@@ -137,8 +165,11 @@ class Delivery:
         """
         for request in requests:
             with self._lock:
+                if self._is_given_up(request.begin_unix_ns):
+                    self._drop(request.samples, _FULL)
+                    continue
                 number, self._next = self._next, self._next + 1
-            one = _Waiting(
+            one = WaitingRequest(
                 number,
                 request.begin_unix_ns,
                 request.samples,
@@ -190,6 +221,8 @@ class Delivery:
     def flush(self, until_s: float) -> bool:
         """Waits until nothing is left to be sent, or the back-end is away.
 
+        It is asked once more, unless it has asked for a time that is not over.
+
         Args:
             until_s: By `time.monotonic`: when it ends in any case.
 
@@ -200,7 +233,11 @@ class Delivery:
             self._is_hurried = True
             self._lock.notify_all()
             self._lock.wait_for(
-                lambda: not self._waiting or (not self._is_hurried and not self._is_sending),
+                lambda: (
+                    not self._waiting
+                    or self._asked_until_s > until_s
+                    or (not self._is_hurried and not self._is_sending)
+                ),
                 max(until_s - time.monotonic(), 0),
             )
             return not self._waiting
@@ -221,19 +258,18 @@ class Delivery:
 
     def _read_folder(self) -> None:
         for path in sorted(self._folder.iterdir()):
-            match = _PATTERN.fullmatch(path.name)
-            if match is None:
+            one = request_of_name(path.name)
+            if one is None:
                 if path.name.endswith(_UNFINISHED):
                     path.unlink(missing_ok=True)
                 continue
-            number, begin, samples = (int(match[group]) for group in (1, 2, 3))
-            size_bytes = path.stat().st_size
-            self._waiting.append(_Waiting(number, begin, samples, int(match[4], 16), size_bytes))
-            self._bytes += size_bytes
-            self._next = number + 1
+            one = one._replace(size_bytes=path.stat().st_size)
+            self._waiting.append(one)
+            self._bytes += one.size_bytes
+            self._next = one.number + 1
         self._trim()
 
-    def _write(self, one: _Waiting, body: bytes) -> None:
+    def _write(self, one: WaitingRequest, body: bytes) -> None:
         unfinished = self._folder / f"{one.number}{_UNFINISHED}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(unfinished, flags, 0o600)
@@ -254,12 +290,18 @@ class Delivery:
             at = 1 if self._is_sending else 0
             if at >= len(self._waiting):
                 return
-            one = self._waiting[at]
-            del self._waiting[at]
-            self._forget(one)
-            self._drop(one.samples, "the spool is full")
+            # All of its stretch: others of that may mention what it tells of.
+            self._given_up_unix_ns = self._waiting[at].begin_unix_ns
+            while at < len(self._waiting) and self._is_given_up(self._waiting[at].begin_unix_ns):
+                one = self._waiting[at]
+                del self._waiting[at]
+                self._forget(one)
+                self._drop(one.samples, _FULL)
 
-    def _forget(self, one: _Waiting) -> None:
+    def _is_given_up(self, begin_unix_ns: int) -> bool:
+        return begin_unix_ns == self._given_up_unix_ns
+
+    def _forget(self, one: WaitingRequest) -> None:
         self._bytes -= one.size_bytes
         with suppress(OSError):
             (self._folder / one.name).unlink()
@@ -272,11 +314,11 @@ class Delivery:
             f"sink {self._sink.name}: {samples:,} samples dropped: {reason}",
         )
 
-    def _is_too_old(self, one: _Waiting) -> bool:
+    def _is_too_old(self, one: WaitingRequest) -> bool:
         limit_s = self._sink.max_age_s
         return limit_s is not None and self._clock() - one.begin_unix_ns / _NS_PER_S > limit_s
 
-    def _take(self) -> _Waiting | None:
+    def _take(self) -> WaitingRequest | None:
         """Waits for a request that is to be sent; None at the end. It stays first in the queue."""
         with self._lock:
             while True:
@@ -296,69 +338,101 @@ class Delivery:
         failures = odd = 0
         while (one := self._take()) is not None:
             wait_s: float | None = None
+            is_asked = False
             try:
                 refused = self._send(one)
             except SinkAway as error:
                 wait_s = self._wait_s(failures, error.retry_after_s)
+                is_asked = bool(error.retry_after_s)
                 self._note_away(str(error))
             except SinkRefused as error:
-                self._log.say_seldom(f"{self._sink.name} refused {error.reason}", str(error))
-                self._done(one, Counter({f"refused: {error.reason}": one.samples}), is_sent=False)
+                self._log.say_seldom(f"{self._sink.name} refused {error.reason}", _line(str(error)))
+                self._done(one, f"refused: {error.reason}")
             except Exception as error:  # whatever a sink does, it stops nobody else
                 odd += 1
-                what = f"{type(error).__name__}: {error}"
+                what = _line(f"{type(error).__name__}: {error}")
                 if odd < _TRIES_OF_ODD:
                     wait_s = self._wait_s(failures, None)
                     self._note_away(what)
                 else:
-                    self._done(
-                        one, Counter({f"cannot be sent: {what}": one.samples}), is_sent=False
+                    self._log.say_seldom(
+                        f"{self._sink.name} odd", f"sink {self._sink.name}: {what}"
                     )
+                    self._done(one, f"cannot be sent: {type(error).__name__}")
             else:
-                self._done(one, refused, is_sent=True)
+                self._note_taken(one, refused)
             if wait_s is None:
                 failures = odd = 0
                 continue
             failures += 1
-            self._pause(wait_s)
+            self._pause(wait_s, is_asked=is_asked)
 
-    def _send(self, one: _Waiting) -> Counter[str]:
+    def _send(self, one: WaitingRequest) -> Counter[str]:
         try:
             body = (self._folder / one.name).read_bytes()
         except OSError as error:
-            raise SinkRefused(f"its file cannot be read: {error.strerror}") from error
+            why = f"{self._folder / one.name}: {error.strerror}"
+            raise SinkRefused(why, "its file cannot be read") from error
         if len(body) != one.size_bytes or zlib.crc32(body) != one.checksum:
-            raise SinkRefused("its file is damaged")
+            raise SinkRefused(f"{self._folder / one.name} is damaged", "its file is damaged")
         return self._sink.send(Request(body, one.begin_unix_ns, one.samples))
 
     def _wait_s(self, failures: int, retry_after_s: float | None) -> float:
-        if retry_after_s is not None:
-            return min(max(retry_after_s, 0.0), _LONGEST_RETRY_AFTER_S)
-        longest = min(_FIRST_WAIT_S * float(1 << min(failures, 16)), _LONGEST_WAIT_S)
-        return longest * random.uniform(*_JITTER)  # noqa: S311 - spreads load, and hides nothing
+        own_s = min(_FIRST_WAIT_S * float(1 << min(failures, 16)), _LONGEST_WAIT_S)
+        asked_s = min(retry_after_s or 0.0, _LONGEST_RETRY_AFTER_S)
+        # Shares spread load, and hide nothing.
+        return max(
+            own_s * random.uniform(*_JITTER),  # noqa: S311
+            asked_s * random.uniform(*_RETRY_AFTER_JITTER),  # noqa: S311
+        )
 
-    def _note_away(self, why: str) -> None:
+    def _note_away(self, said: str) -> None:
+        why = _line(said)
         with self._lock:
             self._retries += 1
             was_away, self._why_away = self._why_away, why
             waiting = len(self._waiting)
         if why != was_away:
             text = f"sink {self._sink.name} is away: {why}; {waiting:,} requests wait"
-            self._log.say_seldom(f"{self._sink.name} away {why}", text)
+            self._log.say_seldom(f"{self._sink.name} away", text)
 
-    def _done(self, one: _Waiting, dropped: Counter[str], *, is_sent: bool) -> None:
-        """Takes a request out of the queue."""
+    def _note_taken(self, one: WaitingRequest, refused: Counter[str]) -> None:
+        """Counts what the back-end has taken of a request, and what it has not."""
+        for words, samples in refused.items():
+            self._log.say_seldom(
+                f"{self._sink.name} refused in part",
+                f"sink {self._sink.name}: {samples:,} samples refused: {_line(words)}",
+            )
+        self._done(one, _PARTLY, min(refused.total(), one.samples), is_sent=True)
+
+    def _done(
+        self,
+        one: WaitingRequest,
+        reason: str,
+        dropped: int | None = None,
+        *,
+        is_sent: bool = False,
+    ) -> None:
+        """Takes a request out of the queue.
+
+        Args:
+            one: The request.
+            reason: Why what is dropped of it is.
+            dropped: How many samples are; None: all.
+            is_sent: The back-end has it.
+        """
+        dropped = one.samples if dropped is None else dropped
         with self._lock:
             self._is_sending = False
             if self._waiting and self._waiting[0] is one:
                 self._waiting.popleft()
                 self._forget(one)
-            for reason, samples in dropped.items():
-                self._drop(samples, reason)
+            if dropped:
+                self._drop(dropped, reason)
             was_away, self._why_away = self._why_away, ""
             if is_sent:
                 self._sent_requests += 1
-                self._sent_samples += max(one.samples - dropped.total(), 0)
+                self._sent_samples += one.samples - dropped
                 self._sent_bytes += one.size_bytes
                 self._last_sent_s = self._clock()
             waiting = len(self._waiting)
@@ -366,9 +440,21 @@ class Delivery:
         if was_away and is_sent:
             self._log.say(f"sink {self._sink.name} takes requests again; {waiting:,} wait")
 
-    def _pause(self, seconds: float) -> None:
-        """Waits before the next try; not while somebody flushes, who has no time for it."""
+    def _pause(self, seconds: float, *, is_asked: bool) -> None:
+        """Waits before the next try.
+
+        Who flushes has no time for it; what the back-end has asked for is heeded all the same.
+        """
         with self._lock:
             self._is_sending = self._is_hurried = False
+            self._asked_until_s = time.monotonic() + seconds if is_asked else 0.0
             self._lock.notify_all()
-            self._lock.wait_for(lambda: self._is_closed or self._is_hurried, seconds)
+            self._lock.wait_for(
+                lambda: self._is_closed or (self._is_hurried and not is_asked), seconds
+            )
+            self._asked_until_s = 0.0
+
+
+def _line(words: str) -> str:
+    """Returns what somebody else says as a line of a log."""
+    return "".join(c if c.isprintable() else "?" for c in words[:_MAX_WORDS])

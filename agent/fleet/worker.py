@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -34,6 +35,7 @@ from aiflame.agent.fleet.delivery import Delivery
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.sinks import sink_module
+from aiflame.agent.fleet.spool import LEFT, Spool
 from aiflame.agent.fleet.stretches import TRIES, count_try, keep_kernel_file, mark_done
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
@@ -140,7 +142,8 @@ class _Worker:
         lateness: _Lateness,
         log: Log,
     ) -> None:
-        self._directory = directory
+        self._spool = Spool(directory / _SPOOL)
+        self._dropped: Counter[str] = Counter()  # of destinations that are configured no more
         self._channel = channel
         self._naming = naming
         self._lateness = lateness
@@ -196,13 +199,29 @@ class _Worker:
             try:
                 sink = sink_module(name).make(settings, config.agent.node_name)
                 if not isinstance(sink, CaptureFiles):
-                    folder = self._directory / _SPOOL / name
+                    folder = self._spool.folder(name, settings)
                     size = config.agent.spool_size
                     self._deliveries[name] = Delivery(sink, folder, size, self._log)
                     self._deliveries[name].start()
                 self._sinks[name] = sink
             except (AiflameError, OSError) as error:
                 self._log.say(f"sink {name} does not work: {_words(error)}")
+        self._drop_left()
+
+    def _drop_left(self) -> None:
+        """Drops what has waited for long for destinations that are configured no more."""
+        config = self._config
+        if config is None:
+            return
+        used = {self._spool.folder(name, settings) for name, settings in config.sinks.items()}
+        try:
+            dropped = self._spool.drop_left(used, config.agent.spool_size)
+        except OSError as error:
+            self._log.say_seldom("spool", f"the spool: {error}")
+            return
+        for name, samples in dropped.items():
+            self._log.say(f"{samples:,} samples of spool/{name} are dropped: {LEFT}")
+            self._dropped[f"{name.rpartition('-')[0]}: {LEFT}"] += samples
 
     def _look_at_cgroups(self) -> None:
         """Tells the collector which cgroups its programs are to leave out."""
@@ -271,11 +290,11 @@ class _Worker:
 
     def _complete(self, database: Path, cpu_ns: int, rss_bytes: int) -> None:
         """Writes what is only known when a stretch is over: also what was dropped of others."""
-        dropped = {
-            f"{name}: {reason}": samples
-            for name, delivery in self._deliveries.items()
-            for reason, samples in delivery.take_dropped().items()
-        }
+        self._drop_left()
+        dropped, self._dropped = self._dropped, Counter()
+        for name, delivery in self._deliveries.items():
+            for reason, samples in delivery.take_dropped().items():
+                dropped[f"{name}: {reason}"] += samples
         writer = CaptureWriter(database, is_new=False)
         try:
             writer.put_meta(
@@ -312,7 +331,8 @@ class _Worker:
                 delivery.put(self._sinks[name].encode(batches))
             except Exception as error:  # noqa: PERF203 - of one sink; the others get theirs
                 samples = int(profile.samples["count"].sum())
-                delivery.lose(samples, f"cannot be encoded: {_words(error)}")
+                self._log.say_seldom(f"{name} encode", f"sink {name}: {_words(error)}")
+                delivery.lose(samples, f"cannot be encoded: {type(error).__name__}")
 
     def _keep(self, name: str, sink: CaptureFiles, database: Path, profile: Profile) -> None:
         try:

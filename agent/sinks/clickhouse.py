@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import http
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -130,17 +131,35 @@ class ClickHouseSink:
         self._server = server
         self._cluster = cluster
         self._now_s = now_s
+        # Of encoding, and of sending, which another thread does.
+        self._lock = threading.Lock()
         self._sent: OrderedDict[int, None] = OrderedDict()
+        self._unsent: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # by token
+        self._unsent_ids = 0
         self._week = ""
         self._forget_at_s = now_s() + _S_PER_DAY
 
     def encode(self, batches: Sequence[Batch]) -> Iterator[Request]:
-        """Encodes what one stretch of time has: stacks before what mentions them."""
+        """Encodes what one stretch of time has: stacks before what mentions them.
+
+        Stacks that the server has are left out; those that wait to be sent are not, since what
+        waits may be dropped.
+        """
         if not batches:
             return
         begin_unix_ns = min(batch.begin_unix_ns for batch in batches)
+        told: set[int] = set()
+
+        def is_new(stack_id: int) -> bool:
+            with self._lock:
+                is_known = stack_id in told or stack_id in self._sent
+            told.add(stack_id)
+            return not is_known
+
         self._forget_old(monday(max(0, begin_unix_ns // 10**9)))
-        for piece in inserts_of(batches, self._cluster, self._is_new):
+        for piece in inserts_of(batches, self._cluster, is_new):
+            if piece.stack_ids:
+                self._note_unsent(piece)
             yield Request(_body(piece), begin_unix_ns, piece.samples)
 
     def send(self, request: Request) -> Counter[str]:
@@ -172,29 +191,40 @@ class ClickHouseSink:
         except AiflameError as error:
             raise SinkAway(f"ClickHouse cannot be asked: {error}") from error
         if not reply.is_error:
+            self._note_sent(token)
             return Counter()
         if _is_refusal(reply):
-            if table is Rows.STACKS:
-                # Others mention them.
-                self._sent.clear()
-            raise SinkRefused(f"ClickHouse refuses: {reply.words}")
+            number = f"code {reply.code}" if reply.code else f"status {reply.status}"
+            raise SinkRefused(f"ClickHouse refuses: {reply.words}", number)
         raise SinkAway(
             f"ClickHouse cannot take it now: {reply.words}", retry_after_s(reply.retry_after)
         )
 
     def _forget_old(self, week: str) -> None:
-        if week != self._week or self._now_s() >= self._forget_at_s:
-            self._sent.clear()
-            self._week = week
-            self._forget_at_s = self._now_s() + _S_PER_DAY
+        with self._lock:
+            if week != self._week or self._now_s() >= self._forget_at_s:
+                self._sent.clear()
+                self._week = week
+                self._forget_at_s = self._now_s() + _S_PER_DAY
 
-    def _is_new(self, stack_id: int) -> bool:
-        is_new = stack_id not in self._sent
-        self._sent[stack_id] = None
-        self._sent.move_to_end(stack_id)
-        if len(self._sent) > _KNOWN_STACKS:
-            self._sent.popitem(last=False)
-        return is_new
+    def _note_unsent(self, piece: Insert) -> None:
+        with self._lock:
+            self._unsent_ids -= len(self._unsent.pop(piece.token, ()))
+            self._unsent[piece.token] = piece.stack_ids
+            self._unsent_ids += len(piece.stack_ids)
+            while self._unsent_ids > _KNOWN_STACKS:
+                self._unsent_ids -= len(self._unsent.popitem(last=False)[1])
+
+    def _note_sent(self, token: str) -> None:
+        """Takes note of what the server has, if it was encoded here and not before a restart."""
+        with self._lock:
+            stack_ids = self._unsent.pop(token, ())
+            self._unsent_ids -= len(stack_ids)
+            for stack_id in stack_ids:
+                self._sent[stack_id] = None
+                self._sent.move_to_end(stack_id)
+            while len(self._sent) > _KNOWN_STACKS:
+                self._sent.popitem(last=False)
 
 
 def _body(piece: Insert) -> bytes:
@@ -206,7 +236,7 @@ def _parts(body: bytes) -> tuple[Rows, str, bytes]:
     head, newline, rows = body.partition(b"\n")
     table, _, token = head.decode("ascii", "replace").partition(" ")
     if not newline or table not in {rows.value for rows in Rows}:
-        raise SinkRefused("not a request for ClickHouse")
+        raise SinkRefused("not a request for ClickHouse", "no request")
     return Rows(table), token, rows
 
 

@@ -32,13 +32,13 @@ class SinkRefused(AiflameError):
     """A request that a back-end will never take: it is dropped and counted.
 
     Attributes:
-        reason: To count it by: a few words, of which there are not many. The message has those of
-            the back-end, which may name each profile. If none is given, the message.
+        reason: To count it by: a few words of ours, or a number of the back-end's, of which there
+            are not many. The message has the back-end's own words, which may name each profile.
     """
 
-    def __init__(self, why: str, reason: str = "") -> None:
+    def __init__(self, why: str, reason: str) -> None:
         super().__init__(why)
-        self.reason = reason or why
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RequestSink(Protocol):
         ...
 
     def send(self, request: Request) -> Counter[str]:
-        """Sends a request; returns how many samples were refused, by reason.
+        """Sends a request; returns how many samples were refused, by what the back-end says.
 
         Raises:
             SinkAway: It is to be sent again.

@@ -26,11 +26,13 @@ class Insert:
         table: Which.
         rows: One JSON object a line.
         samples: How many they hold.
+        stack_ids: Of stacks: which.
     """
 
     table: Rows
     rows: bytes
     samples: int
+    stack_ids: tuple[int, ...] = ()
 
     @property
     def token(self) -> str:
@@ -76,18 +78,21 @@ def batch_samples(batches: Sequence[Batch]) -> Iterator[int]:
 
 def _pieces(table: Rows, rows: Sequence[Row]) -> Iterator[Insert]:
     lines: list[bytes] = []
+    ids: list[int] = []
     size, samples = 0, 0
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]
         data = json_lines(some)
         if lines and size + len(data) > MAX_PIECE_BYTES:
-            yield Insert(table, b"".join(lines), samples)
-            lines, size, samples = [], 0, 0
+            yield Insert(table, b"".join(lines), samples, tuple(ids))
+            lines, ids, size, samples = [], [], 0, 0
         lines.append(data)
         size += len(data)
         samples += sum(_samples_of(table, row) for row in some)
+        if table is Rows.STACKS:
+            ids += [int(row["stack_id"]) for row in some]
     if lines:
-        yield Insert(table, b"".join(lines), samples)
+        yield Insert(table, b"".join(lines), samples, tuple(ids))
 
 
 def _samples_of(table: Rows, row: Row) -> int:

@@ -124,7 +124,7 @@ class _Agent:
         return [folder for folder in folders if not (folder / "done").exists()]
 
     def waiting(self) -> list[Path]:
-        return [*(self.directory / "spool" / "toy").glob("*.request")]
+        return [*(self.directory / "spool").glob("toy-*/*.request")]
 
 
 @pytest.fixture

@@ -49,7 +49,9 @@ def _is_away(_request: Request) -> Counter[str]:
     raise SinkAway("nobody listens")
 
 
-def _request(number: int, samples: int = 1, begin_unix_ns: int = _NOW_NS) -> Request:
+def _request(number: int, samples: int = 1, begin_unix_ns: int | None = None) -> Request:
+    """Each is a stretch of its own, if nothing else is said."""
+    begin_unix_ns = _NOW_NS + number if begin_unix_ns is None else begin_unix_ns
     return Request(f"{number:04}".encode(), begin_unix_ns, samples)
 
 
@@ -155,13 +157,70 @@ def test_waits_grow_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     assert len({*waits[39]}) > 10
 
 
+@pytest.mark.parametrize(
+    ("asked_s", "least_s", "most_s"),
+    [
+        (0.0, 0.25, 0.75),
+        (-100.0, 0.25, 0.75),
+        (0.1, 0.25, 0.75),
+        (60.0, 60.0, 90.0),
+        (1e9, 3600.0, 5400.0),
+    ],
+)
+def test_agents_that_are_told_the_same_do_not_come_at_once(
+    asked_s: float,
+    least_s: float,
+    most_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    log: Log,
+) -> None:
+    # GIVEN a back-end that asks for a time, or for none at all
+    monkeypatch.setattr(module, "_FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 300.0)
+    with _delivery(_Sink(_takes), tmp_path / "spool", log, starts=False) as delivery:
+        # WHEN a thousand agents are told so
+        waits = sorted(delivery._wait_s(0, asked_s) for _ in range(1000))
+    # THEN none comes sooner than that, nor at once, and they are spread over the time.
+    assert least_s <= waits[0] and waits[-1] <= most_s
+    tenth = (most_s - least_s) / 10
+    assert max(sum(at <= wait < at + tenth for wait in waits) for at in waits) < 300
+
+
+def test_a_back_end_that_asks_for_no_time_is_asked_less_and_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: Log
+) -> None:
+    monkeypatch.setattr(module, "_FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 300.0)
+    with _delivery(_Sink(_takes), tmp_path / "spool", log, starts=False) as delivery:
+        assert delivery._wait_s(12, 0.0) >= 150
+
+
+def test_who_flushes_does_not_come_sooner_than_a_back_end_asks(tmp_path: Path, log: Log) -> None:
+    # GIVEN a back-end that asks for an hour
+    asked: list[bytes] = []
+
+    def later(request: Request) -> Counter[str]:
+        asked.append(request.body)
+        raise SinkAway("429", retry_after_s=3600.0)
+
+    with _delivery(_Sink(later), tmp_path / "spool", log) as delivery:
+        delivery.put([_request(0)])
+        wait_until(lambda: delivery.state().retries == 1)
+        # WHEN an agent that ends flushes THEN it is not asked, and nobody waits for it.
+        begun_s = time.monotonic()
+        assert not delivery.flush(begun_s + 60)
+        assert time.monotonic() - begun_s < 30
+    assert asked == [_request(0).body]
+
+
 def test_what_is_refused_is_not_sent_again(tmp_path: Path, log: Log) -> None:
     asked: list[bytes] = []
 
     def refuses_first(request: Request) -> Counter[str]:
         asked.append(request.body)
         if len(asked) == 1:
-            raise SinkRefused("400 no labels")
+            raise SinkRefused("labels: 17 are too many", "400 Bad Request")
         return Counter({"too old": 2}) if len(asked) == 2 else Counter()
 
     with _delivery(_Sink(refuses_first), tmp_path / "spool", log) as delivery:
@@ -169,7 +228,10 @@ def test_what_is_refused_is_not_sent_again(tmp_path: Path, log: Log) -> None:
         assert delivery.flush(time.monotonic() + 10)
         state = delivery.state()
         # THEN it is told once what was lost, by reason,
-        assert delivery.take_dropped() == {"refused: 400 no labels": 10, "too old": 2}
+        assert delivery.take_dropped() == {
+            "refused: 400 Bad Request": 10,
+            "refused in part": 2,
+        }
         assert delivery.take_dropped() == {}
     # AND each was asked about once.
     assert asked == [_request(number).body for number in range(3)]
@@ -190,7 +252,7 @@ def test_a_sink_that_fails_oddly_stops_neither_itself_nor_others(tmp_path: Path,
         one.put(map(_request, range(2)))
         another.put(map(_request, range(2)))
         wait_until(lambda: one.state().sent_requests == 1 and another.state().sent_requests == 2)
-        assert one.state().dropped_samples == {"cannot be sent: ZeroDivisionError: oops": 1}
+        assert one.state().dropped_samples == {"cannot be sent: ZeroDivisionError": 1}
 
 
 def test_a_sink_that_hangs_stops_no_other(tmp_path: Path, log: Log) -> None:
@@ -301,3 +363,54 @@ def test_who_takes_over_a_queue_sends_nothing_twice(tmp_path: Path, log: Log) ->
     # THEN each came once.
     assert old.got == [_request(0).body]
     assert new.got == [_request(1).body]
+
+
+def test_a_stretch_is_dropped_as_a_whole(tmp_path: Path, log: Log) -> None:
+    # GIVEN a spool with room for five requests, and stretches of three, while nobody listens
+    folder = tmp_path / "spool"
+    stretches = [_request(n, 1, _NOW_NS + n // 3) for n in range(9)]
+    size = 5 * len(stretches[0].body)
+    with _delivery(_Sink(_is_away), folder, log, size, starts=False) as delivery:
+        delivery.put(stretches)
+        assert delivery.state().dropped_samples == {"the spool is full": 6}
+    # THEN what is left of each is all of it
+    sink = _Sink(_takes)
+    with _delivery(sink, folder, log) as delivery:
+        assert delivery.flush(time.monotonic() + 10)
+    assert sink.got == [request.body for request in stretches[6:]]
+
+
+def test_a_stretch_that_finds_no_room_leaves_no_part(tmp_path: Path, log: Log) -> None:
+    stretch = [_request(n, 1, _NOW_NS) for n in range(9)]
+    size = 5 * len(stretch[0].body)
+    folder = tmp_path / "spool"
+    with _delivery(_Sink(_is_away), folder, log, size, starts=False) as delivery:
+        delivery.put(stretch)
+        assert delivery.state().dropped_samples == {"the spool is full": 9}
+        delivery.put([_request(9)])
+        assert delivery.state().waiting_requests == 1
+
+
+def test_reasons_have_no_words_of_a_back_end(tmp_path: Path, log: Log) -> None:
+    """Each is a metric for ever."""
+    answers: Iterator[str] = iter(f"profile {n} \x1b[31m{'x' * 10_000}" for n in range(100))
+
+    def refuses(_request: Request) -> Counter[str]:
+        raise SinkRefused(next(answers), "400 Bad Request")
+
+    def fails(_request: Request) -> Counter[str]:
+        raise ValueError(next(answers))
+
+    def takes_a_part(_request: Request) -> Counter[str]:
+        return Counter({next(answers): 2})
+
+    reasons: set[str] = set()
+    for answer in (refuses, fails, takes_a_part):
+        with _delivery(_Sink(answer), tmp_path / answer.__name__, log) as delivery:
+            delivery.put(_request(number, samples=3) for number in range(4))
+            wait_until(lambda delivery=delivery: not delivery.state().waiting_requests)
+            reasons |= {*delivery.state().dropped_samples}
+    assert reasons == {"refused: 400 Bad Request", "cannot be sent: ValueError", "refused in part"}
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert any("profile" in line for line in lines)
+    assert all(len(line) < 1_000 and line.isprintable() for line in lines)

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiflame.agent.fleet.delivery import Delivery
+from aiflame.agent.fleet.log import Log
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import NS_PER_S, Profile
 from aiflame.agent.sinks.clickhouse import ClickHouseSink
@@ -101,9 +105,17 @@ def test_stacks_are_sent_once_and_again_when_they_have_to_be(
 
     def tables(minute: int) -> list[str]:
         requests = [*sink.encode([_batch(small_profile(), minute)])]
+        if is_sent:
+            for request in requests:
+                sink.send(request)
         return [request.body.split(b" ", 1)[0].decode() for request in requests]
 
+    # GIVEN stacks that wait to be sent, and may be dropped: they are sent with the next, too
+    is_sent = False
+    assert "stacks" in tables(0)
+    assert "stacks" in tables(0)
     # GIVEN stacks that were sent: they are not sent again
+    is_sent = True
     assert "stacks" in tables(0)
     assert "stacks" not in tables(1)
     # WHEN a day has passed, or a week has begun, or the server refused them: they are
@@ -206,3 +218,37 @@ def test_rows_that_would_vanish_are_too_old() -> None:
     assert isinstance(address, Server)
     assert ClickHouseSink(address, keep_days=14).max_age_s == 14 * 86_400
     assert ClickHouseSink(address, keep_days=0).max_age_s is None
+
+
+def test_what_is_dropped_of_a_full_spool_costs_no_other_its_frames(
+    server: tuple[StandIn, Server], tmp_path: Path
+) -> None:
+    # GIVEN a server that is away, a spool that has room for two stretches, and five of them
+    stand_in, address = server
+    sink = ClickHouseSink(address)
+    stretches = [
+        [*sink.encode([_batch(small_profile(), n), _batch(small_timed_profile(), n, pod="b")])]
+        for n in range(2)
+    ]
+    size = sum(len(request.body) for request in stretches[0])
+    descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    delivery = Delivery(sink, tmp_path / "spool", int(2.5 * size), Log(descriptor))
+    try:
+        for minute in range(5):
+            profiles = (small_profile(), small_timed_profile())
+            batches = [_batch(p, minute, pod=pod) for p, pod in zip(profiles, "ab", strict=True)]
+            delivery.put(sink.encode(batches))
+        assert delivery.state().dropped_samples.keys() == {"the spool is full"}
+        # WHEN it is back
+        delivery.start()
+        assert delivery.flush(time.monotonic() + 20)
+        delivery.put(sink.encode([_batch(small_profile(), 6)]))
+        assert delivery.flush(time.monotonic() + 20)
+    finally:
+        delivery.close(10)
+        os.close(descriptor)
+    # THEN each sample that it has has its stack, and what it has is not sent again
+    assert _sum(stand_in, "samples", "value") > 0
+    assert _ids(stand_in, "samples", "stack_id") <= _ids(stand_in, "stacks", "stack_id")
+    assert _ids(stand_in, "gpu", "launch_stack") - {0} <= _ids(stand_in, "stacks", "stack_id")
+    assert b"stacks " not in [r.body[:7] for r in sink.encode([_batch(small_profile(), 7)])]
