@@ -66,11 +66,33 @@ _ENGINE_UNITS = frozenset(
     )
 )
 _SHORT_ID_CHARACTERS = 12
+# Units that systemd, engines and desktops make under names that never come again: each kind is one
+# service. Sources: systemd-run(1) and src/run/run.c, logind's session names, sd_bus activation,
+# systemd.socket(5) for Accept=yes, and https://systemd.io/DESKTOP_ENVIRONMENTS.
+_HEX = "[0-9a-f]"
+_UUID = f"{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}"
+_TRANSIENT_UNIT = re.compile(
+    "|".join(
+        (
+            r"(run|krun)-(?:u\d+|p\d+-i\d+|r?[0-9a-f]{32}|\d+)",
+            r"(session)-c?\d+",
+            r"(user|user-runtime-dir)@\d+",
+            rf"(.+)[-@:](?:{_HEX}{{64}}|{_HEX}{{32}}|{_UUID})",
+            r"(podman)-\d+",
+            r"(app-.+)(?:-\d+|@[0-9a-f]+)",
+            r"(.+)@\d+-\d+-\d+(?:_\d+)?",
+            r"(.+)@\d+-[0-9a-f.:\[\]]+:\d+-[0-9a-f.:\[\]]+:\d+",
+            r"dbus-:\d+\.\d+-(.+)@\d+",
+        )
+    )
+)
 _UNIT_TYPES = re.compile(r"\.(?:service|scope)\Z")
 # kthreadd, whose children all kernel threads are (rest_init in init/main.c).
 _KTHREADD_PID = 2
 _KERNEL_THREADS = "kernel threads"
 _UNKNOWN, _OTHER = "unknown", "other"
+# Of a container of which only the id is known: a service of that name would be new each time.
+UNKNOWN_CONTAINER = "unknown-container"
 # The process that holds the namespaces of a pod (containerd, CRI-O, cri-dockerd); the kubelet does
 # not tell its id.
 _SANDBOX = "pause"
@@ -114,11 +136,13 @@ class Subject:
         labels: What is sent.
         tags: Labels of its pod or container.
         annotations: Of its pod.
+        unit: The systemd unit under its own name, where that in the labels is of many units.
     """
 
     labels: Labels
     tags: Tags = ()
     annotations: Tags = ()
+    unit: str = ""
 
 
 class Pods(Protocol):
@@ -240,9 +264,9 @@ class Labeller:
             return self._of_container(container, path, process)
         units = identity_of(path).units
         if units:
-            unit = plain(units[0].name)
-            service = _UNIT_TYPES.sub("", unit)
-            return Subject(Labels(service=service, unit=unit, node=self._node))
+            own = plain(units[0].name)
+            service, unit = _lasting(own)
+            return Subject(Labels(service=service, unit=unit, node=self._node), unit=own)
         service = self._bounded("", _of_executable(process), _OTHER)
         return Subject(Labels(service=service, node=self._node))
 
@@ -253,9 +277,9 @@ class Labeller:
         # The first is the user's own manager, or the session.
         units = [unit.name for unit in identity.units[1:]]
         if container is not None:
-            name, container_id = container.id[:_SHORT_ID_CHARACTERS], container.id
+            name, container_id = UNKNOWN_CONTAINER, container.id
         else:
-            name = _UNIT_TYPES.sub("", units[0]) if units else _of_executable(process)
+            name = _lasting(units[0])[0] if units else _of_executable(process)
             container_id = ""
         labels = Labels(
             service=self._bounded(user, f"{user}/{plain(name)}"[:MAX_TEXT], user),
@@ -271,7 +295,7 @@ class Labeller:
         known = self._known.get(container.id)
         facts = None if known is None else known.facts
         labels = Labels(
-            service=plain(container.name) or container.id[:_SHORT_ID_CHARACTERS] or _UNKNOWN,
+            service=plain(container.name) or UNKNOWN_CONTAINER,
             container_id=container.id,
             container=plain(container.name),
             engine=_engine(container),
@@ -369,6 +393,16 @@ def _is_made_by_engine(container: Container, identity: Identity) -> bool:
         # Its group is in a unit that is named after it.
         return len(above) == 1
     return all(unit.name in _ENGINE_UNITS for unit in above)
+
+
+def _lasting(unit: str) -> tuple[str, str]:
+    """Returns the names of a unit's service and of the unit, without what is new each time."""
+    name = _UNIT_TYPES.sub("", unit)
+    found = _TRANSIENT_UNIT.fullmatch(name)
+    if found is None:
+        return name, unit
+    kind = next(filter(None, found.groups()))
+    return kind, f"{kind}-*{unit[len(name) :]}"
 
 
 def _is_of_kubelet(path: str) -> bool:

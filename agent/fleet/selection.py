@@ -23,8 +23,9 @@ from typing import Protocol
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.labels import Subject
 
+_UNIT = "unit"
 _FIELDS = (
-    *("namespace", "pod", "container", "container_id", "unit", "service", "workload"),
+    *("namespace", "pod", "container", "container_id", _UNIT, "service", "workload"),
     *("workload_kind", "engine", "version"),
 )
 _PROCESS, _LABEL, _ANNOTATION = "process", "label", "annotation"
@@ -62,8 +63,11 @@ class _Condition:
         if self.what in (_LABEL, _ANNOTATION):
             tags = subject.tags if self.what == _LABEL else subject.annotations
             return any(n == self.name and self.pattern.match(v) is not None for n, v in tags)
-        value = process if self.what == _PROCESS else getattr(subject.labels, self.what)
-        return self.pattern.match(value) is not None
+        if self.what == _PROCESS:
+            return self.pattern.match(process) is not None
+        if self.what == _UNIT and subject.unit:
+            return self.pattern.match(subject.unit) is not None
+        return self.pattern.match(getattr(subject.labels, self.what)) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList
 from aiflame.agent.fleet.labels import KEPT_S, Labeller, LabelOptions
+from aiflame.agent.fleet.selection import Selection
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
 from aiflame.agent.processes.container_names import EngineFacts
@@ -179,6 +180,45 @@ def test_outside_of_containers_with_ids(path: str, service: str, unit: str) -> N
     assert (labels.service, labels.unit, labels.container_id) == (service, unit, "")
 
 
+@pytest.mark.parametrize(
+    ("unit", "service", "label"),
+    [
+        ("run-u123.service", "run", "run-*.service"),
+        ("run-p12-i345.scope", "run", "run-*.scope"),
+        (f"run-r{'0f' * 16}.scope", "run", "run-*.scope"),
+        (f"run-{'0f' * 16}.service", "run", "run-*.service"),
+        ("session-12.scope", "session", "session-*.scope"),
+        ("session-c2.scope", "session", "session-*.scope"),
+        ("user@1000.service", "user", "user-*.service"),
+        (f"libpod-conmon-{_ID}.scope", "libpod-conmon", "libpod-conmon-*.scope"),
+        (f"crio-conmon-{_ID}.scope", "crio-conmon", "crio-conmon-*.scope"),
+        (f"vte-spawn-{_UID}.scope", "vte-spawn", "vte-spawn-*.scope"),
+        ("podman-4711.scope", "podman", "podman-*.scope"),
+        ("app-gnome-firefox-4711.scope", "app-gnome-firefox", "app-gnome-firefox-*.scope"),
+        ("systemd-coredump@12-3456-0.service", "systemd-coredump", "systemd-coredump-*.service"),
+        ("sshd@5-10.0.0.1:22-10.0.0.2:4242.service", "sshd", "sshd-*.service"),
+        ("dbus-:1.23-org.freedesktop.problems@0.service", "org.freedesktop.problems",
+         "org.freedesktop.problems-*.service"),
+        # These have names that last.
+        ("postgresql@15-main.service", "postgresql@15-main", "postgresql@15-main.service"),
+        ("redis@6379.service", "redis@6379", "redis@6379.service"),
+        ("run-backup.service", "run-backup", "run-backup.service"),
+        ("apt-daily.service", "apt-daily", "apt-daily.service"),
+    ],
+)  # fmt: skip
+def test_units_that_never_come_again_are_one_service(unit: str, service: str, label: str) -> None:
+    (subject,) = _labeller().subjects([_process(f"/system.slice/{unit}")])
+    assert (subject.labels.service, subject.labels.unit) == (service, label)
+    # Rules find them under their own names.
+    assert Selection.parse([f"unit={unit}"], []).takes(subject, "")
+
+
+def test_a_user_s_transient_units_are_one_service() -> None:
+    units = [f"{_USER}/app.slice/run-u{number}.service" for number in range(100)]
+    labeller = _labeller()
+    assert {_labels(labeller, unit).service for unit in units} == {"user-1000/run"}
+
+
 def test_kernel_threads_are_one_service() -> None:
     labels = _labeller().of([_process("/", "", 2), Process(9, 2, "kswapd0", "", "", "/", "", 0, 0)])
     assert [each.service for each in labels] == ["kernel threads"] * 2
@@ -196,10 +236,10 @@ def test_kernel_threads_are_one_service() -> None:
         (f"/system.slice/evil.service{_KUBE}", "evil", ""),
         ("/system.slice/evil.service/nginx.service", "evil", ""),
         # In a user's cgroups.
-        (f"{_USER}/libpod-{_ID}.scope", f"user-1000/{_ID[:12]}", ""),
-        (f"{_USER}{_KUBE}", f"user-1000/{_ID[:12]}", ""),
+        (f"{_USER}/libpod-{_ID}.scope", "user-1000/unknown-container", ""),
+        (f"{_USER}{_KUBE}", "user-1000/unknown-container", ""),
         (f"{_USER}/nginx.service", "user-1000/nginx", ""),
-        (f"{_USER}/../../../docker/{_ID}", f"user-1000/{_ID[:12]}", ""),
+        (f"{_USER}/../../../docker/{_ID}", "user-1000/unknown-container", ""),
         # In services of engines, it is theirs.
         (f"/system.slice/containerd.service/kubepods-pod{_UID}.slice:cri-containerd:{_ID}",
          "victim", _ID),
@@ -221,7 +261,7 @@ def test_a_name_of_a_cgroup_makes_nobody_another(
 def test_rootless_containers_have_their_ids() -> None:
     path = f"{_USER}/user.slice/libpod-{_ID}.scope/container"
     labels = _labels(_labeller(), path)
-    assert (labels.service, labels.container_id) == (f"user-1000/{_ID[:12]}", _ID)
+    assert (labels.service, labels.container_id) == ("user-1000/unknown-container", _ID)
     assert (labels.engine, labels.unit) == ("podman", "user-1000.slice")
 
 
@@ -231,7 +271,11 @@ def test_an_unknown_container_has_its_id_until_the_kubelet_tells() -> None:
     # GIVEN a container of which the kubelet has not told yet
     labels = _labels(labeller, _KUBE)
     assert labels == Labels(
-        service=_ID[:12], container_id=_ID, engine="containerd", node="node-1", pod_uid=_UID
+        service="unknown-container",
+        container_id=_ID,
+        engine="containerd",
+        node="node-1",
+        pod_uid=_UID,
     )
     assert (pods.asked, labeller.unresolved) == (1, 1)
     # WHEN it does
