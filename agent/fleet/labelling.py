@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 
 from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.fleet.engine_watch import EngineWatch
 from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
 from aiflame.agent.fleet.labels import Labeller, LabelOptions
 from aiflame.agent.fleet.selection import left_out
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
+from aiflame.agent.model.window import Window
 from aiflame.agent.processes.targets import cgroup2_mounts
 
 # How often all cgroups are looked at: containers start and end, and pods are known a moment later.
@@ -49,7 +51,8 @@ class Labelling:
         if settings.kubelet:
             self._watch = PodWatch(kubelet_of(settings).fetch)
             self._watch.start()
-        self._labeller = Labeller(label_options(settings), self._watch)
+        self._engines = EngineWatch()
+        self._labeller = Labeller(label_options(settings), self._watch, self._engines.facts_of)
         self._mounts = cgroup2_mounts()
         self._looked_s = 0.0
         self._left_out: set[int] | None = None
@@ -58,6 +61,11 @@ class Labelling:
     def error(self) -> str:
         """Why pods have no names, "" if they have, or none are asked for."""
         return "" if self._watch is None else self._watch.error
+
+    def expect(self, window: Window) -> None:
+        """Looks for the containers of a window while those know them who may forget them soon."""
+        paths = window.cgroups["path"].tolist()
+        self._labeller.expect(window.texts[path] for path in paths)
 
     def of(self, processes: Sequence[Process]) -> list[Labels | None]:
         """Returns the labels of processes, None of those that are left out."""
@@ -81,5 +89,6 @@ class Labelling:
 
     def close(self) -> None:
         """Ends asking."""
+        self._engines.stop()
         if self._watch is not None:
             self._watch.stop()

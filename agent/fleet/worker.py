@@ -89,12 +89,14 @@ class _Stretch:
         if count_try(folder) > 1:
             self._naming = None
 
-    def take(self, count: int) -> None:
-        """Takes so many windows more."""
+    def take(self, count: int, labelling: Labelling | None) -> None:
+        """Takes so many windows more; whom they are of is looked for before names are."""
         if self._naming is None:  # it is made as a whole, in the end
             return
         try:
             for window in self._following.take(count):
+                if labelling is not None:
+                    labelling.expect(window)
                 if self._capture is None:
                     facts = self._following.facts
                     self._lateness.begin(facts)
@@ -163,7 +165,7 @@ class _Worker:
             folder = Path(message["stretch"])
             self._stretch = _Stretch(folder, self._naming, self._lateness, self._log)
         elif "windows" in message and self._stretch is not None:
-            self._stretch.take(int(message["windows"]))
+            self._stretch.take(int(message["windows"]), self._labelling)
             self._look_at_cgroups()
         elif "cut" in message and self._stretch is not None:
             stretch, self._stretch = self._stretch, None

@@ -30,14 +30,19 @@ _DOCKER_ROOTS = ("var/lib/docker", "var/snap/docker/common/var-lib-docker")
 _DOCKER_SETTINGS = "etc/docker/daemon.json"
 # Permanent storage, and what does not outlive the boot (storage.conf(5): graphroot, runroot).
 _STORAGE_ROOTS = ("var/lib/containers/storage", "run/containers/storage")
+_DRIVERS = "*-containers"
 _STORAGE_LISTS = ("containers.json", "volatile-containers.json")
+_DOCKER_STATE = "config.v2.json"
 
 # Some hundred bytes for each label and mount of a container, of which real ones have a few dozen.
 _MAX_CONTAINER_BYTES = 1 << 20
 # About 1 KB for each container.
 _MAX_LIST_BYTES = 16 << 20
-# Of a container: compose gives a dozen.
-_MAX_LABELS = 256
+# Of a container: compose gives a dozen, of some hundred bytes. What is longer is left out, so that
+# some thousand containers have 64 MB at most.
+_MAX_LABELS, _MAX_LABEL_CHARACTERS = 128, 8192
+# Names have 253 characters at most in most engines, those of images twice as many.
+_MAX_TEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +82,67 @@ def facts_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, EngineFact
     folders = [folder / "containers" for folder in _docker_roots(root)]
     for container_id in wanted:
         for folder in folders:
-            state = _read_json(folder / container_id / "config.v2.json", _MAX_CONTAINER_BYTES)
-            name = _text(state, "Name").lstrip("/")
-            if name:
-                settings = state.get("Config")
-                labels = settings.get("Labels") if isinstance(settings, dict) else None
-                found[container_id] = EngineFacts(name, _text(settings, "Image"), _labels(labels))
+            found |= facts_in(folder / container_id / _DOCKER_STATE)
     return found
+
+
+def facts_in(path: Path) -> dict[str, EngineFacts]:
+    """Returns what one file of an engine's tells, by ids of containers.
+
+    Args:
+        path: Of a file; one that engines keep under another name tells nothing.
+    """
+    if path.name in _STORAGE_LISTS:
+        return dict(_listed(_read_json(path, _MAX_LIST_BYTES)))
+    if path.name != _DOCKER_STATE or not _ID.fullmatch(path.parent.name):
+        return {}
+    state = _read_json(path, _MAX_CONTAINER_BYTES)
+    name = _text(state, "Name").lstrip("/")
+    if not name:
+        return {}
+    settings = state.get("Config")
+    labels = settings.get("Labels") if isinstance(settings, dict) else None
+    return {path.parent.name: EngineFacts(name, _text(settings, "Image"), _labels(labels))}
 
 
 def _text(value: Any, key: str) -> str:
     found = value.get(key) if isinstance(value, dict) else None
-    return found if isinstance(found, str) else ""
+    return found[:_MAX_TEXT] if isinstance(found, str) else ""
 
 
 def _labels(value: Any) -> tuple[tuple[str, str], ...]:
-    items = value.items() if isinstance(value, dict) else ()
-    return tuple(islice(((k, v) for k, v in items if isinstance(v, str)), _MAX_LABELS))
+    found, left = [], _MAX_LABEL_CHARACTERS
+    for name, text in islice(value.items() if isinstance(value, dict) else (), _MAX_LABELS):
+        if isinstance(text, str) and len(name) + len(text) <= left:
+            found.append((name, text))
+            left -= len(name) + len(text)
+    return tuple(found)
 
 
 def engine_directories(root: Path) -> list[Path]:
     """Returns where engines keep what `facts_of` reads, whether it is there or not."""
     docker = [path / "containers" for path in _docker_roots(root)]
     return [*docker, *(root / folder for folder in _STORAGE_ROOTS)]
+
+
+def state_directories(root: Path = Path("/")) -> list[Path]:
+    """Returns the directories that there are in which something changes with each container.
+
+    Of docker, a directory of its own in one of these is made for each.
+
+    Args:
+        root: As for names_of.
+    """
+    storage = [root / folder for folder in _STORAGE_ROOTS]
+    drivers = [path for folder in storage for path in folder.glob(_DRIVERS)]
+    return [path for path in (*engine_directories(root), *drivers) if path.is_dir()]
+
+
+def is_state_directory(path: Path) -> bool:
+    """Whether a new directory in one of these is one that `facts_in` may find a file in."""
+    return path.match(_DRIVERS) or bool(
+        path.parent.name == "containers" and _ID.fullmatch(path.name)
+    )
 
 
 def _docker_roots(root: Path) -> Iterator[Path]:
@@ -111,11 +154,9 @@ def _docker_roots(root: Path) -> Iterator[Path]:
 
 
 def _storage_facts(root: Path, wanted: frozenset[str]) -> dict[str, EngineFacts]:
-    drivers = [path for folder in _STORAGE_ROOTS for path in (root / folder).glob("*-containers")]
-    lists = (
-        _read_json(path / name, _MAX_LIST_BYTES) for path in drivers for name in _STORAGE_LISTS
-    )
-    return {key: facts for found in lists for key, facts in _listed(found) if key in wanted}
+    drivers = [path for folder in _STORAGE_ROOTS for path in (root / folder).glob(_DRIVERS)]
+    lists = (facts_in(path / name) for path in drivers for name in _STORAGE_LISTS)
+    return {key: facts for found in lists for key, facts in found.items() if key in wanted}
 
 
 def _listed(containers: Any) -> Iterator[tuple[str, EngineFacts]]:
@@ -123,8 +164,9 @@ def _listed(containers: Any) -> Iterator[tuple[str, EngineFacts]]:
         names = entry.get("names") if isinstance(entry, dict) else None
         if isinstance(names, list) and names and isinstance(names[0], str):
             container_id = entry.get("id")
-            if isinstance(container_id, str):
-                yield container_id, EngineFacts(names[0], _image_of(entry.get("metadata")))
+            if isinstance(container_id, str) and _ID.fullmatch(container_id):
+                image = _image_of(entry.get("metadata"))
+                yield container_id, EngineFacts(names[0][:_MAX_TEXT], image)
 
 
 def _image_of(metadata: Any) -> str:

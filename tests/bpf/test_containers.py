@@ -11,17 +11,25 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import support
+from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.fleet.labels import Labeller, LabelOptions
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.processes import procfs
+from receivers.pyroscope import Pyroscope
+from receivers.server import serving
 from recordings import Recording, Workload, frames_of
+from support import wait_until
 
 pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 
@@ -51,12 +59,15 @@ except EOFError:
     pass
 """
 _SHORT_NS = 50_000_000
+_CONTAINERS = 50
+_PATIENCE_S = 180
 _SHORT = f"""
 import time
 end = time.process_time_ns() + {_SHORT_NS}
 while time.process_time_ns() < end:
     pass
 """
+_BRIEF = f"{_SHORT}time.sleep(0.25)"
 
 
 @dataclass(frozen=True)
@@ -273,6 +284,70 @@ def test_a_container_that_is_gone_has_its_id(podman: _Podman, tmp_path: Path) ->
     assert _computed_ns(profile, labels, container_id) > 0.7 * _SHORT_NS
     found = [each for each in labels.values() if each.container_id == container_id]
     assert {(each.service, each.container) for each in found} == {("unknown-container", "")}
+
+
+@pytest.fixture
+def pyroscope() -> Iterator[tuple[Pyroscope, str]]:
+    """A stand-in of a Pyroscope, with its URL."""
+    receiver = Pyroscope(time.time_ns() + _PATIENCE_S * 10**9)
+    with serving(receiver) as server:
+        yield receiver, server.url
+
+
+@contextmanager
+def _agent(folder: Path, url: str, *more: object) -> Iterator[Path]:
+    """Runs an agent that pushes to a Pyroscope, and keeps captures; yields their folder."""
+    captures, log = folder / "captures", folder / "log"
+    captures.mkdir()
+    command = [
+        *(*support.AIFLAME, "agent", "--directory", str(folder / "agent"), "--health", ""),
+        # Without devices: other tests expect to be the only recorder of their helpers.
+        *("--gpu", "none", "--stretch", "15s", "--sinks-captures-directory", str(captures)),
+        *("--sinks-pyroscope-url", url, *map(str, more)),
+    ]
+    with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
+        try:
+            wait_until(lambda: "recording all processes" in log.read_text(), _PATIENCE_S)
+            yield captures
+            process.terminate()
+            assert process.wait(60) == 0, log.read_text()
+        finally:
+            process.kill()
+
+
+def test_many_containers_that_are_gone_before_they_are_asked_for(
+    podman: _Podman, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
+) -> None:
+    receiver, url = pyroscope
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    with _agent(tmp_path, url) as captures:
+
+        def run(number: int) -> None:
+            words = ("--rm", "--cidfile", folder / f"{_OWN}-job{number}")
+            python = (_interpreter(), "-S", "-c", _BRIEF)
+            command = podman.run_command(f"job{number}", *python, options=words)
+            subprocess.run(
+                [*map(str, command)], check=True, stdin=subprocess.DEVNULL, timeout=_PATIENCE_S
+            )
+
+        # WHEN containers come and go, which leave nothing behind
+        with ThreadPoolExecutor(4) as threads:
+            deque(threads.map(run, range(_CONTAINERS)), 0)
+    # THEN each has its name, though no stretch was over while it ran,
+    names = {path.read_text(): path.name for path in folder.iterdir()}
+    assert len(names) == _CONTAINERS
+    found = {
+        labels.container_id: labels.container
+        for path in captures.iterdir()
+        for labels in read_capture(path).labels
+        if labels is not None and labels.container_id in names
+    }
+    assert found == names
+    # AND a back-end has one service for each, and no other for any of them.
+    services = {dict(labels)["service_name"] for _, labels in receiver.series}
+    assert {name for name in services if name.startswith(_OWN)} <= {*names.values()}
+    assert not any(re.search("[0-9a-f]{12}", name) for name in services), services
 
 
 def test_the_agent_refuses_a_pid_namespace_of_its_own() -> None:

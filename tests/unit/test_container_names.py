@@ -65,7 +65,12 @@ def test_metadata_that_is_not_as_it_should_be_tells_no_image(tmp_path: Path, met
 def test_labels_are_bounded(tmp_path: Path) -> None:
     labels = {f"label {number}": "x" for number in range(5000)}
     _docker(tmp_path, _WEB, {"Name": "/web", "Config": {"Labels": labels}})
-    assert len(facts_of([_WEB], tmp_path)[_WEB].labels) == 256
+    assert len(facts_of([_WEB], tmp_path)[_WEB].labels) == 128
+    labels = {"small": "x", **{f"large {number}": "x" * 5000 for number in range(100)}}
+    _docker(tmp_path, _WEB, {"Name": "/" + "n" * 5000, "Config": {"Labels": labels}})
+    found = facts_of([_WEB], tmp_path)[_WEB]
+    assert [name for name, _ in found.labels] == ["small", "large 0"]
+    assert len(found.name) == 1023
 
 
 def test_an_id_that_is_a_path_is_not_looked_for(tmp_path: Path) -> None:

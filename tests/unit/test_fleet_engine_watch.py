@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers that are gone when somebody asks: what their engines told of them while they ran."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiflame.agent.fleet import engine_watch
+from aiflame.agent.fleet.engine_watch import EngineWatch
+from aiflame.agent.processes.container_names import EngineFacts
+from support import wait_until
+
+_WEB, _DB = "a" * 64, "b" * 64
+
+
+@contextmanager
+def _watching(root: Path) -> Iterator[EngineWatch]:
+    watch = EngineWatch(root)
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+def _write(path: Path, content: Any) -> None:
+    """Writes a file as engines do: beside it, then in its place."""
+    new = path.with_name(f".tmp-{path.name}")
+    new.write_text(json.dumps(content))
+    new.rename(path)
+
+
+def _known(watch: EngineWatch, *ids: str) -> dict[str, str]:
+    return {key: facts.name for key, facts in watch.facts_of(ids).items()}
+
+
+def test_a_container_that_podman_has_forgotten(tmp_path: Path) -> None:
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    storage.mkdir(parents=True)
+    with _watching(tmp_path) as watch:
+        # WHEN containers come, are seen, and are removed
+        for number in range(20):
+            key = f"{number:064x}"
+            _write(storage / "volatile-containers.json", [{"id": key, "names": [f"job-{number}"]}])
+            wait_until(lambda key=key: key in watch._known, 10)
+        _write(storage / "volatile-containers.json", [])
+        # THEN they have their names
+        ids = [f"{number:064x}" for number in range(20)]
+        assert _known(watch, *ids) == {key: f"job-{n}" for n, key in enumerate(ids)}
+
+
+def test_a_container_that_docker_has_forgotten(tmp_path: Path) -> None:
+    containers = tmp_path / "var/lib/docker/containers"
+    containers.mkdir(parents=True)
+    with _watching(tmp_path) as watch:
+        # docker makes a directory, and a file in it a moment later.
+        (containers / _WEB).mkdir()
+        state = {"Name": "/web", "Config": {"Image": "nginx:1.25", "Labels": {"team": "a"}}}
+        wait_until(lambda: containers / _WEB in watch._of_containers, 10)
+        _write(containers / _WEB / "config.v2.json", state)
+        wait_until(lambda: watch._known, 10)
+        shutil.rmtree(containers / _WEB)
+        found = watch.facts_of([_WEB, _DB])
+        assert found == {_WEB: EngineFacts("web", "nginx:1.25", (("team", "a"),))}
+        # AND nothing is watched for it any more
+        wait_until(lambda: [*watch._watched.values()] == [containers], 10)
+        assert not watch._of_containers
+
+
+def test_an_engine_that_is_installed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "_LOOK_S", 0.01)
+    with _watching(tmp_path) as watch:
+        storage = tmp_path / "run/containers/storage"
+        storage.mkdir(parents=True)
+        wait_until(lambda: storage in watch._watched.values(), 10)
+        driver = storage / "vfs-containers"
+        driver.mkdir()
+        _write(driver / "containers.json", [{"id": _DB, "names": ["db"]}])
+        wait_until(lambda: _DB in watch._known, 10)
+        shutil.rmtree(storage)
+        assert _known(watch, _WEB, _DB) == {_DB: "db"}
+
+
+def test_events_that_were_lost_cost_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    storage.mkdir(parents=True)
+    _write(storage / "containers.json", [{"id": _WEB, "names": ["web"]}])
+    told = [engine_watch._EVENT.pack(-1, engine_watch._OVERFLOW, 0, 0)]
+    # WHEN the kernel tells that its queue was full
+    monkeypatch.setattr(engine_watch, "_read", lambda *_: told.pop() if told else b"")
+    with _watching(tmp_path) as watch:
+        _write(storage / "other.json", [])
+        # THEN all is read that there is
+        wait_until(lambda: _WEB in watch._known, 10)
+
+
+def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_watch, "_MAX_KNOWN", 100)
+    monkeypatch.setattr(engine_watch, "_MAX_WATCHED", 10)
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    docker = tmp_path / "var/lib/docker/containers"
+    for folder in (storage, docker):
+        folder.mkdir(parents=True)
+    with _watching(tmp_path) as watch:
+        for number in range(50):  # none ever has a file
+            (docker / f"{number:064x}").mkdir()
+        listed = [{"id": f"{number:064x}", "names": ["x"]} for number in range(1000)]
+        _write(storage / "containers.json", listed)
+        wait_until(lambda: len(watch._known) == 100, 10)
+        wait_until(lambda: len(watch._of_containers) == 10, 10)
+
+
+def test_without_a_watch_files_are_read_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class _Libc:
+        @staticmethod
+        def inotify_init1(_flags: int) -> int:
+            return -1
+
+    monkeypatch.setattr(engine_watch, "_libc", _Libc)
+    storage = tmp_path / "var/lib/containers/storage/overlay-containers"
+    storage.mkdir(parents=True)
+    with _watching(tmp_path) as watch:
+        _write(storage / "containers.json", [{"id": _DB, "names": ["db"]}])
+        assert _known(watch, _WEB, _DB) == {_DB: "db"}
