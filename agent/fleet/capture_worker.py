@@ -35,6 +35,7 @@ from aiflame.agent.fleet.capture_choice import Choice, choose, directory_of, liv
 from aiflame.agent.fleet.capture_request import CaptureRequest, done, refusal, say
 from aiflame.agent.fleet.config import AgentSettings, config_of
 from aiflame.agent.fleet.flight_recorder import FlightRecorder, SeenProcesses
+from aiflame.agent.fleet.known_containers import kept
 from aiflame.agent.fleet.kubelet import KubeletError
 from aiflame.agent.fleet.labelling import kubelet_of, label_options
 from aiflame.agent.fleet.labels import Labeller, NoPods
@@ -121,6 +122,8 @@ class _Job:
                 except KubeletError as error:
                     self._say(f"note: pods have no names: {error}")
             self._known = Labeller(label_options(self._settings), pods)
+            # Containers that are gone, of which neither the kubelet nor an engine tells.
+            self._known.learn(kept(self._settings.directory))
         return self._known
 
     def _cut(self) -> tuple[Choice, Mapping[str, str | int]]:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.fleet.engine_watch import EngineWatch
+from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
-from aiflame.agent.fleet.labels import Labeller, LabelOptions
+from aiflame.agent.fleet.labels import KEPT_S, Labeller, LabelOptions
 from aiflame.agent.fleet.selection import left_out
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
@@ -20,22 +21,28 @@ from aiflame.agent.processes.targets import cgroup2_mounts
 _LOOK_S = 10.0
 
 
+def _kubelet_settings(settings: AgentSettings) -> KubeletSettings:
+    return KubeletSettings(
+        settings.kubelet,
+        settings.kubelet_port,
+        settings.kubelet_token_file,
+        settings.kubelet_ca_file,
+        settings.kubelet_skip_verify,
+    )
+
+
 def kubelet_of(settings: AgentSettings) -> Kubelet:
     """Returns who is asked for pods; `kubelet` is not ""."""
-    return Kubelet(
-        KubeletSettings(
-            settings.kubelet,
-            settings.kubelet_port,
-            settings.kubelet_token_file,
-            settings.kubelet_ca_file,
-            settings.kubelet_skip_verify,
-        )
-    )
+    return Kubelet(_kubelet_settings(settings))
 
 
 def label_options(settings: AgentSettings) -> LabelOptions:
     """Returns what the configuration says about labels."""
-    return LabelOptions(settings.node_name, settings.pod_labels, settings.service_annotation)
+    # Whoever asks for what is on disk asks by names.
+    kept_s = max(KEPT_S, settings.keep + settings.stretch)
+    return LabelOptions(
+        settings.node_name, settings.pod_labels, settings.service_annotation, kept_s
+    )
 
 
 class Labelling:
@@ -46,14 +53,29 @@ class Labelling:
     """
 
     def __init__(self, settings: AgentSettings) -> None:
-        self._selection = settings.selection
+        self._directory = settings.directory
+        self._kubelet: KubeletSettings | None = None
         self._watch: PodWatch | None = None
-        if settings.kubelet:
-            self._watch = PodWatch(kubelet_of(settings).fetch)
-            self._watch.start()
         self._engines = EngineWatch()
-        self._labeller = Labeller(label_options(settings), self._watch, self._engines.facts_of)
+        self._labeller = Labeller(label_options(settings), None, self._engines.facts_of)
+        self._labeller.learn(kept(self._directory))
+        self._kept_changes = 0
         self._mounts = cgroup2_mounts()
+        self.use(settings)
+
+    def use(self, settings: AgentSettings) -> None:
+        """Takes another configuration; what is known of containers and pods stays."""
+        self._selection = settings.selection
+        kubelet = _kubelet_settings(settings)
+        if kubelet != self._kubelet:
+            self._kubelet = kubelet
+            if self._watch is not None:
+                self._watch.stop()
+                self._watch = None
+            if settings.kubelet:
+                self._watch = PodWatch(kubelet_of(settings).fetch)
+                self._watch.start()
+        self._labeller.use(label_options(settings), self._watch)
         self._looked_s = 0.0
         self._left_out: set[int] | None = None
 
@@ -66,6 +88,9 @@ class Labelling:
         """Looks for the containers of a window while those know them who may forget them soon."""
         paths = window.cgroups["path"].tolist()
         self._labeller.expect(window.texts[path] for path in paths)
+        if self._labeller.changes != self._kept_changes:
+            self._kept_changes = self._labeller.changes
+            keep(self._directory, self._labeller.known)
 
     def of(self, processes: Sequence[Process]) -> list[Labels | None]:
         """Returns the labels of processes, None of those that are left out."""
@@ -86,9 +111,3 @@ class Labelling:
             return None
         self._left_out = found
         return found
-
-    def close(self) -> None:
-        """Ends asking."""
-        self._engines.stop()
-        if self._watch is not None:
-            self._watch.stop()

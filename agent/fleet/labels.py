@@ -21,13 +21,13 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Protocol
 
-from aiflame.agent.fleet.kubelet import PodContainer, PodList, Tags
+from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList, Tags
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Process
 from aiflame.agent.processes.container_names import EngineFacts, facts_of
@@ -121,11 +121,13 @@ class LabelOptions:
         node: This host's name.
         extra: Names of labels and annotations to be sent, with wildcards.
         service_annotation: Of a pod: what its service is called.
+        kept_s: How long what is known of a container outlives its last process.
     """
 
     node: str
     extra: tuple[str, ...] = ()
     service_annotation: str = "aiflame/service"
+    kept_s: float = KEPT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +168,17 @@ class NoPods:
         """There is nobody to be asked."""
 
 
+# What is known of a container.
+Facts = PodContainer | EngineFacts
+
+
 @dataclass(slots=True)
 class _Known:
-    facts: PodContainer | EngineFacts | None
+    facts: Facts | None
     first_s: float
     used_s: float
     asked_s: float
+    pod: Pod | None = None  # of a sandbox, of which the kubelet tells no more
 
 
 class Labeller:
@@ -182,6 +189,9 @@ class Labeller:
         pods: Of this node, by Kubernetes.
         engine_facts: Returns what engines left of containers.
         clock_s: Monotonic, in seconds.
+
+    Attributes:
+        changes: How often something was learnt of a container.
     """
 
     def __init__(
@@ -191,13 +201,34 @@ class Labeller:
         engine_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = facts_of,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = options
-        self._node = plain(options.node)
-        self._pods = NoPods() if pods is None else pods
+        self.changes = 0
+        self.use(options, pods)
         self._engine_facts = engine_facts
         self._clock_s = clock_s
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._services: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
+
+    def use(self, options: LabelOptions, pods: Pods | None) -> None:
+        """Takes another configuration; what is known of containers stays.
+
+        Args:
+            options, pods: As of the class.
+        """
+        self._options = options
+        self._node = plain(options.node)
+        self._pods = NoPods() if pods is None else pods
+
+    @property
+    def known(self) -> dict[str, Facts]:
+        """What is known of containers, by their ids."""
+        return {key: known.facts for key, known in self._known.items() if known.facts is not None}
+
+    def learn(self, known: Mapping[str, Facts]) -> None:
+        """Takes what somebody else has known of containers, as of ones that were just seen."""
+        now_s = self._clock_s()
+        for container_id, facts in known.items():
+            self._known[container_id] = _Known(facts, now_s, now_s, now_s)
+        self._forget(now_s)
 
     @property
     def unresolved(self) -> int:
@@ -233,9 +264,11 @@ class Labeller:
             self._known.move_to_end(container.id)
             of_pod = self._pods.pods.containers.get(container.id)
             if of_pod is not None:
-                known.facts = of_pod
+                self._take(known, of_pod)
             elif known.facts is None:
                 if _is_of_kubelet(container.path):
+                    uid = identity_of(container.path).pod_uid
+                    known.pod = self._pods.pods.pods.get(uid, known.pod)
                     if now_s - known.first_s <= _ASKED_FOR_S:
                         self._pods.ask()
                 elif now_s - known.asked_s >= _ASK_AGAIN_S:
@@ -244,13 +277,17 @@ class Labeller:
         if missing:
             for container_id, facts in self._engine_facts(missing).items():
                 if container_id in missing:
-                    self._known[container_id].facts = facts
+                    self._take(self._known[container_id], facts)
         self._forget(now_s)
+
+    def _take(self, known: _Known, facts: Facts) -> None:
+        self.changes += known.facts != facts
+        known.facts = facts
 
     def _forget(self, now_s: float) -> None:
         while self._known:
             oldest = next(iter(self._known.values()))
-            if len(self._known) <= _MAX_KNOWN and now_s - oldest.used_s <= KEPT_S:
+            if len(self._known) <= _MAX_KNOWN and now_s - oldest.used_s <= self._options.kept_s:
                 return
             self._known.popitem(last=False)
 
@@ -308,7 +345,7 @@ class Labeller:
         uid = identity_of(container.path).pod_uid
         if not uid:
             return Subject(labels)
-        pod = self._pods.pods.pods.get(uid)
+        pod = None if known is None else known.pod
         if pod is None:
             return Subject(replace(labels, pod_uid=uid))
         is_sandbox = PurePath(process.executable).name == _SANDBOX

@@ -183,10 +183,10 @@ class _Worker:
         old = self._config
         self._config = config
         is_same = old is not None and old.agent == config.agent
-        if not is_same:
-            if self._labelling is not None:
-                self._labelling.close()
+        if self._labelling is None:
             self._labelling = Labelling(config.agent)
+        elif not is_same:
+            self._labelling.use(config.agent)
         for name in [*self._sinks]:
             before = None if old is None else old.sinks.get(name)
             if is_same and before == config.sinks.get(name):

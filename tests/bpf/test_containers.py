@@ -6,6 +6,7 @@ The image is a tar of this host's own interpreter and of a test program: no regi
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -307,12 +308,33 @@ def _agent(folder: Path, url: str, *more: object) -> Iterator[Path]:
     ]
     with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
         try:
-            wait_until(lambda: "recording all processes" in log.read_text(), _PATIENCE_S)
+            # The process that names makes it, and knows of containers from then on.
+            wait_until((folder / "agent" / "spool").exists, _PATIENCE_S)
             yield captures
             process.terminate()
             assert process.wait(60) == 0, log.read_text()
         finally:
             process.kill()
+
+
+def _is_recorded(directory: Path, ids: set[str]) -> bool:
+    """Whether windows of an agent tell of all these containers, and so do its kept names."""
+    known = directory / "containers.json"
+    return known.exists() and ids <= json.loads(known.read_text()).keys()
+
+
+def _captured(folder: Path, *words: str) -> Profile:
+    """Asks an agent for a capture of the last minutes; the last word is its name."""
+    path = folder / f"{words[-1]}.aiflame"
+    asked = ["agent", "capture", "--directory", str(folder / "agent"), *words[:-1]]
+    done = subprocess.run(
+        [*support.AIFLAME, *asked, "--last", "10m", "-q", "-o", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=_PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return read_capture(path)
 
 
 def test_many_containers_that_are_gone_before_they_are_asked_for(
@@ -334,8 +356,15 @@ def test_many_containers_that_are_gone_before_they_are_asked_for(
         # WHEN containers come and go, which leave nothing behind
         with ThreadPoolExecutor(4) as threads:
             deque(threads.map(run, range(_CONTAINERS)), 0)
-    # THEN each has its name, though no stretch was over while it ran,
-    names = {path.read_text(): path.name for path in folder.iterdir()}
+        # AND one of them is asked for, when what was recorded of it is on disk
+        names = {path.read_text(): path.name for path in folder.iterdir()}
+        wait_until(lambda: _is_recorded(tmp_path / "agent", {*names}), _PATIENCE_S)
+        of_one = _captured(tmp_path, "--container", f"{_OWN}-job0", "one")
+    # THEN its capture is of it,
+    first = next(key for key, name in names.items() if name == f"{_OWN}-job0")
+    assert {each.container_id for each in of_one.labels if each is not None} == {first}
+    assert int(of_one.samples["ns"][of_one.samples["klass"] == 0].sum()) > 0
+    # AND each has its name, though no stretch was over while it ran,
     assert len(names) == _CONTAINERS
     found = {
         labels.container_id: labels.container

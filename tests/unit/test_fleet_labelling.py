@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,13 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import labelling
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, load
+from aiflame.agent.fleet.known_containers import keep, kept
+from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList
 from aiflame.agent.fleet.labelling import Labelling
+from aiflame.agent.fleet.labels import NoPods
 from aiflame.agent.fleet.sinks import SINKS, sink_module
+from aiflame.agent.model.window import Window, rows_of
+from aiflame.agent.processes.container_names import EngineFacts
 from profiles import process, small_profile
 
 
@@ -93,3 +99,106 @@ def test_a_password_is_not_sent_in_the_clear(tmp_path: Path) -> None:
     settings = load(None, flags, {}).sinks["clickhouse"]
     with pytest.raises(UsageError, match="plain text"):
         sink_module("clickhouse").make(settings, "n")
+
+
+def _window(*paths: str) -> Window:
+    columns = {"cgroups": rows_of("cgroups", *((n, 0, n + 1, 0, 0, 0) for n in range(len(paths))))}
+    return Window.of(0, 0, 1, columns, texts=("", *paths))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, EngineFacts]:
+    """What engines tell; a test takes it away, as an engine does where a container ends."""
+    told: dict[str, EngineFacts] = {}
+
+    class Engines:
+        def facts_of(self, ids: Iterable[str]) -> dict[str, EngineFacts]:
+            return {key: told[key] for key in ids if key in told}
+
+    monkeypatch.setattr(labelling, "EngineWatch", Engines)
+    return told
+
+
+def test_another_configuration_forgets_no_container(
+    tmp_path: Path, engine: dict[str, EngineFacts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a container and a pod that are gone, and were known while they ran
+    started: list[int] = []
+    gone, pod = "a" * 64, Pod("shop", "web-1", "0f9cdd5e-8d1c-4d5a-9d5f-6a4b1ad0c9ab")
+    in_pod = f"/kubepods/burstable/pod{pod.uid}/{'b' * 64}"
+
+    class Watch(NoPods):
+        error = ""
+
+        def __init__(self, _fetch: object) -> None:
+            super().__init__()
+            self.pods = PodList({"b" * 64: PodContainer(pod, "app", "", "", "")}, {pod.uid: pod})
+
+        def start(self) -> None:
+            started.append(1)
+
+        def stop(self) -> None:
+            started.clear()
+
+    monkeypatch.setattr(labelling, "PodWatch", Watch)
+    flags = {"directory": str(tmp_path), "kubelet": "127.0.0.1", "node": "n"}
+    one = Labelling(_config(**flags).agent)
+    engine[gone] = EngineFacts("web")
+    one.expect(_window(f"/docker/{gone}", in_pod))
+    engine.clear()
+    # WHEN something else of the configuration changes, and then whom pods are asked of
+    for more, watches in (
+        ({"exclude": "unit=a"}, 1),
+        ({"kubelet_port": 1}, 1),
+        ({"kubelet": ""}, 0),
+    ):
+        one.use(_config(**{**flags, **more}).agent)
+        processes = [replace(process(7, "x"), cgroup=path) for path in (f"/docker/{gone}", in_pod)]
+        # THEN their names are known, and there is one who asks for pods, or none
+        found = [each.container for each in one.of(processes) if each is not None]
+        assert found == ["web", "app"]
+        assert len(started) == watches
+
+
+def test_names_of_containers_that_are_gone_outlive_the_process(
+    tmp_path: Path, engine: dict[str, EngineFacts]
+) -> None:
+    gone = "a" * 64
+    engine[gone] = EngineFacts("web", "nginx:1.25", (("team", "search"),))
+    settings = _config(directory=str(tmp_path), pod_labels="team").agent
+    Labelling(settings).expect(_window(f"/docker/{gone}"))
+    engine.clear()
+    assert (tmp_path / "containers.json").stat().st_mode & 0o777 == 0o600
+    # WHEN another process labels what that one left
+    one = replace(process(7, "x"), cgroup=f"/docker/{gone}")
+    (labels,) = Labelling(settings).of([one])
+    # THEN it has its name
+    assert labels is not None
+    assert (labels.container, labels.version, labels.extra) == (
+        "web",
+        "1.25",
+        (("team", "search"),),
+    )
+
+
+_POD = Pod("shop", "web-1", "uid", labels=(("app", "web"),), annotations=(("a", "b"),))
+
+
+def test_what_is_kept_is_what_was_known(tmp_path: Path) -> None:
+    known = {
+        "a" * 64: EngineFacts("web", "nginx", (("team", "\udcff\x1b[31m"),)),
+        "b" * 64: PodContainer(_POD, "app", "nginx:1", "sha256:ab", "init"),
+    }
+    keep(tmp_path, known)
+    keep(tmp_path, known)
+    assert kept(tmp_path) == known
+    assert [path.name for path in tmp_path.iterdir()] == ["containers.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "7", '{"a": 7}', '{"a": {"labels": 7}}', "[" * 10**5]
+)
+def test_what_is_kept_and_cannot_be_read_is_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "containers.json").write_text(text)
+    assert kept(tmp_path) == {}
+    keep(tmp_path / "absent", {})

@@ -49,6 +49,7 @@ _MAY_OPEN = {
     "agent/fleet/agent.py": "the directory of an agent, to lock it",
     "agent/fleet/stretches.py": "the same, for marks of a stretch",
     "agent/fleet/capture_request.py": "the same, for its socket",
+    "agent/fleet/known_containers.py": "the same, for names of containers",
     "agent/fleet/capture_worker.py": "a private directory in it, a file without a name, /proc/self",
     "agent/commands/agent_capture.py": "a private directory, for what an agent hands over",
     "agent/fleet/delivery.py": "the same, for what waits for a back-end",
