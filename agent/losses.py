@@ -462,6 +462,15 @@ class LossKind(enum.Enum):
         "samples of earlier stretches that a back-end did not take, or that waited too long for it",
         cure="the agent's log says when; raise spool_size where it was full",
     )
+    UNNAMED_CONTAINERS = _Entry(
+        "containers of which only the id is known: what they did is there, as unknown-container",
+        cure="set kubelet, or let the agent read the files of the container engine",
+    )
+    LABELS_MERGED = _Entry(
+        "processes of more containers and services than one stretch may tell apart: what they did"
+        " is there, as other",
+        cure="leave some out with exclude",
+    )
 
     def __init__(self, entry: _Entry) -> None:
         self.stored_name = self.name.lower()

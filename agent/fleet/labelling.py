@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.fleet.engine_watch import EngineWatch
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
-from aiflame.agent.fleet.labels import KEPT_S, Labeller, LabelOptions
+from aiflame.agent.fleet.labels import KEPT_S, UNKNOWN_CONTAINER, Labeller, LabelOptions
 from aiflame.agent.fleet.selection import left_out
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
-from aiflame.agent.model.profile import Process
+from aiflame.agent.model.profile import Loss, Process
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes.targets import cgroup2_mounts
 
+# Of a stretch: more than a host with 500 pods has. Each is a profile of its own for each sink.
+_MAX_LABEL_SETS = 2048
 # How often all cgroups are looked at: containers start and end, and pods are known a moment later.
 _LOOK_S = 10.0
 
@@ -50,9 +54,13 @@ class Labelling:
 
     Args:
         settings: Of the agent.
+
+    Attributes:
+        losses: Of the labels that were made last.
     """
 
     def __init__(self, settings: AgentSettings) -> None:
+        self.losses: tuple[Loss, ...] = ()
         self._directory = settings.directory
         self._kubelet: KubeletSettings | None = None
         self._watch: PodWatch | None = None
@@ -93,11 +101,27 @@ class Labelling:
             keep(self._directory, self._labeller.known)
 
     def of(self, processes: Sequence[Process]) -> list[Labels | None]:
-        """Returns the labels of processes, None of those that are left out."""
-        return [
+        """Returns the labels of the processes of a stretch, None of those that are left out.
+
+        There are `_MAX_LABEL_SETS` at most: back-ends have a series for each.
+        """
+        found = [
             subject.labels if self._selection.takes(subject, process.name) else None
             for subject, process in zip(self._labeller.subjects(processes), processes, strict=True)
         ]
+        distinct = dict.fromkeys(labels for labels in found if labels is not None)
+        kept = frozenset(islice(distinct, _MAX_LABEL_SETS))
+        merged = [at for at, labels in enumerate(found) if labels and labels not in kept]
+        for at in merged:
+            found[at] = self._labeller.other
+        unnamed = {each.container_id for each in distinct if each.service == UNKNOWN_CONTAINER}
+        counts = {LossKind.UNNAMED_CONTAINERS: len(unnamed), LossKind.LABELS_MERGED: len(merged)}
+        self.losses = tuple(
+            Loss(kind.stored_name, count, f"{kind.meaning}; {kind.cure}")
+            for kind, count in counts.items()
+            if count
+        )
+        return found
 
     def newly_left_out(self) -> set[int] | None:
         """Returns the ids of cgroups to be left out; None where they are those of last time."""

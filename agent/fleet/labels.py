@@ -219,6 +219,11 @@ class Labeller:
         self._pods = NoPods() if pods is None else pods
 
     @property
+    def other(self) -> Labels:
+        """Labels of what is not told apart."""
+        return Labels(service=_OTHER, node=self._node)
+
+    @property
     def known(self) -> dict[str, Facts]:
         """What is known of containers, by their ids."""
         return {key: known.facts for key, known in self._known.items() if known.facts is not None}

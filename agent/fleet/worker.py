@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,8 @@ class _Worker:
             self._complete(database, cpu_ns, rss_bytes)
             profile = read_capture(database)
             labels = self._labels(profile, database)
+            if self._labelling is not None:
+                profile = replace(profile, losses=(*profile.losses, *self._labelling.losses))
             self._encode(profile, labels)
             for name, sink in self._sinks.items():
                 if isinstance(sink, CaptureFiles):
@@ -319,6 +322,9 @@ class _Worker:
         writer = CaptureWriter(database, is_new=False)
         try:
             writer.put_labels(labels)
+            writer.put(
+                "losses", [(one.name, one.count, one.meaning) for one in self._labelling.losses]
+            )
             writer.commit()
         finally:
             writer.close()

@@ -138,6 +138,9 @@ def test_a_container_is_cut_out_of_what_is_on_disk(
     # WHEN its capture is asked for, and one of all
     said = agent.capture("--container", _CONTAINER_ID[:12], "--last", "10m", "-o", "web.aiflame")
     agent.capture("--all", "--last", "10m", "-o", "all.aiflame", "-q")
+    agent.capture("--pid", pid, "--last", "10m", "-o", "pid.aiflame", "-q")
+    path = f"/docker-{_CONTAINER_ID}.scope"
+    agent.capture("--cgroup", path, "--last", "10m", "-o", "group.aiflame", "-q")
     # THEN it has nothing of others, and all of its own, with the same names.
     assert "whole windows of" in said
     assert "Next: aiflame stats web.aiflame" in said
@@ -147,6 +150,8 @@ def test_a_container_is_cut_out_of_what_is_on_disk(
     ns, names = _of(pid, web)
     assert (ns, names) == _of(pid, whole)
     assert ns[0] > 0
+    for other in ("pid", "group"):
+        assert _of(pid, read_capture(agent.folder / f"{other}.aiflame")) == (ns, names)
     assert "spend_three" in names
     assert len(whole.processes) > len(web.processes)
     assert dict(web.recording.facts)["container id"] == _CONTAINER_ID

@@ -17,6 +17,7 @@ from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList
 from aiflame.agent.fleet.labelling import Labelling
 from aiflame.agent.fleet.labels import NoPods
 from aiflame.agent.fleet.sinks import SINKS, sink_module
+from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.window import Window, rows_of
 from aiflame.agent.processes.container_names import EngineFacts
 from profiles import process, small_profile
@@ -202,3 +203,42 @@ def test_what_is_kept_and_cannot_be_read_is_nothing(tmp_path: Path, text: str) -
     (tmp_path / "containers.json").write_text(text)
     assert kept(tmp_path) == {}
     keep(tmp_path / "absent", {})
+
+
+def test_a_host_of_containers_without_end_is_bounded_for_sinks(
+    tmp_path: Path, engine: dict[str, EngineFacts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labelling, "_MAX_LABEL_SETS", 10)
+    one = Labelling(_config(directory=str(tmp_path), node="n").agent)
+    ids = [f"{number:064x}" for number in range(1000)]
+    # WHEN a stretch has a thousand containers that nobody can name
+    labels = one.of([replace(process(7, "x"), cgroup=f"/docker/{key}") for key in ids])
+    # THEN sinks get few sets of labels, nothing is left out, and it is counted
+    assert len({*labels}) == 11
+    assert None not in labels
+    assert labels.count(Labels("other", node="n")) == 990
+    assert {loss.name: loss.count for loss in one.losses} == {
+        "unnamed_containers": 1000,
+        "labels_merged": 990,
+    }
+    # AND of the next stretch there is nothing to tell
+    one.of([replace(process(7, "x"), cgroup="/system.slice/cron.service")])
+    assert one.losses == ()
+
+
+def test_what_a_container_makes_is_one_set_of_labels(
+    tmp_path: Path, engine: dict[str, EngineFacts]
+) -> None:
+    engine["a" * 64] = EngineFacts("web")
+    one = Labelling(_config(directory=str(tmp_path)).agent)
+    below = ["", "/x%d", "/run-u%d.service", "/docker/%064x", "/kubepods/pod%032x/%064x"]
+    processes = [
+        replace(
+            process(number, f"name{number}"),
+            cgroup=f"/docker/{'a' * 64}{path.replace('%', '%(n)') % {'n': number}}",
+            executable=f"/bin/{number}",
+        )
+        for number in range(1, 1000)
+        for path in below
+    ]
+    assert len({*one.of(processes)}) == 1

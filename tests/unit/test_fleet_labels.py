@@ -231,6 +231,9 @@ def test_kernel_threads_are_one_service() -> None:
         (f"/docker/{_OTHER_ID}/docker/{_ID}", "mine", _OTHER_ID),
         (f"/system.slice/docker-{_OTHER_ID}.scope{_KUBE}", "mine", _OTHER_ID),
         (f"/system.slice/docker-{_OTHER_ID}.scope/nginx.service", "mine", _OTHER_ID),
+        (f"/kubepods/burstable/pod{'0f' * 16}/{_OTHER_ID}{_KUBE}", "unknown-container", _OTHER_ID),
+        (f"/kubepods/pod{'0f' * 16}/{_OTHER_ID}/../../pod{_UID}/{_ID}", "unknown-container",
+         _OTHER_ID),
         # In a service that does not run containers.
         (f"/system.slice/evil.service/docker-{_ID}.scope", "evil", ""),
         (f"/system.slice/evil.service{_KUBE}", "evil", ""),
