@@ -9,6 +9,7 @@ from itertools import islice
 
 from aiflame.agent.fleet.config import AgentSettings
 from aiflame.agent.fleet.engine_watch import EngineWatch
+from aiflame.agent.fleet.host_checks import CgroupLayout, cgroup_layout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
 from aiflame.agent.fleet.labels import KEPT_S, UNKNOWN_CONTAINER, Labeller, LabelOptions
@@ -69,6 +70,7 @@ class Labelling:
         self._labeller.learn(kept(self._directory))
         self._kept_changes = 0
         self._mounts = cgroup2_mounts()
+        self._layout = cgroup_layout()
         self.use(settings)
 
     def use(self, settings: AgentSettings) -> None:
@@ -129,7 +131,12 @@ class Labelling:
         if now_s - self._looked_s < _LOOK_S or not self._mounts:
             return None
         self._looked_s = now_s
-        found = left_out(self._mounts[0], self._selection, self._labeller)
+        found = left_out(
+            self._mounts[0],
+            self._selection,
+            self._labeller,
+            is_v1_beside=self._layout is not CgroupLayout.UNIFIED,
+        )
         # The first time also that there are none: a configuration before may have had rules.
         if found == self._left_out:
             return None

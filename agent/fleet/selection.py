@@ -22,6 +22,7 @@ from typing import Protocol
 
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.labels import Subject
+from aiflame.agent.processes.identity import identity_of
 
 _UNIT = "unit"
 _FIELDS = (
@@ -149,7 +150,9 @@ class Owners(Protocol):
         """Returns who a cgroup belongs to."""
 
 
-def left_out(mount: Path, selection: Selection, owners: Owners) -> set[int]:
+def left_out(
+    mount: Path, selection: Selection, owners: Owners, *, is_v1_beside: bool = False
+) -> set[int]:
     """Returns the ids of cgroups of which nothing is recorded, each by itself.
 
     Cgroups come and go: it is to be asked again, and until then what is new is recorded, and left
@@ -159,10 +162,16 @@ def left_out(mount: Path, selection: Selection, owners: Owners) -> set[int]:
         mount: Of cgroup v2, as the host has it.
         selection: The rules.
         owners: Tells whom cgroups belong to.
+        is_v1_beside: Whether processes are grouped by v1 as well, and by that belong to others:
+            all may be in the root of v2. Then only containers that v2 has are left out here.
     """
     if not (selection.include or selection.exclude):
         return set()
-    groups = dict(_groups(mount))
+    groups = {
+        path: number
+        for path, number in _groups(mount)
+        if not is_v1_beside or identity_of(path).containers
+    }
     owners.expect(groups)
     return {found for path, found in groups.items() if selection.leaves_out(owners.of_group(path))}
 

@@ -12,6 +12,7 @@ from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet import labelling
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import AgentConfig, load
+from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList
 from aiflame.agent.fleet.labelling import Labelling
@@ -64,6 +65,7 @@ def test_that_rules_are_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     group = tmp_path / "system.slice" / "nginx.service"
     group.mkdir(parents=True)
     monkeypatch.setattr(labelling, "cgroup2_mounts", lambda: [tmp_path])
+    monkeypatch.setattr(labelling, "cgroup_layout", lambda: CgroupLayout.UNIFIED)
     before = Labelling(_config(exclude="unit=nginx.service").agent)
     assert before.newly_left_out() == {group.stat().st_ino}
     # WHEN another one has no rules THEN the collector hears that, once
@@ -71,6 +73,30 @@ def test_that_rules_are_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert after.newly_left_out() == set()
     monkeypatch.setattr(labelling, "_LOOK_S", 0)
     assert after.newly_left_out() is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "is_left_out"),
+    [
+        ({"include": f"container_id={'a' * 64}"}, True),
+        ({"include": "unit=nginx.service"}, True),
+        ({"exclude": "unit=docker.service"}, False),
+        ({"exclude": "engine=podman"}, True),
+    ],
+)
+def test_where_v1_groups_processes_v2_leaves_out_containers_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rules: dict[str, str], is_left_out: bool
+) -> None:
+    # GIVEN a host whose processes may be in the root or an engine's unit by v2, whatever they are
+    monkeypatch.setattr(labelling, "cgroup2_mounts", lambda: [tmp_path])
+    monkeypatch.setattr(labelling, "cgroup_layout", lambda: CgroupLayout.HYBRID)
+    (tmp_path / "system.slice" / "docker.service").mkdir(parents=True)
+    container = tmp_path / "machine.slice" / f"libpod-{'b' * 64}.scope"
+    container.mkdir(parents=True)
+    # WHEN rules name some of them THEN the kernel leaves out none of these groups
+    wanted = {container.stat().st_ino} if is_left_out else set()
+    found = Labelling(_config(directory=str(tmp_path / "d"), **rules).agent).newly_left_out()
+    assert found == wanted
 
 
 @pytest.mark.parametrize("rule", ["", "nginx", "colour=red", "=x"])
