@@ -32,7 +32,7 @@ from aiflame.agent.fleet.config import (
     AgentSettings,
 )
 from aiflame.agent.fleet.cost import CostController
-from aiflame.agent.fleet.health import HealthServer, Vitals
+from aiflame.agent.fleet.health import HealthServer
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
     cgroup_namespace_note,
@@ -44,6 +44,7 @@ from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
+from aiflame.agent.fleet.vitals import Vitals
 from aiflame.agent.kernel import checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions

@@ -1,179 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an agent works, told over HTTP: /healthz, /readyz, and /metrics for Prometheus.
 
-None of them depends on a back-end: an agent whose back-end is away is healthy. They name losses and
-sinks, and nothing of what is recorded. The server listens on this host, unless it has TLS and a
-token. It serves one request after the other, each for two seconds at most.
+The server listens on this host, unless it has TLS and a token. Whoever asks has two seconds for the
+whole of it, and connections are bounded: where there are too many, the oldest ends. So nobody who
+is slow, or many, keeps the kubelet from its answer, which would end the agent.
 """
 
 from __future__ import annotations
 
 import hmac
 import http
-import http.server
-import platform
+import selectors
 import socket
-import socketserver
 import ssl
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
-from aiflame.agent import __version__
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.fleet.config import AgentSettings
-from aiflame.agent.fleet.memory import MemoryUse
-from aiflame.agent.model.profile import SampleClass
-from aiflame.agent.model.window import Window
+from aiflame.agent.fleet.vitals import Vitals
+from aiflame.agent.settings import Secret
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import Metric
 
-# Windows come each second. A host at a load of 20 keeps the collector waiting for some.
-_ALIVE_S = 30.0
-_REQUEST_S = 2.0
-_NS_PER_S = 1e9
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# From being connected to the last byte of the answer. Probes of the kubelet wait for one second,
+# scrapes of Prometheus for ten; on one host, an answer takes milliseconds.
+_EXCHANGE_S = 2.0
+# A kubelet and some scrapers have one each. An agent has 65,536 descriptors, most for files.
+_MOST_CONNECTIONS = 64
+# A request of Prometheus has some 300 bytes, with a token of a service account 1.5 KB.
+_MOST_REQUEST_BYTES = 8192
+_READ_BYTES = 4096
+# What is read and not looked at after an answer, or who is still sending would get a reset instead.
+_MOST_UNREAD_BYTES = 1 << 18
+
+# Until the next try where the process has no descriptor left.
+_NO_DESCRIPTOR_S = 0.1
+
+# What an exchange waits for: selectors.EVENT_READ or EVENT_WRITE.
+_Exchange = Generator[int, None, None]
 
 
-class Vitals:
-    """What there is to be told: noted by the agent's thread, read by the server's."""
+class _Answer(NamedTuple):
+    status: http.HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._window_s: float | None = None
-        self._windows = self._windows_lost = self._stretches = self._stretches_lost = 0
-        self._samples: Counter[str] = Counter()
-        self._lost: Counter[str] = Counter()
-        self._cpu_ns = self._rss_bytes = 0
-        self._sinks: Mapping[str, Mapping[str, Any]] = {}
-        self._memory: MemoryUse | None = None
-        self._memory_limit = 0
-
-    def note_window(self, window: Window, *, is_kept: bool) -> None:
-        """Counts a window."""
-        kinds, counts = window.samples["kind"], window.samples["count"]
-        with self._lock:
-            self._window_s = time.monotonic()
-            self._windows += 1
-            self._windows_lost += not is_kept
-            self._cpu_ns += window.cost.cpu_ns
-            self._rss_bytes = window.cost.rss_bytes
-            for kind in SampleClass:
-                self._samples[kind.name.lower()] += int(counts[kinds == kind].sum())
-
-    def note_memory(self, use: MemoryUse, limit_bytes: int) -> None:
-        """Takes what processes and maps have, and what processes may."""
-        with self._lock:
-            self._memory, self._memory_limit = use, limit_bytes
-
-    def note_report(self, report: Mapping[str, Any]) -> None:
-        """Takes what the process that names and sends says of itself.
-
-        Losses are those of whole stretches, as sinks are told: a window counts each stack that has
-        not come yet, and the next one counts it again, and what names lose is in no window.
-        """
-        with self._lock:
-            self._stretches += "done" in report
-            self._stretches_lost += "lost" in report
-            self._lost.update(report.get("losses", {}))
-            self._sinks = report.get("sinks", self._sinks)
-
-    @property
-    def trouble(self) -> str:
-        """Why the agent is not healthy, "" if it is."""
-        with self._lock:
-            if self._window_s is None:
-                return "no window was recorded yet"
-            silent_s = time.monotonic() - self._window_s
-        return f"no window for {silent_s:.0f} s" if silent_s > _ALIVE_S else ""
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all metrics: a collector of prometheus_client."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        with self._lock:
-            build = GaugeMetricFamily(
-                "aiflame_build_info", "What runs.", labels=["version", "kernel"]
-            )
-            build.add_metric([__version__, platform.release()], 1)
-            yield build
-            for name, words, value in (
-                ("windows", "Windows that were recorded, of five seconds or less.", self._windows),
-                ("windows_lost", "Those for which there was no room on disk.", self._windows_lost),
-                ("stretches", "Stretches that were named and queued.", self._stretches),
-                ("stretches_lost", "Those that could not be.", self._stretches_lost),
-                ("collector_cpu_seconds", "CPU time of the collector.", self._cpu_ns / _NS_PER_S),
-            ):
-                yield CounterMetricFamily(f"aiflame_{name}", words, value)
-            yield GaugeMetricFamily(
-                "aiflame_collector_resident_bytes", "The most that it had.", self._rss_bytes
-            )
-            yield from self._of_memory()
-            samples = CounterMetricFamily(
-                "aiflame_samples", "On CPU samples, off CPU intervals.", labels=["class"]
-            )
-            for kind, count in self._samples.items():
-                samples.add_metric([kind], count)
-            yield samples
-            lost = CounterMetricFamily(
-                "aiflame_lost",
-                "What was seen and not kept in stretches that were named, by its name.",
-                labels=["name"],
-            )
-            for name, count in self._lost.items():
-                lost.add_metric([name], count)
-            yield lost
-            yield from self._of_sinks()
-
-    def _of_memory(self) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        if self._memory is None:
-            return
-        memory = GaugeMetricFamily(
-            "aiflame_memory_bytes", "What the agent has, looked at once a minute.", labels=["part"]
+    def encode(self, *, with_body: bool) -> bytes:
+        """Returns it as HTTP has it."""
+        head = (
+            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
+            f"Content-Type: {self.content_type}\r\n"
+            f"Content-Length: {len(self.body)}\r\n"
+            "Connection: close\r\n\r\n"
         )
-        for part, size in self._memory.parts().items():
-            memory.add_metric([part], size)
-        yield memory
-        yield GaugeMetricFamily(
-            "aiflame_memory_limit_bytes",
-            "The budget of all but the kernel's part: with more for long, less is kept.",
-            self._memory_limit,
-        )
-
-    def _of_sinks(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        counters = {
-            "sent_requests": "Requests that a back-end took.",
-            "sent_samples": "Samples in them.",
-            "sent_bytes": "Bytes of them.",
-            "retries": "How often one was sent again.",
-        }
-        gauges = {
-            "waiting_requests": "Requests that wait on disk.",
-            "waiting_bytes": "Bytes of them.",
-            "last_sent_unix_s": "When the last one was taken, 0 for never.",
-        }
-        for names, family in ((counters, CounterMetricFamily), (gauges, GaugeMetricFamily)):
-            for key, words in names.items():
-                name = key.replace("last_sent_unix_s", "last_sent_timestamp_seconds")
-                metric = family(f"aiflame_export_{name}", words, labels=["sink"])
-                for sink, state in self._sinks.items():
-                    metric.add_metric([sink], state[key])
-                yield metric
-        dropped = CounterMetricFamily(
-            "aiflame_export_dropped_samples", "Never sent, or refused.", labels=["sink", "reason"]
-        )
-        for sink, state in self._sinks.items():
-            for reason, count in state["dropped_samples"].items():
-                dropped.add_metric([sink, reason], count)
-        yield dropped
+        return head.encode() + (self.body if with_body else b"")
 
 
 class HealthServer:
@@ -196,114 +84,227 @@ class HealthServer:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(vitals)
         host, port = settings.health_address
-        token = "" if settings.health_token is None else settings.health_token.read()
-
-        class Handler(_Handler):
-            """A request to this agent."""
-
-        Handler.vitals, Handler.registry, Handler.token = vitals, registry, token
+        context = None if settings.health_cert_file is None else _tls(settings)
         try:
-            self._server = _Server((host, port), Handler)
+            listening = _listening(host, port)
         except OSError as error:
             raise AiflameError(
                 f"no health endpoint at {settings.health}: {error.strerror}",
                 "set another address as `health`",
             ) from error
-        scheme = "http"
-        if settings.health_cert_file is not None:
-            scheme = "https"
-            try:
-                self._server.use(_tls(settings))
-            except (OSError, ssl.SSLError) as error:
-                self._server.server_close()
-                raise UsageError(f"health_cert_file: {error}") from error
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"{scheme}://{shown}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.5,), name="health", daemon=True
-        )
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://{shown}:{listening.getsockname()[1]}"
+        answers = _Answers(vitals, registry, settings.health_token)
+        self._end, ended = socket.socketpair()
+        loop = _Loop(listening, ended, context, answers)
+        self._thread = threading.Thread(target=loop.run, name="health", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends it."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._end.close()
+        self._thread.join()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
+    found.setblocking(False)
+    return found
 
 
 def _tls(settings: AgentSettings) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     assert settings.health_cert_file is not None  # noqa: S101 - asked before
-    context.load_cert_chain(settings.health_cert_file, settings.health_key_file)
+    try:
+        context.load_cert_chain(settings.health_cert_file, settings.health_key_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise UsageError(f"health_cert_file: {error}") from error
     return context
 
 
-class _Server(socketserver.TCPServer):
-    """One request after the other: nobody who asks a lot takes more than a thread."""
+class _Answers:
+    """What is said to a request."""
 
-    allow_reuse_address = True
-    _context: ssl.SSLContext | None = None
+    def __init__(self, vitals: Vitals, registry: CollectorRegistry, token: Secret | None) -> None:
+        self._vitals = vitals
+        self._registry = registry
+        self._token = "" if token is None else token.read()
 
-    def __init__(
-        self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]
-    ) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
+    def to(self, request: bytes) -> bytes:
+        """Returns the answer to a request's head."""
+        line, *headers = request.split(b"\r\n")
+        method, _, rest = line.partition(b" ")
+        target, _, version = rest.partition(b" ")
+        if not version.startswith(b"HTTP/1."):
+            answer = _Answer(http.HTTPStatus.BAD_REQUEST, b"not HTTP\n")
+        elif method not in (b"GET", b"HEAD"):
+            answer = _Answer(http.HTTPStatus.METHOD_NOT_ALLOWED, b"GET or HEAD\n")
+        elif self._token and not self._is_let_in(headers):
+            answer = _Answer(http.HTTPStatus.UNAUTHORIZED, b"a token is needed\n")
+        else:
+            answer = self._of(target.partition(b"?")[0])
+        return answer.encode(with_body=method != b"HEAD")
 
-    def use(self, context: ssl.SSLContext) -> None:
-        self._context = context
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        connection, address = super().get_request()
-        connection.settimeout(_REQUEST_S)
-        if self._context is not None:
-            try:
-                connection = self._context.wrap_socket(connection, server_side=True)
-            except OSError:
-                connection.close()
-                raise
-        return connection, address
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: whoever connects could fill the log."""
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    vitals: Vitals
-    registry: CollectorRegistry
-    token: str
-    timeout = _REQUEST_S
-
-    def do_GET(self) -> None:
-        if self.token and not self._is_let_in():
-            self._answer(http.HTTPStatus.UNAUTHORIZED, b"a token is needed\n")
-            return
-        path = self.path.partition("?")[0]
-        if path in ("/healthz", "/readyz"):
-            trouble = self.vitals.trouble
+    def _of(self, path: bytes) -> _Answer:
+        if path in (b"/healthz", b"/readyz"):
+            trouble = self._vitals.trouble
             status = http.HTTPStatus.SERVICE_UNAVAILABLE if trouble else http.HTTPStatus.OK
-            self._answer(status, f"{trouble or 'ok'}\n".encode())
-        elif path == "/metrics":
+            return _Answer(status, f"{trouble or 'ok'}\n".encode())
+        if path == b"/metrics":
             from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-            self._answer(http.HTTPStatus.OK, generate_latest(self.registry), CONTENT_TYPE_LATEST)
-        else:
-            self._answer(http.HTTPStatus.NOT_FOUND, b"/healthz, /readyz, /metrics\n")
+            return _Answer(http.HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        return _Answer(http.HTTPStatus.NOT_FOUND, b"/healthz, /readyz, /metrics\n")
 
-    def _is_let_in(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode())
+    def _is_let_in(self, headers: list[bytes]) -> bool:
+        fields = (header.partition(b":") for header in headers)
+        given = [value.strip() for name, _, value in fields if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {self._token}".encode())
 
-    def _answer(
-        self, status: http.HTTPStatus, body: bytes, content: str = "text/plain; charset=utf-8"
+
+class _Connection(NamedTuple):
+    exchange: _Exchange
+    until_s: float
+
+
+class _Loop:
+    """All connections, in one thread: none waits for another.
+
+    Args:
+        listening: Where they come from.
+        end: Can be read once this is to end.
+        context: Of TLS, None for none.
+        answers: To what they ask.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        end: socket.socket,
+        context: ssl.SSLContext | None,
+        answers: _Answers,
     ) -> None:
-        self.close_connection = True
-        with suppress(OSError):
-            self.send_response(status)
-            self.send_header("Content-Type", content)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+        self._listening = listening
+        self._end = end
+        self._context = context
+        self._answers = answers
+        self._selector = selectors.DefaultSelector()
+        # The oldest first.
+        self._connections: dict[socket.socket, _Connection] = {}
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keeps requests out of the log."""
+    def run(self) -> None:
+        """Serves until it is to end."""
+        with self._selector, self._end, self._listening:
+            self._selector.register(self._end, selectors.EVENT_READ)
+            self._selector.register(self._listening, selectors.EVENT_READ)
+            while self._serve_ready():
+                self._end_late()
+            for peer in [*self._connections]:
+                self._close(peer)
+
+    def _serve_ready(self) -> bool:
+        """Waits for what can go on, and lets it; returns whether there is more to come."""
+        first = next(iter(self._connections.values()), None)
+        wait_s = None if first is None else max(first.until_s - time.monotonic(), 0)
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj is self._end:
+                return False
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.fileobj in self._connections:  # or it had to end for one that came just now
+                assert isinstance(key.fileobj, socket.socket)  # noqa: S101 - for mypy
+                self._go_on(key.fileobj)
+        return True
+
+    def _accept(self) -> None:
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            self._close(next(iter(self._connections)))
+        try:
+            peer, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it went away
+            return
+        except OSError:  # no descriptor, and it would be told of the connection without a pause
+            time.sleep(_NO_DESCRIPTOR_S)
+            return
+        try:
+            peer.setblocking(False)
+            if self._context is not None:
+                peer = self._context.wrap_socket(
+                    peer, server_side=True, do_handshake_on_connect=False
+                )
+        except OSError:
+            peer.close()
+            return
+        until_s = time.monotonic() + _EXCHANGE_S
+        self._connections[peer] = _Connection(self._exchange(peer), until_s)
+        self._selector.register(peer, selectors.EVENT_READ)
+        self._go_on(peer)
+
+    def _go_on(self, peer: socket.socket) -> None:
+        """Lets an exchange go on until it has to wait again, or ends."""
+        try:
+            event = next(self._connections[peer].exchange)
+        except Exception:  # the end of this one, whatever it is: others have their answers
+            self._close(peer)
+        else:
+            self._selector.modify(peer, event)
+
+    def _end_late(self) -> None:
+        now_s = time.monotonic()
+        for peer in [p for p, one in self._connections.items() if one.until_s <= now_s]:
+            self._close(peer)
+
+    def _close(self, peer: socket.socket) -> None:
+        del self._connections[peer]
+        self._selector.unregister(peer)
+        peer.close()
+
+    def _exchange(self, peer: socket.socket) -> _Exchange:
+        """Takes a request and answers it; yields what it waits for."""
+        if isinstance(peer, ssl.SSLSocket):
+            yield from _once_ready(selectors.EVENT_READ, peer.do_handshake)
+        request = b""
+        while b"\r\n\r\n" not in request:
+            if len(request) > _MOST_REQUEST_BYTES:
+                too_large = http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                answer = _Answer(too_large, b"a header is too large\n").encode(with_body=True)
+                break
+            more = yield from _once_ready(selectors.EVENT_READ, peer.recv, _READ_BYTES)
+            if not more:
+                return
+            request += more
+        else:
+            answer = self._answers.to(request.partition(b"\r\n\r\n")[0])
+        while answer:
+            sent = yield from _once_ready(selectors.EVENT_WRITE, peer.send, answer)
+            answer = answer[sent:]
+        with suppress(OSError):
+            peer.shutdown(socket.SHUT_WR)
+        for _ in range(_MOST_UNREAD_BYTES // _READ_BYTES):
+            if not (yield from _once_ready(selectors.EVENT_READ, peer.recv, _READ_BYTES)):
+                return
+
+
+def _once_ready(
+    event: int, operation: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> Generator[int, None, T]:
+    """Does something that does not wait, once it can be done; yields what it waits for.
+
+    Args:
+        event: What it needs; by TLS it may need the other.
+        operation: Of a socket.
+        args: Of that.
+        kwargs: The same.
+    """
+    while True:
+        try:
+            return operation(*args, **kwargs)
+        except ssl.SSLWantReadError:  # noqa: PERF203 - it is tried until it can be done
+            yield selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            yield selectors.EVENT_WRITE
+        except BlockingIOError:
+            yield event

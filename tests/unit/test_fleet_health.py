@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import subprocess
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import AiflameError, UsageError
-from aiflame.agent.fleet import health
+from aiflame.agent.fleet import vitals as vitals_module
 from aiflame.agent.fleet.config import AgentSettings, load
-from aiflame.agent.fleet.health import HealthServer, Vitals
+from aiflame.agent.fleet.health import HealthServer
+from aiflame.agent.fleet.vitals import Vitals
 from prometheus_client.parser import text_string_to_metric_families
 from windows import RandomRecording
 
@@ -71,7 +73,7 @@ def test_an_agent_is_healthy_while_windows_come(
         assert _get(server.url + path) == (200, "ok\n")
     # AND WHEN none comes for long THEN it is not
     later_s = time.monotonic() + 31
-    monkeypatch.setattr(health.time, "monotonic", lambda: later_s)
+    monkeypatch.setattr(vitals_module.time, "monotonic", lambda: later_s)
     code, words = _get(server.url + "/healthz")
     assert code == 503 and words.startswith("no window for 3")
 
@@ -107,12 +109,95 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert found["aiflame_export_last_sent_timestamp_seconds", "otlp"] == 1.5e9
 
 
-def test_who_says_nothing_keeps_nobody_waiting(server: HealthServer) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))):
-        begun_s = time.monotonic()
+def _connect(server: HealthServer) -> socket.socket:
+    host, _, port = server.url.rpartition("/")[2].partition(":")
+    return socket.create_connection((host.replace(_ANYWHERE, "127.0.0.1"), int(port)), timeout=10)
+
+
+def _all_of(connection: socket.socket) -> bytes:
+    """Returns what is sent until the end, which a reset is too."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(1 << 16):
+            found += more
+    return found
+
+
+def test_who_never_ends_a_request_is_ended_and_nobody_waits(server: HealthServer) -> None:
+    # GIVEN one who sends a byte of a header each time that somebody else was answered
+    with _connect(server) as slow:
+        slow.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+        slow.setblocking(False)
+        answered = 0
+        # WHEN that goes on THEN the server ends it, however recently it sent something
+        is_open = True
+        while is_open:
+            assert _get(server.url + "/nothing")[0] == 404
+            answered += 1
+            try:
+                slow.send(b"a")
+                is_open = slow.recv(1) != b""
+            except BlockingIOError:
+                time.sleep(0.01)  # what the server's deadline is made of
+            except OSError:
+                is_open = False
+        # AND others were answered all the time
+        assert answered > 3
+
+
+def test_many_who_say_nothing_keep_nobody_waiting(server: HealthServer) -> None:
+    # GIVEN more connections than the server has, on which nothing is said
+    with contextlib.ExitStack() as idle:
+        connections = [idle.enter_context(_connect(server)) for _ in range(200)]
+        # THEN others are answered, and the oldest had to go
         assert _get(server.url + "/nothing")[0] == 404
-        assert time.monotonic() - begun_s < 8
+        assert _all_of(connections[0]) == b""
+
+
+def test_who_never_reads_keeps_nobody_waiting(server: HealthServer) -> None:
+    with _connect(server) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert _get(server.url + "/metrics")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /nothing HTTP/1.1\r\nX: " + b"a" * 100_000, b"431"),
+        (b"GET /nothing HTTP/1.1\r\n" + b"X: a\r\n" * 20_000, b"431"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),  # TLS, where there is none
+        (b"\r\n\r\n", b"400"),
+        (b"GET /nothing\r\n\r\n", b"400"),
+        (b"GET \xff\xfe\x00 HTTP/1.1\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 9\r\n\r\n", b"405"),
+        (b"GET /nothing HTTP/1.1\r\n\r\n" + b"b" * 100_000, b"404"),
+    ],
+)
+def test_odd_requests_are_refused(
+    server: HealthServer, request_bytes: bytes, status: bytes
+) -> None:
+    with _connect(server) as odd:
+        odd.sendall(request_bytes)
+        odd.shutdown(socket.SHUT_WR)
+        assert _all_of(odd).startswith(b"HTTP/1.1 " + status + b" ")
+    assert _get(server.url + "/nothing")[0] == 404
+
+
+def test_a_head_has_no_body(server: HealthServer) -> None:
+    with _connect(server) as asking:
+        asking.sendall(b"HEAD /healthz HTTP/1.0\r\n\r\n")
+        head, _, body = _all_of(asking).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ") and body == b""
+
+
+def test_an_end_does_not_wait_for_who_is_connected(vitals: Vitals) -> None:
+    server = HealthServer(_settings(), vitals)
+    with _connect(server) as idle:
+        server.close()
+        assert _all_of(idle) == b""
+    with pytest.raises(ConnectionRefusedError):
+        _connect(server)
 
 
 def test_a_taken_address_is_said(server: HealthServer, vitals: Vitals) -> None:
@@ -127,10 +212,9 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         _settings(health=address)
 
 
-def test_it_is_open_to_others_with_tls_and_a_token_only(tmp_path: Path, vitals: Vitals) -> None:
-    with pytest.raises(UsageError, match="open to others"):
-        _settings(health=f"{_ANYWHERE}:0")
-    # GIVEN a certificate and a token
+@pytest.fixture
+def guarded(tmp_path: Path, vitals: Vitals) -> Iterator[tuple[HealthServer, ssl.SSLContext]]:
+    """A server that is open to others, whose token is "secret", and how to reach it."""
     key, certificate, token = (tmp_path / name for name in ("key", "cert", "token"))
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
     words = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1")
@@ -146,12 +230,39 @@ def test_it_is_open_to_others_with_tls_and_a_token_only(tmp_path: Path, vitals: 
         health_cert_file=str(certificate),
         health_key_file=str(key),
     )
-    # WHEN it listens THEN who has the token is answered, by TLS, and nobody else
     server = HealthServer(settings, vitals)
-    try:
-        url = server.url.replace(_ANYWHERE, "127.0.0.1")
-        context = ssl.create_default_context(cafile=str(certificate))
-        assert _get(f"{url}/metrics", "secret", context)[0] == 200
-        assert _get(f"{url}/metrics", "Secret", context)[0] == 401
-    finally:
-        server.close()
+    yield server, ssl.create_default_context(cafile=str(certificate))
+    server.close()
+
+
+def test_it_is_open_to_others_with_tls_and_a_token_only(
+    guarded: tuple[HealthServer, ssl.SSLContext],
+) -> None:
+    with pytest.raises(UsageError, match="open to others"):
+        _settings(health=f"{_ANYWHERE}:0")
+    # GIVEN a certificate and a token THEN who has the token is answered, by TLS, and nobody else
+    server, context = guarded
+    url = server.url.replace(_ANYWHERE, "127.0.0.1")
+    assert _get(f"{url}/metrics", "secret", context)[0] == 200
+    assert _get(f"{url}/metrics", "Secret", context)[0] == 401
+    assert _get(f"{url}/metrics", "", context)[0] == 401
+    with _connect(server) as plain:
+        plain.sendall(b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n")
+        assert b"aiflame" not in _all_of(plain)
+
+
+def test_who_never_ends_the_handshake_of_tls_keeps_nobody_waiting(
+    guarded: tuple[HealthServer, ssl.SSLContext],
+) -> None:
+    server, context = guarded
+    url = server.url.replace(_ANYWHERE, "127.0.0.1")
+    # GIVEN many who say nothing, and one who begins a handshake
+    with contextlib.ExitStack() as stuck:
+        for _ in range(100):
+            stuck.enter_context(_connect(server))
+        begun = stuck.enter_context(_connect(server))
+        begun.sendall(b"\x16\x03\x01\x02\x00\x01")
+        # THEN others are answered
+        assert _get(f"{url}/nothing", "secret", context)[0] == 404
+        # AND it is ended
+        assert _all_of(begun) == b""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import cast
 
 import pytest
-from aiflame.agent.fleet.health import Vitals
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryBudget, MemoryUse, measure
+from aiflame.agent.fleet.vitals import Vitals
 
 _MB = 1_000_000
 # Says that it has so much, and waits.
