@@ -62,6 +62,7 @@ class Kind(enum.Enum):
     PATH = "an absolute path"
     URL = "a URL: http://HOST:PORT/PATH or https://..."
     TEXTS = "a list of texts"
+    RULES = "rules: NAME=TEXT, conditions of one joined by commas, rules by semicolons"
     TABLE = "a table of texts: NAME=TEXT,NAME=TEXT"
     SECRET = "a secret text"  # noqa: S105 - it says what it is
 
@@ -152,8 +153,9 @@ def setting(
 ) -> Any:
     """Declares a field of a frozen dataclass as a setting; without a default it has to be given.
 
-    Values have these types: SECONDS float, BYTES int, TEXTS a tuple of str, TABLE a tuple of pairs
-    of str, SECRET `Secret | None`, PATH and URL as their names say or None where the default is.
+    Values have these types: SECONDS float, BYTES int, TEXTS and RULES a tuple of str, TABLE a tuple
+    of pairs of str, SECRET `Secret | None`, PATH and URL as their names say or None where the
+    default is.
     """
     metadata = {"setting": Setting(kind, words, least, most, tuple(choices))}
     if default is dataclasses.MISSING:
@@ -294,6 +296,10 @@ def _parsed(one: Setting, value: Any) -> Any:
     if kind is Kind.TEXTS:
         words = value.split(",") if isinstance(value, str) else value
         return tuple(_text(word) for word in words if word != "")
+    if kind is Kind.RULES:
+        words = [value] if isinstance(value, str) else value
+        rules = (rule.strip() for word in words for rule in _text(word).split(";"))
+        return tuple(rule for rule in rules if rule)
     if kind is Kind.TABLE:
         return _table(value)
     text = _text(value)

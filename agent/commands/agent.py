@@ -24,6 +24,8 @@ EPILOG = """\
 Each flag is also a key of the file, and a variable: --sinks-captures-max-age is `max_age` in the
 table [sinks.captures], and AIFLAME_SINKS_CAPTURES_MAX_AGE. Flags go over variables, and these over
 the file. A sink is on once something is said of it. Needs the rights of `aiflame record -a`.
+In rules a comma joins conditions that must all hold, and a semicolon separates rules, of which one
+must; an item of a list in the file, and each further --exclude, is another rule.
 
 EXAMPLES
   sudo aiflame agent --config agent.toml
@@ -68,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         }
         if one.kind is Kind.FLAG:
             arguments["action"] = argparse.BooleanOptionalAction
+        elif one.kind is Kind.RULES:
+            arguments.update(action="append", metavar=one.kind.name)
         else:
             arguments["metavar"] = one.kind.name
         groups[title].add_argument(flag_of(key), **arguments)

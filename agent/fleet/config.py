@@ -131,9 +131,11 @@ class AgentSettings:
     health_key_file: Path | None = setting(Kind.PATH, "the key of that", None)
     node: str = setting(Kind.TEXT, "this host's name in labels (default: its host name)", "")
     include: tuple[str, ...] = setting(
-        Kind.TEXTS, "record only what one of these rules names: namespace=prod, unit=nginx*", ()
+        Kind.RULES,
+        "record only what one of these rules names: namespace=prod,container=web;unit=nginx*",
+        (),
     )
-    exclude: tuple[str, ...] = setting(Kind.TEXTS, "leave out what one of these rules names", ())
+    exclude: tuple[str, ...] = setting(Kind.RULES, "leave out what one of these rules names", ())
     pod_labels: tuple[str, ...] = setting(
         Kind.TEXTS, "labels and annotations of pods and containers to send, with wildcards", ()
     )

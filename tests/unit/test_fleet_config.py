@@ -56,6 +56,26 @@ def test_flags_go_over_variables_and_these_over_the_file(tmp_path: Path) -> None
     assert config.sinks == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "rules"),
+    [
+        ("namespace=a,pod=b", ("namespace=a,pod=b",)),
+        ("namespace=a,pod=b; unit=c*;", ("namespace=a,pod=b", "unit=c*")),
+    ],
+)
+def test_a_rule_means_the_same_wherever_it_is_given(
+    tmp_path: Path, given: str, rules: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _loaded(tmp_path, f'exclude = "{given}"').agent.exclude == rules
+    assert _loaded(tmp_path, f'exclude = ["{given}"]').agent.exclude == rules
+    assert _loaded(tmp_path, "", environment={"AIFLAME_EXCLUDE": given}).agent.exclude == rules
+    # AND a flag that is given twice is a rule more, as an item of a list is
+    more = (*rules, "unit=d")
+    assert _loaded(tmp_path, f'exclude = ["{given}", "unit=d"]').agent.exclude == more
+    assert main(["agent", "--check-config", "--exclude", given, "--exclude", "unit=d"]) == 0
+    assert f"exclude = {json.dumps([*more])}" in capsys.readouterr().out
+
+
 def test_a_sink_is_on_once_something_is_said_of_it(tmp_path: Path) -> None:
     text = f'[sinks.captures]\ndirectory = "{tmp_path}"\n'
     by_file = _loaded(tmp_path, text)
