@@ -22,6 +22,7 @@ from types import ModuleType
 from aiflame.agent import __version__, priority
 from aiflame.agent.commands.messages import open_standard_streams, tell
 from aiflame.agent.errors import Aborted, AiflameError
+from aiflame.agent.redaction import redacted
 
 VERBS = ("record", "report", "stats", "dump", "agent", "recover", "store", "query", "doctor")
 
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.print_help(sys.stderr)
             return 2
         verbose = options.verbose
-        options.command_words = shlex.join(["aiflame", *words])
+        options.command_words = shlex.join(["aiflame", *redacted(words)])
         return int(_module(options.verb).run(options))
     except AiflameError as error:
         if verbose > 1:

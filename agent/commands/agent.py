@@ -14,6 +14,7 @@ from typing import Any
 
 from aiflame.agent.commands import agent_capture
 from aiflame.agent.devices.choice import ChooseFamilies, choose_families
+from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import all_settings, flag_of, load
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.settings import Kind
@@ -25,7 +26,8 @@ Each flag is also a key of the file, and a variable: --sinks-captures-max-age is
 table [sinks.captures], and AIFLAME_SINKS_CAPTURES_MAX_AGE. Flags go over variables, and these over
 the file. A sink is on once something is said of it. Needs the rights of `aiflame record -a`.
 In rules a comma joins conditions that must all hold, and a semicolon separates rules, of which one
-must; an item of a list in the file, and each further --exclude, is another rule.
+must; an item of a list in the file, and each further --exclude, is another rule. Secrets are given
+by files (--health-token-file), never by flags, which all users of a host can read.
 
 EXAMPLES
   sudo aiflame agent --config agent.toml
@@ -37,6 +39,17 @@ EXAMPLES
 
 # Of argparse's results: keys of settings have dots.
 _PREFIX = "setting:"
+
+
+class _RefuseSecret(argparse.Action):
+    """Refuses a secret on the command line, which all users of the host can read."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        flag = self.option_strings[0]
+        raise UsageError(
+            f"{flag}: a secret is not taken from the command line, where all users can read it",
+            f"put it into a file that only you can read: {flag}-file FILE",
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         }
         if one.kind is Kind.FLAG:
             arguments["action"] = argparse.BooleanOptionalAction
+        elif one.kind is Kind.SECRET:
+            arguments.update(action=_RefuseSecret, help=argparse.SUPPRESS)
         elif one.kind is Kind.RULES:
             arguments.update(action="append", metavar=one.kind.name)
         else:

@@ -17,6 +17,7 @@ from pathlib import Path
 from aiflame.agent import kernelfs
 from aiflame.agent.inspector.opener import Opener
 from aiflame.agent.processes.identity import CgroupPaths, cgroup_paths
+from aiflame.agent.redaction import redacted
 
 # The kernel caps a process at vm.max_map_count mappings, 65,530 by default; each line holds a path
 # of at most 4,096 bytes, but 32 MiB covers 65,530 lines of 500.
@@ -136,8 +137,11 @@ def command_line(opener: Opener, pid: int) -> str:
 
 
 def joined_arguments(raw: bytes) -> str:
-    """Returns the arguments of a program, of which each ends in a NUL, joined by spaces."""
-    return raw.decode(errors="replace").rstrip("\0").replace("\0", " ")
+    """Returns the arguments of a program, of which each ends in a NUL, joined by spaces.
+
+    Secrets in them are masked: whoever gets a capture or a dump sees them.
+    """
+    return " ".join(redacted(raw.decode(errors="replace").rstrip("\0").split("\0")))
 
 
 def executable(pid: int) -> str:

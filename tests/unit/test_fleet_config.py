@@ -76,6 +76,13 @@ def test_a_rule_means_the_same_wherever_it_is_given(
     assert f"exclude = {json.dumps([*more])}" in capsys.readouterr().out
 
 
+def test_a_secret_is_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ["--health-token", "s3cret"], ["--health-token=s3cret"]:
+        assert main(["agent", "--check-config", *given]) == 2
+        said = capsys.readouterr().err
+        assert "--health-token-file" in said and "s3cret" not in said
+
+
 def test_a_sink_is_on_once_something_is_said_of_it(tmp_path: Path) -> None:
     text = f'[sinks.captures]\ndirectory = "{tmp_path}"\n'
     by_file = _loaded(tmp_path, text)
