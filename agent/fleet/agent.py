@@ -51,6 +51,7 @@ from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
 from aiflame.agent.model.gpu import Tier
 from aiflame.agent.model.window import Window
+from aiflame.agent.processes import procfs
 from aiflame.agent.processes.targets import Target, target_of_all
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.recorder import Progress, Recorder
@@ -164,6 +165,7 @@ def run_agent(
         priority.hurry()
         foundation = parts.enter_context(Foundation(_for_programs(settings, target)))
         signals = parts.enter_context(AgentSignals())
+        steers = _steers(settings)
         recorder = parts.enter_context(
             Recorder(
                 target,
@@ -172,7 +174,7 @@ def run_agent(
                 choose(settings.gpu),
                 are_families_named=settings.gpu != AUTO,
                 wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
-                steers=_steers(settings),
+                steers=steers,
                 least_round_ns=_ROUND_NS,
                 window_ns=_WINDOW_NS,
             )
@@ -193,7 +195,9 @@ def run_agent(
             parts.callback(captures.close)
         except AiflameError as error:  # it records without it
             log.say(str(error))
-        agent = _Agent(config, reload, recorder, signals, stretches, facts, log, vitals, captures)
+        agent = _Agent(
+            *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers)
+        )
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
         return agent.run()
@@ -263,8 +267,10 @@ class _Agent:
         log: Log,
         vitals: Vitals,
         captures: CaptureServer | None,
+        steers: CostController | None,
     ) -> None:
         self._config = config
+        self._steers = steers
         self._captures = captures
         self._vitals = vitals
         self._reload = reload
@@ -287,6 +293,7 @@ class _Agent:
         """Records until a signal; returns the exit code."""
         self._say_start()
         self._start_naming()
+        self._look_at_itself()
         self._manager.tell("READY=1", "STATUS=recording")
         try:
             self._recorder.run(self._give, self._every_interval)
@@ -333,6 +340,7 @@ class _Agent:
             self._log.say_seldom("no naming", f"nothing is sent: {error}")
             return
         self._naming = naming
+        self._vitals.note_naming_started()
         current = self._stretch
         for folder in self._stretches.undone():
             if current is None or folder != current.folder:
@@ -344,6 +352,8 @@ class _Agent:
     def _give(self, window: Window) -> None:
         """Takes a window: it is on disk when this returns, unless there is no room there."""
         self._say_devices(window)
+        if self._steers is not None:
+            self._vitals.note_duty(1 / self._steers.chances.one_in)
         try:
             self._put(window)
         except AiflameError as error:
@@ -441,10 +451,12 @@ class _Agent:
         if not room_only:
             self._tidied_s = time.monotonic()
             give_back_freed_memory()
-            self._look_at_memory()
+            self._look_at_itself()
 
-    def _look_at_memory(self) -> None:
+    def _look_at_itself(self) -> None:
         """Has less kept where all processes together have more than they may for long, or more."""
+        own = os.getpid()
+        self._vitals.note_cpu(sum(map(procfs.cpu_s, (own, *procfs.descendants([own])))))
         naming, limit = self._naming, self._config.agent.memory
         use = measure(None if naming is None else naming.pid, self._recorder.tables.kernel_bytes)
         self._vitals.note_memory(use, limit)

@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiflame.agent import __version__
@@ -24,7 +24,61 @@ if TYPE_CHECKING:
 
 # Windows come each second. A host at a load of 20 keeps the collector waiting for some.
 _ALIVE_S = 30.0
-_NS_PER_S = 1e9
+# Reasons are texts of back-ends and of errors, and each is a time series.
+_MOST_REASONS = 20
+_OTHER_REASONS = "others"
+
+# What a sink counts, by its key in a state: name of the metric, and what it is.
+_SINK_COUNTERS = {
+    "sent_samples": ("sent", "Samples that a back-end took."),
+    "sent_requests": ("sent_requests", "Requests that these were in."),
+    "sent_bytes": ("sent_bytes", "Bytes of these."),
+    "retries": ("retried", "How often a request was sent again."),
+}
+
+
+class _Exports:
+    """What became of samples for one sink since the agent was started.
+
+    The process that sends begins at 0 each time that it is started.
+    """
+
+    def __init__(self) -> None:
+        self.state: Mapping[str, Any] = {}
+        self._counted: Mapping[str, Any] = {}
+        self.last_sent_unix_s = 0.0
+        self._counts: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Takes note that there is a new process."""
+        self._counted = {}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Takes a state of `delivery.Delivery`, as JSON has it."""
+        before, self._counted, self.state = self._counted, state, state
+        self.last_sent_unix_s = max(self.last_sent_unix_s, state["last_sent_unix_s"])
+        for key in _SINK_COUNTERS:
+            self._counts[key] += _more(before.get(key, 0), state[key])
+        dropped_before = before.get("dropped_samples", {})
+        for reason, count in state["dropped_samples"].items():
+            is_told = reason in self._dropped or len(self._dropped) < _MOST_REASONS
+            label = reason if is_told else _OTHER_REASONS
+            self._dropped[label] += _more(dropped_before.get(reason, 0), count)
+
+    def count(self, key: str) -> int:
+        """Returns one of `_SINK_COUNTERS`."""
+        return self._counts[key]
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Samples by reason."""
+        return self._dropped
+
+
+def _more(before: int, now: int) -> int:
+    """Returns by how much a count grew; a smaller one began again at 0."""
+    return now - before if now >= before else now
 
 
 class Vitals:
@@ -34,12 +88,15 @@ class Vitals:
         self._lock = threading.Lock()
         self._window_s: float | None = None
         self._windows = self._windows_lost = self._stretches = self._stretches_lost = 0
-        self._samples: Counter[str] = Counter()
+        self._samples = Counter({kind.name.lower(): 0 for kind in SampleClass})
         self._lost: Counter[str] = Counter()
-        self._cpu_ns = self._rss_bytes = 0
-        self._sinks: Mapping[str, Mapping[str, Any]] = {}
+        self._exports: dict[str, _Exports] = {}
+        self._sinks: Collection[str] = ()
+        self._containers = self._unresolved_containers = 0
+        self._duty_ratio = 0.0
         self._memory: MemoryUse | None = None
         self._memory_limit = 0
+        self._cpu_s = 0.0
 
     def note_window(self, window: Window, *, is_kept: bool) -> None:
         """Counts a window."""
@@ -48,8 +105,6 @@ class Vitals:
             self._window_s = time.monotonic()
             self._windows += 1
             self._windows_lost += not is_kept
-            self._cpu_ns += window.cost.cpu_ns
-            self._rss_bytes = window.cost.rss_bytes
             for kind in SampleClass:
                 self._samples[kind.name.lower()] += int(counts[kinds == kind].sum())
 
@@ -57,6 +112,23 @@ class Vitals:
         """Takes what processes and maps have, and what processes may."""
         with self._lock:
             self._memory, self._memory_limit = use, limit_bytes
+
+    def note_cpu(self, seconds: float) -> None:
+        """Takes what all processes of the agent have used since it was started."""
+        with self._lock:
+            # What a child's orphan used is in no sum any more, and a counter never goes back.
+            self._cpu_s = max(self._cpu_s, seconds)
+
+    def note_duty(self, ratio: float) -> None:
+        """Takes of which share of switch-outs a stack is taken."""
+        with self._lock:
+            self._duty_ratio = ratio
+
+    def note_naming_started(self) -> None:
+        """Takes note that the process that names and sends is a new one."""
+        with self._lock:
+            for export in self._exports.values():
+                export.begin()
 
     def note_report(self, report: Mapping[str, Any]) -> None:
         """Takes what the process that names and sends says of itself.
@@ -68,7 +140,12 @@ class Vitals:
             self._stretches += "done" in report
             self._stretches_lost += "lost" in report
             self._lost.update(report.get("losses", {}))
+            self._containers = report.get("containers", self._containers)
+            unresolved = report.get("unresolved_containers", self._unresolved_containers)
+            self._unresolved_containers = unresolved
             self._sinks = report.get("sinks", self._sinks)
+            for sink, state in report.get("sinks", {}).items():
+                self._exports.setdefault(sink, _Exports()).take(state)
 
     @property
     def trouble(self) -> str:
@@ -94,12 +171,27 @@ class Vitals:
                 ("windows_lost", "Those for which there was no room on disk.", self._windows_lost),
                 ("stretches", "Stretches that were named and queued.", self._stretches),
                 ("stretches_lost", "Those that could not be.", self._stretches_lost),
-                ("collector_cpu_seconds", "CPU time of the collector.", self._cpu_ns / _NS_PER_S),
+                (
+                    "self_cpu_seconds",
+                    "CPU time of the agent's processes, looked at once a minute.",
+                    self._cpu_s,
+                ),
             ):
                 yield CounterMetricFamily(f"aiflame_{name}", words, value)
-            yield GaugeMetricFamily(
-                "aiflame_collector_resident_bytes", "The most that it had.", self._rss_bytes
-            )
+            for name, words, number in (
+                (
+                    "duty_ratio",
+                    "Share of switch-outs whose stack is taken, in the cgroup with the smallest.",
+                    self._duty_ratio,
+                ),
+                ("containers", "Containers in the newest stretch.", self._containers),
+                (
+                    "unresolved_containers",
+                    "Those whose name is not known.",
+                    self._unresolved_containers,
+                ),
+            ):
+                yield GaugeMetricFamily(f"aiflame_{name}", words, number)
             yield from self._of_memory()
             samples = CounterMetricFamily(
                 "aiflame_samples", "On CPU samples, off CPU intervals.", labels=["class"]
@@ -110,7 +202,7 @@ class Vitals:
             lost = CounterMetricFamily(
                 "aiflame_lost",
                 "What was seen and not kept in stretches that were named, by its name.",
-                labels=["name"],
+                labels=["where"],
             )
             for name, count in self._lost.items():
                 lost.add_metric([name], count)
@@ -129,6 +221,12 @@ class Vitals:
             memory.add_metric([part], size)
         yield memory
         yield GaugeMetricFamily(
+            "aiflame_resident_bytes", "What its processes have.", self._memory.processes
+        )
+        yield GaugeMetricFamily(
+            "aiflame_map_bytes", "What its maps have in the kernel.", self._memory.kernel
+        )
+        yield GaugeMetricFamily(
             "aiflame_memory_limit_bytes",
             "The budget of all but the kernel's part: with more for long, less is kept.",
             self._memory_limit,
@@ -137,28 +235,34 @@ class Vitals:
     def _of_sinks(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        counters = {
-            "sent_requests": "Requests that a back-end took.",
-            "sent_samples": "Samples in them.",
-            "sent_bytes": "Bytes of them.",
-            "retries": "How often one was sent again.",
-        }
-        gauges = {
-            "waiting_requests": "Requests that wait on disk.",
-            "waiting_bytes": "Bytes of them.",
-            "last_sent_unix_s": "When the last one was taken, 0 for never.",
-        }
-        for names, family in ((counters, CounterMetricFamily), (gauges, GaugeMetricFamily)):
-            for key, words in names.items():
-                name = key.replace("last_sent_unix_s", "last_sent_timestamp_seconds")
-                metric = family(f"aiflame_export_{name}", words, labels=["sink"])
-                for sink, state in self._sinks.items():
-                    metric.add_metric([sink], state[key])
-                yield metric
+        for key, (name, words) in _SINK_COUNTERS.items():
+            counter = CounterMetricFamily(f"aiflame_export_{name}", words, labels=["sink"])
+            for sink, export in self._exports.items():
+                counter.add_metric([sink], export.count(key))
+            yield counter
         dropped = CounterMetricFamily(
-            "aiflame_export_dropped_samples", "Never sent, or refused.", labels=["sink", "reason"]
+            "aiflame_export_dropped",
+            "Samples that were never sent, or refused.",
+            labels=["sink", "reason"],
         )
-        for sink, state in self._sinks.items():
-            for reason, count in state["dropped_samples"].items():
+        for sink, export in self._exports.items():
+            for reason, count in export.dropped.items():
                 dropped.add_metric([sink, reason], count)
         yield dropped
+        waiting = {
+            "spool_requests": ("waiting_requests", "Requests that wait on disk."),
+            "spool_bytes": ("waiting_bytes", "Bytes of them."),
+        }
+        for name, (key, words) in waiting.items():
+            gauge = GaugeMetricFamily(f"aiflame_{name}", words, labels=["sink"])
+            for sink in self._sinks:
+                gauge.add_metric([sink], self._exports[sink].state[key])
+            yield gauge
+        last = GaugeMetricFamily(
+            "aiflame_last_export_timestamp_seconds",
+            "When the last request was taken, 0 for never.",
+            labels=["sink"],
+        )
+        for sink in self._sinks:
+            last.add_metric([sink], self._exports[sink].last_sent_unix_s)
+        yield last

@@ -288,6 +288,7 @@ class _Worker:
                 "samples": int(profile.samples["count"][profile.samples["klass"] == 0].sum()),
                 "duration_ns": profile.recording.duration_ns,
                 "losses": {loss.name: loss.count for loss in profile.losses},
+                **_counts_of_containers(labels),
             }
         )
         del profile
@@ -373,6 +374,13 @@ class _Worker:
                 f"sink {name}: {state.sent_requests:,} requests sent, {state.waiting_requests:,}"
                 " wait for the next start"
             )
+
+
+def _counts_of_containers(labels: Sequence[Labels | None]) -> dict[str, int]:
+    """Returns how many containers processes are of, and of how many of these no name is known."""
+    named = {one.container_id: bool(one.container) for one in labels if one and one.container_id}
+    unresolved = sum(not is_named for is_named in named.values())
+    return {"containers": len(named), "unresolved_containers": unresolved}
 
 
 class _Lateness:

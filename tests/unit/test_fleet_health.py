@@ -18,6 +18,7 @@ from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.fleet import vitals as vitals_module
 from aiflame.agent.fleet.config import AgentSettings, load
 from aiflame.agent.fleet.health import HealthServer
+from aiflame.agent.fleet.memory import MemoryUse
 from aiflame.agent.fleet.vitals import Vitals
 from prometheus_client.parser import text_string_to_metric_families
 from windows import RandomRecording
@@ -78,6 +79,16 @@ def test_an_agent_is_healthy_while_windows_come(
     assert code == 503 and words.startswith("no window for 3")
 
 
+def _metrics(server: HealthServer) -> dict[tuple[str, ...], float]:
+    code, text = _get(server.url + "/metrics")
+    assert code == 200
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
 def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals) -> None:
     # GIVEN three windows, of which one found no room, two stretches of them, and a sink
     windows = RandomRecording(3).windows(3)
@@ -85,16 +96,14 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
         vitals.note_window(window, is_kept=number > 0)
     vitals.note_report({"done": "x", "sinks": _SINKS, "losses": {"stack_lost": 2}})
     vitals.note_report({"done": "y", "losses": {"stack_lost": 1, "naming_behind": 40}})
-    vitals.note_report({"lost": "z"})
+    vitals.note_report({"lost": "z", "containers": 9, "unresolved_containers": 2})
+    vitals.note_memory(MemoryUse(1, 2, 3, 4), 150)
+    vitals.note_cpu(2.5)
+    vitals.note_cpu(2.25)  # what an orphan took is in no sum any more
+    vitals.note_duty(0.125)
     # WHEN they are asked for
-    code, text = _get(server.url + "/metrics")
-    found = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    found = _metrics(server)
     # THEN they are what there was
-    assert code == 200
     assert found["aiflame_windows_total",] == 3
     assert found["aiflame_windows_lost_total",] == found["aiflame_stretches_lost_total",] == 1
     assert found["aiflame_stretches_total",] == 2
@@ -104,9 +113,57 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert found["aiflame_lost_total", "stack_lost"] == 3
     assert found["aiflame_lost_total", "naming_behind"] == 40
     assert sum(metric == "aiflame_lost_total" for metric, *_ in found) == 2
-    assert found["aiflame_export_sent_samples_total", "otlp"] == 90
-    assert found["aiflame_export_dropped_samples_total", "too old", "otlp"] == 7
-    assert found["aiflame_export_last_sent_timestamp_seconds", "otlp"] == 1.5e9
+    assert found["aiflame_self_cpu_seconds_total",] == 2.5
+    assert found["aiflame_resident_bytes",] == 6 and found["aiflame_map_bytes",] == 4
+    assert found["aiflame_duty_ratio",] == 0.125
+    assert found["aiflame_containers",] == 9 and found["aiflame_unresolved_containers",] == 2
+    assert found["aiflame_export_sent_total", "otlp"] == 90
+    assert found["aiflame_export_retried_total", "otlp"] == 2
+    assert found["aiflame_export_dropped_total", "too old", "otlp"] == 7
+    assert found["aiflame_spool_bytes", "otlp"] == 50
+    assert found["aiflame_last_export_timestamp_seconds", "otlp"] == 1.5e9
+
+
+def test_counters_go_on_where_the_process_that_sends_is_a_new_one(
+    server: HealthServer, vitals: Vitals
+) -> None:
+    def told(samples: int, dropped: int, last_s: float = 0.0) -> None:
+        counts = {"sent_samples": samples, "dropped_samples": {"too old": dropped}}
+        state = {**_SINKS["otlp"], **counts, "last_sent_unix_s": last_s}
+        vitals.note_report({"sinks": {"otlp": state}})
+
+    # GIVEN a process that has sent 90 samples, and another one that has sent more already
+    told(90, 7, 1.5e9)
+    vitals.note_naming_started()
+    assert _metrics(server)["aiflame_spool_bytes", "otlp"] == 50  # as far as is known
+    told(100, 8)
+    # AND a sink that was made anew within it
+    told(5, 1)
+    told(6, 1)
+    # THEN no sample is forgotten, nor when the last was taken
+    found = _metrics(server)
+    assert found["aiflame_export_sent_total", "otlp"] == 90 + 100 + 6
+    assert found["aiflame_export_dropped_total", "too old", "otlp"] == 7 + 8 + 1
+    assert found["aiflame_last_export_timestamp_seconds", "otlp"] == 1.5e9
+
+
+def test_reasons_of_drops_are_no_flood_of_series(server: HealthServer, vitals: Vitals) -> None:
+    reasons = {f"an error at {number}": 1 for number in range(1000)}
+    vitals.note_report({"sinks": {"otlp": {**_SINKS["otlp"], "dropped_samples": reasons}}})
+    found = {k: v for k, v in _metrics(server).items() if k[0] == "aiflame_export_dropped_total"}
+    assert sum(found.values()) == 1000
+    assert len(found) == 21
+
+
+def test_each_metric_is_described(server: HealthServer, vitals: Vitals) -> None:
+    vitals.note_report({"sinks": _SINKS})
+    vitals.note_memory(MemoryUse(1, 2, 3, 4), 150)
+    described = (Path(__file__).parents[2] / "deploy/README.md").read_text()
+    families = [*text_string_to_metric_families(_get(server.url + "/metrics")[1])]
+    assert len(families) > 10
+    for family in families:
+        total = "_total" if family.type == "counter" else ""
+        assert f"`{family.name}{total}" in described, family.name
 
 
 def _connect(server: HealthServer) -> socket.socket:
