@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -36,6 +40,37 @@ def test_all_ways_have_the_same_rights() -> None:
     # and podman's, in the text
     (words,) = re.findall(r"--cap-add=(\S+)", (DEPLOY / "README.md").read_text())
     assert set(words.split(",")) == given
+
+
+_SYSTEMD_ANALYZE = shutil.which("systemd-analyze")
+
+
+@pytest.fixture
+def unit_here(tmp_path: Path) -> Path:
+    """The unit, with the program of an installation in its place by one that is here."""
+    found = tmp_path / "aiflame-agent.service"
+    text = (DEPLOY / "systemd/aiflame-agent.service").read_text()
+    found.write_text(text.replace("/opt/aiflame/bin/aiflame", sys.executable))
+    return found
+
+
+@pytest.mark.skipif(_SYSTEMD_ANALYZE is None, reason="no systemd-analyze")
+def test_systemd_takes_the_unit_and_finds_it_guarded(unit_here: Path) -> None:
+    def analyze(*words: str) -> subprocess.CompletedProcess[str]:
+        assert _SYSTEMD_ANALYZE is not None
+        return subprocess.run(
+            [_SYSTEMD_ANALYZE, *words, str(unit_here)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"SYSTEMD_COLORS": "0", "LC_ALL": "C.UTF-8"},
+        )
+
+    verified = analyze("verify")
+    assert (verified.returncode, verified.stderr) == (0, "")
+    # AND what it may do is no more than now: 0 is nothing, 10 is all
+    judged = analyze("security", "--offline=yes", "--threshold=50")
+    assert judged.returncode == 0, judged.stdout
 
 
 def test_what_is_written_outlives_the_container() -> None:

@@ -7,6 +7,8 @@ import contextlib
 import socket
 import ssl
 import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +21,9 @@ from aiflame.agent.fleet import vitals as vitals_module
 from aiflame.agent.fleet.config import AgentSettings, load
 from aiflame.agent.fleet.health import HealthServer
 from aiflame.agent.fleet.memory import MemoryUse
+from aiflame.agent.fleet.probe import trouble
 from aiflame.agent.fleet.vitals import Vitals
+from deployment import container
 from prometheus_client.parser import text_string_to_metric_families
 from windows import RandomRecording
 
@@ -46,7 +50,8 @@ def vitals() -> Vitals:
 def server(vitals: Vitals) -> Iterator[HealthServer]:
     found = HealthServer(_settings(), vitals)
     yield found
-    found.close()
+    with contextlib.suppress(OSError):
+        found.close()
 
 
 def _get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tuple[int, str]:
@@ -239,6 +244,48 @@ def test_odd_requests_are_refused(
         odd.shutdown(socket.SHUT_WR)
         assert _all_of(odd).startswith(b"HTTP/1.1 " + status + b" ")
     assert _get(server.url + "/nothing")[0] == 404
+
+
+def test_a_probe_asks_as_the_kubelet_runs_it(server: HealthServer, vitals: Vitals) -> None:
+    address = server.url.removeprefix("http://")
+    (command,) = {
+        tuple(probe["exec"]["command"])
+        for name, probe in container().items()
+        if name.endswith("Probe")
+    }
+
+    def probed() -> tuple[int, str]:
+        # The interpreter of the image is this one.
+        words = [sys.executable, *command[1:]]
+        done = subprocess.run(
+            words, env={"AIFLAME_HEALTH": address}, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr
+
+    # GIVEN an agent that has not recorded anything THEN it is not healthy, and says why
+    assert probed() == (1, "no window was recorded yet\n")
+    # AND once it has, it is
+    vitals.note_window(RandomRecording(1).windows(1)[0], is_kept=True)
+    assert probed() == (0, "")
+    # AND WHEN nobody listens THEN it is not
+    server.close()
+    code, words = probed()
+    assert code == 1 and "Connection refused" in words
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1", b"\xff\r\n\r\n", b"SSH-2.0-x\r\n"])
+def test_a_probe_takes_no_other_answer_for_health(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        found: list[str] = []
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        asking = threading.Thread(target=lambda: found.append(trouble(address, "/healthz")))
+        asking.start()
+        connection, _ = other.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(answer)
+        asking.join()
+    assert found[0] != ""
 
 
 def test_a_head_has_no_body(server: HealthServer) -> None:
