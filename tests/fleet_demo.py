@@ -213,6 +213,7 @@ def record(out: Path, seconds: float) -> None:
         folder.chmod(0o755)
         log = out / "agent.log"
         with _serving(out / "store") as url, log.open("wb") as log_file:
+            (folder / "password").touch(0o600)
             (folder / "password").write_text(clickhouse_server.PASSWORD)
             # What else runs on this machine is left out, where it can be told from services.
             include = 'include = ["service=demo-*"]\n' if cgroup2_mounts() else ""

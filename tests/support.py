@@ -35,6 +35,7 @@ ABSENT_HERE = (
     "no FUSE in this kernel",
     "podman runs no containers here",
     "chDB is not installed",
+    "no systemd-analyze",
 )
 
 

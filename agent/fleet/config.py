@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ipaddress
 import platform
+import stat
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ _SINK_TABLE = "sinks"
 _SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # A configuration has some KB.
 _MAX_FILE_BYTES = 1 << 20
+
+# What holds a secret, of the agent and of sinks; Secret has its own.
+_SECRET_FILES = ("token_file", "password_file", "health_key_file")
 
 # The kernel's own limit for clock events is a period of 10 us (perf_swevent_init_hrtimer).
 _MAX_FREQUENCY_HZ = 100_000
@@ -284,12 +288,46 @@ def load(
     # Kubernetes makes variables of the names of services: AIFLAME_SERVICE_HOST is one of these.
     odd = sorted(n for n in environment if n.startswith(_VARIABLE_PREFIX) and n not in known)
     warnings = [f"{name} is no setting, and is ignored" for name in odd]
-    return _checked(given, tuple(warnings))
+    config = _checked(given, tuple(warnings))
+    _refuse_exposed(config, given, path)
+    return config
 
 
 def config_of(words: Mapping[str, Any]) -> AgentConfig:
     """Returns what `AgentConfig.plain` was made of."""
     return _checked(_flat(words, "the agent"), ())
+
+
+def _refuse_exposed(config: AgentConfig, given: Mapping[str, Given], file: Path | None) -> None:
+    """Refuses secrets that any user of this host can read.
+
+    Those of a group are its own choice: Kubernetes gives files to one by fsGroup. Tokens of service
+    accounts (`kubelet_token_file`) have the mode that the kubelet gives them.
+    """
+    for prefix, settings in (
+        ("", config.agent),
+        *((f"{_SINK_TABLE}.{name}.", settings) for name, settings in config.sinks.items()),
+    ):
+        for each in fields(settings):
+            value = getattr(settings, each.name)
+            if isinstance(value, Secret):
+                key = each.name if value.path is None else f"{each.name}_file"
+                is_in_file = prefix + key in given and given[prefix + key].source == str(file)
+                path = value.path or (file if is_in_file else None)
+            else:
+                key, path = each.name, value if each.name in _SECRET_FILES else None
+            if path is not None and _is_for_all(path):
+                raise UsageError(
+                    f"{prefix}{key}: all users of this host can read {path}",
+                    f"chmod 600 {path}; of a volume in Kubernetes, set defaultMode: 0400",
+                )
+
+
+def _is_for_all(path: Path) -> bool:
+    try:
+        return bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError:
+        return False  # whoever reads it says so
 
 
 def _lay_over(given: dict[str, Given], key: str, one: Given) -> None:

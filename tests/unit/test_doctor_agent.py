@@ -71,6 +71,7 @@ def test_configuration_that_the_agent_refuses_fails_and_says_why(tmp_path: Path)
 
 
 def test_secret_over_plain_http_to_another_host_fails(tmp_path: Path) -> None:
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("s3cret")
     text = f'[sinks.otlp]\nurl = "http://10.0.0.1:4318"\ntoken_file = "{tmp_path}/token"'
     with pytest.raises(UsageError, match="TLS") as refusal:

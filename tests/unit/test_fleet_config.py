@@ -76,6 +76,42 @@ def test_a_rule_means_the_same_wherever_it_is_given(
     assert f"exclude = {json.dumps([*more])}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        'health_token_file = "{}"',
+        'health_key_file = "{}"',
+        '[sinks.otlp]\nurl = "https://h"\ntoken_file = "{}"',
+        '[sinks.clickhouse]\nurl = "https://h"\nuser = "u"\npassword_file = "{}"',
+    ],
+)
+def test_a_secret_that_all_can_read_is_refused(tmp_path: Path, words: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    secret.chmod(0o644)
+    with pytest.raises(UsageError, match=r"_file: all users of this host can read") as refusal:
+        _loaded(tmp_path, words.format(secret))
+    assert "s3cret" not in str(refusal.value) and "chmod 600" in str(refusal.value.hint)
+    # AND one that is its group's, as volumes of Kubernetes may be, or our own, is taken
+    for mode in 0o640, 0o400:
+        secret.chmod(mode)
+        assert _loaded(tmp_path, words.format(secret)) is not None
+
+
+def test_a_file_with_a_secret_in_it_is_not_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text('health_token = "s3cret"')
+    path.chmod(0o644)
+    with pytest.raises(UsageError, match="health_token: all users of this host can read"):
+        load(path, {}, {})
+    # AND without one it may be, as a ConfigMap is
+    path.write_text("stretch = 10")
+    assert load(path, {}, {}).agent.stretch == 10
+    path.write_text('health_token = "s3cret"')
+    path.chmod(0o600)
+    assert load(path, {}, {}).agent.health_token is not None
+
+
 def test_a_secret_is_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
     for given in ["--health-token", "s3cret"], ["--health-token=s3cret"]:
         assert main(["agent", "--check-config", *given]) == 2

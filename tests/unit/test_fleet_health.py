@@ -327,6 +327,7 @@ def guarded(tmp_path: Path, vitals: Vitals) -> Iterator[tuple[HealthServer, ssl.
         check=True,
         capture_output=True,
     )
+    token.touch(0o600)
     token.write_text("secret\n")
     settings = _settings(
         health=f"{_ANYWHERE}:0",

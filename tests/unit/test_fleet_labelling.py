@@ -118,6 +118,7 @@ def test_each_sink_can_be_made(name: str, tmp_path: Path) -> None:
 
 def test_a_password_is_not_sent_in_the_clear(tmp_path: Path) -> None:
     password = tmp_path / "password"
+    password.touch(0o600)
     password.write_text("secret")
     flags = {
         "sinks.clickhouse.url": "http://clickhouse.example:8123",
