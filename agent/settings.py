@@ -16,6 +16,7 @@ import json
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -214,6 +215,41 @@ def _words_of(cls: type[Any], name: str) -> str:
     return name
 
 
+class Refusals:
+    """What is refused of a configuration: all of it is told, not only what comes first."""
+
+    def __init__(self) -> None:
+        self._errors: list[UsageError] = []
+
+    def add(self, error: UsageError) -> None:
+        """Takes one, or those that another one of these has raised."""
+        self._errors += error.errors if isinstance(error, _Several) else [error]
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Takes what is raised inside."""
+        try:
+            yield
+        except UsageError as error:
+            self.add(error)
+
+    def tell(self) -> None:
+        """Raises UsageError where there is any."""
+        if len(self._errors) > 1:
+            raise _Several(self._errors)
+        if self._errors:
+            raise self._errors[0]
+
+
+class _Several(UsageError):
+    """Several errors, a line each."""
+
+    def __init__(self, errors: Sequence[UsageError]) -> None:
+        lines = (f"  {error}" + (f" ({error.hint})" if error.hint else "") for error in errors)
+        super().__init__("\n".join((f"{len(errors)} settings are refused:", *lines)))
+        self.errors = [*errors]
+
+
 def made(cls: type[T], given: Mapping[str, Given], prefix: str = "") -> T:
     """Makes settings of what was given.
 
@@ -224,36 +260,44 @@ def made(cls: type[T], given: Mapping[str, Given], prefix: str = "") -> T:
 
     Raises:
         UsageError: A key is unknown or missing, or a value is none that is allowed. The message
-            names the key, where it came from, and what is allowed.
+            names the key, where it came from, and what is allowed; of all that is wrong.
     """
     declared = settings_of(cls)
+    refusals = Refusals()
     for key, value in given.items():
         if key not in declared:
-            raise unknown_key(prefix + key, value.source, [prefix + each for each in declared])
+            known = [prefix + each for each in declared]
+            refusals.add(unknown_key(prefix + key, value.source, known))
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         key, one = field.name, declared[field.name]
         file_key = key + _FILE_SUFFIX
-        if one.kind is Kind.SECRET and file_key in given:
-            source = given[file_key].source
-            if key in given:
-                raise UsageError(f"{source}: {prefix}{file_key}: {prefix}{key} is given as well")
-            path = _value(declared[file_key], given[file_key], prefix + file_key)
-            secret = Secret(path=path)
-            try:
-                secret.read()
-            except UsageError as error:
-                raise UsageError(f"{source}: {prefix}{file_key}: {error}") from error
-            values[key] = secret
-        elif key in given:
-            values[key] = _value(one, given[key], prefix + key)
-        elif field.default is dataclasses.MISSING:
-            raise UsageError(
-                f"{prefix}{key} is missing: {one.words}", f"give {prefix}{key}: {one.allowed}"
-            )
+        with refusals.taken():
+            if one.kind is Kind.SECRET and file_key in given:
+                values[key] = _secret_in_file(declared[file_key], given, key, prefix)
+            elif key in given:
+                values[key] = _value(one, given[key], prefix + key)
+            elif field.default is dataclasses.MISSING:
+                raise UsageError(
+                    f"{prefix}{key} is missing: {one.words}", f"give {prefix}{key}: {one.allowed}"
+                )
+    refusals.tell()
     found = cls(**values)
     _refuse_open_secrets(cls, found, given, prefix)
     return found
+
+
+def _secret_in_file(one: Setting, given: Mapping[str, Given], key: str, prefix: str) -> Secret:
+    file_key = key + _FILE_SUFFIX
+    source = given[file_key].source
+    if key in given:
+        raise UsageError(f"{source}: {prefix}{file_key}: {prefix}{key} is given as well")
+    secret = Secret(path=_value(one, given[file_key], prefix + file_key))
+    try:
+        secret.read()
+    except UsageError as error:
+        raise UsageError(f"{source}: {prefix}{file_key}: {error}") from error
+    return secret
 
 
 def unknown_key(key: str, source: str, known: Sequence[str]) -> UsageError:

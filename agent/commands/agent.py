@@ -17,7 +17,7 @@ from aiflame.agent.devices.choice import ChooseFamilies, choose_families
 from aiflame.agent.errors import UsageError
 from aiflame.agent.fleet.config import all_settings, flag_of, load
 from aiflame.agent.fleet.sinks import sink_module
-from aiflame.agent.settings import Kind
+from aiflame.agent.settings import Kind, Refusals
 
 NAME = "agent"
 
@@ -112,8 +112,11 @@ def run(args: argparse.Namespace, choose: ChooseFamilies = choose_families) -> i
     if args.check_config:
         for warning in config.warnings:
             sys.stderr.write(f"warning: {warning}\n")
+        refusals = Refusals()
         for name, settings in config.sinks.items():
-            sink_module(name).make(settings, config.agent.node_name)
+            with refusals.taken():
+                sink_module(name).make(settings, config.agent.node_name)
+        refusals.tell()
         sys.stdout.write(config.toml())
         return 0
     from aiflame.agent.fleet.agent import run_agent  # not to check a configuration

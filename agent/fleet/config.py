@@ -26,6 +26,7 @@ from aiflame.agent.fleet.sinks import SINKS, sink_module
 from aiflame.agent.settings import (
     Given,
     Kind,
+    Refusals,
     Secret,
     Setting,
     made,
@@ -274,9 +275,10 @@ def load(
         environment: Variables by name.
 
     Raises:
-        UsageError: It cannot be read, or is none that is allowed.
+        UsageError: It cannot be read, or is none that is allowed: all that is wrong is told.
     """
-    given = _of_file(path) if path is not None else {}
+    refusals = Refusals()
+    given = _of_file(path, refusals) if path is not None else {}
     keys = dict(all_settings())
     for key in keys:
         variable = variable_of(key)
@@ -288,14 +290,15 @@ def load(
     # Kubernetes makes variables of the names of services: AIFLAME_SERVICE_HOST is one of these.
     odd = sorted(n for n in environment if n.startswith(_VARIABLE_PREFIX) and n not in known)
     warnings = [f"{name} is no setting, and is ignored" for name in odd]
-    config = _checked(given, tuple(warnings))
+    config = _checked(given, tuple(warnings), refusals)
     _refuse_exposed(config, given, path)
     return config
 
 
 def config_of(words: Mapping[str, Any]) -> AgentConfig:
     """Returns what `AgentConfig.plain` was made of."""
-    return _checked(_flat(words, "the agent"), ())
+    refusals = Refusals()
+    return _checked(_flat(words, "the agent", refusals), (), refusals)
 
 
 def _refuse_exposed(config: AgentConfig, given: Mapping[str, Given], file: Path | None) -> None:
@@ -304,6 +307,7 @@ def _refuse_exposed(config: AgentConfig, given: Mapping[str, Given], file: Path 
     Those of a group are its own choice: Kubernetes gives files to one by fsGroup. Tokens of service
     accounts (`kubelet_token_file`) have the mode that the kubelet gives them.
     """
+    refusals = Refusals()
     for prefix, settings in (
         ("", config.agent),
         *((f"{_SINK_TABLE}.{name}.", settings) for name, settings in config.sinks.items()),
@@ -317,10 +321,13 @@ def _refuse_exposed(config: AgentConfig, given: Mapping[str, Given], file: Path 
             else:
                 key, path = each.name, value if each.name in _SECRET_FILES else None
             if path is not None and _is_for_all(path):
-                raise UsageError(
-                    f"{prefix}{key}: all users of this host can read {path}",
-                    f"chmod 600 {path}; of a volume in Kubernetes, set defaultMode: 0400",
+                refusals.add(
+                    UsageError(
+                        f"{prefix}{key}: all users of this host can read {path}",
+                        f"chmod 600 {path}; of a volume in Kubernetes, set defaultMode: 0400",
+                    )
                 )
+    refusals.tell()
 
 
 def _is_for_all(path: Path) -> bool:
@@ -336,7 +343,7 @@ def _lay_over(given: dict[str, Given], key: str, one: Given) -> None:
     given[key] = one
 
 
-def _of_file(path: Path) -> dict[str, Given]:
+def _of_file(path: Path, refusals: Refusals) -> dict[str, Given]:
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -347,10 +354,10 @@ def _of_file(path: Path) -> dict[str, Given]:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path}: not TOML: {error}") from error
-    return _flat(words, str(path))
+    return _flat(words, str(path), refusals)
 
 
-def _flat(words: Mapping[str, Any], source: str) -> dict[str, Given]:
+def _flat(words: Mapping[str, Any], source: str, refusals: Refusals) -> dict[str, Given]:
     """Returns values by their keys with the tables that they are in."""
     given: dict[str, Given] = {}
     for key, value in words.items():
@@ -358,29 +365,40 @@ def _flat(words: Mapping[str, Any], source: str) -> dict[str, Given]:
             given[key] = Given(value, source)
             continue
         if not isinstance(value, dict):
-            raise UsageError(f"{source}: {key}: not a table of sinks: [{key}.captures]")
+            refusals.add(UsageError(f"{source}: {key}: not a table of sinks: [{key}.captures]"))
+            continue
         for name, settings in value.items():
             if not isinstance(settings, dict):
-                raise UsageError(f"{source}: {key}.{name}: not a table: [{key}.{name}]")
+                refusals.add(UsageError(f"{source}: {key}.{name}: not a table: [{key}.{name}]"))
+                continue
             if name not in SINKS:
                 known = [f"{_SINK_TABLE}.{each}" for each in SINKS]
-                raise unknown_key(f"{_SINK_TABLE}.{name}", source, known)
+                refusals.add(unknown_key(f"{_SINK_TABLE}.{name}", source, known))
+                continue
             given[f"{_SINK_TABLE}.{name}."] = Given(None, source)  # on, also without a key
             for each, one in settings.items():
                 given[f"{_SINK_TABLE}.{name}.{each}"] = Given(one, source)
     return given
 
 
-def _checked(given: Mapping[str, Given], warnings: tuple[str, ...]) -> AgentConfig:
+def _checked(
+    given: Mapping[str, Given], warnings: tuple[str, ...], refusals: Refusals
+) -> AgentConfig:
     of_agent = {key: one for key, one in given.items() if not key.startswith(f"{_SINK_TABLE}.")}
-    agent = made(AgentSettings, of_agent)
-    _ = agent.selection  # a bad rule is refused here
-    _ = agent.health and agent.health_address
+    agent = AgentSettings()
+    with refusals.taken():
+        agent = made(AgentSettings, of_agent)
+    with refusals.taken():
+        _ = agent.selection  # a bad rule is refused here
+    with refusals.taken():
+        _ = agent.health and agent.health_address
     sinks = {}
     for name in SINKS:
         prefix = f"{_SINK_TABLE}.{name}."
         of_sink = {k.removeprefix(prefix): one for k, one in given.items() if k.startswith(prefix)}
         if of_sink:
             of_sink.pop("", None)
-            sinks[name] = made(sink_module(name).Settings, of_sink, prefix)
+            with refusals.taken():
+                sinks[name] = made(sink_module(name).Settings, of_sink, prefix)
+    refusals.tell()
     return AgentConfig(agent, sinks, warnings)

@@ -112,6 +112,27 @@ def test_a_file_with_a_secret_in_it_is_not_for_all(tmp_path: Path) -> None:
     assert load(path, {}, {}).agent.health_token is not None
 
 
+def test_all_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text(
+        "frequncy_hz = 19\nkeep_size = true\nexclude = 'nonsense'\n[sinks.otlb]\nurl = 'x'\n"
+        "[sinks.otlp]\nurl = 'ftp://h'\n[sinks.captures]\ndirectroy = '/x'\n"
+    )
+    assert main(["agent", "--config", str(path), "--stretch", "1s", "--check-config"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("aiflame: 7 settings are refused:\n")
+    for words in (
+        f"{path}: frequncy_hz: no such setting (did you mean frequency_hz?)",
+        f"{path}: keep_size: not a size",
+        "--stretch: stretch: not a time",
+        f"{path}: sinks.otlb: no such setting (did you mean sinks.otlp?)",
+        f"{path}: sinks.otlp.url: not a URL",
+        f"{path}: sinks.captures.directroy: no such setting (did you mean sinks.captures.directory",
+        "sinks.captures.directory is missing",
+    ):
+        assert f"\n  {words}" in said, words
+
+
 def test_a_secret_is_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
     for given in ["--health-token", "s3cret"], ["--health-token=s3cret"]:
         assert main(["agent", "--check-config", *given]) == 2
