@@ -51,7 +51,11 @@ def config(context: Context) -> Finding:
     for name, settings in found.sinks.items():
         sink_module(name).make(settings, found.agent.node_name)
     if found.warnings:
-        return warn("; ".join(found.warnings), None)
+        return warn(
+            "; ".join(found.warnings),
+            "unset them, or spell them as `aiflame agent --help` does; those that Kubernetes makes"
+            " of services end with enableServiceLinks: false",
+        )
     source = "defaults and variables" if context.config_path is None else str(context.config_path)
     if not found.sinks:
         return warn(

@@ -9,11 +9,12 @@ once something is said of it.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import platform
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ else:
     import tomli as tomllib
 
 _VARIABLE_PREFIX = "AIFLAME_"
+# How like another name one has to be: all have the prefix in common, and the names of services that
+# Kubernetes makes (AIFLAME_SERVICE_HOST, AIFLAME_PORT_80_TCP) are no misspelt settings.
+_NEAR = 0.85
 _SINK_TABLE = "sinks"
 # Where Kubernetes mounts what a pod's service account has.
 _SECRETS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -289,10 +293,15 @@ def load(
     known = {variable_of(key) for key in keys}
     # Kubernetes makes variables of the names of services: AIFLAME_SERVICE_HOST is one of these.
     odd = sorted(n for n in environment if n.startswith(_VARIABLE_PREFIX) and n not in known)
-    warnings = [f"{name} is no setting, and is ignored" for name in odd]
+    warnings = [f"{name} is no setting, and is ignored{_meant(name, known)}" for name in odd]
     config = _checked(given, tuple(warnings), refusals)
     _refuse_exposed(config, given, path)
     return config
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, _NEAR)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def config_of(words: Mapping[str, Any]) -> AgentConfig:

@@ -190,6 +190,9 @@ def test_the_variable_or_flag_is_named(tmp_path: Path) -> None:
 def test_names_that_kubernetes_makes_are_no_error() -> None:
     config = load(None, {}, {"AIFLAME_SERVICE_HOST": "10.0.0.1", "HOME": "/root"})
     assert config.warnings == ("AIFLAME_SERVICE_HOST is no setting, and is ignored",)
+    # AND one that is misspelt is told what it may be
+    (warning,) = load(None, {}, {"AIFLAME_FREQUNCY_HZ": "9"}).warnings
+    assert warning.endswith("ignored: did you mean AIFLAME_FREQUENCY_HZ?")
 
 
 def test_the_check_prints_what_it_read_and_ends_with_0_or_2(
