@@ -58,6 +58,10 @@ from aiflame.agent.recording.recorder import Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
 from aiflame.gpu.base import Loading, Wanted
 
+# Of all files of the agent and of its children nothing is for others: they hold names of processes
+# of this host. What targets have to read has its mode set.
+_PRIVATE = 0o077
+
 # From a signal to the end. Kubernetes kills after 30 s, systemd after 90 s.
 _END_S = 10.0
 # What stays of it for the collector to end, and what it may wait for stacks of the last stretch.
@@ -149,6 +153,7 @@ def run_agent(
     """
     map_large_blocks()
     descriptors.raise_limit()
+    os.umask(_PRIVATE)
     require_host_pids()
     checks.require_all()
     settings = config.agent

@@ -195,6 +195,7 @@ def test_nothing_is_lost_while_a_back_end_is_away(
     assert sum(sent) > 0
     # Captures are private.
     assert {path.stat().st_mode & 0o777 for path in agent.captures.iterdir()} == {0o600}
+    assert [path for path in agent.directory.rglob("*") if path.stat().st_mode & 0o077] == []
 
 
 def test_a_killed_agent_sends_the_rest_when_it_is_started_again(agent: _Agent) -> None:
