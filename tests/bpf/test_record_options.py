@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
 from recordings import Recording, Workload, children_of, public_folder
+from support import wait_until
 
 pytestmark = pytest.mark.bpf
 
@@ -226,6 +228,14 @@ def test_missing_capabilities_are_said_with_the_cure_that_helps(
     assert "CAP_SYSLOG" in said and "sysctl" not in said
 
 
+def _children_commands(pid: int) -> list[str]:
+    found = []
+    for child in children_of(pid):
+        with suppress(OSError):  # it has ended since
+            found.append(Path(f"/proc/{child}/cmdline").read_text())
+    return found
+
+
 def test_of_files_that_were_recorded_before_no_table_is_built(tmp_path: Path) -> None:
     # GIVEN a program of the system, all of whose tables are in the cache, that of the vDSO as well
     sleeping = subprocess.Popen(["sleep", "600"])
@@ -233,13 +243,14 @@ def test_of_files_that_were_recorded_before_no_table_is_built(tmp_path: Path) ->
         for name in ("first", "second"):
             (tmp_path / name).mkdir()
             with Recording(tmp_path / name, "-p", sleeping.pid) as recording:
-                commands = [
-                    Path(f"/proc/{child}/cmdline").read_text()
-                    for child in children_of(recording.pid)
-                ]
+                wait_until(
+                    lambda pid=recording.pid: any(
+                        "capture_worker" in command for command in _children_commands(pid)
+                    )
+                )
+                commands = _children_commands(recording.pid)
                 recording.stop()
     finally:
         sleeping.kill()
         sleeping.wait()
-    assert any("capture_worker" in command for command in commands)
     assert not any("unwind.worker" in command for command in commands)
