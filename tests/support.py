@@ -32,6 +32,7 @@ ABSENT_HERE = (
     "no OpenCL loader",
     "no nvcc",
     "no CUDA runtime",
+    "no release of CUPTI",
     "no FUSE in this kernel",
     "podman runs no containers here",
     "chDB is not installed",

@@ -29,9 +29,11 @@ SAME(CUPTI_TAKEN, CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED);
 SAME(CUPTI_VIRTUAL_NO_RIGHTS, CUPTI_ERROR_VIRTUALIZED_DEVICE_INSUFFICIENT_PRIVILEGES);
 SAME(CUPTI_CONFIDENTIAL, CUPTI_ERROR_CONFIDENTIAL_COMPUTING_NOT_SUPPORTED);
 SAME(CUPTI_CMP, CUPTI_ERROR_CMP_DEVICE_NOT_SUPPORTED);
+#if CUPTI_API_VERSION >= 26 /* of CUDA 12.8; that of 12.4 has no such numbers */
 SAME(CUPTI_MIG, CUPTI_ERROR_MIG_DEVICE_NOT_SUPPORTED);
 SAME(CUPTI_SLI, CUPTI_ERROR_SLI_DEVICE_NOT_SUPPORTED);
 SAME(CUPTI_WSL, CUPTI_ERROR_WSL_DEVICE_NOT_SUPPORTED);
+#endif
 
 SAME(CU_MULTIPROCESSORS, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 SAME(CU_CLOCK_KHZ, CU_DEVICE_ATTRIBUTE_CLOCK_RATE);
@@ -46,14 +48,18 @@ AT(cu_launch_config, stream, CUlaunchConfig, hStream);
 SAME(CUPTI_DRIVER, CUPTI_CB_DOMAIN_DRIVER_API);
 SAME(CUPTI_RUNTIME, CUPTI_CB_DOMAIN_RUNTIME_API);
 SAME(CUPTI_RESOURCE, CUPTI_CB_DOMAIN_RESOURCE);
+#if CUPTI_API_VERSION >= 22 /* of CUDA 12.4; that of 12.1 tells no such state */
 SAME(CUPTI_STATE, CUPTI_CB_DOMAIN_STATE);
+#endif
 SAME(CUPTI_CONTEXT_CREATED, CUPTI_CBID_RESOURCE_CONTEXT_CREATED);
 SAME(CUPTI_CONTEXT_DESTROYED, CUPTI_CBID_RESOURCE_CONTEXT_DESTROY_STARTING);
 SAME(CUPTI_MODULE_LOADED, CUPTI_CBID_RESOURCE_MODULE_LOADED);
 SAME(CUPTI_MODULE_UNLOADED, CUPTI_CBID_RESOURCE_MODULE_UNLOAD_STARTING);
 SAME(CUPTI_NODE_CREATED, CUPTI_CBID_RESOURCE_GRAPHNODE_CREATED);
 SAME(CUPTI_NODE_CLONED, CUPTI_CBID_RESOURCE_GRAPHNODE_CLONED);
+#if CUPTI_API_VERSION >= 22 /* of CUDA 12.4; that of 12.1 tells no such state */
 SAME(CUPTI_FATAL, CUPTI_CBID_STATE_FATAL_ERROR);
+#endif
 SAME(CUPTI_ENTER, CUPTI_API_ENTER);
 SAME(CUPTI_EXIT, CUPTI_API_EXIT);
 
@@ -74,7 +80,9 @@ SIZE(cupti_graph_data, CUpti_GraphData);
 AT(cupti_graph_data, node, CUpti_GraphData, node);
 AT(cupti_graph_data, original_node, CUpti_GraphData, originalNode);
 AT(cupti_graph_data, node_type, CUpti_GraphData, nodeType);
+#if CUPTI_API_VERSION >= 22 /* of CUDA 12.4; that of 12.1 tells no such state */
 AT(cupti_state_data, message, CUpti_StateData, notification.message);
+#endif
 
 SAME(DRIVER_LAUNCH, CUPTI_DRIVER_TRACE_CBID_cuLaunch);
 SAME(DRIVER_LAUNCH_GRID, CUPTI_DRIVER_TRACE_CBID_cuLaunchGrid);
@@ -94,8 +102,10 @@ SAME(DRIVER_BEGIN_CAPTURE_V2, CUPTI_DRIVER_TRACE_CBID_cuStreamBeginCapture_v2);
 SAME(DRIVER_BEGIN_CAPTURE_V2_PTSZ, CUPTI_DRIVER_TRACE_CBID_cuStreamBeginCapture_v2_ptsz);
 SAME(DRIVER_LAUNCH_KERNEL_EX, CUPTI_DRIVER_TRACE_CBID_cuLaunchKernelEx);
 SAME(DRIVER_LAUNCH_KERNEL_EX_PTSZ, CUPTI_DRIVER_TRACE_CBID_cuLaunchKernelEx_ptsz);
+#if CUPTI_API_VERSION >= 22 /* of CUDA 12.4; that of 12.1 has no such calls */
 SAME(DRIVER_BEGIN_CAPTURE_TO_GRAPH, CUPTI_DRIVER_TRACE_CBID_cuStreamBeginCaptureToGraph);
 SAME(DRIVER_BEGIN_CAPTURE_TO_GRAPH_PTSZ, CUPTI_DRIVER_TRACE_CBID_cuStreamBeginCaptureToGraph_ptsz);
+#endif
 SAME(RUNTIME_LAUNCH_KERNEL, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
 SAME(RUNTIME_LAUNCH_KERNEL_PTSZ, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_ptsz_v7000);
 SAME(RUNTIME_LAUNCH_COOPERATIVE, CUPTI_RUNTIME_TRACE_CBID_cudaLaunchCooperativeKernel_v9000);
@@ -140,14 +150,16 @@ AT(cupti_kernel, graph, KERNEL, graphId);
 SIZE(cupti_pc_reason, CUpti_PCSamplingStallReason);
 AT(cupti_pc_reason, reason, CUpti_PCSamplingStallReason, pcSamplingStallReasonIndex);
 AT(cupti_pc_reason, samples, CUpti_PCSamplingStallReason, samples);
+#if CUPTI_API_VERSION >= 22 /* of CUDA 12.4; that of 12.1 has no id in it, and is not asked */
 SIZE(cupti_pc, CUpti_PCSamplingPCData);
+AT(cupti_pc, correlation, CUpti_PCSamplingPCData, correlationId);
+#endif
 AT(cupti_pc, cubin_crc, CUpti_PCSamplingPCData, cubinCrc);
 AT(cupti_pc, offset, CUpti_PCSamplingPCData, pcOffset);
 AT(cupti_pc, function, CUpti_PCSamplingPCData, functionIndex);
 AT(cupti_pc, function_name, CUpti_PCSamplingPCData, functionName);
 AT(cupti_pc, reason_count, CUpti_PCSamplingPCData, stallReasonCount);
 AT(cupti_pc, reasons, CUpti_PCSamplingPCData, stallReason);
-AT(cupti_pc, correlation, CUpti_PCSamplingPCData, correlationId);
 SIZE(cupti_pc_data, CUpti_PCSamplingData);
 AT(cupti_pc_data, wanted_pcs, CUpti_PCSamplingData, collectNumPcs);
 AT(cupti_pc_data, samples, CUpti_PCSamplingData, totalSamples);

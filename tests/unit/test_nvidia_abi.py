@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the helper declares of CUPTI is what NVIDIA has published.
+"""What the helper declares of CUPTI is what NVIDIA has published, and its library is met.
 
-Headers are those of a CUDA toolkit, and of wheels of PyPI, unpacked below the folder that
-AIFLAME_CUDA_WHEELS names: `pip download --no-deps` of nvidia-cuda-cupti-cu12, nvidia-cuda-cupti and
-nvidia-cuda-runtime of the same versions. Those of the toolkit have what is common to all.
+Headers and libraries are those of a CUDA toolkit, where there is one, and those that
+tests/standin/fetch_cupti.sh unpacks from PyPI's wheels.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,61 +14,60 @@ from pathlib import Path
 
 import pytest
 from aiflame.gpu import protocol
-from nvidia_helper import HELPER, ROOT, STANDIN
+from aiflame.gpu.protocol import HelperError, HelperTier
+from nvidia_helper import HELPER, ROOT, STANDIN, Target, build
 
-_TOOLKIT = Path("/usr/local/cuda/include")
+_RELEASES = ROOT / "build/cupti"
+_TOOLKIT = "toolkit"
+# As the script has them: the first and the last of a major version, those between that changed.
+_VERSIONS = ("12.1.105", "12.4.127", "12.9.79", "13.0.85", "13.1.115", "13.5.25")
 
 
-def _toolkit() -> list[Path]:
+def _toolkits() -> list[Path]:
     nvcc = shutil.which("nvcc")
-    places = [_TOOLKIT, *([Path(nvcc).resolve().parents[1] / "include"] if nvcc else [])]
-    places += sorted(Path("/usr/local").glob("cuda-*/include"))
-    return [place for place in places if (place / "cupti.h").exists()][:1]
+    places = [Path("/usr/local/cuda"), *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
+    places += sorted(Path("/usr/local").glob("cuda-*"))
+    return [place for place in places if (place / "include/cupti.h").exists()][:1]
 
 
-def _include_folders() -> list[list[Path]]:
-    """Returns the folders of each version."""
-    toolkit = _toolkit()
-    found = [toolkit] if toolkit else []
-    wheels = os.environ.get("AIFLAME_CUDA_WHEELS")
-    if wheels and toolkit:
-        headers = sorted(Path(wheels).rglob("cupti_pcsampling.h"))
-        found += [[header.parent, *_runtimes(Path(wheels), header), *toolkit] for header in headers]
-    return found
+def _place(version: str) -> Path:
+    """Returns where a version is."""
+    if version != _TOOLKIT:
+        if not (_RELEASES / version).is_dir():
+            pytest.skip(f"no release of CUPTI {version}: tests/standin/fetch_cupti.sh")
+        return _RELEASES / version
+    found = _toolkits()
+    if not found:
+        pytest.skip("no CUDA runtime with CUPTI")
+    return found[0]
 
 
-def _runtimes(wheels: Path, cupti: Path) -> list[Path]:
-    """Returns where cuda.h is, of the same major version."""
-    version = re.search(r"cupti(?:_cu12)?-(\d+)", str(cupti))
-    return [
-        header.parent
-        for header in sorted(wheels.rglob("cuda.h"))
-        if version and f"-{version[1]}." in str(header)
-    ]
+def _library(place: Path) -> Path:
+    found = [*place.glob("lib*/libcupti.so.1?"), *place.glob("extras/CUPTI/lib*/libcupti.so.1?")]
+    if not found:
+        pytest.skip("no CUDA runtime with a libcupti")
+    return found[0]
 
 
-@pytest.fixture(params=range(3))
-def include(request: pytest.FixtureRequest) -> list[Path]:
-    versions = _include_folders()
-    if request.param >= len(versions):
-        pytest.skip("no CUDA runtime headers of that many versions")
-    return versions[request.param]
+@pytest.fixture(params=(_TOOLKIT, *_VERSIONS))
+def place(request: pytest.FixtureRequest) -> Path:
+    return _place(request.param)
 
 
-def _compile(source: Path, include: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
-    folders = [part for folder in include for part in ("-idirafter", str(folder))]
-    command = ["gcc", "-std=gnu11", "-fsyntax-only", *flags, *folders, str(source)]
+def _compile(source: Path, place: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    folder = ["-idirafter", str(place / "include")]
+    command = ["gcc", "-std=gnu11", "-fsyntax-only", *flags, *folder, str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_every_size_offset_and_number_is_nvidias(include: list[Path]) -> None:
-    text = "".join((include[0] / name).read_text() for name in ("cupti_activity.h",))
+def test_every_size_offset_and_number_is_nvidias(place: Path) -> None:
+    text = (place / "include/cupti_activity.h").read_text()
     newest = max(int(number) for number in re.findall(r"} CUpti_ActivityKernel(\d+);", text))
-    done = _compile(STANDIN / "abi_check.c", include, f"-DKERNEL=CUpti_ActivityKernel{newest}")
+    done = _compile(STANDIN / "abi_check.c", place, f"-DKERNEL=CUpti_ActivityKernel{newest}")
     assert done.returncode == 0, done.stderr[:2000]
 
 
-def test_the_check_finds_what_is_wrong(include: list[Path], tmp_path: Path) -> None:
+def test_the_check_finds_what_is_wrong(place: Path, tmp_path: Path) -> None:
     # GIVEN a declaration in which a field has another size
     (tmp_path / "tests/standin").mkdir(parents=True)
     (tmp_path / "gpu/nvidia/helper").mkdir(parents=True)
@@ -81,26 +78,48 @@ def test_the_check_finds_what_is_wrong(include: list[Path], tmp_path: Path) -> N
     assert wrong != declared
     (tmp_path / "gpu/nvidia/helper/cupti.h").write_text(wrong)
     source = Path(shutil.copy(STANDIN / "abi_check.c", tmp_path / "tests/standin"))
-    done = _compile(source, include, "-DKERNEL=CUpti_ActivityKernel9")
+    done = _compile(source, place, "-DKERNEL=CUpti_ActivityKernel9")
     assert done.returncode and "cubin_crc" in done.stderr
 
 
-def test_every_function_is_in_nvidias_library() -> None:
-    libraries = [
-        library
-        for place in _toolkit()
-        for library in (place.parent / "lib64").glob("libcupti.so.*")
-    ]
-    if not libraries:
-        pytest.skip("no CUDA runtime with a libcupti")
+def test_every_function_is_in_nvidias_library(place: Path) -> None:
     listing = subprocess.run(
-        ["readelf", "-W", "--dyn-syms", libraries[0]], capture_output=True, text=True, check=True
+        ["readelf", "-W", "--dyn-syms", _library(place)], capture_output=True, text=True, check=True
     ).stdout
-    declared = set(re.findall(r"\b[VSO]\((cupti\w+)", (HELPER / "library.h").read_text()))
+    declared = set(re.findall(r"\b([VSO])\((cupti\w+)", (HELPER / "library.h").read_text()))
     assert len(declared) > 25
-    missing = {name for name in declared if f" {name}@" not in listing}
-    # Of later versions.
-    assert all(name.endswith("_v2") for name in missing)
+    missing = {(use, name) for use, name in declared if f" {name}@" not in listing}
+    # Those for several subscribers are of later versions; it goes without.
+    assert all(use == "O" and name.endswith("_v2") for use, name in missing)
+    assert not missing or place.name != _VERSIONS[-1]
+
+
+@pytest.mark.parametrize("version", _VERSIONS)
+def test_nvidias_library_without_nvidias_driver_costs_the_program_nothing(
+    version: str, tmp_path: Path
+) -> None:
+    # GIVEN NVIDIA's own CUPTI, and a driver that is not NVIDIA's
+    library = _library(_place(version))
+    folder = build(tmp_path)
+    (folder / "libcupti.so.12").unlink()
+    shutil.copy(library, folder)
+    with Target(folder) as target:
+        target.obey("init", "context 0", f"load {target.helper}")
+        # WHEN stalls are asked for
+        with target.control() as control:
+            control.start(tier=2)
+            told = target.read_until(lambda told: told.failed)
+            # THEN it says which call the library refused, and why
+            why = told.hellos[-1].why
+            assert told.tier is HelperTier.LAUNCHES
+            assert {error for error, _ in told.failed} == {HelperError.CALL}
+            assert re.fullmatch(r"cupti\w+ failed: .*(CUPTI_ERROR_\w+|go with the driver)", why), (
+                why
+            )
+            # and the program goes on
+            assert target.obey("module 100", "function 0 k", "launch 0 1 3 0", "sync") == 0
+        target.send("exit 3")
+        assert target.process.wait(10) == 3
 
 
 # What both halves of the protocol have
