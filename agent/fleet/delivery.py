@@ -2,8 +2,10 @@
 """What waits for a back-end: requests in files, sent in their order, dropped only for a reason.
 
 A request is on disk before it is sent, and until it was: an agent that is killed sends it when it
-is started again. Once the bytes that may wait are exceeded, or a request is older than its back-end
-takes, the oldest is dropped and counted: with all of its stretch of time, where there is no room.
+is started again. All requests of a stretch come into the queue together, and once: they are written
+aside, then a file says that they are queued, then they get their names. Once the bytes that may
+wait are exceeded, or a request is older than its back-end takes, the oldest is dropped and counted:
+with all of its stretch, where there is no room.
 
 Each back-end has a queue and a thread of its own.
 """
@@ -17,7 +19,7 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +51,10 @@ _MAX_WAITING = 1 << 18
 _NAME = "{:012d}-{:020d}-{}-{:08x}.request"
 _PATTERN = re.compile(r"(\d{12})-(\d{20})-(\d{1,19})-([0-9a-f]{8})\.request")
 _UNFINISHED = ".new"
+# Of a request that is written, and not queued yet.
+_ASIDE = ".aside"
+# Holds the latest stretch that was queued, and the number of its last request.
+_QUEUED = "queued"
 
 _NS_PER_S = 1_000_000_000
 
@@ -149,6 +155,7 @@ class Delivery:
         self._is_sending = self._is_closed = self._is_hurried = False
         self._asked_until_s = 0.0
         self._given_up_unix_ns: int | None = None
+        self._queued = ""
         self._read_folder()
         self._thread: threading.Thread | None = None
 
@@ -158,16 +165,34 @@ class Delivery:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, requests: Iterable[Request]) -> None:
-        """Takes requests, in their order; each is on disk when the next is asked for.
+    def put(self, requests: Iterable[Request], stretch: str = "") -> None:
+        """Takes the requests of a stretch, in their order.
 
-        What finds no room on the disk is dropped and counted.
+        Each is on disk when the next is asked for. What finds no room there is dropped and counted.
+
+        Args:
+            requests: They. Where one cannot be made, none is queued.
+            stretch: Its name: where it is that of the latest, which an agent had queued before it
+                was killed, nothing is done.
         """
+        if stretch and stretch == self._queued:
+            return
+        aside: list[WaitingRequest] = []
+        try:
+            for one in self._written_aside(requests):
+                aside.append(one)  # noqa: PERF402 - to know them where one cannot be made
+        except BaseException:
+            for one in aside:
+                self._aside(one).unlink(missing_ok=True)
+            raise
+        if stretch:
+            self._note_queued(stretch)
+        for one in aside:
+            self._queue(one)
+
+    def _written_aside(self, requests: Iterable[Request]) -> Iterator[WaitingRequest]:
         for request in requests:
             with self._lock:
-                if self._is_given_up(request.begin_unix_ns):
-                    self._drop(request.samples, _FULL)
-                    continue
                 number, self._next = self._next, self._next + 1
             one = WaitingRequest(
                 number,
@@ -186,11 +211,31 @@ class Delivery:
                     f"sink {self._sink.name}: cannot write {self._folder}: {error.strerror}",
                 )
                 continue
-            with self._lock:
-                self._waiting.append(one)
-                self._bytes += one.size_bytes
-                self._trim()
-                self._lock.notify_all()
+            yield one
+
+    def _note_queued(self, stretch: str) -> None:
+        """From here on a stretch is queued, whenever this process ends."""
+        self._queued = stretch
+        new = self._folder / f"{_QUEUED}{_UNFINISHED}"
+        with suppress(OSError):  # where there is no room, it may come twice
+            new.write_text(f"{stretch} {self._next}")
+            new.rename(self._folder / _QUEUED)
+
+    def _queue(self, one: WaitingRequest) -> None:
+        with suppress(OSError):  # it is read by its name, and found to be missing
+            self._aside(one).rename(self._folder / one.name)
+        with self._lock:
+            if self._is_given_up(one.begin_unix_ns):
+                (self._folder / one.name).unlink(missing_ok=True)
+                self._drop(one.samples, _FULL)
+                return
+            self._waiting.append(one)
+            self._bytes += one.size_bytes
+            self._trim()
+            self._lock.notify_all()
+
+    def _aside(self, one: WaitingRequest) -> Path:
+        return self._folder / f"{one.name}{_ASIDE}"
 
     def take_dropped(self) -> Counter[str]:
         """Returns the samples that were dropped since the last call, by reason."""
@@ -257,6 +302,7 @@ class Delivery:
     # What follows is called with the lock, or by the thread alone.
 
     def _read_folder(self) -> None:
+        self._end_queueing()
         for path in sorted(self._folder.iterdir()):
             one = request_of_name(path.name)
             if one is None:
@@ -266,8 +312,21 @@ class Delivery:
             one = one._replace(size_bytes=path.stat().st_size)
             self._waiting.append(one)
             self._bytes += one.size_bytes
-            self._next = one.number + 1
+            self._next = max(self._next, one.number + 1)
         self._trim()
+
+    def _end_queueing(self) -> None:
+        """Queues what an agent that was killed had only begun to queue; drops what it had not."""
+        with suppress(OSError, ValueError):
+            words = (self._folder / _QUEUED).read_text().split()
+            self._queued, self._next = words[0], int(words[1])
+        for path in sorted(self._folder.glob(f"*{_ASIDE}")):
+            name = path.name.removesuffix(_ASIDE)
+            one = request_of_name(name)
+            if one is not None and one.number < self._next:
+                path.rename(self._folder / name)
+            else:
+                path.unlink()
 
     def _write(self, one: WaitingRequest, body: bytes) -> None:
         unfinished = self._folder / f"{one.number}{_UNFINISHED}"
@@ -276,7 +335,7 @@ class Delivery:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(body)
-            unfinished.rename(self._folder / one.name)
+            unfinished.rename(self._aside(one))
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise

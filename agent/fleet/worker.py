@@ -272,7 +272,7 @@ class _Worker:
             labels = self._labels(profile, database)
             if self._labelling is not None:
                 profile = replace(profile, losses=(*profile.losses, *self._labelling.losses))
-            self._encode(profile, labels)
+            self._encode(folder.name, profile, labels)
             for name, sink in self._sinks.items():
                 if isinstance(sink, CaptureFiles):
                     self._keep(name, sink, database, profile)
@@ -331,13 +331,13 @@ class _Worker:
             writer.close()
         return labels
 
-    def _encode(self, profile: Profile, labels: Sequence[Labels | None]) -> None:
+    def _encode(self, stretch: str, profile: Profile, labels: Sequence[Labels | None]) -> None:
         if not self._deliveries:
             return
         batches = [*batches_of(profile, labels)]
         for name, delivery in self._deliveries.items():
             try:
-                delivery.put(self._sinks[name].encode(batches))
+                delivery.put(self._sinks[name].encode(batches), stretch)
             except Exception as error:  # noqa: PERF203 - of one sink; the others get theirs
                 samples = int(profile.samples["count"].sum())
                 self._log.say_seldom(f"{name} encode", f"sink {name}: {_words(error)}")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -414,3 +414,72 @@ def test_reasons_have_no_words_of_a_back_end(tmp_path: Path, log: Log) -> None:
     lines = (tmp_path / "log").read_text().splitlines()
     assert any("profile" in line for line in lines)
     assert all(len(line) < 1_000 and line.isprintable() for line in lines)
+
+
+class _Killed(BaseException):
+    """Ends a process at once, as far as it goes within one."""
+
+
+@pytest.mark.parametrize("moment", range(1, 40))
+def test_a_stretch_comes_once_whenever_an_agent_is_killed(
+    moment: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: Log
+) -> None:
+    """It is given again by the next, which does not know how far the first has come."""
+    folder = tmp_path / "spool"
+    stretch = [_request(n, 1, _NOW_NS) for n in range(3)]
+    # GIVEN an agent that is killed at some change of a file
+    left = [moment]
+
+    def counted(change: Callable[..., object]) -> Callable[..., object]:
+        def done(*words: object, **more: object) -> object:
+            left[0] -= 1
+            if left[0] == 0:
+                raise _Killed
+            return change(*words, **more)
+
+        return done
+
+    sink = _Sink(_takes)
+    with _delivery(sink, folder, log, starts=False) as delivery:
+        delivery.put([_request(9, 1, _NOW_NS - 1)], "before")
+        with monkeypatch.context() as patch:
+            for name in ("rename", "unlink", "write_text"):
+                patch.setattr(Path, name, counted(getattr(Path, name)))
+            with suppress(_Killed):
+                delivery.put(iter(stretch), "this")
+    was_killed = left[0] <= 0
+    # WHEN the next one is given the same
+    with _delivery(sink, folder, log) as delivery:
+        delivery.put(iter(stretch), "this")
+        wait_until(lambda: not delivery.state().waiting_requests)
+        delivery.put([_request(10)], "after")
+        wait_until(lambda: not delivery.state().waiting_requests)
+    # THEN each request came once, in order
+    assert sink.got == [_request(n).body for n in (9, 0, 1, 2, 10)]
+    assert {path.name for path in folder.iterdir()} == {"queued"}
+    assert was_killed or moment > 7
+
+
+def test_what_was_sent_before_an_agent_was_killed_is_not_sent_again(
+    tmp_path: Path, log: Log
+) -> None:
+    stretch = [_request(n, 1, _NOW_NS) for n in range(3)]
+    sink = _Sink(_takes)
+    for _ in range(2):
+        with _delivery(sink, tmp_path / "spool", log) as delivery:
+            delivery.put(iter(stretch), "this")
+            wait_until(lambda delivery=delivery: not delivery.state().waiting_requests)
+    assert sink.got == [request.body for request in stretch]
+
+
+def test_a_stretch_that_cannot_be_encoded_leaves_no_part(tmp_path: Path, log: Log) -> None:
+    def broken() -> Iterator[Request]:
+        yield _request(0)
+        raise ValueError("no words for it")
+
+    folder = tmp_path / "spool"
+    with _delivery(_Sink(_is_away), folder, log, starts=False) as delivery:
+        with pytest.raises(ValueError, match="no words"):
+            delivery.put(broken(), "this")
+        assert delivery.state().waiting_requests == 0
+        assert list(folder.iterdir()) == []
