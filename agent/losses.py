@@ -462,6 +462,14 @@ class LossKind(enum.Enum):
         "samples of earlier stretches that a back-end did not take, or that waited too long for it",
         cure="the agent's log says when; raise spool_size where it was full",
     )
+    STRETCHES_LOST = _Entry(
+        "stretches of time that an agent recorded, and neither named nor sent",
+        cure="the agent's log says why; raise keep_size where they had no room",
+    )
+    CAPTURES_NOT_WRITTEN = _Entry(
+        "captures that an agent was to keep, and could not write",
+        cure="free some space where the sink captures writes to, or set another directory",
+    )
     UNNAMED_CONTAINERS = _Entry(
         "containers of which only the id is known: what they did is there, as unknown-container",
         cure="set kubelet, or let the agent read the files of the container engine",

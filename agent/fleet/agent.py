@@ -452,7 +452,9 @@ class _Agent:
         settings = self._config.agent
         current = None if self._stretch is None else self._stretch.folder
         keep_s = 0.0 if room_only else settings.keep
-        self._stretches.trim(current, time.time_ns(), keep_s, settings.keep_size)
+        unsent = self._stretches.trim(current, time.time_ns(), keep_s, settings.keep_size)
+        if unsent and self._naming is not None:
+            self._naming.tell(lost=unsent)
         if not room_only:
             self._tidied_s = time.monotonic()
             give_back_freed_memory()

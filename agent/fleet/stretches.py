@@ -103,7 +103,7 @@ class Stretches:
         """Returns the folders of those that are not done, oldest first."""
         return [path for path in self.all() if not is_done(path)]
 
-    def trim(self, current: Path | None, now_unix_ns: int, keep_s: float, bytes_max: int) -> None:
+    def trim(self, current: Path | None, now_unix_ns: int, keep_s: float, bytes_max: int) -> int:
         """Removes what is done and old, and then the oldest until the rest may stay.
 
         Args:
@@ -111,6 +111,9 @@ class Stretches:
             now_unix_ns: The time.
             keep_s: How long the newest stay.
             bytes_max: How much they may take.
+
+        Returns:
+            How many were removed that had not been sent.
         """
         found = self.all()
         sizes = {path: _size_bytes(path) for path in found}
@@ -122,13 +125,16 @@ class Stretches:
             if is_old or total > bytes_max:
                 total -= sizes[path]
                 shutil.rmtree(path, ignore_errors=True)
+        unsent = 0
         for path in [path for path in found if path != current and path.is_dir()]:
             if total > bytes_max:
+                unsent += 1
                 total -= sizes[path]
                 shutil.rmtree(path, ignore_errors=True)
                 self._log.say_seldom(
                     "stretch dropped", f"stretch {path.name} dropped unsent: more than `keep_size`"
                 )
+        return unsent
 
 
 def folders_of(directory: Path) -> list[Path]:

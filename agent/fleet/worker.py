@@ -147,6 +147,7 @@ class _Worker:
     ) -> None:
         self._spool = Spool(directory / _SPOOL)
         self._dropped: Counter[str] = Counter()  # of destinations that are configured no more
+        self._lost: Counter[LossKind] = Counter()  # of earlier stretches
         self._channel = channel
         self._naming = naming
         self._lateness = lateness
@@ -173,6 +174,8 @@ class _Worker:
             self._finish(stretch)
         elif "left" in message:
             self._finish_left(Path(message["left"]))
+        elif "lost" in message:
+            self._lost[LossKind.STRETCHES_LOST] += int(message["lost"])
         elif "less" in message:
             gc.collect()
             give_back_freed_memory()
@@ -262,6 +265,7 @@ class _Worker:
     def _give_up(self, folder: Path, error: Exception) -> None:
         self._log.say(f"stretch {folder.name} is lost: {_words(error)}")
         mark_done(folder)
+        self._lost[LossKind.STRETCHES_LOST] += 1
         self._report({"lost": folder.name})
 
     def _send(self, folder: Path, database: Path, cpu_ns: int, rss_bytes: int) -> None:
@@ -306,6 +310,9 @@ class _Worker:
             writer.put_meta(
                 {"complete": 1, "recorder_cpu_ns": cpu_ns, "recorder_peak_rss_bytes": rss_bytes}
             )
+            lost, self._lost = self._lost, Counter()
+            for kind, count in lost.items():
+                writer.put("losses", [(kind.stored_name, count, kind.meaning)])
             if dropped:
                 kind = LossKind.NOT_DELIVERED
                 which = ", ".join(f"{count:,} of {what}" for what, count in dropped.items())
@@ -347,6 +354,7 @@ class _Worker:
         try:
             sink.put(database, profile.recording.started_unix_ns)
         except (AiflameError, OSError) as error:
+            self._lost[LossKind.CAPTURES_NOT_WRITTEN] += 1
             self._log.say_seldom(
                 f"{name} write", f"sink {name}: a capture is lost: {_words(error)}"
             )

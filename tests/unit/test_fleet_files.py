@@ -65,7 +65,7 @@ def test_what_is_done_stays_for_a_while(stretches: Stretches) -> None:
     # GIVEN stretches of a minute each, the oldest of which began seven minutes ago
     found = [_made(stretches, seconds=60 * minute) for minute in range(7, 0, -1)]
     # WHEN nearly five minutes are kept
-    stretches.trim(None, _NOW_NS, 299, 10**6)
+    assert stretches.trim(None, _NOW_NS, 299, 10**6) == 0
     # THEN those of which all is older are gone.
     assert stretches.all() == found[2:]
 
@@ -74,18 +74,18 @@ def test_what_is_not_done_stays_longer(stretches: Stretches, tmp_path: Path) -> 
     old = _made(stretches, seconds=3600, done=False)
     newer = [_made(stretches, seconds=seconds) for seconds in (120, 60)]
     # Old, but nobody has it yet.
-    stretches.trim(None, _NOW_NS, 59, 10**6)
+    assert stretches.trim(None, _NOW_NS, 59, 10**6) == 0
     assert stretches.all() == [old, newer[1]]
     # Without room, what is done goes first, then the oldest: that is said.
     current = _made(stretches, seconds=0, done=False)
-    stretches.trim(current, _NOW_NS, 600, 1500)
+    assert stretches.trim(current, _NOW_NS, 600, 1500) == 1
     assert stretches.all() == [current]
     assert "dropped unsent" in (tmp_path / "log").read_text()
 
 
 def test_the_one_that_is_written_stays(stretches: Stretches) -> None:
     current = _made(stretches, seconds=10, size_bytes=5000, done=False)
-    stretches.trim(current, _NOW_NS, 0, 100)
+    assert stretches.trim(current, _NOW_NS, 0, 100) == 0
     assert stretches.all() == [current]
 
 

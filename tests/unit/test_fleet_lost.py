@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent loses after it was recorded is told with the next stretch that is sent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from aiflame.agent.capture.writer import CaptureWriter
+from aiflame.agent.errors import AiflameError
+from aiflame.agent.fleet.log import Log
+from aiflame.agent.fleet.worker import _Lateness, _Worker
+from aiflame.agent.model.profile import Profile
+from aiflame.agent.sinks.captures import CaptureFiles
+from aiflame.agent.sinks.written import Naming
+from profiles import small_profile
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[_Worker]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    with ours, theirs:
+        yield _Worker(tmp_path, theirs, cast(Naming, None), _Lateness(), Log(descriptor))
+    os.close(descriptor)
+
+
+def _told(worker: _Worker, path: Path) -> dict[str, int]:
+    """Returns the losses of the next stretch."""
+    CaptureWriter(path).close()
+    worker._complete(path, 0, 0)
+    with sqlite3.connect(path) as database:
+        return dict(database.execute("SELECT name, count FROM losses"))
+
+
+def test_what_was_not_sent_and_not_written_is_told_once(worker: _Worker, tmp_path: Path) -> None:
+    class Full:
+        def put(self, database: Path, started_unix_ns: int) -> None:
+            raise AiflameError("no space left on device")
+
+    # GIVEN a stretch that cannot be read, two that the collector had no room for, a full disk
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+    worker._give_up(tmp_path / "1", ValueError("no window"))
+    worker.take({"lost": 2})
+    worker._keep("captures", cast(CaptureFiles, Full()), tmp_path, cast(Profile, small_profile()))
+    # THEN the next stretch tells of them, and the one after that does not
+    found = _told(worker, tmp_path / "next.aiflame")
+    assert found == {"stretches_lost": 3, "captures_not_written": 1}
+    assert _told(worker, tmp_path / "later.aiflame") == {}
