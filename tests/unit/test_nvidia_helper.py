@@ -564,6 +564,22 @@ def test_a_capture_without_end_is_waited_for_in_vain_for_a_while_only(tmp_path: 
     assert _is_sound(target.told)
 
 
+def test_captures_that_overlap_are_waited_for_from_the_latest_on(tmp_path: Path) -> None:
+    folder = build(tmp_path, "-DCAPTURE_NS=1000000000ull")
+    with Target(folder, gpu=_ALL) as target:
+        # GIVEN a capture, and another one that begins before that ends, and has no end
+        target.obey("init", "stream", "stream", "capture 1")
+        first_s = time.monotonic()
+        wait_until(lambda: time.monotonic() - first_s > 0.6)
+        second_s = time.monotonic()
+        target.obey("capture 2", "end 1", "context 0", "module 100", "function 0 scale")
+        with target.control():
+            target.obey("launch 0 1 1 0")
+            target.read_until(_samples)
+    # THEN sampling has waited for the second one as long as captures last
+    assert time.monotonic() - second_s >= 1.0
+
+
 def test_a_capture_that_was_there_before_survives(standin: Path) -> None:
     with Target(standin) as target:
         target.obey(*_SETUP, f"load {target.helper}", "capture 1", "launch 0 1 1 1")

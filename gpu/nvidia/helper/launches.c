@@ -41,7 +41,7 @@ static _Thread_local struct launching launching;
 static _Atomic uint32_t generation;
 static _Atomic bool wants_code, was_ended;
 static _Atomic int captures;
-/* Since when there are some. */
+/* When the latest began: all are over so long after it. */
 static _Atomic uint64_t captures_ns;
 static _Atomic size_t waiting_bytes;
 /* From where a number below 2^31, and one above, both are near, and above 0. */
@@ -194,8 +194,7 @@ static void at_capture(uint32_t id, const struct cupti_callback_data *data)
 
 	if (is_begin_of_capture(id)) {
 		if (data->site == CUPTI_ENTER) {
-			if (!atomic_load(&captures))
-				atomic_store(&captures_ns, now_ns());
+			atomic_store(&captures_ns, now_ns());
 			atomic_fetch_add(&captures, 1);
 			stalls_before_capture();
 		} else if (failed) {
