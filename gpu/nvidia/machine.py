@@ -44,6 +44,13 @@ UNRESTRICT = (
     "echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' |"
     " sudo tee /etc/modprobe.d/nvidia-profiling.conf, and restart"
 )
+UNRESTRICT_VIRTUAL = (
+    "set the plugin parameter enable_profiling=1 of this virtual device on its host"
+)
+UNSHARE = (
+    "make one compute instance of the whole GPU instance (nvidia-smi mig -cci), or use a device"
+    " without MIG"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +148,21 @@ def _limits(driver: str, params: str, gpus: tuple[Gpu, ...]) -> Iterator[Limit]:
         yield Limit(
             Tier.TIMES,
             "a virtual device (vGPU) samples stalls only if its host enabled that",
-            "set the plugin parameter enable_profiling=1 of this virtual device on its host",
+            UNRESTRICT_VIRTUAL,
         )
 
 
 def _notes(proc: Path, mps: Path, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     if _has_instances(proc):
-        yield "MIG is on: stalls are sampled on instances whose compute is not shared"
+        yield (
+            "MIG is on: stalls are sampled on instances whose compute is not shared; if they are"
+            f" not: {UNSHARE}"
+        )
     if _exists(mps):
-        yield "MPS is on: whether its clients can sample stalls shows when one tries"
+        yield (
+            "MPS is on: whether its clients can sample stalls shows when one tries; if not: start"
+            " the process outside of it, or end it (echo quit | nvidia-cuda-mps-control)"
+        )
 
 
 def _has_instances(proc: Path) -> bool:

@@ -78,6 +78,20 @@ _ERRORS = {
 }
 
 
+# What CUPTI says of devices as they are set up (cupti_result.h of CUDA 12.8 and later).
+_SETUPS = {
+    33: ("a virtual device (vGPU) samples no stalls here", machine.UNRESTRICT_VIRTUAL),
+    41: (
+        "confidential computing keeps profilers out",
+        "leave it off on a machine of your own; kernel times are had with it",
+    ),
+    42: ("a device for mining (CMP) samples no stalls", "use another model"),
+    43: ("MIG is on, and others share this instance's compute", machine.UNSHARE),
+    44: ("linked devices (SLI) sample no stalls", "turn SLI off"),
+    45: ("this driver of Windows lets nobody sample stalls in WSL", "update it, to 525 or later"),
+}
+
+
 def lowest(here: Machine) -> Limit | None:
     """Returns what keeps a machine at the lowest tier, None where nothing does."""
     return min(here.limits, key=lambda limit: limit.tier, default=None)
@@ -307,6 +321,8 @@ def _why(process: Told) -> str:
         if failed.error not in _ERRORS:
             continue
         words, cure = _ERRORS[HelperError(failed.error)]
+        if failed.error == HelperError.UNSUPPORTED:
+            words, cure = _SETUPS.get(failed.code, (words, cure))
         found.append(f"{words}{_by(failed)}{f': {cure}' if cure else ''}")
     return "; ".join(found)
 

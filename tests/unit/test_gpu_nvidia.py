@@ -152,7 +152,9 @@ def test_instances_and_mps_are_notes(proc: Path) -> None:
     notes = _look(proc).notes
     assert len(notes) == 2
     assert notes[0].startswith("MIG is on")
+    assert "nvidia-smi mig -cci" in notes[0]
     assert notes[1].startswith("MPS is on")
+    assert "nvidia-cuda-mps-control" in notes[1]
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff" * 100, b"NVRM version: \n", b"x" * (1 << 20)])
@@ -254,6 +256,28 @@ def test_what_keeps_a_process_from_a_tier_is_told(
     (device,) = host.devices
     assert device.tier is Tier.TIMES
     assert device.limit.startswith("why; ")
+    assert words in device.limit
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (33, "(vGPU) samples no stalls here (cuptiPCSamplingEnable): set the plugin parameter"),
+        (41, "confidential computing keeps profilers out (cuptiPCSamplingEnable): leave it off"),
+        (42, "(CMP) samples no stalls (cuptiPCSamplingEnable): use another model"),
+        (43, "share this instance's compute (cuptiPCSamplingEnable): make one compute instance"),
+        (44, "(SLI) sample no stalls (cuptiPCSamplingEnable): turn SLI off"),
+        (45, "in WSL (cuptiPCSamplingEnable): update it"),
+        (27, "this device, as it is set up, does not sample stalls (cuptiPCSamplingEnable)"),
+    ],
+)
+def test_what_a_device_is_set_up_as_has_its_cure(proc: Path, code: int, words: str) -> None:
+    _drive(proc)
+    memory = _memory("why", tier=1)
+    memory.error(HelperError.UNSUPPORTED, code, "cuptiPCSamplingEnable", "")
+    host = Host(memory)
+    _sampler(proc, host).drain(Interval(0))
+    (device,) = host.devices
     assert words in device.limit
 
 
