@@ -131,10 +131,11 @@ def _give_up_rights(parent: int) -> None:
         (resource.RLIMIT_AS, _MAX_MEMORY_BYTES),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS),
     )
     failures = sandbox.enter(None, parent)
     changes_nothing = _forbid_changes()
+    # After what opens descriptors: those of the caller are closed when the program begins only.
+    limit_self((resource.RLIMIT_NOFILE, _MAX_DESCRIPTORS))
     has_rights = os.geteuid() == 0 or not (is_root or changes_nothing)
     if has_rights or any(failure.startswith("capabilities") for failure in failures):
         os.kill(os.getpid(), signal.SIGKILL)

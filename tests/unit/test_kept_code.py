@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -391,3 +392,11 @@ def test_a_tool_of_a_user_does_not_run_where_it_could_change_files(
     assert _as_user("echo listed") is None
     # Root's has become nobody.
     assert tools.run_tool("/bin/sh", ["-c", "echo listed"], b"") == b"listed\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_tool_runs_however_many_files_its_caller_has_open() -> None:
+    with contextlib.ExitStack() as files:
+        for _ in range(tools._MAX_DESCRIPTORS):
+            files.enter_context(open("/dev/null", "rb"))  # noqa: PTH123 - a descriptor, no path
+        assert _as_user("echo listed") == b"listed\n"
