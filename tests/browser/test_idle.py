@@ -68,6 +68,23 @@ def test_other_views_and_chosen_threads_are_whole(page: Page, tmp_path: Path) ->
     assert _box(page) == ""
 
 
+def test_who_waits_for_a_cpu_whenever_it_wakes_up_is_idle(page: Page, tmp_path: Path) -> None:
+    wait = "main;[p]feed@/app/a.py:3;[k]futex_wait"
+    profile = profile_of(
+        Sample("main;work", 2_000 * MS),
+        Sample(wait, 1_600 * MS, SampleClass.BLOCKED, thread=1),
+        Sample(wait, 200 * MS, SampleClass.WAITING_TO_RUN, thread=1),
+        Sample(wait, 200 * MS, SampleClass.PREEMPTED, thread=1),
+        # It would have worked, had there been a CPU for it.
+        Sample(wait, 500 * MS, SampleClass.BLOCKED, thread=2),
+        Sample("main;work", 1_500 * MS, SampleClass.PREEMPTED, thread=2),
+    )
+    path = tmp_path / "run.html"
+    path.write_bytes(FORMATS["html"].render(profile, ReportOptions()))
+    page.open(path)
+    assert _box(page) == "[idle: 1 thread]"
+
+
 def test_a_report_may_open_with_them(page: Page, tmp_path: Path) -> None:
     _opened(page, tmp_path, is_idle_shown=True)
     assert page.text("whole").startswith("100 % = 6.000 s of wall time summed over 3 threads")

@@ -12,11 +12,13 @@ from profiles import MS, Sample, empty_profile, profile_of
 _WAIT = "main;[p]feed@/app/a.py:3;[k]futex_wait;[k]__schedule"
 
 
-def _profile(asleep_ms: int, awake_ms: int) -> Profile:
-    """One thread that works, and one that waits."""
+def _profile(asleep_ms: int, awake_ms: int, queued_ms: int = 0) -> Profile:
+    """One thread that works, and one that waits: for something, and then for a CPU."""
     return profile_of(
         Sample("main;work", 2_000 * MS),
         Sample(_WAIT, asleep_ms * MS, SampleClass.BLOCKED, thread=1),
+        Sample(_WAIT, queued_ms // 2 * MS, SampleClass.WAITING_TO_RUN, thread=1),
+        Sample(_WAIT, queued_ms // 2 * MS, SampleClass.PREEMPTED, thread=1),
         Sample("main;[p]feed@/app/a.py:4", awake_ms * MS, thread=1),
     )
 
@@ -32,8 +34,13 @@ def _beside_work(*waits: str) -> Profile:
 @pytest.mark.parametrize(
     ("profile", "is_idle"),
     [
-        (_profile(1_990, 10), True),
-        (_profile(1_900, 100), False),
+        (_profile(1_910, 90), True),
+        (_profile(1_890, 110), False),
+        # On a busy machine it waits for a CPU whenever it wakes up.
+        (_profile(1_700, 80, queued_ms=220), True),
+        (_profile(1_700, 100, queued_ms=200), False),
+        # It would have worked, had there been a CPU for it.
+        (_profile(500, 0, queued_ms=1_500), False),
         # It came late, and slept from then on.
         (_profile(900, 0), False),
         # Several waits in one line, and waits in two lines: it did something in between.
