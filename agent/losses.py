@@ -336,6 +336,11 @@ class LossKind(enum.Enum):
         "stacks whose Python frames did not fit the eval loops of the native stack"
     )
 
+    PYTHON_NAMES_NOT_READ = _Entry(
+        "threads of a process beyond 4,096 that Python has names for: they are called what the"
+        " kernel calls them"
+    )
+
     # Calls of device APIs, and samples of devices.
     CALL_SIZES_CUT = _Entry(
         "amounts of work or bytes of device API calls that are larger than any device; the calls"

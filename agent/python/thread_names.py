@@ -134,6 +134,9 @@ class ThreadNameReader:
         layout: Of its interpreter.
         objects: The same.
         runtime_address: Its _PyRuntime.
+
+    Attributes:
+        passed_over: Threads beyond MAX_THREADS when names were read last.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class ThreadNameReader:
         self._layout = layout
         self._objects = objects
         self._runtime_address = runtime_address
+        self.passed_over = 0
         self._active = 0
         self._modules_state = b""
         self._texts: dict[int, bytes] = {}  # of keys, by address, while one reading lasts
@@ -166,8 +170,9 @@ class ThreadNameReader:
         self._texts.clear()
         if not self._active and not self._find_active():
             return {}
-        threads = [value for _, value in self._dict(self._active) if value][:MAX_THREADS]
-        found = self._attributes(threads)
+        threads = [value for _, value in self._dict(self._active) if value]
+        self.passed_over = max(len(threads) - MAX_THREADS, 0)
+        found = self._attributes(threads[:MAX_THREADS])
         ids = self._memory.read_many([(own.get(_NATIVE_ID, 0), _INT_BYTES) for own in found])
         texts = read_together(
             self._memory,

@@ -10,9 +10,11 @@ most: where processes are many or have many threads, each is looked at less ofte
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from aiflame.agent.losses import LossKind
 from aiflame.agent.processes.python_thread_names import read_thread_names
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.python.memory import NoMemoryAccess
@@ -34,6 +36,7 @@ class _Seen:
     looked_ns: int = 0
     read_ns: int = 0
     state: bytes = b""
+    passed_over: int = 0  # of its threads, the most at once
 
 
 class PythonThreadNames:
@@ -41,10 +44,14 @@ class PythonThreadNames:
 
     Args:
         table: Is told of them.
+
+    Attributes:
+        losses: Threads whose names were not read.
     """
 
     def __init__(self, table: ProcessTable) -> None:
         self._table = table
+        self.losses: Counter[LossKind] = Counter()
         self._seen: dict[int, _Seen] = {}  # by index of the process image
         self._busy_until_ns = 0  # when what was spent is a hundredth of the time again
 
@@ -70,7 +77,9 @@ class PythonThreadNames:
         for process in processes:
             if time.monotonic_ns() > until_ns:
                 break
-            self._look(_Seen(), process, until_ns)
+            seen = self._of(process)
+            seen.state = b""  # they may have been renamed
+            self._look(seen, process, until_ns)
 
     def _of(self, process: PythonProcess) -> _Seen:
         return self._seen.get(process.image.index, _Seen())
@@ -88,4 +97,7 @@ class PythonThreadNames:
         except NoMemoryAccess:
             return
         seen.state, seen.read_ns = state, now_ns
+        more = max(reader.passed_over - seen.passed_over, 0)
+        self.losses[LossKind.PYTHON_NAMES_NOT_READ] += more
+        seen.passed_over += more
         self._table.name_python_threads(process.image, names)

@@ -905,7 +905,7 @@ class Recorder:
         )
         parts = (
             *(self.tables, self.late_walks, self.sleepers, self._cut_sleeps, self.pythons),
-            *(self.calls, self.devices),
+            *(self._thread_names, self.calls, self.devices),
         )
         for part in (*parts, self._timed, self._inspector):
             found.update(part.losses)

@@ -61,6 +61,26 @@ def test_threads_have_the_names_that_python_has(
     assert not profile.losses
 
 
+def test_threads_beyond_those_that_are_named_are_counted(tmp_path: Path) -> None:
+    # GIVEN a program with five threads more than are named
+    script = """import threading, sys
+ended = threading.Event()
+threading.stack_size(1 << 16)
+for number in range(4_100):
+    threading.Thread(target=ended.wait, daemon=True, name=f"pool-{number}").start()
+print("ready", flush=True)
+sys.stdin.read()"""
+    with (
+        Workload([executable("3.12"), "-c", script]) as load,
+        Recording(tmp_path, "-p", load.pid, "-F", 99) as recording,
+    ):
+        profile = recording.stop().profile
+    named = sum(thread.name.startswith("pool-") for thread in profile.threads)
+    assert named == 4_095  # and the first one
+    losses = {loss.name: loss.count for loss in profile.losses}
+    assert losses["python_names_not_read"] == 5
+
+
 def test_threads_in_a_namespace_of_pids_are_named(tmp_path: Path) -> None:
     # GIVEN a program that knows its threads by other ids
     command = ["unshare", "-p", "-f", "--mount-proc", executable("3.12"), _SCRIPT]
