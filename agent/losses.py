@@ -374,6 +374,16 @@ class LossKind(enum.Enum):
         " samples of those processes are missing",
         cure="run with CAP_CHECKPOINT_RESTORE, or CAP_SYS_ADMIN on kernels before 5.9",
     )
+    DEVICE_MEMORY_GONE = _Entry(
+        "processes with a helper that had ended before what they share was opened: their launches"
+        " are known, kernel times and samples are missing",
+        cure="leave the recorder more CPU time; processes that end by exit() wait for it up to 2 s,"
+        " those that end by a signal or _exit() do not",
+    )
+    KERNEL_TIMES_GONE = _Entry(
+        "kernel times of processes that had ended before what they share was opened, as far as"
+        " these have said how many",
+    )
     DEVICE_MEMORY_DAMAGED = _Entry(
         "processes whose memory for telling of devices holds what no helper writes: it is not read"
         " any further"

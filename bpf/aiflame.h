@@ -144,6 +144,7 @@ enum event_type {
 #define PROCESS_SEEN 4u /* EVENT_PROCESS_SEEN was sent for this image */
 #define PROCESS_AT_EXEC 8u /* becomes a target when it calls exec */
 #define PROCESS_SETTLED 16u /* it was sent when the image's libraries were mapped */
+#define PROCESS_GONE 32u /* its helper has said what nobody has taken */
 
 /* Bits of thread_state.flags. */
 #define THREAD_SEEDED 1u /* entered by the host half when the recording started */
@@ -485,6 +486,7 @@ struct bell_event {
 	u32 type;
 	u32 tgid;
 	u64 image;
+	u64 kernel_times; /* that go with the process's memory, as nobody has taken them */
 };
 
 /* Functions of device APIs that can be told apart; a number is given out for each by the host half. */
@@ -530,7 +532,7 @@ struct api_argument {
 struct api_call {
 	struct api_argument kernel; /* of a naming: the handle, or where it will be */
 	struct api_argument queue;
-	struct api_argument bytes;
+	struct api_argument bytes; /* of a bell: kernel times that nobody has taken */
 	struct api_argument kind; /* of a copy */
 	struct api_argument name; /* of a naming */
 	struct api_argument alias; /* of a naming: a handle that has the name */

@@ -179,8 +179,8 @@ struct fired {
 	u32 number; /* of the probe */
 };
 
-/* Finds that of the current thread, and keeps the arguments; false where something is missing. */
-static __always_inline bool find_fired(struct fired *fired, struct pt_regs *ctx, u32 tid)
+/* Finds which probe fired, and its function; false where something is missing. */
+static __always_inline bool find_function(struct fired *fired, struct pt_regs *ctx)
 {
 	u32 slot;
 
@@ -193,8 +193,16 @@ static __always_inline bool find_fired(struct fired *fired, struct pt_regs *ctx,
 		return false;
 	slot = fired->probe->call;
 	fired->api = api_calls.lookup((int *)&slot);
+	return fired->api != NULL;
+}
+
+/* Finds that of the current thread as well, and keeps the arguments. */
+static __always_inline bool find_fired(struct fired *fired, struct pt_regs *ctx, u32 tid)
+{
+	if (!find_function(fired, ctx))
+		return false;
 	fired->caller = caller_of(tid);
-	if (!fired->api || !fired->caller)
+	if (!fired->caller)
 		return false;
 	keep_arguments(fired->caller, ctx, fired->probe->stack_bytes);
 	return true;

@@ -449,15 +449,31 @@ int on_call(struct pt_regs *ctx)
 	return 0;
 }
 
-/* A function by which a helper says that something is in the memory that it shares. */
+/* How often a process may ring: as a bell, or once to tell what is gone with its memory. */
+static __always_inline bool may_ring(struct process_state *process, u64 gone, u64 now_ns)
+{
+	bool is_first = !(process->flags & PROCESS_GONE);
+
+	if (!gone)
+		return spend(&process->bells, now_ns, BELLS_MAX);
+	process->flags |= PROCESS_GONE;
+	return is_first;
+}
+
+/* A function by which a helper says that something is in the memory that it shares, or was. */
 int on_bell(struct pt_regs *ctx)
 {
 	u64 now_ns = bpf_ktime_get_ns();
 	u32 tgid = bpf_get_current_pid_tgid() >> 32;
 	struct process_state *process = current_target(tgid);
 	struct bell_event event = { .type = EVENT_BELL, .tgid = tgid };
+	struct fired fired = {};
 
-	if (!process || !is_recorded(now_ns) || !spend(&process->bells, now_ns, BELLS_MAX))
+	if (!process || !is_recorded(now_ns) || !find_function(&fired, ctx))
+		return 0;
+	if (fired.api->bytes.is_used)
+		event.kernel_times = ctx->di;
+	if (!may_ring(process, event.kernel_times, now_ns))
 		return 0;
 	announce(process, tgid);
 	event.image = process->image;

@@ -38,7 +38,7 @@ int on_fork(struct raw_tracepoint *ctx)
 		if (!setting(SETTING_FOLLOW_CHILDREN) && parent->flags & PROCESS_TARGET)
 			return 0;
 		created.image = now_ns;
-		created.flags = parent->flags & ~(PROCESS_SEEN | PROCESS_SETTLED);
+		created.flags = parent->flags & ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);
 		if (processes.update(&tgid, &created)) {
 			count(LOST_PROCESSES_FULL);
 			return 0;
@@ -150,7 +150,7 @@ int on_exec(struct raw_tracepoint *ctx)
 	process->image = now_ns;
 	if (process->flags & PROCESS_AT_EXEC)
 		process->flags = PROCESS_TARGET;
-	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED);
+	process->flags &= ~(PROCESS_SEEN | PROCESS_SETTLED | PROCESS_GONE);
 	if (!(process->flags & PROCESS_TARGET) || !is_recorded(now_ns))
 		return 0;
 	send_arguments(task, tgid, now_ns);

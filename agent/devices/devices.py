@@ -266,9 +266,9 @@ class _FamilyHost:
         for take in self._takes:
             take()
 
-    def ring(self, image: ProcessImage) -> None:
+    def ring(self, image: ProcessImage, kernel_times_gone: int) -> None:
         """Tells the family that a process has something to tell."""
-        self.shared.heard(image)
+        self.shared.heard(image, kernel_times_gone)
         for hear in self._hears:
             hear(image.index)
 
@@ -472,10 +472,15 @@ class Devices:
             for running in sharing:
                 running.look(image, names)
 
-    def ring(self, image: ProcessImage) -> None:
-        """Tells families that the helper in a process has something to tell."""
+    def ring(self, image: ProcessImage, kernel_times_gone: int) -> None:
+        """Tells families that the helper in a process has something to tell.
+
+        Args:
+            image: The process.
+            kernel_times_gone: As for `Memories.heard`.
+        """
         for running in self._sharing(image):
-            running.ring(image)
+            running.ring(image, kernel_times_gone)
 
     def _sharing(self, image: ProcessImage) -> list[_FamilyHost]:
         """Returns the families that a process may share memory with."""

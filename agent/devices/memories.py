@@ -27,6 +27,8 @@ _MOST_OF_PROCESS = 4
 _MOST_LOOKS = 4
 # A process that maps something all the time, or rings, has no more of them than this.
 _LOOKS_PER_DRAIN = 4
+# Kernel times that one process says are gone: more than a device runs in the longest recording.
+_MOST_GONE = 1 << 32
 _CLOSED = -1
 
 
@@ -88,6 +90,8 @@ class _Process:
     image: ProcessImage
     payer: str
     memories: dict[tuple[str, int], _Memory | None]  # by device and inode; None: not opened
+    is_announced: bool = False  # its helper has rung, or its memory was seen
+    kernel_times_gone: int = 0  # as its helper says at its end
     looks: int = 0  # in vain
     drains_to_skip: int = 0
     looks_left: int = _LOOKS_PER_DRAIN
@@ -119,11 +123,20 @@ class Memories:
             known.looks_left -= 1
             self._look(known)
 
-    def heard(self, image: ProcessImage) -> None:
-        """Looks for what a process that rings has begun to share."""
+    def heard(self, image: ProcessImage, kernel_times_gone: int = 0) -> None:
+        """Looks for what a process that rings has begun to share.
+
+        Args:
+            image: The process.
+            kernel_times_gone: How many it shared that go with it, as it is over.
+        """
         known = self._processes.get(image.index)
         if known is None or not known.memories:
             self.look(image)
+            known = self._processes.get(image.index)
+        if known is not None:
+            known.is_announced = True
+            known.kernel_times_gone = min(kernel_times_gone, _MOST_GONE)
 
     def look_again(self) -> None:
         """To be called at a drain: looks at processes that have not begun to share."""
@@ -131,12 +144,20 @@ class Memories:
             process.looks_left = _LOOKS_PER_DRAIN
             if process.memories:
                 continue
-            if process.drains_to_skip:
+            if process.is_announced and not self._table.is_current(process.image):
+                self._lose(process)
+            elif process.drains_to_skip:
                 process.drains_to_skip -= 1
             else:
                 self._look(process)
                 process.looks = min(process.looks + 1, _MOST_LOOKS)
                 process.drains_to_skip = 1 << process.looks
+
+    def _lose(self, process: _Process) -> None:
+        """Counts a process that is over, and whose memory went with it."""
+        self.losses[LossKind.DEVICE_MEMORY_GONE] += 1
+        self.losses[LossKind.KERNEL_TIMES_GONE] += process.kernel_times_gone
+        process.is_announced, process.kernel_times_gone = False, 0
 
     def _look(self, process: _Process) -> None:
         image = process.image
@@ -147,6 +168,9 @@ class Memories:
             if is_known or len(process.memories) == _MOST_OF_PROCESS:
                 continue
             fd = self._table.binaries.hold_shared(image.pid, process.payer, line)
+            process.is_announced = True
+            if fd is None and not self._table.is_current(image):
+                continue
             if fd is None:
                 self.losses[LossKind.DEVICE_MEMORY_NOT_OPENED] += 1
             process.memories[identity] = None if fd is None else self._memory(process, fd)

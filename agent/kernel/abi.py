@@ -41,6 +41,7 @@ class ProcessFlag(enum.IntFlag):
     SEEN = 4
     AT_EXEC = 8
     SETTLED = 16
+    GONE = 32
 
 
 THREAD_SEEDED = 1  # bit of thread_state.flags
@@ -200,7 +201,9 @@ PROCESS_STATE_DTYPE = np.dtype(
         ("chances_number", "<u4"),
     ]
 )
-BELL_EVENT_DTYPE = np.dtype([("type", "<u4"), ("tgid", "<u4"), ("image", "<u8")])
+BELL_EVENT_DTYPE = np.dtype(
+    [("type", "<u4"), ("tgid", "<u4"), ("image", "<u8"), ("kernel_times", "<u8")]
+)
 CROSSING_DTYPE = np.dtype(
     [
         ("boundary_ns", "<u8"),

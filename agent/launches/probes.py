@@ -285,7 +285,7 @@ def _describe(row: np.void, function: Probed) -> None:
         )
         row["handle_from"] = int(function.handle_from)
     elif isinstance(function, Bell):
-        arguments = ()
+        arguments = (("bytes", function.gone),)
     else:
         arguments = (
             ("kernel", function.kernel),

@@ -35,7 +35,8 @@ class Events:
         follow_mappings: Is called when the mappings of processes may have been read, before
             anything later of them is told.
         take_sample: Takes the stack, thread and time of samples of which that is asked.
-        take_bell: Takes the pid and image of a process whose helper has something to tell.
+        take_bell: Takes the pid and image of a process whose helper has something to tell, or had
+            so many kernel times that nobody has taken.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Events:
         calls: ApiCalls,
         follow_mappings: Callable[[], None],
         take_sample: Callable[[int, int, int], None],
-        take_bell: Callable[[int, int], None],
+        take_bell: Callable[[int, int, int], None],
     ) -> None:
         self._ring = ring
         self._table = table
@@ -90,7 +91,8 @@ class Events:
                 self._take_sample(int(event["stack"]), int(event["tid"]), int(event["ns"]))
             elif kind == abi.EventType.BELL:
                 event = np.frombuffer(payload, abi.BELL_EVENT_DTYPE, 1)[0]
-                self._take_bell(int(event["tgid"]), int(event["image"]))
+                pid, image = int(event["tgid"]), int(event["image"])
+                self._take_bell(pid, image, int(event["kernel_times"]))
             elif kind in (abi.EventType.CALL, abi.EventType.KERNEL_NAMED):
                 self._calls.take_event(kind, payload)
             elif kind == abi.EventType.DRAIN:

@@ -483,9 +483,9 @@ class Recorder:
     def _take_sample(self, stack: int, tid: int, ns: int) -> None:
         self.devices.take_sample(stack, tid, ns, self.stacks.has_come)
 
-    def _take_bell(self, pid: int, image: int) -> None:
+    def _take_bell(self, pid: int, image: int, kernel_times_gone: int) -> None:
         self._follow_mappings()
-        self.devices.ring(self.table.image(pid, image))
+        self.devices.ring(self.table.image(pid, image), kernel_times_gone)
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""

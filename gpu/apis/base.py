@@ -124,9 +124,12 @@ class Bell:
 
     Attributes:
         symbol: Its name.
+        gone: Of one that is called when the process ends and nobody has taken what it shared: how
+            many kernel times that had.
     """
 
     symbol: str
+    gone: Argument | None = None
 
 
 Probed = Call | Naming | Bell

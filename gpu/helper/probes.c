@@ -18,6 +18,11 @@ PROBED void aiflame_gpu_bell(void)
 	__asm__ volatile(SITE);
 }
 
+PROBED void aiflame_gpu_gone(uint64_t kernel_times)
+{
+	__asm__ volatile(SITE : : "D"(kernel_times));
+}
+
 /* A probe replaces one instruction of a site or the other. */
 bool bell_is_probed(void)
 {

@@ -8,6 +8,8 @@
 
 void aiflame_gpu_launch(uint64_t launch, uint64_t kernel, uint64_t queue);
 void aiflame_gpu_bell(void);
+/* The process is over, and nobody has taken what it told. */
+void aiflame_gpu_gone(uint64_t kernel_times);
 /* Whether anybody listens to the bell. */
 bool bell_is_probed(void);
 

@@ -30,7 +30,7 @@ _PROBES = Api(
             queue=Argument(2),
         ),
     ),
-    bells=(Bell("aiflame_gpu_bell"),),
+    bells=(Bell("aiflame_gpu_bell"), Bell("aiflame_gpu_gone", Argument(0))),
     libraries=("libaiflame-nvidia",),
 )
 

@@ -119,3 +119,32 @@ def test_a_process_that_cannot_have_the_helper_is_told_of(target: Target, tmp_pa
     assert "is stopped by a signal" in line and f"kill -CONT {target.pid}" in line
     losses = {loss.name: loss.count for loss in ended.profile.losses}
     assert losses[LossKind.HELPERS_NOT_LOADED.stored_name] == 1
+
+
+def test_a_process_that_is_over_before_it_is_found_is_counted(
+    standin: Path, tmp_path: Path
+) -> None:
+    # GIVEN a recorder that has seen a process with the helper
+    go, done = tmp_path / "go", tmp_path / "done"
+    os.mkfifo(go)
+    program = f"LD_LIBRARY_PATH={standin} {standin}/program >&2 <"
+    ends, crashes = tmp_path / "ends", tmp_path / "crashes"
+    ends.write_text("\n".join([*_BEGIN, *_ROUND, ""]))
+    crashes.write_text("\n".join([*_BEGIN, *_ROUND, "crash", ""]))
+    script = f"{program}{ends}; cat {go}; {program}{ends}; {program}{crashes}; >{done}; cat {go}"
+    words = ("--gpu", "nvidia", "--", "sh", "-c", script)
+    with Recording(tmp_path, *words, program=RECORD) as recording:
+        wait_until(lambda: any(len(window.kernel_times) for window in recording.windows()))
+        # WHEN two more begin and end while the recorder is kept from its CPU
+        recording.process.send_signal(signal.SIGSTOP)
+        go.write_text("")
+        wait_until(done.exists)
+        recording.process.send_signal(signal.SIGCONT)
+        go.write_text("")
+        profile = recording.wait().profile
+    # THEN it is told that they are missing, and what the one that could say so had to tell
+    losses = {loss.name: loss.count for loss in profile.losses}
+    assert losses[LossKind.DEVICE_MEMORY_GONE.stored_name] == 2
+    assert losses[LossKind.KERNEL_TIMES_GONE.stored_name] == _GEMM[1] + _GELU[1]
+    # AND THEN of the first one all is known
+    assert sum(count for count, _ in _runs(profile).values()) == _GEMM[1] + _GELU[1]

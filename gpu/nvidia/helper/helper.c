@@ -826,6 +826,8 @@ static void wait_to_be_found(void)
 		nanosleep(&pause, NULL);
 		now = now_ns();
 	}
+	if (control_read(&message) == CONTROL_NOBODY)
+		aiflame_gpu_gone(kernels_told());
 }
 
 /* The last kernels, of a process that exits; one that is killed has told what was read out. */

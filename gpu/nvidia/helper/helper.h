@@ -72,6 +72,8 @@ enum flush {
 /* Gets and tells what has ended. */
 void kernels_read(const struct subscription *subscription, enum flush flush);
 void kernels_end(const struct subscription *subscription);
+/* How many were told in all. */
+uint64_t kernels_told(void);
 
 /* stalls.c: PC sampling. */
 
