@@ -369,6 +369,11 @@ class LossKind(enum.Enum):
         "processes into which no helper could be loaded: of their devices launches alone are known",
         cure="start them with `aiflame record -- CMD`, or see what was said of each",
     )
+    HELPERS_FOREIGN = _Entry(
+        "processes with a helper of another version of aiflame, which is not told to begin: of"
+        " their devices launches alone are known",
+        cure="start them anew, with the library of this version",
+    )
     DEVICE_MEMORY_NOT_OPENED = _Entry(
         "memory in which processes tell of devices that could not be opened: kernel times and"
         " samples of those processes are missing",

@@ -59,6 +59,10 @@ _PRIVATE_MODE = 0o600
 # Less what the umask takes away.
 _PUBLIC_MODE = 0o666
 
+# Of libraries that any process may load, and of their directory, whatever the umask is.
+_INSTALLED_MODE = 0o755
+_READ_BY_ALL = 0o555
+
 _COPY_BYTES = 1 << 20
 
 
@@ -98,6 +102,65 @@ def private_directory(directory: Path) -> Path | None:
     if facts.st_uid != os.geteuid() or writable_by_others:
         return None
     return directory
+
+
+def public_directory(directory: Path) -> None:
+    """Make a directory that all may read, and only this user or root can put files into.
+
+    Raises:
+        UsageError: Others can, in it or in one above it, or may not read it.
+        AiflameError: It cannot be made.
+    """
+    try:
+        if not directory.exists():
+            directory.mkdir()
+            directory.chmod(_INSTALLED_MODE)
+        facts = directory.stat()
+        above = [parent.stat() for parent in directory.resolve().parents]
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
+    others = stat.S_IWGRP | stat.S_IWOTH
+    # In a directory like /tmp others can make files, and not replace those of ours.
+    is_ours = all(one.st_mode & stat.S_ISVTX or not one.st_mode & others for one in above)
+    is_ours &= {one.st_uid for one in (facts, *above)} <= {0, os.geteuid()}
+    if not is_ours or facts.st_mode & others:
+        raise UsageError(
+            f"others than root can put files into {directory}", "name another directory"
+        )
+    if facts.st_mode & _READ_BY_ALL != _READ_BY_ALL:
+        raise UsageError(f"not everybody may read {directory}", f"chmod 755 {directory}")
+
+
+def install(path: Path, content: bytes, name: str) -> None:
+    """Put a library that all may load into a directory, and a link to it beside; each at once.
+
+    Args:
+        path: Of the link.
+        content: Of the library.
+        name: Of the library's file. One that has the name has the content.
+
+    Raises:
+        AiflameError: The file system refused.
+    """
+    try:
+        with _folder_of(path) as folder:
+            if not _is_file(folder, name):
+                with _temporary(folder, name, _PRIVATE_MODE) as (temporary, file):
+                    _fill(file, content)
+                    os.fchmod(file.fileno(), _INSTALLED_MODE)
+                    _publish(folder, temporary, file.fileno(), path.with_name(name), True)
+            link = f".{path.name}.{secrets.token_hex(4)}.tmp"
+            os.symlink(name, link, dir_fd=folder)
+            os.rename(link, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _is_file(folder: int, name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def refuse_existing(path: Path, force: bool, is_named: bool = True) -> None:

@@ -292,6 +292,7 @@ class Helper:
         self._learn(self._facts.read())
         if self.told.is_foreign:
             self._is_unread, self._waiting = True, []
+            self._host.lose(LossKind.HELPERS_FOREIGN)
         if self._facts.is_behind or self._is_unread:
             return []  # the rest of the facts comes first
         records, self._waiting = self._waiting, []

@@ -12,7 +12,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.memory import MemoryBudget, measure
 from aiflame.agent.fleet.naming import NamingProcess
 from aiflame.agent.fleet.notify import ServiceManager
+from aiflame.agent.fleet.prepared import PreparedHelpers
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
 from aiflame.agent.fleet.vitals import Vitals
@@ -56,7 +57,7 @@ from aiflame.agent.processes.targets import Target, target_of_all
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.recorder import Progress, Recorder
 from aiflame.agent.recording.signals import StopSignals
-from aiflame.gpu.base import Loading, Wanted
+from aiflame.gpu.base import Family, Loading, Wanted
 
 # Of all files of the agent and of its children nothing is for others: they hold names of processes
 # of this host. What targets have to read has its mode set.
@@ -165,6 +166,8 @@ def run_agent(
     with ExitStack() as parts:
         stretches = Stretches(settings.directory, log)
         parts.callback(_Lock(settings.directory).close)
+        families = choose(settings.gpu)
+        prepared = _prepared(settings, families, log)
         give_up_rights()
         target = target_of_all()
         priority.hurry()
@@ -176,12 +179,13 @@ def run_agent(
                 target,
                 foundation,
                 signals,
-                choose(settings.gpu),
+                families,
                 are_families_named=settings.gpu != AUTO,
                 wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
                 steers=steers,
                 least_round_ns=_ROUND_NS,
                 window_ns=_WINDOW_NS,
+                libraries=() if prepared is None else prepared.files,
             )
         )
         recorder.start(None, log.say)
@@ -201,11 +205,22 @@ def run_agent(
         except AiflameError as error:  # it records without it
             log.say(str(error))
         agent = _Agent(
-            *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers)
+            *(config, reload, recorder, signals, stretches, facts, log, vitals, captures, steers),
+            prepared,
         )
         parts.callback(agent.close)
         give_back_freed_memory()  # programs and tables are in the kernel
         return agent.run()
+
+
+def _prepared(
+    settings: AgentSettings, families: Sequence[Family], log: Log
+) -> PreparedHelpers | None:
+    """Puts helpers where processes find them, if that is asked for."""
+    if settings.gpu_helper_directory is None:
+        return None
+    helpers = [family.helper for family in families if family.helper is not None]
+    return PreparedHelpers(settings.gpu_helper_directory, helpers, log)
 
 
 def _for_programs(settings: AgentSettings, target: Target) -> ProgramOptions:
@@ -273,8 +288,10 @@ class _Agent:
         vitals: Vitals,
         captures: CaptureServer | None,
         steers: CostController | None,
+        prepared: PreparedHelpers | None,
     ) -> None:
         self._config = config
+        self._prepared = prepared
         self._steers = steers
         self._captures = captures
         self._vitals = vitals
@@ -457,6 +474,8 @@ class _Agent:
             self._naming.tell(lost=unsent)
         if not room_only:
             self._tidied_s = time.monotonic()
+            if self._prepared is not None:
+                self._prepared.keep()
             give_back_freed_memory()
             self._look_at_itself()
 

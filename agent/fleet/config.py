@@ -76,6 +76,12 @@ class AgentSettings:
     gpu_duty_percent: float = setting(
         Kind.SHARE, "share of the time in which helpers sample stalls", 100.0, least=0.1, most=100
     )
+    gpu_helper_directory: Path | None = setting(
+        Kind.PATH,
+        "where helpers are put for processes to load by themselves, as their environment says;"
+        " nowhere by default",
+        None,
+    )
     directory: Path = setting(
         Kind.PATH, "where what was recorded is kept", Path("/var/lib/aiflame/agent")
     )
@@ -218,6 +224,7 @@ MOST_LEFT_OUT = 2048
 # What is read once: programs are in the kernel, and files are where they are.
 NEEDS_RESTART = (
     *("frequency_hz", "off_cpu", "gpu", "inject", "gpu_duty_percent", "directory"),
+    "gpu_helper_directory",
     *("unwind_memory", "helper_memory", "cost_host_percent", "cost_cpu_percent"),
     *("health", "health_token", "health_cert_file", "health_key_file"),
 )

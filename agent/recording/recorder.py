@@ -158,6 +158,7 @@ class Recorder:
         least_round_ns: From one look at what the kernel tells to the next at least: each process
             that is new wakes the recorder up, and several share a round.
         with_thread_names: Reads what Python calls threads, where the kernel does not know.
+        libraries: Files with functions of device APIs that processes are about to map.
         window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS. What
             devices tell is by the second, and so are windows then.
 
@@ -181,8 +182,10 @@ class Recorder:
         least_round_ns: int = 0,
         with_thread_names: bool = False,
         window_ns: int = INTERVAL_NS,
+        libraries: Sequence[Path] = (),
     ) -> None:
         self._target = target
+        self._libraries = libraries
         self._window_ns = window_ns
         self._least_round_ns = least_round_ns
         self._with_thread_names = with_thread_names
@@ -460,7 +463,7 @@ class Recorder:
                     if fd not in self._guard.remote:
                         self.tables.expect(fd)
         if self._options.calls:
-            runtimes = [*expected.runtimes, *expected.command]
+            runtimes = [*expected.runtimes, *expected.command, *self._libraries]
             if runtimes:
                 self._programs.expect_calls()
             self.calls.prepare(runtimes, opener)

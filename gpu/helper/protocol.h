@@ -9,7 +9,10 @@
 
 #include <stdint.h>
 
+/* Tests build older ones. */
+#ifndef PROTOCOL_VERSION
 #define PROTOCOL_VERSION 2
+#endif
 #define MEMORY_HEADER_BYTES 4096
 #define MEMORY_VERSION 1
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
+from aiflame.agent.fleet.config import load
+from aiflame.gpu.nvidia.family import NvidiaFamily
 from deployment import DEPLOY, capabilities, container, manifests
 
 _VERSIONS = ("1.30", "1.33", "1.36")
@@ -78,3 +81,40 @@ def test_what_is_written_outlives_the_container() -> None:
     assert container()["securityContext"]["readOnlyRootFilesystem"]
     assert not mounted["/var/lib/aiflame"] and not mounted["/var/cache/aiflame"]
     assert mounted["/sys/kernel/tracing"] and mounted["/sys/fs/cgroup"]
+
+
+def _snippet(name: str) -> dict[str, Any]:
+    """Returns an object that the text shows."""
+    text = (DEPLOY / "README.md").read_text()
+    (found,) = re.findall(rf"^```yaml\n# {name}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return dict(yaml.safe_load(found))
+
+
+def _merged(base: Any, patch: Any) -> Any:
+    """Returns a strategic merge: lists of named items are joined by name."""
+    if isinstance(patch, dict):
+        new = {key: _merged(base.get(key, type(one)()), one) for key, one in patch.items()}
+        return {**base, **new}
+    if isinstance(patch, list):
+        by_name = {one["name"]: one for one in base}
+        new = {one["name"]: _merged(by_name.get(one["name"], {}), one) for one in patch}
+        return [*{**by_name, **new}.values()]
+    return patch
+
+
+@pytest.mark.parametrize("version", _VERSIONS)
+def test_the_helpers_of_gpu_workloads_are_where_the_text_says(version: str) -> None:
+    (base,) = (one for one in manifests() if one["kind"] == "DaemonSet")
+    agent, pod = _merged(base, _snippet("patch.yaml")), _snippet("pod.yaml")
+    for manifest in (agent, pod):
+        kubernetes_validate.validate(manifest, version, strict=True)
+    # The agent takes what the patch says,
+    of_agent = agent["spec"]["template"]["spec"]["containers"][0]
+    variables = {one["name"]: one["value"] for one in of_agent["env"] if "value" in one}
+    directory = load(None, {}, variables).agent.gpu_helper_directory
+    assert {"name": "gpu", "mountPath": str(directory)} in of_agent["volumeMounts"]
+    # AND pods name the link in it, and cannot write there.
+    (of_pod,) = pod["spec"]["containers"]
+    assert NvidiaFamily.helper is not None
+    assert of_pod["env"][0]["value"] == f"{directory}/{NvidiaFamily.helper.path.name}"
+    assert of_pod["volumeMounts"][0]["readOnly"]

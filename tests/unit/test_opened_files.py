@@ -65,6 +65,7 @@ _MAY_OPEN = {
     "agent/reports/html.py": "parts of the page",
     "agent/reports/svg.py": "the parts of the SVG",
     "agent/injection/inject.py": "a helper's library",
+    "agent/fleet/prepared.py": "the same",
     # Files that the user names, with the user's rights or as root: no process chooses them.
     "agent/capture/reader.py": "a capture to be read",
     "agent/sinks/posting.py": "tokens and passwords that the configuration names",
