@@ -354,7 +354,10 @@ static __always_inline u32 drawn_weight(struct thread_state *thread, struct proc
 {
 	u64 one_in = one_in_of(process), gap_ns = thread->gap_ns, most;
 
-	gap_ns += ((now_ns - thread->out_ns) >> GAPS_SHIFT) - (gap_ns >> GAPS_SHIFT);
+	if (thread->out_ns)
+		gap_ns += ((now_ns - thread->out_ns) >> GAPS_SHIFT) - (gap_ns >> GAPS_SHIFT);
+	else
+		gap_ns = now_ns - thread->first_seen_ns; /* not since boot: most end soon */
 	thread->gap_ns = gap_ns;
 	thread->out_ns = now_ns;
 	if (one_in <= 1)

@@ -193,3 +193,19 @@ def test_few_stacks_were_taken(run: Run) -> None:
     switches = sum(int(rows_of(p, None, None, *OFF_CPU)["count"].sum()) for p, _ in _each(run))
     assert switches > 50_000
     assert stacks_with(run.profile, "await_turn").any()
+
+
+def test_short_processes_take_few_stacks(tmp_path: Path) -> None:
+    # GIVEN 300 processes that wait once each, and next to nothing to spend on stacks
+    command = "for i in $(seq 300); do /bin/sleep 0.002; done"
+    with Recording(
+        tmp_path, "--off-cpu-budget", 0.1, "--", "/bin/bash", "-c", command
+    ) as recording:
+        profile = recording.wait().profile
+    rows = rows_of(profile, None, "sleep", SampleClass.BLOCKED)
+    waits = int(rows["count"].sum())
+    assert waits >= 300
+    # THEN a wait takes no stack because its thread is new: some 1 in 16 do, more where each of
+    # them took long to begin.
+    bare = profile.stacks.ends[rows["stack"]] == StopReason.NOT_SAMPLED
+    assert int(rows["count"][bare].sum()) > waits / 4
