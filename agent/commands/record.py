@@ -230,9 +230,10 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu-calibrate",
         action="store_true",
-        help="measure the error of sharing samples: for 0.25 s of each 10 s a program's kernels run"
-        " one after the other, which slows it down, and samples name their launches (NVIDIA). Not"
-        " for kernels that wait for each other or for the program",
+        help="correct the sharing of samples, and measure its error: for 0.25 s of each 10 s a"
+        " program's kernels run one after the other, which slows it down, and samples name their"
+        " launches (NVIDIA); from 12 s on. Not for kernels that wait for each other or for the"
+        " program",
     )
     group.add_argument(
         "--no-inject",

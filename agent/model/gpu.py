@@ -237,12 +237,15 @@ class MeasuredError:
     Attributes:
         windows: How many of them had samples of kernels that several stacks launch.
         samples: How many samples of such kernels they had.
-        off: Which part of these sharing gave to another stack, all in all, 0 to 1.
+        off: Which part of these sharing gave to another stack, all in all, 0 to 1; where windows
+            correct it, of those that had no part in that.
+        uncorrected: The same of sharing without what windows correct, None where they do not.
     """
 
     windows: int
     samples: int
     off: float
+    uncorrected: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,9 +90,16 @@ def error_words(error: SharingError, when: str = "") -> str:
 def _measured_words(measured: MeasuredError, when: str) -> str:
     windows = counted(measured.windows, "serialised window")
     whole = counted(measured.samples, "sample")
+    of_what = f"of {whole} there of kernels that several stacks launch"
+    if measured.uncorrected is None:
+        return (
+            f"Shared is an estimate; sharing measured in {windows}{when}: {_about(measured.off)}"
+            f" with another stack, {of_what}."
+        )
     return (
-        f"Shared is an estimate; sharing measured in {windows}{when}: {_about(measured.off)} with"
-        f" another stack, of {whole} there of kernels that several stacks launch."
+        f"Shared is an estimate, corrected by what {windows} tell{when}: {_about(measured.off)}"
+        f" with another stack in windows that it was not fitted to,"
+        f" {_about(measured.uncorrected)} without the correction, {of_what}."
     )
 
 

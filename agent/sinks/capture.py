@@ -34,6 +34,7 @@ from aiflame.agent.sinks.index import Numbers
 from aiflame.agent.sinks.kernel_files import KernelFiles
 from aiflame.agent.sinks.launch_ids import LaunchIds
 from aiflame.agent.sinks.launch_order import LaunchOrder
+from aiflame.agent.sinks.named_read_outs import NamedReadOuts
 from aiflame.agent.sinks.names import MAX_INTEGER, Names
 from aiflame.agent.sinks.told_kernels import ToldKernels
 from aiflame.agent.symbolize.mapped import laid_over
@@ -108,6 +109,7 @@ class CaptureSink:
         self._mapped = Numbers()  # by process: a hash of what it had mapped
         self._launch_order = LaunchOrder()
         self._launch_ids = LaunchIds()
+        self._named_read_outs = NamedReadOuts()
         self._told_kernels = ToldKernels(self._launch_ids)
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
@@ -425,6 +427,9 @@ class CaptureSink:
         kernel_of = dict(window.codes[["code", "kernel"]].tolist())
         kernels = [kernel_of[code] for code in window.device_samples["code"].tolist()]
         stacks = self._launched_from(kernels, process_of, window.device_samples)
+        is_named = np.array([stack is not None for stack in stacks], bool)
+        processes = np.array([process_of[kernel] for kernel in kernels], np.int64)
+        self._named_read_outs.put(processes[is_named], window.device_samples[is_named])
         rows = []
         for sample, stack in zip(window.device_samples.tolist(), stacks, strict=True):
             device, code, offset, reason, _, timing, begin_ns, end_ns, count = sample
@@ -451,23 +456,29 @@ class CaptureSink:
         self.losses[kind.stored_name] += 1
 
     def _put_kernel_times(self, times: Rows, process_of: dict[int, int]) -> None:
-        """Writes kernel times: those of one stack as one row, since it is all that they tell."""
+        """Writes kernel times: those of one stack as one row, since it is all that they tell.
+
+        But for times in which samples have stacks as well: how long kernels ran there is known.
+        """
         stacks = self._launched_from(times["kernel"].tolist(), process_of, times)
         builders = self._built_at(times, process_of)
-        together: dict[tuple[int, int, int, int | None], tuple[int, ...]] = {}
+        processes = np.array([process_of[kernel] for kernel in times["kernel"].tolist()], np.int64)
+        named = self._named_read_outs.at(processes, times)
+        together: dict[tuple[int, int, int, int | None, int], tuple[int, ...]] = {}
         rows: list[tuple[int | None, ...]] = []
-        for time, stack, built in zip(times.tolist(), stacks, builders, strict=True):
+        columns = (times.tolist(), stacks, builders, named.tolist())
+        for time, stack, built, stretch in zip(*columns, strict=True):
             device, kernel, queue, _, begin_ns, end_ns, count, duration_ns, _ = time
             begin_ns, end_ns = self._time(begin_ns), self._time(end_ns)
             if stack is None:
                 what = (device, kernel, min(queue, MAX_INTEGER), None)
                 rows.append((*what, begin_ns, end_ns, count, duration_ns, built))
                 continue
-            key = device, kernel, stack, built
+            key = device, kernel, stack, built, stretch
             first_ns, last_ns, counts, sum_ns = together.get(key, (begin_ns, end_ns, 0, 0))
             between = min(first_ns, begin_ns), max(last_ns, end_ns)
             together[key] = (*between, counts + count, sum_ns + duration_ns)
-        for (device, kernel, stack, built), sums in together.items():
+        for (device, kernel, stack, built, _), sums in together.items():
             rows.append((device, kernel, 0, stack, *sums, built))
         self._writer.put("kernel_times", rows)
 

@@ -23,7 +23,14 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.gpu import NO_END, NONE, GpuProfile, MeasuredError, SharingError
 from aiflame.gpu.attribution.by_time import stacks_by_time
-from aiflame.gpu.attribution.calibration import named_in_windows
+from aiflame.gpu.attribution.calibration import (
+    FOLDS,
+    Densities,
+    Named,
+    fitted,
+    named_in_windows,
+    no_densities,
+)
 from aiflame.gpu.attribution.error import Variances, add_by_second, add_by_time, add_unseen
 from aiflame.gpu.attribution.launches import (
     UNNAMED,
@@ -111,23 +118,41 @@ def attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None = None) -
     """
     if gpu.attributed is not None and gpu.error is not None:
         return Attribution(gpu.attributed, gpu.error)
-    found = _attribution_of(gpu, times)
-    measured = _measured(gpu, times)
+    named = named_in_windows(gpu)
+    densities = fitted(named)
+    found = _attribution_of(gpu, times, densities)
+    measured = _measured(gpu, times, named, is_corrected=len(densities) > 0)
     return Attribution(found.rows, replace(found.error, measured=measured))
 
 
-def _measured(gpu: GpuProfile, times: npt.NDArray[np.void] | None) -> MeasuredError | None:
-    """Compares what devices named in windows with what sharing makes of the same samples."""
-    truth = named_in_windows(gpu)
-    if not len(truth.row):
+def _measured(
+    gpu: GpuProfile, times: npt.NDArray[np.void] | None, named: Named, *, is_corrected: bool
+) -> MeasuredError | None:
+    """Compares what devices named in windows with what sharing makes of the same samples.
+
+    By time alone all windows are taken together; by densities only halves of them, of which each
+    is shared by what the other half says.
+    """
+    whole = int(named.samples.value.sum())
+    if not whole:
         return None
-    samples = gpu.samples.copy()
-    samples["stack"][truth.row] = NONE
-    rows = _attribution_of(replace(gpu, samples=samples), times).rows
-    return truth.compared(rows["sample"], rows["stack"], rows["count"])
+
+    def wrong(chosen: Mask, densities: Densities) -> float:
+        samples = gpu.samples.copy()
+        samples["stack"][named.row[chosen]] = NONE
+        rows = _attribution_of(replace(gpu, samples=samples), times, densities).rows
+        return named.wrong(chosen, rows)
+
+    by_time = wrong(np.ones(len(named.row), bool), no_densities()) / whole
+    if not is_corrected:
+        return MeasuredError(named.windows, whole, by_time)
+    halves = [wrong(named.in_fold(fold), fitted(named, FOLDS - 1 - fold)) for fold in range(FOLDS)]
+    return MeasuredError(named.windows, whole, sum(halves) / whole, by_time)
 
 
-def _attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None) -> Attribution:
+def _attribution_of(
+    gpu: GpuProfile, times: npt.NDArray[np.void] | None, densities: Densities
+) -> Attribution:
     samples = gpu.samples
     names = name_ids(gpu)
     launches = launches_that_ran(gpu)
@@ -150,6 +175,7 @@ def _attribution_of(gpu: GpuProfile, times: npt.NDArray[np.void] | None) -> Attr
         windows = windows_of(launches.where(stacks[launches.name] > 1))
         own = windows.launches
         time_ns = mean_times(own.name, own.stack, names, times)
+        time_ns *= densities.of(own.name, own.stack)
         parts = _share(gpu, windows, _Shared(shared, name[shared]), time_ns, variances)
         of_name = np.bincount(own.name, own.count)
         sampled = np.bincount(name[of_several], samples["count"][of_several], len(of_name))

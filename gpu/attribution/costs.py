@@ -289,13 +289,20 @@ def _gained(before: F64, after: F64, observed: Observed) -> float:
     return _left(scale, observed.value, scale) - _left(observed.sums(after), observed.value, scale)
 
 
+def most_by_chance(free: int) -> float:
+    """Returns what a fit of so many costs gains at most where they are alike.
+
+    Chance alone gains as much as there are costs, with twice the variance.
+    """
+    return float(free + _SIGNIFICANT * (2 * free) ** 0.5)
+
+
 def _belief(gained: float, free: int) -> float:
     """Returns how much of a fit is to be believed, 0 to 1.
 
-    Chance alone gains as much as there are costs, with twice the variance: a fit that gains no more
-    than that, and three deviations, is none. Of one that does, the part beyond (James and Stein,
-    1961).
+    One that gains no more than chance does is none. Of one that does, the part beyond (James and
+    Stein, 1961).
     """
-    if gained <= free + _SIGNIFICANT * (2 * free) ** 0.5:
+    if gained <= most_by_chance(free):
         return 0.0
     return 1 - free / gained

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of sharing as it is measured in serialised windows, against the error that there is.
+"""Sharing as serialised windows correct it, and the error that is told, against the truth.
 
 Driver and CUPTI are stand-ins (tests/standin): a block takes a microsecond, and is sampled eight
 times for each of its warps, so that two sites of a kernel may take the same time and differ in
@@ -46,7 +46,7 @@ def _site(profile: Profile, stack: int) -> str:
 
 # How many warps the blocks of the seldom site have, and so which part of the samples is its own.
 @pytest.mark.parametrize("warps", [3, 9, 1])
-def test_the_error_of_sharing_is_measured(
+def test_sharing_is_corrected_and_its_error_measured(
     standin: Path,
     tmp_path: Path,
     warps: int,
@@ -83,34 +83,42 @@ def test_the_error_of_sharing_is_measured(
     exact = {site: given[site, Certainty.EXACT] for site in ("often", "seldom")}
     assert sum(exact.values()) > 5000
     assert exact["seldom"] / sum(exact.values()) == pytest.approx(own, abs=0.03)
-    # AND sharing is off by what the others say
+    # AND the others are shared as these say, though by time alone a quarter would be the seldom's
     shared = {site: given[site, Certainty.SHARED] for site in ("often", "seldom")}
     assert sum(shared.values()) > sum(exact.values())
     off = abs(shared["seldom"] / sum(shared.values()) - own)
-    assert off == pytest.approx(abs(own - 0.25), abs=0.03)
-    # AND that is what was measured, and told
+    assert off < 0.03
+    # AND what is told is what one window says of the other; a third one may begin at the end
     measured = found.error.measured
-    assert measured is not None and measured.windows == 2
+    assert measured is not None and measured.windows in (2, 3)
     assert measured.samples == sum(exact.values())
-    if warps == 1:
-        assert measured.off < 0.03
-    else:
-        assert off / 2 < measured.off < 2 * off
-    told = re.findall(
-        r"sharing measured in 2 serialised windows: (?:about|less than) ([0-9.]+) % with another"
-        r" stack, of [0-9,]+ samples",
-        ended.stderr,
-    )
-    assert [float(percent) for percent in told] == [pytest.approx(100 * measured.off, abs=0.51)]
+    assert off < measured.off + 0.02
+    assert measured.off < 0.06
+    many = f"{measured.windows} serialised windows"
+    words = f"sharing measured in {many}: (?:about|less than) ([0-9.]+) % with"
+    if warps > 1:
+        words = (
+            f"corrected by what {many} tell: (?:about|less than) ([0-9.]+) % with"
+            " another stack in windows that it was not fitted to, about ([0-9.]+) % without"
+        )
+    (told,) = re.findall(words, ended.stderr)
+    percents = [measured.off]
+    if warps > 1:
+        assert measured.uncorrected == pytest.approx(own - 0.25, abs=0.03)
+        percents.append(measured.uncorrected)
+    found_percents = [told] if isinstance(told, str) else [*told]
+    assert [float(one) for one in found_percents] == [
+        pytest.approx(100 * share, abs=0.51) for share in percents
+    ]
     # AND how long the program was slowed down
     device = profile.gpu.devices[0]
     assert device.tier is Tier.STALLS
     (seconds, windows) = re.findall(
         r"serialised for ([0-9.]+) s, in (\d+) windows", device.details
     )[0]
-    assert windows == "2" and 0.09 < float(seconds) < 0.3
+    assert int(windows) - 1 <= measured.windows <= int(windows) and 0.09 < float(seconds) < 0.4
     samples = run_aiflame("stats", ended.capture, "--view", "gpu").stdout
-    assert "sharing measured in 2 serialised windows" in " ".join(samples.split())
+    assert many in " ".join(samples.split())
     facts = run_aiflame("stats", ended.capture).stdout
     assert f"serialised for {seconds} s" in " ".join(facts.split())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of sharing as it is measured where a device named launches for a while."""
+"""The error of sharing by time as it is measured where a device named launches for a while."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from aiflame.agent.model.gpu import (
     KernelCode,
     MeasuredError,
     Operation,
+    SharingError,
     StallReason,
 )
 from aiflame.agent.reports.device_facts import error_words
@@ -112,7 +113,7 @@ def test_where_there_is_nothing_to_compare_nothing_is_said(sampled: Sequence[Sam
 
 def test_windows_of_several_processes_are_counted_for_each() -> None:
     # GIVEN the same kernel in two processes, at the same times, one of which has one window more
-    own = ((10, 20, _SCALE, _ONCE, 5), (20, 30, _SCALE, _ONCE, 5), (50, 60, _SCALE, _ONCE, 5))
+    own = ((10, 20, _SCALE, _ONCE, 5), (20, 30, _SCALE, _ONCE, 5), (550, 560, _SCALE, _ONCE, 5))
     gpu = _profile((*_RAN, (0, _OTHER, _FILL, 9, 1000)), (*own, (10, 25, _FILL, _ONCE, 5)))
     two = (gpu.kernels[0], replace(gpu.kernels[1], process=1))
     measured = _measured(replace(gpu, kernels=two))
@@ -125,4 +126,13 @@ def test_a_user_reads_what_was_measured() -> None:
     assert error_words(attribution_of(gpu, measured_times(gpu)).error) == (
         "Shared is an estimate; sharing measured in 1 serialised window: about 25 % with another"
         " stack, of 1,000 samples there of kernels that several stacks launch."
+    )
+
+
+def test_a_user_reads_what_was_corrected() -> None:
+    error = SharingError(0.0, 0.0, MeasuredError(4, 1000, 0.004, 0.25))
+    assert error_words(error) == (
+        "Shared is an estimate, corrected by what 4 serialised windows tell: less than 0.5 % with"
+        " another stack in windows that it was not fitted to, about 25 % without the correction, of"
+        " 1,000 samples there of kernels that several stacks launch."
     )
