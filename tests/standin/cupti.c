@@ -110,6 +110,10 @@ static bool serialises(struct context_of_driver *context)
 
 static void at_end(const struct run *run);
 
+/* Functions of V1 and of V2 do not mix. */
+#define OF_V1(call) (is_v2 ? CUPTI_NOT_COMPATIBLE : (call))
+#define OF_V2(call) (is_v2 ? (call) : CUPTI_NOT_COMPATIBLE)
+
 /* After its end nothing of it may be called. */
 static void check(void)
 {
@@ -209,7 +213,7 @@ static int64_t realtime_ns(uint64_t monotonic_ns)
 	       standin_step_ns;
 }
 
-EXPORTED cupti_result cuptiGetTimestamp(uint64_t *timestamp)
+static cupti_result get_timestamp(uint64_t *timestamp)
 {
 	static _Atomic uint64_t readings;
 
@@ -220,10 +224,15 @@ EXPORTED cupti_result cuptiGetTimestamp(uint64_t *timestamp)
 	return 0;
 }
 
+EXPORTED cupti_result cuptiGetTimestamp(uint64_t *timestamp)
+{
+	return OF_V1(get_timestamp(timestamp));
+}
+
 EXPORTED cupti_result cuptiGetTimestamp_v2(cupti_subscriber subscriber, uint64_t *timestamp)
 {
 	(void)subscriber;
-	return cuptiGetTimestamp(timestamp);
+	return OF_V2(get_timestamp(timestamp));
 }
 
 EXPORTED cupti_result cuptiActivityRegisterCallbacks(cupti_buffer_requested requested,
@@ -242,7 +251,7 @@ EXPORTED cupti_result cuptiActivityRegisterCallbacks_v2(cupti_subscriber subscri
 	(void)subscriber;
 	request_v2 = requested;
 	complete_v2 = completed;
-	return 0;
+	return OF_V2(0);
 }
 
 EXPORTED cupti_result cuptiActivityEnable(uint32_t kind)
@@ -259,22 +268,27 @@ EXPORTED cupti_result cuptiActivityEnable_v2(cupti_subscriber subscriber, uint32
 {
 	(void)subscriber, (void)config;
 	times_are_on = kind == CUPTI_ACTIVITY_CONCURRENT_KERNEL;
+	return OF_V2(0);
+}
+
+static cupti_result disable_times(void)
+{
+	check();
+	times_are_on = false;
 	return 0;
 }
 
 EXPORTED cupti_result cuptiActivityDisable(uint32_t kind)
 {
-	check();
 	(void)kind;
-	times_are_on = false;
-	return 0;
+	return OF_V1(disable_times());
 }
 
 EXPORTED cupti_result cuptiActivityDisable_v2(cupti_subscriber subscriber, uint32_t kind,
 					      void *config)
 {
-	(void)subscriber, (void)config;
-	return cuptiActivityDisable(kind);
+	(void)subscriber, (void)kind, (void)config;
+	return OF_V2(disable_times());
 }
 
 static void ask_for_buffer(uint8_t **buffer, size_t *size)
@@ -295,8 +309,15 @@ static void give_buffer(uint8_t *buffer, size_t size, size_t valid)
 		complete(NULL, 0, buffer, size, valid);
 }
 
+/* As when a module is loaded where another one was. */
+static const char *name_in_one_place(char *place, const char *name)
+{
+	return standin_word("reloads", 0) ? strcpy(place, name) : name;
+}
+
 static void put_kernel(uint8_t *at, const struct run *run, int64_t add_ns, uint64_t now)
 {
+	static char place[256];
 	struct cupti_kernel kernel = {
 		.kind = CUPTI_ACTIVITY_CONCURRENT_KERNEL,
 		.start = run->begin_ns <= now ? run->begin_ns + add_ns : 0,
@@ -306,7 +327,7 @@ static void put_kernel(uint8_t *at, const struct run *run, int64_t add_ns, uint6
 		.stream = run->stream,
 		.grid = { run->blocks, 1, 1 },
 		.correlation = run->correlation,
-		.name = run->function->name,
+		.name = name_in_one_place(place, run->function->name),
 		.node = run->node,
 		.graph = run->graph,
 	};
@@ -355,7 +376,7 @@ EXPORTED cupti_result cuptiActivityFlushAll(uint32_t flag)
 	return 0;
 }
 
-EXPORTED cupti_result cuptiActivityGetNextRecord(uint8_t *buffer, size_t valid, void **record)
+static cupti_result next_record(uint8_t *buffer, size_t valid, void **record)
 {
 	uint8_t *next = *record ? (uint8_t *)*record + KERNEL_BYTES : buffer;
 
@@ -366,28 +387,38 @@ EXPORTED cupti_result cuptiActivityGetNextRecord(uint8_t *buffer, size_t valid, 
 	return 0;
 }
 
+EXPORTED cupti_result cuptiActivityGetNextRecord(uint8_t *buffer, size_t valid, void **record)
+{
+	return OF_V1(next_record(buffer, valid, record));
+}
+
 EXPORTED cupti_result cuptiActivityGetNextRecord_v2(cupti_subscriber subscriber, uint8_t *buffer,
 						    size_t valid, void **record)
 {
 	(void)subscriber;
-	return cuptiActivityGetNextRecord(buffer, valid, record);
+	return OF_V2(next_record(buffer, valid, record));
+}
+
+static cupti_result take_dropped(size_t *count)
+{
+	*count = dropped;
+	dropped = 0;
+	return 0;
 }
 
 EXPORTED cupti_result cuptiActivityGetNumDroppedRecords(cu_context context, uint32_t stream,
 							size_t *count)
 {
 	(void)context, (void)stream;
-	*count = dropped;
-	dropped = 0;
-	return 0;
+	return OF_V1(take_dropped(count));
 }
 
 EXPORTED cupti_result cuptiActivityGetNumDroppedRecords_v2(cupti_subscriber subscriber,
 							   cu_context context, uint32_t stream,
 							   size_t *count)
 {
-	(void)subscriber;
-	return cuptiActivityGetNumDroppedRecords(context, stream, count);
+	(void)subscriber, (void)context, (void)stream;
+	return OF_V2(take_dropped(count));
 }
 
 /* One that is gone: what real CUPTI would read has been given to others. */
@@ -588,26 +619,18 @@ static void decode(struct context_of_driver *context)
 	sampled_count = kept;
 }
 
-/* As when a module is loaded where another one was. */
-static char *name_in_one_place(const char *name)
+static void put_pc(struct cupti_pc *pc, const struct count *from)
 {
 	static char place[256];
 
-	snprintf(place, sizeof(place), "%s", name);
-	return place;
-}
-
-static void put_pc(struct cupti_pc *pc, const struct count *from)
-{
 	if (pc->size != CUPTI_PC_SIZE)
 		abort();
 	pc->cubin_crc = from->function->module->crc;
 	pc->offset = from->offset;
 	pc->function = from->function->index;
-	pc->function_name = standin_word("copies", 0) ? strdup(from->function->name)
-						      : (char *)from->function->name;
-	if (standin_word("reloads", 0))
-		pc->function_name = name_in_one_place(from->function->name);
+	pc->function_name = standin_word("copies", 0)
+				    ? strdup(from->function->name)
+				    : (char *)name_in_one_place(place, from->function->name);
 	pc->reason_count = 1;
 	pc->reasons[0] = (struct cupti_pc_reason){ from->reason, from->count };
 	pc->correlation = from->correlation;

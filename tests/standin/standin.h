@@ -27,7 +27,8 @@
  *   drop=N foreign=N   so many samples are dropped, are in other code, with each read-out
  *   few                one instruction a read-out
  *   copies             each sample has a new copy of its function's name
- *   reloads            all functions' names are at one place, one after the other
+ *   reloads            all functions' names are at one place, and all kernels' at another, one after
+ *                      the other
  *   lost=N             after N read-outs the context is lost
  *   fatal=N            CUPTI ends itself, after N launches
  *   two-ids            driver and runtime number the same call differently

@@ -495,9 +495,13 @@ def test_a_name_at_the_place_of_another_one_is_told(standin: Path) -> None:
             target.read_until(_samples)
             target.obey("launch 0 100 1 0", "sync")
             target.read_until(_has_stalls(100))
+            target.read_until(_has_times(1))
             target.obey("launch 1 100 1 0", "sync")
-            told = target.read_until(_has_stalls(200))
+            target.read_until(_has_stalls(200))
+            told = target.read_until(_has_times(2))
+    # THEN its samples and its time have its name
     assert told.samples() == _samples_of("scale", 100) + _samples_of("fill", 100)
+    assert told.durations_ns() == {"scale": 100 * BLOCK_NS, "fill": 100 * BLOCK_NS}
 
 
 def test_names_that_are_copied_each_time_end_sampling(tmp_path: Path) -> None:
