@@ -413,8 +413,8 @@ class LossKind(enum.Enum):
         "samples of a device in code that its driver does not tell about", is_of_device=True
     )
     DEVICE_SAMPLES_UNNUMBERED = _Entry(
-        "samples of serialised windows for whose launches CUPTI had no room: they are shared as the"
-        " others are"
+        "samples of serialised windows for whose launches CUPTI had no room, or which it may tell"
+        " wrongly: they are shared as the others are"
     )
     DEVICE_SAMPLES_REFUSED = _Entry(
         "samples of a device in functions or for reasons without a name, that it cannot have taken,"
@@ -448,6 +448,11 @@ class LossKind(enum.Enum):
     GRAPH_BUILDERS_FULL = _Entry(
         "calls that have built nodes of graphs, beyond 65,536 that are remembered: later, kernels"
         " of such nodes are under the launch of the graph alone"
+    )
+    GRAPH_LAUNCHES_UNKNOWN = _Entry(
+        "kernels of CUDA graphs to which CUPTI gave the number of another launch, and whose own is"
+        " not told by their order: they are shared among stacks, or without one",
+        cure="update CUPTI (13.1 Update 1 or later) and start the program anew",
     )
     LAUNCHES_NUMBERED_TWICE = _Entry(
         "launches whose calls of runtime and driver had two numbers: the times of their kernels"

@@ -86,6 +86,7 @@ _LOSSES = {
     HelperLoss.FACTS: LossKind.DEVICE_FACTS_FULL,
     HelperLoss.TIMES_REFUSED: LossKind.KERNEL_TIMES_REFUSED,
     HelperLoss.UNNUMBERED: LossKind.DEVICE_SAMPLES_UNNUMBERED,
+    HelperLoss.GRAPH_IDS: LossKind.GRAPH_LAUNCHES_UNKNOWN,
 }
 
 # struct control: magic "aifc", version, verb, highest tier, duty in permille, exponent of the

@@ -18,7 +18,7 @@ from aiflame.agent.losses import LossKind
 from aiflame.gpu.base import Host, SharedMemory
 from aiflame.gpu.ring import HEADER_BYTES, Record
 
-VERSION = 2
+VERSION = 3
 
 
 class Fact(enum.IntEnum):
@@ -68,6 +68,7 @@ class HelperLoss(enum.IntEnum):
     FACTS = 10
     TIMES_REFUSED = 11
     UNNUMBERED = 12
+    GRAPH_IDS = 13
 
 
 class HelperError(enum.IntEnum):
@@ -86,6 +87,7 @@ class HelperError(enum.IntEnum):
     CALL = 11
     NO_SAMPLES = 12
     SERIALISED = 13
+    GRAPH_IDS = 14
 
 
 class Why(enum.IntEnum):

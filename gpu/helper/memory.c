@@ -30,7 +30,7 @@
 
 #define PAGE_BYTES 4096
 
-#define LOSSES (LOSS_UNNUMBERED + 1)
+#define LOSSES (LOSS_GRAPH_IDS + 1)
 
 static struct memory_header *header;
 static uint64_t ring_number, facts_number;

@@ -11,7 +11,7 @@
 
 /* Tests build older ones. */
 #ifndef PROTOCOL_VERSION
-#define PROTOCOL_VERSION 2
+#define PROTOCOL_VERSION 3
 #endif
 #define MEMORY_HEADER_BYTES 4096
 #define MEMORY_VERSION 1
@@ -177,6 +177,7 @@ enum loss {
 	LOSS_FACTS = 10, /* other facts for which there was no room */
 	LOSS_TIMES_REFUSED = 11, /* kernel times that make no sense */
 	LOSS_UNNUMBERED = 12, /* samples of serialised windows that are told without their launch */
+	LOSS_GRAPH_IDS = 13, /* kernels of graphs whose launch was told wrongly, and is not known */
 };
 
 /* PASSING_LOSSES: as many as the record has room for; what came since the last such record. */
@@ -200,6 +201,7 @@ enum error {
 	ERROR_CALL = 11, /* any other call that failed; text: which */
 	ERROR_NO_SAMPLES = 12, /* kernels ran, and no sample came, also after another try */
 	ERROR_SERIALISED = 13, /* a serialised window did not begin, or went on into a capture */
+	ERROR_GRAPH_IDS = 14, /* numbers of launches of graphs are wrong; text: how that is known */
 };
 
 /* Then: what failed, and what the vendor says. */

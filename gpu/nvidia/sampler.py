@@ -57,6 +57,12 @@ OTHER_VERSION = (
 
 _NO_WINDOW = "a window to measure the error of sharing failed"
 
+# CUPTI tells so of itself (release notes of 13.1 Update 1), or the helper has found it out.
+_WRONG_GRAPHS = (
+    "CUPTI gives launches of CUDA graphs wrong numbers{}, kernels are told by their order: update"
+    " it (pip install 'nvidia-cuda-cupti>=13.1.115')"
+)
+
 # What a helper could not do, and what helps; the vendor's own words follow where it has any.
 _ERRORS = {
     HelperError.NO_LIBRARY: (
@@ -362,4 +368,6 @@ def _details(told: HelperDevice, own: list[tuple[Told, int]]) -> list[str]:
         )
     failed = (process.errors.get(HelperError.SERIALISED) for process, _ in own)
     found += _distinct(f"{_NO_WINDOW}{_by(one)}" for one in failed if one is not None)
+    failed = (process.errors.get(HelperError.GRAPH_IDS) for process, _ in own)
+    found += _distinct(_WRONG_GRAPHS.format(_by(one)) for one in failed if one is not None)
     return found

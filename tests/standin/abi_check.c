@@ -229,6 +229,9 @@ TAKES(cuptiActivityGetNumDroppedRecords, CUptiResult, CUcontext, uint32_t, size_
 TAKES(cuptiGetContextId, CUptiResult, CUcontext, uint32_t *);
 TAKES(cuptiGetDeviceId, CUptiResult, CUcontext, uint32_t *);
 TAKES(cuptiGetGraphNodeId, CUptiResult, CUgraphNode, uint64_t *);
+#if CUPTI_API_VERSION >= 22
+TAKES(cuptiGetGraphExecId, CUptiResult, CUgraphExec, uint32_t *);
+#endif
 TAKES(cuptiGetResultString, CUptiResult, CUptiResult, const char **);
 TAKES(cuptiPCSamplingEnable, CUptiResult, CUpti_PCSamplingEnableParams *);
 TAKES(cuptiPCSamplingDisable, CUptiResult, CUpti_PCSamplingDisableParams *);

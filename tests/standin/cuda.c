@@ -411,7 +411,7 @@ EXPORTED cu_result cuGraphInstantiateWithFlags(void **executable, void *graph, u
 	struct graph *from = graph, *made = calloc(1, sizeof(*made));
 
 	(void)flags;
-	made->id = from->id;
+	made->id = atomic_fetch_add(&graph_ids, 1) + 1;
 	for (uint32_t at = 0; at < from->count; at++) {
 		struct node *node = calloc(1, sizeof(*node));
 		struct cupti_graph_data data = { .graph = made,

@@ -17,6 +17,8 @@
  *   capture S, end S          answers with what the driver returned
  *   instantiate               the last graph that was captured
  *   graph S                   launches it
+ *   replay N S                launches the Nth that was instantiated
+ *   elsewhere N S             ... from elsewhere
  *   threads N TIMES           as many threads that launch function 0
  *   fork TIMES                a child launches as often, and ends; answers with its exit status
  *   load PATH                 loads a library, in a thread of its own
@@ -55,7 +57,8 @@ cu_result cuCtxSynchronize(void);
 
 static void *contexts[MOST], *modules[MOST], *functions[MOST], *streams[MOST];
 static int context_count, module_count, function_count, stream_count = 1;
-static void *graph, *executable;
+static void *graph, *executables[MOST];
+static int executable_count;
 static long times_of_threads;
 
 static void launch(int function, uint32_t blocks, long times, void *stream)
@@ -72,6 +75,22 @@ __attribute__((noinline)) static void launch_dense(int function, uint32_t blocks
 		cuLaunchKernel(functions[function], blocks, 1, 1, 32 * warps, 1, 1, 0, NULL, NULL,
 			       NULL);
 	__asm__ volatile("");
+}
+
+__attribute__((noinline)) static long replay(long executable, void *stream)
+{
+	long result = cuGraphLaunch(executables[executable], stream);
+
+	__asm__ volatile("");
+	return result;
+}
+
+__attribute__((noinline)) static long replay_elsewhere(long executable, void *stream)
+{
+	long result = cuGraphLaunch(executables[executable], stream);
+
+	__asm__ volatile("" ::"r"(1));
+	return result;
 }
 
 static void tell_runtime(uint32_t site)
@@ -188,9 +207,14 @@ __attribute__((visibility("default"))) long obey(const char *verb, const char *t
 	if (!strcmp(verb, "end"))
 		return cuStreamEndCapture(streams[a], &graph);
 	if (!strcmp(verb, "instantiate"))
-		return cuGraphInstantiateWithFlags(&executable, graph, 0);
+		return cuGraphInstantiateWithFlags(&executables[executable_count++ % MOST], graph,
+						   0);
 	if (!strcmp(verb, "graph"))
-		return cuGraphLaunch(executable, streams[a]);
+		return replay((executable_count - 1) % MOST, streams[a]);
+	if (!strcmp(verb, "replay"))
+		return replay(a, streams[b]);
+	if (!strcmp(verb, "elsewhere"))
+		return replay_elsewhere(a, streams[b]);
 	if (!strcmp(verb, "fork"))
 		return run_child(a);
 	if (!strcmp(verb, "load"))

@@ -35,6 +35,9 @@
  *   first=N            the number of the first call
  *   slow=N             a read-out takes N ms
  *   no-serialized      there is no such mode
+ *   old-graphs         kernels of graphs have the number of the first session's last launch of one, in
+ *                      all sessions but the first, as CUPTI of 13.1
+ *   other-graphs       ... the number of the launch of a graph before theirs
  *   interrupted=N      the first N readings of CUPTI's clock take 5 ms
  */
 #ifndef STANDIN_H

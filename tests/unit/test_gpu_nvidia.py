@@ -403,7 +403,7 @@ def test_a_helper_of_another_version_is_neither_read_nor_told(proc: Path) -> Non
     sampler.stop()
     (device,) = host.devices
     assert device.tier is Tier.LAUNCHES
-    assert "helper of another aiflame (protocol 7, not 2)" in device.limit
+    assert f"helper of another aiflame (protocol 7, not {VERSION})" in device.limit
     assert (memory.told, host.times, host.lost) == ([], [], {})
 
 

@@ -46,7 +46,8 @@ bool event_push(const struct event *event)
 	}
 	slot->event = *event;
 	atomic_store_explicit(&slot->turn, at + 1 - at % SLOTS, memory_order_release);
-	if (at % (SLOTS / 4) == 0 || event->kind != EVENT_NODE)
+	/* Nodes and launches wait for the next turn. */
+	if (at % (SLOTS / 4) == 0 || event->kind < EVENT_NODE)
 		control_wake();
 	return true;
 }

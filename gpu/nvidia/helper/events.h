@@ -13,6 +13,7 @@ enum event_kind {
 	EVENT_MODULE_LOADED,
 	EVENT_MODULE_UNLOADED,
 	EVENT_NODE,
+	EVENT_GRAPH_LAUNCH,
 };
 
 struct event {
@@ -23,6 +24,9 @@ struct event {
 	void *bytes; /* of a module: a copy, to be freed; NULL: not kept */
 	size_t size;
 	uint64_t node, original, launch;
+	/* Of the launch of a graph: its handle, and its id, 0 where that is not known. */
+	uint64_t executable;
+	uint32_t graph;
 };
 
 /* From any thread. Returns false where it is full, which is counted. */

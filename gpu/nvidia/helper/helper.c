@@ -16,6 +16,7 @@
 
 #include "control.h"
 #include "events.h"
+#include "graphs.h"
 #include "library.h"
 #include "memory.h"
 #include "names.h"
@@ -444,6 +445,7 @@ static void subscribe(void)
 		helper.is_final = true;
 		return;
 	}
+	graphs_begin(version, launches_newest());
 	helper.is_subscribed = true;
 	helper.is_paused = false;
 	helper.duty_ns = now_ns();
@@ -458,6 +460,8 @@ static void unsubscribe(void)
 	kernels_end(&helper.subscription);
 	launches_end(&helper.subscription);
 	helper.is_subscribed = false;
+	/* Those of this session. */
+	take_events();
 }
 
 /* Whether CUPTI has called cuptiFinalize by itself: nothing of it is touched any more. */
@@ -513,8 +517,6 @@ static void start(const struct control *asked)
 	ring_bell();
 }
 
-static void take_events(void);
-
 static void stop_now(enum why why)
 {
 	helper.has_to_stop = helper.has_to_start = false;
@@ -523,7 +525,6 @@ static void stop_now(enum why why)
 	take_events();
 	if (!is_ended_by_driver() && helper.is_subscribed)
 		unsubscribe();
-	take_events();
 	helper.is_on = false;
 	losses_put();
 	reach(TIER_LAUNCHES,
@@ -645,7 +646,7 @@ static void take_unloaded(const struct event *event)
 	ring_put(PASSING_CODE_UNLOADED, &PART(record), 1);
 }
 
-static void take_events(void)
+void take_events(void)
 {
 	struct event event;
 
@@ -666,6 +667,9 @@ static void take_events(void)
 			break;
 		case EVENT_NODE:
 			put_some(FACT_NODE, &PART(node), &helper.nodes, MOST_NODES);
+			break;
+		case EVENT_GRAPH_LAUNCH:
+			graphs_see(event.launch, event.executable, event.graph, event.at_ns);
 			break;
 		}
 	}

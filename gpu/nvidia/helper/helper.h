@@ -38,6 +38,8 @@ void tell_reasons(uint32_t context, const struct reason *reasons, uint32_t count
 void stalls_reached(const char *why);
 /* They will be, when no stream is captured. Who calls has the lock. */
 void stalls_wait(void);
+/* Takes what callbacks have left. Who calls has the lock. */
+void take_events(void);
 /* Whether the lock was had within two seconds: for who must not wait for ever. */
 bool lock_for_a_while(void);
 void unlock(void);
@@ -53,6 +55,10 @@ void launches_end(const struct subscription *subscription);
 void launches_drop(void);
 /* CUPTI's number, which has 32 bits, as one that comes once only; 0 stays 0. */
 uint64_t launch_of(uint32_t correlation);
+/* The highest so far. */
+uint64_t launches_newest(void);
+/* Whether some launch of a graph was not told, or may have run nothing, since callbacks are on. */
+bool launches_lost_graphs(void);
 /* A copy of a module, from an event. */
 void launches_free(void *bytes, size_t size);
 /* Whether some stream is being captured, as far as was seen, and for no longer than a capture takes. */

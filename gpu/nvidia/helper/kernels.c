@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include "control.h"
+#include "graphs.h"
 #include "library.h"
 #include "memory.h"
 #include "names.h"
@@ -183,10 +184,12 @@ static void take_kernel(const struct cupti_kernel *kernel, const struct reading 
 {
 	uint64_t begin_ns = kernel->start + reading->add_ns;
 	uint64_t end_ns = kernel->end + reading->add_ns;
+	uint64_t launch;
 
 	/* A kernel that runs at the end belongs to no one. */
 	if (reading->flush == FLUSH_ALL && !kernel->end)
 		return;
+	launch = graphs_launch_of(kernel, begin_ns);
 	/* 0 where CUPTI could not tell. */
 	if (reading->is_refused || !kernel->start || kernel->end < kernel->start) {
 		losses_add(LOSS_TIMES_REFUSED, 1);
@@ -194,7 +197,7 @@ static void take_kernel(const struct cupti_kernel *kernel, const struct reading 
 	}
 	tell_context(kernel->context, kernel->device, 0);
 	batch.rows[batch.count++] = (struct kernel_time){
-		.launch = launch_of(kernel->correlation),
+		.launch = launch,
 		.begin_ns = begin_ns,
 		.end_ns = end_ns,
 		.queue = kernel->stream,
@@ -240,8 +243,10 @@ static void count_dropped(const struct subscription *subscription)
 		cupti.cuptiActivityGetNumDroppedRecords_v2(subscription->handle, NULL, 0, &dropped);
 	else if (!subscription->is_v2 && cupti.cuptiActivityGetNumDroppedRecords)
 		cupti.cuptiActivityGetNumDroppedRecords(NULL, 0, &dropped);
-	if (dropped)
-		losses_add(LOSS_TIMES_DROPPED, dropped);
+	if (!dropped)
+		return;
+	losses_add(LOSS_TIMES_DROPPED, dropped);
+	graphs_miss_kernels();
 }
 
 static bool has_records(void)
@@ -277,9 +282,15 @@ void kernels_read(const struct subscription *subscription, enum flush flush)
 		/* They stay in their buffers until the next time. */
 		return;
 	}
-	for (int at = 0; at < BUFFERS; at++)
-		if (atomic_load_explicit(&owners[at], memory_order_acquire) == OWNER_READER)
-			take_buffer(subscription, at, &reading);
+	for (int at = 0; at < BUFFERS; at++) {
+		if (atomic_load_explicit(&owners[at], memory_order_acquire) != OWNER_READER)
+			continue;
+		/* What was launched before these ran. */
+		take_events();
+		if (launches_lost_graphs())
+			graphs_miss_launches();
+		take_buffer(subscription, at, &reading);
+	}
 	put_batch();
 }
 

@@ -40,6 +40,8 @@ static _Thread_local struct launching launching;
 /* 0: nothing is subscribed. */
 static _Atomic uint32_t generation;
 static _Atomic bool wants_code, was_ended;
+/* A launch of a graph found no room among the events, failed, or may be a part of another graph. */
+static _Atomic bool lost_graph_launch;
 static _Atomic int captures;
 /* When the latest began: all are over so long after it. */
 static _Atomic uint64_t captures_ns;
@@ -75,6 +77,16 @@ bool launches_capture(void)
 		return true;
 	atomic_store(&captures, 0);
 	return false;
+}
+
+uint64_t launches_newest(void)
+{
+	return atomic_load_explicit(&newest_launch, memory_order_relaxed);
+}
+
+bool launches_lost_graphs(void)
+{
+	return atomic_load(&lost_graph_launch);
 }
 
 bool launches_were_ended(void)
@@ -123,6 +135,22 @@ static void tell_launch(struct launching *own, uint32_t correlation, uint64_t ke
 	aiflame_gpu_launch(own->launch, kernel, queue);
 }
 
+/* By which its kernels' records are checked; `executable` is 0 where the driver's call was not seen. */
+static void tell_graph_launch(const struct launching *own, uint64_t executable)
+{
+	struct event event = { .kind = EVENT_GRAPH_LAUNCH,
+			       .launch = own->launch,
+			       .at_ns = now_ns(),
+			       .executable = executable };
+
+	if (executable && cupti.cuptiGetGraphExecId &&
+	    cupti.cuptiGetGraphExecId((void *)(uintptr_t)executable, &event.graph))
+		event.graph = 0;
+	/* In a capture it may become a node, and run nothing. */
+	if (!event_push(&event) || launches_capture())
+		atomic_store(&lost_graph_launch, true);
+}
+
 /*
  * A launch is told once: inside of the driver's call, so that probes of the runtime's and of the
  * driver's function both have it inside; by the number of the outermost call, which is that of the
@@ -131,9 +159,13 @@ static void tell_launch(struct launching *own, uint32_t correlation, uint64_t ke
 static void at_driver_call(struct launching *own, uint32_t id,
 			   const struct cupti_callback_data *data)
 {
+	bool is_graph = id == DRIVER_GRAPH_LAUNCH || id == DRIVER_GRAPH_LAUNCH_PTSZ;
 	uint64_t kernel = 0, queue = 0;
 
 	if (data->site == CUPTI_EXIT) {
+		/* It runs nothing, and has no turn. */
+		if (is_graph && data->result && *(const cu_result *)data->result)
+			atomic_store(&lost_graph_launch, true);
 		if (!own->depth)
 			own->launch = 0;
 		return;
@@ -148,9 +180,12 @@ static void at_driver_call(struct launching *own, uint32_t id,
 		return;
 	read_params(id, data->params, &kernel, &queue);
 	tell_launch(own, own->depth ? own->correlation : data->correlation, kernel, queue);
+	if (is_graph)
+		tell_graph_launch(own, kernel);
 }
 
-static void at_runtime_call(struct launching *own, const struct cupti_callback_data *data)
+static void at_runtime_call(struct launching *own, uint32_t id,
+			    const struct cupti_callback_data *data)
 {
 	if (data->site == CUPTI_ENTER) {
 		if (own->depth++)
@@ -162,8 +197,11 @@ static void at_runtime_call(struct launching *own, const struct cupti_callback_d
 	if (!own->depth || --own->depth)
 		return;
 	/* The driver's call was not seen. */
-	if (!own->is_told)
+	if (!own->is_told) {
 		tell_launch(own, own->correlation, 0, 0);
+		if (id == RUNTIME_GRAPH_LAUNCH || id == RUNTIME_GRAPH_LAUNCH_PTSZ)
+			tell_graph_launch(own, 0);
+	}
 	own->launch = 0;
 }
 
@@ -279,7 +317,7 @@ static void at_callback(void *user, uint32_t domain, uint32_t id, const void *da
 	if (domain == CUPTI_RESOURCE)
 		at_resource(id, data);
 	else if (domain == CUPTI_RUNTIME)
-		at_runtime_call(own, data);
+		at_runtime_call(own, id, data);
 	else if (domain == CUPTI_DRIVER && (is_begin_of_capture(id) || is_end_of_capture(id)))
 		at_capture(id, data);
 	else if (domain == CUPTI_DRIVER)
@@ -387,6 +425,7 @@ cupti_result launches_begin(const struct subscription *subscription, bool with_c
 	*what = "cuptiEnableCallback";
 	atomic_store(&wants_code, with_code);
 	atomic_store(&captures, 0);
+	atomic_store(&lost_graph_launch, false);
 	/* 0 is none, also after four billion of them. */
 	generations += generations + 1 ? 1 : 2;
 	atomic_store(&generation, generations);

@@ -31,6 +31,7 @@
 	S(cuptiGetCubinCrc, (struct cupti_cubin_crc *))                                            \
 	O(cuptiGetResultString, (cupti_result, const char **))                                     \
 	O(cuptiGetGraphNodeId, (cu_node, uint64_t *))                                              \
+	O(cuptiGetGraphExecId, (void *, uint32_t *))                                               \
 	O(cuptiActivityGetNumDroppedRecords, (cu_context, uint32_t, size_t *))                     \
 	O(cuptiSubscribe_v2,                                                                       \
 	  (cupti_subscriber *, cupti_callback, void *, struct cupti_subscriber_params *))          \

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "control.h"
+#include "graphs.h"
 #include "library.h"
 #include "memory.h"
 #include "names.h"
@@ -180,6 +181,8 @@ static bool take_pcs(const struct context *context, const struct cupti_pc_data *
 	for (size_t at = 0; at < pcs && !is_too_many; at++) {
 		const struct cupti_pc *pc = &found->pc[at];
 		uint32_t name = name_of_function(pc->function_name, &is_too_many);
+		uint64_t launch = launch_of(pc->correlation);
+		bool is_unknown = are_unnumbered || graphs_doubt(launch);
 
 		for (size_t reason = 0; reason < pc->reason_count && reason < context->reason_count;
 		     reason++) {
@@ -188,13 +191,13 @@ static bool take_pcs(const struct context *context, const struct cupti_pc_data *
 			rows[count++] = (struct stall){
 				.code = pc->cubin_crc,
 				.offset = pc->offset,
-				.launch = are_unnumbered ? 0 : launch_of(pc->correlation),
+				.launch = is_unknown ? 0 : launch,
 				.name = name,
 				.function = pc->function,
 				.reason = pc->reasons[reason].reason,
 				.count = pc->reasons[reason].samples,
 			};
-			if (are_unnumbered)
+			if (is_unknown)
 				losses_add(LOSS_UNNUMBERED, pc->reasons[reason].samples);
 			if (count == MOST_ROWS) {
 				put_rows(context, end_ns, count);
