@@ -36,8 +36,10 @@ class Stretches:
     def of(cls, process: I64, begin_ns: I64, end_ns: I64) -> Stretches:
         """Puts read-outs together, which may come in any order, and more than once."""
         found: list[tuple[int, int, int]] = []
-        rows = np.unique(np.stack((process, begin_ns, end_ns), axis=1), axis=0)
-        for who, begin, end in rows.tolist():
+        order = np.lexsort((end_ns, begin_ns, process))
+        rows = np.stack((process, begin_ns, end_ns))[:, order]
+        is_new = np.append(True, (np.diff(rows) != 0).any(axis=0))[: len(order)]
+        for who, begin, end in rows[:, is_new].T.tolist():
             if found and found[-1][0] == who and begin <= found[-1][2]:
                 found[-1] = (who, found[-1][1], max(found[-1][2], end))
             else:

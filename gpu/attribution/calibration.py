@@ -18,6 +18,7 @@ window's launches differ in from those of its second, by which samples are share
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,9 +71,17 @@ class Cells:
         """Name and stack."""
         return (self.name << 32) | self.stack
 
-    def where(self, chosen: Mask) -> Cells:
+    def where(self, chosen: Mask | I64 | slice) -> Cells:
         """Returns the chosen rows."""
         return Cells(self.name[chosen], self.stack[chosen], self.window[chosen], self.value[chosen])
+
+    def by_name(self) -> Iterator[tuple[int, Cells]]:
+        """Yields the rows of each kernel, by name ascending."""
+        ordered = self.where(np.argsort(self.name, kind="stable"))
+        names, first = np.unique(ordered.name, return_index=True)
+        bounds = [*first.tolist(), len(ordered.name)]
+        for name, begin, end in zip(names.tolist(), bounds[:-1], bounds[1:], strict=True):
+            yield name, ordered.where(slice(begin, end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +154,7 @@ def named_in_windows(gpu: GpuProfile) -> Named:
         row,
         _cells(names[kernel], samples["stack"][row], window[at], samples["count"][row]),
         _cells(names[ran["kernel"]], ran["stack"], window[ran_at], ran["duration_ns"]),
-        np.unique(np.stack((process[kernel], window[at])), axis=1).shape[1],
+        len(np.unique((process[kernel] << 32) | window[at])),
     )
 
 
@@ -208,18 +217,18 @@ def fitted(named: Named, fold: int | None = None) -> Densities:
         Those of kernels of which both halves of the windows have samples: what is told of the error
         of others is that of sharing by time. Of a kernel that chance explains there are none.
     """
-    samples, ran = named.samples, named.ran_ns
-    halves = [{*samples.name[named.in_fold(one)].tolist()} for one in range(FOLDS)]
-    found = no_densities()
-    for name in sorted(set.intersection(*halves)):
-        taken, ns = (cells.where(cells.name == name) for cells in (samples, ran))
+    ran_ns = dict(named.ran_ns.by_name())
+    found = [no_densities()]
+    for name, taken in named.samples.by_name():
+        if name not in ran_ns or len(np.unique(taken.window % FOLDS)) < FOLDS:
+            continue
+        ns = ran_ns[name]
         if fold is not None:
             taken, ns = (cells.where(cells.window % FOLDS == fold) for cells in (taken, ns))
-        one = _fitted(taken, ns)
-        found = Densities(
-            np.concatenate((found.key, one.key)), np.concatenate((found.value, one.value))
-        )
-    return found
+        found.append(_fitted(taken, ns))
+    return Densities(
+        np.concatenate([one.key for one in found]), np.concatenate([one.value for one in found])
+    )
 
 
 def _fitted(samples: Cells, ran_ns: Cells) -> Densities:
