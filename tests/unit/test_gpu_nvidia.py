@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from aiflame.agent.doctor import gpu as doctor_gpu
 from aiflame.agent.doctor.base import Context, Status
+from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device, StallReason, Tier
 from aiflame.gpu.base import Interval, Wanted
 from aiflame.gpu.families import FAMILIES
@@ -404,7 +405,8 @@ def test_a_helper_of_another_version_is_neither_read_nor_told(proc: Path) -> Non
     (device,) = host.devices
     assert device.tier is Tier.LAUNCHES
     assert f"helper of another aiflame (protocol 7, not {VERSION})" in device.limit
-    assert (memory.told, host.times, host.lost) == ([], [], {})
+    assert (memory.told, host.times) == ([], [])
+    assert host.lost == {LossKind.HELPERS_FOREIGN: 1}
 
 
 def test_a_bell_is_one_process_s(proc: Path) -> None:
