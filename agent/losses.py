@@ -412,6 +412,12 @@ class LossKind(enum.Enum):
     DEVICE_SAMPLES_FOREIGN = _Entry(
         "samples of a device in code that its driver does not tell about", is_of_device=True
     )
+    DEVICE_STALLS_LEFT_OUT = _Entry(
+        "seconds in which stalls of a process were not sampled, as the agent would have cost more"
+        " than it may: kernel times are there",
+        cure="raise cost_host_percent or cost_cpu_percent, or lower gpu_duty_percent",
+        is_of_device=True,
+    )
     DEVICE_SAMPLES_UNNUMBERED = _Entry(
         "samples of serialised windows for whose launches CUPTI had no room, or which it may tell"
         " wrongly: they are shared as the others are"

@@ -183,6 +183,31 @@ class Finding:
 SourceLines = Callable[[int, Sequence[int]], Sequence[tuple[str, int]]]
 
 
+@dataclass(frozen=True, slots=True)
+class HelperLoad:
+    """What a helper has told since it was read last, by which its cost is known.
+
+    Attributes:
+        times: Kernel times.
+        samples: Rows of stall samples.
+        read_outs: How often it had to ask for these.
+        sampled_ns: For how long stalls were sampled for them.
+    """
+
+    times: int = 0
+    samples: int = 0
+    read_outs: int = 0
+    sampled_ns: int = 0
+
+    def __add__(self, other: HelperLoad) -> HelperLoad:
+        return HelperLoad(
+            self.times + other.times,
+            self.samples + other.samples,
+            self.read_outs + other.read_outs,
+            self.sampled_ns + other.sampled_ns,
+        )
+
+
 class SharedMemory(Protocol):
     """Memory that a process shares with a family. It is the process's, and may hold anything.
 
@@ -316,6 +341,21 @@ class Host(Protocol):
 
     @property
     def since_ns(self) -> int: ...
+
+    def duty_permille(self, process: int) -> int:
+        """Returns for how much of the time stalls of a process may be sampled now.
+
+        What the user wants (`Wanted.duty_permille`), or less for as long as that would cost too
+        much: samples are scaled then, and stand for as many as if it were that.
+
+        Args:
+            process: By an id of the recorder's.
+        """
+        ...
+
+    def add_load(self, process: int, load: HelperLoad) -> None:
+        """Tells what a helper has told, for its cost."""
+        ...
 
     def found(self, devices: Sequence[Device]) -> None:
         """Tells of the devices anew: more is known of them, or there are more.

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Tier
 from aiflame.gpu import protocol
-from aiflame.gpu.base import CodeKey, Host, KernelSample, KernelTime, SharedMemory
+from aiflame.gpu.base import CodeKey, HelperLoad, Host, KernelSample, KernelTime, SharedMemory
 from aiflame.gpu.protocol import (
     AnyFact,
     BadRecord,
@@ -195,6 +195,7 @@ class Helper:
         self._is_unread = False  # from now on
         self._times_left, self._cpu_left_s = _UNLIMITED, math.inf
         self._started_ns: int | None = None
+        self._asked_permille: int | None = None  # of the time in which stalls are sampled
         self._has_answered = False  # has said how far it comes since it was to begin
         self._is_over = False  # its process, when it was left
         self._is_done = False  # it has said that it is off, or is over, and there was no more
@@ -206,20 +207,24 @@ class Helper:
         return self._memory.process
 
     def start(self, tier: Tier, duty_permille: int, serialised_permille: int = 0) -> None:
-        """Tells it to begin, once it can be told; from then on it is on until the end.
+        """Tells it to begin, once it can be told, or that another duty cycle is wanted.
+
+        It is on until the end.
 
         Args:
             tier: The highest that is wanted.
             duty_permille: For how much of the time stalls are sampled.
             serialised_permille: For how much of it in windows that name launches.
         """
-        if self._started_ns is not None:
+        if self._asked_permille == duty_permille or self._is_over:
             return
         data = self._memory.read(_CONTROL_FD.size, _CONTROL_FD_AT)
         if len(data) < _CONTROL_FD.size or self.told.hello is None or self.told.is_foreign:
             return  # its memory is not written yet
-        self._started_ns = time.monotonic_ns()
-        self.told.best = self.told.hello  # what another recording reached counts no more
+        self._asked_permille = duty_permille
+        if self._started_ns is None:
+            self._started_ns = time.monotonic_ns()
+            self.told.best = self.told.hello  # what another recording reached counts no more
         (number,) = _CONTROL_FD.unpack(data)
         message = _CONTROL.pack(
             *(b"aifc", protocol.VERSION, _START, int(tier), duty_permille, 0, _READ_OUT_MS),
@@ -366,6 +371,7 @@ class Helper:
         match record.kind:
             case Passing.TIMES:
                 rows = protocol.times(record)
+                self._host.add_load(self.process, HelperLoad(times=len(rows)))
                 if len(rows):
                     self._now_ns = max(self._now_ns, int(rows["end_ns"].max()))
                 # Here, as those of another recording would take the places of this one's.
@@ -373,6 +379,7 @@ class Helper:
             case Passing.STALLS:
                 stalls = protocol.stalls(record)
                 self._now_ns = max(self._now_ns, stalls.end_ns)
+                self._add_load(stalls)
                 read_out = self._read_out(stalls)
                 if stalls.end_ns > self._since_ns:
                     samples += self._samples(stalls, read_out, interval)
@@ -530,16 +537,28 @@ class Helper:
                     end_ns=read_out.end_ns,
                 )
 
+    def _add_load(self, stalls: protocol.Stalls) -> None:
+        """Tells what samples have cost, before their read-out is noted."""
+        last = self._read_outs.get(stalls.context)
+        load = HelperLoad(samples=len(stalls.stalls))
+        if last is None or last.end_ns != stalls.end_ns:  # or it is the rest of one
+            sampled_ns = max(stalls.end_ns - stalls.begin_ns, 0)
+            load += HelperLoad(read_outs=1, sampled_ns=sampled_ns)
+        self._host.add_load(self.process, load)
+
     def _scaled(self, taken: int, period_cycles: int) -> int:
-        """Returns how many samples of the common period some of another one stand for.
+        """Returns how many samples of the common period and duty some of others stand for.
 
         What is left of a division is one more as often as it is a part of one: stochastic
         rounding, which neither favours nor drops what is rare.
         """
-        if period_cycles in (0, COMMON_PERIOD_CYCLES):
-            return taken
-        count, rest = divmod(taken * period_cycles, COMMON_PERIOD_CYCLES)
-        return count + (self._random.randrange(COMMON_PERIOD_CYCLES) < rest)
+        wanted = self._host.wanted.duty_permille
+        state = self.told.state
+        duty = wanted if state is None else state.duty_permille or wanted
+        cycles = period_cycles or COMMON_PERIOD_CYCLES
+        whole = COMMON_PERIOD_CYCLES * duty
+        count, rest = divmod(taken * cycles * wanted, whole)
+        return count + (rest > 0 and self._random.randrange(whole) < rest)
 
     def _has_room(self, key: CodeKey, offset: int, word: str, count: int) -> bool:
         """Whether samples can be told apart and added up with all others; notes them if so."""

@@ -252,11 +252,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What goes on from a time on: a `HelperTier`, and `Why`."""
+    """What goes on from a time on: a `HelperTier`, `Why`, and the duty cycle, 0 if not told."""
 
     at_ns: int
     tier: int
     why: int
+    duty_permille: int = 0
 
 
 AnyFact = Hello | HelperDevice | Context | Reasons | Name | Code | Node
@@ -271,7 +272,7 @@ _STALLS = struct.Struct("<QQIIQ")
 _UNLOADED = struct.Struct("<QQII")
 _SERIALISED = struct.Struct("<QQII")
 _ERROR = struct.Struct("<QIi")
-_STATE = struct.Struct("<QII")
+_STATE, _DUTY = struct.Struct("<QII"), struct.Struct("<I")
 
 # Texts of records are looked at no further. C++ names of 32 KiB occur.
 _MAX_TEXT = 64 << 10
@@ -332,7 +333,8 @@ def failed(record: Record) -> Failed:
 
 def state(record: Record) -> State:
     """Reads Passing.STATE."""
-    return State(*_fields(_STATE, record.data))
+    duty = record.data[_STATE.size :][: _DUTY.size] or bytes(_DUTY.size)
+    return State(*_fields(_STATE, record.data), *_fields(_DUTY, duty))
 
 
 _HEADER = struct.Struct("<16sQQQQ")

@@ -11,7 +11,15 @@ import numpy as np
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Device
 from aiflame.gpu import protocol
-from aiflame.gpu.base import ALWAYS, DeviceReading, KernelSample, KernelTime, Lines, SharedMemory
+from aiflame.gpu.base import (
+    ALWAYS,
+    DeviceReading,
+    HelperLoad,
+    KernelSample,
+    KernelTime,
+    Lines,
+    SharedMemory,
+)
 from aiflame.gpu.protocol import Fact, Passing
 from aiflame.gpu.ring import HEADER_BYTES
 
@@ -126,8 +134,9 @@ class Memory:
     ) -> None:
         self.put(Passing.ERROR, struct.pack("<QIi", at_ns, error, code) + texts(what, text))
 
-    def state(self, at_ns: int, tier: int, why: int = 0) -> None:
-        self.put(Passing.STATE, struct.pack("<QII", at_ns, tier, why))
+    def state(self, at_ns: int, tier: int, why: int = 0, duty: int | None = None) -> None:
+        more = b"" if duty is None else struct.pack("<II", duty, 0)
+        self.put(Passing.STATE, struct.pack("<QII", at_ns, tier, why) + more)
 
 
 class Host:
@@ -145,6 +154,14 @@ class Host:
         self.arguments: list[str] = []
         self.devices: list[Device] = []
         self.hears: list[Callable[[int], None]] = []
+        self.duties: dict[int, int] = {}
+        self.loads: list[HelperLoad] = []
+
+    def duty_permille(self, process: int) -> int:
+        return self.duties.get(process, self.wanted.duty_permille)
+
+    def add_load(self, process: int, load: HelperLoad) -> None:
+        self.loads.append(load)
 
     def memories(self) -> Collection[SharedMemory]:
         return self.shared

@@ -9,6 +9,7 @@ written before the first sample of theirs; instructions, sizes and files come wh
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter, defaultdict
@@ -47,6 +48,7 @@ from aiflame.gpu.base import (
     CodeKey,
     DeviceReading,
     Family,
+    HelperLoad,
     Interval,
     KernelSample,
     KernelTime,
@@ -108,6 +110,8 @@ class _FamilyHost:
         sampler: The family's half of the recording.
         shared: What processes share with it.
         losses: Of the family.
+        duties: By process image: for how much of the time that is wanted stalls may be sampled.
+        loads: What helpers have told since these were taken last, likewise.
     """
 
     def __init__(
@@ -141,6 +145,8 @@ class _FamilyHost:
         self._readings: list[DeviceReading] = []
         self._processes: list[LineProcess] = []
         self.losses: Counter[LossKind] = Counter()
+        self.duties: dict[int, float] = {}
+        self.loads: dict[int, HelperLoad] = {}
         self.sampler: Sampler = family.start(self)
 
     def look(self, image: ProcessImage, libraries: Collection[str]) -> None:
@@ -228,6 +234,13 @@ class _FamilyHost:
 
     def memories(self) -> Collection[SharedMemory]:
         return self.shared.all()
+
+    def duty_permille(self, process: int) -> int:
+        # Rounded up: 0 is never.
+        return math.ceil(self.wanted.duty_permille * self.duties.get(process, 1))
+
+    def add_load(self, process: int, load: HelperLoad) -> None:
+        self.loads[process] = self.loads.get(process, HelperLoad()) + load
 
     def watch(self, descriptor: int, take: Callable[[], None]) -> None:
         self._takes.append(take)
@@ -358,6 +371,7 @@ class Devices:
         self._kernel_ns_of: Counter[int] = Counter()  # by index of the image
         self._ran: defaultdict[int, set[str]] = defaultdict(set)  # the same
         self._next_device = 0
+        self._left_out_ns = 0  # that is not counted yet
         self._said: list[str] = []
         self.samples = 0
 
@@ -522,6 +536,32 @@ class Devices:
             self._said += running.load_helpers()
             running.sampler.drain(Interval(interval, by_family[running]))
             self._take(running, end_ns)
+
+    def take_loads(self) -> dict[int, HelperLoad]:
+        """Returns what helpers have told since last, by process image."""
+        found: dict[int, HelperLoad] = {}
+        for running in self._running:
+            found |= running.loads
+            running.loads = {}
+        return found
+
+    def steer(self, duties: dict[int, float], window_ns: int) -> None:
+        """Has stalls sampled for less of the time, or for as much as before; says so.
+
+        Args:
+            duties: As `recording.chance.Steers` says.
+            window_ns: For how long what was said before has held.
+        """
+        for running in self._running:
+            sharing = {memory.process for memory in running.shared.all()}
+            for process in sharing:
+                before, now = (each.get(process, 1.0) for each in (running.duties, duties))
+                self._left_out_ns += 0 if before else window_ns
+                if _degree(before) != _degree(now):
+                    self._said.append(_duty_words(self._table.images[process], now))
+            running.lose(LossKind.DEVICE_STALLS_LEFT_OUT, self._left_out_ns // _INTERVAL_NS)
+            self._left_out_ns %= _INTERVAL_NS
+            running.duties = duties
 
     def take_said(self) -> list[str]:
         """Returns what is to be said since last."""
@@ -735,6 +775,23 @@ class Devices:
         for running in self._running:
             found.update(running.all_losses)
         return found
+
+
+def _degree(duty: float) -> int:
+    """Returns whether stalls are sampled never, less than is wanted, or as is wanted."""
+    return (duty > 0) + (duty >= 1)
+
+
+def _duty_words(image: ProcessImage, duty: float) -> str:
+    who = f"{image.name} ({image.pid})"
+    if duty >= 1:
+        return f"stalls of {who} are sampled as configured again"
+    if duty:
+        return (
+            f"stalls of {who} are sampled for {100 * duty:.3g} % of the time that is configured:"
+            " more would exceed the agent's budget"
+        )
+    return f"stalls of {who} are not sampled for a while: that would exceed the agent's budget"
 
 
 def _libraries_of(family: Family) -> tuple[str, ...]:

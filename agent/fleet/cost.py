@@ -6,6 +6,11 @@ nanoseconds per event. What stacks at switch-outs may take is what all else leav
 and it is divided among cgroups like water: each gets what it asks for up to a level that is the
 same for all, so that a busy one never takes from a quiet one. Chances follow from the load itself
 and not from chances before: there is no loop that could swing.
+
+Samples of why devices stall are taken in the same way: of what all else leaves of the budget, half
+is for them, and it is divided among processes. One that asks for more is sampled for less
+of the time, down to a least share, and below that not at all. Launches and kernel times are exact,
+and paid before.
 """
 
 from __future__ import annotations
@@ -18,14 +23,15 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel.abi import WEIGHT_MAX
 from aiflame.agent.recording.chance import Chances, Load
+from aiflame.gpu.base import HelperLoad
 
 _S = 1_000_000_000
 
 # Of the budget, what is planned for: loads are of a second ago, and draws are by chance. With 0.8
 # of what was left for stacks, and all else in full, a recording took 6.08 % of 6 (OVERHEAD.md).
 _PLANNED_SHARE = 0.85
-# What stacks get at least of the budget, however much all else takes: a recording without any stack
-# of a wait would be of no use. Above the budget then, which `is_over` says.
+# What stacks, and stalls, get at least of the budget, however much all else takes: a recording
+# without any stack of a wait would be of no use. Above the budget then, which `is_over` says.
 _LEAST_SHARE = 0.1
 # A load that has gone is remembered, each second this much of it: one that comes and goes is
 # planned for as if it stayed, and one that has gone for good is forgotten in half a minute.
@@ -43,6 +49,17 @@ _SPACING_NS = 50_000_000
 _MOST_SPACING_NS = 128 * _S
 # A start, or a build that forks for a moment, is no news.
 _OVER_NS_UNTIL_SAID = 10 * _S
+# Of what is left for stacks and stalls: a device that is sampled leaves room for stacks of waits.
+_STALLS_SHARE = 0.5
+# Of the time that is wanted. Half as much in each step, so that a load that trembles changes
+# nothing. In the least one (of a cycle of ten seconds 0.6 s) a device is read out once.
+_LEAST_DUTY = 1 / 16
+# What a process has told per second of sampling is remembered, each second this much of it: long
+# enough for a duty cycle, of which ten seconds are a turn. One that is not sampled at all is tried
+# again when that is forgotten, in some minutes.
+_STALLS_REMEMBERED = 0.98
+# CPU time in a second of sampling, in ns: below it is no cost.
+_LEAST_STALLS_NS = 1_000
 # Cgroups that are told apart, those with most switches: what the kernel half has room for.
 _MOST_CGROUPS = 4096
 
@@ -51,8 +68,9 @@ _MOST_CGROUPS = 4096
 class Prices:
     """What events take, in ns.
 
-    What is given here was measured on one machine (OVERHEAD.md); a kernel that counts the time of
-    programs corrects the first two. It does not count the trap of a uprobe, which is apart.
+    What is given here was measured on one machine (OVERHEAD.md), and what helpers take with a
+    stand-in for the driver: no device was met. A kernel that counts the time of programs corrects
+    the first two. It does not count the trap of a uprobe, which is apart.
 
     Attributes:
         switch: A switch-out and the switch-in after it, with its wake-up, without a stack.
@@ -60,6 +78,9 @@ class Prices:
         sample: An on-CPU sample, of 30 user frames.
         call: A call of a device API, with a stack.
         trap: What a probe on it takes before the program runs.
+        kernel_time: One that a helper tells: by its thread, and where it is launched.
+        stall: A row of stall samples that a helper tells.
+        read_out: What a helper asks for them with: a call into the driver.
     """
 
     switch: float = 900
@@ -67,6 +88,13 @@ class Prices:
     sample: float = 4_300
     call: float = 4_500
     trap: float = 700
+    kernel_time: float = 1_500
+    stall: float = 500
+    read_out: float = 1_500_000
+
+    def of_stalls(self, load: HelperLoad) -> float:
+        """Returns what stall samples of a helper have taken."""
+        return load.samples * self.stall + load.read_outs * self.read_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +175,8 @@ class CostController:
     _untold: list[str] = field(default_factory=list, init=False)
     _measured: _Measured = field(init=False)
     _demand: dict[int, float] = field(default_factory=dict, init=False)
+    _stalls: dict[int, float] = field(default_factory=dict, init=False)
+    _duties: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._measured = _Measured(self.prices)
@@ -174,12 +204,17 @@ class CostController:
         others = 0.0
         if self.budget.with_own_cpu:
             of_calls = load.calls * (self.prices.call + self.prices.trap)
-            others = load.own_cpu_ns + load.samples * self.prices.sample + of_calls
+            of_times = sum(one.times for one in load.helpers.values()) * self.prices.kernel_time
+            others = load.own_cpu_ns + load.samples * self.prices.sample + of_calls + of_times
             others *= windows_per_s
-        self.cost_ns_per_s = taken + others + stacks * stack_price * windows_per_s
+        stalls = sum(map(self.prices.of_stalls, load.helpers.values()))
+        self.cost_ns_per_s = taken + others + (stacks * stack_price + stalls) * windows_per_s
         left = _PLANNED_SHARE * budget - max(taken, expected) - others
         self.is_over = left < _LEAST_SHARE * budget
         self._note_over(load.window_ns, budget)
+        if self.budget.with_own_cpu:
+            affordable = max(_STALLS_SHARE * left, _LEAST_SHARE * budget)
+            left -= self._share_stalls(load, affordable)
         affordable = max(left, _LEAST_SHARE * budget) / stack_price
         spacing_ns = self._spacing(load, affordable / windows_per_s)
         one_in = self._divided(affordable)
@@ -189,6 +224,34 @@ class CostController:
             spacing_ns,
         )
         return self.chances
+
+    def duties(self) -> dict[int, float]:
+        """Returns for how much of the time that is wanted stalls may be sampled, by process."""
+        return self._duties
+
+    def _share_stalls(self, load: Load, affordable: float) -> float:
+        """Divides what stalls may take among processes; returns what they are expected to take.
+
+        Args:
+            load: Of the window.
+            affordable: CPU time in a second, in ns.
+        """
+        share = _STALLS_REMEMBERED ** (load.window_ns / _S)
+        seen = {
+            process: self.prices.of_stalls(one) * _S / one.sampled_ns
+            for process, one in load.helpers.items()
+            if one.sampled_ns
+        }
+        known = {process: share * demand for process, demand in self._stalls.items()}
+        known |= {process: max(demand, known.get(process, 0)) for process, demand in seen.items()}
+        self._stalls = {p: demand for p, demand in known.items() if demand >= _LEAST_STALLS_NS}
+        level = _level(self._stalls.values(), affordable)
+        self._duties = {
+            process: _duty(level / demand, self._duties.get(process, 1))
+            for process, demand in self._stalls.items()
+            if level < demand
+        }
+        return sum(demand * self._duties.get(p, 1) for p, demand in self._stalls.items())
 
     def take_said(self) -> list[str]:
         """Returns that the budget is exceeded, once."""
@@ -257,3 +320,14 @@ def _level(demands: Collection[float], affordable: float) -> float:
             return level
         left -= demand
     return math.inf
+
+
+def _duty(affordable: float, before: float) -> float:
+    """Returns for how much of the time stalls are sampled where so much of it is affordable."""
+    duty = 1.0
+    # More than before is worth it only if there is some room for it.
+    while duty > affordable * (_BETTER if duty > before else 1):
+        duty /= 2
+        if duty < _LEAST_DUTY:
+            return 0
+    return duty

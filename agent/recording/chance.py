@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.kernel import abi
 from aiflame.agent.kernel.loader import Programs
+from aiflame.gpu.base import HelperLoad
 
 Array = npt.NDArray[Any]
 # Keys and values of sums.
@@ -64,6 +65,7 @@ class Load:
         calls: Of device APIs.
         own_cpu_ns: What the recorder's own process took.
         bpf_ns: What programs took at switches and wake-ups; None where the kernel does not count.
+        helpers: What helpers of devices have told, by process image.
     """
 
     window_ns: int
@@ -72,6 +74,7 @@ class Load:
     calls: int
     own_cpu_ns: int
     bpf_ns: int | None
+    helpers: Mapping[int, HelperLoad] = field(default_factory=dict)
 
 
 class Steers(Protocol):
@@ -82,6 +85,12 @@ class Steers(Protocol):
 
     def next(self, load: Load) -> Chances:
         """Returns what is to hold from now on, after a window."""
+
+    def duties(self) -> dict[int, float]:
+        """Returns for how much of the time that is wanted stalls may be sampled, by process image.
+
+        Those that are not named may be sampled for all of it.
+        """
 
     def take_said(self) -> list[str]:
         """Returns what a user should know, each line once."""

@@ -788,8 +788,10 @@ class Recorder:
         )
         self._waits_not_sampled += shared.unsampled
         if self._steers is not None and boundary_ns < self._end_ns:
-            load = self._load(boundary_ns - self._boundary_ns, chosen, charged.totals)
+            window_ns = boundary_ns - self._boundary_ns
+            load = self._load(window_ns, chosen, charged.totals)
             self._set_chances(self._steers.next(load))
+            self.devices.steer(self._steers.duties(), window_ns)
         return shared.keys, shared.values
 
     def _load(self, window_ns: int, chosen: Part, totals: Part) -> Load:
@@ -817,6 +819,7 @@ class Recorder:
             calls=new[abi.Counter.CALLS],
             own_cpu_ns=time.process_time_ns() - self._told_cpu_ns,
             bpf_ns=self._switch_cost.take(window_ns),
+            helpers=self.devices.take_loads(),
         )
 
     def _set_chances(self, chances: Chances) -> None:

@@ -222,6 +222,9 @@ struct passing_state {
 	uint64_t at_ns;
 	uint32_t tier; /* what goes on from here: TIER_LAUNCHES is off */
 	uint32_t why;
+	uint32_t
+		duty_permille; /* of the time, in which stalls are sampled from here on; 0: not told */
+	uint32_t unused;
 };
 
 #define CONTROL_MAGIC 0x63666961 /* "aifc" */
@@ -237,7 +240,8 @@ struct control {
 	uint32_t version; /* PROTOCOL_VERSION */
 	uint32_t verb;
 	uint32_t tier; /* the highest that is wanted */
-	uint32_t duty_permille; /* of the time, in which stalls are sampled; 1000: always */
+	uint32_t
+		duty_permille; /* of the time, in which stalls are sampled; 1000: always, 0: never */
 	uint32_t
 		period_exponent; /* 2 to the power of it is the period in cycles; 0: the vendor's */
 	uint32_t read_out_ms; /* how often samples are read out */

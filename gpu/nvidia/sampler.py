@@ -189,9 +189,9 @@ class NvidiaSampler:
                 self._allow(helper)
             helper = self._helpers[memory]
             self._read_one(helper)
-            wanted = self._host.wanted
-            serialised = _SERIALISED_PERMILLE if wanted.calibrates else 0
-            helper.start(Tier.STALLS, wanted.duty_permille, serialised)
+            serialised = _SERIALISED_PERMILLE if self._host.wanted.calibrates else 0
+            duty = self._host.duty_permille(memory.process)
+            helper.start(Tier.STALLS, duty, serialised)
 
     def _allow(self, helper: Helper) -> None:
         """Gives a process its part of what is read until the next drain."""

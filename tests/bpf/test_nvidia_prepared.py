@@ -34,9 +34,12 @@ _VARIABLE = {"CUDA_INJECTION64_PATH": f"{_INSIDE}/libaiflame-nvidia.so"}
 _SETUP = ("init", "context 0", "module 1000", "function 0 scale", "function 0 fill", "stream")
 # Of _ROUNDS, by call site.
 _ROUNDS, _ROUND = 5, ("launch 0 300 20 0", "runtime 0 100 20", "sync")
+_LAUNCHES = 40  # of a round
 _RAN = Counter(driver=_ROUNDS * 6_000 * BLOCK_NS, runtime=_ROUNDS * 2_000 * BLOCK_NS)
 # A crowded machine takes as long to name a stretch.
 _PATIENCE_S = 90.0
+# And until it is in a capture.
+_CAPTURED_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,25 @@ def _ran(captures: Path, name: str) -> Counter[str]:
     return found
 
 
+def _lost(captures: Path, kind: LossKind) -> int:
+    losses = [one for path in captures.iterdir() for one in read_capture(path).losses]
+    return sum(one.count for one in losses if one.name == kind.stored_name)
+
+
+def _launch_until(target: Target, holds: Callable[[], bool]) -> int:
+    """Launches until something holds; returns how many kernels."""
+    launches = 0
+
+    def is_so() -> bool:
+        nonlocal launches
+        target.obey(*_ROUND)
+        launches += _LAUNCHES
+        return holds()
+
+    wait_until(is_so, _PATIENCE_S)
+    return launches
+
+
 class _Agent:
     def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
         self.helpers, self.captures, self.log = _folders(folder)
@@ -79,14 +101,14 @@ def _folders(folder: Path) -> tuple[Path, Path, Path]:
 
 
 @contextmanager
-def _running(folder: Path, standin: Path) -> Iterator[_Agent]:
+def _running(folder: Path, standin: Path, *more: str) -> Iterator[_Agent]:
     """An agent that puts helpers into a directory, and ends as a service manager ends it."""
     helpers, captures, log = _folders(folder)
     captures.mkdir()
     arguments = ("--directory", folder / "agent", "--gpu-helper-directory", helpers)
     sinks = ("--stretch", "5s", "--sinks-captures-directory", captures, "--health", "")
     with log.open("wb") as file:
-        words = (_PROGRAM, standin / "libaiflame-nvidia.so", *arguments, *sinks)
+        words = (_PROGRAM, standin / "libaiflame-nvidia.so", *arguments, *sinks, *more)
         process = subprocess.Popen([sys.executable, *map(str, words)], stderr=file)
     try:
         agent = _Agent(folder, process)
@@ -113,7 +135,7 @@ def test_a_workload_that_is_started_later_is_told_by_its_environment_alone(
         for _ in range(_ROUNDS):
             target.obey(*_ROUND)
         # THEN its kernel times are in captures, under the stacks that launched them
-        wait_until(lambda: sum(_ran(agent.captures, "scale").values()) >= _RAN.total(), 120)
+        wait_until(lambda: sum(_ran(agent.captures, "scale").values()) >= _RAN.total(), _CAPTURED_S)
     assert _ran(agent.captures, "scale") == _RAN
     assert agent.said("tier 2 (stalls)")
     # AND THEN so are stall samples
@@ -128,6 +150,31 @@ def test_a_workload_that_is_started_later_is_told_by_its_environment_alone(
     # AND THEN nobody has put anything into it: the library is where its environment says
     assert f"{_INSIDE}/libaiflame-nvidia-" in maps
     assert not agent.said("loaded libaiflame")
+
+
+def test_stalls_are_left_out_where_they_would_exceed_the_budget(
+    standin: Path, tmp_path: Path
+) -> None:
+    # GIVEN an agent that may take next to nothing, and a program that it finds
+    budget = ("--cost-cpu-percent", "0.1", "--cost-host-percent", "0.05")
+    with (
+        _running(tmp_path, standin, *budget) as agent,
+        _workload(standin, agent.helpers) as target,
+    ):
+        target.obey(*_SETUP)
+        target.read_until(lambda told: any(state.tier for state in told.states), _PATIENCE_S)
+        # WHEN its device is sampled
+        said = f"stalls of program ({target.pid}) are not sampled"
+        launches = _launch_until(target, lambda: agent.said(said)) + _ROUNDS * _LAUNCHES
+        target.read_until(lambda told: told.states[-1].tier == 1, _PATIENCE_S)
+        samples = sum(target.told.samples().values())
+        for _ in range(_ROUNDS):
+            target.obey(*_ROUND)
+        target.read_until(lambda told: len(told.kernel_times) == launches, _PATIENCE_S)
+        # THEN it is not any more, its kernel times are told as before,
+        assert sum(target.read().samples().values()) == samples
+        # AND captures say for how long stalls are missing.
+        wait_until(lambda: _lost(agent.captures, LossKind.DEVICE_STALLS_LEFT_OUT) > 0, _CAPTURED_S)
 
 
 def test_a_helper_of_an_older_protocol_is_refused_and_its_process_goes_on(

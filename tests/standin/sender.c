@@ -54,7 +54,7 @@ static void put_facts(void)
 
 static void put_state(enum tier tier, enum why why)
 {
-	struct passing_state state = { now_ns(), tier, why };
+	struct passing_state state = { .at_ns = now_ns(), .tier = tier, .why = why };
 
 	ring_put(PASSING_STATE, &PART(state), 1);
 	put_hello(tier, tier == TIER_LAUNCHES ? "nobody has asked for it" : "");

@@ -12,6 +12,7 @@ import pytest
 from aiflame.agent.fleet.cost import Budget, CostController, Prices
 from aiflame.agent.kernel.abi import WEIGHT_MAX
 from aiflame.agent.recording.chance import CgroupLoad, Chances, Load
+from aiflame.gpu.base import HelperLoad
 
 _S = 1_000_000_000
 # What this host's kernel says in the tests: dearer than the prices that are given.
@@ -248,3 +249,127 @@ def test_cgroups_beyond_those_that_are_told_apart_have_the_chance_of_the_busiest
 def test_a_window_of_no_length_changes_nothing() -> None:
     controller = CostController(2)
     assert controller.next(Load(0, {}, 0, 0, 0, None)) == controller.first()
+
+
+# What programs at switches, samples and the agent itself take: half of the budget of 0.03.
+_REST_NS = 15_000_000
+
+
+class _Devices:
+    """Processes whose devices bring so many rows of stall samples in a second of sampling.
+
+    Sampling is on for the first part of each ten seconds, as the controller wanted it before them.
+    """
+
+    def __init__(self, rows: Mapping[int, int], controller: CostController) -> None:
+        self.rows = rows
+        self._controller = controller
+        self._second = 0
+        self.held: dict[int, float] = {}
+        self.taken = dict.fromkeys(rows, 0.0)  # rows
+        self.stood_for = dict.fromkeys(rows, 0.0)  # as they are scaled
+
+    def second(self, rest_ns: int = _REST_NS, times: int = 0) -> float:
+        """Has one pass; returns what stalls have cost, in CPUs."""
+        loads, cost = {}, 0.0
+        for process, rows in self.rows.items():
+            wanted = self._controller.duties().get(process, 1.0)
+            held = self.held.setdefault(process, wanted)
+            if self._second % 10 == 0 or held in (0, 1):
+                held = self.held[process] = wanted
+            on = min(max(10 * held - self._second % 10, 0), 1)
+            loads[process] = HelperLoad(times, round(rows * on), 0, round(on * _S))
+            self.taken[process] += rows * on
+            self.stood_for[process] += rows * on / held if held else 0
+            cost += rows * on * self._controller.prices.stall / _S
+        self._second += 1
+        self._controller.next(Load(_S, {}, 0, 0, rest_ns, None, loads))
+        return cost
+
+    def mean_cost(self, seconds: int, rest_ns: int = _REST_NS) -> float:
+        return sum(self.second(rest_ns) for _ in range(seconds)) / seconds
+
+
+def test_stalls_of_a_busy_device_are_within_the_budget_and_their_sums_survive() -> None:
+    # GIVEN a process whose stalls cost six times what is left, and one whose cost little
+    controller = CostController(2)
+    devices = _Devices({1: 120_000, 2: 500}, controller)
+    devices.mean_cost(20)
+    taken, stood_for = devices.taken[1], devices.stood_for[1]
+    # THEN what they cost stays in the budget,
+    assert devices.mean_cost(600) + _REST_NS / _S < 0.03
+    # each is sampled, the quiet one always,
+    assert 0 < controller.duties()[1] < 1
+    assert 2 not in controller.duties()
+    # AND what is sampled stands for all.
+    assert devices.taken[1] - taken < 600 * 120_000 / 4
+    assert devices.stood_for[1] - stood_for == pytest.approx(600 * 120_000, rel=0.05)
+    assert devices.stood_for[2] == devices.taken[2]
+
+
+def test_stalls_that_are_too_many_are_left_out_and_come_back_where_there_is_room() -> None:
+    controller = CostController(2)
+    devices = _Devices({1: 120_000}, controller)
+    # WHEN all else takes the budget
+    devices.mean_cost(20, rest_ns=40_000_000)
+    assert controller.duties() == {1: 0}
+    # but for a try now and then
+    assert devices.mean_cost(10, rest_ns=40_000_000) == 0
+    assert devices.mean_cost(300, rest_ns=40_000_000) < 0.1 * 0.03
+    # THEN they come back when it does not any more, within a cycle
+    devices.mean_cost(15, rest_ns=0)
+    assert controller.duties().get(1, 1) > 0
+    assert devices.mean_cost(60, rest_ns=0) > 0
+
+
+def test_stalls_that_cost_little_are_sampled_however_much_all_else_takes() -> None:
+    controller = CostController(2)
+    devices = _Devices({1: 20_000, 2: 100}, controller)
+    costs = [devices.second(rest_ns=300_000_000) for _ in range(60)]
+    assert 0 < controller.duties()[1] < 1
+    assert 2 not in controller.duties()
+    assert sum(costs[20:]) / 40 <= 0.1 * 0.03
+
+
+def test_stalls_that_were_left_out_for_what_they_cost_are_tried_again() -> None:
+    # GIVEN a process whose stalls cost more than the budget even in the least share
+    controller = CostController(2)
+    devices = _Devices({1: 2_000_000}, controller)
+    devices.mean_cost(20)
+    assert controller.duties() == {1: 0}
+    # WHEN it does little from then on
+    devices.rows = {1: 100}
+    costs = [devices.second() for _ in range(600)]
+    # THEN that is found out, and all of it is sampled
+    assert sum(costs[-60:]) > 0
+    assert 1 not in controller.duties()
+
+
+def test_a_duty_cycle_does_not_tremble() -> None:
+    controller = CostController(2)
+    devices, seen = _Devices({1: 50_000}, controller), set()
+    for second in range(400):
+        devices.rows = {1: 50_000 + 1_000 * (second % 5)}
+        devices.second(_REST_NS + 500_000 * (second % 3))
+        if second > 50:
+            seen.add(controller.duties().get(1, 1.0))
+    assert len(seen) == 1
+
+
+def test_kernel_times_are_paid_before_stalls() -> None:
+    controller = CostController(2)
+    devices = _Devices({1: 10_000}, controller)
+    costs = [devices.second() for _ in range(30)]
+    assert not controller.duties()
+    assert controller.cost_ns_per_s == _REST_NS + costs[-1] * _S
+    costs = [devices.second(times=3_000) for _ in range(31)]
+    assert 0 < controller.duties()[1] < 1
+    of_times = 3_000 * controller.prices.kernel_time
+    assert controller.cost_ns_per_s == _REST_NS + of_times + costs[-1] * _S
+
+
+def test_a_recording_of_one_program_leaves_its_devices_alone() -> None:
+    controller = CostController(2, _PROGRAMS)
+    devices = _Devices({1: 1_000_000}, controller)
+    devices.mean_cost(20)
+    assert not controller.duties()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import Tier
-from aiflame.gpu.base import CodeKey, KernelSample, KernelTime
+from aiflame.gpu.base import CodeKey, HelperLoad, KernelSample, KernelTime, Wanted
 from aiflame.gpu.helpers import Helper, await_end
 from aiflame.gpu.protocol import VERSION, Fact, HelperDevice, Passing
 from aiflame.gpu.ring import HEADER_BYTES
@@ -107,6 +107,33 @@ def test_rare_samples_of_a_short_period_are_kept_in_their_share() -> None:
     offsets = [sample.offset for sample in host.samples]
     assert abs(len(offsets) - 250) < 6 * (1_000 * 0.25 * 0.75) ** 0.5
     assert min(offsets) < 16 * 100 and max(offsets) > 16 * 900
+
+
+def test_samples_stand_for_the_time_that_is_wanted() -> None:
+    # GIVEN one that samples for less of the time than is wanted, from a moment on
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    host.wanted = Wanted(duty_permille=500)
+    row = (1, 16, 0, 1, 0, 0, 3)
+    for duty, at_ns in ((500, 1_400), (125, 2_400), (None, 3_400), (0, 4_400)):
+        memory.state(at_ns, 2, duty=duty)
+        memory.stalls(at_ns + 100, at_ns + 600, row)
+    helper.read(0)
+    # THEN its samples stand for so many more; what does not tell is taken as it is
+    assert [sample.count for sample in host.samples] == [3, 12, 3, 3]
+    # AND what it costs is told as it came
+    loads = [load for load in host.loads if load.samples]
+    assert loads == [HelperLoad(0, 1, 1, 500)] * 4
+
+
+def test_another_duty_cycle_is_asked_for_once() -> None:
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    helper.read(0)
+    for duty in (1000, 1000, 125, 125, 0, 1000):
+        helper.start(Tier.STALLS, duty)
+    duties = [struct.unpack_from("<I", message, 16)[0] for message in memory.told]
+    assert duties == [1000, 125, 0, 1000]
 
 
 def test_a_period_that_is_none_is_refused() -> None:

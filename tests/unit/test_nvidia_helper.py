@@ -13,12 +13,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from time import monotonic_ns as now_ns
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from aiflame.agent.losses import LossKind
+from aiflame.gpu.helpers import Helper
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier, Why
+from helper_memory import Host
 from nvidia_helper import BLOCK_NS, SAMPLES_OF_BLOCK, Target, Told, build
 from support import wait_until
 
@@ -52,6 +57,18 @@ def _has_times(count: int) -> Callable[[Told], bool]:
 def _has_stalls(blocks: int) -> Callable[[Told], bool]:
     # Of a block: a half, and three quarters.
     return lambda told: sum(told.samples().values()) >= blocks * SAMPLES_OF_BLOCK * 5 // 4
+
+
+def _has_duty(duty_permille: int, told: Told) -> bool:
+    return told.states[-1].duty_permille == duty_permille
+
+
+def _sampled(host: Host) -> int:
+    return sum(sample.count for sample in host.samples)
+
+
+def _is_part(word: str) -> bool:
+    return word.endswith("_not_issued")
 
 
 def _samples(told: Told) -> bool:
@@ -297,6 +314,31 @@ def test_a_duty_cycle_leaves_no_facts(tmp_path: Path) -> None:
             assert target.facts_bytes() == facts
     assert {state.why for state in target.told.states} == {Why.ASKED, Why.DUTY}
     assert target.told.tier == HelperTier.STALLS
+    assert _is_sound(target.told)
+
+
+def test_samples_of_other_duty_cycles_stand_for_all_of_the_time(tmp_path: Path) -> None:
+    # GIVEN a cycle of half a second, and a program whose device is always busy
+    folder, host = build(tmp_path, "-DDUTY_NS=500000000ull"), Host()
+    with Target(folder, gpu=_ALL) as target:
+        target.obey(*_SETUP, "launch 0 1 1 0")
+        target.read_until(_samples)
+        helper = Helper(target.find_memory(), cast(Any, host), lambda _: 0, _is_part, 0)
+        with target.control() as control:
+            # WHEN stalls are sampled always, for a part of the time, never, and always again
+            for duty in (1000, 400, 0, 1000):
+                control.start(duty=duty)
+                target.read_until(partial(_has_duty, duty))
+                helper.read(0)
+                before, begun_ns, blocks = _sampled(host), now_ns(), 0
+                while now_ns() - begun_ns < 5_000_000_000:
+                    target.obey("launch 0 10000 1 0", "sync")
+                    blocks += 10_000
+                    target.read()
+                    helper.read(0)
+                # THEN what was sampled stands for all
+                truth = blocks * SAMPLES_OF_BLOCK if duty else 0
+                assert _sampled(host) - before == pytest.approx(truth, rel=0.15), duty
     assert _is_sound(target.told)
 
 

@@ -119,6 +119,9 @@ struct helper {
 	const char *why; /* as HELLO told it: "" or why no higher */
 	char why_text[256];
 	uint64_t lease_ns, retry_ns, read_ns, duty_ns;
+	uint32_t duty_permille; /* what holds in this cycle, which is what was asked before it */
+	uint64_t sampled_ns; /* since duty_ns, until switched_ns, when it paused or went on last */
+	uint64_t switched_ns;
 	uint64_t window_number, window_end_ns;
 	uint64_t bell_head;
 	uint32_t errors;
@@ -241,10 +244,16 @@ static void tell_hello(void)
 		 6);
 }
 
+static void put_state(enum why why)
+{
+	struct passing_state state = { now_ns(), helper.reached, why, helper.duty_permille, 0 };
+
+	ring_put(PASSING_STATE, &PART(state), 1);
+}
+
 /* What goes on from here, and why no more does. */
 static void reach(enum tier tier, const char *why_no_more, enum why why)
 {
-	struct passing_state state = { now_ns(), tier, why };
 	bool is_new = tier != helper.reached;
 
 	helper.reached = tier;
@@ -256,7 +265,7 @@ static void reach(enum tier tier, const char *why_no_more, enum why why)
 		tell_hello();
 	}
 	if (is_new)
-		ring_put(PASSING_STATE, &PART(state), 1);
+		put_state(why);
 }
 
 void stalls_reached(const char *why)
@@ -347,6 +356,14 @@ static void tell_devices(void)
 }
 
 static void end_at_exit(void);
+
+static void begin_duty(void)
+{
+	helper.duty_permille = helper.asked.duty_permille;
+	helper.duty_ns = helper.switched_ns = now_ns();
+	helper.sampled_ns = 0;
+	helper.window_number = 0;
+}
 
 /* Turns everything on that may be; says why not. */
 static void subscribe(void)
@@ -448,8 +465,7 @@ static void subscribe(void)
 	graphs_begin(version, launches_newest());
 	helper.is_subscribed = true;
 	helper.is_paused = false;
-	helper.duty_ns = now_ns();
-	helper.window_number = 0;
+	begin_duty();
 	end_at_exit();
 	reach(TIER_TIMES, why, WHY_ASKED);
 }
@@ -675,17 +691,86 @@ void take_events(void)
 	}
 }
 
-static void keep_duty(uint64_t now)
+/* Whether it pauses within each cycle. */
+static bool has_duty_cycle(void)
 {
-	uint32_t permille = helper.asked.duty_permille;
+	return helper.samples_stalls && helper.duty_permille && helper.duty_permille < 1000;
+}
+
+/* How much longer it has sampled than its share of the time since duty_ns. */
+static int64_t duty_ahead_ns(uint64_t now)
+{
+	uint64_t sampled_ns = helper.sampled_ns;
+
+	if (!helper.is_paused)
+		sampled_ns += now - helper.switched_ns;
+	return (int64_t)(sampled_ns - (now - helper.duty_ns) / 1000 * helper.duty_permille);
+}
+
+/* So much of it is the first part of a cycle, after which it pauses until it is none. */
+static int64_t duty_most_ahead_ns(void)
+{
+	return DUTY_NS / 1000 * helper.duty_permille / 1000 * (1000 - helper.duty_permille);
+}
+
+/* When it pauses or goes on. */
+static uint64_t duty_until_ns(uint64_t now)
+{
+	int64_t ahead_ns = duty_ahead_ns(now), left_ns = duty_most_ahead_ns() - ahead_ns;
+
+	if (!has_duty_cycle())
+		return UINT64_MAX;
+	if (helper.is_paused)
+		return now + (ahead_ns > 0 ? ahead_ns / helper.duty_permille * 1000 : 0);
+	return now + (left_ns > 0 ? left_ns / (1000 - helper.duty_permille) * 1000 : 0);
+}
+
+/* Whether it has to pause now. Where it came too late the next pause, or part, is that much longer. */
+static bool has_to_pause(uint64_t now)
+{
+	int64_t ahead_ns = duty_ahead_ns(now);
+
+	if (!has_duty_cycle())
+		return !helper.duty_permille;
+	return helper.is_paused ? ahead_ns > 0 : ahead_ns >= duty_most_ahead_ns();
+}
+
+/*
+ * What is asked for holds from the end of a cycle on, with all samples read out by then: who reads
+ * them knows how much of the time they stand for.
+ */
+static void take_duty(uint64_t now)
+{
+	int64_t ahead_ns = duty_ahead_ns(now);
+
+	if (helper.asked.duty_permille != helper.duty_permille &&
+	    (!has_duty_cycle() || (helper.is_paused && !has_to_pause(now)))) {
+		if (!helper.is_paused)
+			stalls_turn(true);
+		begin_duty();
+		put_state(WHY_ASKED);
+	} else if (ahead_ns > (int64_t)DUTY_NS || ahead_ns < -(int64_t)DUTY_NS) {
+		/* The process was stopped: that is not made up for. */
+		begin_duty();
+	}
+}
+
+static void keep_duty(void)
+{
+	uint64_t now;
 	bool pauses;
 
-	if (!permille || permille >= 1000 || !helper.samples_stalls)
+	if (!helper.samples_stalls)
 		return;
-	pauses = (now - helper.duty_ns) % DUTY_NS >= DUTY_NS / 1000 * permille;
+	take_duty(now_ns());
+	now = now_ns();
+	pauses = has_to_pause(now);
 	/* In the midst of a capture sampling does not end. */
 	if (pauses == helper.is_paused || (pauses && launches_capture()))
 		return;
+	if (pauses)
+		helper.sampled_ns += now - helper.switched_ns;
+	helper.switched_ns = now;
 	helper.is_paused = pauses;
 	if (!pauses) {
 		stalls_resume();
@@ -756,7 +841,7 @@ static void take_turn(void)
 	stalls_relax_captures();
 	take_events();
 	if (!helper.has_to_stop)
-		keep_duty(now);
+		keep_duty();
 	if (helper.samples_stalls)
 		keep_windows(now);
 	if (helper.samples_stalls && !helper.is_paused)
@@ -779,6 +864,8 @@ static int timeout_ms(void)
 		return CAPTURE_LOOK_MS;
 	if (helper.is_subscribed && windows_until_ns(now) < until)
 		until = windows_until_ns(now);
+	if (helper.is_subscribed && duty_until_ns(now) < until)
+		until = duty_until_ns(now);
 	if (!helper.is_on || (until == UINT64_MAX && helper.has_recorder))
 		return -1;
 	/* What waits for a recorder looks at its lease. */
