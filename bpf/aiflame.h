@@ -389,6 +389,8 @@ struct python_process {
 	u32 frame_bytes;
 	u32 code_instructions;
 	u32 code_tags; /* bits to clear in a pointer to code */
+	u32 code_copies; /* 0: all threads run the same instructions */
+	u32 frame_copy;
 	u8 position_kind;
 	u8 run_end;
 	u8 gil_kind;

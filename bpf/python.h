@@ -160,13 +160,37 @@ static __always_inline u32 frame_byte(struct python_walk *walk, u32 offset)
 	return frame_word(walk, offset) >> ((offset & 7) * 8) & 0xff;
 }
 
+/* struct _PyCodeArray of free-threaded builds: how many copies of the instructions, then these. */
+#define FIRST_COPY 8
+#define COPY_BYTES 8
+
+/* Where the instructions that a frame runs begin; 0 where that cannot be read. */
+static __always_inline u64 instructions_of(struct python_process *python, struct python_walk *walk,
+					   u64 code)
+{
+	u64 copies = 0, begin = 0;
+	u32 index;
+
+	if (!python->code_copies)
+		return code + python->code_instructions;
+	index = frame_word(walk, python->frame_copy) >> ((python->frame_copy & 7) * 8);
+	if (!read_user_word(code + python->code_copies, &copies) || !is_sound(copies) ||
+	    !read_user_word(copies + FIRST_COPY + COPY_BYTES * (u64)index, &begin))
+		return 0;
+	return is_sound(begin) ? begin : 0;
+}
+
 static __always_inline s32 position_of(struct python_process *python, struct python_walk *walk,
 				       u64 code)
 {
 	s64 value = frame_word(walk, python->frame_position);
+	u64 begin;
 
 	if (python->position_kind == PYTHON_POSITION_POINTER) {
-		value -= code + python->code_instructions;
+		begin = instructions_of(python, walk, code);
+		if (!begin)
+			return NO_POSITION;
+		value -= begin;
 	} else {
 		value = (s32)value;
 		if (python->position_kind == PYTHON_POSITION_UNITS && value >= 0)

@@ -15,7 +15,13 @@ _DEBIAN = Path(
     os.environ.get("AIFLAME_TEST_PYTHONS", Path(__file__).parents[1] / "build/pythons")
 ).resolve()
 _OF_DEBIAN = ("3.14", "3.15")
-VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", *_OF_DEBIAN, "system")
+# Any others, used where they are: in folders like 3.14t or 3.13-uv that have bin/python3.14t.
+_MORE = os.environ.get("AIFLAME_TEST_MORE_PYTHONS", _DEBIAN.with_name("more-pythons"))
+_OTHERS = {
+    path.parents[1].name: path
+    for path in sorted(Path(_MORE).resolve().glob("3.*/bin/python3.*[0-9t]"))
+}
+VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", *_OF_DEBIAN, "system", *_OTHERS)
 
 # The same interpreter in libpython, whose thread-local variables are found in another way.
 LINKED = "3.15 linked"
@@ -33,6 +39,8 @@ def find_executable(version: str) -> Path | None:
     """Returns the interpreter of a version, None where there is none."""
     if version == "system":
         return Path("/usr/bin/python3").resolve()
+    if version in _OTHERS:
+        return _OTHERS[version]
     found = sorted(_PYENV.glob(f"{version}.*/bin/python{version}"))
     if found or version not in (*_OF_DEBIAN, LINKED):
         return found[-1] if found else None

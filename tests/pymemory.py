@@ -75,7 +75,18 @@ class ConstructedMemory:
             self.word(address + layout.code_qualname, self.text(layout, f"Q.{name}"))
         self.word(address + layout.code_line_table, self.blob(layout, table))
         self.write(address + layout.code_first_line, struct.pack("<i", first_line))
+        if layout.code_copies != ABSENT:
+            # Its own instructions, and what a second thread runs.
+            copies = struct.pack("<3Q", 2, address + layout.code_instructions, self.allocate(64))
+            at = self.allocate(len(copies))
+            self.write(at, copies)
+            self.word(address + layout.code_copies, at)
         return address
+
+    def copy(self, layout: Layout, code: int, index: int) -> int:
+        """Where the n-th copy of a code object's instructions begins."""
+        (at,) = struct.unpack("<Q", self.read(code + layout.code_copies, 8) or b"")
+        return int(struct.unpack("<Q", self.read(at + 8 + 8 * index, 8) or b"")[0])
 
     def frame(self, layout: Layout, code: int, instruction: int = 0, mark: int = 0) -> int:
         """A frame at the n-th instruction (two bytes each) of its code, linked to none."""
@@ -136,9 +147,17 @@ _OBJECTS = {
         "thread": {"size": 400, "next": 8, "interp": 16, "current_frame": 72}
         | {"thread_id": 176, "native_thread_id": 184, "status": 32},
     },
+    ((3, 13), True): {
+        "frame": {"size": 80, "previous": 8, "instr_ptr": 56, "localsplus": 72, "owner": 70},
+        "code": {"size": 224, "filename": 128, "name": 136, "qualname": 144}
+        | {"linetable": 152, "firstlineno": 84, "co_code_adaptive": 216},
+        "bytes": {"size": 56, "ob_size": 32, "ob_sval": 48},
+        "unicode": {"size": 80, "state": 48, "length": 32, "asciiobject_size": 56},
+    },
     ((3, 14), True): {
-        "frame": {"size": 88, "previous": 8, "instr_ptr": 56, "localsplus": 80, "owner": 78},
-        "code": {"size": 240, "filename": 128, "name": 136, "qualname": 144}
+        "frame": {"size": 88, "previous": 8, "instr_ptr": 56, "localsplus": 80, "owner": 78}
+        | {"tlbc_index": 72},
+        "code": {"size": 240, "filename": 128, "name": 136, "qualname": 144, "co_tlbc": 224}
         | {"linetable": 152, "firstlineno": 84, "co_code_adaptive": 232},
         "bytes": {"size": 56, "ob_size": 32, "ob_sval": 48},
         "unicode": {"size": 80, "state": 48, "length": 32, "asciiobject_size": 56},

@@ -319,7 +319,7 @@ PYTHON_PROCESS_DTYPE = np.dtype(
             for name in (
                 *("thread_frame", "thread_status", "cframe_frame", "frame_code"),
                 *("frame_previous", "frame_position", "frame_mark", "frame_bytes"),
-                *("code_instructions", "code_tags"),
+                *("code_instructions", "code_tags", "code_copies", "frame_copy"),
             )
         ),
         ("position_kind", "u1"),

@@ -164,12 +164,16 @@ def read_layout(data: bytes) -> Layout:
     _check(at, version)
     ascii_bytes = at["unicode.asciiobject_size"]
     gil = at["interpreter.gil_runtime_state"]
+    # 3.13's threads run the same instructions even without the GIL.
+    has_copies = free_threaded and "code.co_tlbc" in at
     rest: dict[str, Any] = {field: at[name] for field, name in _FIELDS.items()}
     return Layout(
         version=version,
         free_threaded=free_threaded,
         runtime_tss_key=added.runtime_tss_key,
         cframe_frame=ABSENT,
+        frame_copy=at["frame.tlbc_index"] if has_copies else ABSENT,
+        code_copies=at["code.co_tlbc"] if has_copies else ABSENT,
         code_tags=added.code_tags,
         position=Position.POINTER,
         run_end=RunEnd.SHIM,
@@ -262,7 +266,8 @@ def _check(at: Mapping[str, int], version: Version) -> None:
     # The pointer read at the last of them has to lie in the part of a frame that is read.
     within = at["frame.localsplus"]
     pointers = [at[f"frame.{name}"] for name in ("executable", "previous", "instr_ptr")]
-    if max(pointers) + _POINTER_BYTES > within or at["frame.owner"] >= within:
+    numbers = [at["frame.owner"], at.get("frame.tlbc_index", 0)]
+    if max(pointers) + _POINTER_BYTES > within or max(numbers) >= within:
         raise UnsupportedPython("damaged debug offsets: a frame's fields lie among its locals")
     if within > _MAX_FRAME_BYTES or any(pointer % _POINTER_BYTES for pointer in pointers):
         raise UnsupportedPython("damaged debug offsets: a frame that is not read in whole words")

@@ -103,6 +103,7 @@ class Layout:
         frame_previous: Pointer to the caller's frame.
         frame_position: What `position` says.
         frame_mark: The byte that `run_end` looks at, `ABSENT` for EVERY_FRAME.
+        frame_copy: Which copy of its instructions the frame runs (uint32), `ABSENT` with a GIL.
         frame_bytes: How much of a frame has to be read for all of these.
         code_tags: Bits to clear in the code pointer.
         position: Kind of `frame_position`.
@@ -118,6 +119,8 @@ class Layout:
         code_line_table: Pointer to bytes.
         code_instructions: First instruction; for LASTI kinds a pointer to bytes, only of use to
             tell code objects apart.
+        code_copies: Pointer to the copies of the instructions that threads run, `ABSENT` where all
+            run the same.
         line_table: Format of the line table.
         str_length: Characters (int64), in PyASCIIObject.
         str_state: Bit field: kind, compact, ascii.
@@ -146,6 +149,7 @@ class Layout:
     frame_previous: int
     frame_position: int
     frame_mark: int
+    frame_copy: int
     frame_bytes: int
     code_tags: int
     position: Position
@@ -160,6 +164,7 @@ class Layout:
     code_qualname: int
     code_line_table: int
     code_instructions: int
+    code_copies: int
     line_table: LineTable
     str_length: int
     str_state: int
@@ -189,6 +194,7 @@ _PY39 = Layout(
     frame_previous=24,
     frame_position=104,
     frame_mark=ABSENT,
+    frame_copy=ABSENT,
     frame_bytes=108,
     code_tags=0,
     position=Position.LASTI_BYTES,
@@ -203,6 +209,7 @@ _PY39 = Layout(
     code_qualname=ABSENT,
     code_line_table=120,
     code_instructions=48,
+    code_copies=ABSENT,
     line_table=LineTable.LNOTAB,
     str_length=16,
     str_state=32,
@@ -290,12 +297,13 @@ class Added:
 
 
 # By version and whether it is free-threaded. 3.14: autoTSSkey at 2336 of _PyRuntime, its key
-# 4 bytes on; where that of the free-threaded build is has to be read from the code. Its
-# `interned` has a byte of its own (3.14 Include/cpython/unicodeobject.h).
+# 4 bytes on. The `interned` of its free-threaded build has a byte of its own (3.14
+# Include/cpython/unicodeobject.h).
 ADDED: Mapping[tuple[Version, bool], Added] = {
     ((3, 13), False): Added(2164, 0, 2),
+    ((3, 13), True): Added(2164, 0, 2),
     ((3, 14), False): Added(2340, _STACKREF_TAGS, 2),
-    ((3, 14), True): Added(ABSENT, _STACKREF_TAGS, 8),
+    ((3, 14), True): Added(2340, _STACKREF_TAGS, 8),
     # It has no key: what the code reads is thread-local (`thread_state`).
     ((3, 15), False): Added(ABSENT, _STACKREF_TAGS, 2),
 }

@@ -25,6 +25,9 @@ from aiflame.agent.unwind.walk import MAX_FRAMES
 _MAX_STEPS = 2 * MAX_FRAMES
 # A position that lies nowhere in its code object: unreadable, torn, or thread-local bytecode.
 NO_POSITION = -(1 << 31)
+# struct _PyCodeArray: how many copies there are, then pointers to them. The first is the code
+# object's own (3.14 Include/cpython/code.h).
+_FIRST_COPY, _COPY_BYTES = 8, 8
 # Code of one function: the largest generated functions have a few MB.
 _MAX_CODE_BYTES = 1 << 30
 _OBJECT_ALIGNMENT = 8
@@ -91,7 +94,7 @@ def walk(memory: Memory, layout: Layout, thread_state: int) -> Walk:
         # Brent: a marker that is set at powers of two is met again inside any loop.
         if step & (step - 1) == 0:
             marker = address
-        if not sound_address(address) or address % _OBJECT_ALIGNMENT:
+        if not _is_object(address):
             return Walk(tuple(found), WalkEnd.BAD_POINTER)
         data = memory.read(address, layout.frame_bytes)
         if data is None:
@@ -100,7 +103,7 @@ def walk(memory: Memory, layout: Layout, thread_state: int) -> Walk:
             _end_run(found, run_is_open)
             run_is_open = False
         else:
-            frame = _frame(layout, data)
+            frame = _frame(memory, layout, data)
             if frame is None:
                 return Walk(tuple(found), WalkEnd.BAD_POINTER)
             if len(found) == MAX_FRAMES:
@@ -124,9 +127,9 @@ def _end_run(found: list[PythonFrame], run_is_open: bool) -> None:
         found.append(PythonFrame(0, NO_POSITION, True))
 
 
-def _frame(layout: Layout, data: bytes) -> PythonFrame | None:
+def _frame(memory: Memory, layout: Layout, data: bytes) -> PythonFrame | None:
     code = _word(data, layout.frame_code) & ~layout.code_tags
-    if not sound_address(code) or code % _OBJECT_ALIGNMENT:
+    if not _is_object(code):
         return None
     if layout.run_end is RunEnd.EVERY_FRAME:
         ends_run = True
@@ -134,17 +137,34 @@ def _frame(layout: Layout, data: bytes) -> PythonFrame | None:
         ends_run = data[layout.frame_mark] != 0
     else:
         ends_run = False
-    return PythonFrame(code, _position(layout, data, code), ends_run)
+    return PythonFrame(code, _position(memory, layout, data, code), ends_run)
 
 
-def _position(layout: Layout, data: bytes, code: int) -> int:
+def _position(memory: Memory, layout: Layout, data: bytes, code: int) -> int:
     if layout.position is Position.POINTER:
-        value = _word(data, layout.frame_position) - code - layout.code_instructions
+        begin = _instructions(memory, layout, data, code)
+        value = _word(data, layout.frame_position) - begin if begin else NO_POSITION
     else:
         value = int(struct.unpack_from("<i", data, layout.frame_position)[0])
         if layout.position is Position.LASTI_UNITS and value >= 0:
             value *= 2
     return value if -2 <= value < _MAX_CODE_BYTES else NO_POSITION
+
+
+def _instructions(memory: Memory, layout: Layout, data: bytes, code: int) -> int:
+    """Where the instructions that a frame runs begin; 0 where that cannot be read."""
+    if layout.code_copies == ABSENT:
+        return code + layout.code_instructions
+    copies = read_u64(memory, code + layout.code_copies)
+    if copies is None or not _is_object(copies):
+        return 0
+    index = int(struct.unpack_from("<I", data, layout.frame_copy)[0])
+    begin = read_u64(memory, copies + _FIRST_COPY + _COPY_BYTES * index)
+    return begin if begin is not None and _is_object(begin) else 0
+
+
+def _is_object(address: int) -> bool:
+    return sound_address(address) and not address % _OBJECT_ALIGNMENT
 
 
 def _word(data: bytes, offset: int) -> int:

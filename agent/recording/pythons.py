@@ -415,6 +415,7 @@ def describe_layout(layout: Layout, row: np.void) -> None:
     for name in (
         *("thread_frame", "thread_status", "cframe_frame", "frame_code", "frame_previous"),
         *("frame_position", "frame_mark", "frame_bytes", "code_instructions", "code_tags"),
+        *("code_copies", "frame_copy"),
     ):
         row[name] = max(getattr(layout, name), 0)
     row["has_cframe"] = layout.cframe_frame != ABSENT

@@ -188,7 +188,8 @@ def test_native_frames_stand_around_the_python_ones(one: One) -> None:
         assert FrameKind.INTERPRETER in kinds[:first]
         assert functions[first].name == "<module>"
         assert profile.stacks.ends[stack] in COMPLETE_REASONS
-        assert profile.stacks.gil[stack] == GilState.HELD
+        gil = GilState.UNKNOWN if one.version.endswith("t") else GilState.HELD
+        assert profile.stacks.gil[stack] == gil
         # Of a stripped interpreter functions have no names, but are there.
         if leaf.kind in (FrameKind.NATIVE, FrameKind.KERNEL):
             found += int(row["count"])

@@ -47,6 +47,9 @@ static void show_frame(void)
 #else
 	AT("frame_previous", Frame, f_back);
 #endif
+#if defined(Py_GIL_DISABLED) && PY_VERSION_HEX >= 0x030e0000
+	AT("frame_copy", Frame, tlbc_index);
+#endif
 }
 
 static void show_state(void)
@@ -91,6 +94,10 @@ static void show_objects(void)
 	AT("code_instructions", PyCodeObject, co_code_adaptive);
 #else
 	AT("code_instructions", PyCodeObject, co_code);
+#endif
+#if defined(Py_GIL_DISABLED) && PY_VERSION_HEX >= 0x030e0000
+	AT("code_copies", PyCodeObject, co_tlbc);
+	_Static_assert(offsetof(_PyCodeArray, entries) == 8, "copies follow their number");
 #endif
 #if PY_VERSION_HEX >= 0x030a0000
 	AT("code_line_table", PyCodeObject, co_linetable);

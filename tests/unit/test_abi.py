@@ -143,6 +143,8 @@ _TWICE = {
         "MAX_ADDRESS": memory.MAX_ADDRESS,
         "NO_POSITION": python_walk.NO_POSITION,
         "MAX_CODE_BYTES": python_walk._MAX_CODE_BYTES,
+        "FIRST_COPY": python_walk._FIRST_COPY,
+        "COPY_BYTES": python_walk._COPY_BYTES,
         "LARGE_FRAME_BYTES": debugoffsets._MAX_FRAME_BYTES,
     },
 }

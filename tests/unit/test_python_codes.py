@@ -16,6 +16,7 @@ from pymemory import BASE, ConstructedMemory, debug_offsets
 LAYOUTS = [
     table_layout((3, 9)),
     table_layout((3, 12)),
+    read_layout(debug_offsets((3, 13), free_threaded=True)),
     read_layout(debug_offsets((3, 14), free_threaded=True)),
 ]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)

@@ -48,7 +48,7 @@ def test_313_describes_itself() -> None:
 def test_314_has_tagged_code_pointers() -> None:
     layout = read_layout(debug_offsets((3, 14)))
     assert (layout.frame_mark, layout.code_instructions, layout.code_tags) == (74, 208, 3)
-    assert layout.runtime_tss_key == 2340
+    assert (layout.runtime_tss_key, layout.frame_copy, layout.code_copies) == (2340, ABSENT, ABSENT)
 
 
 def test_free_threaded_314_has_larger_objects_and_no_gil() -> None:
@@ -56,7 +56,15 @@ def test_free_threaded_314_has_larger_objects_and_no_gil() -> None:
     assert layout.free_threaded
     assert layout.gil_kind is GilHolder.NONE
     assert (layout.str_ascii_data, layout.str_compact_data, layout.bytes_data) == (56, 72, 48)
-    assert (layout.str_kind_shift, layout.runtime_tss_key) == (8, ABSENT)
+    assert (layout.str_kind_shift, layout.runtime_tss_key) == (8, 2340)
+    assert (layout.frame_copy, layout.code_copies) == (72, 224)
+
+
+def test_threads_of_free_threaded_313_run_the_same_instructions() -> None:
+    layout = read_layout(debug_offsets((3, 13), free_threaded=True))
+    assert layout.gil_kind is GilHolder.NONE
+    assert (layout.code_instructions, layout.str_kind_shift) == (216, 2)
+    assert (layout.frame_copy, layout.code_copies) == (ABSENT, ABSENT)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,6 @@ def test_free_threaded_314_has_larger_objects_and_no_gil() -> None:
     [
         (debug_offsets((3, 16)), "CPython 3.16 is not supported yet"),
         (debug_offsets((3, 15), True), "CPython 3.15 without the GIL is not supported yet"),
-        (debug_offsets((3, 13), True), "CPython 3.13 without the GIL is not supported yet"),
         (bytes(600), "without its debug offsets"),
         (b"", "without its debug offsets"),
         (debug_offsets((3, 13))[:300], "cut short"),
@@ -77,6 +84,7 @@ def test_free_threaded_314_has_larger_objects_and_no_gil() -> None:
         # The kernel half would read less of a frame, or other words.
         (debug_offsets((3, 13), frame__localsplus=120, frame__size=128), "whole words"),
         (debug_offsets((3, 13), frame__previous=12), "whole words"),
+        (debug_offsets((3, 14), True, frame__tlbc_index=80), "among its locals"),
     ],
 )
 def test_what_is_unknown_or_senseless_is_refused_by_name(data: bytes, message: str) -> None:

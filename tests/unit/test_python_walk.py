@@ -15,6 +15,7 @@ LAYOUTS = [
     *(table_layout((3, minor)) for minor in range(8, 13)),
     read_layout(debug_offsets((3, 13))),
     read_layout(debug_offsets((3, 14))),
+    read_layout(debug_offsets((3, 13), free_threaded=True)),
     read_layout(debug_offsets((3, 14), free_threaded=True)),
 ]
 IDS = [f"{x.version[0]}.{x.version[1]}{'t' * x.free_threaded}" for x in LAYOUTS]
@@ -72,6 +73,21 @@ def test_tags_are_cleared_from_code_pointers() -> None:
     memory.word(frame + layout.frame_code, code | 1)
     (found,) = walk(memory, layout, memory.chain(layout, [frame])).frames
     assert (found.code_address, found.position) == (code, 10)
+
+
+def test_positions_are_those_in_the_copy_that_a_thread_runs() -> None:
+    # GIVEN frames of a free-threaded build: one runs the code object's own instructions, one
+    # another thread's copy of them, and one a copy that is not there
+    layout = read_layout(debug_offsets((3, 14), free_threaded=True))
+    memory = ConstructedMemory()
+    code = memory.code(layout, "f")
+    own, other, none = (memory.frame(layout, code, 5) for _ in range(3))
+    memory.word(other + layout.frame_position, memory.copy(layout, code, 1) + 12)
+    memory.write(other + layout.frame_copy, bytes([1]))
+    memory.write(none + layout.frame_copy, b"\xff\xff\xff\xff")
+    # WHEN they are walked, THEN each position counts from where its own instructions begin
+    walked = walk(memory, layout, memory.chain(layout, [own, other, none]))
+    assert [frame.position for frame in walked.frames] == [10, 12, NO_POSITION]
 
 
 @each_layout

@@ -298,6 +298,7 @@ _LAYOUTS = [
     *(table_layout((3, minor)) for minor in range(8, 13)),
     read_layout(debug_offsets((3, 13))),
     read_layout(debug_offsets((3, 14))),
+    read_layout(debug_offsets((3, 13), free_threaded=True)),
     read_layout(debug_offsets((3, 14), free_threaded=True)),
 ]
 # Room for the thread state, and for as many frames and shims as are walked.
