@@ -21,6 +21,7 @@ from aiflame.agent.unwind.records import BadUnwindInfo, parse_section
 from aiflame.agent.unwind.sections import frame_sections
 
 _COLD = b"_PyEval_EvalFrameDefault."
+_HANDLER = b"_TAIL_CALL_"
 # 3.8 has 31,000 bytes, Debian's 3.11 55,644; a symbol that says more is damaged.
 _MAX_FUNCTION_BYTES = 1024 * 1024
 # Of real cold parts the rarest direction has over 100 jumps; chance makes 0 or 1 to one FDE.
@@ -56,6 +57,20 @@ def eval_ranges(
         parts = sorted({AddressRange(s.address, s.address + s.size) for s in named if s.size})
         return (main, *parts[:MAX_PARTS]), True
     return (main, *_jumped_to(file, image, main)), False
+
+
+def handler_range(file: TargetFile, image: ElfImage) -> AddressRange | None:
+    """From the first to the last of the functions that are instructions of the eval loop.
+
+    Others may lie between them. None where there are none, or no symbols of them: they are static.
+
+    Raises:
+        BadTargetFile: As `TargetFile.read`.
+    """
+    found = [s for s in find_symbols_beginning(file, image, _HANDLER) if s.size]
+    if not found:
+        return None
+    return AddressRange(min(s.address for s in found), max(s.address + s.size for s in found))
 
 
 def _jumped_to(file: TargetFile, image: ElfImage, main: AddressRange) -> list[AddressRange]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.elf.symbols import Symbol, first_symbols
 from aiflame.agent.python import debugoffsets
-from aiflame.agent.python.evalcode import AddressRange, eval_ranges
+from aiflame.agent.python.evalcode import AddressRange, eval_ranges, handler_range
 from aiflame.agent.python.layouts import (
     ABSENT,
     Layout,
@@ -36,6 +36,7 @@ _EVAL = b"_PyEval_EvalFrameDefault"
 _GET_STATE = b"PyGILState_GetThisThreadState"
 _RUNTIME_SECTION = ".PyRuntime"  # GENERATE_DEBUG_SECTION, since 3.11
 _FIRST_WITH_DEBUG_OFFSETS = (3, 13)
+_FIRST_WITH_HANDLERS = (3, 14)
 _FILE_NAME = re.compile(r"(?:lib)?python(3)\.(\d{1,2})[a-z]*(?:\.so[.\d]*)?$")
 # PyGILState_GetThisThreadState has 14 to 60 bytes.
 _GET_STATE_BYTES = 96
@@ -54,6 +55,8 @@ class Interpreter:
         state_place: Where threads keep their thread state.
         eval_ranges: Begin and end of the eval loop's code, the function's own first.
         is_cold_sure: The ranges come from symbols; else the moved parts were told by their jumps.
+        handlers: Where functions that are instructions of the eval loop lie, None where it is one
+            function.
     """
 
     version: Version
@@ -62,6 +65,7 @@ class Interpreter:
     state_place: StatePlace
     eval_ranges: tuple[AddressRange, ...]
     is_cold_sure: bool
+    handlers: AddressRange | None = None
 
     def loaded_at(self, bias: int) -> LoadedInterpreter:
         """The interpreter in a process that maps the file `bias` bytes above its addresses.
@@ -74,8 +78,9 @@ class Interpreter:
             self.runtime_address + bias,
             self.state_place.moved(bias),
             tuple(AddressRange(r.begin + bias, r.end + bias) for r in self.eval_ranges),
+            self.handlers and AddressRange(self.handlers.begin + bias, self.handlers.end + bias),
         )
-        addresses = [address for code in loaded.eval_ranges for address in code]
+        addresses = [address for code in loaded.all_ranges for address in code]
         if loaded.state_place.address:
             addresses.append(loaded.state_place.address)
         if not all(map(sound_address, (loaded.runtime_address, *addresses))):
@@ -92,12 +97,21 @@ class LoadedInterpreter:
         runtime_address: _PyRuntime.
         state_place: Where threads keep their thread state.
         eval_ranges: Begin and end of the eval loop's code.
+        handlers: As in `Interpreter`.
     """
 
     layout: Layout
     runtime_address: int
     state_place: StatePlace
     eval_ranges: tuple[AddressRange, ...]
+    handlers: AddressRange | None = None
+
+    @property
+    def all_ranges(self) -> tuple[AddressRange, ...]:
+        """Where a thread is that runs Python: the eval function's own code first."""
+        if self.handlers is None:
+            return self.eval_ranges
+        return (self.eval_ranges[0], self.handlers, *self.eval_ranges[1:])
 
     def is_eval(self, address: int) -> bool:
         """Whether an address is in the eval loop's code."""
@@ -151,7 +165,8 @@ def find_interpreter(file: TargetFile, image: ElfImage, name: str) -> Interprete
         place = place_of(code, get_state.address, AddressRange(runtime, limit)) or place
     if place is None:
         raise UnsupportedPython(f"CPython {_text(version)}: its thread states were not found")
-    return Interpreter(version, layout, runtime, place, ranges, is_sure)
+    handlers = handler_range(file, image) if version >= _FIRST_WITH_HANDLERS else None
+    return Interpreter(version, layout, runtime, place, ranges, is_sure, handlers)
 
 
 def _runtime(image: ElfImage, symbol: Symbol | None) -> tuple[int, int] | None:

@@ -53,6 +53,7 @@ def interpreter(file: TargetFile, name: str) -> Json:
         ),
         "ranges": found.eval_ranges,
         "is_sure": found.is_cold_sure,
+        "handlers": found.handlers,
     }
 
 
@@ -76,11 +77,15 @@ def _interpreter(answer: Json) -> Interpreter | Unsupported | None:
         layout,
         whole(answer["runtime"]),
         StatePlace(StateKind[kind], whole(address), whole(below, MAX_BELOW_BYTES)),
-        tuple(
-            AddressRange(whole(begin), whole(end, least=begin))
-            for begin, end in rows(answer["ranges"], 1 + MAX_PARTS)
-        ),
+        _ranges(answer["ranges"], 1 + MAX_PARTS),
         flag(answer["is_sure"]),
+        None if answer["handlers"] is None else _ranges([answer["handlers"]], 1)[0],
+    )
+
+
+def _ranges(answer: Json, most: int) -> tuple[AddressRange, ...]:
+    return tuple(
+        AddressRange(whole(begin), whole(end, least=begin)) for begin, end in rows(answer, most)
     )
 
 

@@ -3,6 +3,9 @@
 
 Native and Python frames were taken at the same instant, leaf first both. Each native frame in the
 eval loop stands for one run of Python frames, up to and including the frame that ends the run.
+Where the instructions of the eval loop are functions of their own (--with-tail-call-interp), it is
+their frames that do so: each jumps to the next, so that there is one in each eval loop, while the
+function that calls the first may be inlined anywhere.
 Where the numbers of eval frames and runs differ, nothing says which are missing but these rules:
 
 * the Python chain was cut (too deep, unreadable): pair from the leaf on, the eval frames that are
@@ -37,6 +40,7 @@ class Role(enum.Enum):
     UNNAMED = 3  # of a stripped interpreter: whether it works or calls cannot be told
     OTHER = 4
     TRAMPOLINE = 5  # a stub of -X perf, which is named as the Python function that it calls
+    HANDLER = 6  # an instruction of the eval loop that is a function
 
 
 class Match(enum.Enum):
@@ -111,6 +115,9 @@ _GLUE = re.compile(
     re.VERBOSE,
 )
 
+# Python/ceval_macros.h, v3.14.0.
+_HANDLER = re.compile(r"_TAIL_CALL_\w+(?:\.\w+)*")
+
 
 def role_of(name: str, is_eval: bool, in_interpreter: bool, is_kernel: bool = False) -> Role:
     """The role of a native frame.
@@ -130,6 +137,8 @@ def role_of(name: str, is_eval: bool, in_interpreter: bool, is_kernel: bool = Fa
         return Role.OTHER
     if not name:
         return Role.UNNAMED
+    if _HANDLER.fullmatch(name):
+        return Role.HANDLER
     return Role.GLUE if _GLUE.fullmatch(name) else Role.OTHER
 
 
@@ -147,14 +156,14 @@ def splice(
 
     Returns:
         All frames. Hidden is glue, but where no user-space frame is on the leaf side of it, since
-        time is spent in it then; unnamed frames, but where no Python frame is; and trampolines, but
-        where their Python frame is not known.
+        time is spent in it then; unnamed frames, but where no Python frame is; trampolines, but
+        where their Python frame is not known; and what calls the first instruction's function.
     """
-    if len(pythons) == 1 and not pythons[0].code_address and Role.EVAL not in roles:
+    evals = _eval_loops(roles)
+    if len(pythons) == 1 and not pythons[0].code_address and not evals:
         # The frame below all others, which 3.15 has in each thread (PyThreadState.base_frame).
         pythons = ()
     runs = _runs(pythons)
-    evals = [index for index, role in enumerate(roles) if role is Role.EVAL]
     match, pairs, surplus = _pair(evals, len(runs), cuts)
     if match in (Match.NO_PYTHON, Match.NO_EVAL):
         return Spliced(tuple(Piece(False, i) for i in range(len(roles))), match)
@@ -170,6 +179,20 @@ def splice(
     return Spliced(tuple(pieces), match)
 
 
+def _eval_loops(roles: Sequence[Role]) -> list[int]:
+    """Which native frames stand for runs."""
+    return [
+        index
+        for index, role in enumerate(roles)
+        if role is Role.HANDLER or (role is Role.EVAL and not _is_entry(roles, index))
+    ]
+
+
+def _is_entry(roles: Sequence[Role], index: int) -> bool:
+    """Whether what a native frame calls is the function of an instruction."""
+    return index > 0 and roles[index - 1] is Role.HANDLER
+
+
 def _glue(roles: Sequence[Role], pairs: dict[int, list[int]], match: Match) -> set[int]:
     """Which native frames only hand on what others do."""
     found = set()
@@ -177,11 +200,13 @@ def _glue(roles: Sequence[Role], pairs: dict[int, list[int]], match: Match) -> s
     is_known = True
     for index, role in enumerate(roles):
         has_python = has_python or index in pairs
-        if role is Role.EVAL:
+        is_entry = role is Role.EVAL and _is_entry(roles, index)
+        if role in (Role.EVAL, Role.HANDLER) and not is_entry:
             # Past the end of a cut chain trampolines are all that is known of Python.
             is_known = index in pairs or match is not Match.PYTHON_CUT
         if (
-            (role is Role.GLUE and has_user_leaf)
+            (is_entry and index - 1 in pairs)
+            or (role is Role.GLUE and has_user_leaf)
             or (role is Role.UNNAMED and has_python)
             or (role is Role.TRAMPOLINE and is_known)
         ):

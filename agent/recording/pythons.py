@@ -30,7 +30,6 @@ from aiflame.agent.processes.python_facts import ProcessCode, PythonFacts
 from aiflame.agent.processes.python_threads import ThreadPython, fetch_leaf_frames, walk_thread
 from aiflame.agent.processes.table import NO_BINARY, ProcessImage, ProcessTable
 from aiflame.agent.python.codes import CodeReader
-from aiflame.agent.python.evalcode import AddressRange
 from aiflame.agent.python.gil import gil_holder
 from aiflame.agent.python.interpreter import LoadedInterpreter
 from aiflame.agent.python.layouts import ABSENT, GilHolder, Layout
@@ -400,8 +399,7 @@ def _record(process: PythonProcess, slot: int) -> npt.NDArray[np.void]:
     record = np.zeros(1, abi.PYTHON_PROCESS_DTYPE)
     row = record[0]
     row["image"] = process.image.image
-    ranges: list[AddressRange] = list(loaded.eval_ranges)[: abi.PYTHON_EVAL_RANGES]
-    for index, code in enumerate(ranges):
+    for index, code in enumerate(loaded.all_ranges[: abi.PYTHON_EVAL_RANGES]):
         row["eval_start"][index], row["eval_bytes"][index] = code.begin, code.end - code.begin
     in_runtime = layout.gil_kind is GilHolder.RUNTIME
     row["gil"] = loaded.runtime_address + layout.gil if in_runtime else 0

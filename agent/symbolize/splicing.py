@@ -130,7 +130,7 @@ class Splicer:
         """Returns what a thread had to do with the GIL."""
         leaf: list[LeafFrame] = []
         for native in natives:
-            if native.role is Role.EVAL:
+            if native.role in (Role.EVAL, Role.HANDLER):
                 break
             if not native.is_kernel:
                 leaf.append(LeafFrame(native.symbol, native.in_interpreter))

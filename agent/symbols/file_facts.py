@@ -28,7 +28,7 @@ from aiflame.agent.target_files import FileGuard, TargetFile
 T = TypeVar("T")
 
 # Goes up whenever a question has another answer for the same bytes.
-_FORMAT = 3
+_FORMAT = 4
 # Some 8,000 files: most take 500 bytes, a library of CUDA's with all its functions 60,000.
 _MAX_BYTES = 16 << 20
 _MAX_FILE_BYTES = 256 << 10

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import struct
 import subprocess
 from pathlib import Path
@@ -12,7 +14,10 @@ import pytest
 from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.elf.symbols import first_symbols
 from aiflame.agent.python.evalcode import AddressRange, eval_ranges, jump_targets, key_operand
+from aiflame.agent.python.interpreter import Interpreter
+from aiflame.agent.python.questions import interpreter_in
 from aiflame.agent.target_files import TargetFile
+from pymemory import debug_offsets
 
 _EVAL = b"_PyEval_EvalFrameDefault"
 
@@ -68,6 +73,41 @@ def test_cold_parts_are_found_without_symbols_as_with_them(library: Path) -> Non
     found, is_named = _ranges(stripped)
     assert not is_named
     assert found == named
+
+
+# A tail-calling interpreter, as far as it is looked at: instructions are static functions, which
+# jump to each other, among others.
+_TAIL_CALLING = """
+unsigned char _PyRuntime[16384] = { %s };
+const unsigned long Py_Version = 0x030e08f0;
+#define HANDLER static __attribute__((noinline, noclone)) int
+HANDLER _TAIL_CALL_LOAD(int x) { asm volatile("nop"); return x + 1; }
+HANDLER other(int x) { asm volatile("nop"); return x + 2; }
+HANDLER _TAIL_CALL_CALL(int x) { asm volatile("nop"); return x + 3; }
+int _PyEval_EvalFrameDefault(int x) { return _TAIL_CALL_LOAD(x) ^ other(x) ^ _TAIL_CALL_CALL(x); }
+"""
+
+
+def test_a_thread_in_an_instruction_that_is_a_function_runs_python(tmp_path: Path) -> None:
+    # GIVEN an interpreter whose instructions are functions, which may be called from anywhere
+    source, path = tmp_path / "tail.c", tmp_path / "libpython3.14.so"
+    source.write_text(_TAIL_CALLING % ",".join(map(str, debug_offsets((3, 14)))))
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", path, source], check=True)
+    asked = interpreter_in(str(path))
+    with path.open("rb") as opened:
+        answer = asked.read(TargetFile(opened.fileno()), *asked.arguments)
+        found = asked.checked(json.loads(json.dumps(answer)))
+    assert isinstance(found, Interpreter)
+    listed = subprocess.run(["nm", path], check=True, capture_output=True, text=True).stdout
+    at = {name: int(address, 16) for address, _, name in re.findall(r"(\w+) (.) (\w+)", listed)}
+    # WHEN it is loaded
+    loaded = found.loaded_at(0x10000)
+    # THEN a thread in any of them runs Python, as one in the eval function does
+    for name in ("_TAIL_CALL_LOAD", "_TAIL_CALL_CALL", _EVAL.decode()):
+        address = at[name] + 0x10000
+        assert any(code.begin <= address < code.end for code in loaded.all_ranges), name
+    # and which functions they are, names tell: others lie between them
+    assert not loaded.is_eval(at["_TAIL_CALL_LOAD"] + 0x10000)
 
 
 def test_a_jump_is_seen_at_any_offset() -> None:

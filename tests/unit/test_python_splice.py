@@ -33,6 +33,7 @@ def _shown(natives: str, spliced: Spliced, pythons: list[PythonFrame]) -> str:
 
 
 _ROLES = {"K": KERNEL, "E": EVAL, "G": GLUE, "O": OTHER, "?": Role.UNNAMED, "T": Role.TRAMPOLINE}
+_ROLES["H"] = Role.HANDLER
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,13 @@ _ROLES = {"K": KERNEL, "E": EVAL, "G": GLUE, "O": OTHER, "?": Role.UNNAMED, "T":
         # where Python frames are not known, they stand for them
         ("ETGETG", "a", Cuts(python=True), "aET", Match.PYTHON_CUT),
         ("ETGETG", "", Cuts(), "ETGETG", Match.NO_PYTHON),
+        # instructions that are functions stand for runs, with what calls the first or without
+        ("KHE", "a.", Cuts(), "Ka", Match.EXACT),
+        ("OGHEGHEO", "a.b.", Cuts(), "OabO", Match.EXACT),
+        ("KGHE", "a.", Cuts(), "KGa", Match.EXACT),
+        ("HEHE", "a.", Cuts(), "HEa", Match.LEAF_RACE),
+        ("OGHGHG", "a.b.", Cuts(), "Oab", Match.EXACT),
+        ("EGHE", "a.b.", Cuts(), "ab", Match.EXACT),
         ("EOEO", "a.", Cuts(), "EOaO", Match.LEAF_RACE),
         ("EOEO", ".a.", Cuts(), "OaO", Match.EXACT),
         ("EEE", "a.", Cuts(), "EEa", Match.RUNS_MISSING),
@@ -101,10 +109,10 @@ def test_properties_of_any_two_stacks() -> None:
         # All Python frames show, or none.
         shown = [i for i, frame in enumerate(pythons) if frame.code_address]
         assert frames == ([] if spliced.match in (Match.NO_EVAL, Match.NO_PYTHON) else shown)
-        # None is missing, and hidden are eval frames and glue alone.
+        # None is missing, and hidden are eval frames, their instructions and glue alone.
         assert natives == [*range(len(roles))]
         hidden = {roles[piece.at] for piece in spliced.pieces if piece.is_hidden}
-        assert hidden <= {EVAL, GLUE, Role.UNNAMED, Role.TRAMPOLINE}
+        assert hidden <= {EVAL, GLUE, Role.UNNAMED, Role.TRAMPOLINE, Role.HANDLER}
 
 
 _CALLS = """_PyFunction_Vectorcall PyObject_Call _PyObject_MakeTpCall cfunction_call run_mod
@@ -125,6 +133,12 @@ def test_calls_between_frames_are_glue(name: str) -> None:
 @pytest.mark.parametrize("name", _WORK.split())
 def test_work_is_not_glue(name: str) -> None:
     assert role_of(name, is_eval=False, in_interpreter=True) is OTHER
+
+
+@pytest.mark.parametrize("name", ["_TAIL_CALL_CALL_KW", "_TAIL_CALL_error.llvm.7.cold"])
+def test_functions_of_the_tail_calling_interpreter_are_instructions(name: str) -> None:
+    assert role_of(name, is_eval=False, in_interpreter=True) is Role.HANDLER
+    assert role_of(name, is_eval=False, in_interpreter=False) is OTHER
 
 
 def test_the_address_decides_what_is_an_eval_frame() -> None:
