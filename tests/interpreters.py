@@ -88,6 +88,11 @@ def executable(version: str) -> Path:
     return found
 
 
+def has_gil(version: str) -> bool:
+    """Whether the threads of an interpreter take turns: of 3.14t they do not."""
+    return not version.partition("-")[0].endswith("t")
+
+
 def prefix(python: Path) -> Path:
     """Returns where what belongs to an interpreter is: include, lib."""
     return _DEBIAN / "usr" if python.parent == _DEBIAN else python.parents[1]

@@ -22,7 +22,7 @@ from aiflame.agent.model.profile import (
     Profile,
     SampleClass,
 )
-from interpreters import VERSIONS, executable, find_executable
+from interpreters import VERSIONS, executable, find_executable, has_gil
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
 from support import WORKLOADS
 
@@ -188,7 +188,7 @@ def test_native_frames_stand_around_the_python_ones(one: One) -> None:
         assert FrameKind.INTERPRETER in kinds[:first]
         assert functions[first].name == "<module>"
         assert profile.stacks.ends[stack] in COMPLETE_REASONS
-        gil = GilState.UNKNOWN if one.version.endswith("t") else GilState.HELD
+        gil = GilState.HELD if has_gil(one.version) else GilState.UNKNOWN
         assert profile.stacks.gil[stack] == gil
         # Of a stripped interpreter functions have no names, but are there.
         if leaf.kind in (FrameKind.NATIVE, FrameKind.KERNEL):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from aiflame.agent.model.profile import FrameKind, GilState, Profile, SampleClass
-from interpreters import VERSIONS, executable, find_executable
+from interpreters import VERSIONS, executable, find_executable, has_gil
 from recordings import (
     OFF_CPU,
     Recording,
@@ -43,6 +43,7 @@ class Run(NamedTuple):
 class One(NamedTuple):
     """Of one interpreter."""
 
+    version: str
     profile: Profile
     rows: npt.NDArray[np.void]
     truth: dict[str, int]
@@ -92,7 +93,7 @@ def one(request: pytest.FixtureRequest, run: Run) -> One:
     version = str(request.param)
     executable(version)
     rows = rows_of_process(run.profile, run.pids[version])
-    return One(run.profile, rows, run.truths[version])
+    return One(version, run.profile, rows, run.truths[version])
 
 
 @pytest.mark.parametrize("wait", _WAITS)
@@ -114,7 +115,8 @@ def test_waits_last_as_long_as_the_thread_says(one: One, wait: str) -> None:
     ]
     assert int(rows["ns"][here].sum()) > 0.9 * truth_ns
     blocked = one.under(wait, SampleClass.BLOCKED)
-    assert one.ns_by_gil(blocked)[GilState.RELEASED] > 0.9 * int(blocked["ns"].sum())
+    without_gil = GilState.RELEASED if has_gil(one.version) else GilState.UNKNOWN
+    assert one.ns_by_gil(blocked)[without_gil] > 0.9 * int(blocked["ns"].sum())
 
 
 def test_the_kernel_stands_above_the_line_that_waits(one: One) -> None:
@@ -141,12 +143,15 @@ def test_two_busy_threads_share_the_gil(one: One) -> None:
         # Time on CPU is sampled: five standard deviations.
         slack_ns = 5 * np.sqrt(cpu_ns / period_ns) * period_ns + 0.01 * wall_ns
         assert abs(states.total() - wall_ns) < slack_ns, (states, wall_ns, cpu_ns)
+        if not has_gil(one.version):
+            assert {*states} == {GilState.UNKNOWN}
+            continue
         # Released is one that just gave it up, and was preempted before it could wait.
         assert {*states} <= {GilState.HELD, GilState.WAITING, GilState.RELEASED}, states
         assert states[GilState.WAITING] > 0.1 * wall_ns, states
         held_ns += states[GilState.HELD]
     # Never both at once, and nearly always one of them.
-    assert held_ns == pytest.approx(one.truth["one.wall_ns"], rel=0.1)
+    assert not has_gil(one.version) or held_ns == pytest.approx(one.truth["one.wall_ns"], rel=0.1)
 
 
 def _all_names(one: One) -> Counter[str]:

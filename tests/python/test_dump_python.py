@@ -41,7 +41,8 @@ def test_every_thread_has_the_lines_that_it_said(start: Start, run_aiflame: Run)
         assert found[-len(truth) :] == truth, who
         assert len(found) - len(truth) <= 2
         # AND they stand in a whole native stack, between the wait and the thread's start
-        assert thread["gil"] == "released"
+        free_threaded = target.interpreter.layout.free_threaded
+        assert thread["gil"] == ("unknown" if free_threaded else "released")
         assert (thread["doubt"], thread["cut"], thread["python_cut"]) == (None, None, None)
         kinds = [frame["kind"] for frame in thread["frames"]]
         assert kinds[0] in ("kernel", "native")

@@ -16,8 +16,9 @@ import pytruth
 CPU_MS = 150
 LONG_NAME = "x" * 1_000_000
 MARKUP = "</script><b>\x1b[31m;\n\x00\u202e&"
-# Of a frame object, after its head: f_back before 3.11 (and ob_size), f_frame from then on.
-LINK = 24
+# Of a frame object, after its head: f_back before 3.11 (and ob_size), f_frame from then on. Heads
+# are larger without the GIL.
+LINK = object.__basicsize__ + 8
 PREVIOUS = 48 if sys.version_info[:2] == (3, 11) else 8
 
 
