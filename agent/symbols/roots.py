@@ -32,10 +32,14 @@ _STORES_THREAD_RESULT = re.compile(rb"\x64\x48\x89\x04\x25.\x06\x00\x00", re.DOT
 _PASSES_RESULT_TO_EXIT = re.compile(rb"\x89\xc7\xe8")
 # mov %rax,%rdi; mov $SYS_exit,%eax; syscall: clone3 ends the thread.
 _EXITS_THREAD = re.compile(rb"\x48\x89\xc7\xb8\x3c\x00\x00\x00\x0f\x05")
+# mov %eax,%edi; xor %eax,%eax; mov $SYS_exit,%al; syscall: so does musl's clone (1.2.3,
+# src/thread/x86_64/clone.s).
+_EXITS_THREAD_OF_MUSL = re.compile(rb"\x89\xc7\x31\xc0\xb0\x3c\x0f\x05")
 _AFTER_CALL = {
     "start_thread": _STORES_THREAD_RESULT,
     "__libc_start_call_main": _PASSES_RESULT_TO_EXIT,
     "clone3": _EXITS_THREAD,
+    "clone": _EXITS_THREAD_OF_MUSL,
 }
 _CALLS_SIGRETURN = b"\x48\xc7\xc0\x0f\x00\x00\x00\x0f\x05"
 _CODE_BYTES = 10  # the longest of these

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for code of which CFI says nothing: linkage stubs, and functions by their prologues.
+"""Rows for code of which CFI says nothing: linkage stubs, and functions by what they do.
 
-Linkers leave CFI out where no input has any, but their stubs are of a few known forms. Functions
-are those that symbols delimit; their rows are heuristic, see `prologue_x86_64`. All must lie wholly
-in a gap between the rows of the CFI: what the compiler said is never overruled.
+Linkers leave CFI out where no input has any, but their stubs are of a few known forms. What
+functions do with their frame is followed in all of their code where that is little, see
+`flow_x86_64`; else, and where that does not know, it is told by the prologues of those that symbols
+delimit, see `prologue_x86_64`. Both are heuristic. All must lie wholly in a gap between the rows of
+the CFI: what the compiler said is never overruled.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from aiflame.agent.elf.functions import function_ranges
 from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
+from aiflame.agent.unwind.flow_x86_64 import Followed, Range, follow
 from aiflame.agent.unwind.prologue_x86_64 import rows_of_function
 from aiflame.agent.unwind.records import U64
 
@@ -23,6 +26,8 @@ from aiflame.agent.unwind.records import U64
 _MAX_FUNCTIONS = 50_000
 # The largest of MKL's has 300 KB.
 _MAX_FUNCTION_BYTES = 1 << 20
+# Following code takes 0.7 s for 400 KB, which is all of musl's libc.so.
+_MAX_FOLLOWED_BYTES = 1 << 20
 
 
 def with_functions_without_cfi(
@@ -48,8 +53,16 @@ def with_functions_without_cfi(
     except BadElf:
         return addresses, states  # unwinding does without symbols
     found, bounds = _stubs(file, image, addresses, states)
+    followed = _followed(file, image, starts, addresses, states)
     is_bare = _in_gap(starts, ends, addresses, states)
+    is_bare &= _is_lost(starts, ends, followed)
     starts, ends = starts[is_bare], ends[is_bare]
+    for address, state in _outside(followed.rows, starts, ends):
+        if state == arch.NO_CFI_STATE:
+            bounds.append(address)
+        else:
+            found.append((address, state))
+    bounds += starts.tolist()
     if len(starts) > _MAX_FUNCTIONS:
         drops["function without CFI"] += len(starts) - _MAX_FUNCTIONS
     for start, end in zip(starts[:_MAX_FUNCTIONS].tolist(), ends.tolist(), strict=False):
@@ -60,6 +73,56 @@ def with_functions_without_cfi(
         found += [(start + row.offset, row.state) for row in rows]
         bounds.append(end)
     return _inserted(addresses, states, found, bounds)
+
+
+def _followed(
+    file: TargetFile, image: ElfImage, starts: U64, addresses: U64, states: U64
+) -> Followed:
+    """Follows the code of gaps in which functions begin, if that is not too much."""
+    gaps = _gaps(image, starts, addresses, states)
+    if not len(gaps) or int((gaps[:, 1] - gaps[:, 0]).sum()) > _MAX_FOLLOWED_BYTES:
+        return Followed([], [])
+    ranges = [Range(begin, image.read_at(file, begin, end - begin)) for begin, end in gaps.tolist()]
+    return follow(ranges, starts.tolist())
+
+
+def _gaps(image: ElfImage, starts: U64, addresses: U64, states: U64) -> U64:
+    """Code without CFI in which functions begin, but for stubs, ascending; shape (n, 2)."""
+    found, after = [np.zeros((0, 2), np.uint64)], 0
+    sections = (one for one in image.sections if one.executable and one.size)
+    for section in sorted(sections, key=lambda one: one.virtual_address):
+        begin, end = section.virtual_address, section.end_address
+        if section.name in arch.STUB_SECTIONS or begin < after:
+            continue
+        after = end
+        first, last = np.searchsorted(addresses, np.array([begin, end], np.uint64))
+        # Code with CFI in a section has a row where it begins.
+        edges = np.concatenate([[begin], addresses[first:last], [end]]).astype(np.uint64)
+        is_gap = np.concatenate([[True], states[first:last] == np.uint64(arch.NO_CFI_STATE)])
+        pairs = np.stack([edges[:-1], edges[1:]], axis=1)[is_gap]
+        is_begun = np.searchsorted(starts, pairs[:, 0]) < np.searchsorted(starts, pairs[:, 1])
+        found.append(pairs[is_begun])
+    return np.concatenate(found)
+
+
+def _is_lost(starts: U64, ends: U64, followed: Followed) -> npt.NDArray[np.bool_]:
+    """Which functions were not followed, or not to their end."""
+    none = (0, arch.NO_CFI_STATE)
+    rows = np.array([none, *followed.rows], np.uint64)
+    lost = np.array(followed.lost, np.uint64)
+    before = rows[np.searchsorted(rows[1:, 0], starts, "right"), 1]
+    result: npt.NDArray[np.bool_] = before == np.uint64(arch.NO_CFI_STATE)
+    return result | (np.searchsorted(lost, starts) < np.searchsorted(lost, ends))
+
+
+def _outside(rows: list[tuple[int, int]], starts: U64, ends: U64) -> list[tuple[int, int]]:
+    """Rows that are in none of some functions, ascending and disjoint."""
+    if not rows or not len(starts):
+        return rows
+    at = np.array([row for row, _ in rows], np.uint64)
+    function = np.searchsorted(starts, at, "right").astype(np.int64) - 1
+    is_in = (function >= 0) & (at < ends[np.maximum(function, 0)])
+    return [row for row, one_is_in in zip(rows, is_in.tolist(), strict=True) if not one_is_in]
 
 
 def _stubs(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -45,17 +45,17 @@ _POPS = {
     for number, name in enumerate(("rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi"))
 }
 _POPS |= {f"r{8 + number}": bytes([0x41, 0x58 + number]) for number in range(8)}
-_RSP_NAMES = frozenset(("rsp", "esp", "sp", "spl"))
-_RBP_NAMES = frozenset(("rbp", "ebp", "bp", "bpl"))
-_NAMES = {"rbp": _RBP_NAMES, "rbx": frozenset(("rbx", "ebx", "bx", "bl", "bh"))}
+RSP_NAMES = frozenset(("rsp", "esp", "sp", "spl"))
+RBP_NAMES = frozenset(("rbp", "ebp", "bp", "bpl"))
+_NAMES = {"rbp": RBP_NAMES, "rbx": frozenset(("rbx", "ebx", "bx", "bl", "bh"))}
 # They read their first operand only.
-_COMPARES = frozenset(("cmp", "test", "bt", "nop"))
-_EXCHANGES = frozenset(("xchg", "xadd"))
+COMPARES = frozenset(("cmp", "test", "bt", "nop"))
+EXCHANGES = frozenset(("xchg", "xadd"))
 # What ends a prologue: it goes elsewhere, or moves RSP in a way that is not followed here.
 _ENDS = re.compile(
     r"j|ljmp|loop|l?call|i?ret|sys|enter|leave|pop(?!cnt)|pushf|int|ud\d|hlt|xbegin|xabort"
 )
-_IMMEDIATE = re.compile(r"-?(?:0x[0-9a-f]+|\d+)")
+IMMEDIATE = re.compile(r"-?(?:0x[0-9a-f]+|\d+)")
 _SLOT = re.compile(r"qword ptr \[rsp(?: \+ (0x[0-9a-f]+|\d+))?\], rb[px]")
 # What names RSP, RBP or RBX, in any width.
 _OF_FRAMES = re.compile(r"[sb]p|b[xlh]")
@@ -162,13 +162,19 @@ def _decoder() -> Any:
     return capstone.Cs(capstone.CS_ARCH_X86, capstone.CS_MODE_64)
 
 
+def decode(code: bytes, address: int, most: int) -> Iterable[tuple[int, int, str, str]]:
+    """Decodes instructions up to the first that is none: address, size, mnemonic, operands."""
+    found: Iterable[tuple[int, int, str, str]] = _decoder().disasm_lite(code, address, most)
+    return found
+
+
 def _decoded(code: bytes, at: int, most: int) -> Iterator[tuple[int, str, str]]:
     """Decodes instructions up to the first that is none: end, mnemonic, operands."""
     count = most_at_once = min(most, _CHUNK_INSTRUCTIONS)
     while most > 0 and count == most_at_once:
         chunk = code[at : at + most_at_once * _MAX_INSTRUCTION_BYTES]
         count = 0
-        for start, size, mnemonic, operands in _decoder().disasm_lite(chunk, at, most_at_once):
+        for start, size, mnemonic, operands in decode(chunk, at, most_at_once):
             at = start + size
             count += 1
             yield at, mnemonic, operands
@@ -187,7 +193,7 @@ def _is_past(mnemonic: str, operands: str) -> bool:
     if mnemonic == "push":
         return operands not in _POPS
     if mnemonic == "add" and operands.startswith("rsp, "):
-        return _IMMEDIATE.fullmatch(operands, len("rsp, ")) is not None
+        return IMMEDIATE.fullmatch(operands, len("rsp, ")) is not None
     return _is_end(mnemonic)
 
 
@@ -209,23 +215,23 @@ def _apply(frame: _Frame, mnemonic: str, operands: str) -> bool:
         is_saved = frame.has_saved_rbx if target == "rbx" else frame.saved_rbp is not None
         frame.copied, frame.copy = replace(frame), target
         return is_saved
-    if mnemonic in _COMPARES:
+    if mnemonic in COMPARES:
         return True
-    written = {target, source} if mnemonic in _EXCHANGES else {target}
+    written = {target, source} if mnemonic in EXCHANGES else {target}
     if written & _NAMES.get(frame.copy, frozenset()):
         if frame.base is not None and frame.slot is None:
             return False
         frame.copied = None
-    if written & _RBP_NAMES:
+    if written & RBP_NAMES:
         # For another use: it must have been saved before, and must not hold the frame.
         return frame.saved_rbp is not None and frame.rbp_cfa_offset is None
-    return not written & _RSP_NAMES or _move_rsp(frame, mnemonic, operands)
+    return not written & RSP_NAMES or _move_rsp(frame, mnemonic, operands)
 
 
 def _move_rsp(frame: _Frame, mnemonic: str, operands: str) -> bool:
     """sub of an immediate makes room; what else is done to RSP only another register outlasts."""
     target, _, source = operands.partition(", ")
-    is_immediate = _IMMEDIATE.fullmatch(source) is not None
+    is_immediate = IMMEDIATE.fullmatch(source) is not None
     if frame.rbp_cfa_offset is not None:
         return is_immediate
     if frame.base is not None:

@@ -80,6 +80,7 @@ def _jump(at: int, to: int) -> bytes:
         ({0x100: _STORE_0X628}, "start_thread"),
         ({0x100: _TO_EXIT}, "__libc_start_call_main"),
         ({0x100: _EXIT_THREAD}, "clone3"),
+        ({0x100: bytes.fromhex("89 c7 31 c0 b0 3c 0f 05 f4")}, "clone"),  # musl
         # The compiler may have put what follows elsewhere: after and before.
         ({0x100: _jump(0x100, 0x800), 0x800: _STORE_0X630}, "start_thread"),
         ({0x100: _jump(0x100, 0x20), 0x20: _STORE_0X630}, "start_thread"),
