@@ -304,11 +304,16 @@ class NvidiaSampler:
         return self._code.code(code)
 
 
-def _beside(device: Device, processes: Iterable[Told]) -> Device:
-    """Returns a device that no process tells of; some may, in another version."""
+def _beside(device: Device, processes: Sequence[Told]) -> Device:
+    """Returns a device that no process tells of; some may, in another version, or if they could."""
     versions = sorted({one.hello.protocol for one in processes if one.hello and one.is_foreign})
     whys = [OTHER_VERSION.format(version, VERSION) for version in versions[:_MAX_WORDS]]
-    return replace(device, limit="; ".join(filter(None, [*whys, device.limit])))
+    # One that comes late hears of contexts from CUPTI, to which it may not get.
+    refused = _distinct(_why(one) for one in processes if one.errors and not one.contexts)
+    limit = device.limit
+    if refused:
+        limit = limit.removeprefix(NO_HELPER).removeprefix("; ")
+    return replace(device, limit="; ".join(filter(None, [*whys, *refused, limit])))
 
 
 def _is_used(process: Told, number: int) -> bool:

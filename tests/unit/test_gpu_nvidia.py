@@ -260,6 +260,22 @@ def test_what_keeps_a_process_from_a_tier_is_told(
     assert words in device.limit
 
 
+def test_what_keeps_a_process_from_telling_of_devices_is_told(proc: Path) -> None:
+    # GIVEN a helper that came late, and could not subscribe: it has met no context
+    _drive(proc)
+    memory = Memory(process=5)
+    memory.hello(0, "another profiler uses CUPTI: nsys")
+    memory.error(HelperError.TAKEN, 39, "cuptiSubscribe", "nsys")
+    host = Host(memory)
+    _sampler(proc, host).drain(Interval(0))
+    (device,) = host.devices
+    assert device.tier is Tier.LAUNCHES
+    assert device.limit == (
+        "another profiler uses CUPTI: nsys;"
+        " another profiler has CUPTI (cuptiSubscribe, nsys): end it"
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
