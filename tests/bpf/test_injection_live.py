@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from aiflame.agent.injection.seccomp import Call
 from aiflame.agent.injection.tracer import InjectionRefused, Tracer, TryAgain
 from aiflame.agent.processes import procfs
 from aiflame.agent.symbols.store import cache_dir
+from injectees import LIBRARY_FLAGS, PROGRAMS, Program
 from support import WORKLOADS, wait_until
 
 pytestmark = pytest.mark.bpf
@@ -32,39 +32,6 @@ pytestmark = pytest.mark.bpf
 # As often as there is time for; by hand: 100.
 TIMES = int(os.environ.get("INJECTIONS", "3"))
 LONGEST_STOP_NS = 50_000_000
-LIBRARY_FLAGS = ("-shared", "-fPIC", "-Wl,--build-id=sha1")
-
-
-class Program:
-    """A program that is injected into, and asked in the end whether it noticed."""
-
-    def __init__(self, command: Sequence[object], **keywords: object) -> None:
-        self.process = subprocess.Popen(
-            [*map(str, command)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            **keywords,
-        )
-        assert self._line() == "ready\n"
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def end(self) -> dict[str, int]:
-        """Ends it; returns how often it did what."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.stdin = None  # for communicate()
-        words = self._line()
-        assert words.startswith("OK"), words
-        assert self.process.wait(10) == 0
-        return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", words)}
 
 
 @pytest.fixture
@@ -139,31 +106,6 @@ def test_a_library_is_loaded_once(
     library.write_bytes(next(libraries).read_bytes())
     assert inject(program.pid, library, cache_dir()).was_there
     program.end()
-
-
-# What programs do while it happens; the first is what the main thread does.
-PROGRAMS = {
-    "sleeps": ("nap", "poll", "select", "epoll", "read", "wait", "interrupted"),
-    "computes": ("registers", "registers:2", "compute"),
-    "alone, sleeping": ("alone", "nap"),
-    "alone, polling": ("alone", "poll"),
-    "alone, selecting": ("alone", "select"),
-    "alone, in epoll": ("alone", "epoll"),
-    "alone, waiting": ("alone", "wait"),
-    "alone, with all registers in use": ("alone", "registers"),
-    "alone, interrupted": ("alone", "interrupted"),
-    "alone, in malloc": ("alone", "malloc"),
-    "alone, in dlopen": ("alone", "load"),
-    "alone, forking": ("alone", "fork"),
-    "alone, in vfork": ("alone", "vfork"),
-    "alone, making threads": ("alone", "thread"),
-    "alone, freeing stacks": ("alone", "stacks"),
-    "freeing stacks while others map": ("stacks", "map"),
-    "in malloc and dlopen": ("malloc", "malloc:2", "load:2"),
-    "forks": ("fork", "vfork", "thread", "malloc"),
-    "in signal handlers": ("handler", "handler:2", "rest"),
-    "200 threads": ("rest", "rest:100", "nap:50", "wait:46", "malloc:2"),
-}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
