@@ -178,98 +178,20 @@ def _maps(pid: int) -> list[str]:
     return []
 
 
-class Target:
-    """The program of tests/standin, which obeys.
+class Helped:
+    """A process with the helper in it: what that tells, and its control pipe."""
 
-    Args:
-        folder: What `build` has made.
-        standin: What goes wrong (standin.h).
-        gpu: The environment's AIFLAME_GPU; None: the helper is not loaded by the driver.
-        program: Instead of the one of tests/standin.
-        arguments: Its arguments.
-        environment: Besides.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        standin: str = "",
-        gpu: str | None = None,
-        program: Path | None = None,
-        arguments: Sequence[object] = (),
-        environment: dict[str, str] | None = None,
-    ) -> None:
-        self.helper = folder / "libaiflame-nvidia.so"
-        variables = {
-            **os.environ,
-            "LD_LIBRARY_PATH": str(folder),
-            "STANDIN": standin,
-            **(environment or {}),
-        }
-        if gpu is not None:
-            variables |= {"CUDA_INJECTION64_PATH": str(self.helper), "AIFLAME_GPU": gpu}
-        self.process = subprocess.Popen(
-            [program or folder / "program", *map(str, arguments)],
-            env=variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.told = Told()
         self._memory: Memory | None = None
         self._ring: RingReader | None = None
         self._facts: protocol.Facts | None = None
 
-    def __enter__(self) -> Target:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            with suppress(OSError):
-                if stream is not None:
-                    stream.close()
+    def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def send(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-
-    def obey(self, *commands: str) -> int:
-        """Has commands done one after the other; returns what the last one answered."""
-        answer = 0
-        assert self.process.stdout is not None
-        for command in commands:
-            self.send(command)
-            line = self.process.stdout.readline()
-            assert line.startswith("ok "), (command, line, self.process.poll())
-            answer = int(line.split()[1])
-        return answer
-
-    def truth(self) -> dict[str, int]:
-        """Lets a program of truth.h go, and returns what it measured."""
-        assert self.process.stdout is not None
-        found: dict[str, int] = {}
-        self.send("go")
-        for line in self.process.stdout:
-            if line.strip() == "done":
-                return found
-            if line.strip() != "ready":
-                name, value = line.split()
-                found[name] = int(value)
-        raise AssertionError("it ended")
+            self._memory = None
 
     def find_memory(self) -> Memory:
         if self._memory is None:
@@ -317,9 +239,7 @@ class Target:
 
     def read_anew(self) -> Told:
         """Takes all that is there, as a recorder does that comes now."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        self.close()
         self.told = Told()
         return self.read()
 
@@ -368,6 +288,92 @@ class Target:
                 assert found is not None
                 return int(found[1])
         raise AssertionError("no such thread")
+
+
+class Target(Helped):
+    """The program of tests/standin, which obeys.
+
+    Args:
+        folder: What `build` has made.
+        standin: What goes wrong (standin.h).
+        gpu: The environment's AIFLAME_GPU; None: the helper is not loaded by the driver.
+        program: Instead of the one of tests/standin.
+        arguments: Its arguments.
+        environment: Besides.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        standin: str = "",
+        gpu: str | None = None,
+        program: Path | None = None,
+        arguments: Sequence[object] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.helper = folder / "libaiflame-nvidia.so"
+        variables = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(folder),
+            "STANDIN": standin,
+            **(environment or {}),
+        }
+        if gpu is not None:
+            variables |= {"CUDA_INJECTION64_PATH": str(self.helper), "AIFLAME_GPU": gpu}
+        self.process = subprocess.Popen(
+            [program or folder / "program", *map(str, arguments)],
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        super().__init__(self.process.pid)
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        self.close()
+
+    def send(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def obey(self, *commands: str) -> int:
+        """Has commands done one after the other; returns what the last one answered."""
+        answer = 0
+        assert self.process.stdout is not None
+        for command in commands:
+            self.send(command)
+            line = self.process.stdout.readline()
+            assert line.startswith("ok "), (command, line, self.process.poll())
+            answer = int(line.split()[1])
+        return answer
+
+    def truth(self) -> dict[str, int]:
+        """Lets a program of truth.h go, and returns what it measured."""
+        assert self.process.stdout is not None
+        found: dict[str, int] = {}
+        self.send("go")
+        for line in self.process.stdout:
+            if line.strip() == "done":
+                return found
+            if line.strip() != "ready":
+                name, value = line.split()
+                found[name] = int(value)
+        raise AssertionError("it ended")
 
 
 def status(task: Path) -> str:

@@ -31,6 +31,7 @@ ABSENT_HERE = (
     "Node.js is older than",
     "no OpenCL loader",
     "no nvcc",
+    "no packages to carry",
     "no CUDA runtime",
     "no release of CUPTI",
     "no FUSE in this kernel",

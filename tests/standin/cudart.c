@@ -208,6 +208,17 @@ EXPORTED int __cudaLaunchKernel(void *kernel, struct dim3 grid, struct dim3 bloc
 	return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
 }
 
+EXPORTED int cudaMalloc(void **memory, size_t size)
+{
+	*memory = malloc(size);
+	return *memory ? 0 : 2;
+}
+
+EXPORTED int cudaGetLastError(void)
+{
+	return 0;
+}
+
 EXPORTED int cudaStreamCreate(void **stream)
 {
 	begin();
