@@ -32,6 +32,7 @@ from aiflame.agent.fleet.config import (
     AgentSettings,
 )
 from aiflame.agent.fleet.cost import CostController
+from aiflame.agent.fleet.ending import END_S, end_in_time
 from aiflame.agent.fleet.health import HealthServer
 from aiflame.agent.fleet.host_checks import (
     cgroup_layout,
@@ -63,10 +64,10 @@ from aiflame.gpu.base import Family, Loading, Wanted
 # of this host. What targets have to read has its mode set.
 _PRIVATE = 0o077
 
-# From a signal to the end. Kubernetes kills after 30 s, systemd after 90 s.
-_END_S = 10.0
-# What stays of it for the collector to end, and what it may wait for stacks of the last stretch.
-_DETACH_S, _TABLES_S = 1.0, 2.0
+# What stays of the time to end for taking programs off: 1 to 2 s where processors are crowded.
+_DETACH_S = 2.5
+# How long stacks of the last stretch may be waited for.
+_TABLES_S = 2.0
 
 # A look at what the kernel tells takes 1 to 2 ms, and a busy host begins 100 processes a second.
 # Interpreters that are young are looked at as often (recording/pythons.py).
@@ -173,6 +174,7 @@ def run_agent(
         priority.hurry()
         foundation = parts.enter_context(Foundation(_for_programs(settings, target)))
         signals = parts.enter_context(AgentSignals())
+        end_in_time(signals, log)
         steers = _steers(settings)
         recorder = parts.enter_context(
             Recorder(
@@ -201,7 +203,6 @@ def run_agent(
         captures: CaptureServer | None = None
         try:
             captures = CaptureServer(config, log)
-            parts.callback(captures.close)
         except AiflameError as error:  # it records without it
             log.say(str(error))
         agent = _Agent(
@@ -305,7 +306,6 @@ class _Agent:
         self._naming: NamingProcess | None = None
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
-        self._stopped_s: float | None = None
         self._tidied_s = time.monotonic()
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
@@ -319,16 +319,20 @@ class _Agent:
         self._manager.tell("READY=1", "STATUS=recording")
         try:
             self._recorder.run(self._give, self._every_interval)
-            self._stopped_s = time.monotonic()
-            self._log.say(f"ending: what is recorded is sent, for at most {_END_S:g} s")
+            priority.hurry()  # up to the end: it is short, and there is a time for it
+            self._log.say(f"ending: what is recorded is sent, for at most {END_S:g} s")
             self._manager.tell("STOPPING=1")
             self._recorder.stop(self._give)
-            priority.as_started()
-            tables_until_s = self._stopped_s + _TABLES_S
+            tables_until_s = self._stopped_s() + _TABLES_S
             self._recorder.finish(self._give, int(tables_until_s * _NS_PER_S))
         finally:  # whatever it is: what was stored by then is sent, or stays on disk
             self._end()
         return 0
+
+    def _stopped_s(self) -> float:
+        """Returns since when it is to end, by `time.monotonic`."""
+        asked_s = self._signals.requested_s
+        return time.monotonic() if asked_s is None else asked_s
 
     def _say_start(self) -> None:
         settings, log = self._config.agent, self._log
@@ -529,17 +533,20 @@ class _Agent:
     def _end(self) -> None:
         """Ends the stretch, and sends what can be sent in time."""
         self._cut()
-        stopped_s = time.monotonic() if self._stopped_s is None else self._stopped_s
+        if self._captures is not None:
+            self._captures.close()
         if self._naming is None:
             return
-        for report in self._naming.finish(stopped_s + _END_S - _DETACH_S):
+        for report in self._naming.finish(self._stopped_s() + END_S - _DETACH_S):
             self._take_report(report)
         left = len(self._stretches.undone())
         if left:
             self._log.say(f"{left} stretches are sent after the next start")
 
     def close(self) -> None:
-        """Ends the process that names."""
+        """Ends what it has started."""
+        if self._captures is not None:
+            self._captures.close()
         if self._naming is not None:
             self._naming.close()
         if self._stretch is not None:

@@ -99,8 +99,9 @@ class CaptureServer:
         self._socket.close()
         with suppress(OSError), InDirectory(self._config.agent.directory) as path:
             path.unlink()
-        if self._running is not None:
-            self._end(self._running)
+        running, self._running = self._running, None
+        if running is not None:
+            self._end(running)
 
     def _run(self) -> None:
         while not self._is_closed:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from aiflame.agent import priority
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.inspector.child import ends
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
@@ -135,6 +136,7 @@ class NamingProcess(NamingChannel):
         """Ends it, whether it is finished or not."""
         self._channel.close()
         if self._process.poll() is None:
+            priority.hurry_child(self._process.pid)  # to end takes a processor
             self._process.kill()
             if ends(self._process.pid):
                 self._process.wait()

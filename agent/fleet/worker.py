@@ -8,6 +8,7 @@ of them, and brings the files that they mention. It ends when the agent does.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import math
@@ -29,7 +30,7 @@ from typing import Any
 from aiflame.agent.allocator import give_back_freed_memory, map_large_blocks
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
-from aiflame.agent.errors import AiflameError
+from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.batches import batches_of
 from aiflame.agent.fleet.config import MOST_LEFT_OUT, AgentConfig, config_of
 from aiflame.agent.fleet.delivery import Delivery
@@ -53,6 +54,8 @@ from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
 from aiflame.agent.symbols.worker import main as symbol_worker
 from aiflame.agent.target_files import FileGuard
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _SPOOL = "spool"
 _DATABASE = "capture.aiflame"
@@ -263,6 +266,11 @@ class _Worker:
         self._send(stretch.folder, stretch.database, stretch.cpu_ns, stretch.rss_bytes)
 
     def _give_up(self, folder: Path, error: Exception) -> None:
+        if isinstance(error, DiskFull):  # its segments are there
+            with suppress(OSError):
+                (folder / _DATABASE).unlink(missing_ok=True)
+            self._log.say(f"stretch {folder.name} waits for the next start: {_words(error)}")
+            return
         self._log.say(f"stretch {folder.name} is lost: {_words(error)}")
         mark_done(folder)
         self._lost[LossKind.STRETCHES_LOST] += 1
@@ -422,6 +430,8 @@ def main(directory: Path, helper_bytes: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # What they mean is the agent's to say; what is started from here heeds them all the same.
         signal.signal(number, lambda *_: None)
+    # Two of them would send the same, where an agent is killed and started again.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     map_large_blocks()
     channel = socket.socket(fileno=os.dup(0))
     files = GivenFiles()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -23,12 +24,17 @@ class StopSignals:
     SIGUSR1 asks for a copy of what there is, which is seen when the open window is closed. SIGHUP
     and SIGQUIT stay ignored where they are (nohup, jobs in the background of a script).
 
+    Attributes:
+        requested: Whether the recording is to end.
+        requested_s: Since when, by `time.monotonic`; None where it is not.
+
     Raises:
         Aborted: From wherever the program is, at the second SIGINT, SIGTERM or SIGQUIT.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.requested_s: float | None = None
         self._is_copy_asked = False
         self._asked = False
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -39,6 +45,7 @@ class StopSignals:
             raise Aborted("aborted")
         self._asked = self._asked or number != _HUNG_UP
         if not self.requested:
+            self.requested_s = time.monotonic()
             self.requested = True
             os.write(self._write_fd, b"!")
 

@@ -5,19 +5,22 @@ between."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import toy_sink
 from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.fleet.ending import END_S
+from aiflame.agent.processes import procfs
 from recordings import Workload
 from support import wait_until
 
@@ -26,8 +29,8 @@ pytestmark = pytest.mark.bpf
 _PROGRAM = str(Path(toy_sink.__file__))
 # A busy machine names a stretch of 5 s in as many.
 _PATIENCE_S = 90.0
-# From SIGTERM to its end: 10 s, and what a crowded machine takes to notice.
-_END_S = 13.0
+# From SIGTERM to its end, and what a crowded machine takes to notice.
+_END_S = END_S + 1.5
 
 
 def _free_port() -> int:
@@ -64,12 +67,12 @@ class _Agent:
         self.server.wait()
         self.server = None
 
-    def start(self) -> None:
+    def start(self, stretch: str = "5s") -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, _PROGRAM, "agent", "--directory", str(self.directory)),
-                    *("--stretch", "5s", "--sinks-captures-directory", str(self.captures)),
+                    *("--stretch", stretch, "--sinks-captures-directory", str(self.captures)),
                     # Without devices: other tests expect to be the only recorder of their helpers.
                     *("--gpu", "none"),
                     *("--sinks-toy-url", f"http://127.0.0.1:{self.port}"),
@@ -96,6 +99,16 @@ class _Agent:
         self.process.kill()
         self.process.wait()
         self.process = None
+
+    def naming_pid(self) -> int:
+        assert self.process is not None
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid), "-f", "toy_sink.py worker"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return int(found.stdout)
 
     def requests(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_bytes()) for path in sorted(self.received.glob("*.json"))]
@@ -214,25 +227,80 @@ def test_a_killed_agent_sends_the_rest_when_it_is_started_again(agent: _Agent) -
     _check_sums(agent)
 
 
+def test_an_agent_ends_in_time_while_naming_hangs(
+    agent: _Agent, workload: Callable[..., Path]
+) -> None:
+    # GIVEN an agent that records a program, and whose naming gets nowhere
+    agent.serve()
+    agent.start()
+    wait_until(agent.requests, _PATIENCE_S)
+    naming = agent.naming_pid()
+    for pid in (naming, *procfs.descendants([naming])):
+        os.kill(pid, signal.SIGSTOP)
+    with _burning(workload("burns")) as burning:
+        burning.go()
+        burning.truth()
+    wait_until(lambda: len(agent.undone()) >= 2, _PATIENCE_S)
+    # WHEN it is told to end
+    took_s = agent.terminate()
+    # THEN it has in time,
+    assert took_s < _END_S, agent.log.read_text()
+    left = {int(folder.name) for folder in agent.undone()}
+    assert len(left) >= 2
+    # AND what was not named comes after the next start: nothing is lost.
+    agent.start()
+    wait_until(lambda: left <= {request["begin"] for request in agent.requests()}, _PATIENCE_S)
+    agent.terminate()
+    _check_sums(agent)
+    sent = [request["services"].get("burns", 0) for request in agent.requests()]
+    assert sum(sent) > 0
+    assert sent == [agent.burnt_ns(request["begin"]) for request in agent.requests()]
+
+
+def test_an_agent_ends_in_time_where_the_disk_is_full(agent: _Agent) -> None:
+    # GIVEN an agent whose directory has no room left
+    agent.directory.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "none", str(agent.directory)]
+    subprocess.run(mount, check=True)
+    try:
+        agent.start(stretch="10m")
+        wait_until(agent.undone, _PATIENCE_S)  # its first window is there
+        filler = agent.directory / "filler"
+        with suppress(OSError), filler.open("wb") as file:
+            while file.write(bytes(1 << 16)):
+                file.flush()
+        wait_until(lambda: agent.said("windows are lost"), _PATIENCE_S)
+        # WHEN it is told to end
+        took_s = agent.terminate()
+        # THEN it has, in time,
+        assert took_s < _END_S, agent.log.read_text()
+        # AND what was written is sent once there is room again.
+        filler.unlink()
+        left = {int(folder.name) for folder in agent.undone()}
+        assert left, agent.log.read_text()
+        agent.serve()
+        agent.start()
+        wait_until(
+            lambda: left <= {request["begin"] for request in agent.requests()}, _PATIENCE_S
+        )
+        agent.terminate()
+    finally:
+        subprocess.run(["umount", "-l", str(agent.directory)], check=True)
+
+
 def test_a_naming_process_that_dies_costs_nothing(agent: _Agent) -> None:
     # GIVEN an agent that has named a stretch
     agent.serve()
     agent.start()
     wait_until(agent.requests, _PATIENCE_S)
-    assert agent.process is not None
-    found = subprocess.run(
-        ["pgrep", "-P", str(agent.process.pid), "-f", "toy_sink.py worker"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
     # WHEN the process that names is killed
-    subprocess.run(["kill", "-KILL", found.stdout.strip()], check=True)
+    os.kill(agent.naming_pid(), signal.SIGKILL)
     count = len(agent.requests())
     # THEN another takes over,
     wait_until(lambda: len(agent.requests()) >= count + 2, _PATIENCE_S)
     assert agent.said("has ended: SIGKILL") == 1
     # AND a new configuration is read on SIGHUP, without an end of anything.
+    assert agent.process is not None
     agent.process.send_signal(signal.SIGHUP)
     wait_until(lambda: agent.said("the configuration was read again"), _PATIENCE_S)
     agent.terminate()
