@@ -136,6 +136,7 @@ enum event_type {
 	EVENT_SAMPLE = 8, /* an on-CPU sample of a process whose samples have a time */
 	EVENT_EXEC = 9, /* the arguments of a new program, which may end before anybody asks */
 	EVENT_BELL = 10, /* a helper has something to tell that should not wait */
+	EVENT_LEFT_OUT_EXEC = 11, /* a process that is left out has become another program */
 };
 
 /* Bits of process_state.flags. */
@@ -145,6 +146,7 @@ enum event_type {
 #define PROCESS_AT_EXEC 8u /* becomes a target when it calls exec */
 #define PROCESS_SETTLED 16u /* it was sent when the image's libraries were mapped */
 #define PROCESS_GONE 32u /* its helper has said what nobody has taken */
+#define PROCESS_LEFT_OUT 64u /* no target, by what the host half knows of it */
 
 /* Bits of thread_state.flags. */
 #define THREAD_SEEDED 1u /* entered by the host half when the recording started */

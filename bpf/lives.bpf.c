@@ -123,6 +123,24 @@ static __always_inline void end_process(struct process_state *process, u32 tgid,
 	pythons.delete(KEY(tgid));
 }
 
+/*
+ * Tells that a process that is left out has called exec: the host half looks at its cgroup again,
+ * since engines move the processes of a container there before that.
+ */
+static __always_inline void send_left_out_exec(struct process_state *process, u32 tgid, u64 now_ns)
+{
+	struct process_event event = {};
+
+	event.type = EVENT_LEFT_OUT_EXEC;
+	event.tgid = tgid;
+	event.image = process->image;
+	event.ns = now_ns;
+	/* Nobody is woken up for what is not recorded. */
+	send(&event, sizeof(event), BPF_RB_NO_WAKEUP);
+	process->image = now_ns;
+	process->flags = PROCESS_LEFT_OUT;
+}
+
 /* sched_process_exec(struct task_struct *task, pid_t old_pid, struct linux_binprm *binary) */
 int on_exec(struct raw_tracepoint *ctx)
 {
@@ -145,6 +163,10 @@ int on_exec(struct raw_tracepoint *ctx)
 	if (is_excluded()) {
 		if (process->flags & PROCESS_TARGET)
 			end_process(process, tgid, now_ns);
+		return 0;
+	}
+	if (process->flags & PROCESS_LEFT_OUT) {
+		send_left_out_exec(process, tgid, now_ns);
 		return 0;
 	}
 	process->image = now_ns;

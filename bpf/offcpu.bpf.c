@@ -262,8 +262,8 @@ static __always_inline void send_end(struct thread_state *thread, void *task, u3
 }
 
 /*
- * Ends the account of a thread that goes off the CPU in an excluded cgroup, if it has one: it was
- * moved there, or the cgroup was not excluded before. How it came to the CPU unseen is not asked, as
+ * Ends the account of a thread that goes off the CPU and is no target's, if it has one: it was moved
+ * to an excluded cgroup, or is excluded only now. How it came to the CPU unseen is not asked, as
  * in end_thread(): a copy of that here would cost verifiers more than such moments are worth.
  */
 static __always_inline void leave(u32 tid)
@@ -439,10 +439,10 @@ int on_switch(struct raw_tracepoint *ctx)
 
 	/* Two look-ups decide about a switch between foreign threads; the clock is read after them. */
 	if ((u32)id) {
-		if (is_excluded())
-			leave((u32)id);
-		else
+		if (!is_excluded())
 			process = current_included(id >> 32);
+		if (!process && host(WITH_EXCLUDED))
+			leave((u32)id);
 	}
 	if (next_tid)
 		thread = threads.lookup(KEY(next_tid));

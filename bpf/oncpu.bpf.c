@@ -105,7 +105,7 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	now_ns = bpf_ktime_get_ns();
 	if (!is_recorded(now_ns))
 		return 0;
-	if (is_excluded()) {
+	if (is_excluded() || is_left_out(tgid)) {
 		count(LOST_EXCLUDED);
 		return 0;
 	}

@@ -82,6 +82,20 @@ static __always_inline bool is_excluded(void)
 	return excluded_cgroups.lookup(&id) != NULL;
 }
 
+/*
+ * Whether a process is left out by itself: the host half marks those in groups of v1, of which
+ * programs know no id.
+ */
+static __always_inline bool is_left_out(u32 tgid)
+{
+	struct process_state *process;
+
+	if (!host(WITH_EXCLUDED))
+		return false;
+	process = processes.lookup(KEY(tgid));
+	return process && process->flags & PROCESS_LEFT_OUT;
+}
+
 /* As current_target, of a process that is in no excluded cgroup. */
 static __always_inline struct process_state *current_included(u32 tgid)
 {

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the whole host but some cgroups, and says what became of whom, in JSON.
 
-Arguments: seconds, then the cgroups' directories. With "late" as the first of these, they are
-excluded once there is a line on standard input, which it waits for in any case. Run times of
+Arguments: seconds, then the cgroups' directories, and with "path:" before it what paths are of
+groups of v1. With "late" as the first of these, they are excluded once there is a line on standard
+input, which it waits for in any case; with "back", recorded again then. Run times of
 programs are there while kernel.bpf_stats_enabled is 1, which the caller switches.
 """
 
@@ -22,6 +23,7 @@ from aiflame.agent.recording.recorder import Recorder
 from aiflame.agent.recording.signals import StopSignals
 
 _PERIOD_NS = 1_001_001
+_PATH = "path:"
 
 
 class _Seen:
@@ -54,8 +56,9 @@ class _Seen:
 
 def main() -> None:
     seconds, *words = sys.argv[1:]
-    is_late = words[:1] == ["late"]
-    ids = {Path(word).stat().st_ino for word in words if word != "late"}
+    when = words.pop(0) if words[:1] in (["late"], ["back"]) else ""
+    paths = {word.removeprefix(_PATH) for word in words if word.startswith(_PATH)}
+    ids = {Path(word).stat().st_ino for word in words if not word.startswith(_PATH)}
     options = ProgramOptions(abi.Filter.ALL, _PERIOD_NS, calls=False, excluded_max=64)
     seen = _Seen()
     target = target_of_all()
@@ -64,14 +67,19 @@ def main() -> None:
         Foundation(options) as foundation,
         Recorder(target, foundation, signals) as recorder,
     ):
-        if not is_late:
+        if when != "late":
             assert recorder.exclude(ids) == 0
+            recorder.leave_out(paths)
         recorder.start(int(float(seconds) * 1e9), lambda _: None)
         print("attached", flush=True)
         sys.stdin.readline()
         before = foundation.programs.costs()["on_switch"]
-        if is_late:
+        if when == "late":
             recorder.exclude(ids)
+            recorder.leave_out(paths)
+        elif when == "back":
+            recorder.exclude(())
+            recorder.leave_out(())
         recorder.run(seen.take, lambda _: None)
         after = foundation.programs.costs()["on_switch"]
         recorder.stop(seen.take)

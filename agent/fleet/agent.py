@@ -309,6 +309,7 @@ class _Agent:
         self._tidied_s = time.monotonic()
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
+        self._left_out_paths: set[str] = set()
         self._memory = MemoryBudget(recorder, log)
 
     def run(self) -> int:
@@ -366,6 +367,9 @@ class _Agent:
             self._log.say_seldom("no naming", f"nothing is sent: {error}")
             return
         self._naming = naming
+        # It tells of them anew, once those in them have been seen.
+        self._left_out_paths.clear()
+        self._recorder.leave_out(())
         self._vitals.note_naming_started()
         current = self._stretch
         for folder in self._stretches.undone():
@@ -461,6 +465,10 @@ class _Agent:
         self._vitals.note_report(report)
         if "left_out" in report:
             self._recorder.exclude(report["left_out"])
+        if "left_out_paths" in report or "taken_in_paths" in report:
+            self._left_out_paths.difference_update(report.get("taken_in_paths", ()))
+            self._left_out_paths.update(report.get("left_out_paths", ()))
+            self._recorder.leave_out(self._left_out_paths)
         if "done" in report:
             seconds = int(report["duration_ns"]) / _NS_PER_S
             samples = int(report["samples"])

@@ -26,11 +26,12 @@ class CgroupLayout(enum.Enum):
     # systemd's "hybrid" mode: v2 is there, and engines group by v1.
     HYBRID = (
         "this host has cgroup v1 beside v2: containers that are grouped by v1 alone are labelled by"
-        " /proc, and excluded when labels are made, not in the kernel"
+        " /proc, and excluded process by process: who moves there without an exec is recorded"
     )
     LEGACY = (
         "this host has cgroup v1 only: the kernel tells programs no id of a cgroup, so containers"
-        " are labelled by /proc, and excluded when labels are made, not in the kernel"
+        " are labelled by /proc, and excluded process by process: who moves there without an exec"
+        " is recorded"
     )
 
     @property

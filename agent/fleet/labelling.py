@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from aiflame.agent.fleet.config import AgentSettings
+from aiflame.agent.fleet.config import MOST_LEFT_OUT, AgentSettings
 from aiflame.agent.fleet.engine_watch import EngineWatch
 from aiflame.agent.fleet.host_checks import CgroupLayout, cgroup_layout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
 from aiflame.agent.fleet.labels import KEPT_S, UNKNOWN_CONTAINER, Labeller, LabelOptions
-from aiflame.agent.fleet.selection import left_out
+from aiflame.agent.fleet.selection import left_out, left_out_paths
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Loss, Process
@@ -22,6 +24,9 @@ from aiflame.agent.processes.targets import cgroup2_mounts
 
 # Of a stretch: more than a host with 500 pods has. Each is a profile of its own for each sink.
 _MAX_LABEL_SETS = 2048
+# The latest cgroups that processes were seen in: what was left out of one that is dropped here is
+# recorded until it is seen again.
+_MAX_PATHS = 4 * MOST_LEFT_OUT
 # How often all cgroups are looked at: containers start and end, and pods are known a moment later.
 _LOOK_S = 10.0
 
@@ -50,6 +55,19 @@ def label_options(settings: AgentSettings) -> LabelOptions:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What the kernel half is to leave out.
+
+    Attributes:
+        ids: Of cgroups of v2.
+        paths: Of others, as processes have them where v1 groups them.
+    """
+
+    ids: frozenset[int] = frozenset()
+    paths: frozenset[str] = frozenset()
+
+
 class Labelling:
     """Labels of processes, and cgroups that are to be left out.
 
@@ -71,6 +89,7 @@ class Labelling:
         self._kept_changes = 0
         self._mounts = cgroup2_mounts()
         self._layout = cgroup_layout()
+        self._paths: OrderedDict[str, None] = OrderedDict()  # of processes, where v1 groups them
         self.use(settings)
 
     def use(self, settings: AgentSettings) -> None:
@@ -87,7 +106,7 @@ class Labelling:
                 self._watch.start()
         self._labeller.use(label_options(settings), self._watch)
         self._looked_s = 0.0
-        self._left_out: set[int] | None = None
+        self._left_out: LeftOut | None = None
 
     @property
     def error(self) -> str:
@@ -96,8 +115,10 @@ class Labelling:
 
     def expect(self, window: Window) -> None:
         """Looks for the containers of a window while those know them who may forget them soon."""
-        paths = window.cgroups["path"].tolist()
-        self._labeller.expect(window.texts[path] for path in paths)
+        paths = [window.texts[path] for path in window.cgroups["path"].tolist()]
+        self._labeller.expect(paths)
+        if self._layout is not CgroupLayout.UNIFIED:
+            self._know(paths)
         if self._labeller.changes != self._kept_changes:
             self._kept_changes = self._labeller.changes
             keep(self._directory, self._labeller.known)
@@ -125,17 +146,31 @@ class Labelling:
         )
         return found
 
-    def newly_left_out(self) -> set[int] | None:
-        """Returns the ids of cgroups to be left out; None where they are those of last time."""
+    def _know(self, paths: Iterable[str]) -> None:
+        """Takes in which cgroups processes have been seen in."""
+        for path in paths:
+            if path not in self._paths:
+                self._looked_s = 0.0  # it may be one to be left out
+            self._paths[path] = None
+            self._paths.move_to_end(path)
+        while len(self._paths) > _MAX_PATHS:
+            self._paths.popitem(last=False)
+
+    def newly_left_out(self) -> LeftOut | None:
+        """Returns what is to be left out; None where it is what it was last time."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOK_S or not self._mounts:
+        if now_s - self._looked_s < _LOOK_S:
             return None
         self._looked_s = now_s
-        found = left_out(
-            self._mounts[0],
-            self._selection,
-            self._labeller,
-            is_v1_beside=self._layout is not CgroupLayout.UNIFIED,
+        ids: set[int] = set()
+        if self._mounts:
+            is_v1_beside = self._layout is not CgroupLayout.UNIFIED
+            ids = left_out(
+                self._mounts[0], self._selection, self._labeller, is_v1_beside=is_v1_beside
+            )
+        found = LeftOut(
+            frozenset(sorted(ids)[:MOST_LEFT_OUT]),
+            frozenset(left_out_paths(self._paths, self._selection, self._labeller)),
         )
         # The first time also that there are none: a configuration before may have had rules.
         if found == self._left_out:

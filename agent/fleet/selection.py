@@ -6,8 +6,9 @@ A rule is one or more conditions, joined by commas, all of which must hold: `nam
 Values have wildcards (`*`, `?`, `[...]`). A process is recorded if a rule of `include` holds, or
 there is none, and no rule of `exclude` does.
 
-What holds for a whole cgroup is left out in the kernel, by the cgroup's id (`left_out`); what
-depends on the process is left out when labels are made.
+What holds for a whole cgroup is left out in the kernel: by the cgroup's id (`left_out`), or process
+by process where v1 groups them (`left_out_paths`). What depends on the process is left out when
+labels are made.
 """
 
 from __future__ import annotations
@@ -174,6 +175,21 @@ def left_out(
     }
     owners.expect(groups)
     return {found for path, found in groups.items() if selection.leaves_out(owners.of_group(path))}
+
+
+def left_out_paths(paths: Iterable[str], selection: Selection, owners: Owners) -> set[str]:
+    """Returns the paths of cgroups of which nothing is recorded, of those that processes are in.
+
+    Args:
+        paths: As `CgroupPaths.telling` has them.
+        selection: The rules.
+        owners: Tells whom cgroups belong to.
+    """
+    if not (selection.include or selection.exclude):
+        return set()
+    known = tuple(paths)
+    owners.expect(known)
+    return {path for path in known if selection.leaves_out(owners.of_group(path))}
 
 
 def _groups(mount: Path) -> Iterator[tuple[str, int]]:

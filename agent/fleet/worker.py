@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,9 +32,9 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError, DiskFull
 from aiflame.agent.fleet.batches import batches_of
-from aiflame.agent.fleet.config import MOST_LEFT_OUT, AgentConfig, config_of
+from aiflame.agent.fleet.config import AgentConfig, config_of
 from aiflame.agent.fleet.delivery import Delivery
-from aiflame.agent.fleet.labelling import Labelling
+from aiflame.agent.fleet.labelling import Labelling, LeftOut
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.spool import LEFT, Spool
@@ -65,6 +65,8 @@ _BUDGET_S = 0.3
 _NS_PER_S = 1_000_000_000
 # A sink gives up on an answer after 10 s.
 _ANSWER_S = 15.0
+# Of paths in one report, which has 64 KB in all: one of 4,096 characters may be 24 KB there.
+_PATHS_BYTES = 1 << 15
 # What is left for ending, of the time until the end.
 _ENDING_S = 0.5
 
@@ -161,6 +163,7 @@ class _Worker:
         self._sinks: dict[str, Any] = {}
         self._stretch: _Stretch | None = None
         self._until_s: float | None = None
+        self._left_out: LeftOut | None = None
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Does what a message says."""
@@ -238,9 +241,21 @@ class _Worker:
             return
         found = self._labelling.newly_left_out()
         if found is not None:
-            self._report({"left_out": sorted(found)[:MOST_LEFT_OUT]})
+            self._tell_left_out(found)
         if self._labelling.error:
             self._log.say_seldom("kubelet", f"pods have no names: {self._labelling.error}")
+
+    def _tell_left_out(self, found: LeftOut) -> None:
+        before = LeftOut() if self._left_out is None else self._left_out
+        if self._left_out is None or found.ids != before.ids:
+            self._report({"left_out": sorted(found.ids)})
+        for key, paths in (
+            ("taken_in_paths", before.paths - found.paths),
+            ("left_out_paths", found.paths - before.paths),
+        ):
+            for part in in_parts(sorted(paths), _PATHS_BYTES):
+                self._report({key: part})
+        self._left_out = found
 
     def _finish_left(self, folder: Path) -> None:
         """Sends a stretch that another process has left."""
@@ -415,6 +430,26 @@ class _Lateness:
             return None
         is_late = time.time_ns() - self._started_unix_ns - window.end_ns > _LATE_NS
         return _BUDGET_S * (window.end_ns - window.start_ns) / _NS_PER_S if is_late else None
+
+
+def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:
+    """Yields texts, so many at once that they fit into a message.
+
+    Args:
+        texts: Of which each fits.
+        bytes_max: How long those of a part are together, as JSON.
+    """
+    part: list[str] = []
+    size = 0
+    for text in texts:
+        own = len(json.dumps(text)) + 2
+        if part and size + own > bytes_max:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += own
+    if part:
+        yield part
 
 
 def _words(error: Exception) -> str:

@@ -31,6 +31,7 @@ class EventType(enum.IntEnum):
     SAMPLE = 8
     EXEC = 9
     BELL = 10
+    LEFT_OUT_EXEC = 11
 
 
 class ProcessFlag(enum.IntFlag):
@@ -42,6 +43,7 @@ class ProcessFlag(enum.IntFlag):
     AT_EXEC = 8
     SETTLED = 16
     GONE = 32
+    LEFT_OUT = 64
 
 
 THREAD_SEEDED = 1  # bit of thread_state.flags

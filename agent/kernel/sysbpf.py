@@ -41,7 +41,7 @@ _TRACE_ITER, _ATTACH_PERF_EVENT = 28, 41  # enum bpf_attach_type
 TRACE_UPROBE_MULTI = 48
 _UPROBE_TYPE = Path("/sys/bus/event_source/devices/uprobe/type")
 
-BPF_ANY, BPF_NOEXIST = 0, 1
+BPF_ANY, BPF_NOEXIST, BPF_EXIST = 0, 1, 2
 
 # Entries moved by one system call: a chunk of 2 KB stacks stays about 1 MB.
 _CHUNK_ENTRIES = 512

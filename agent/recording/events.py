@@ -37,6 +37,8 @@ class Events:
         take_sample: Takes the stack, thread and time of samples of which that is asked.
         take_bell: Takes the pid and image of a process whose helper has something to tell, or had
             so many kernel times that nobody has taken.
+        take_left_out_exec: Takes the pid and image of a process that is left out, and when it has
+            become another program.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Events:
         follow_mappings: Callable[[], None],
         take_sample: Callable[[int, int, int], None],
         take_bell: Callable[[int, int, int], None],
+        take_left_out_exec: Callable[[int, int, int], None],
     ) -> None:
         self._ring = ring
         self._table = table
@@ -60,6 +63,7 @@ class Events:
         self._follow_mappings = follow_mappings
         self._take_sample = take_sample
         self._take_bell = take_bell
+        self._take_left_out_exec = take_left_out_exec
 
     def take(self) -> bool:
         """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
@@ -93,6 +97,10 @@ class Events:
                 event = np.frombuffer(payload, abi.BELL_EVENT_DTYPE, 1)[0]
                 pid, image = int(event["tgid"]), int(event["image"])
                 self._take_bell(pid, image, int(event["kernel_times"]))
+            elif kind == abi.EventType.LEFT_OUT_EXEC:
+                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
+                pid, image = int(event["tgid"]), int(event["image"])
+                self._take_left_out_exec(pid, image, int(event["ns"]))
             elif kind in (abi.EventType.CALL, abi.EventType.KERNEL_NAMED):
                 self._calls.take_event(kind, payload)
             elif kind == abi.EventType.DRAIN:

@@ -58,7 +58,7 @@ from aiflame.agent.recording.cut_sleeps import CutSleeps, LateWaits
 from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
-from aiflame.agent.recording.excluded import ExcludedCgroups
+from aiflame.agent.recording.excluded import ExcludedCgroups, LeftOutProcesses
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.kernel_accounts import Growth, KernelAccounts
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
@@ -221,6 +221,7 @@ class Recorder:
         self._programs = foundation.programs
         self._switch_cost = SwitchCost(foundation.programs, count_run_times)
         self._excluded = ExcludedCgroups(self._programs)
+        self._left_out = LeftOutProcesses(self._programs)
         with contextlib.ExitStack() as parts:
             self._ring = RingBuffer(self._programs.ring_fd, self._programs.ring_bytes)
             parts.callback(self._ring.close)
@@ -308,6 +309,7 @@ class Recorder:
             self._follow_mappings,
             self._take_sample,
             self._take_bell,
+            self._take_left_out_exec,
         )
 
     def __enter__(self) -> Recorder:
@@ -328,6 +330,17 @@ class Recorder:
             How many found no room.
         """
         return self._excluded.set(cgroup_ids)
+
+    def leave_out(self, paths: Collection[str]) -> None:
+        """Leaves out what is in cgroups that programs have no id of, as `exclude` does by ids.
+
+        A process that is seen there, and its children, until an exec outside of them.
+
+        Args:
+            paths: As for `LeftOutProcesses.set`.
+        """
+        recorded = [image for image in self.table.images.values() if not image.is_over]
+        self._left_out.set(paths, recorded)
 
     def keep_less(self) -> None:
         """Keeps half as many stacks between windows from now on, down to a least number."""
@@ -427,6 +440,10 @@ class Recorder:
         existing = self._target.existing_pids()
         pids = [pid for pid in existing if pid not in own and not self._excluded.has(pid)]
         first_image = self.table.first_image
+        left_out = {*filter(self._left_out.has, pids)}
+        for pid in left_out:
+            self._enter_process(pid, first_image, abi.ProcessFlag.LEFT_OUT)
+        pids = [pid for pid in pids if pid not in left_out]
         for pid in pids:
             image = self.table.known(pid, first_image)
             if image is not None and image.executable != procfs.executable(pid):
@@ -471,6 +488,8 @@ class Recorder:
     def _follow_mappings(self) -> None:
         """Brings what was newly mapped to all who work by it."""
         for image in self.table.take_remapped():
+            if self._left_out.leave_out(image):
+                continue
             if self._options.user_stacks:
                 self.tables.push(image)
             if self.table.is_current(image):
@@ -489,6 +508,10 @@ class Recorder:
     def _take_bell(self, pid: int, image: int, kernel_times_gone: int) -> None:
         self._follow_mappings()
         self.devices.ring(self.table.image(pid, image), kernel_times_gone)
+
+    def _take_left_out_exec(self, pid: int, image: int, ns: int) -> None:
+        self.table.exited(pid, image, ns)
+        self._left_out.look_again(pid)
 
     def _enter_sleepers(self) -> bool:
         """Goes on entering existing threads for a moment; returns whether all are entered."""

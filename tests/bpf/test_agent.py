@@ -280,9 +280,7 @@ def test_an_agent_ends_in_time_where_the_disk_is_full(agent: _Agent) -> None:
         assert left, agent.log.read_text()
         agent.serve()
         agent.start()
-        wait_until(
-            lambda: left <= {request["begin"] for request in agent.requests()}, _PATIENCE_S
-        )
+        wait_until(lambda: left <= {request["begin"] for request in agent.requests()}, _PATIENCE_S)
         agent.terminate()
     finally:
         subprocess.run(["umount", "-l", str(agent.directory)], check=True)

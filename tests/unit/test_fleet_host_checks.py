@@ -25,7 +25,7 @@ _V1 = "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0"
         ([_V2, "proc /proc proc rw 0 0"], CgroupLayout.UNIFIED, ""),
         ([_V1, _V2], CgroupLayout.HYBRID, "grouped by v1 alone"),
         ([_V1, "odd"], CgroupLayout.LEGACY, "no id of a cgroup"),
-        ([], CgroupLayout.LEGACY, "not in the kernel"),
+        ([], CgroupLayout.LEGACY, "process by process"),
     ],
 )
 def test_what_a_host_s_cgroups_allow(mounts: list[str], layout: CgroupLayout, words: str) -> None:

@@ -15,13 +15,16 @@ from aiflame.agent.fleet.config import AgentConfig, load
 from aiflame.agent.fleet.host_checks import CgroupLayout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Pod, PodContainer, PodList
-from aiflame.agent.fleet.labelling import Labelling
+from aiflame.agent.fleet.labelling import Labelling, LeftOut
 from aiflame.agent.fleet.labels import NoPods
 from aiflame.agent.fleet.sinks import SINKS, sink_module
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.window import Window, rows_of
 from aiflame.agent.processes.container_names import EngineFacts
 from profiles import process, small_profile
+
+_IN_CONTAINER = f"/docker/{'a' * 64}"
+_IN_UNIT = "/system.slice/cron.service"
 
 
 def _config(**flags: object) -> AgentConfig:
@@ -67,10 +70,10 @@ def test_that_rules_are_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(labelling, "cgroup2_mounts", lambda: [tmp_path])
     monkeypatch.setattr(labelling, "cgroup_layout", lambda: CgroupLayout.UNIFIED)
     before = Labelling(_config(exclude="unit=nginx.service").agent)
-    assert before.newly_left_out() == {group.stat().st_ino}
+    assert before.newly_left_out() == LeftOut(frozenset({group.stat().st_ino}))
     # WHEN another one has no rules THEN the collector hears that, once
     after = Labelling(_config().agent)
-    assert after.newly_left_out() == set()
+    assert after.newly_left_out() == LeftOut()
     monkeypatch.setattr(labelling, "_LOOK_S", 0)
     assert after.newly_left_out() is None
 
@@ -94,9 +97,39 @@ def test_where_v1_groups_processes_v2_leaves_out_containers_only(
     container = tmp_path / "machine.slice" / f"libpod-{'b' * 64}.scope"
     container.mkdir(parents=True)
     # WHEN rules name some of them THEN the kernel leaves out none of these groups
-    wanted = {container.stat().st_ino} if is_left_out else set()
+    wanted = frozenset({container.stat().st_ino} if is_left_out else ())
     found = Labelling(_config(directory=str(tmp_path / "d"), **rules).agent).newly_left_out()
-    assert found == wanted
+    assert found is not None and found.ids == wanted
+
+
+@pytest.mark.parametrize("layout", [CgroupLayout.HYBRID, CgroupLayout.LEGACY])
+@pytest.mark.parametrize(
+    ("rules", "wanted"),
+    [
+        ({"exclude": f"container_id={'a' * 64}"}, {_IN_CONTAINER}),
+        ({"exclude": "unit=cron.service"}, {_IN_UNIT}),
+        ({"include": f"container_id={'a' * 64}"}, {_IN_UNIT, "/"}),
+        ({"exclude": "unit=cron.service,process=cron"}, set()),
+        ({}, set()),
+    ],
+)
+def test_where_v1_groups_processes_they_are_left_out_by_their_paths(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    layout: CgroupLayout,
+    rules: dict[str, str],
+    wanted: set[str],
+) -> None:
+    # GIVEN a host whose kernel tells programs no ids of groups
+    monkeypatch.setattr(labelling, "cgroup2_mounts", list)
+    monkeypatch.setattr(labelling, "cgroup_layout", lambda: layout)
+    made = Labelling(_config(directory=str(tmp_path / "d"), **rules).agent)
+    assert made.newly_left_out() == LeftOut()
+    # WHEN processes have been seen in some
+    made.expect(_window(_IN_CONTAINER, _IN_UNIT, "/"))
+    found = made.newly_left_out()
+    # THEN it is said at once which of them are left out.
+    assert found == (LeftOut(paths=frozenset(wanted)) if wanted else None)
 
 
 @pytest.mark.parametrize("rule", ["", "nginx", "colour=red", "=x"])

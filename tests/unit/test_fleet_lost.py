@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sqlite3
@@ -14,7 +15,7 @@ import pytest
 from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.log import Log
-from aiflame.agent.fleet.worker import _Lateness, _Worker
+from aiflame.agent.fleet.worker import _Lateness, _Worker, in_parts
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.written import Naming
@@ -53,3 +54,14 @@ def test_what_was_not_sent_and_not_written_is_told_once(worker: _Worker, tmp_pat
     found = _told(worker, tmp_path / "next.aiflame")
     assert found == {"stretches_lost": 3, "captures_not_written": 1}
     assert _told(worker, tmp_path / "later.aiflame") == {}
+
+
+def test_paths_that_are_left_out_fit_into_messages() -> None:
+    # GIVEN paths as long as they may be, of characters that JSON escapes, and short ones
+    paths = [*("\x01" * 4096 + str(number) for number in range(3)), "/a", "/b"]
+    # WHEN they are told THEN each comes once, in messages that are read whole
+    parts = [*in_parts(paths, 1 << 15)]
+    assert [path for part in parts for path in part] == paths
+    assert [len(part) for part in parts] == [1, 1, 3]
+    assert all(len(json.dumps(part)) < 1 << 16 for part in parts)
+    assert [*in_parts([], 10)] == []
