@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import ssl
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +29,14 @@ from support import wait_until
 pytestmark = pytest.mark.bpf
 
 _PATIENCE_S = 180.0
+_POD_UID = "0f9cdd5e-8d1c-4d5a-9d5f-6a4b1ad0c9ab"
 _CONTAINER_ID = f"{os.getpid():08x}" + "fedcba9876543210" * 3 + "fedcba98"
 
 
 class _Agent:
     """An agent, and a user who asks it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder, self.directory, self.log = folder, folder / "agent", folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -38,6 +44,7 @@ class _Agent:
                     *(*support.AIFLAME, "agent", "--directory", str(self.directory)),
                     # Without devices: other tests expect to be the only recorder of their helpers.
                     *("--stretch", "5s", "--health", "", "--gpu", "none"),
+                    *options,
                 ],
                 stderr=log,
             )
@@ -61,6 +68,11 @@ class _Agent:
         assert done.returncode == code, done.stderr + self.log.read_text()
         return done.stderr
 
+    def known(self) -> str:
+        """Returns what the agent keeps of containers that may be gone."""
+        path = self.directory / "containers.json"
+        return path.read_text() if path.exists() else ""
+
     def windows(self) -> list[tuple[int, int]]:
         """Returns where the windows on disk begin and end."""
         folders = sorted(self.directory.glob("stretches/*"))
@@ -68,9 +80,9 @@ class _Agent:
         return [(w.start_ns, w.end_ns) for each in recorded for w in RecordedWindows(each)]
 
 
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[_Agent]:
-    made = _Agent(tmp_path)
+@contextmanager
+def _recording(folder: Path, *options: str) -> Iterator[_Agent]:
+    made = _Agent(folder, *options)
     try:
         yield made
         made.process.terminate()
@@ -78,6 +90,12 @@ def agent(tmp_path: Path) -> Iterator[_Agent]:
     finally:
         made.process.kill()
         made.process.wait()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[_Agent]:
+    with _recording(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture
@@ -161,6 +179,89 @@ def test_a_container_is_cut_out_of_what_is_on_disk(
     assert {one.container_id for one in whole.labels if one is not None} > {_CONTAINER_ID}
     assert (agent.folder / "web.aiflame").stat().st_mode & 0o777 == 0o600
     assert (agent.folder / "web.html").exists()
+
+
+@contextmanager
+def _kubelet(folder: Path, pods: list[dict[str, object]]) -> Iterator[tuple[str, ...]]:
+    """Serves a list of pods, as they are at the time; yields the options of an agent that asks."""
+    certificate, token = folder / "kubelet.pem", folder / "token"
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [*request, *names, "-keyout", certificate, "-out", folder / "only.pem"],
+        check=True,
+        capture_output=True,
+    )
+    with certificate.open("ab") as file:
+        file.write((folder / "only.pem").read_bytes())
+    token.touch(0o600)
+    token.write_text("secret")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.headers["Authorization"] == "Bearer secret"
+            body = json.dumps({"kind": "PodList", "apiVersion": "v1", "items": pods}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port, ca_file = server.server_address[1], folder / "only.pem"
+        yield (
+            *("--kubelet", "127.0.0.1", "--kubelet-port", str(port)),
+            *("--kubelet-token-file", str(token), "--kubelet-ca-file", str(ca_file)),
+        )
+        server.shutdown()
+
+
+def _pod(name: str, container_id: str) -> dict[str, object]:
+    metadata = {"name": name, "namespace": "prod", "uid": _POD_UID, "labels": {"app": "shop"}}
+    status = {"name": "web", "image": "shop:1.7", "containerID": f"containerd://{container_id}"}
+    return {"metadata": metadata, "status": {"containerStatuses": [status]}}
+
+
+def test_a_pod_that_is_gone_is_cut_out_of_what_is_on_disk(
+    tmp_path: Path, workload: Callable[..., Path]
+) -> None:
+    # As the kubelet's driver cgroupfs calls it.
+    path = f"/kubepods/pod{_POD_UID}/{_CONTAINER_ID}"
+    pods = [_pod("shop-1", _CONTAINER_ID)]
+    with (
+        _kubelet(tmp_path, pods) as options,
+        _recording(tmp_path, *options) as agent,
+    ):
+        # GIVEN a pod that has come and gone while the agent recorded, with all that knew of it
+        with made_groups(cgroup2_mounts()[0], path.lstrip("/")) as (group,):
+            pid = _burn(group, workload("burns"))
+            wait_until(lambda: "shop-1" in agent.known(), _PATIENCE_S)
+        pods.clear()
+        known = len(agent.windows())
+        wait_until(lambda: len(agent.windows()) >= known + 2, _PATIENCE_S)
+        # WHEN its capture is asked for
+        asked = ("--last", "10m", "-q", "-o")
+        agent.capture("--pod", "prod/shop-1", *asked, "pod.aiflame")
+        refused = agent.capture("--pod", "shop-2", *asked, "other.aiflame", code=2)
+    # THEN it has its own and nothing of others, and says whose it is; one that never was is
+    # refused with those that are known.
+    pod = read_capture(tmp_path / "pod.aiflame")
+    assert {process.cgroup for process in pod.processes} == {path}
+    ns, names = _of(pid, pod)
+    assert ns[0] > 0
+    assert "spend_three" in names
+    labels = dict(zip((one.pid for one in pod.processes), pod.labels, strict=True))[pid]
+    assert labels is not None
+    assert (labels.namespace, labels.pod, labels.container) == ("prod", "shop-1", "web")
+    assert (labels.service, labels.version) == ("shop", "1.7")
+    assert dict(pod.recording.facts)["pod"] == "shop-1"
+    assert "prod/shop-1" in refused
 
 
 def test_a_recording_is_made_beside_the_agent(
