@@ -76,11 +76,16 @@ class Question:
 
 
 _OURS = ("--service", "demo-*")
+SERVICES = ("demo-inference", "demo-ranking", "demo-ranking-canary", "demo-serving")
 QUESTIONS = (
     Question(
         "All services: on the CPU, waiting, and on the device",
         ("flame", *_OURS, "--title", "All services of the demo"),
         "fleet.html",
+    ),
+    *(
+        Question(f"Of {name} alone", ("flame", "--service", name), f"{name}.html")
+        for name in SERVICES
     ),
     Question(
         "The device: which code launched what it did",
@@ -163,12 +168,13 @@ def _workloads(folder: Path) -> dict[str, list[str]]:
     flags = ["-g", "-O2", "-pthread"]
     subprocess.run(["gcc", *flags, "-o", serving, WORKLOADS / "serving.c", "-lm"], check=True)
     python, seconds = _SYSTEM_PYTHON, str(_LONGEST_S)
-    return {
-        "demo-inference": [python, str(WORKLOADS / "inference.py"), seconds],
-        "demo-ranking": [python, str(WORKLOADS / "ranking.py"), seconds],
-        "demo-ranking-canary": [python, str(WORKLOADS / "ranking.py"), seconds, "canary"],
-        "demo-serving": [str(serving), seconds],
-    }
+    commands = (
+        [python, str(WORKLOADS / "inference.py"), seconds],
+        [python, str(WORKLOADS / "ranking.py"), seconds],
+        [python, str(WORKLOADS / "ranking.py"), seconds, "canary"],
+        [str(serving), seconds],
+    )
+    return dict(zip(SERVICES, commands, strict=True))
 
 
 @contextlib.contextmanager
@@ -290,6 +296,7 @@ def main() -> None:
 Open in a browser:
   {shown}/index.html  tables: functions, waits, kernels, and what a canary does more
   {shown}/fleet.html  the flame graph of all services
+  {shown}/{SERVICES[-1]}.html  of one service, as of each
   {shown}/gpu.html    what the device did, and which code launched it
 Ask the store, which is a directory:
   .venv/bin/aiflame query top --store {shown}/store --service demo-serving""")

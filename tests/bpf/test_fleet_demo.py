@@ -47,6 +47,10 @@ def test_pages_show_each_service_with_its_own_code(tmp_path: Path) -> None:
     said = done.stdout
     assert all(f"{name}.html" in said for name in ("index", "fleet", "gpu"))
     assert {"fleet.html", "gpu.html"} <= {path.name for path in out.iterdir()}
+    # Each service has a page, which is named after it.
+    for name in _SERVICES:
+        page = (out / f"{name}.html").read_text()
+        assert f"service {name}" in page
     query = [
         *support.AIFLAME,
         "query",
