@@ -47,7 +47,7 @@ from aiflame.agent.fleet.prepared import PreparedHelpers
 from aiflame.agent.fleet.sinks import sink_module
 from aiflame.agent.fleet.stretches import Stretch, Stretches
 from aiflame.agent.fleet.vitals import Vitals
-from aiflame.agent.kernel import checks, descriptors
+from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
@@ -232,6 +232,7 @@ def _for_programs(settings: AgentSettings, target: Target) -> ProgramOptions:
         python_chains_max=cpus * _CHAINS_OF_CPU,
         period_ns=settings.period_ns,
         off_cpu=settings.off_cpu,
+        wait_event_ns=abi.LONG_WAIT_NS,  # those that are exact: others are chosen by chance
         unwind_bytes_max=settings.unwind_memory,
         builder_bytes_max=settings.helper_memory,
         calls=settings.gpu != NONE,

@@ -46,7 +46,7 @@ class ProcessFacts:
             self._window.define("threads", np.array(rows, COLUMNS["threads"].dtype))
         for image in images:
             self._tell_process(image, end_ns)
-            if image.mappings:
+            if image.laid:
                 self._tell_mappings(image)
 
     def _tell_process(self, image: ProcessImage, end_ns: int) -> None:
@@ -83,7 +83,7 @@ class ProcessFacts:
 
     def _tell_mappings(self, image: ProcessImage) -> None:
         rows = []
-        for mapping in image.mappings:
+        for mapping in image.laid:
             span = (mapping.start, mapping.end, mapping.file_offset)
             if mapping.binary == NO_BINARY:
                 rows.append((image.index, NONE, *span, 0))

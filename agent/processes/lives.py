@@ -187,9 +187,10 @@ class Lives:
             event.start, event.end, event.offset, event.device, event.inode, event.path
         )
         if len(life.mapped) > _MAX_MAPPED:
-            del life.mapped[next(iter(life.mapped))]
-            self._mapped -= 1
-            life.is_whole = False
+            # Half of them at once: a dict looks for its first through all that were there before.
+            newest = itertools.islice(life.mapped.items(), _MAX_MAPPED // 2, None)
+            self._mapped -= _MAX_MAPPED // 2
+            life.mapped, life.is_whole = dict(newest), False
 
     def _current(self, pid: int) -> Life | None:
         lives = self._lives.get(pid)

@@ -41,6 +41,9 @@ _MAX_ARGUMENTS = 1024
 # Of one process: those that run, and as many that have ended before they were entered.
 _MAX_PYTHON_NAMES = 2 * MAX_THREADS
 
+# How often the kernel half tells of an image without a reason: first, and once it is settled.
+_TOLD_OF = 2
+
 # A command in a pipe is a child of a shell's child, of which there may have been no sample.
 _MAX_GENERATIONS = 4
 
@@ -64,7 +67,8 @@ def _ranges_of(mappings: Sequence[Mapping]) -> Disjoint:
 class ProcessImage:
     """One process image. Times are monotonic ns; `index` counts from 0.
 
-    `mappings` are disjoint and in address order.
+    What short processes have mapped is looked at when somebody asks for it: nobody does where no
+    stack is theirs. `lays` lays it out then; `laid` is what was until now.
     """
 
     index: int
@@ -85,7 +89,9 @@ class ProcessImage:
     was_read: bool = False
     fruitless_reads: int = 0
     reads_to_skip: int = 0
-    mappings: list[Mapping] = field(default_factory=list)
+    times_seen: int = 0
+    laid: list[Mapping] = field(default_factory=list)
+    lays: Callable[[], object] | None = None
     # Made when they are asked for: nobody looks an address up in most short-lived processes.
     _known_ranges: Disjoint | None = None
     _known_binaries: npt.NDArray[np.int64] | None = None
@@ -93,9 +99,18 @@ class ProcessImage:
     python_names: dict[int, str] = field(default_factory=dict)  # of its threads, by tid
 
     @property
+    def mappings(self) -> list[Mapping]:
+        """What is mapped, disjoint and in address order."""
+        if self.lays is not None:
+            lays, self.lays = self.lays, None
+            lays()
+        return self.laid
+
+    @property
     def _ranges(self) -> Disjoint:
+        mappings = self.mappings  # which may change what is known
         if self._known_ranges is None:
-            self._known_ranges = _ranges_of(self.mappings)
+            self._known_ranges = _ranges_of(mappings)
         return self._known_ranges
 
     def find(self, addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
@@ -110,7 +125,7 @@ class ProcessImage:
     def binaries_at(self, found: npt.NDArray[np.int64]) -> list[int]:
         """Returns the binaries of mappings that `find` found, one for each address in a file."""
         if self._known_binaries is None:
-            self._known_binaries = np.array([m.binary for m in self.mappings], np.int64)
+            self._known_binaries = np.array([m.binary for m in self.laid], np.int64)
         binaries = self._known_binaries[found[found >= 0]]
         known: list[int] = binaries[binaries != NO_BINARY].tolist()
         return known
@@ -126,19 +141,19 @@ class ProcessImage:
         Known mappings, or parts of them, that nothing found covers stay.
         """
         fresh = set(found)
-        known = set(self.mappings)
+        known = set(self.laid)
         if fresh <= known:
             return False
         self._known_ranges = self._known_binaries = None
         self.makes_code = any(mapping.binary == NO_BINARY for mapping in fresh | known)
         if known <= fresh:  # as of most: they are read or told once
-            self.mappings = sorted(fresh)
+            self.laid = sorted(fresh)
             return True
         gone = IntervalTree.from_tuples((m.start, m.end, m) for m in known - fresh)
         for mapping in fresh - known:
             if gone.overlaps(mapping.start, mapping.end):
                 gone.chop(mapping.start, mapping.end)
-        self.mappings = sorted(fresh | {_remainder(interval) for interval in gone})
+        self.laid = sorted(fresh | {_remainder(interval) for interval in gone})
         return True
 
 
@@ -219,10 +234,21 @@ class ProcessTable:
         self._changed: dict[int, ProcessImage] = {}
         self._remapped: dict[int, ProcessImage] = {}
         self._changed_threads: dict[int, ThreadInfo] = {}
+        self._current_since: dict[int, int] = {}
+
+    def expect_ends(self, current_since: dict[int, int]) -> None:
+        """Takes note of images that are over, as events tell that are still to be taken in.
+
+        Args:
+            current_since: By pid, before which image all are; in place of what was noted before.
+        """
+        self._current_since = current_since
 
     def is_current(self, image: ProcessImage) -> bool:
         """Whether the kernel half knows an image as what its pid runs now."""
-        return not image.is_over and self._current_image(image.pid) == image.image
+        if image.is_over or image.image < self._current_since.get(image.pid, 0):
+            return False
+        return self._current_image(image.pid) == image.image
 
     def _is_shown(self, image: ProcessImage) -> bool:
         """Whether what /proc has shown of a pid until now was that image."""
@@ -255,7 +281,7 @@ class ProcessTable:
         if not image.is_over:
             image.is_over = True
             self._ended.append(image)
-            self._map_as_told(image)
+            self._map_late(image, self._lives.find(image.pid, image.image))
 
     def threads_of(self, image: ProcessImage) -> list[ThreadInfo]:
         """Returns the threads of an image that are known."""
@@ -335,8 +361,14 @@ class ProcessTable:
         life = self._lives.find(pid, image)
         known.name = _name_of(life) or name or known.name
         self._changed[known.index] = known
-        if not known.was_read and self._is_enough(life):
-            self._map(known, life.lines())
+        known.times_seen += 1
+        if known.is_over:
+            self._map_late(known, life)
+        elif self._is_enough(life):
+            # The kernel half tells of each twice, and again where it met an unknown address.
+            is_new = self._map(known, life.lines())
+            if not is_new and known.times_seen > _TOLD_OF:
+                self.read_mappings(known)
         elif before is not None or not known.was_read:
             self.read_mappings(known)
         return known
@@ -453,7 +485,7 @@ class ProcessTable:
             identity_of(told).containers or not identity_of(image.cgroup).containers
         ):
             image.cgroup = told
-        self._map_as_told(image)
+        self._map_late(image, life)
 
     def _ancestor(self, image: ProcessImage) -> ProcessImage | None:
         """Returns the nearest ancestor that is known, and was what it is when it made a child."""
@@ -477,7 +509,9 @@ class ProcessTable:
         that is exiting has none any more, before the kernel half hears of that.
         """
         lines = self._lines_shown(image)
-        return self._map(image, lines) if lines else self._map_as_told(image)
+        if lines:
+            return self._map(image, lines)
+        return self._map_as_told(image, self._lives.find(image.pid, image.image))
 
     def _lines_shown(self, image: ProcessImage) -> list[MapsLine]:
         """Returns what /proc shows of an image, none if it is over.
@@ -496,19 +530,29 @@ class ProcessTable:
         lines = procfs.shared_mappings(self._opener, image.pid, name)
         return lines if self._is_shown(image) else []
 
-    def _map_as_told(self, image: ProcessImage) -> bool:
+    def _map_late(self, image: ProcessImage, life: Life | None) -> None:
+        """Takes in what the kernel told of an image that is over, once that is asked for.
+
+        At once where a file is to be opened for it, which may be gone then.
+        """
+        if self._is_enough(life):
+            image.lays = lambda: self._map_as_told(image, life)
+        else:
+            self._map_as_told(image, life)
+
+    def _map_as_told(self, image: ProcessImage, life: Life | None) -> bool:
         """Takes in what the kernel told of an image that is over, and what it had from its parent.
 
         Returns:
             Whether any of it was new.
         """
-        life = self._lives.find(image.pid, image.image)
         if image.was_read and (life is None or life.has_gap):
             return False  # what was read may be newer than what is left of what was told
         lines = [] if life is None else life.lines()
-        read = {(mapping.start, mapping.end, mapping.file_offset) for mapping in image.mappings}
+        read = {(mapping.start, mapping.end, mapping.file_offset) for mapping in image.laid}
         is_new = False
-        if not image.was_read and (life is not None or not self.is_current(image)):
+        is_told = life is not None and life.is_whole
+        if not image.was_read and not is_told and (life or not self.is_current(image)):
             ancestor = self._ancestor(image)
             if ancestor is not None and _is_copy(image, ancestor, life):
                 is_new = self._lay(image, ancestor.mappings)

@@ -132,7 +132,8 @@ class UnwindTables:
         """Has `poll` take a process's mappings out."""
         self._queued.pop(pid, None)
         self._told.discard(pid)
-        self._gone.add(pid)
+        if pid in self._pushed:
+            self._gone.add(pid)
 
     def forget_binaries(self, binaries: Collection[int]) -> None:
         """Forgets files that nobody maps any more; their tables leave the kernel."""

@@ -113,7 +113,7 @@ class Ended:
     def _forget_binaries(self) -> None:
         used = {NO_BINARY, *self._used_binaries(), *self._window.mapped_binaries()}
         for image in self._table.images.values():
-            used.update(mapping.binary for mapping in image.mappings)
+            used.update(mapping.binary for mapping in image.laid)
         unused = self._table.binaries.files.keys() - used
         gone, self._unused = unused & self._unused, unused - self._unused
         if not gone:

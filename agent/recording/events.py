@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +14,11 @@ from aiflame.agent.launches.calls import ApiCalls
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.samples import Samples
 from aiflame.agent.recording.thread_times import ThreadTimes
+
+# PROCESS_EVENT_DTYPE and the beginning of EXEC_EVENT_DTYPE: a host may have hundreds a second, and
+# reading fields of a numpy row takes ten times as long.
+_PROCESS = struct.Struct("<IIIIQQQ16s")
+_BECOMES = struct.Struct("<IIQ")
 
 
 class KeepsProcesses(Protocol):
@@ -68,24 +74,23 @@ class Events:
     def take(self) -> bool:
         """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
         is_pressed = False
-        for payload in self._ring.records():
+        payloads = [*self._ring.records()]
+        self._table.expect_ends(_current_since(payloads))
+        for payload in payloads:
             kind = int.from_bytes(payload[:4], "little")
             if kind == abi.EventType.PROCESS_SEEN:
-                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
-                name = bytes(event["comm"]).decode(errors="replace")
-                image, ns = int(event["image"]), int(event["ns"])
-                pid, parent_pid = int(event["tgid"]), int(event["parent_tgid"])
-                self._table.seen(pid, image, parent_pid, name, ns, int(event["cgroup_id"]))
+                _, pid, parent_pid, _, image, ns, cgroup_id, comm = _PROCESS.unpack(payload)
+                self._table.seen(pid, image, parent_pid, _text(comm), ns, cgroup_id)
                 self._follow_mappings()
             elif kind == abi.EventType.EXEC:
                 event = np.frombuffer(payload, abi.EXEC_EVENT_DTYPE, 1)[0]
                 arguments = event["arguments"][: int(event["size"])].tobytes()
                 self._table.has_become(int(event["tgid"]), int(event["image"]), arguments)
             elif kind == abi.EventType.PROCESS_EXIT:
-                event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
-                self._table.exited(int(event["tgid"]), int(event["image"]), int(event["ns"]))
+                _, pid, _, _, image, ns, _, _ = _PROCESS.unpack(payload)
+                self._table.exited(pid, image, ns)
                 for keeper in self._keepers:
-                    keeper.forget(int(event["tgid"]))
+                    keeper.forget(pid)
             elif kind == abi.EventType.THREAD_EXIT:
                 self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
             elif kind == abi.EventType.WAIT:
@@ -105,11 +110,12 @@ class Events:
                 self._calls.take_event(kind, payload)
             elif kind == abi.EventType.DRAIN:
                 is_pressed = True
+        self._table.expect_ends({})
         return is_pressed
 
     def _thread_ended(self, event: np.void) -> None:
         tgid, tid = int(event["tgid"]), int(event["tid"])
-        name = bytes(event["comm"]).decode(errors="replace")
+        name = _text(bytes(event["comm"]))
         image = self._table.image(
             tgid, int(event["image"]), int(event["parent_tgid"]), name if tid == tgid else ""
         )
@@ -117,3 +123,24 @@ class Events:
         self._table.rename(thread, name)
         self._table.thread_ended(thread)
         self._thread_times.end(event)
+
+
+def _text(comm: bytes) -> str:
+    return comm.rstrip(b"\0").decode(errors="replace")
+
+
+def _current_since(payloads: Sequence[bytes]) -> dict[int, int]:
+    """Returns, by pid, before which image all are over once events have been taken in.
+
+    Of a process that begins and ends between two looks nothing is to be asked.
+    """
+    found = {}
+    for payload in payloads:
+        kind = int.from_bytes(payload[:4], "little")
+        if kind == abi.EventType.PROCESS_EXIT:
+            _, pid, _, _, image, *_ = _PROCESS.unpack(payload)
+            found[pid] = image + 1
+        elif kind == abi.EventType.EXEC:
+            _, pid, image = _BECOMES.unpack_from(payload)
+            found[pid] = image
+    return found

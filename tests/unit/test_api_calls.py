@@ -56,7 +56,7 @@ def test_a_function_is_looked_for_once_for_each_state_of_the_mappings() -> None:
     image = ProcessImage(0, 1, 1, 1)
     _Mappings.passes = 0
     for library_at in (1 << 40, 1 << 41):
-        image.mappings = _mappings(library_at)
+        image.laid = _mappings(library_at)
         # WHEN many stacks come that are inside of the call, and have another function's leaf
         for leaf in range(100, 200):
             user = np.array([leaf, 77], np.uint64)
@@ -72,7 +72,7 @@ def test_a_function_that_is_probed_later_is_found() -> None:
         anything, ProcessTable(1, lambda pid: 1, blind_inspector()), anything, anything, anything
     )
     image = ProcessImage(0, 1, 1, 1)
-    image.mappings = _mappings(1 << 40)
+    image.laid = _mappings(1 << 40)
     user = np.array([5, 77], np.uint64)
     assert calls.with_call(image, user, _SLOT, 77).tolist() == [5, 77]
     calls._identities[_LIBRARY] = identity = (8, 1)

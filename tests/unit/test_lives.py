@@ -231,7 +231,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, have_ended: bool) ->
     lives = Lives(told.read)
     known = [life for pid in range(1000) if (life := lives.find(pid, 1 << 40))]
     assert sum(len(life.mapped) for life in known) <= 130
-    assert len(known[-1].mapped) == 30
+    assert 15 <= len(known[-1].mapped) <= 30
     assert not known[-1].is_whole
     # Who has ended was told of in time; who lives may be gone before it is read.
     assert (lives.lost == 0) == have_ended

@@ -165,7 +165,11 @@ class _Machine:
     def __init__(self) -> None:
         self.maps: list[MapsLine] = []
         self.image: int | None = 5
-        self.reads = 0
+        self.reads = self.asked = 0
+
+    def current_image(self, pid: int) -> int | None:
+        self.asked += 1
+        return self.image
 
     def executable_mappings(self, _: object, pid: int) -> list[MapsLine]:
         self.reads += 1
@@ -288,7 +292,7 @@ def told_table(
 ) -> Iterator[ProcessTable]:
     shown = CgroupPaths("/user", {})
     monkeypatch.setattr(procfs, "cgroups", lambda pid: shown if pid == 41 else CgroupPaths("", {}))
-    made = ProcessTable(1, lambda pid: machine.image, blind_inspector(), None, Lives(told.read))
+    made = ProcessTable(1, machine.current_image, blind_inspector(), None, Lives(told.read))
     yield made
     made.binaries.close()
 
@@ -356,12 +360,35 @@ def test_what_was_told_is_there_without_a_read_while_it_is_all(
     told.tell(Mapped(3, 41, 0x1000, 0x2000, 0, "00:00", 0, "//anon"))
     image = told_table.seen(41, 5, 1, "ls", 6)
     assert image.mappings == [_mapped(0x1000)]
-    assert machine.reads == 0
-    # The next time, /proc tells of what is mapped.
-    machine.maps = [_jit(0x1000), _jit(0x5000)]
+    # The second time, once it has begun, it is all there.
+    told.tell(Mapped(6, 41, 0x3000, 0x4000, 0, "00:00", 0, "//anon"))
     assert told_table.seen(41, 5, 1, "ls", 7) is image
-    assert image.mappings == [_mapped(0x1000), _mapped(0x5000)]
+    assert image.mappings == [_mapped(0x1000), _mapped(0x3000)]
+    assert machine.reads == 0
+    # After that there is an address that nobody has told of: /proc shows what is mapped.
+    machine.maps = [_jit(0x1000), _jit(0x5000)]
+    told_table.seen(41, 5, 1, "ls", 8)
+    assert image.mappings == [_mapped(0x1000), _mapped(0x3000), _mapped(0x5000)]
     assert machine.reads == 1
+
+
+def test_mappings_of_what_is_over_are_looked_at_when_a_stack_has_come(
+    machine: _Machine, told_table: ProcessTable, told: _Told
+) -> None:
+    # GIVEN a process that is over when its first event is read, as a later event says
+    told.tell(Named(2, 41, "ls", is_exec=True))
+    told.tell(Mapped(3, 41, 0x1000, 0x2000, 0, "00:00", 0, "//anon"))
+    asked = machine.asked
+    told_table.expect_ends({41: 6})
+    image = told_table.seen(41, 5, 1, "ls", 6)
+    # THEN nobody is asked whether it lives, and nothing is to be told of its mappings
+    assert image.is_over
+    assert machine.asked == asked
+    assert not told_table.take_remapped()
+    # AND a stack of it finds them.
+    assert image.find(np.array([0x1800, 0x5000], np.uint64)).tolist() == [0, -1]
+    assert image.mappings == [_mapped(0x1000)]
+    assert told_table.take_remapped() == [image]
 
 
 def test_a_file_that_is_told_of_by_other_numbers_is_the_one_that_was_read(
