@@ -81,6 +81,12 @@ class LossKind(enum.Enum):
         "samples with over 255 kernel and user frames; those nearest to the leaf are there",
         in_kernel=True,
     )
+    SAMPLES_LEFT_OUT = _Entry(
+        "on-CPU samples that were left out by chance, as an agent's cost was above its budget: each"
+        " one that was taken stands for as many as were left out in its place",
+        cure="allow the agent more (cost_cpu_percent, cost_host_percent)",
+        in_kernel=True,
+    )
     WAITS_NOT_LISTED = _Entry(
         "long waits beyond 1,000 a second and CPU: their time is counted, but they are not listed"
         " one by one",
@@ -161,7 +167,8 @@ class LossKind(enum.Enum):
     )
     WAITS_NOT_SAMPLED = _Entry(
         "waits of threads none of whose waits of a kind was chosen to have a stack, in a second of"
-        " the recording: their time is under [off CPU: not sampled]",
+        " the recording, and long ones that there was no time to walk: their time is under"
+        " [off CPU: not sampled]",
         cure="allow off-CPU stacks more (record --off-cpu-budget, cost_cpu_percent of an agent)",
     )
     SWITCH_NOT_SEEN = _Entry(

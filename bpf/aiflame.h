@@ -223,6 +223,8 @@ enum setting {
 	SETTING_CHANCES_NUMBER = 14, /* another one whenever chances have changed */
 	/* Threads that wait less often than this have all their waits taken. */
 	SETTING_SPACING_NS = 15,
+	/* One on-CPU sample in so many has a stack, and the weight of all; 0 as 1. */
+	SETTING_SAMPLES_ONE_IN = 16,
 	SETTING_MAX,
 };
 

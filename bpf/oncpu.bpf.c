@@ -38,14 +38,24 @@ static __always_inline void send_sample(struct sum_key *key, u64 now_ns)
 		count(LOST_SAMPLES_NOT_TIMED);
 }
 
+/* Whether the sample of now is one of those that stand for the others. */
+static __always_inline bool is_drawn(void)
+{
+	u64 one_in = setting(SETTING_SAMPLES_ONE_IN);
+
+	return one_in <= 1 || !((u64)bpf_get_prandom_u32() * one_in >> 32);
+}
+
 static __always_inline void finish_sample(struct capture *capture)
 {
 	struct sum_key key = { .tgid = capture->walk.tgid, .tid = capture->walk.tid };
+	u64 one_in = setting(SETTING_SAMPLES_ONE_IN);
 
 	key.image = capture->walk.image;
 	key.stack = finish_or_copy(capture);
 	key.sample_class = CLASS_ON_CPU;
-	add_sum(&key, setting(SETTING_PERIOD_NS), boundary_at(bpf_ktime_get_ns()));
+	add_sum(&key, setting(SETTING_PERIOD_NS) * (one_in ? one_in : 1),
+		boundary_at(bpf_ktime_get_ns()));
 	send_sample(&key, capture->begun_ns);
 }
 
@@ -116,6 +126,10 @@ int on_cpu_sample(struct perf_event_context *ctx)
 	announce(process, tgid);
 	if (host(WITH_OFF_CPU))
 		see_running((u32)id, now_ns);
+	if (!is_drawn()) {
+		count(LOST_SAMPLES_LEFT_OUT);
+		return 0;
+	}
 	if (IS_USER_MODE(saved))
 		user_regs_from(&regs, saved);
 	else

@@ -186,6 +186,7 @@ def run_agent(
                 wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
                 steers=steers,
                 least_round_ns=_ROUND_NS,
+                helpers_cpu_ns=procfs.helpers_cpu_ns,
                 window_ns=_WINDOW_NS,
                 libraries=() if prepared is None else prepared.files,
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost controller: which switch-outs take a stack, so that the whole cost stays in a budget.
+"""The cost controller: what is done, and what is left, so that the whole cost stays in a budget.
 
 Pure logic: a window's load in, chances for those to come out. Cost is counted as events times
 nanoseconds per event. What stacks at switch-outs may take is what all else leaves of the budget,
@@ -11,6 +11,10 @@ Samples of why devices stall are taken in the same way: of what all else leaves 
 is for them, and it is divided among processes. One that asks for more is sampled for less
 of the time, down to a least share, and below that not at all. Launches and kernel times are exact,
 and paid before.
+
+What the agent's own processes take follows from too much to be foreseen: new processes, distinct
+stacks, names. Where all together is above the budget, less is done of everything (`thrift`): twice
+as little each time that it was looked, up to a most, and more again once there is ample room.
 """
 
 from __future__ import annotations
@@ -47,6 +51,14 @@ _FIRST_ONE_IN = 64
 _SPACING_NS = 50_000_000
 # Of 10,000 threads that wait 20 times a second each, one stack in two minutes.
 _MOST_SPACING_NS = 128 * _S
+# For how long cost is added up before it is judged: a window closes in the midst of a burst.
+_LOOK_NS = 4 * _S
+# To do twice as much may take twice as long, and never more: it is not taken back at once.
+_ROOM = 0.4
+# A look each 250 ms (recording/recorder.py), 47 stacks of waits a second on two CPUs at least.
+_MOST_THRIFT = 16
+# From here on fewer on-CPU samples: 19 Hz become 5. Few they are in any case, and worth the most.
+_THRIFT_OF_SAMPLES = 4
 # A start, or a build that forks for a moment, is no news.
 _OVER_NS_UNTIL_SAID = 10 * _S
 # Of what is left for stacks and stalls: a device that is sampled leaves room for stacks of waits.
@@ -161,7 +173,7 @@ class CostController:
     Attributes:
         chances: What it said last.
         cost_ns_per_s: What the last window has cost, as far as it is paid from the budget.
-        is_over: Whether that was more than the budget even without most stacks.
+        is_over: Whether that was more than the budget even with as little as may be done.
     """
 
     cpus: int
@@ -171,6 +183,9 @@ class CostController:
     cost_ns_per_s: float = field(default=0.0, init=False)
     is_over: bool = field(default=False, init=False)
     _over_ns: int = field(default=0, init=False)
+    _thrift: int = field(default=1, init=False)
+    _looked_ns: int = field(default=0, init=False)
+    _looked_cost_ns: float = field(default=0.0, init=False)
     _has_said: bool = field(default=False, init=False)
     _untold: list[str] = field(default_factory=list, init=False)
     _measured: _Measured = field(init=False)
@@ -210,18 +225,23 @@ class CostController:
         stalls = sum(map(self.prices.of_stalls, load.helpers.values()))
         self.cost_ns_per_s = taken + others + (stacks * stack_price + stalls) * windows_per_s
         left = _PLANNED_SHARE * budget - max(taken, expected) - others
-        self.is_over = left < _LEAST_SHARE * budget
+        if self.budget.with_own_cpu:
+            self._be_thrifty(load.window_ns, _PLANNED_SHARE * budget)
+        is_least = self._thrift == _MOST_THRIFT or not self.budget.with_own_cpu
+        self.is_over = is_least and left < _LEAST_SHARE * budget
         self._note_over(load.window_ns, budget)
         if self.budget.with_own_cpu:
             affordable = max(_STALLS_SHARE * left, _LEAST_SHARE * budget)
             left -= self._share_stalls(load, affordable)
-        affordable = max(left, _LEAST_SHARE * budget) / stack_price
+        affordable = max(left, _LEAST_SHARE * budget) / stack_price / self._thrift
         spacing_ns = self._spacing(load, affordable / windows_per_s)
         one_in = self._divided(affordable)
         self.chances = Chances(
             max(one_in.values(), default=1),
             one_in,
             spacing_ns,
+            max(self._thrift // _THRIFT_OF_SAMPLES, 1),
+            self._thrift,
         )
         return self.chances
 
@@ -258,6 +278,19 @@ class CostController:
         said, self._untold = self._untold, []
         return said
 
+    def _be_thrifty(self, window_ns: int, budget_ns_per_s: float) -> None:
+        """Has less done where all was dearer than it may be, and more where there is room."""
+        self._looked_ns += window_ns
+        self._looked_cost_ns += self.cost_ns_per_s * window_ns / _S
+        if self._looked_ns < _LOOK_NS:
+            return
+        share = self._looked_cost_ns * _S / self._looked_ns / budget_ns_per_s
+        self._looked_ns, self._looked_cost_ns = 0, 0.0
+        if share > 1:
+            self._thrift = min(2 * self._thrift, _MOST_THRIFT)
+        elif share < _ROOM:
+            self._thrift = max(self._thrift // 2, 1)
+
     def _note_over(self, window_ns: int, budget_ns_per_s: float) -> None:
         self._over_ns = self._over_ns + window_ns if self.is_over else 0
         if self._over_ns >= _OVER_NS_UNTIL_SAID and not self._has_said:
@@ -265,7 +298,7 @@ class CostController:
             cost, budget = (100 * ns / _S for ns in (self.cost_ns_per_s, budget_ns_per_s))
             self._untold.append(
                 f"recording takes {cost:.1f} % of one CPU, more than its budget of {budget:.1f} %,"
-                " with as few stacks of waits as there may be"
+                " with as little done as there may be"
             )
 
     def _remember(self, switches: Mapping[int, float], share: float) -> None:

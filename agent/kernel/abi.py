@@ -68,6 +68,7 @@ class Setting(enum.IntEnum):
     ONE_IN = 13
     CHANCES_NUMBER = 14
     SPACING_NS = 15
+    SAMPLES_ONE_IN = 16
 
 
 class HostConstant(enum.IntEnum):

@@ -39,11 +39,16 @@ class Chances:
         by_cgroup: By cgroup id, as bpf_get_current_cgroup_id() has it.
         spacing_ns: Threads that are switched out less often than this have all their stacks taken,
             and others at least so many.
+        samples_one_in: Of how many on-CPU samples one is taken, and stands for all.
+        thrift: How many times less is done of all else that takes the recorder's time and can be
+            left: looks at what is new, walks of who sleeps. 1: as much as there is.
     """
 
     one_in: int
     by_cgroup: Mapping[int, int] = field(default_factory=dict)
     spacing_ns: int = 0
+    samples_one_in: int = 1
+    thrift: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class Load:
         by_cgroup: By cgroup id; 0 stands for those that are not known.
         samples: On-CPU samples.
         calls: Of device APIs.
-        own_cpu_ns: What the recorder's own process took.
+        own_cpu_ns: What the recorder's processes took.
         bpf_ns: What programs took at switches and wake-ups; None where the kernel does not count.
         helpers: What helpers of devices have told, by process image.
     """
@@ -126,6 +131,7 @@ def write_chances(programs: Programs, chances: Chances, before: Chances | None) 
             programs.chances.update(cgroup.to_bytes(8, "little"), one_in.to_bytes(4, "little"))
     programs.set(abi.Setting.ONE_IN, chances.one_in)
     programs.set(abi.Setting.SPACING_NS, chances.spacing_ns)
+    programs.set(abi.Setting.SAMPLES_ONE_IN, chances.samples_one_in)
 
 
 def share_out(rows: Part, totals: Part) -> SharedOut:

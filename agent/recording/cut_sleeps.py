@@ -142,6 +142,7 @@ class CutSleeps:
 
     Attributes:
         losses: What was left out.
+        thrift: How many times fewer are read in a window, and looks are apart, than at first.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class CutSleeps:
         self._most_left_out = 0
         self._whole, self._whole_ns, self._cut_ns = 0, 0, 0
         self.losses: Counter[LossKind] = Counter()
+        self.thrift = 1
 
     @property
     def due_ns(self) -> int:
@@ -189,7 +191,7 @@ class CutSleeps:
             self._due.clear()
         if now_ns < self.due_ns:
             return
-        self._rest_until_ns = now_ns + _PAUSE_NS
+        self._rest_until_ns = now_ns + _PAUSE_NS * self.thrift
         due = [pid for pid, at_ns in self._due.items() if at_ns <= now_ns]
         for pid in due:
             del self._due[pid]
@@ -431,7 +433,7 @@ class CutSleeps:
         Returns:
             The sums, with the stacks of sleeps that have ended replaced.
         """
-        self._left_to_read = _MOST_READ
+        self._left_to_read = _MOST_READ // self.thrift
         self._window_ns = time.monotonic_ns()
         self._read_ns = {i: ns for i, ns in self._read_ns.items() if i in self._table.images}
         self._look(tids, states, boundary_ns)

@@ -52,6 +52,7 @@ class LongWaits:
     Attributes:
         due_ns: When to `poll` next, monotonic.
         walked: How many were walked so far.
+        thrift: How many times fewer are walked in a sweep than may be.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class LongWaits:
         self._stacks = stacks
         self.due_ns = 0
         self.walked = 0
+        self.thrift = 1
         self._shared: OrderedDict[Hashable, int] = OrderedDict()  # ids by content
         self._made = 0
         self._swept: dict[int, tuple[int, int]] = {}  # when it began, and its stack, by thread
@@ -90,7 +92,8 @@ class LongWaits:
         except OSError:  # no memory for it just now
             return
         # The longest first.
-        found = found[np.argsort(found["switched_ns"], kind="stable")][:_MOST_WALKED]
+        most = _MOST_WALKED // self.thrift
+        found = found[np.argsort(found["switched_ns"], kind="stable")][:most]
         if not len(found):
             self._tries.clear()
             return

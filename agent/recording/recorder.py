@@ -90,6 +90,9 @@ _TRIES_FOR_ENDS = 20
 # How soon it is looked again whether programs for calls are loaded, which takes 0.3 s.
 _LOADING_NS = 10_000_000
 
+# The kernel has room for half a second of what it tells of processes (processes/lives.py).
+_MOST_ROUND_NS = 250_000_000
+
 # A process of 10,000 threads takes a second to enter: draining goes on in between.
 _ENTERING_SLICE_NS = 100_000_000
 
@@ -156,7 +159,9 @@ class Recorder:
         accounts: Reads at the start and the end what the kernel accounts itself; without one nobody
             does.
         least_round_ns: From one look at what the kernel tells to the next at least: each process
-            that is new wakes the recorder up, and several share a round.
+            that is new wakes the recorder up, and several share a round. `steers` may have it
+            longer.
+        helpers_cpu_ns: Tells what CPU time was taken so far by processes that this one has begun.
         with_thread_names: Reads what Python calls threads, where the kernel does not know.
         libraries: Files with functions of device APIs that processes are about to map.
         window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS. What
@@ -180,6 +185,7 @@ class Recorder:
         steers: Steers | None = None,
         accounts: KernelAccounts | None = None,
         least_round_ns: int = 0,
+        helpers_cpu_ns: Callable[[], int] = lambda: 0,
         with_thread_names: bool = False,
         window_ns: int = INTERVAL_NS,
         libraries: Sequence[Path] = (),
@@ -187,7 +193,8 @@ class Recorder:
         self._target = target
         self._libraries = libraries
         self._window_ns = window_ns
-        self._least_round_ns = least_round_ns
+        self._least_round_ns = self._round_ns = least_round_ns
+        self._helpers_cpu_ns = helpers_cpu_ns
         self._with_thread_names = with_thread_names
         self._wanted = wanted
         self._steers = steers
@@ -208,7 +215,7 @@ class Recorder:
         self._ahead_ns = _AHEAD_NS
         self._window = WindowBuilder(_bounds(target, options))
         self._told_losses: Counter[LossKind] = Counter()
-        self._told_cpu_ns = time.process_time_ns()
+        self._told_cpu_ns, self._told_helpers_ns = time.process_time_ns(), 0
         self._switches_unseen = 0
         self._cpus_came = 0
         self._entering: Iterator[None] = iter(())
@@ -609,7 +616,7 @@ class Recorder:
                     until_ns = 0
                 self._real_time.check()
                 self._ring.wait((until_ns - now_ns) / 1e9)
-                left_ns = round_ns + self._least_round_ns - time.monotonic_ns()
+                left_ns = round_ns + self._round_ns - time.monotonic_ns()
                 if left_ns > 0:
                     time.sleep(left_ns / 1e9)
                 round_ns = time.monotonic_ns()
@@ -714,6 +721,8 @@ class Recorder:
                 boundary_ns, threads.tids, threads.states, keys, values, is_last=is_last
             )
         (keys, values), chosen = _by_weight(keys, values)
+        is_bare = keys["stack"] == abi.NOT_SAMPLED_STACK  # long waits that nobody has walked
+        self._waits_not_sampled += int(values["count"][is_bare].sum())
         self.samples.add(keys, values)
         if self._options.calls:
             self.calls.drain(self._window.start_ns, end_ns, written)
@@ -835,12 +844,15 @@ class Recorder:
         loads = {cgroup: CgroupLoad(n, stacks[cgroup]) for cgroup, n in switches.items()}
         counted = Counter(read_counters(self._programs.counters, self._possible_cpus))
         new, self._told_counters = counted - self._told_counters, counted
+        helpers_ns, before_ns = self._helpers_cpu_ns(), self._told_helpers_ns
+        self._told_helpers_ns = helpers_ns
+        own_ns = time.process_time_ns() - self._told_cpu_ns
         return Load(
             window_ns,
             loads,
             samples=new[abi.Counter.SAMPLES],
             calls=new[abi.Counter.CALLS],
-            own_cpu_ns=time.process_time_ns() - self._told_cpu_ns,
+            own_cpu_ns=own_ns + max(helpers_ns - before_ns, 0),
             bpf_ns=self._switch_cost.take(window_ns),
             helpers=self.devices.take_loads(),
         )
@@ -848,6 +860,8 @@ class Recorder:
     def _set_chances(self, chances: Chances) -> None:
         write_chances(self._programs, chances, self._chances)
         self._chances = chances
+        self._round_ns = min(self._least_round_ns * chances.thrift, _MOST_ROUND_NS)
+        self._long_waits.thrift = self._cut_sleeps.thrift = chances.thrift
         # Also where they are as before: a process may have moved to another cgroup.
         self._chances_number += 1
         self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)

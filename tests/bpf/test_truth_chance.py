@@ -7,6 +7,9 @@ varies by: once in a million and more.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -209,3 +212,22 @@ def test_short_processes_take_few_stacks(tmp_path: Path) -> None:
     # them took long to begin.
     bare = profile.stacks.ends[rows["stack"]] == StopReason.NOT_SAMPLED
     assert int(rows["count"][bare].sum()) > waits / 4
+
+
+def test_samples_that_were_drawn_stand_for_those_that_were_left_out() -> None:
+    # GIVEN a process that computes, of whose samples one in four is taken
+    script = Path(__file__).parents[1] / "record_thrifty.py"
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as busy:
+        command = [sys.executable, str(script), str(busy.pid), "3"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        busy.kill()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # THEN each counts once, and weighs as much as four,
+    assert found["sampled_ns"] == found["samples"] * found["one_in"] * found["period_ns"]
+    # those that were left out are counted,
+    whole = found["samples"] + found["samples_left_out"]
+    error = np.sqrt(whole / found["one_in"] * (1 - 1 / found["one_in"]))
+    assert abs(found["samples"] - whole / found["one_in"]) < _SIGMAS * error
+    # and what a thread was on the CPU is as exact as it was.
+    assert whole * found["period_ns"] == pytest.approx(found["on_cpu_ns"], rel=0.1)

@@ -139,7 +139,7 @@ def test_exact_totals_that_take_the_budget_alone_are_said_and_leave_some_stacks(
     (said,) = controller.take_said()
     assert re.fullmatch(
         r"recording takes \d+\.\d % of one CPU, more than its budget of 3\.0 %,"
-        r" with as few stacks of waits as there may be",
+        r" with as little done as there may be",
         said,
     )
     # What is above what cannot be helped is a tenth of the budget, and what prices are off.
@@ -373,3 +373,59 @@ def test_a_recording_of_one_program_leaves_its_devices_alone() -> None:
     devices = _Devices({1: 1_000_000}, controller)
     devices.mean_cost(20)
     assert not controller.duties()
+
+
+def _agents_second(own_cpu: float) -> Load:
+    """A second in which all of an agent's processes took so much of a CPU."""
+    return Load(_S, {1: CgroupLoad(500, 50)}, 20, 0, own_cpu_ns=round(own_cpu * _S), bpf_ns=None)
+
+
+def _thrifts(
+    controller: CostController, seconds: int, own_cpu: Callable[[int], float]
+) -> list[int]:
+    """What an agent takes depends on what it is told to do."""
+    found = [1]
+    for _ in range(seconds):
+        found.append(controller.next(_agents_second(own_cpu(found[-1]))).thrift)
+    return found
+
+
+def test_an_agent_that_takes_too_much_does_less_until_it_is_within_its_budget() -> None:
+    controller = CostController(2)
+    # GIVEN a host that would take 15 % of a CPU, but for 0.4 % all of what can be done less often
+    thrifts = _thrifts(controller, 60, lambda thrift: 0.004 + 0.146 / thrift)
+    # THEN within half a minute it takes less than 3 %, and stays so
+    assert all(0.004 + 0.146 / thrift < 0.03 for thrift in thrifts[30:])
+    assert len({*thrifts[30:]}) == 1
+    assert not controller.is_over
+    assert controller.take_said() == []
+    # AND samples are thinned out last.
+    assert controller.chances.samples_one_in == max(thrifts[-1] // 4, 1)
+    # WHEN the load has gone
+    thrifts = _thrifts(controller, 60, lambda thrift: 0.004 + 0.002 / thrift)
+    # THEN all is done again.
+    assert (thrifts[-1], controller.chances.samples_one_in) == (1, 1)
+
+
+def test_a_moment_is_no_reason_to_do_less() -> None:
+    # GIVEN a window of a tenth of a second in which much was done, as when maps are half full
+    controller = CostController(2)
+    busy = Load(_S // 10, {1: CgroupLoad(50, 5)}, 2, 0, own_cpu_ns=40_000_000, bpf_ns=None)
+    for second in range(20):
+        chances = controller.next(busy if second % 10 == 0 else _agents_second(0.01))
+        assert chances.thrift == 1
+
+
+def test_it_is_said_that_the_budget_is_exceeded_once_nothing_more_can_be_left() -> None:
+    controller = CostController(2)
+    _thrifts(controller, 15, lambda _: 0.5)
+    assert controller.take_said() == []
+    thrifts = _thrifts(controller, 30, lambda _: 0.5)
+    assert thrifts[-1] == 16
+    assert controller.is_over
+    assert len(controller.take_said()) == 1
+
+
+def test_programs_alone_do_not_make_a_recorder_thrifty() -> None:
+    controller = CostController(2, _PROGRAMS)
+    assert {*_thrifts(controller, 30, lambda _: 0.5)} == {1}

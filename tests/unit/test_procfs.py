@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -277,3 +278,23 @@ def test_descendants_are_those_of_others_only(monkeypatch: pytest.MonkeyPatch) -
     # A process id may be used again between two looks, so that two are each other's parents.
     parents.update({20: 21, 21: 20})
     assert procfs.descendants([20]) == [21]
+
+
+def test_the_time_of_all_that_was_begun_counts_also_once_it_has_ended() -> None:
+    # GIVEN a child whose own child computes for a fifth of a second, and waits
+    burn = "import os, sys, time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\ninput()"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    before_ns = procfs.helpers_cpu_ns()
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        # THEN it counts while both live
+        alive_ns = procfs.helpers_cpu_ns() - before_ns
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        child.wait()
+    # AND when they have ended; the kernel counts in hundredths of a second.
+    assert alive_ns > 180_000_000
+    assert procfs.helpers_cpu_ns() - before_ns >= alive_ns - 20_000_000

@@ -45,7 +45,7 @@ class _Host:
             start_ns=self.now_ns,
             _end_ns=self.now_ns + round(seconds * _S),
             _window_ns=window_s * _S,
-            _least_round_ns=0,
+            _round_ns=0,
             _ring=SimpleNamespace(watch=lambda fd: None, wait=self._wait),
             _signals=SimpleNamespace(fd=0, requested=False),
             _target=SimpleNamespace(pids=()),
