@@ -26,6 +26,10 @@ from aiflame.agent.unwind.x86_64 import NO_CFI_RULE, Rule
 # Answers kept of one binary: what a target with odd stacks may make us hold, some 30 MB.
 _MAX_KEPT_RULES = 1 << 16
 
+# Answers of all binaries that are kept when tables are let go of, 4 MB: to load a table takes
+# milliseconds, and threads of a host sleep in the same few functions again and again.
+_MOST_ANSWERS = 1 << 13
+
 # Code that heuristics look at, of one process: 1 MB.
 _MAX_CODE_PAGES = 256
 
@@ -119,6 +123,13 @@ class _Rules:
             self._kept.clear()
         self._kept[address] = rule
         return rule
+
+    def let_go(self) -> int:
+        """Lets go of the table; returns how many of its answers are kept."""
+        if self._table is None:  # another time there may be one
+            self._kept.clear()
+        self._table, self._is_final = None, False
+        return len(self._kept)
 
 
 class _ProcessWalker:
@@ -223,5 +234,6 @@ class StackWalker:
 
     def forget(self) -> None:
         """Lets go of the tables; they are loaded again when they are needed."""
-        self._rules.clear()
         self._walkers.clear()
+        if sum(rules.let_go() for rules in self._rules.values()) > _MOST_ANSWERS:
+            self._rules.clear()

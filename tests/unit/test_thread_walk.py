@@ -55,8 +55,10 @@ class _Tables:
 
     def __init__(self, table: UnwindTable | None) -> None:
         self.table = table
+        self.loads = 0
 
     def table_of(self, binary: int) -> UnwindTable | None:
+        self.loads += 1
         return self.table if binary == _BINARY else None
 
     def is_being_built(self, binary: int) -> bool:
@@ -118,6 +120,23 @@ def test_a_table_that_is_still_being_built_is_named_and_asked_again(table: Unwin
     tables.table = table
     found = _walk(walker, image, _code(_PLAIN), words)
     assert (found.lacks, found.end) == (frozenset(), StopReason.ROOTED_BY_TABLE)
+
+
+def test_threads_that_sleep_where_others_did_need_no_table(table: UnwindTable) -> None:
+    tables, image, words = _Tables(table), _image(), {24: _code(_ROOT)}
+    walker = _walker(tables)
+    found = _walk(walker, image, _code(_PLAIN), words)
+    # GIVEN a walker that has let go of its tables
+    walker.forget()
+    assert _walk(walker, image, _code(_PLAIN), words) == found
+    assert tables.loads == 1
+    # WHEN there was none
+    tables.table = None
+    assert _walk(walker, _image(), _code(_PLAIN, 4), words).lacks == {_BINARY}
+    walker.forget()
+    tables.table = table
+    # THEN one that has come since is used.
+    assert _walk(walker, _image(), _code(_PLAIN, 4), words).end == StopReason.ROOTED_BY_TABLE
 
 
 def test_mappings_that_come_later_are_used(table: UnwindTable) -> None:
