@@ -493,8 +493,10 @@ class LossKind(enum.Enum):
 
     # Counted by the fleet agent.
     NAMING_BEHIND = _Entry(
-        "stacks that the agent had no time to name, so that it keeps up: their time is kept, their"
-        " frames are not; those on the CPU and of the longest waits came first",
+        "stacks that the agent had no time to name, so that it keeps up and within its budget:"
+        " their time is kept, their frames are not; those on the CPU and of the longest waits came"
+        " first",
+        cure="allow the agent more (cost_cpu_percent, cost_host_percent)",
     )
     NOT_DELIVERED = _Entry(
         "samples of earlier stretches that a back-end did not take, or that waited too long for it",

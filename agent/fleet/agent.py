@@ -309,6 +309,7 @@ class _Agent:
         self._restart_at_s = 0.0
         self._stretch: Stretch | None = None
         self._tidied_s = time.monotonic()
+        self._told_thrift = 1
         self._said_devices: set[tuple[str, ...]] = set()
         self._windows_lost = 0
         self._left_out_paths: set[str] = set()
@@ -372,6 +373,7 @@ class _Agent:
         # It tells of them anew, once those in them have been seen.
         self._left_out_paths.clear()
         self._recorder.leave_out(())
+        self._told_thrift = 1
         self._vitals.note_naming_started()
         current = self._stretch
         for folder in self._stretches.undone():
@@ -386,6 +388,7 @@ class _Agent:
         self._say_devices(window)
         if self._steers is not None:
             self._vitals.note_duty(1 / self._steers.chances.one_in)
+            self._tell_thrift(self._steers.chances.thrift)
         try:
             self._put(window)
         except AiflameError as error:
@@ -407,6 +410,12 @@ class _Agent:
             self._naming.give(1)
         if window.end_ns - stretch.started_ns >= self._config.agent.stretch * _NS_PER_S:
             self._cut()
+
+    def _tell_thrift(self, thrift: int) -> None:
+        """Has the process that names do less, too."""
+        if self._naming is not None and thrift != self._told_thrift:
+            self._naming.tell(thrift=thrift)
+            self._told_thrift = thrift
 
     def _put(self, window: Window) -> None:
         if self._stretch is None:

@@ -62,6 +62,9 @@ _DATABASE = "capture.aiflame"
 # Whoever is so late leaves out names: of each second of a window, this is for them.
 _LATE_NS = 30_000_000_000
 _BUDGET_S = 0.3
+# The same where the agent has to do less of everything, by how many times less: 2 % of a CPU, 1 %
+# and so on. The first 256 stacks of a window are named in any case (sinks/bounded_naming.py).
+_THRIFTY_S = 0.04
 _NS_PER_S = 1_000_000_000
 # A sink gives up on an answer after 10 s.
 _ANSWER_S = 15.0
@@ -180,6 +183,8 @@ class _Worker:
             self._finish(stretch)
         elif "left" in message:
             self._finish_left(Path(message["left"]))
+        elif "thrift" in message:
+            self._lateness.thrift = int(message["thrift"])
         elif "lost" in message:
             self._lost[LossKind.STRETCHES_LOST] += int(message["lost"])
         elif "less" in message:
@@ -415,9 +420,14 @@ def _counts_of_containers(labels: Sequence[Labels | None]) -> dict[str, int]:
 
 
 class _Lateness:
-    """How long names may take: as long as they do, until windows are late."""
+    """How long names may take: as long as they do, until windows are late or cost is too high.
+
+    Attributes:
+        thrift: As `recording.chance.Chances` has it.
+    """
 
     def __init__(self) -> None:
+        self.thrift = 1
         self._started_unix_ns: int | None = None
 
     def begin(self, facts: Mapping[str, str | int]) -> None:
@@ -429,7 +439,10 @@ class _Lateness:
         if self._started_unix_ns is None:
             return None
         is_late = time.time_ns() - self._started_unix_ns - window.end_ns > _LATE_NS
-        return _BUDGET_S * (window.end_ns - window.start_ns) / _NS_PER_S if is_late else None
+        window_s = (window.end_ns - window.start_ns) / _NS_PER_S
+        if self.thrift > 1:
+            return _THRIFTY_S / self.thrift * window_s
+        return _BUDGET_S * window_s if is_late else None
 
 
 def in_parts(texts: Iterable[str], bytes_max: int) -> Iterator[list[str]]:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -17,9 +18,12 @@ from aiflame.agent.errors import AiflameError
 from aiflame.agent.fleet.log import Log
 from aiflame.agent.fleet.worker import _Lateness, _Worker, in_parts
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.model.window import Window
 from aiflame.agent.sinks.captures import CaptureFiles
 from aiflame.agent.sinks.written import Naming
 from profiles import small_profile
+
+_S = 1_000_000_000
 
 
 @pytest.fixture
@@ -65,3 +69,22 @@ def test_paths_that_are_left_out_fit_into_messages() -> None:
     assert [len(part) for part in parts] == [1, 1, 3]
     assert all(len(json.dumps(part)) < 1 << 16 for part in parts)
     assert [*in_parts([], 10)] == []
+
+
+def test_names_have_less_time_the_less_the_agent_does_of_all(tmp_path: Path) -> None:
+    lateness, window = _Lateness(), Window.of(0, 0, 5 * _S, {}, texts=("",))
+    lateness.begin({"started_unix_ns": time.time_ns() - 5 * _S})
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    log = Log(os.open(os.devnull, os.O_WRONLY))
+    with ours, theirs:
+        worker = _Worker(tmp_path, theirs, cast(Naming, None), lateness, log)
+        # As long as they take,
+        assert lateness.budget_s(window) is None
+        # of a window of 5 s a fiftieth, and a hundredth,
+        worker.take({"thrift": 2})
+        assert lateness.budget_s(window) == pytest.approx(0.1)
+        worker.take({"thrift": 4})
+        assert lateness.budget_s(window) == pytest.approx(0.05)
+        # and as long as they take once there is room.
+        worker.take({"thrift": 1})
+        assert lateness.budget_s(window) is None
