@@ -31,8 +31,8 @@ def _after_name(stat: str) -> list[str]:
     return stat.rpartition(")")[2].split()
 
 
-def _family(pid: int) -> list[Path]:
-    """A process and all that descend from it; a helper may have left the process group."""
+def family(pid: int) -> list[Path]:
+    """Returns the folders of a process and its descendants; a helper may have left its group."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and (fields := _after_name(_read(folder / "stat"))):
@@ -43,7 +43,8 @@ def _family(pid: int) -> list[Path]:
     return [Path(f"/proc/{member}") for member in found]
 
 
-def _cpu_ns(folder: Path) -> int:
+def cpu_ns(folder: Path) -> int:
+    """Returns what a process took so far, given its folder, and its children that ended."""
     # The first number is the time on a CPU in ns (Documentation/scheduler/sched-stats.rst).
     threads = [_read(thread / "schedstat").split() for thread in (folder / "task").glob("*")]
     # cutime and cstime, of children that have ended: a short window would otherwise lose what a
@@ -59,5 +60,5 @@ def _peak_bytes(folder: Path) -> int:
 
 def use_of(pid: int) -> Use:
     """Returns what a process and its descendants used so far."""
-    family = _family(pid)
-    return Use(sum(map(_cpu_ns, family)), sum(map(_peak_bytes, family)))
+    members = family(pid)
+    return Use(sum(map(cpu_ns, members)), sum(map(_peak_bytes, members)))
