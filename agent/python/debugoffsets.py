@@ -35,6 +35,7 @@ MAX_BYTES = 1024
 # PyInterpreterState is the largest structure: 194,968 bytes on 3.13, 283,320 with _PyRuntime.
 _MAX_STRUCT_BYTES = 16 * 1024 * 1024
 _POINTER_BYTES = 8
+_COPY_NUMBER_BYTES = 4  # uint32 (3.14 Include/internal/pycore_interpframe_structs.h)
 # What the kernel half reads of a frame at most, in words (LARGE_FRAME_BYTES in bpf/python.h).
 _MAX_FRAME_BYTES = 112
 
@@ -263,11 +264,12 @@ def _check(at: Mapping[str, int], version: Version) -> None:
                 raise UnsupportedPython(f"damaged debug offsets: {group}.{field} lies outside")
     if at["interpreter.gil_runtime_state_holder"] < at["interpreter.gil_runtime_state"]:
         raise UnsupportedPython("damaged debug offsets: the GIL's holder lies before the GIL")
-    # The pointer read at the last of them has to lie in the part of a frame that is read.
+    # What is read at the last of them has to lie in the part of a frame that is read.
     within = at["frame.localsplus"]
     pointers = [at[f"frame.{name}"] for name in ("executable", "previous", "instr_ptr")]
-    numbers = [at["frame.owner"], at.get("frame.tlbc_index", 0)]
-    if max(pointers) + _POINTER_BYTES > within or max(numbers) >= within:
+    ends = [pointer + _POINTER_BYTES for pointer in pointers]
+    ends += [at["frame.owner"] + 1, at.get("frame.tlbc_index", 0) + _COPY_NUMBER_BYTES]
+    if max(ends) > within:
         raise UnsupportedPython("damaged debug offsets: a frame's fields lie among its locals")
     if within > _MAX_FRAME_BYTES or any(pointer % _POINTER_BYTES for pointer in pointers):
         raise UnsupportedPython("damaged debug offsets: a frame that is not read in whole words")

@@ -85,6 +85,7 @@ def test_threads_of_free_threaded_313_run_the_same_instructions() -> None:
         (debug_offsets((3, 13), frame__localsplus=120, frame__size=128), "whole words"),
         (debug_offsets((3, 13), frame__previous=12), "whole words"),
         (debug_offsets((3, 14), True, frame__tlbc_index=80), "among its locals"),
+        (debug_offsets((3, 14), True, frame__tlbc_index=79), "among its locals"),
     ],
 )
 def test_what_is_unknown_or_senseless_is_refused_by_name(data: bytes, message: str) -> None:
