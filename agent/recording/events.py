@@ -105,6 +105,8 @@ class Events:
             elif kind == abi.EventType.LEFT_OUT_EXEC:
                 event = np.frombuffer(payload, abi.PROCESS_EVENT_DTYPE, 1)[0]
                 pid, image = int(event["tgid"]), int(event["image"])
+                for keeper in self._keepers:  # its exit may not be told
+                    keeper.forget(pid)
                 self._take_left_out_exec(pid, image, int(event["ns"]))
             elif kind in (abi.EventType.CALL, abi.EventType.KERNEL_NAMED):
                 self._calls.take_event(kind, payload)
