@@ -37,6 +37,10 @@ from aiflame.agent.unwind.x86_64 import RbpKind
 _CHUNK_INSTRUCTIONS = 16
 _CHUNK_BYTES = 15 * _CHUNK_INSTRUCTIONS
 
+# Decoded in all: twice what the largest code that is followed takes, and a second of CPU time. A
+# file may say that a function begins at each byte, or jump to each.
+_MAX_DECODED = 1 << 21
+
 # No function's frame is larger: a stack has 8 MB, and threads' have less.
 _MAX_FRAME_BYTES = 1 << 23
 
@@ -115,12 +119,18 @@ def follow(ranges: Sequence[Range], starts: Iterable[int]) -> Followed:
     Args:
         ranges: Code without CFI, ascending and disjoint.
         starts: Where functions in it begin.
+
+    Returns:
+        Nothing where following them takes too long.
     """
     # Once to find where functions begin, and once to know it wherever code before them runs into
     # them, as it seems to where a function that does not return is called.
+    decoded = 0
     for _ in range(2):
-        flow = _Flow([_Found(one, {}, {}) for one in ranges])
-        flow.follow(starts)
+        flow = _Flow([_Found(one, {}, {}) for one in ranges], decoded)
+        if not flow.follow(starts):
+            return Followed([], [])
+        decoded = flow.decoded
         starts = flow.called | (flow.named - flow.jumped)
     return Followed(
         [row for part in flow.found for row in _rows(part)],
@@ -152,10 +162,12 @@ class _Flow:
         called: Where functions begin.
         named: Where they begin as it seems: by symbols, or since the address is taken.
         jumped: What is jumped to with a frame made: a part of a function (GCC's .cold).
+        decoded: Instructions that were decoded, those of flows before with it.
     """
 
-    def __init__(self, found: Sequence[_Found]) -> None:
+    def __init__(self, found: Sequence[_Found], decoded: int) -> None:
         self.found = found
+        self.decoded = decoded
         self._begins = [part.range.begin for part in found]
         self.called: set[int] = set()
         self.named: set[int] = set()
@@ -165,14 +177,18 @@ class _Flow:
         self._parts: list[tuple[int, _Frame]] = []
         self._passed: set[int] = set()  # code that parts of a switch were looked for after
 
-    def follow(self, starts: Iterable[int]) -> None:
+    def follow(self, starts: Iterable[int]) -> bool:
+        """Follows all; False where that is given up, since there is too much of it."""
         for start in starts:
             self._enter(start, self.named)
         while self._waiting or self._parts:
+            if self.decoded > _MAX_DECODED:
+                return False
             if self._waiting:
                 self._run(*self._waiting.pop())
             else:
                 self._next_part(*self._parts.pop())
+        return True
 
     def _part(self, address: int) -> _Found | None:
         index = bisect.bisect_right(self._begins, address) - 1
@@ -215,6 +231,7 @@ class _Flow:
         while not is_over:
             chunk = code[at - begin : at - begin + _CHUNK_BYTES]
             count = 0
+            self.decoded += _CHUNK_INSTRUCTIONS
             for start, size, mnemonic, operands in decode(chunk, at, _CHUNK_INSTRUCTIONS):
                 count += 1
                 at = start + size

@@ -80,7 +80,7 @@ def _followed(
 ) -> Followed:
     """Follows the code of gaps in which functions begin, if that is not too much."""
     gaps = _gaps(image, starts, addresses, states)
-    if not len(gaps) or int((gaps[:, 1] - gaps[:, 0]).sum()) > _MAX_FOLLOWED_BYTES:
+    if not len(gaps) or sum((gaps[:, 1] - gaps[:, 0]).tolist()) > _MAX_FOLLOWED_BYTES:
         return Followed([], [])
     ranges = [Range(begin, image.read_at(file, begin, end - begin)) for begin, end in gaps.tolist()]
     return follow(ranges, starts.tolist())
@@ -92,7 +92,8 @@ def _gaps(image: ElfImage, starts: U64, addresses: U64, states: U64) -> U64:
     sections = (one for one in image.sections if one.executable and one.size)
     for section in sorted(sections, key=lambda one: one.virtual_address):
         begin, end = section.virtual_address, section.end_address
-        if section.name in arch.STUB_SECTIONS or begin < after:
+        # A section may be said to end beyond all addresses.
+        if section.name in arch.STUB_SECTIONS or begin < after or end >= 1 << 64:
             continue
         after = end
         first, last = np.searchsorted(addresses, np.array([begin, end], np.uint64))

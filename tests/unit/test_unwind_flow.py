@@ -134,5 +134,9 @@ def test_any_bytes_are_followed_to_an_end(seed: int) -> None:
 def test_switches_without_end_take_no_long() -> None:
     # Jumps to anywhere, after each of which code is looked for up to the end.
     code = bytes.fromhex("ffe0c3") * 100_000
-    rows, _ = follow([Range(0, code)], [0])
-    assert rows[-1] == (len(code), NO_CFI_STATE)
+    # There is too much of it, and it is given up.
+    assert follow([Range(0, code)], [0]).rows == []
+
+
+def test_functions_at_each_byte_take_no_long() -> None:
+    assert follow([Range(0, bytes(400_000))], range(300_000)).rows == []
