@@ -7,13 +7,14 @@ that a kernel launched before tells which numbers those after it have.
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from aiflame.gpu.protocol import HelperError, HelperLoss, HelperTier
-from nvidia_helper import Target, Told, build
+from nvidia_helper import HELPER, STANDIN, Target, Told, build
 
 _SETUP = ("init", "context 0", "module 1000", "function 0 scale", "function 0 fill", "stream")
 # Two graphs: of one kernel, and of two.
@@ -144,3 +145,12 @@ def test_what_order_does_not_tell_is_counted(tmp_path: Path) -> None:
     assert _right(found) == 0 and _wrong(found) == []
     assert set(told.kernel_times["launch"][told.kernel_times["graph"] != 0].tolist()) == {0}
     assert told.losses == {HelperLoss.GRAPH_IDS: 60}
+
+
+def test_numbers_are_believed_where_buffers_come_out_of_order(tmp_path: Path) -> None:
+    program = tmp_path / "order"
+    sources = (STANDIN / "graphs_order.c", HELPER / "graphs.c")
+    folders = (f"-I{HELPER}", f"-I{HELPER.parents[1] / 'helper'}")
+    subprocess.run(["gcc", "-O2", *folders, *sources, "-o", program], check=True)
+    told = subprocess.run([program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert told.split() == ["102", "101", "101"]

@@ -185,7 +185,8 @@ static const char *refute(uint64_t number, const struct cupti_kernel *kernel, ui
 		return "of another graph's launch";
 	if (number < graph->newest && begin_ns >= graph->newest_ns)
 		return "of a launch that was over";
-	if (number > graph->newest || begin_ns < graph->newest_ns)
+	/* Buffers may come out of order: what an older launch ran says nothing of the newest. */
+	if (number > graph->newest || (number == graph->newest && begin_ns < graph->newest_ns))
 		graph->newest_ns = begin_ns;
 	if (number > graph->newest)
 		graph->newest = number;
