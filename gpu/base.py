@@ -191,7 +191,7 @@ class HelperLoad:
         times: Kernel times.
         samples: Rows of stall samples.
         read_outs: How often it had to ask for these.
-        sampled_ns: For how long stalls were sampled for them.
+        sampled_ns: For how long stalls were sampled for them, in any context.
     """
 
     times: int = 0

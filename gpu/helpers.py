@@ -179,6 +179,7 @@ class Helper:
         self._facts = Facts(memory, host)
         self._now_ns = 0  # of the records read last
         self._read_outs: dict[int, _ReadOut] = {}  # the last ones, by context
+        self._sampled_until_ns = 0
         self._random = random.Random(0)  # noqa: S311 - no secret
         self._serialised_until_ns: dict[int, int] = {}  # by context, of those that were told
         self._waiting: list[Record] = []
@@ -542,8 +543,10 @@ class Helper:
         last = self._read_outs.get(stalls.context)
         load = HelperLoad(samples=len(stalls.stalls))
         if last is None or last.end_ns != stalls.end_ns:  # or it is the rest of one
-            sampled_ns = max(stalls.end_ns - stalls.begin_ns, 0)
-            load += HelperLoad(read_outs=1, sampled_ns=sampled_ns)
+            # Contexts are sampled at the same time.
+            begin_ns = max(stalls.begin_ns, self._sampled_until_ns)
+            load += HelperLoad(read_outs=1, sampled_ns=max(stalls.end_ns - begin_ns, 0))
+            self._sampled_until_ns = max(stalls.end_ns, self._sampled_until_ns)
         self._host.add_load(self.process, load)
 
     def _scaled(self, taken: int, period_cycles: int) -> int:

@@ -70,6 +70,8 @@ _LEAST_DUTY = 1 / 16
 # enough for a duty cycle, of which ten seconds are a turn. One that is not sampled at all is tried
 # again when that is forgotten, in some minutes.
 _STALLS_REMEMBERED = 0.98
+# A helper reads out so often; where its duty changes, also what was sampled for a moment only.
+_READ_OUT_NS = _S // 2
 # CPU time in a second of sampling, in ns: below it is no cost.
 _LEAST_STALLS_NS = 1_000
 # Cgroups that are told apart, those with most switches: what the kernel half has room for.
@@ -258,7 +260,7 @@ class CostController:
         """
         share = _STALLS_REMEMBERED ** (load.window_ns / _S)
         seen = {
-            process: self.prices.of_stalls(one) * _S / one.sampled_ns
+            process: self.prices.of_stalls(one) * _S / max(one.sampled_ns, _READ_OUT_NS)
             for process, one in load.helpers.items()
             if one.sampled_ns
         }

@@ -356,6 +356,14 @@ def test_a_duty_cycle_does_not_tremble() -> None:
     assert len(seen) == 1
 
 
+def test_a_read_out_of_a_moment_is_no_reason_to_leave_stalls_out() -> None:
+    controller = CostController(2)
+    usual = HelperLoad(0, 100, 2, _S)
+    for load in (usual, usual, HelperLoad(0, 1, 1, 5_000_000), usual):
+        controller.next(Load(_S, {}, 0, 0, _REST_NS, None, {1: load}))
+        assert not controller.duties()
+
+
 def test_kernel_times_are_paid_before_stalls() -> None:
     controller = CostController(2)
     devices = _Devices({1: 10_000}, controller)
