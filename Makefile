@@ -158,8 +158,8 @@ BESIDE := $(addprefix tests/bpf/test_truth_, $(addsuffix .py, calls_hostile chai
 	namings opencl python_chains python_hostile python_perf python_threads windows))
 ALONE := $(filter-out $(BESIDE), $(ALONE))
 # About half of the time of the others, the longest among them.
-BESIDE += $(addprefix tests/bpf/test_, $(addsuffix .py, doctor_real help_examples least_rights \
-	output_attacks))
+BESIDE += $(addprefix tests/bpf/test_, $(addsuffix .py, doctor_real help_examples injection_often \
+	least_rights output_attacks))
 
 # With chDB, where it is installed: it keeps threads, handlers and much memory wherever it is loaded.
 STORES := $(addprefix tests/, $(addsuffix .py, unit/test_store_engine unit/test_store_page \

@@ -12,6 +12,7 @@ import pytest
 from aiflame.agent.losses import LossKind
 from aiflame.gpu.base import Host
 from aiflame.gpu.protocol import (
+    VERSION,
     BadRecord,
     Code,
     Context,
@@ -111,7 +112,7 @@ def test_code_is_read_when_it_is_wanted() -> None:
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
-        (1, struct.pack("<IiII", 2, 5, 2, 0) + b"nvidia\0one\0two\0"),
+        (1, struct.pack("<IiII", VERSION, 5, 2, 0) + b"nvidia\0one\0two\0"),
         (2, b"short"),
         (4, struct.pack("<II", 1, 1 << 30) + bytes(64)),
         (5, struct.pack("<II", 1, 0) + b"nothing at the end"[:16]),
