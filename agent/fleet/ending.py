@@ -20,6 +20,7 @@ from aiflame.agent.recording.signals import StopSignals
 END_S = 10.0
 # What the kernel may take of it to end a process that is ended by force.
 _FORCED_S = 0.5
+_SAYING_S = 0.1
 _EXIT_CODE = 1
 
 
@@ -46,5 +47,9 @@ def _end(signals: StopSignals, log: Log, end_s: float, fd: int) -> None:
     if signals.requested_s is None:  # it ends by itself
         return
     time.sleep(max(signals.requested_s + end_s - _FORCED_S - time.monotonic(), 0))
-    log.say("it takes too long to end: what is on disk is sent after the next start")
+    said = "it takes too long to end: what is on disk is sent after the next start"
+    # Whoever takes the log may be what is waited for.
+    saying = threading.Thread(target=log.say, args=(said,), daemon=True)
+    saying.start()
+    saying.join(_SAYING_S)
     os._exit(_EXIT_CODE)

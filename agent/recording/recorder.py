@@ -215,7 +215,7 @@ class Recorder:
         self._ahead_ns = _AHEAD_NS
         self._window = WindowBuilder(_bounds(target, options))
         self._told_losses: Counter[LossKind] = Counter()
-        self._told_cpu_ns, self._told_helpers_ns = time.process_time_ns(), 0
+        self._told_cpu_ns, self._told_helpers_ns = time.process_time_ns(), helpers_cpu_ns()
         self._switches_unseen = 0
         self._cpus_came = 0
         self._entering: Iterator[None] = iter(())
