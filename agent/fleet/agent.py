@@ -408,7 +408,8 @@ class _Agent:
             return
         if self._naming is not None:
             self._naming.give(1)
-        if window.end_ns - stretch.started_ns >= self._config.agent.stretch * _NS_PER_S:
+        is_long = window.end_ns - stretch.started_ns >= self._config.agent.stretch * _NS_PER_S
+        if is_long and not self._signals.requested:  # what comes at the end has no length
             self._cut()
 
     def _tell_thrift(self, thrift: int) -> None:

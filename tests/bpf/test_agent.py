@@ -257,6 +257,25 @@ def test_an_agent_ends_in_time_while_naming_hangs(
     assert sent == [agent.burnt_ns(request["begin"]) for request in agent.requests()]
 
 
+def test_an_end_as_a_stretch_is_cut_leaves_no_empty_one(
+    agent: _Agent, workload: Callable[..., Path]
+) -> None:
+    agent.serve()
+    agent.start()
+    with _burning(workload("burns")) as burning:
+        burning.go()
+        burning.truth()
+    wait_until(agent.requests, _PATIENCE_S)
+    # WHEN it is told to end as a window has come that is as long as a stretch
+    folders = agent.directory / "stretches"
+    before = {*folders.iterdir()}
+    wait_until(lambda: {*folders.iterdir()} > before, _PATIENCE_S)
+    agent.terminate()
+    # THEN each stretch has time, and comes.
+    _check_sums(agent)
+    assert all(sums["ns of 1"] > 0 for sums in agent.sums_of_captures().values())
+
+
 def test_an_agent_ends_in_time_where_the_disk_is_full(agent: _Agent) -> None:
     # GIVEN an agent whose directory has no room left
     agent.directory.mkdir(mode=0o700)
