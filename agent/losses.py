@@ -331,6 +331,10 @@ class LossKind(enum.Enum):
         " keeps it"
     )
     PYTHON_EXITED = _Entry("Python frames of processes that ended before their names could be read")
+    PYTHON_CODE_GONE = _Entry(
+        "Python frames of functions that were gone before their names could be read, as the code of"
+        " a module is once it is imported: [unreadable Python frame]"
+    )
     PYTHON_TOO_DEEP = _Entry(
         "Python stacks with over 255 frames; those nearest to the leaf are there"
     )

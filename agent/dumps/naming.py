@@ -93,8 +93,8 @@ class ThreadNamer:
         if python is not None and found is not None:
             chain, gil = self._next_chain, found.gil
             self._next_chain += 1
-            self._pythons.name(python.code, found.frames)
-            self._pythons.tell_chain(chain, process, found.frames, found.end)
+            frames = self._pythons.name(python.code, found.frames)
+            self._pythons.tell_chain(chain, process, frames, found.end)
         return UnnamedStack(
             process=process,
             kernel_depth=0,

@@ -143,7 +143,8 @@ CHAIN_DTYPE = np.dtype(
 # position: of the instruction, as the interpreter's version counts it; ends_run: the frame was
 # entered from C, so a native frame of the eval loop belongs to it.
 CHAIN_FRAME_DTYPE = np.dtype([("code", "<u8"), ("position", "<i4"), ("ends_run", "?")])
-# What a witness read of Python code while its process lived. code: the object's address.
+# What a witness read of Python code while its process lived. code: the object's address, and above
+# its 48 bits a count that tells objects apart which had the same one.
 CODE_OBJECT_DTYPE = np.dtype(
     [("process", "<u4"), ("code", "<u8"), ("name", "<u4"), ("file", "<u4"), ("first_line", "<u4")]
 )

@@ -24,10 +24,17 @@ from aiflame.agent.symbols.frames import SourceFrame
 # (_Py_InitCleanup, v3.13.0 Python/specialize.c): no Python frame to anybody.
 _CLEANUP_NAME = "__init__"
 
+_NO_FRAME = SourceFrame("", "", 0, False)
 _GONE = SourceFrame("[exited before its name could be read]", "", 0, False)
 
-# Lines of a process that are kept, some MB where code is made all the time.
+# Lines of a process that are kept, some MB where code is made all the time; code objects likewise.
 _KEPT_LINES = 1 << 14
+_KEPT_IDS = 1 << 14
+
+# Addresses of user space have 47 bits. What is above them counts changes, and begins anew after
+# 65,536 of them: by then no window knows the first ones.
+_CHANGE = 1 << 48
+_ID_MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -42,6 +49,8 @@ class ProcessCode:
         has_exited: The process is gone, or may not be read any more.
         lines: By id of the code object, which is kept with it so that no other can get it, and
             position.
+        found: By address, what was last found there, and under which number windows know it.
+        changes: How often something else was found at an address, or an address forgotten.
     """
 
     process: int
@@ -51,6 +60,25 @@ class ProcessCode:
     lines: OrderedDict[tuple[int, int], tuple[Code, SourceFrame]] = field(
         default_factory=OrderedDict
     )
+    found: OrderedDict[int, tuple[Code | SourceFrame, int]] = field(default_factory=OrderedDict)
+    changes: int = 0
+
+    def number(self, address: int, found: Code | SourceFrame) -> int:
+        """Returns the number under which windows know what was found at an address.
+
+        Within one window an address may have been that of several functions: code objects of
+        modules are freed after the import, and others get their addresses.
+        """
+        known = self.found.get(address)
+        if known is not None and known[0] is found:
+            return known[1]
+        self.changes += known is not None
+        number = address + self.changes * _CHANGE & _ID_MASK
+        self.found[address] = (found, number)
+        if len(self.found) > _KEPT_IDS:
+            self.found.popitem(last=False)
+            self.changes += 1
+        return number
 
 
 def _read(code: ProcessCode, addresses: Sequence[int]) -> Sequence[Code | None]:
@@ -94,36 +122,50 @@ class PythonFacts:
         found = _read(code, wanted)
         known.update(zip(((process, a) for a in wanted), found, strict=False))
 
-    def name(self, code: ProcessCode, frames: Sequence[PythonFrame]) -> None:
-        """Reads what frames are called; windows are told by `flush`."""
-        objects, lines = self._told["code_objects"], self._told["code_lines"]
-        process, text = code.process, self._window.text
+    def name(self, code: ProcessCode, frames: Sequence[PythonFrame]) -> tuple[PythonFrame, ...]:
+        """Reads what frames are called; windows are told by `flush`.
+
+        Returns:
+            The frames as windows know them, for `tell_chain`: with the number of what was found in
+            place of its address.
+        """
         self.read(code, (frame.code_address for frame in frames))
-        for frame in frames:
-            address, position = frame.code_address, frame.position
-            if not address:
-                continue
-            found = self._source(code, address, position)
-            if found is None:
-                objects[process, address, 0, 0, 0] = None
-                continue
-            source, first_line = found
-            objects[process, address, text(source.name), text(source.file), first_line] = None
-            lines[process, address, position, max(source.line, 0)] = None
+        return tuple(
+            self._told_as(code, frame) if frame.code_address else frame for frame in frames
+        )
+
+    def _told_as(self, code: ProcessCode, frame: PythonFrame) -> PythonFrame:
+        found = self._found(code, frame.code_address)
+        number = code.number(frame.code_address, found)
+        source, first_line = self._source(code, found, frame.position)
+        process, text = code.process, self._window.text
+        row = (process, number, text(source.name), text(source.file), first_line)
+        self._told["code_objects"][row] = None
+        if source.name:
+            self._told["code_lines"][process, number, frame.position, max(source.line, 0)] = None
+        if number == frame.code_address:
+            return frame
+        return PythonFrame(number, frame.position, frame.ends_run)
+
+    def _found(self, code: ProcessCode, address: int) -> Code | SourceFrame:
+        """Returns the code object at an address, or what is shown where none could be read."""
+        if (code.process, address) not in self._checked:
+            self._losses[LossKind.PYTHON_EXITED] += 1
+            return _GONE
+        found = self._checked[code.process, address]
+        if found is None:
+            self._losses[LossKind.PYTHON_CODE_GONE] += 1
+            return UNREADABLE_FRAME
+        return found
 
     def _source(
-        self, code: ProcessCode, address: int, position: int
-    ) -> tuple[SourceFrame, int] | None:
-        """Returns what a frame is called, and its function's first line; None for no frame."""
-        key = (code.process, address)
-        if key not in self._checked:
-            self._losses[LossKind.PYTHON_EXITED] += 1
-            return _GONE, 0
-        found = self._checked[key]
-        if found is None:
-            return UNREADABLE_FRAME, 0
+        self, code: ProcessCode, found: Code | SourceFrame, position: int
+    ) -> tuple[SourceFrame, int]:
+        """Returns what a frame is called, "" for no frame, and its function's first line."""
+        if isinstance(found, SourceFrame):
+            return found, 0
         if found.name == found.filename == _CLEANUP_NAME:
-            return None
+            return _NO_FRAME, 0
         known = code.lines.get((id(found), position))
         if known is None:
             line = code.reader.line(found, position)
@@ -141,7 +183,7 @@ class PythonFacts:
         Args:
             chain: Under which id.
             process: Number of the process.
-            frames: Leaf first.
+            frames: Leaf first, as `name` returned them.
             end: Why there are no more.
         """
         parts = [(frame.code_address, frame.position, frame.ends_run) for frame in frames]

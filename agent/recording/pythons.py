@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -275,8 +275,8 @@ class PythonProcesses:
             found = walk_thread(pages, pages, loaded.layout, state, holder)
         except NoMemoryAccess:
             return None
-        self._facts.name(process.code, found.frames)  # it may be gone when windows are told of it
-        return found
+        # It may be gone when windows are told of it.
+        return replace(found, frames=self._facts.name(process.code, found.frames))
 
     def take_chains(self) -> None:
         """Empties the kernel's store of Python frames, and reads what they are called."""
@@ -347,9 +347,9 @@ class PythonProcesses:
         process = self.by_image.get(image.index)
         if end is not abi.PythonEnd.COMPLETE:
             self.losses[_END_LOSSES[end]] += 1
-        frames = _frames(record)
+        frames: Sequence[PythonFrame] = _frames(record)
         if process is not None:  # else they are unreadable
-            self._facts.name(process.code, frames)
+            frames = self._facts.name(process.code, frames)
         self._facts.tell_chain(chain, image.index, frames, end)
 
     def _refuse(self, binary: int, why: str) -> None:

@@ -56,14 +56,28 @@ class _Told:
         self._facts.begin_round()
         found = [PythonFrame(address, position, True) for address, position in frames]
         self._chains += 1
-        self._facts.name(self._code, found)
-        self._facts.tell_chain(self._chains, _PROCESS, found, abi.PythonEnd.COMPLETE)
+        named = self._facts.name(self._code, found)
+        self._facts.tell_chain(self._chains, _PROCESS, named, abi.PythonEnd.COMPLETE)
         self._facts.flush()
 
     def window(self) -> Window:
         window = self._window.window()
         check(window)
         return window
+
+    def stacks(self) -> list[list[str]]:
+        """Of each stack what its frames are called, as those who read the window find it."""
+        window = self.window()
+        names = {int(row["code"]): row for row in window.code_objects}  # the last one counts
+        lines = {(code, at): line for _, code, at, line in window.code_lines.tolist()}
+        return [
+            [
+                f"{window.texts[names[code]['name']]}"
+                f" ({window.texts[names[code]['file']]}:{lines[code, position]})"
+                for code, position, _ in window.chain_frames[first : first + depth].tolist()
+            ]
+            for first, depth in window.chains[["first", "depth"]].tolist()
+        ]
 
     def names(self) -> dict[int, str]:
         window = self.window()
@@ -94,9 +108,29 @@ def test_an_address_that_another_function_has_by_now_is_read_again() -> None:
     reader = _Reader({0x10: _code("f")})
     told = _Told(reader)
     told.tell((0x10, 1))
-    reader.codes[0x10] = _code("other")
+    reader.codes[0x10] = _code("other", "/app/b.py")
     told.tell((0x10, 1))
-    assert told.names() == {0x10: "Class.other"}
+    told.tell((0x10, 2))
+    assert told.stacks() == [
+        ["Class.f (/app/a.py:11)"],
+        ["Class.other (/app/b.py:11)"],
+        ["Class.other (/app/b.py:12)"],
+    ]
+
+
+def test_what_was_read_at_an_address_stays_when_nothing_can_be_read_there_any_more() -> None:
+    reader = _Reader({0x10: _code("f"), 0x20: _code("g")})
+    told = _Told(reader)
+    told.tell((0x10, 1))
+    del reader.codes[0x10]  # a module's code is freed after its import
+    told.tell((0x10, 1))
+    told.tell((0x20, 1))
+    reader.has_ended = True
+    told.tell((0x20, 1))
+    named, unreadable, other, gone = told.stacks()
+    assert (named, other) == (["Class.f (/app/a.py:11)"], ["Class.g (/app/a.py:11)"])
+    assert unreadable[0].startswith(UNREADABLE_FRAME.name)
+    assert "exited" in gone[0]
 
 
 def test_what_the_interpreter_runs_after_an_init_is_no_frame() -> None:
@@ -110,7 +144,7 @@ def test_names_that_cannot_be_read_are_said_to_be_so() -> None:
     told = _Told(reader)
     told.tell((0x10, 1))
     assert told.names() == {0x10: UNREADABLE_FRAME.name}
-    assert not +told.losses
+    assert told.losses == {LossKind.PYTHON_CODE_GONE: 1}
     reader.has_ended = True
     told.tell((0x20, 1))
     assert "exited" in told.names()[0x20]
