@@ -28,6 +28,8 @@ _ZEROS = bytes(_CHUNK_BYTES)
 MAX_BYTES = 3 << 29
 _TABLES_OF_SYMBOLS = (elf.SHT_SYMTAB, elf.SHT_DYNSYM)
 _FDES = (".eh_frame", ".eh_frame_hdr")
+# Of Go's programs at a fixed address, and of those at any (cmd/link/internal/ld/data.go).
+GO_TABLES = (".gopclntab", ".data.rel.ro.gopclntab")
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -114,7 +116,7 @@ def _is_for_unwinding(section: Section) -> bool:
     return (
         section.executable
         or section.type in _TABLES_OF_SYMBOLS
-        or section.name in (*_FDES, ".debug_frame")
+        or section.name in (*_FDES, *GO_TABLES, ".debug_frame")
     )
 
 

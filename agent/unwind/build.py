@@ -2,8 +2,8 @@
 """From an open file to its unwind table, through the cache on disk.
 
 .eh_frame is what the program itself unwinds with, so it wins; .debug_frame only adds functions of
-which .eh_frame says nothing, and prologues those of which neither does. Where FDEs overlap, the one
-that starts later rules from there on.
+which .eh_frame says nothing, Go's own table those of Go, and prologues those of which none does.
+Where FDEs overlap, the one that starts later rules from there on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.symbols.store import Cache
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind import x86_64 as arch
+from aiflame.agent.unwind.go_functions import with_go_functions
 from aiflame.agent.unwind.heuristics import with_functions_without_cfi
 from aiflame.agent.unwind.lockstep import Rows, run_programs
 from aiflame.agent.unwind.records import (
@@ -36,7 +37,7 @@ from aiflame.agent.unwind.stack_starts import with_stack_starts
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout and of the rows: two versions of aiflame may share a cache.
-SUFFIX = ".unwind10"
+SUFFIX = ".unwind11"
 _NO_BUILD_ID = "x"
 
 
@@ -132,6 +133,7 @@ def build(file: TargetFile, image: ElfImage) -> UnwindTable:
     every = _merged(found)
     chosen = _chosen(every, found, code, drops)
     addresses, states = _states(every, chosen)
+    addresses, states = with_go_functions(file, image, addresses, states, drops)
     addresses, states = with_functions_without_cfi(file, image, addresses, states, drops)
     states = with_stack_starts(file, image, addresses, states)
     return UnwindTable.of_states(addresses, states, drops)

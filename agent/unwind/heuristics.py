@@ -54,7 +54,7 @@ def with_functions_without_cfi(
         return addresses, states  # unwinding does without symbols
     found, bounds = _stubs(file, image, addresses, states)
     followed = _followed(file, image, starts, addresses, states)
-    is_bare = _in_gap(starts, ends, addresses, states)
+    is_bare = in_gap(starts, ends, addresses, states)
     is_bare &= _is_lost(starts, ends, followed)
     starts, ends = starts[is_bare], ends[is_bare]
     for address, state in _outside(followed.rows, starts, ends):
@@ -72,7 +72,10 @@ def with_functions_without_cfi(
         rows = rows_of_function(code)
         found += [(start + row.offset, row.state) for row in rows]
         bounds.append(end)
-    return _inserted(addresses, states, found, bounds)
+    if not found:
+        return addresses, states
+    more = np.array(found, np.uint64)
+    return inserted(addresses, states, more[:, 0], more[:, 1], np.array(bounds, np.uint64))
 
 
 def _followed(
@@ -138,7 +141,7 @@ def _stubs(
             continue
         starts = np.array([section.virtual_address], np.uint64)
         ends = np.array([section.end_address], np.uint64)
-        if _in_gap(starts, ends, addresses, states)[0]:
+        if in_gap(starts, ends, addresses, states)[0]:
             code = file.read(arch.STUB_SAMPLE_BYTES, section.file_offset)
             rows = arch.stub_states(code)
             found += [(section.virtual_address + offset, state) for offset, state in rows]
@@ -146,7 +149,7 @@ def _stubs(
     return found, bounds
 
 
-def _in_gap(starts: U64, ends: U64, addresses: U64, states: U64) -> npt.NDArray[np.bool_]:
+def in_gap(starts: U64, ends: U64, addresses: U64, states: U64) -> npt.NDArray[np.bool_]:
     """Which functions begin in a gap and end before the next row, and overlap no other function."""
     if not len(starts):
         return np.zeros(0, bool)
@@ -161,18 +164,13 @@ def _in_gap(starts: U64, ends: U64, addresses: U64, states: U64) -> npt.NDArray[
     return in_gap
 
 
-def _inserted(
-    addresses: U64, states: U64, found: list[tuple[int, int]], bounds: list[int]
+def inserted(
+    addresses: U64, states: U64, more: U64, more_states: U64, bounds: U64
 ) -> tuple[U64, U64]:
-    """Lays found rows over the gaps; where a function ends the gap goes on, unless a row begins."""
-    if not found:
-        return addresses, states
-    more = np.array(found, np.uint64)
-    gaps = np.array(bounds, np.uint64)
-    every = np.concatenate([gaps, addresses, more[:, 0]])
-    all_states = np.concatenate(
-        [np.full(len(gaps), arch.NO_CFI_STATE, np.uint64), states, more[:, 1]]
-    )
+    """Lays more rows over the gaps; where a function ends the gap goes on, unless a row begins."""
+    every = np.concatenate([bounds, addresses, more])
+    gaps = np.full(len(bounds), arch.NO_CFI_STATE, np.uint64)
+    all_states = np.concatenate([gaps, states, more_states])
     order = np.argsort(every, kind="stable")
     every, all_states = every[order], all_states[order]
     is_last = np.ones(len(every), bool)

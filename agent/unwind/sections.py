@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.elf import records
-from aiflame.agent.elf.image import ElfImage
+from aiflame.agent.elf.contents import GO_TABLES
+from aiflame.agent.elf.image import ElfImage, Section
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.records import U64
 
@@ -33,6 +34,8 @@ class FrameSection(NamedTuple):
 def frame_sections(file: TargetFile, image: ElfImage) -> list[FrameSection]:
     """The unwind sections of a file, .eh_frame first.
 
+    Without Go's .debug_frame, which does not tell where stacks begin: its own table does.
+
     Raises:
         BadTargetFile: As `TargetFile.read`.
     """
@@ -41,11 +44,16 @@ def frame_sections(file: TargetFile, image: ElfImage) -> list[FrameSection]:
     found = []
     for name, is_eh in ((".eh_frame", True), (".debug_frame", False)):
         section = image.section(name)
-        if section is not None and section.size:
+        if section is not None and section.size and (is_eh or go_table(image) is None):
             compressed = bool(section.flags & records.SHF_COMPRESSED)
             location = (section.virtual_address, section.file_offset, section.size)
             found.append(FrameSection(is_eh, *location, compressed))
     return found
+
+
+def go_table(image: ElfImage) -> Section | None:
+    """The section with Go's own table of functions, None where there is none."""
+    return next((section for section in map(image.section, GO_TABLES) if section), None)
 
 
 def _by_segment(file: TargetFile, image: ElfImage) -> list[FrameSection]:

@@ -44,6 +44,7 @@ DROP_REASONS = (
     "rule over the limit",
     "compressed section",
     "function without CFI",
+    "table of Go",
 )
 
 RULES_CUT = "rule over the limit"

@@ -113,6 +113,16 @@ OP_BREG_RBP, OP_BREG_RSP, OP_DEREF = 0x76, 0x77, 0x06
 # A function without a caller, as those that say so of their return address.
 ROOT_STATE = RA_UNDEFINED << RA_SHIFT
 
+# What interrupted threads return through; RBP as in struct sigcontext, the third word before RSP's.
+_UCONTEXT_RBP = 120
+SIGNAL_STATE = (
+    CFA_RSP_DEREF << CFA_SHIFT
+    | RA_UCONTEXT << RA_SHIFT
+    | RbpKind.AT_RSP << RBP_KIND_SHIFT
+    | _UCONTEXT_RBP << RBP_OFFSET_SHIFT
+    | _UCONTEXT_RSP
+)
+
 
 def with_cfa(state: int, form: int, offset: int) -> int:
     """The state with another CFA; one that does not fit becomes unsupported."""

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Go's programs, which have no .eh_frame: stacks of goroutines, to where each begins."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from aiflame.agent.model.profile import COMPLETE_REASONS, SampleClass
+from recordings import Workload, frames_of, record_workload, rows_of_process
+from support import WORKLOADS
+
+_GO = shutil.which("go")
+pytestmark = [
+    pytest.mark.bpf,
+    pytest.mark.skipif(_GO is None, reason="Go is not installed"),
+]
+
+_GOROUTINE = ("runtime.goexit", "main.main", "main.work")
+# Small programs, and those with much code: another way was taken for these.
+_IMPORTS = {"small": "", "large": 'import _ "net/http"\n'}
+
+
+@pytest.mark.parametrize("kind", _IMPORTS)
+def test_stacks_of_goroutines_are_complete(tmp_path: Path, kind: str) -> None:
+    program = tmp_path / "goburns"
+    shutil.copy(WORKLOADS / "goburns.go", tmp_path)
+    (tmp_path / "imports.go").write_text("package main\n\n" + _IMPORTS[kind])
+    command = [_GO or "", "build", "-o", program, "goburns.go", "imports.go"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    workload = Workload([program])
+    profile, _ = record_workload(tmp_path, workload, "-F", 499)
+    times: Counter[str] = Counter()
+    for row in rows_of_process(profile, workload.pid, SampleClass.ON_CPU):
+        names = [name.removesuffix(".abi0") for name in frames_of(profile, row["stack"])]
+        is_complete = profile.stacks.ends[row["stack"]] in COMPLETE_REASONS
+        times["complete" if is_complete else "cut"] += int(row["ns"])
+        for leaf in ("main.spin", "crypto/sha256.block"):
+            if leaf in names:
+                chain = tuple(name.split(".func")[0] for name in names[:3])
+                times[f"{leaf} rooted" if chain == _GOROUTINE else f"{leaf} cut"] += int(row["ns"])
+    assert times["complete"] > 0.99 * (times["complete"] + times["cut"]), times
+    for leaf in ("main.spin", "crypto/sha256.block"):
+        assert times[f"{leaf} rooted"] > 0, times
+        assert times[f"{leaf} cut"] <= 0.01 * times[f"{leaf} rooted"], times
