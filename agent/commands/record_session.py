@@ -141,6 +141,7 @@ class _Session:
         self._signals = signals
         self._late_waits = LateWaits(0, 0, 0)
         self._late = "0"
+        self._late_tables = 0
         # Of a command that ended before it was told to, by Ctrl-C or at the end of the recording.
         self.command_exit_code: int | None = None
 
@@ -239,6 +240,7 @@ class _Session:
         recorder.finish(sinks.give)
         self._late_waits = recorder.late_waits
         self._late = _walked_late(recorder)
+        self._late_tables = recorder.tables.late
         return outcome, cost
 
     def _finish(
@@ -395,7 +397,7 @@ class _Session:
     def summarise(self, profile: Profile) -> None:
         """Prints what was recorded, what was lost, what it cost, and what to run next."""
         # Not while it records, as what makes reports takes 3 MB.
-        from aiflame.agent.commands.record_summary import loss_lines, sample_lines
+        from aiflame.agent.commands.record_summary import again_line, loss_lines, sample_lines
 
         say, recording = self._printer.say, profile.recording
         if self.command_exit_code and self._target.command is not None:
@@ -407,6 +409,8 @@ class _Session:
         if self._late_waits.walked or self._late_waits.left_ns >= _LATE_NS:
             words = _late_words(self._late_waits)
             say(f"Waits walked late, as unwind tables had to be made: {words}.")
+        if again := again_line(profile, were_tables_late=self._late_tables > 0):
+            say(again)
         for line in loss_lines(profile):
             say(line)
         cpu_s = recording.recorder_cpu_ns / 1e9

@@ -9,6 +9,7 @@ from aiflame.agent.commands.record_devices import device_lines
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.accounts import disagreement
 from aiflame.agent.reports.facts import (
+    complete_share,
     complete_words,
     cut_short,
     generated_line,
@@ -17,6 +18,9 @@ from aiflame.agent.reports.facts import (
     missing_line,
 )
 from aiflame.agent.reports.words import duration
+
+# Less time in truncated stacks is not worth another recording.
+_MANY_TRUNCATED = 0.01
 
 
 def sample_lines(profile: Profile) -> Iterator[str]:
@@ -37,6 +41,19 @@ def sample_lines(profile: Profile) -> Iterator[str]:
     )
     if generated := generated_line(profile):
         yield f"{generated}."
+
+
+def again_line(profile: Profile, *, were_tables_late: bool) -> str:
+    """Returns what a second recording would have, "" for nothing.
+
+    Args:
+        profile: What was recorded.
+        were_tables_late: Unwind tables had to be made meanwhile.
+    """
+    complete, whole = complete_share(profile)
+    if not were_tables_late or whole - complete < _MANY_TRUNCATED * whole:
+        return ""
+    return "The tables that came late are kept: a second recording has them from its start."
 
 
 def loss_lines(profile: Profile) -> Iterator[str]:

@@ -109,8 +109,8 @@ _MEANINGS = {
     StopReason.ROOTED: "complete, by frame pointers or unwind tables",
     StopReason.KERNEL_ONLY: "complete: a thread of the kernel, or one between two programs",
     StopReason.NO_FRAME_POINTER: (
-        "code without unwind table left no frame pointer to its caller;"
-        " build it with -fno-omit-frame-pointer"
+        "code without unwind table, or whose table was still being made in a first recording, left"
+        " no frame pointer to its caller; record again, or build it with -fno-omit-frame-pointer"
     ),
     StopReason.UNREADABLE: (
         "stack memory that could not be read: paged out, or the address of a caller was wrong"
@@ -123,8 +123,9 @@ _MEANINGS = {
     StopReason.EXCLUDED: "user frames were not asked for",
     StopReason.ROOTED_BY_TABLE: "complete, by unwind tables",
     StopReason.NO_TABLE: (
-        "code without unwind table and without frame pointers, as some compilers at run time make"
-        " it; Java keeps frame pointers with -XX:+PreserveFramePointer"
+        "code without frame pointers that has no unwind table, as some compilers at run time make"
+        " it, or had none yet in a first recording; record again, and for Java start it with"
+        " -XX:+PreserveFramePointer"
     ),
     StopReason.UNSUPPORTED_RULE: (
         "the unwind table has a rule here that is not supported, mostly in the first instructions"

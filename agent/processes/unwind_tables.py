@@ -74,6 +74,9 @@ class UnwindTables:
         limit_bytes: Bound of kernel memory for tables and mappings.
         watch: Told of a descriptor that becomes readable when `poll` has something to do.
         builder_bytes: What a process that makes tables may have of its own; 0 for what any takes.
+
+    Attributes:
+        late: Tables that were made since the recording goes on.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class UnwindTables:
         self._cache = CachedTables(
             table.binaries, self.images, cache, watch, self._urgency, builder_bytes
         )
+        self.late = 0
         self.losses: Counter[LossKind] = Counter()
         self.loss_files: dict[LossKind, set[str]] = {}
         self._limit_bytes = limit_bytes
@@ -160,6 +164,7 @@ class UnwindTables:
     def poll(self) -> None:
         """Makes the changes that are due, and takes in tables that were built; never waits."""
         built = self._cache.finished()
+        self.late += len(built)
         for binary, spent_s in self._cache.take_spent_s().items():
             self._charge(self._payers.get(binary, ()), spent_s)
         self._settled.update(built)
@@ -449,6 +454,7 @@ class UnwindTables:
 
     def go_beside(self) -> None:
         """Waits for no change in the kernel any more: to be called once the recording goes on."""
+        self.late = 0
         self._kernel.go_beside()
 
     def close(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from aiflame.agent.commands.record_summary import loss_lines
-from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Loss
-from profiles import MS, Sample, profile_of
+import numpy as np
+from aiflame.agent.commands.record_summary import again_line, loss_lines
+from aiflame.agent.model.profile import LOSSES_FACT, OF_HOST, Loss, StopReason
+from profiles import MS, Sample, profile_of, small_profile
 
 _SAMPLE = Sample("main", 10 * MS)
 
@@ -27,3 +28,12 @@ def test_losses_of_a_host_are_not_told_as_those_of_a_container() -> None:
     recording = replace(profile.recording, facts=((LOSSES_FACT, OF_HOST),))
     said = [*loss_lines(replace(profile, recording=recording))]
     assert said[0] == "lost: ring_full 3 on the whole host: events"
+
+
+def test_a_second_recording_is_proposed_where_tables_came_late_for_many_stacks() -> None:
+    profile = small_profile()  # 4.6 % of its time is in truncated stacks
+    assert "second recording" in again_line(profile, were_tables_late=True)
+    assert again_line(profile, were_tables_late=False) == ""
+    ends = np.full(len(profile.stacks), StopReason.ROOTED, np.uint8)
+    complete = replace(profile, stacks=replace(profile.stacks, ends=ends))
+    assert again_line(complete, were_tables_late=True) == ""
