@@ -3,9 +3,9 @@
 
 Registers are read, then kernel frames, stacks and Python frames, then the registers again: where
 both readings are equal, the thread did not run in between, and all that was read is of one moment.
-One that moved is read again by itself, which takes a tenth of a millisecond; after a few tries it
-is marked. One that is on a CPU is marked at once: to try until it sleeps would show the sleeps of
-busy threads only.
+One that moved is read again by itself, which takes a tenth of a millisecond, or where there are
+very many threads with a few others; after a few tries it is marked. One that is on a CPU is marked
+at once: to try until it sleeps would show the sleeps of busy threads only.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from aiflame.agent.processes.threads import ThreadRegisters, thread_registers
 
 # Threads read between two readings of all registers: few enough for those that wake up often.
 _BATCH_THREADS = 64
+# Each reading tells the registers of all threads of a process, a microsecond each, whichever are
+# asked for. To walk one thread's stack takes as long as that for so many.
+_REGISTERS_A_WALK = 100
 _MAX_TRIES = 4
 # Long enough to leave the CPU.
 _SHORTEST_SLEEP_S = 0.0002
@@ -92,17 +95,14 @@ class ThreadReader:
             python.refresh()
         tids = sorted(thread.tid for thread in self._registers(image.pid, None))
         found: dict[int, RawThread] = {}
-        for first in range(0, len(tids), _BATCH_THREADS):
-            batch = tids[first : first + _BATCH_THREADS]
-            for thread in self._attempt(image, python, batch):
-                found[thread.registers.tid] = thread
-        for tid in tids:
-            for _ in range(1, _MAX_TRIES):
-                known = found.get(tid)
-                if known is None or known.doubt is not Doubt.MOVED:
-                    break
-                for again in self._attempt(image, python, [tid]):
-                    found[tid] = again
+        fewest = max(1, len(tids) // _REGISTERS_A_WALK)
+        wanted, at_once = tids, max(_BATCH_THREADS, fewest)
+        for _ in range(_MAX_TRIES):
+            for first in range(0, len(wanted), at_once):
+                for thread in self._attempt(image, python, wanted[first : first + at_once]):
+                    found[thread.registers.tid] = thread
+            wanted = [tid for tid in tids if tid in found and found[tid].doubt is Doubt.MOVED]
+            at_once = fewest
         return [found[tid] for tid in tids if tid in found]
 
     def _registers(self, pid: int, tids: Collection[int] | None) -> list[ThreadRegisters]:
