@@ -45,6 +45,7 @@ class DeviceTimes:
     device: I64
     certainty: U8
     ns: U64
+    runs: U64  # executions that this was; 0 where they are shared by time, not one by one
     # SPAN_DTYPE, `sample` being a row here: what ran is in the second in which it ended.
     spans: npt.NDArray[np.void]
 
@@ -64,6 +65,8 @@ def device_times(profile: Profile) -> DeviceTimes:
     keys, row = np.unique(pair << 32 | ran, return_inverse=True)
     ns = np.zeros(len(keys), np.uint64)
     np.add.at(ns, row, found["ns"])
+    runs = np.zeros(len(keys), np.uint64)
+    np.add.at(runs, row, np.where(found["certainty"] == Certainty.SHARED, 0, of["count"]))
     spans = np.zeros(len(found), SPAN_DTYPE)
     spans["sample"], spans["first_s"], spans["seconds"] = row, of["end_ns"] // NS_PER_S, 1
     spans["count"] = spans["ns"] = found["ns"]
@@ -79,6 +82,7 @@ def device_times(profile: Profile) -> DeviceTimes:
         device=device,
         certainty=certainty.astype(np.uint8),
         ns=ns,
+        runs=runs,
         spans=spans,
     )
 

@@ -82,14 +82,19 @@ def draft_times(profile: Profile, options: ReportOptions, times: DeviceTimes) ->
     used = _pack_tree(writer, profile, made, tree)
     threads = _threads(profile, made, times.kernel)
     row = pack_rows(writer, node, threads, times.certainty.astype(np.int64))
+    known = times.certainty != Certainty.SHARED
+    for name, column in {"runs": times.runs, "run_ns": np.where(known, times.ns, 0)}.items():
+        sums = np.zeros(int(row.max(initial=-1)) + 1, np.uint64)
+        np.add.at(sums, row, column)
+        writer.integers(f"row_{name}", sums)
     stats = kernel_stats(device_samples(profile))
     ran = {kernel: entry for kernel, entry in stats.items() if entry.time_ns}
     _pack_kernels(writer, ran, identities(times.gpu)[times.kernel], made, used)
-    for name, column in {
+    for name, figures in {
         "runs": [entry.runs for entry in ran.values()],
         "ns": [entry.time_ns for entry in ran.values()],
     }.items():
-        writer.integers(f"kernel_{name}", np.array(column, np.uint64))
+        writer.integers(f"kernel_{name}", np.array(figures, np.uint64))
     index: dict[str, Any] = {
         "classes": len(Certainty),
         "kinds": [{"name": c.label, "klass": int(c)} for c in Certainty],

@@ -169,7 +169,7 @@ def test_the_page_shows_kernels_under_their_sites_as_wide_as_they_took(
         ms, percent = _US[key] * _ROUNDS / 1000, 100 * _SHARES[key]
         assert f"{ms:.3f} ms, {percent:.2f} % of all" in tip
         assert "100.00 % of the frame" in tip  # exact
-
+        assert f"ran{_ROUNDS:,} runs, {_US[key]:.3f} us each" in tip
     assert page.complaints == []
 
 

@@ -56,18 +56,50 @@ def test_the_page_opens_at_gpu_time(page: Page, report: Path) -> None:
     assert page.value("document.getElementById('thread-choice').hidden")
 
 
-def test_a_kernels_frame_tells_its_runs(page: Page, report: Path) -> None:
-    page.open(report)
+def _facts(page: Page, name: str, ns: int) -> dict[str, str]:
+    """What is told about the frame of that name and width."""
     node = (
-        "aiflame.graph.tree.label.findIndex((l, i) => i && aiflame.data.names[l] === 'matmul'"
-        " && aiflame.graph.tree.total[i] === 12e6)"
+        "aiflame.graph.tree.label.findIndex((l, i) => i &&"
+        f" aiflame.graph.nameOf(i) === '{name}' && aiflame.graph.tree.total[i] === {ns})"
     )
-    facts = page.value(f"Object.fromEntries(aiflame.facts(aiflame.graph, {node}))")
+    facts: dict[str, str] = page.value(f"Object.fromEntries(aiflame.facts(aiflame.graph, {node}))")
+    return facts
+
+
+def test_a_kernels_frame_tells_its_own_runs_beside_those_of_the_whole_kernel(
+    page: Page, report: Path
+) -> None:
+    page.open(report)
+    facts = _facts(page, "matmul", 12 * MS)
     assert facts["time"] == "12.000 ms, 48.00 % of all"
     assert facts["exact"] == "9.000 ms, 75.00 % of the frame"
     assert facts["shared"] == "3.000 ms, 25.00 % of the frame"
-    assert facts["ran"] == "47 runs, 425.532 us each"
-    assert facts["launches"] == "40 launches from 2 stacks"
+    # 9 ms of 10 runs are its own; of 7 runs it is not known which stack launched which.
+    assert facts["ran"] == "10 runs, 900.000 us each, and a share of others"
+    assert facts["whole kernel"] == "47 runs, 425.532 us each; 40 launches from 2 stacks"
+    facts = _facts(page, "matmul", 8 * MS)
+    assert facts["ran"] == "30 runs, 200.000 us each, and a share of others"
+    facts = _facts(page, "fill", 3 * MS)
+    assert facts["ran"] == "8 runs, 375.000 us each"
+    # AND merged from the leaf, where one frame is the whole kernel
+    page.open(report, "#mode=inverted")
+    facts = _facts(page, "matmul", 20 * MS)
+    assert facts["ran"] == "40 runs, 375.000 us each, and a share of others"
+
+
+def test_the_frame_of_a_kernel_whose_runs_are_all_shared_says_so(
+    page: Page, tmp_path: Path
+) -> None:
+    profile = with_times(
+        device_profile_of([Launch("main;a", "k", 1), Launch("main;b", "k", 1)]),
+        [Timed("k", 4 * MS, None, 2, 900 * MS)],
+    )
+    report = tmp_path / "run.html"
+    report.write_bytes(FORMATS["html"].render(profile, ReportOptions(view=View.GPU_TIME)))
+    page.open(report)
+    facts = _facts(page, "k", 2 * MS)
+    assert facts["ran"] == "a share of runs that several stacks launched"
+    assert facts["whole kernel"] == "2 runs, 2.000 ms each; 2 launches from 2 stacks"
 
 
 def test_views_change_by_button_and_key_and_are_in_the_address(page: Page, report: Path) -> None:
@@ -107,8 +139,11 @@ def test_a_time_range_has_what_ended_in_it(page: Page, tmp_path: Path) -> None:
     assert "20.000 ms of GPU time, 0 s to 1 s of 2 s recorded" in page.text("whole")
     assert "Attribution of GPU time in this time range: 100.00 % exact." in page.text("graph-note")
     assert "GPU time 20.000 ms, 0.02 kernels at once" in page.text("range")
-    page.open(report, "#from=1&to=2")
+    page.open(report, "#from=1&to=2&mode=inverted")
     assert _totals(page)["k"] == "8.000 ms"
+    facts = _facts(page, "k", 8 * MS)
+    assert "ran" not in facts
+    assert facts["whole kernel"].endswith(" in the whole recording")
     assert "30.00 % exact, 50.00 % shared, 20.00 % unattributed" in page.text("graph-note")
 
 

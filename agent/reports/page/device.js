@@ -5,6 +5,8 @@
 
 // As Role in device_rows.py.
 const ROLE = { KERNEL: 1, SOURCE: 2, INSTRUCTION: 3, REASON: 4, OFFSET: 5 };
+// As Certainty in gpu/attribution; after these, what `weigh` adds.
+const TIME_CLASS = { SHARED: 1, RUNS: 3, NS_OF_RUNS: 4 };
 // From the leaf: the reason, then the instruction, then its offset.
 const LEAF_ORDER = [ROLE.OFFSET, ROLE.INSTRUCTION, ROLE.REASON];
 
@@ -144,18 +146,27 @@ function launchWords(data, kernels) {
     + ` from ${counted(summed(data.kernel_stacks, kernels), "stack")}` + (data.isPart ? " in the whole recording" : "");
 }
 
-// How long some kernels ran, in the whole recording.
-function runWords(data, kernels) {
-  const runs = summed(data.kernel_runs, kernels);
-  return `${counted(runs, "run")}, ${duration(Math.round(summed(data.kernel_ns, kernels) / runs))} each` + (data.isPart ? " in the whole recording" : "");
+// How often a kernel ran, and how long each time.
+function runWords(runs, ns) {
+  return `${counted(runs, "run")}, ${duration(Math.round(ns / runs))} each`;
 }
 
-// Pairs (heading, text) of a kernel's frame in GPU time.
+// The runs below a frame. Of shared time it is not known which stack launched which run.
+function ownRuns(tree, node) {
+  const [runs, ns] = [tree.klass[TIME_CLASS.RUNS][node], tree.klass[TIME_CLASS.NS_OF_RUNS][node]];
+  const hasShared = tree.klass[TIME_CLASS.SHARED][node] > 0;
+  if (!runs) return "a share of runs that several stacks launched";
+  return runWords(runs, ns) + (hasShared ? ", and a share of others" : "");
+}
+
+// Pairs (heading, text) of a kernel's frame in GPU time. The runs of a time range are not known.
 function kernelTimeFacts(data, tree, node) {
   const kernels = kernelsAt(data, tree, node);
   if (!kernels.length) return [];
   const name = data.kernel_names[kernels[0]];
-  const facts = [["ran", runWords(data, kernels)], ["launches", launchWords(data, kernels)]];
+  const whole = runWords(summed(data.kernel_runs, kernels), summed(data.kernel_ns, kernels));
+  const facts = [["whole kernel", `${whole}; ${launchWords(data, kernels)}`]];
+  if (data.row_runs) facts.unshift(["ran", ownRuns(tree, node)]);
   if (name !== data.names[tree.label[node]]) facts.push(["whole name", name]);
   return facts;
 }

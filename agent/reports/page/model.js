@@ -59,6 +59,7 @@ function owners(counts) {
 // each of `length` buckets from `first` on; see pack.py.
 function within(data, range) {
   const chosen = { ...data, isPart: range !== null };
+  if (range) chosen.row_runs = null; // when each run was is not known
   const column = data.hit_row ? "hit_count" : "row_ns";
   if (data.piece_count) {
     const { piece_owner: owner, piece_first: first, piece_length: length, piece_weight: weight } = data;
@@ -82,7 +83,9 @@ function within(data, range) {
 function ofThreads(data, wanted) {
   if (wanted === null) return data;
   const chosen = { ...data, isPart: true };
-  chosen.row_ns = data.row_ns.map((weight, row) => (wanted[data.row_thread[row]] ? weight : 0));
+  for (const column of ["row_ns", "row_runs", "row_run_ns"]) {
+    if (data[column]) chosen[column] = data[column].map((weight, row) => (wanted[data.row_thread[row]] ? weight : 0));
+  }
   if (data.hit_row) chosen.hit_count = data.hit_count.map((count, i) => (wanted[data.row_thread[data.hit_row[i]]] ? count : 0));
   return chosen;
 }
@@ -248,13 +251,17 @@ function zeroClasses(n, classes) {
   return Array.from({ length: classes }, () => new Float64Array(n));
 }
 
-// Times of the rows that `wanted` (by thread; null for all) lets through.
+// Times of the rows that `wanted` (by thread; null for all) lets through. Of GPU time there are two
+// classes more, which have no width: how many runs are known to be a row's, and their time.
 function weigh(tree, data, wanted) {
-  const klass = zeroClasses(tree.n, data.classes);
+  const more = data.row_runs ? [data.row_runs, data.row_run_ns] : [];
+  const klass = zeroClasses(tree.n, data.classes + more.length);
   const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = data;
   const klassOf = data.kinds.map((entry) => entry.klass);
   for (let r = 0; r < node.length; r++) {
-    if (wanted === null || wanted[thread[r]]) klass[klassOf[kind[r]]][node[r]] += ns[r];
+    if (wanted !== null && !wanted[thread[r]]) continue;
+    klass[klassOf[kind[r]]][node[r]] += ns[r];
+    for (let k = 0; k < more.length; k++) klass[data.classes + k][node[r]] += more[k][r];
   }
   for (const times of klass) {
     for (let i = tree.n - 1; i > 0; i--) times[tree.parent[i]] += times[i];
