@@ -309,6 +309,25 @@ def test_a_stop_waits_for_the_end_of_a_capture(standin: Path) -> None:
     assert _is_sound(told)
 
 
+def test_a_pause_that_waits_for_a_capture_looks_for_its_end_seldom(tmp_path: Path) -> None:
+    # GIVEN a capture in which a pause is due: 50 ms after sampling began
+    folder = build(tmp_path, "-DDUTY_NS=100000000ull")
+    with _captured(folder) as (target, control):
+        control.start(duty=500, read_out_ms=1_000)
+        target.read_until(lambda told: told.states[-1].duty_permille == 500)
+        time.sleep(0.2)
+        # WHEN time passes
+        slept, begun_s = target.switches_of_helper(), time.monotonic()
+        time.sleep(1)
+        looks = target.switches_of_helper() - slept
+        # THEN it has looked each 10 ms at most, and a machine that is slow makes that fewer
+        assert looks < 150 * (time.monotonic() - begun_s)
+        assert target.read().tier == HelperTier.STALLS
+        # AND it pauses when the capture has ended
+        assert target.obey("end 1") == 0
+        target.read_until(lambda told: told.states[-1].why == Why.DUTY)
+
+
 def test_a_recorder_that_has_gone_is_let_go_after_the_capture(standin: Path) -> None:
     with _captured(standin) as (target, control):
         slept = target.switches_of_helper()

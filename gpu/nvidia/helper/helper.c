@@ -854,13 +854,19 @@ static void take_turn(void)
 		ring_bell();
 }
 
+/* Whether it would pause if no stream were captured. */
+static bool pause_waits(uint64_t now)
+{
+	return !helper.is_paused && has_to_pause(now) && waits_for_capture();
+}
+
 static int timeout_ms(void)
 {
 	uint64_t now = now_ns(), until = helper.is_subscribed ? helper.read_ns : helper.retry_ns;
 
 	if (!helper.is_subscribed && helper.is_final)
 		until = UINT64_MAX;
-	if (helper.is_on && (helper.has_to_stop || helper.has_to_start))
+	if (helper.is_on && (helper.has_to_stop || helper.has_to_start || pause_waits(now)))
 		return CAPTURE_LOOK_MS;
 	if (helper.is_subscribed && windows_until_ns(now) < until)
 		until = windows_until_ns(now);
