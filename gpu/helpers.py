@@ -222,8 +222,8 @@ class Helper:
         data = self._memory.read(_CONTROL_FD.size, _CONTROL_FD_AT)
         if len(data) < _CONTROL_FD.size or self.told.hello is None or self.told.is_foreign:
             return  # its memory is not written yet
-        self._asked_permille = duty_permille
-        if self._started_ns is None:
+        is_first = self._started_ns is None
+        if is_first:
             self._started_ns = time.monotonic_ns()
             self.told.best = self.told.hello  # what another recording reached counts no more
         (number,) = _CONTROL_FD.unpack(data)
@@ -231,7 +231,10 @@ class Helper:
             *(b"aifc", protocol.VERSION, _START, int(tier), duty_permille, 0, _READ_OUT_MS),
             serialised_permille,
         )
-        if number < 0 or not self._memory.tell(number, message):
+        is_told = number >= 0 and self._memory.tell(number, message)
+        if is_told or is_first:
+            self._asked_permille = duty_permille  # else the pipe was full: it is tried again
+        if is_first and not is_told:
             self._host.lose(LossKind.DEVICE_CONTROL_REFUSED)
 
     def allow(self, facts: int, times: int = _UNLIMITED, cpu_s: float = math.inf) -> None:

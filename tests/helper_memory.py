@@ -40,6 +40,7 @@ class Memory:
         self.heads, self.numbers = [0, 0], [0, 0]
         self.control_fd = 7
         self.told: list[bytes] = []
+        self.is_full = False  # its pipe
         self.is_left = self.has_ended = False
         self.on_leave: Callable[[], None] = lambda: None
         self.write_header()
@@ -67,7 +68,7 @@ class Memory:
         return bytes(self.bytes[offset : offset + size])
 
     def tell(self, number: int, message: bytes) -> bool:
-        if number != self.control_fd or number < 0:
+        if number != self.control_fd or number < 0 or self.is_full:
             return False
         self.told.append(message)
         return True

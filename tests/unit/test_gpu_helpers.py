@@ -136,6 +136,25 @@ def test_another_duty_cycle_is_asked_for_once() -> None:
     assert duties == [1000, 125, 0, 1000]
 
 
+def test_a_duty_cycle_that_finds_a_full_pipe_is_asked_for_again() -> None:
+    memory, host = _sound(), Host()
+    helper = _helper(memory, host)
+    helper.read(0)
+    helper.start(Tier.STALLS, 1000)
+    # GIVEN a process that is stopped for a while, and does not empty its pipe
+    memory.is_full = True
+    helper.start(Tier.STALLS, 125)
+    assert len(memory.told) == 1
+    # WHEN there is room again
+    memory.is_full = False
+    for _ in range(2):
+        helper.start(Tier.STALLS, 125)
+    # THEN it is told, once; it had begun, and nothing is missing
+    duties = [struct.unpack_from("<I", message, 16)[0] for message in memory.told]
+    assert duties == [1000, 125]
+    assert not host.lost
+
+
 def test_a_period_that_is_none_is_refused() -> None:
     memory, host = _sound(), Host()
     memory.stalls(1_500, 2_000, (1, 16, 0, 1, 0, 0, 3), period=1 << 63)
