@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
+from aiflame.agent.model.gpu import MOST_PERMILLE
 from aiflame.gpu.base import Host, SharedMemory
 from aiflame.gpu.ring import HEADER_BYTES, Record
 
@@ -333,8 +334,11 @@ def failed(record: Record) -> Failed:
 
 def state(record: Record) -> State:
     """Reads Passing.STATE."""
-    duty = record.data[_STATE.size :][: _DUTY.size] or bytes(_DUTY.size)
-    return State(*_fields(_STATE, record.data), *_fields(_DUTY, duty))
+    at_ns, tier, why = _fields(_STATE, record.data)
+    (duty,) = _fields(_DUTY, record.data[_STATE.size :] or bytes(_DUTY.size))
+    if duty > MOST_PERMILLE:
+        raise BadRecord("a duty cycle of more than all of the time")
+    return State(at_ns, tier, why, duty)
 
 
 _HEADER = struct.Struct("<16sQQQQ")

@@ -372,6 +372,8 @@ def test_one_without_a_pipe_is_a_loss(descriptor: int) -> None:
         (Passing.LOSSES, struct.pack("<IIQ", 999, 0, 1)),
         (Passing.ERROR, struct.pack("<QIi", 1, 4, 0) + b"no end!!"),
         (Passing.STATE, b"x" * 8),
+        # For more than all of the time.
+        (Passing.STATE, struct.pack("<QIIII", 1, 2, 0, 1001, 0)),
         (Passing.SERIALISED, b"x" * 8),
         (77, b""),
         (Fact.HELLO, b"x" * 8),

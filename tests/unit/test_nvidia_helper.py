@@ -317,6 +317,16 @@ def test_a_duty_cycle_leaves_no_facts(tmp_path: Path) -> None:
     assert _is_sound(target.told)
 
 
+def test_more_than_always_is_always(standin: Path) -> None:
+    with Target(standin, gpu="tier=2,read-out=20,duty=500") as target:
+        target.obey(*_SETUP)
+        target.read_until(partial(_has_duty, 500))
+    with Target(standin, gpu="tier=2,read-out=20,duty=5000") as target:
+        target.obey(*_SETUP)
+        # No other number is one of the protocol.
+        target.read_until(partial(_has_duty, 1000))
+
+
 def test_samples_of_other_duty_cycles_stand_for_all_of_the_time(tmp_path: Path) -> None:
     # GIVEN a cycle of half a second, and a program whose device is always busy
     folder, host = build(tmp_path, "-DDUTY_NS=500000000ull"), Host()

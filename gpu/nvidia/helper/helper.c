@@ -55,6 +55,7 @@
 #define MOST_SERIALISED_PERMILLE 500
 /* In a window CUPTI keeps each kernel's samples by itself, for which it has not much room. */
 #define WINDOW_READ_OUT_NS (10 * MS)
+#define ALWAYS_PERMILLE 1000
 #define DEFAULT_READ_OUT_MS 500
 #define MIN_READ_OUT_MS 10
 #define MAX_READ_OUT_MS 10000
@@ -522,6 +523,8 @@ static void start(const struct control *asked)
 		helper.asked.read_out_ms = DEFAULT_READ_OUT_MS;
 	if (helper.asked.read_out_ms > MAX_READ_OUT_MS)
 		helper.asked.read_out_ms = MAX_READ_OUT_MS;
+	if (helper.asked.duty_permille > ALWAYS_PERMILLE)
+		helper.asked.duty_permille = ALWAYS_PERMILLE;
 	if (helper.asked.serialised_permille > MOST_SERIALISED_PERMILLE)
 		helper.asked.serialised_permille = MOST_SERIALISED_PERMILLE;
 	if (!helper.is_on || is_other)
@@ -694,7 +697,8 @@ void take_events(void)
 /* Whether it pauses within each cycle. */
 static bool has_duty_cycle(void)
 {
-	return helper.samples_stalls && helper.duty_permille && helper.duty_permille < 1000;
+	return helper.samples_stalls && helper.duty_permille &&
+	       helper.duty_permille < ALWAYS_PERMILLE;
 }
 
 /* How much longer it has sampled than its share of the time since duty_ns. */
@@ -980,7 +984,7 @@ static bool read_environment(struct control *asked)
 	*asked = (struct control){
 		.verb = VERB_START,
 		.tier = number_of(text, "tier=", TIER_LAUNCHES),
-		.duty_permille = number_of(text, "duty=", 1000),
+		.duty_permille = number_of(text, "duty=", ALWAYS_PERMILLE),
 		.period_exponent = number_of(text, "period=", 0),
 		.read_out_ms = number_of(text, "read-out=", DEFAULT_READ_OUT_MS),
 		.serialised_permille = number_of(text, "serialised=", 0),
