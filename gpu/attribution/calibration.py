@@ -256,22 +256,21 @@ def _fitted(samples: Cells, ran_ns: Cells) -> Densities:
 
 def _scatter(samples: Cells, ran_ns: Cells) -> float:
     """Returns the variance of samples in units of their number, as windows of a stack differ."""
+    keys, of = np.unique(np.concatenate((samples.key, ran_ns.key)), return_inverse=True)
     windows = int(max(samples.window.max(initial=0), ran_ns.window.max(initial=0))) + 1
-    keys = np.unique(ran_ns.key)
-    shape = (len(keys), windows)
-    taken, ns = (
-        _sums(np.searchsorted(keys, c.key) * windows + c.window, c.value, shape[0] * shape[1])
-        for c in (samples, ran_ns)
-    )
-    taken, ns = taken.reshape(shape), ns.reshape(shape)
-    rate = taken.sum(axis=1, keepdims=True) / ns.sum(axis=1, keepdims=True)
-    expected = ns * rate
+    window = np.concatenate((samples.window, ran_ns.window))
+    # Only pairs that occur: of a day there are thousands of windows, with few of a kernel's stacks.
+    pairs, at = np.unique(of * windows + window, return_inverse=True)
+    taken = _sums(at[: len(samples.key)], samples.value, len(pairs))
+    ns = _sums(at[len(samples.key) :], ran_ns.value, len(pairs))
+    key = pairs // windows
+    expected = ns * (_sums(key, taken, len(keys)) / _sums(key, ns, len(keys)))[key]
     has_any = expected > 0
-    free = int((has_any.sum(axis=1) - 1).clip(0).sum())
+    free = int((np.bincount(key[has_any], minlength=len(keys)) - 1).clip(0).sum())
     differ = float(((taken - expected)[has_any] ** 2 / expected[has_any]).sum())
     found = (differ + _PRIOR_WINDOWS * _SCATTER) / (free + _PRIOR_WINDOWS)
     return max(found, _LEAST_SCATTER)
 
 
-def _sums(key: I64, values: I64, size: int) -> F64:
+def _sums(key: I64, values: I64 | F64, size: int) -> F64:
     return np.bincount(key, values.astype(np.float64), size).astype(np.float64)
