@@ -112,6 +112,7 @@ class _FamilyHost:
         losses: Of the family.
         duties: By process image: for how much of the time that is wanted stalls may be sampled.
         loads: What helpers have told since these were taken last, likewise.
+        left_out_ns: For how long stalls were not sampled, that is not counted yet.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class _FamilyHost:
         self.losses: Counter[LossKind] = Counter()
         self.duties: dict[int, float] = {}
         self.loads: dict[int, HelperLoad] = {}
+        self.left_out_ns = 0
         self.sampler: Sampler = family.start(self)
 
     def look(self, image: ProcessImage, libraries: Collection[str]) -> None:
@@ -371,7 +373,6 @@ class Devices:
         self._kernel_ns_of: Counter[int] = Counter()  # by index of the image
         self._ran: defaultdict[int, set[str]] = defaultdict(set)  # the same
         self._next_device = 0
-        self._left_out_ns = 0  # that is not counted yet
         self._said: list[str] = []
         self.samples = 0
 
@@ -539,11 +540,12 @@ class Devices:
 
     def take_loads(self) -> dict[int, HelperLoad]:
         """Returns what helpers have told since last, by process image."""
-        found: dict[int, HelperLoad] = {}
+        found: defaultdict[int, HelperLoad] = defaultdict(HelperLoad)
         for running in self._running:
-            found |= running.loads
+            for process, load in running.loads.items():
+                found[process] += load
             running.loads = {}
-        return found
+        return {**found}
 
     def steer(self, duties: dict[int, float], window_ns: int) -> None:
         """Has stalls sampled for less of the time, or for as much as before; says so.
@@ -556,11 +558,11 @@ class Devices:
             sharing = {memory.process for memory in running.shared.all()}
             for process in sharing:
                 before, now = (each.get(process, 1.0) for each in (running.duties, duties))
-                self._left_out_ns += 0 if before else window_ns
+                running.left_out_ns += 0 if before else window_ns
                 if _degree(before) != _degree(now):
                     self._said.append(_duty_words(self._table.images[process], now))
-            running.lose(LossKind.DEVICE_STALLS_LEFT_OUT, self._left_out_ns // _INTERVAL_NS)
-            self._left_out_ns %= _INTERVAL_NS
+            left_out_s, running.left_out_ns = divmod(running.left_out_ns, _INTERVAL_NS)
+            running.lose(LossKind.DEVICE_STALLS_LEFT_OUT, left_out_s)
             running.duties = duties
 
     def take_said(self) -> list[str]:

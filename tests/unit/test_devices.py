@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.devices.choice import choose_families
 from aiflame.agent.devices.devices import Devices
 from aiflame.agent.devices.locations import DeviceLocations, LocatedStack
+from aiflame.agent.devices.memories import Memories
 from aiflame.agent.errors import EnvironmentUnfit
 from aiflame.agent.kernel import abi
 from aiflame.agent.launches.gpu_kernels import KernelTable
@@ -43,6 +45,7 @@ from aiflame.gpu.base import (
     Family,
     Finding,
     HelperLibrary,
+    HelperLoad,
     Host,
     Interval,
     KernelSample,
@@ -557,6 +560,9 @@ class _Teller(_Sampler):
     def stop(self) -> None:
         self.drain(Interval(0))
 
+    def tell_load(self, process: int, load: HelperLoad) -> None:
+        self._host.add_load(process, load)
+
 
 class _TellingFamily(_Family):
     sampler: _Teller
@@ -726,3 +732,41 @@ def test_a_process_has_so_many_kernels_and_no_more(table: ProcessTable) -> None:
     # Of a process that has ended nothing counts any more.
     kernels.forget_images([0])
     assert kernels.id_of(0, "toys", "k19999") not in found
+
+
+@pytest.fixture
+def two_families(
+    table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[_TellingFamily], Devices]:
+    """Two families, each with a helper in both of two processes."""
+    families = [_TellingFamily((_TOY,)), _TellingFamily((_TOY,))]
+    shared = [SimpleNamespace(process=table.image(pid, 1).index) for pid in (77, 78)]
+    monkeypatch.setattr(Memories, "all", lambda self: shared)
+    window = _window()
+    devices = _devices(families, table, window, KernelTable(window))
+    devices.start()
+    return families, devices
+
+
+def test_what_helpers_of_two_families_cost_a_process_is_added_up(
+    two_families: tuple[list[_TellingFamily], Devices],
+) -> None:
+    families, devices = two_families
+    for family, load in zip(families, (HelperLoad(times=3), HelperLoad(samples=5)), strict=True):
+        family.sampler.tell_load(0, load)
+    families[1].sampler.tell_load(1, HelperLoad(read_outs=1))
+    assert devices.take_loads() == {0: HelperLoad(times=3, samples=5), 1: HelperLoad(read_outs=1)}
+    assert devices.take_loads() == {}
+
+
+def test_time_without_samples_is_counted_by_family_in_whole_seconds(
+    two_families: tuple[list[_TellingFamily], Devices],
+) -> None:
+    # GIVEN two families that are not sampled in one of two processes
+    _, devices = two_families
+    devices.steer({0: 0.0}, 0)
+    # WHEN less than a second has passed for each, THEN none is over
+    devices.steer({0: 0.0}, 600_000_000)
+    assert devices.losses == {}
+    devices.steer({0: 0.0}, 600_000_000)
+    assert devices.losses == {LossKind.DEVICE_STALLS_LEFT_OUT: 2}
