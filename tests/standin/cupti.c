@@ -19,6 +19,8 @@
 #define MOST_RUNS (1u << 18)
 /* What 12.9 has: CUpti_ActivityKernel9. */
 #define KERNEL_BYTES 208
+/* Half of those that the helper has. */
+#define MOST_REVERSED 16
 #define MOST_IDS 1024
 
 static const struct {
@@ -360,25 +362,33 @@ static void put_kernel(uint8_t *at, const struct run *run, int64_t add_ns, uint6
 	memcpy(at, &kernel, sizeof(kernel));
 }
 
-EXPORTED cupti_result cuptiActivityFlushAll(uint32_t flag)
+/* In as many buffers as there may be, each of which has what ran before those of the one before it. */
+static void give_reversed(const struct run *ended, uint32_t count, int64_t add_ns, uint64_t now)
 {
-	struct run *ended = malloc(sizeof(runs));
-	uint64_t now = standin_now_ns();
-	int64_t add_ns = realtime_ns(now) - (int64_t)now;
-	uint32_t count = 0, kept = 0;
+	uint32_t of_each = (count + MOST_REVERSED - 1) / MOST_REVERSED, left = count;
+	uint8_t *buffer;
+	size_t size;
+
+	while (left) {
+		uint32_t first = (left - 1) / of_each * of_each;
+
+		ask_for_buffer(&buffer, &size);
+		if (!buffer) {
+			dropped += left;
+			return;
+		}
+		for (uint32_t at = first; at < left; at++)
+			put_kernel(buffer + (at - first) * KERNEL_BYTES, &ended[at], add_ns, now);
+		give_buffer(buffer, size, (left - first) * KERNEL_BYTES);
+		left = first;
+	}
+}
+
+static void give(const struct run *ended, uint32_t count, int64_t add_ns, uint64_t now)
+{
 	uint8_t *buffer = NULL;
 	size_t size = 0, valid = 0;
 
-	check();
-	pthread_mutex_lock(&standin_lock);
-	for (uint32_t at = 0; at < run_count; at++) {
-		if (runs[at].end_ns <= now || flag == CUPTI_FLUSH_FORCED)
-			ended[count++] = runs[at];
-		else
-			runs[kept++] = runs[at];
-	}
-	run_count = kept;
-	pthread_mutex_unlock(&standin_lock);
 	for (uint32_t at = 0; at < count; at++) {
 		if (!buffer)
 			ask_for_buffer(&buffer, &size);
@@ -396,6 +406,29 @@ EXPORTED cupti_result cuptiActivityFlushAll(uint32_t flag)
 	}
 	if (buffer)
 		give_buffer(buffer, size, valid);
+}
+
+EXPORTED cupti_result cuptiActivityFlushAll(uint32_t flag)
+{
+	struct run *ended = malloc(sizeof(runs));
+	uint64_t now = standin_now_ns();
+	int64_t add_ns = realtime_ns(now) - (int64_t)now;
+	uint32_t count = 0, kept = 0;
+
+	check();
+	pthread_mutex_lock(&standin_lock);
+	for (uint32_t at = 0; at < run_count; at++) {
+		if (runs[at].end_ns <= now || flag == CUPTI_FLUSH_FORCED)
+			ended[count++] = runs[at];
+		else
+			runs[kept++] = runs[at];
+	}
+	run_count = kept;
+	pthread_mutex_unlock(&standin_lock);
+	if (standin_word("reversed", 0))
+		give_reversed(ended, count, add_ns, now);
+	else
+		give(ended, count, add_ns, now);
 	free(ended);
 	return 0;
 }

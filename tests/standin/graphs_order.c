@@ -1,6 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* gpu/nvidia/helper/graphs.c alone: the kernels of a newer launch are read before those of an older one,
- * as buffers may come out of order. Prints the launch of each, and what is told. */
+/*
+ * gpu/nvidia/helper/graphs.c alone: kernels of a newer launch are read before those of an older one, as
+ * buffers may come out of order. First where numbers are believed, then in a session in which they are
+ * not, of which the third launch's kernel is read before the second's. Prints the launch of each, and
+ * what is told.
+ */
 #include <stdio.h>
 
 #include "graphs.h"
@@ -34,6 +38,7 @@ static void run(uint32_t correlation, uint64_t node, uint64_t begin_ns)
 	kernel.graph = 5;
 	kernel.node = node;
 	kernel.correlation = correlation;
+	kernel.start = begin_ns;
 	printf("%llu\n", (unsigned long long)graphs_launch_of(&kernel, begin_ns));
 }
 
@@ -45,4 +50,12 @@ int main(void)
 	run(102, 1, 3100000000);
 	run(101, 1, 2100000000);
 	run(101, 2, 2200000000);
+	graphs_begin(130100, 102);
+	for (uint64_t turn = 1; turn <= 5; turn++)
+		graphs_see(200 + turn, 99, 5, turn * 1000000000);
+	run(0, 1, 1100000000);
+	run(0, 1, 3100000000);
+	run(0, 1, 2100000000);
+	run(0, 1, 4100000000);
+	run(0, 1, 5100000000);
 }

@@ -38,6 +38,7 @@
  *   old-graphs         kernels of graphs have the number of the first session's last launch of one, in
  *                      all sessions but the first, as CUPTI of 13.1
  *   other-graphs       ... the number of the launch of a graph before theirs
+ *   reversed           of the buffers of a flush, the first one lent has the last kernels
  *   interrupted=N      the first N readings of CUPTI's clock take 5 ms
  */
 #ifndef STANDIN_H

@@ -9,6 +9,11 @@
  * each of its nodes once in each (cuGraphLaunch, in cuda.h): the nth time that a node runs is of the
  * nth launch. Nodes in the body of a loop run more often: their order says nothing, and is taken for
  * one where numbers are refuted.
+ *
+ * The order is that in which kernels are read: kernels_read takes buffers by their time. Of a buffer
+ * that comes after a newer one was read nobody knows how many turns it has before it is over: its
+ * kernels are lost, and what was read too early has the launches before its own. What is read after
+ * it has its turns again.
  */
 #define _GNU_SOURCE
 #include "graphs.h"
@@ -60,6 +65,7 @@ struct launch {
 struct node {
 	uint64_t node;
 	uint64_t turns;
+	uint64_t newest; /* when the last of them began, by CUPTI's clock */
 };
 
 static struct launch by_number[MOST_LAUNCHES], by_turn[MOST_LAUNCHES];
@@ -226,14 +232,19 @@ static uint64_t launch_by_order(const struct cupti_kernel *kernel, struct node *
 uint64_t graphs_launch_of(const struct cupti_kernel *kernel, uint64_t begin_ns)
 {
 	uint64_t launch = launch_of(kernel->correlation);
+	bool is_late = false;
 	struct node *node;
 	const char *why;
 
 	if (!kernel->graph)
 		return launch;
 	node = kernel->node ? find_node(kernel->node) : NULL;
-	if (node)
+	if (node) {
 		node->turns++;
+		is_late = kernel->start < node->newest;
+		if (!is_late)
+			node->newest = kernel->start;
+	}
 	if (!is_wrong) {
 		why = launch ? refute(launch, kernel, begin_ns) : NULL;
 		if (!why)
@@ -241,7 +252,7 @@ uint64_t graphs_launch_of(const struct cupti_kernel *kernel, uint64_t begin_ns)
 		is_wrong = true;
 		tell_error(ERROR_GRAPH_IDS, 0, why);
 	}
-	launch = launch_by_order(kernel, node, begin_ns);
+	launch = is_late ? 0 : launch_by_order(kernel, node, begin_ns);
 	if (!launch)
 		losses_add(LOSS_GRAPH_IDS, 1);
 	return launch;

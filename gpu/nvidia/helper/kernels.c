@@ -212,19 +212,35 @@ static void take_kernel(const struct cupti_kernel *kernel, const struct reading 
 		put_batch();
 }
 
+static cupti_result next_record(const struct subscription *subscription, int at, void **record)
+{
+	uint8_t *buffer = buffers + (size_t)at * BUFFER_BYTES;
+
+	return subscription->is_v2
+		       ? cupti.cuptiActivityGetNextRecord_v2(subscription->handle, buffer,
+							     valid_bytes[at], record)
+		       : cupti.cuptiActivityGetNextRecord(buffer, valid_bytes[at], record);
+}
+
+/* When the first kernel of a buffer began, by CUPTI's clock; 0: it has none. */
+static uint64_t first_start(const struct subscription *subscription, int at)
+{
+	void *record = NULL;
+
+	if (!valid_bytes[at] || next_record(subscription, at, &record) || !record ||
+	    *(uint32_t *)record != CUPTI_ACTIVITY_CONCURRENT_KERNEL)
+		return 0;
+	return ((const struct cupti_kernel *)record)->start;
+}
+
 static void take_buffer(const struct subscription *subscription, int at,
 			const struct reading *reading)
 {
-	uint8_t *buffer = buffers + (size_t)at * BUFFER_BYTES;
 	void *record = NULL;
 	cupti_result result;
 
 	while (valid_bytes[at]) {
-		result = subscription->is_v2
-				 ? cupti.cuptiActivityGetNextRecord_v2(subscription->handle, buffer,
-								       valid_bytes[at], &record)
-				 : cupti.cuptiActivityGetNextRecord(buffer, valid_bytes[at],
-								    &record);
+		result = next_record(subscription, at, &record);
 		if (result || !record)
 			break;
 		if (*(uint32_t *)record == CUPTI_ACTIVITY_CONCURRENT_KERNEL)
@@ -249,18 +265,38 @@ static void count_dropped(const struct subscription *subscription)
 	graphs_miss_kernels();
 }
 
-static bool has_records(void)
+/* A buffer with records, and when the first of its kernels began. */
+struct filled {
+	int at;
+	uint64_t start;
+};
+
+/* Finds them in the order of time, by which graphs.c may have to tell launches; returns how many. */
+static int find_filled(const struct subscription *subscription, struct filled *filled)
 {
-	for (int at = 0; at < BUFFERS; at++)
-		if (atomic_load_explicit(&owners[at], memory_order_acquire) == OWNER_READER)
-			return true;
-	return false;
+	int count = 0;
+
+	for (int at = 0; at < BUFFERS; at++) {
+		struct filled one = { .at = at };
+		int place = count;
+
+		if (atomic_load_explicit(&owners[at], memory_order_acquire) != OWNER_READER)
+			continue;
+		one.start = first_start(subscription, at);
+		for (; place && filled[place - 1].start > one.start; place--)
+			filled[place] = filled[place - 1];
+		filled[place] = one;
+		count++;
+	}
+	return count;
 }
 
 void kernels_read(const struct subscription *subscription, enum flush flush)
 {
 	struct reading reading = { .flush = flush };
+	struct filled filled[BUFFERS];
 	int64_t step_ns;
+	int count;
 	cupti_result result = CUPTI_OK;
 
 	if (flush != FLUSH_NOTHING) {
@@ -269,7 +305,8 @@ void kernels_read(const struct subscription *subscription, enum flush flush)
 	}
 	if (result)
 		tell_error(ERROR_CALL, result, "cuptiActivityFlushAll");
-	if (!has_records())
+	count = find_filled(subscription, filled);
+	if (!count)
 		return;
 	if (find_clock(subscription, &reading.add_ns)) {
 		/* Somebody set the clock since the last time: nobody knows by which these are. */
@@ -282,14 +319,12 @@ void kernels_read(const struct subscription *subscription, enum flush flush)
 		/* They stay in their buffers until the next time. */
 		return;
 	}
-	for (int at = 0; at < BUFFERS; at++) {
-		if (atomic_load_explicit(&owners[at], memory_order_acquire) != OWNER_READER)
-			continue;
+	for (int at = 0; at < count; at++) {
 		/* What was launched before these ran. */
 		take_events();
 		if (launches_lost_graphs())
 			graphs_miss_launches();
-		take_buffer(subscription, at, &reading);
+		take_buffer(subscription, filled[at].at, &reading);
 	}
 	put_batch();
 }
