@@ -5,20 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aiflame.agent.model.gpu import Device, Tier
+from aiflame.agent.model.gpu import Device
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.device_facts import attribution, times_note
 from aiflame.agent.reports.device_rows import device_samples
 from aiflame.agent.reports.device_times import device_times
 from aiflame.agent.reports.words import duration
 from aiflame.agent.symbols.frames import clean_name
-
-# The three tiers in a reader's words.
-_REACHED = {
-    Tier.LAUNCHES: "launches",
-    Tier.TIMES: "launches and times",
-    Tier.STALLS: "launches, and samples with reasons",
-}
 
 
 def device_lines(profile: Profile) -> Iterator[str]:
@@ -41,6 +34,4 @@ def device_lines(profile: Profile) -> Iterator[str]:
 def _device_line(device: Device) -> str:
     if not device.name:
         return f"device {device.family}: none: {clean_name(device.limit)}."
-    limit = f"; {clean_name(device.limit)}" if device.limit else ""
-    reached = f"tier {int(device.tier)}, {_REACHED[device.tier]}"
-    return f"device {device.family}: {clean_name(device.name)}: {reached}{limit}."
+    return f"device {device.family}: {clean_name(device.name)}: {clean_name(device.reached)}."

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from aiflame.agent import kernelfs
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
-from aiflame.agent.model.gpu import Device, Tier
 from aiflame.gpu.families import FAMILIES
 
 _DRM = Path("/sys/class/drm")
@@ -19,12 +18,6 @@ _DRM = Path("/sys/class/drm")
 # PCI vendor ids (pci.ids), as sysfs writes them.
 _VENDORS = {"amd": "0x1002", "intel": "0x8086"}
 _NAMES = {"amd": "AMD", "intel": "Intel"}
-
-_REACHED = {
-    Tier.LAUNCHES: "launches are recorded",
-    Tier.TIMES: "launches and their times are recorded",
-    Tier.STALLS: "launches and samples of kernels are recorded",
-}
 
 
 def family(name: str) -> Callable[[Context], Finding]:
@@ -34,15 +27,10 @@ def family(name: str) -> Callable[[Context], Finding]:
         finding = FAMILIES[name]().detect()
         if not finding.devices:
             return skip(finding.why)
-        words = "; ".join(map(_words, finding.devices))
+        words = "; ".join(f"{device.name}: {device.reached}" for device in finding.devices)
         return warn(words, finding.cure) if finding.cure else ok(words)
 
     return find
-
-
-def _words(device: Device) -> str:
-    limit = f" ({device.limit})" if device.limit else ""
-    return f"{device.name}: {_REACHED[device.tier]}{limit}"
 
 
 def vendor(name: str) -> Callable[[Context], Finding]:

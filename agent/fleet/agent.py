@@ -51,7 +51,7 @@ from aiflame.agent.kernel import abi, checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
 from aiflame.agent.kernel.loader import ProgramOptions
 from aiflame.agent.kernel.probes import online_cpus
-from aiflame.agent.model.gpu import Tier
+from aiflame.agent.model.gpu import Device, Tier
 from aiflame.agent.model.window import Window
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.targets import Target, target_of_all
@@ -543,12 +543,9 @@ class _Agent:
             if words in self._said_devices:
                 continue
             self._said_devices.add(words)
-            missing = f"; {words[3]}" if words[3] else ""
-            if not words[1]:
-                self._log.say(f"device {words[0]}: none: {words[3]}")
-            else:
-                reached = f"tier {tier} ({Tier(tier).name.lower()})"
-                self._log.say(f"device {words[0]}: {words[1]}: {reached}{missing}")
+            device = Device(words[0], words[1], Tier(tier), words[3], 0)
+            reached = f"{device.name}: {device.reached}" if device.name else f"none: {device.limit}"
+            self._log.say(f"device {device.family}: {reached}")
 
     def _end(self) -> None:
         """Ends the stretch, and sends what can be sent in time."""

@@ -47,6 +47,11 @@ class Tier(enum.IntEnum):
     TIMES = 1  # and how long each kernel ran
     STALLS = 2  # and where in a kernel, and why it waited there
 
+    @property
+    def label(self) -> str:
+        """What is known at it, in a reader's words."""
+        return ("launches", "launches and times", "launches, and samples with reasons")[self]
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -58,6 +63,14 @@ class Device:
     limit: str  # what is missing for the next tier, "" at the highest
     period_ns: int  # what one sample stands for on one worker; 0 where it is no time
     details: str = ""  # versions of its driver and libraries, how it was sampled
+
+    @property
+    def reached(self) -> str:
+        """Which tier it reached, and what is missing for the next; it may have a target's words."""
+        limit = self.limit
+        if not limit and self.tier is not Tier.STALLS:
+            limit = "what is missing for the next tier was not told"
+        return f"tier {int(self.tier)}, {self.tier.label}" + (f"; {limit}" if limit else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,10 +124,8 @@ def device_lines(gpu: GpuProfile) -> list[tuple[str, str]]:
     lines = []
     for device in gpu.devices:
         name = f"{device.name} ({device.family})" if device.name else device.family
-        words = f"{name}: tier {int(device.tier)}, {device.tier.name.lower()}"
-        limit = f"; {device.limit}" if device.limit else ""
         details = f"; {device.details}" if device.details else ""
-        lines.append(("device", showable(words + limit + details)))
+        lines.append(("device", showable(f"{name}: {device.reached}{details}")))
     return lines
 
 

@@ -22,6 +22,9 @@ DEV = Path("/dev")
 # (NVIDIA, Multi-Process Service, "Environment variables").
 MPS_CONTROL = Path("/tmp/nvidia-mps/control")  # noqa: S108 - looked for, never used
 
+# A device of which nothing else is known.
+UNNAMED = "NVIDIA device"
+
 _MAX_BYTES = 1 << 16
 _MAX_DEVICES = 32
 
@@ -97,7 +100,7 @@ def look(proc: Path = PROC, dev: Path = DEV, mps: Path = MPS_CONTROL) -> Machine
     has_nodes = _exists(dev / "nvidiactl")
     if not gpus and has_nodes:
         # In a container, of which /proc is often the host's, and sometimes not.
-        gpus = tuple(Gpu("NVIDIA device", None) for _ in _nodes(dev))
+        gpus = tuple(Gpu(UNNAMED, None) for _ in _nodes(dev))
     return Machine(
         driver,
         gpus,
@@ -181,7 +184,7 @@ def _gpus(folder: Path) -> Iterator[Gpu]:
     for file in files:
         fields = {key.strip(): value.strip() for key, value in _FIELD.findall(_text(file))}
         model = fields.get("Model", "")
-        yield Gpu(model or "NVIDIA device", _uuid(fields.get("GPU UUID", "")))
+        yield Gpu(model or UNNAMED, _uuid(fields.get("GPU UUID", "")))
 
 
 def _uuid(text: str) -> bytes | None:

@@ -263,6 +263,9 @@ class NvidiaSampler:
             self._note_devices(helper)
         self._add_readings(said)
         processes = [*self._over, *(helper.told for helper in self._helpers.values())]
+        if not self._known and any(map(_is_refused, processes)):
+            # It runs on a device that this machine does not tell of, as in a container.
+            self._known.append(_Known(device_of(machine.UNNAMED, self._here), None))
         self._host.found(
             [self._with_words(self._device(known, processes), known) for known in self._known]
         )
@@ -309,11 +312,16 @@ def _beside(device: Device, processes: Sequence[Told]) -> Device:
     versions = sorted({one.hello.protocol for one in processes if one.hello and one.is_foreign})
     whys = [OTHER_VERSION.format(version, VERSION) for version in versions[:_MAX_WORDS]]
     # One that comes late hears of contexts from CUPTI, to which it may not get.
-    refused = _distinct(_why(one) for one in processes if one.errors and not one.contexts)
+    refused = _distinct(_why(one) for one in processes if _is_refused(one))
     limit = device.limit
     if refused:
         limit = limit.removeprefix(NO_HELPER).removeprefix("; ")
     return replace(device, limit="; ".join(filter(None, [*whys, *refused, limit])))
+
+
+def _is_refused(process: Told) -> bool:
+    """Whether a helper could not hear of contexts."""
+    return bool(process.errors) and not process.contexts
 
 
 def _is_used(process: Told, number: int) -> bool:

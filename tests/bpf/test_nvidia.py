@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.model.gpu import NONE, Tier
 from aiflame.agent.model.profile import Profile
+from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.device_rows import device_samples
 from aiflame.agent.reports.kernel_stats import launch_calls
 from aiflame.gpu.nvidia.sampler import NOT_USED
@@ -132,6 +133,25 @@ def test_times_and_stalls_are_under_the_stacks_that_launched(
     # AND a user sees it
     shown = run_aiflame("stats", ended.capture, "--view", "gputime").stdout
     assert "8.50 ms" in shown or "8.500 ms" in shown
+
+
+def test_who_is_refused_is_told_why(standin: Path, tmp_path: Path) -> None:
+    # GIVEN a process whose CUPTI is another profiler's, on a machine that tells of no driver
+    with Target(standin, gpu="", standin="taken") as target:
+        target.obey(*_SETUP)
+        with Recording(tmp_path, "-p", target.pid) as recording:
+            target.read_until(lambda told: told.errors)
+            target.obey("launch 0 300 20 0", "sync")
+            ended = recording.stop()
+    # THEN its launches are there, and record and page say what is missing, and what helps
+    assert launch_calls(ended.profile.gpu)["count"].sum() == 20
+    words = (
+        "tier 0, launches; another profiler uses CUPTI: nsys;"
+        " another profiler has CUPTI (cuptiSubscribe, nsys): end it"
+    )
+    assert f"device nvidia: NVIDIA device: {words}." in ended.stderr
+    page = FORMATS["html"].render(ended.profile, ReportOptions()).decode()
+    assert f"NVIDIA device (nvidia): {words}" in page
 
 
 def test_a_process_that_may_not_sample_has_times(standin: Path, tmp_path: Path) -> None:

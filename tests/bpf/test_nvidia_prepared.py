@@ -137,7 +137,7 @@ def test_a_workload_that_is_started_later_is_told_by_its_environment_alone(
         # THEN its kernel times are in captures, under the stacks that launched them
         wait_until(lambda: sum(_ran(agent.captures, "scale").values()) >= _RAN.total(), _CAPTURED_S)
     assert _ran(agent.captures, "scale") == _RAN
-    assert agent.said("tier 2 (stalls)")
+    assert agent.said("tier 2, launches, and samples with reasons")
     # AND THEN so are stall samples
     sampled = 0
     for path in agent.captures.iterdir():

@@ -187,7 +187,7 @@ def test_the_family_tells_the_same_to_doctor(restricted: Path) -> None:
     assert finding.cure.startswith(UNRESTRICT)
     row = doctor_gpu.family("nvidia")(Context())
     assert (row.status, row.cure) == (Status.WARN, finding.cure)
-    assert "NVIDIA H200: launches are recorded" in row.text
+    assert f"NVIDIA H200: tier 0, launches; {NO_HELPER}" in row.text
     assert "nvidia" in FAMILIES
 
 
@@ -274,6 +274,41 @@ def test_what_keeps_a_process_from_telling_of_devices_is_told(proc: Path) -> Non
         "another profiler uses CUPTI: nsys;"
         " another profiler has CUPTI (cuptiSubscribe, nsys): end it"
     )
+
+
+def test_what_keeps_a_process_from_a_device_that_is_not_seen_here_is_told(proc: Path) -> None:
+    # GIVEN no driver that this machine tells of, and a process that runs on a device all the same
+    memory = Memory(process=5)
+    memory.hello(0, "there is no CUDA driver in this process, or not yet")
+    host = Host(memory)
+    sampler = _sampler(proc, host)
+    sampler.drain(Interval(0))
+    assert host.devices == []
+    memory.hello(0, "another profiler uses CUPTI: nsys")
+    memory.error(HelperError.TAKEN, 39, "cuptiSubscribe", "nsys")
+    sampler.drain(Interval(1))
+    # THEN that is told, as of any device
+    (device,) = host.devices
+    assert device.name == "NVIDIA device"
+    assert device.reached == (
+        "tier 0, launches; another profiler uses CUPTI: nsys;"
+        " another profiler has CUPTI (cuptiSubscribe, nsys): end it"
+    )
+    # AND it is the device of which is told later
+    memory.device(0, name="NVIDIA H200")
+    memory.context()
+    memory.hello(2)
+    sampler.drain(Interval(2))
+    (device,) = host.devices
+    assert (device.name, device.tier) == ("NVIDIA H200", Tier.STALLS)
+
+
+def test_a_tier_that_is_not_the_highest_has_a_reason() -> None:
+    # GIVEN a family that tells none
+    for tier in (Tier.LAUNCHES, Tier.TIMES):
+        device = Device("toy", "Toy 1", tier, "", 0)
+        assert device.reached.endswith("; what is missing for the next tier was not told")
+    assert "missing" not in Device("toy", "Toy 1", Tier.STALLS, "", 0).reached
 
 
 @pytest.mark.parametrize(
