@@ -48,6 +48,7 @@ from aiflame.gpu.base import (
     CodeKey,
     DeviceReading,
     Family,
+    HelperLibrary,
     HelperLoad,
     Interval,
     KernelSample,
@@ -159,13 +160,26 @@ class _FamilyHost:
             return
         if self._loads is not None:
             self._loads.ask(image)
-        elif self.wanted.loading is Loading.MENTIONED and not self._is_mentioned:
+        elif self.wanted.loading is not Loading.MENTIONED or self._is_mentioned:
+            return
+        elif self._lacks_helper(image, library):
             self._is_mentioned = True
             self._said.append(
                 f"{image.name} ({image.pid}) runs on a device of {self.family.name}:"
                 f" --gpu {self.family.name} loads {library.path.name} into it, which adds"
                 f" {library.adds}"
             )
+
+    def _lacks_helper(self, image: ProcessImage, library: HelperLibrary) -> bool:
+        """Whether a process has no helper, and will not load it by itself once it uses a device.
+
+        That is not known of one that is over.
+        """
+        variables = self._table.environment(image)
+        values = (variables.get(name, "") for name in library.variables(self.wanted))
+        names = {value.rpartition("/")[2] for value in values}
+        is_there = any(memory.process == image.index for memory in self.shared.all())
+        return bool(variables) and library.path.name not in names and not is_there
 
     def load_helpers(self) -> list[str]:
         """Loads helpers where they are missing; returns what is to be said."""

@@ -25,6 +25,8 @@ from aiflame.agent.redaction import redacted
 _MAX_MAPS_BYTES = 32 << 20
 # What is kept of a command line: a subtitle and a table cell need no more.
 _MAX_COMMAND_LINE_BYTES = 4096
+# Of an environment: those of Kubernetes have some hundred variables of services.
+_MAX_ENVIRONMENT_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,16 @@ def command_line(opener: Opener, pid: int) -> str:
     They are the process's own memory, which has to be waited for as the mappings have.
     """
     return joined_arguments(opener.proc(pid, "cmdline", _MAX_COMMAND_LINE_BYTES))
+
+
+def environment(opener: Opener, pid: int) -> dict[str, str]:
+    """Returns the variables that a process was started with, of as many as fit; as `command_line`.
+
+    They have secrets: they are for a look, and are kept nowhere.
+    """
+    pairs = opener.proc(pid, "environ", _MAX_ENVIRONMENT_BYTES).decode(errors="replace")
+    found = (pair.partition("=") for pair in pairs.split("\0"))
+    return {name: value for name, is_one, value in found if is_one}
 
 
 def joined_arguments(raw: bytes) -> str:

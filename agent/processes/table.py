@@ -530,6 +530,11 @@ class ProcessTable:
         lines = procfs.shared_mappings(self._opener, image.pid, name)
         return lines if self._is_shown(image) else []
 
+    def environment(self, image: ProcessImage) -> dict[str, str]:
+        """Returns the variables that an image was started with, none if it is over."""
+        found = procfs.environment(self._opener, image.pid) if self.is_current(image) else {}
+        return found if self._is_shown(image) else {}
+
     def _map_late(self, image: ProcessImage, life: Life | None) -> None:
         """Takes in what the kernel told of an image that is over, once that is asked for.
 

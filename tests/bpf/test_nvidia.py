@@ -135,6 +135,27 @@ def test_times_and_stalls_are_under_the_stacks_that_launched(
     assert "8.50 ms" in shown or "8.500 ms" in shown
 
 
+@pytest.mark.parametrize("way", ["none", "environment", "another profiler's", "injected"])
+def test_a_helper_is_offered_where_there_is_none(standin: Path, tmp_path: Path, way: str) -> None:
+    # GIVEN a process without a helper, one that loads it, now or once it uses a device, by its
+    # environment; and one that has it otherwise
+    library = standin / "libaiflame-nvidia.so"
+    variables = {"environment": f"/srv/{library.name}", "another profiler's": "/srv/libother.so"}
+    environment = {"CUDA_INJECTION64_PATH": variables[way]} if way in variables else {}
+    with Target(standin, environment=environment) as target:
+        target.obey(*_SETUP)
+        if way == "injected":
+            target.obey(f"load {library}")
+            target.find_memory()
+        # WHEN it is recorded without a word of devices
+        with Recording(tmp_path, "-p", target.pid) as recording:
+            target.obey("launch 0 300 20 0", "sync")
+            ended = recording.stop()
+    # THEN it is said what a helper would add, to the first and the third only
+    offer = f"program ({target.pid}) runs on a device of nvidia: --gpu nvidia loads {library.name}"
+    assert (offer in ended.stderr) == (way in ("none", "another profiler's"))
+
+
 def test_who_is_refused_is_told_why(standin: Path, tmp_path: Path) -> None:
     # GIVEN a process whose CUPTI is another profiler's, on a machine that tells of no driver
     with Target(standin, gpu="", standin="taken") as target:
