@@ -386,6 +386,9 @@ class _Agent:
     def _give(self, window: Window) -> None:
         """Takes a window: it is on disk when this returns, unless there is no room there."""
         self._say_devices(window)
+        duties = {} if self._steers is None else self._steers.duties()
+        wanted = self._config.agent.gpu_duty_percent / 100
+        self._vitals.note_device_duty(wanted * min(duties.values(), default=1.0))
         if self._steers is not None:
             self._vitals.note_duty(1 / self._steers.chances.one_in)
             self._tell_thrift(self._steers.chances.thrift)

@@ -93,7 +93,7 @@ class Vitals:
         self._exports: dict[str, _Exports] = {}
         self._sinks: Collection[str] = ()
         self._containers = self._unresolved_containers = 0
-        self._duty_ratio = 0.0
+        self._duty_ratio = self._device_duty_ratio = 0.0
         self._memory: MemoryUse | None = None
         self._memory_limit = 0
         self._cpu_s = 0.0
@@ -123,6 +123,11 @@ class Vitals:
         """Takes of which share of switch-outs a stack is taken."""
         with self._lock:
             self._duty_ratio = ratio
+
+    def note_device_duty(self, ratio: float) -> None:
+        """Takes for which share of the time stalls of devices are sampled."""
+        with self._lock:
+            self._device_duty_ratio = ratio
 
     def note_naming_started(self) -> None:
         """Takes note that the process that names and sends is a new one."""
@@ -183,6 +188,12 @@ class Vitals:
                     "duty_ratio",
                     "Share of switch-outs whose stack is taken, in the cgroup with the smallest.",
                     self._duty_ratio,
+                ),
+                (
+                    "device_duty_ratio",
+                    "Share of the time in which helpers sample stalls, in the process with the"
+                    " smallest.",
+                    self._device_duty_ratio,
                 ),
                 ("containers", "Containers in the newest stretch.", self._containers),
                 (

@@ -6,8 +6,10 @@ Driver and CUPTI are stand-ins (tests/standin).
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,6 +97,16 @@ class _Agent:
     def said(self, words: str) -> bool:
         return words in self.log.read_text()
 
+    def metric(self, name: str) -> float:
+        """Returns a metric without labels."""
+        url = re.search(r"health and metrics: (\S+)", self.log.read_text())
+        assert url is not None
+        with urllib.request.urlopen(f"{url[1]}/metrics") as answer:  # noqa: S310 - of its own
+            text = answer.read().decode()
+        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        assert found is not None, text
+        return float(found[1])
+
 
 def _folders(folder: Path) -> tuple[Path, Path, Path]:
     return folder / "helpers", folder / "captures", folder / "log"
@@ -158,9 +170,10 @@ def test_stalls_are_left_out_where_they_would_exceed_the_budget(
     # GIVEN an agent that may take next to nothing, and a program that it finds
     budget = ("--cost-cpu-percent", "0.1", "--cost-host-percent", "0.05")
     with (
-        _running(tmp_path, standin, *budget) as agent,
+        _running(tmp_path, standin, *budget, "--health", "127.0.0.1:0") as agent,
         _workload(standin, agent.helpers) as target,
     ):
+        wait_until(lambda: agent.metric("aiflame_device_duty_ratio") == 1, _PATIENCE_S)
         target.obey(*_SETUP)
         target.read_until(lambda told: any(state.tier for state in told.states), _PATIENCE_S)
         # WHEN its device is sampled
@@ -171,6 +184,7 @@ def test_stalls_are_left_out_where_they_would_exceed_the_budget(
         for _ in range(_ROUNDS):
             target.obey(*_ROUND)
         target.read_until(lambda told: len(told.kernel_times) == launches, _PATIENCE_S)
+        wait_until(lambda: agent.metric("aiflame_device_duty_ratio") == 0, _PATIENCE_S)
         # THEN it is not any more, its kernel times are told as before,
         assert sum(target.read().samples().values()) == samples
         # AND captures say for how long stalls are missing.

@@ -106,6 +106,7 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     vitals.note_cpu(2.5)
     vitals.note_cpu(2.25)  # what an orphan took is in no sum any more
     vitals.note_duty(0.125)
+    vitals.note_device_duty(0.25)
     # WHEN they are asked for
     found = _metrics(server)
     # THEN they are what there was
@@ -121,6 +122,7 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert found["aiflame_self_cpu_seconds_total",] == 2.5
     assert found["aiflame_resident_bytes",] == 6 and found["aiflame_map_bytes",] == 4
     assert found["aiflame_duty_ratio",] == 0.125
+    assert found["aiflame_device_duty_ratio",] == 0.25
     assert found["aiflame_containers",] == 9 and found["aiflame_unresolved_containers",] == 2
     assert found["aiflame_export_sent_total", "otlp"] == 90
     assert found["aiflame_export_retried_total", "otlp"] == 2
