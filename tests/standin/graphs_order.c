@@ -2,8 +2,8 @@
 /*
  * gpu/nvidia/helper/graphs.c alone: kernels of a newer launch are read before those of an older one, as
  * buffers may come out of order. First where numbers are believed, then in a session in which they are
- * not, of which the third launch's kernel is read before the second's. Prints the launch of each, and
- * what is told.
+ * not, of which the third launch's kernel is read before the second's, and before the last one somebody
+ * sets the clock back. Prints the launch of each, and what is told.
  */
 #include <stdio.h>
 
@@ -31,6 +31,8 @@ uint64_t launch_of(uint32_t correlation)
 	return correlation;
 }
 
+static int64_t clock_ahead_ns;
+
 static void run(uint32_t correlation, uint64_t node, uint64_t begin_ns)
 {
 	struct cupti_kernel kernel = { 0 };
@@ -38,7 +40,7 @@ static void run(uint32_t correlation, uint64_t node, uint64_t begin_ns)
 	kernel.graph = 5;
 	kernel.node = node;
 	kernel.correlation = correlation;
-	kernel.start = begin_ns;
+	kernel.start = begin_ns + clock_ahead_ns;
 	printf("%llu\n", (unsigned long long)graphs_launch_of(&kernel, begin_ns));
 }
 
@@ -57,5 +59,7 @@ int main(void)
 	run(0, 1, 3100000000);
 	run(0, 1, 2100000000);
 	run(0, 1, 4100000000);
+	clock_ahead_ns = -2000000000;
+	graphs_clock_was_set();
 	run(0, 1, 5100000000);
 }

@@ -153,6 +153,13 @@ void graphs_miss_kernels(void)
 	misses_kernels = true;
 }
 
+/* What runs from now on may seem older than what ran before. */
+void graphs_clock_was_set(void)
+{
+	for (uint32_t at = 0; at < MOST_NODES_THAT_RAN; at++)
+		nodes[at].newest = 0;
+}
+
 /* Of a number above 0; NULL: there is no room for it. */
 static struct node *find_node(uint64_t number)
 {

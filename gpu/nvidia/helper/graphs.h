@@ -18,6 +18,8 @@ void graphs_see(uint64_t launch, uint64_t executable, uint32_t id, uint64_t at_n
 /* Not all launches were seen, or not all kernels are told: nothing is known of their order. */
 void graphs_miss_launches(void);
 void graphs_miss_kernels(void);
+/* Of CUPTI, by which kernels have an order. */
+void graphs_clock_was_set(void);
 /* The launch of a kernel; 0: unknown, which is counted where CUPTI's number is refuted. */
 uint64_t graphs_launch_of(const struct cupti_kernel *kernel, uint64_t begin_ns);
 /* Whether a sample's number says nothing, as it may be one of those that are refuted. */

@@ -313,6 +313,8 @@ void kernels_read(const struct subscription *subscription, enum flush flush)
 		step_ns = last_add_ns ? reading.add_ns - last_add_ns : 0;
 		reading.is_refused = step_ns > MOST_CLOCK_STEP_NS || step_ns < -MOST_CLOCK_STEP_NS;
 		last_add_ns = reading.add_ns;
+		if (reading.is_refused)
+			graphs_clock_was_set();
 	} else if (flush == FLUSH_ALL) {
 		reading.is_refused = true;
 	} else {
