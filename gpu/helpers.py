@@ -198,6 +198,7 @@ class Helper:
         self._started_ns: int | None = None
         self._asked_permille: int | None = None  # of the time in which stalls are sampled
         self._has_answered = False  # has said how far it comes since it was to begin
+        self._is_left = False
         self._is_over = False  # its process, when it was left
         self._is_done = False  # it has said that it is off, or is over, and there was no more
         self.told = Told()
@@ -251,6 +252,7 @@ class Helper:
     def leave(self) -> None:
         """Wants nothing of it any more: it ends, unless another recorder wants it on."""
         self._is_over = self._memory.is_over()
+        self._is_left = True
         self._memory.leave()
 
     @property
@@ -326,7 +328,9 @@ class Helper:
                     if told.is_foreign:
                         return
                     self._has_answered = self._started_ns is not None
-                    if told.best is None or fact.tier >= told.best.tier:
+                    best_tier = -1 if told.best is None else told.best.tier
+                    # What it says when it is left is not why it came no further.
+                    if fact.tier > best_tier or (fact.tier == best_tier and not self._is_left):
                         told.best = fact
                 case HelperDevice():
                     device = replace(fact, name=_shown(fact.name))

@@ -350,6 +350,22 @@ def test_one_that_tells_no_more_is_not_waited_for(end: str) -> None:
     assert [one.launch_id for one in host.times] == [9]
 
 
+def test_why_it_came_no_further_is_not_that_it_was_left() -> None:
+    memory, host = Memory(process=3), Host()
+    memory.hello(0, "nobody has asked for it")
+    helper = _helper(memory, host)
+    helper.read(0)
+    helper.start(Tier.STALLS, 1000)
+    memory.hello(0, "another profiler uses CUPTI: nsys")
+    helper.read(1)
+    # GIVEN a recorder that leaves, which the helper then says
+    memory.on_leave = lambda: memory.hello(0, "the recorder is gone")
+    helper.leave()
+    helper.read(2)
+    assert helper.told.best is not None
+    assert helper.told.best.why == "another profiler uses CUPTI: nsys"
+
+
 @pytest.mark.parametrize("descriptor", [-1, 3])
 def test_one_without_a_pipe_is_a_loss(descriptor: int) -> None:
     memory, host = _sound(), Host()
