@@ -15,6 +15,7 @@ from aiflame.agent.fleet.host_checks import CgroupLayout, cgroup_layout
 from aiflame.agent.fleet.known_containers import keep, kept
 from aiflame.agent.fleet.kubelet import Kubelet, KubeletSettings, PodWatch
 from aiflame.agent.fleet.labels import KEPT_S, UNKNOWN_CONTAINER, Labeller, LabelOptions
+from aiflame.agent.fleet.rootless import RootlessEngines
 from aiflame.agent.fleet.selection import left_out, left_out_paths
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.batch import Labels
@@ -84,7 +85,13 @@ class Labelling:
         self._kubelet: KubeletSettings | None = None
         self._watch: PodWatch | None = None
         self._engines = EngineWatch()
-        self._labeller = Labeller(label_options(settings), None, self._engines.facts_of)
+        self._rootless = RootlessEngines()
+        self._labeller = Labeller(
+            label_options(settings),
+            None,
+            self._engines.facts_of,
+            rootless_facts=self._rootless.facts_of,
+        )
         self._labeller.learn(kept(self._directory))
         self._kept_changes = 0
         self._mounts = cgroup2_mounts()
@@ -137,7 +144,7 @@ class Labelling:
         merged = [at for at, labels in enumerate(found) if labels and labels not in kept]
         for at in merged:
             found[at] = self._labeller.other
-        unnamed = {each.container_id for each in distinct if each.service == UNKNOWN_CONTAINER}
+        unnamed = {each.container_id for each in distinct if _is_unnamed(each)}
         counts = {LossKind.UNNAMED_CONTAINERS: len(unnamed), LossKind.LABELS_MERGED: len(merged)}
         self.losses = tuple(
             Loss(kind.stored_name, count, f"{kind.meaning}; {kind.cure}")
@@ -177,3 +184,8 @@ class Labelling:
             return None
         self._left_out = found
         return found
+
+
+def _is_unnamed(labels: Labels) -> bool:
+    """Whether these are of a container of which only the id is known; a user's is below that."""
+    return labels.service.rpartition("/")[2] == UNKNOWN_CONTAINER

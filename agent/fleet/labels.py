@@ -8,7 +8,7 @@ What is believed, so that nobody takes another's name:
   runs containers, or nothing, is above it. All that is inside belongs to it, or to that service or
   user.
 * What is below /user.slice/user-N.slice is that user's: its names follow "user-N/", also those of
-  containers of rootless engines.
+  containers of rootless engines, of which that user's files tell, and nobody else's.
 * Names, images and pods by the id of such a container, from files of root's or from the kubelet.
   Labels and annotations were chosen by whoever may make the container, or pods in its namespace.
 * An executable's name, which its process chose, where none of these is there.
@@ -49,6 +49,8 @@ MAX_TEXT = 253
 _MAX_EXTRA_TEXT = 128
 # Pyroscope takes 30 labels of a series, of which some are not extra.
 _MAX_EXTRA = 16
+# Containers of one user that are told apart at a time.
+_MAX_CONTAINERS_OF_USER = 256
 # Services of one user, and of all that is in no group, at a time; further ones are that user's, or
 # "other".
 _MAX_SERVICES_OF_USER, _MAX_SERVICES = 64, 256
@@ -181,6 +183,10 @@ class _Known:
     pod: Pod | None = None  # of a sandbox, of which the kubelet tells no more
 
 
+def _no_facts(_uid: int, _ids: Iterable[str]) -> dict[str, EngineFacts]:
+    return {}
+
+
 class Labeller:
     """Tells whom processes belong to.
 
@@ -189,6 +195,7 @@ class Labeller:
         pods: Of this node, by Kubernetes.
         engine_facts: Returns what engines left of containers.
         clock_s: Monotonic, in seconds.
+        rootless_facts: As engine_facts, of the containers of a user.
 
     Attributes:
         changes: How often something was learnt of a container.
@@ -200,10 +207,12 @@ class Labeller:
         pods: Pods | None = None,
         engine_facts: Callable[[Iterable[str]], dict[str, EngineFacts]] = facts_of,
         clock_s: Callable[[], float] = time.monotonic,
+        rootless_facts: Callable[[int, Iterable[str]], dict[str, EngineFacts]] = _no_facts,
     ) -> None:
         self.changes = 0
         self.use(options, pods)
         self._engine_facts = engine_facts
+        self._rootless_facts = rootless_facts
         self._clock_s = clock_s
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._services: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
@@ -259,14 +268,15 @@ class Labeller:
         now_s = self._clock_s()
         paths = {_whole(cgroup) for cgroup in cgroups}
         missing = []
-        for container in (_trusted(path) for path in paths if not _USER.match(path)):
+        for path in paths:
+            user = _USER.match(path)
+            if user is not None:
+                self._expect_of_user(int(user[1]), path, now_s)
+                continue
+            container = _trusted(path)
             if container is None or not container.id:
                 continue
-            known = self._known.get(container.id)
-            if known is None:
-                known = self._known[container.id] = _Known(None, now_s, now_s, now_s - _ASK_AGAIN_S)
-            known.used_s = now_s
-            self._known.move_to_end(container.id)
+            known = self._seen(container.id, now_s)
             of_pod = self._pods.pods.containers.get(container.id)
             if of_pod is not None:
                 self._take(known, of_pod)
@@ -284,6 +294,30 @@ class Labeller:
                 if container_id in missing:
                     self._take(self._known[container_id], facts)
         self._forget(now_s)
+
+    def _expect_of_user(self, uid: int, path: str, now_s: float) -> None:
+        container = _of_rootless(path)
+        if container is None or not self._tells_apart(uid, container.id):
+            return
+        key = _key_of_user(uid, container.id)
+        known = self._seen(key, now_s)
+        if known.facts is None:
+            facts = self._rootless_facts(uid, [container.id]).get(container.id)
+            if facts is not None:
+                self._take(known, facts)
+
+    def _tells_apart(self, uid: int, container_id: str) -> bool:
+        """Whether a container of a user's is not one too many."""
+        most = _MAX_CONTAINERS_OF_USER
+        return bool(self._bounded(f"containers of {uid}", container_id, "", most))
+
+    def _seen(self, key: str, now_s: float) -> _Known:
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Known(None, now_s, now_s, now_s - _ASK_AGAIN_S)
+        known.used_s = now_s
+        self._known.move_to_end(key)
+        return known
 
     def _take(self, known: _Known, facts: Facts) -> None:
         self.changes += known.facts != facts
@@ -309,29 +343,37 @@ class Labeller:
             own = plain(units[0].name)
             service, unit = _lasting(own)
             return Subject(Labels(service=service, unit=unit, node=self._node), unit=own)
-        service = self._bounded("", _of_executable(process), _OTHER)
+        service = self._bounded("", _of_executable(process), _OTHER, _MAX_SERVICES)
         return Subject(Labels(service=service, node=self._node))
 
     def _of_user(self, uid: int, path: str, process: Process) -> Labels:
         user = f"user-{uid}"
-        identity = identity_of(path)
-        container = next((each for each in identity.containers if each.id), None)
+        container = _of_rootless(path)
         # The first is the user's own manager, or the session.
-        units = [unit.name for unit in identity.units[1:]]
+        units = [unit.name for unit in identity_of(path).units[1:]]
+        facts = None
         if container is not None:
-            name, container_id = UNKNOWN_CONTAINER, container.id
+            known = self._known.get(_key_of_user(uid, container.id))
+            facts = None if known is None else known.facts
+            name = UNKNOWN_CONTAINER if facts is None else facts.name
         else:
             name = _lasting(units[0])[0] if units else _of_executable(process)
-            container_id = ""
+        service = f"{user}/{plain(name)}"[:MAX_TEXT]
+        most = _MAX_SERVICES_OF_USER
         labels = Labels(
-            service=self._bounded(user, f"{user}/{plain(name)}"[:MAX_TEXT], user),
+            service=self._bounded(user, service, user, most),
             unit=f"{user}.slice",
             node=self._node,
         )
         # An id that root's engines gave out is not the user's to claim.
-        if container is None or container_id in self._known:
+        if container is None or container.id in self._known:
             return labels
-        return replace(labels, container_id=container_id, engine=_engine(container))
+        if not self._tells_apart(uid, container.id):
+            return labels
+        labels = replace(labels, container_id=container.id, engine=_engine(container))
+        if not isinstance(facts, EngineFacts):
+            return labels
+        return replace(labels, container=service, version=_version({}, facts.image, ""))
 
     def _of_container(self, container: Container, path: str, process: Process) -> Subject:
         known = self._known.get(container.id)
@@ -395,12 +437,11 @@ class Labeller:
     def _is_wanted(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._options.extra)
 
-    def _bounded(self, payer: str, service: str, instead: str) -> str:
+    def _bounded(self, payer: str, service: str, instead: str, most: int) -> str:
         """Returns a service, or another one for a payer that has too many."""
         services, now_s = self._services[payer], self._clock_s()
         while services and now_s - next(iter(services.values())) > KEPT_S:
             services.popitem(last=False)
-        most = _MAX_SERVICES_OF_USER if payer else _MAX_SERVICES
         if service not in services and len(services) >= most:
             return instead
         services[service] = now_s
@@ -427,6 +468,15 @@ def _trusted(path: str) -> Container | None:
         return None
     outermost = identity.containers[0]
     return outermost if _is_made_by_engine(outermost, identity) else None
+
+
+def _of_rootless(path: str) -> Container | None:
+    """Returns the outermost container with an id on a path of a user's."""
+    return next((each for each in identity_of(path).containers if each.id), None)
+
+
+def _key_of_user(uid: int, container_id: str) -> str:
+    return f"user-{uid}/{container_id}"
 
 
 def _is_made_by_engine(container: Container, identity: Identity) -> bool:

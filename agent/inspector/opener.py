@@ -132,6 +132,21 @@ class Opener:
         question = ("beneath", root, path, str(int(follows_last)))
         return self._open(f"{root} {path}", path, None, *question)
 
+    def directory(self, root: str, path: str) -> OpenedFile:
+        """Finds a directory inside a root directory, which no link leads out of: it is O_PATH.
+
+        Looking into it by /proc/self/fd waits for nobody.
+
+        Args:
+            root: Path of the root directory.
+            path: As who has that root sees it; the last part may not be a link.
+
+        Raises:
+            OSError: It is gone, not permitted, no directory or on a file system that is not local
+                (ENOTDIR), or not found in time (ETIMEDOUT).
+        """
+        return self._open(f"{root} {path}", path, None, "directory", root, path)
+
     def root(self, pid: int) -> OpenedFile:
         """Opens a process's root directory, to find others beneath.
 

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import os
 import resource
+import stat
 import struct
 import sys
 
@@ -57,6 +58,7 @@ class _Opener:
         self._kinds: dict[bytes, Callable[..., None]] = {
             b"mapped": self._mapped,
             b"beneath": self._beneath,
+            b"directory": self._directory,
             b"root": self._root,
             b"pipe": self._pipe,
             b"proc": self._proc,
@@ -139,6 +141,17 @@ class _Opener:
         found = _look_beneath(root, path, follows_last == b"1")
         try:
             self._give(found)
+        finally:
+            os.close(found)
+
+    def _directory(self, root: bytes, path: bytes) -> None:
+        """Finds a directory by its path inside a root directory, if its file system is local."""
+        found = _look_beneath(root, path, follows_last=False)
+        try:
+            facts = os.fstat(found)
+            if not stat.S_ISDIR(facts.st_mode) or not rootfs.is_local(found):
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            self._answer(facts=facts, fds=[found])
         finally:
             os.close(found)
 

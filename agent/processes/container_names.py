@@ -8,8 +8,9 @@ podman and CRI-O share a storage library with one list of containers for each st
 
 Of podman there are no labels: these are in a database that its commands hold a lock on.
 
-No names have the containers of containerd, which keeps them in a database that it alone opens, and
-those of rootless engines, whose files are their users', who could put anything there.
+No names have the containers of containerd, which keeps them in a database that it alone opens.
+Those of rootless engines have files of their users', who could put anything there: these are read
+otherwise (fleet/rootless.py), and read as what they are here.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _DOCKER_SETTINGS = "etc/docker/daemon.json"
 # Permanent storage, and what does not outlive the boot (storage.conf(5): graphroot, runroot).
 _STORAGE_ROOTS = ("var/lib/containers/storage", "run/containers/storage")
 _DRIVERS = "*-containers"
-_STORAGE_LISTS = ("containers.json", "volatile-containers.json")
-_DOCKER_STATE = "config.v2.json"
+STORAGE_LISTS = ("containers.json", "volatile-containers.json")
+DOCKER_STATE = "config.v2.json"
 
 # Some hundred bytes for each label and mount of a container, of which real ones have a few dozen.
 _MAX_CONTAINER_BYTES = 1 << 20
@@ -82,7 +83,7 @@ def facts_of(ids: Iterable[str], root: Path = Path("/")) -> dict[str, EngineFact
     folders = [folder / "containers" for folder in _docker_roots(root)]
     for container_id in wanted:
         for folder in folders:
-            found |= facts_in(folder / container_id / _DOCKER_STATE)
+            found |= facts_in(folder / container_id / DOCKER_STATE)
     return found
 
 
@@ -92,17 +93,41 @@ def facts_in(path: Path) -> dict[str, EngineFacts]:
     Args:
         path: Of a file; one that engines keep under another name tells nothing.
     """
-    if path.name in _STORAGE_LISTS:
-        return dict(_listed(_read_json(path, _MAX_LIST_BYTES)))
-    if path.name != _DOCKER_STATE or not _ID.fullmatch(path.parent.name):
+    if path.name in STORAGE_LISTS:
+        return listed_facts(_read(path, _MAX_LIST_BYTES))
+    if path.name != DOCKER_STATE or not is_container_id(path.parent.name):
         return {}
-    state = _read_json(path, _MAX_CONTAINER_BYTES)
+    facts = docker_facts(_read(path, _MAX_CONTAINER_BYTES))
+    return {} if facts is None else {path.parent.name: facts}
+
+
+def is_container_id(text: str) -> bool:
+    """Whether it is an id as docker and podman give them."""
+    return _ID.fullmatch(text) is not None
+
+
+def listed_facts(text: bytes) -> dict[str, EngineFacts]:
+    """Returns what a list of containers tells, by their ids; nothing where it is damaged.
+
+    Args:
+        text: As podman and CRI-O write it.
+    """
+    return dict(_listed(_json(text)))
+
+
+def docker_facts(text: bytes) -> EngineFacts | None:
+    """Returns what docker tells of one container; None where it is damaged, or has no name.
+
+    Args:
+        text: As docker writes it.
+    """
+    state = _json(text)
     name = _text(state, "Name").lstrip("/")
     if not name:
-        return {}
+        return None
     settings = state.get("Config")
     labels = settings.get("Labels") if isinstance(settings, dict) else None
-    return {path.parent.name: EngineFacts(name, _text(settings, "Image"), _labels(labels))}
+    return EngineFacts(name, _text(settings, "Image"), _labels(labels))
 
 
 def _text(value: Any, key: str) -> str:
@@ -147,7 +172,7 @@ def is_state_directory(path: Path) -> bool:
 
 def _docker_roots(root: Path) -> Iterator[Path]:
     yield from (root / folder for folder in _DOCKER_ROOTS)
-    settings = _read_json(root / _DOCKER_SETTINGS, _MAX_CONTAINER_BYTES)
+    settings = _json(_read(root / _DOCKER_SETTINGS, _MAX_CONTAINER_BYTES))
     moved = settings.get("data-root") if isinstance(settings, dict) else None
     if isinstance(moved, str) and moved.startswith("/"):
         yield root / moved.lstrip("/")
@@ -155,7 +180,7 @@ def _docker_roots(root: Path) -> Iterator[Path]:
 
 def _storage_facts(root: Path, wanted: frozenset[str]) -> dict[str, EngineFacts]:
     drivers = [path for folder in _STORAGE_ROOTS for path in (root / folder).glob(_DRIVERS)]
-    lists = (facts_in(path / name) for path in drivers for name in _STORAGE_LISTS)
+    lists = (facts_in(path / name) for path in drivers for name in STORAGE_LISTS)
     return {key: facts for found in lists for key, facts in found.items() if key in wanted}
 
 
@@ -177,17 +202,24 @@ def _image_of(metadata: Any) -> str:
         return ""
 
 
-def _read_json(path: Path, limit: int) -> Any:
-    """Returns a file's content, None of one that is not root's or our own, or larger than that."""
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None  # it is damaged, or just being written
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """Returns a file's content, none of one that is not root's or our own, or larger than that."""
     try:
         with open(path, "rb", opener=_open_without_waiting) as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
-                return None
+                return b""
             text = file.read(limit + 1)
-        return json.loads(text) if len(text) <= limit else None
-    except (OSError, ValueError, RecursionError):
-        return None  # it is not there, not readable, or just being written
+        return text if len(text) <= limit else b""
+    except OSError:
+        return b""  # it is not there, or not readable
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

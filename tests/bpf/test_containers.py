@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from aiflame.agent.fleet.labels import Labeller, LabelOptions
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.profile import Profile, SampleClass, StopReason
 from aiflame.agent.processes import procfs
+from aiflame.agent.processes.targets import cgroup2_mounts
+from cgroups import made_groups
 from receivers.pyroscope import Pyroscope
 from receivers.server import serving
 from recordings import Recording, Workload, frames_of
@@ -133,10 +137,8 @@ def _make_root(root: Path, program: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def podman(
-    workload: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[_Podman]:
-    """podman with an image, by the first of its runtimes that works here."""
+def archive(workload: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the image."""
     if shutil.which("podman") is None:
         pytest.skip("podman is not installed")
     folder = tmp_path_factory.mktemp("image")
@@ -144,6 +146,12 @@ def podman(
     _make_root(folder / "root", program)
     archive = folder / "image.tar"
     subprocess.run(["tar", "-C", folder / "root", "-cf", archive, "."], check=True)
+    return archive
+
+
+@pytest.fixture(scope="module")
+def podman(archive: Path) -> Iterator[_Podman]:
+    """podman with an image, by the first of its runtimes that works here."""
     plain = _Podman(("podman",))
     plain("import", "--quiet", archive, _IMAGE)
     try:
@@ -287,6 +295,63 @@ def test_a_container_that_is_gone_has_its_id(podman: _Podman, tmp_path: Path) ->
     assert {(each.service, each.container) for each in found} == {("unknown-container", "")}
 
 
+@dataclass(frozen=True)
+class _Rootless:
+    """podman, as an ordinary user runs it, in cgroups as systemd gives them to users.
+
+    Attributes:
+        podman: Runs its commands.
+        uid: Of the user.
+    """
+
+    podman: _Podman
+    uid: int
+
+    def create(self, name: str, script: str) -> str:
+        """Makes a container that is removed once it has ended; returns its id."""
+        options = ("--rm", "--name", name, *_OPTIONS, _IMAGE)
+        return self.podman("create", *options, _interpreter(), "-S", "-c", script)
+
+    def group(self, container_id: str) -> str:
+        """Returns the cgroup that systemd would make for a container."""
+        slices = f"user.slice/user-{self.uid}.slice/user@{self.uid}.service/user.slice"
+        return f"{slices}/libpod-{container_id}.scope"
+
+    def run(self, container_id: str, group: Path) -> None:
+        """Runs a container in a cgroup, to its end."""
+        script = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
+        command = [*self.podman.command, "start", "--attach", container_id]
+        subprocess.run(["sh", "-c", script, "sh", group, *command], check=True, timeout=_PATIENCE_S)
+
+
+@pytest.fixture
+def rootless(archive: Path) -> Iterator[_Rootless]:
+    """An ordinary user, who has an image."""
+    name = f"aflame{os.getpid()}"
+    # One uid takes no set-uid program to map it.
+    no_uids = ("-K", "SUB_UID_COUNT=0", "-K", "SUB_GID_COUNT=0")
+    subprocess.run(["useradd", "--create-home", *no_uids, name], check=True, timeout=60)
+    user = pwd.getpwnam(name)
+    run = Path(f"/run/user/{user.pw_uid}")
+    run.mkdir(parents=True)
+    os.chown(run, user.pw_uid, user.pw_gid)
+    as_user = ["setpriv", "--reuid", name, "--regid", name, "--clear-groups"]
+    variables = (f"HOME={user.pw_dir}", f"XDG_RUNTIME_DIR={run}", f"PATH=/usr/sbin:{os.defpath}")
+    drivers = ("--storage-driver", "vfs", "--cgroup-manager", "cgroupfs")
+    podman = _Podman((*as_user, "env", "-i", "-C", "/", *variables, "podman", *drivers))
+    try:
+        image = shutil.copy(archive, user.pw_dir)
+        podman("import", "--quiet", image, _IMAGE)
+        yield _Rootless(podman, user.pw_uid)
+    finally:
+        for pid in procfs.process_ids():
+            with suppress(OSError):
+                if Path(f"/proc/{pid}").stat().st_uid == user.pw_uid:
+                    os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(run)
+        wait_until(lambda: subprocess.run(["userdel", "--remove", name]).returncode in (0, 6), 60)
+
+
 @pytest.fixture
 def pyroscope() -> Iterator[tuple[Pyroscope, str]]:
     """A stand-in of a Pyroscope, with its URL."""
@@ -377,6 +442,43 @@ def test_many_containers_that_are_gone_before_they_are_asked_for(
     services = {dict(labels)["service_name"] for _, labels in receiver.series}
     assert {name for name in services if name.startswith(_OWN)} <= {*names.values()}
     assert not any(re.search("[0-9a-f]{12}", name) for name in services), services
+
+
+def test_rootless_containers_have_the_names_of_their_user(
+    rootless: _Rootless, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
+) -> None:
+    receiver, url = pyroscope
+    # GIVEN containers of a user's, the first of which is there for longer than the others
+    scripts = [_BRIEF.replace("0.25", "5"), *(10 * [_BRIEF])]
+    names = [f"{_OWN}-r{number}" for number in range(len(scripts))]
+    ids = [rootless.create(*each) for each in zip(names, scripts, strict=True)]
+    mount = cgroup2_mounts()[0]
+    with (
+        made_groups(mount, *map(rootless.group, ids)) as groups,
+        _agent(tmp_path, url) as captures,
+    ):
+        # WHEN they run, one after the other, and none leaves anything
+        for container_id, group in zip(ids, groups, strict=True):
+            rootless.run(container_id, group)
+        keys = {f"user-{rootless.uid}/{container_id}" for container_id in ids}
+        wait_until(lambda: _is_recorded(tmp_path / "agent", keys), _PATIENCE_S)
+        of_one = _captured(tmp_path, "--container", f"user-{rootless.uid}/{names[1]}", "one")
+    assert {each.container_id for each in of_one.labels if each is not None} == {ids[1]}
+    # THEN each has its name, below that of its user,
+    expected = {
+        key: (f"user-{rootless.uid}/{name}", "podman", "1.2")
+        for key, name in zip(ids, names, strict=True)
+    }
+    found = {
+        labels.container_id: (labels.container, labels.engine, labels.version)
+        for path in captures.iterdir()
+        for labels in read_capture(path).labels
+        if labels is not None and labels.container_id in ids
+    }
+    assert found == expected
+    # AND a back-end has it as its service.
+    services = {dict(labels)["service_name"] for _, labels in receiver.series}
+    assert {name for name, _, _ in expected.values()} <= services
 
 
 def test_the_agent_refuses_a_pid_namespace_of_its_own() -> None:

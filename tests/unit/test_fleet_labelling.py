@@ -271,8 +271,9 @@ def test_a_host_of_containers_without_end_is_bounded_for_sinks(
     monkeypatch.setattr(labelling, "_MAX_LABEL_SETS", 10)
     one = Labelling(_config(directory=str(tmp_path), node="n").agent)
     ids = [f"{number:064x}" for number in range(1000)]
-    # WHEN a stretch has a thousand containers that nobody can name
-    labels = one.of([replace(process(7, "x"), cgroup=f"/docker/{key}") for key in ids])
+    # WHEN a stretch has a thousand containers that nobody can name, one of them of a user's
+    paths = [f"/user.slice/user-7.slice/libpod-{ids[0]}.scope", *(f"/docker/{k}" for k in ids[1:])]
+    labels = one.of([replace(process(7, "x"), cgroup=path) for path in paths])
     # THEN sinks get few sets of labels, nothing is left out, and it is counted
     assert len({*labels}) == 11
     assert None not in labels

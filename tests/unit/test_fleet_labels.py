@@ -268,6 +268,67 @@ def test_rootless_containers_have_their_ids() -> None:
     assert (labels.engine, labels.unit) == ("podman", "user-1000.slice")
 
 
+class _Rootless:
+    """What users' engines tell, by user and container."""
+
+    def __init__(self, **names: str) -> None:
+        self.names = names
+
+    def __call__(self, uid: int, ids: Iterable[str]) -> dict[str, EngineFacts]:
+        names = {key: self.names.get(f"u{uid}_{key[0]}", "") for key in ids}
+        return {key: EngineFacts(name, "web:1.2") for key, name in names.items() if name}
+
+
+def _of_rootless(rootless: _Rootless) -> Labeller:
+    return Labeller(LabelOptions("node-1"), None, _Engine(), _Clock(), rootless_facts=rootless)
+
+
+def test_rootless_containers_have_names_below_their_users() -> None:
+    # GIVEN two users, each with a container of the same id; one has a name
+    labeller = _of_rootless(_Rootless(u1000_a="web"))
+    mine = _labels(labeller, f"{_USER}/user.slice/libpod-{'a' * 64}.scope/container")
+    others = _labels(labeller, f"/user.slice/user-7.slice/docker-{'a' * 64}.scope")
+    # THEN the name is of that user alone, and cannot pass for one of root's
+    assert mine == Labels(
+        service="user-1000/web",
+        container_id="a" * 64,
+        container="user-1000/web",
+        engine="podman",
+        node="node-1",
+        unit="user-1000.slice",
+        version="1.2",
+    )
+    assert (others.service, others.container) == ("user-7/unknown-container", "")
+    # AND it is known by whoever learns it from the agent
+    told = _of_rootless(_Rootless())
+    told.learn(labeller.known)
+    assert _labels(told, f"{_USER}/libpod-{'a' * 64}.scope").container == "user-1000/web"
+
+
+def test_a_user_does_not_name_containers_of_root() -> None:
+    # GIVEN a container of root's, and a user whose files name one of that id
+    rootless = _Rootless(u1000_a="mine")
+    engine = _Engine(**{"a" * 64: EngineFacts("victim")})
+    labeller = Labeller(LabelOptions("node-1"), None, engine, _Clock(), rootless_facts=rootless)
+    roots = f"/docker/{'a' * 64}"
+    assert _labels(labeller, f"{_USER}/libpod-{'a' * 64}.scope").container == "user-1000/mine"
+    assert _labels(labeller, roots).container == "victim"
+    # THEN that user has no claim to its id any more
+    claimed = _labels(labeller, f"{_USER}/libpod-{'a' * 64}.scope")
+    assert (claimed.container_id, claimed.container) == ("", "")
+
+
+def test_a_user_with_many_cgroups_forgets_nobodys_containers() -> None:
+    labeller = _labeller(None, _Engine(**{_OTHER_ID: EngineFacts("db")}))
+    assert _labels(labeller, f"/docker/{_OTHER_ID}").service == "db"
+    # WHEN a user makes cgroups like those of containers
+    claimed = {_labels(labeller, f"{_USER}/libpod-{n:064x}.scope") for n in range(10_000)}
+    # THEN back-ends get no series for each, and others' names stay
+    assert len(claimed) == 257
+    assert labeller.unresolved == 256
+    assert [*labeller.known] == [_OTHER_ID]
+
+
 def test_an_unknown_container_has_its_id_until_the_kubelet_tells() -> None:
     pods = _Pods()
     labeller = _labeller(pods)

@@ -136,6 +136,27 @@ def test_what_is_no_regular_file_is_refused(opener: Opener, tmp_path: Path) -> N
         assert caught.value.errno == code
 
 
+def test_a_directory_is_found_and_nothing_else(opener: Opener, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    (tmp_path / "link").symlink_to("/folder")
+    (tmp_path / "outside").symlink_to("/etc")
+    for path in ("/folder", "/../folder"):
+        found = opener.directory(str(tmp_path), path)
+        assert os.listdir(f"/proc/self/fd/{found.fd}") == ["file"]  # noqa: PTH208 - a descriptor
+        os.close(found.fd)
+    for root, path, code in (
+        (str(tmp_path), "/folder/file", errno.ENOTDIR),
+        (str(tmp_path), "/link", errno.ENOTDIR),
+        (str(tmp_path), "/outside/ssl", errno.ENOENT),
+        (str(tmp_path), "/none", errno.ENOENT),
+        ("/proc", "/self", errno.ENOTDIR),  # a file system that is not local
+    ):
+        with pytest.raises(OSError, match=os.strerror(code)) as caught:
+            opener.directory(root, path)
+        assert caught.value.errno == code
+
+
 def test_what_proc_tells_is_read_whole(opener: Opener) -> None:
     # GIVEN more mappings than one message holds
     regions = [mmap.mmap(-1, _PAGE) for _ in range(3000)]
