@@ -28,7 +28,9 @@ _ENDING = ".aiflame"
 class Settings:
     """Keys of [sinks.captures]."""
 
-    directory: Path = setting(Kind.PATH, "where captures go; it has to exist")
+    directory: Path = setting(
+        Kind.PATH, "where captures go; it is made where the directory above it is there"
+    )
     max_size: int = setting(
         Kind.BYTES, "the most that all of them may take", 1 * 10**9, least=10**6
     )
