@@ -8,6 +8,7 @@ holds.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
@@ -47,6 +48,8 @@ from aiflame.agent.store.selector import (
     LABELS,
     Selector,
     held_range,
+    holds,
+    nothing_there,
 )
 
 NAME = "query"
@@ -300,30 +303,35 @@ def run(args: argparse.Namespace) -> int:
 
 def _top(engine: Engine, args: argparse.Namespace) -> int:
     selector = _selector(engine, args)
-    return _print(questions.top(engine, selector, args.limit, is_raw=args.is_raw))
+    return _print(engine, selector, questions.top(engine, selector, args.limit, is_raw=args.is_raw))
 
 
 def _kernels(engine: Engine, args: argparse.Namespace) -> int:
     selector = _selector(engine, args)
     if args.by == "kernel":
-        return _print(questions.kernels(engine, selector, args.limit))
-    return _print(questions.busy_by(engine, selector, args.by, args.limit))
+        return _print(engine, selector, questions.kernels(engine, selector, args.limit))
+    return _print(engine, selector, questions.busy_by(engine, selector, args.by, args.limit))
 
 
 def _stalls(engine: Engine, args: argparse.Namespace) -> int:
     selector = _selector(engine, args)
     if args.by == "line":
-        return _print(questions.stalls_by_line(engine, selector, args.limit, is_raw=args.is_raw))
+        lines = questions.stalls_by_line(engine, selector, args.limit, is_raw=args.is_raw)
+        return _print(engine, selector, lines)
     if args.is_raw:
         raise UsageError("--raw is of lines", "add --by line")
-    return _print(questions.stalls(engine, selector, args.limit))
+    return _print(engine, selector, questions.stalls(engine, selector, args.limit))
 
 
 def _agents(engine: Engine, args: argparse.Namespace) -> int:
-    return _print(questions.agents(engine, _selector(engine, args), args.limit))
+    selector = _selector(engine, args)
+    return _print(engine, selector, questions.agents(engine, selector, args.limit))
 
 
-def _print(table: Table) -> int:
+def _print(engine: Engine, selector: Selector, table: Table) -> int:
+    """Prints a table; raises NothingThere where labels leave nothing of the store."""
+    if not table.rows and selector.labels and not holds(engine, selector):
+        raise nothing_there(engine, selector)
     print_tables([table])
     return 0
 
@@ -389,7 +397,7 @@ def _named_format(chosen: str | None, output: str) -> str:
 
 def _diff(engine: Engine, args: argparse.Namespace) -> int:
     whole = _selector(engine, args, is_all=True)
-    base, new = (_side(whole, given) for given in (args.base, args.new))
+    base, new = (_side(whole, side, getattr(args, side)) for side in ("base", "new"))
     if base == new:
         raise UsageError("--base and --new are the same", "--base version=1.4 --new version=1.5")
     if args.output is None and args.format is not None:
@@ -416,14 +424,19 @@ def _diff(engine: Engine, args: argparse.Namespace) -> int:
     return _GREW if grown else 0
 
 
-def _side(whole: Selector, given: list[str]) -> Selector:
+def _side(whole: Selector, side: str, given: list[str]) -> Selector:
     labels: dict[str, tuple[str, ...]] = {**whole.labels}
     own: dict[str, tuple[str, ...]] = {}
     times: dict[str, int] = {}
     for text in given:
         key, equals, value = text.partition("=")
-        if not equals or key not in _SIDE_KEYS:
-            raise UsageError(f"not a KEY=VALUE: {text}", f"KEY is one of {', '.join(_SIDE_KEYS)}")
+        known = f"KEY is one of {', '.join(_SIDE_KEYS)}"
+        if not equals:
+            raise UsageError(f"--{side}: not a KEY=VALUE: {text}", known)
+        if key not in _SIDE_KEYS:
+            near = difflib.get_close_matches(key, _SIDE_KEYS, 1)
+            mean = f" (did you mean {near[0]}?)" if near else ""
+            raise UsageError(f"--{side}: no such label: {key}{mean}", known)
         if key in ("from", "to"):
             try:
                 times[key] = moment_s(value)
@@ -454,18 +467,21 @@ def _sql(engine: Engine, args: argparse.Namespace) -> int:
     numeric = [
         any(type(row[i]) in (int, float) for row in found.rows) for i in range(len(found.columns))
     ]
-    return _print(
-        Table(
-            "Answer",
-            "",
-            tuple(
-                f"{'>' if is_number else ''}{showable(name)}"
-                for name, is_number in zip(found.columns, numeric, strict=True)
-            ),
-            tuple(tuple(_cell(value) for value in row) for row in found.rows[: args.limit]),
-            max(0, len(found.rows) - args.limit),
-        )
+    print_tables(
+        [
+            Table(
+                "Answer",
+                "",
+                tuple(
+                    f"{'>' if is_number else ''}{showable(name)}"
+                    for name, is_number in zip(found.columns, numeric, strict=True)
+                ),
+                tuple(tuple(_cell(value) for value in row) for row in found.rows[: args.limit]),
+                max(0, len(found.rows) - args.limit),
+            )
+        ]
     )
+    return 0
 
 
 def _cell(value: object) -> str:

@@ -11,7 +11,7 @@ from aiflame.agent.reports.table import Table
 from aiflame.agent.reports.words import showable
 from aiflame.agent.store.difference import LEAST_GROUPS, Change, Side, change, refuse_too_few
 from aiflame.agent.store.engine import Engine, Parameter
-from aiflame.agent.store.selector import NothingThere, Selector
+from aiflame.agent.store.selector import Selector, nothing_there
 
 # Variances are of so many groups of (host, window): enough for t to be near the normal
 # distribution, few enough to be fetched for hundreds of functions.
@@ -109,10 +109,7 @@ def compare(
     sides = _Sides(engine, base, new)
     totals = sides.totals()
     if not all(total.value for total in totals):
-        raise NothingThere(
-            f"the store has nothing of {(base if not totals[0].value else new).words}",
-            "ask for another time, or for less",
-        )
+        raise nothing_there(engine, base if not totals[0].value else new)
     by_host = min(total.hosts for total in totals) >= _HOSTS_FOR_GROUPS
     whole = sides.wholes(by_host)
     samples = (totals[0].events, totals[1].events)

@@ -61,9 +61,9 @@ from aiflame.agent.store.rows import NO_STACK
 from aiflame.agent.store.selector import (
     AGENT_LABELS,
     CLASS_WORDS,
-    NothingThere,
     Selector,
     moment_words,
+    nothing_there,
 )
 from aiflame.gpu.attribution import ATTRIBUTED_DTYPE, Certainty
 from aiflame.gpu.attribution.kernel_times import ATTRIBUTED_TIME_DTYPE
@@ -137,9 +137,7 @@ def profile_of(
     most_of_devices = most_stacks if detail is None else MOST_ROWS
     device_rows = _device_rows(engine, selector, by, most_of_devices, detail)
     if not rows and not device_rows:
-        raise NothingThere(
-            f"the store has nothing of {selector.words}", "ask for another time, or for less"
-        )
+        raise nothing_there(engine, selector)
     build = _Builder(detail)
     wanted = {int(row[3]) for row in rows} | {int(row[7]) for row in device_rows}
     build.add_stacks(_frames(engine, wanted - {NO_STACK}))

@@ -12,7 +12,7 @@ from aiflame.agent.reports.kernel_names import kernel_names
 from aiflame.agent.reports.table import Table, ms, percent
 from aiflame.agent.reports.words import duration, showable
 from aiflame.agent.store.engine import Engine
-from aiflame.agent.store.selector import AGENT_LABELS, Selector, moment_words
+from aiflame.agent.store.selector import AGENT_LABELS, Selector, moment_cell
 
 _S_PER_HOUR = 3_600
 
@@ -134,7 +134,7 @@ def kernels(engine: Engine, selector: Selector, limit: int) -> Table:
         tuple(
             (
                 *(f"{int(n):,}", percent(int(stalled), int(n)) if int(n) else "-"),
-                *(f"{int(launched):,}", ms(int(busy)), f"{int(hosts):,}"),
+                *(f"{int(launched):,}", _measured_ms(int(busy)), f"{int(hosts):,}"),
                 *(_short(kernel), showable(device) if device else ""),
                 ", ".join(
                     f"{showable(reason)} {percent(int(part), int(stalled))}" for part, reason in why
@@ -164,7 +164,8 @@ def busy_by(engine: Engine, selector: Selector, label: str, limit: int) -> Table
         (">busy", ">GPU ms", ">launches", ">samples", ">stalled", ">hosts", label),
         tuple(
             (
-                *(percent(int(busy), int(seconds) * 10**9), ms(int(busy)), f"{int(launched):,}"),
+                percent(int(busy), int(seconds) * 10**9) if int(busy) else "-",
+                *(_measured_ms(int(busy)), f"{int(launched):,}"),
                 *(f"{int(n):,}", percent(int(stalled), int(n)) if int(n) else "-"),
                 *(f"{int(hosts):,}", showable(who) if who else "[none]"),
             )
@@ -273,11 +274,12 @@ def agents(engine: Engine, selector: Selector, limit: int) -> Table:
     ).rows
     return Table(
         "Hosts",
-        f"{selector.words}, longest silent first; CPU: of one processor, by what records",
+        f"{selector.words}, longest silent first; times are UTC; CPU: of one processor, by what"
+        " records",
         ("last heard of", ">samples", ">CPU", ">MB", "host", "version", "lost"),
         tuple(
             (
-                *(moment_words(int(last)), f"{int(n):,}"),
+                *(moment_cell(int(last)), f"{int(n):,}"),
                 *(percent(int(cpu), int(seconds) * 10**9), f"{int(rss) / 1e6:,.0f}"),
                 *(showable(node) if node else "[no name]", showable(version)),
                 ", ".join(f"{showable(name)} {int(count):,}" for count, name in gone),
@@ -290,6 +292,11 @@ def agents(engine: Engine, selector: Selector, limit: int) -> Table:
 
 def _of_devices(selector: Selector) -> tuple[str, dict[str, Any]]:
     return Selector(selector.begin_s, selector.end_s, selector.labels).where()
+
+
+def _measured_ms(busy_ns: int) -> str:
+    """Returns a time of kernels; none has taken none, but not all devices tell it."""
+    return ms(busy_ns) if busy_ns else "-"
 
 
 def _short(kernel: str) -> str:

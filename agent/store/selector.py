@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.reports.words import showable
 from aiflame.agent.store.engine import Engine, Parameter
 
 # What the time of each class is called, by what samples call the class.
@@ -26,6 +28,10 @@ LABELS = (
 )
 # Of agents, which are of hosts.
 AGENT_LABELS = ("cluster", "node")
+
+# Of names that were mistyped: as many are told, as many are looked at, and so alike they are
+# (difflib's own cutoff).
+_MAX_NAMED, _MAX_COMPARED, _ALIKE = 8, 1000, 0.6
 
 _LIKE = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_", "*": "%", "?": "_"})
 
@@ -93,13 +99,75 @@ class Selector:
         return ", ".join([f"{moment_words(self.begin_s)} to {moment_words(self.end_s)}", *chosen])
 
 
+def holds(engine: Engine, selector: Selector) -> bool:
+    """Whether a store has anything of what is asked for, of whatever kind."""
+    where, values = replace(selector, classes=()).where()
+    # Statements here are of names of columns and tables of ours, and parameters.
+    return any(
+        engine.query(f"SELECT 1 FROM {table} WHERE {where} LIMIT 1", values).rows
+        for table in ("samples", "gpu")
+    )
+
+
+def nothing_there(engine: Engine, selector: Selector) -> NothingThere:
+    """Returns the error of who asked for something that a store does not have.
+
+    Its hint says which of the labels no row of that time has, and which there are.
+
+    Args:
+        engine: The store.
+        selector: What was asked for.
+    """
+    hints = (_unmatched(engine, selector, label) for label in selector.labels)
+    hint = next(filter(None, hints), "ask for another time, or for less")
+    return NothingThere(f"the store has nothing of {selector.words}", hint)
+
+
+def _unmatched(engine: Engine, selector: Selector, label: str) -> str:
+    """Returns which values of a label there are where none of those asked for is, else ""."""
+    every = Selector(selector.begin_s, selector.end_s)
+    only = replace(every, labels={label: selector.labels[label]})
+    if holds(engine, only) or not holds(engine, every):
+        return ""
+    where, values = every.where()
+    found: dict[str, int] = {}
+    for table in ("samples", "gpu"):
+        rows = engine.query(
+            f"SELECT {label}, count() AS n FROM {table} WHERE {where} AND {label} != ''"
+            f" GROUP BY {label} ORDER BY n DESC LIMIT {_MAX_COMPARED}",
+            values,
+        ).rows
+        found = {value: int(count) for value, count in rows} | found
+    asked = " or ".join(map(showable, selector.labels[label]))
+    said = f"no {label} is called {asked}"
+    if not found:
+        return f"{said}; none has a name"
+    # The likeliest first: those that are written much alike, or contain it, then those with most.
+    near = [
+        value
+        for value in found
+        if any(
+            text.strip("*?") in value or difflib.SequenceMatcher(a=text, b=value).ratio() >= _ALIKE
+            for text in selector.labels[label]
+        )
+    ]
+    first = [*dict.fromkeys((*near, *found))][:_MAX_NAMED]
+    more = f" and {len(found) - len(first):,} more" if len(found) > len(first) else ""
+    return f"{said}; there are {', '.join(map(showable, first))}{more}"
+
+
 def _is_pattern(text: str) -> bool:
     return re.search(r"[*?]", text) is not None
 
 
 def moment_words(unix_s: int) -> str:
     """Returns a time as it is shown: UTC, to the second."""
-    return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"{moment_cell(unix_s)} UTC"
+
+
+def moment_cell(unix_s: int) -> str:
+    """Returns the same for a table that says of which zone its times are."""
+    return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def held_range(engine: Engine) -> tuple[int, int]:

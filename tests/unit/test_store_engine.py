@@ -429,6 +429,46 @@ def test_tables_of_devices(store: DirectoryEngine) -> None:
     assert stalled["[no Python]"] == 200
 
 
+def test_time_of_devices_that_tell_none_is_not_zero(store: DirectoryEngine) -> None:
+    _add(store, small_device_profile())
+    kernels = questions.kernels(store, _ALL, 9)
+    assert {row[kernels.columns.index(">GPU ms")] for row in kernels.rows} == {"-"}
+    (busy,) = questions.busy_by(store, _ALL, "service", 9).rows
+    assert busy[:2] == ("-", "-")
+
+
+@pytest.mark.parametrize("question", [("top",), ("kernels",), ("flame", "-f", "folded", "-o", "-")])
+def test_a_label_that_nothing_has_is_told_with_those_that_there_are(
+    store: DirectoryEngine, capsys: pytest.CaptureFixture[str], question: tuple[str, ...]
+) -> None:
+    _add(store, small_profile(), 0, service="train", container="shop-web", node="n1")
+    _add(store, small_profile(), 1, service="train", container="db", node="n1")
+    store.close()
+    words = ["query", *question, "--store", store.name]
+    # WHEN labels are asked for, of which one matches nothing
+    code = cli.main([*words, "--node", "n*", "--container", "web", "--container", "x*"])
+    # THEN that one is told, with what it may have been
+    assert code == 4
+    said = capsys.readouterr()
+    assert "no container is called web or x*; there are shop-web, db\n" in said.err
+    assert said.out == ""
+    # AND no label is blamed where the time is what nothing is of
+    assert cli.main([*words, "--from", "0", "--to", "9", "--container", "db"]) == 4
+    assert "ask for another time" in capsys.readouterr().err
+
+
+def test_an_unknown_label_of_a_side_is_told_as_one(
+    store: DirectoryEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(store, small_profile())
+    store.close()
+    words = ["query", "diff", "--store", store.name, "--new", "version=2"]
+    assert cli.main([*words, "--base", "contaner=web"]) == 2
+    assert "--base: no such label: contaner (did you mean container?)" in capsys.readouterr().err
+    assert cli.main([*words, "--base", "container"]) == 2
+    assert "--base: not a KEY=VALUE: container" in capsys.readouterr().err
+
+
 def test_a_table_of_hosts(store: DirectoryEngine) -> None:
     _add(store, small_profile(), 5, node="n2")
     _add(store, small_profile(), 0, node="n1")
@@ -436,6 +476,8 @@ def test_a_table_of_hosts(store: DirectoryEngine) -> None:
     assert [row[4] for row in rows] == ["n1", "n2"]
     assert rows[0][-1] == "stacks_full 3"
     assert rows[0][0] < rows[1][0]
+    # The line above the table says that these are UTC; no time is wrapped in a narrow terminal.
+    assert len(rows[0][0]) == len("2026-11-25 09:20:00")
     with pytest.raises(AiflameError, match="no pod"):
         questions.agents(store, replace(_ALL, labels={"pod": ("x",)}), 9)
 
@@ -575,8 +617,8 @@ def test_what_is_asked_for_by_words(
     assert query("diff", "--base", "version=1", "--new", "version=1")[0] == 2
     assert query("diff", "--base", "versio=1", "--new", "version=2")[0] == 2
     for label in LABELS:
-        code, out, _ = query("top", f"--{label.replace('_', '-')}", "no such")
-        assert (code, "none" in out) == (0, True), label
+        code, _, said = query("top", f"--{label.replace('_', '-')}", "no such")
+        assert (code, f"no {label} is called no such; " in said) == (4, True), said
     assert os.environ.get("AIFLAME_STORE") is None or name != os.environ["AIFLAME_STORE"]
 
 
