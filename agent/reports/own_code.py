@@ -29,7 +29,8 @@ WAITING_MODULE = rf"(^|/)({_LIBC}|libstdc\+\+|libc\+\+|{_INTERPRETER})|/lib-dynl
 
 # Files of Python's own library, wherever it is installed: of packages in it nothing is said.
 STANDARD_LIBRARY = r"^<frozen |/lib(64)?/python3\.[0-9]+t?/"
-PACKAGES = r"/(site|dist)-packages/"
+# PyOpenCL compiles a function for each kernel, under this name (pyopencl/invoker.py).
+PACKAGES = r"/(site|dist)-packages/|^<pyopencl invoker for "
 
 # Scripts that pip makes of a package's entry points call that package, and nothing else.
 ENTRY_POINT = r"/bin/[^/]*$"

@@ -384,10 +384,13 @@ def test_time_on_the_cpu_is_of_the_innermost(store: DirectoryEngine) -> None:
         assert (table.rows[0][0], table.rows[0][-2]) == ("5.00", "copy")
 
 
-def test_launches_are_of_lines_of_no_package(store: DirectoryEngine) -> None:
+@pytest.mark.parametrize(
+    "inner",
+    ["/v/lib/python3.11/site-packages/pyopencl/__init__.py", "<pyopencl invoker for 'scale'>"],
+)
+def test_launches_are_of_lines_of_no_package(store: DirectoryEngine, inner: str) -> None:
     # GIVEN launches by a package that a program calls, and by one that only a script of pip calls
     profile = small_timed_profile()
-    inner = "/v/lib/python3.11/site-packages/pyopencl/__init__.py"
     packaged = replace(
         profile,
         functions=tuple(
