@@ -5,8 +5,8 @@ A user can put anything there: a file that never opens, a link to another's, a l
 a hundred thousand changes a second. So each path is opened by the `opener`, which can be killed and
 which no link leads out of the user's own directory; what is not a regular file of that very user on
 a local file system is not read, and nothing that is larger than a bound. What is found is told of
-that user's containers only. Reading takes a share of a CPU for each user, and a user with a path
-that does not open in time is not asked again.
+that user's containers only. Reading takes a share of a CPU for each user. A user with a path that
+does not open in time is left alone for a while, and in the end for good.
 
 Only places that engines choose by themselves are known: a user's own XDG_DATA_HOME and storage.conf
 are not read. Labels are not taken: rules of the agent go by these.
@@ -57,6 +57,10 @@ _MAX_USERS = 32
 _READING_SHARE = 0.05
 _LEAST_REST_S = 0.02
 _ENDING_S = 2.0
+# A disk may be slow once; a file system that is served to be waited for is so each time. Each time
+# costs others a second.
+_PAUSE_S = 600.0
+_MOST_MISSES = 3
 _BUFFER_BYTES = 1 << 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,7 +82,7 @@ class _User:
     known: OrderedDict[str, EngineFacts] = field(default_factory=OrderedDict)
     is_due: bool = True
     ready_s: float = 0.0
-    is_given_up: bool = False
+    misses: int = 0
 
 
 class RootlessEngines:
@@ -145,7 +149,7 @@ class RootlessEngines:
         with self._lock:
             while len(self._users) > _MAX_USERS:
                 _close(self._users.popitem(last=False)[1])
-            users = [user for user in self._users.values() if not user.is_given_up]
+            users = [user for user in self._users.values() if user.misses < _MOST_MISSES]
         now_s = time.monotonic()
         poll = select.poll()
         poll.register(self._wakes, select.POLLIN)
@@ -170,10 +174,21 @@ class RootlessEngines:
             for container_id, facts in (*self._of_podman(user), *self._of_docker(user)):
                 self._take(user, container_id, facts)
         except TimeoutError:
-            user.is_given_up = True
-            _close(user)
+            self._miss(user)
+            return
         taken_s = time.thread_time() - begun_s
         user.ready_s = time.monotonic() + max(taken_s / _READING_SHARE, _LEAST_REST_S)
+
+    def _miss(self, user: _User) -> None:
+        """Leaves a user alone for a while."""
+        user.misses += 1
+        user.is_due = True
+        user.ready_s = time.monotonic() + _PAUSE_S
+        if user.misses == _MOST_MISSES:
+            _close(user)
+        # This one would not try again what has got nowhere.
+        self._opener.close()
+        self._opener = Opener()
 
     def _take(self, user: _User, container_id: str, facts: EngineFacts) -> None:
         name, image = facts.name[:_MAX_TEXT], facts.image[:_MAX_TEXT]

@@ -309,7 +309,7 @@ class _Rootless:
 
     def create(self, name: str, script: str) -> str:
         """Makes a container that is removed once it has ended; returns its id."""
-        options = ("--rm", "--name", name, *_OPTIONS, _IMAGE)
+        options = ("--interactive", "--rm", "--name", name, *_OPTIONS, _IMAGE)
         return self.podman("create", *options, _interpreter(), "-S", "-c", script)
 
     def group(self, container_id: str) -> str:
@@ -317,11 +317,24 @@ class _Rootless:
         slices = f"user.slice/user-{self.uid}.slice/user@{self.uid}.service/user.slice"
         return f"{slices}/libpod-{container_id}.scope"
 
-    def run(self, container_id: str, group: Path) -> None:
-        """Runs a container in a cgroup, to its end."""
+    @contextmanager
+    def running(self, container_id: str, group: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Runs a container in a cgroup, with its standard input."""
         script = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
-        command = [*self.podman.command, "start", "--attach", container_id]
-        subprocess.run(["sh", "-c", script, "sh", group, *command], check=True, timeout=_PATIENCE_S)
+        command = [*self.podman.command, "start", "--attach", "--interactive", container_id]
+        with subprocess.Popen(
+            ["sh", "-c", script, "sh", str(group), *command], stdin=subprocess.PIPE
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def run(self, container_id: str, group: Path) -> None:
+        """The same, to its end."""
+        with self.running(container_id, group) as process:
+            process.communicate(timeout=_PATIENCE_S)
+            assert process.returncode == 0
 
 
 @pytest.fixture
@@ -448,19 +461,26 @@ def test_rootless_containers_have_the_names_of_their_user(
     rootless: _Rootless, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
 ) -> None:
     receiver, url = pyroscope
-    # GIVEN containers of a user's, the first of which is there for longer than the others
-    scripts = [_BRIEF.replace("0.25", "5"), *(10 * [_BRIEF])]
-    names = [f"{_OWN}-r{number}" for number in range(len(scripts))]
-    ids = [rootless.create(*each) for each in zip(names, scripts, strict=True)]
+    names = [f"{_OWN}-r{number}" for number in range(11)]
+    ids: list[str] = []
+    keys: set[str] = set()
     mount = cgroup2_mounts()[0]
-    with (
-        made_groups(mount, *map(rootless.group, ids)) as groups,
-        _agent(tmp_path, url) as captures,
-    ):
-        # WHEN they run, one after the other, and none leaves anything
-        for container_id, group in zip(ids, groups, strict=True):
-            rootless.run(container_id, group)
-        keys = {f"user-{rootless.uid}/{container_id}" for container_id in ids}
+
+    def create(name: str, script: str) -> tuple[str, Path]:
+        ids.append(rootless.create(name, script))
+        keys.add(f"user-{rootless.uid}/{ids[-1]}")
+        (group,) = groups.enter_context(made_groups(mount, rootless.group(ids[-1])))
+        return ids[-1], group
+
+    with ExitStack() as groups, _agent(tmp_path, url) as captures:
+        # GIVEN a user of whom a container was seen
+        long = create(names[0], f"input()\n{_SHORT}")
+        with rootless.running(*long) as first:
+            wait_until(lambda: _is_recorded(tmp_path / "agent", keys), _PATIENCE_S)
+            # WHEN others come and go, and leave nothing
+            for name in names[1:]:
+                rootless.run(*create(name, _BRIEF))
+            first.communicate(b"\n", _PATIENCE_S)
         wait_until(lambda: _is_recorded(tmp_path / "agent", keys), _PATIENCE_S)
         of_one = _captured(tmp_path, "--container", f"user-{rootless.uid}/{names[1]}", "one")
     assert {each.container_id for each in of_one.labels if each is not None} == {ids[1]}

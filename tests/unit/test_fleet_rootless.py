@@ -173,9 +173,12 @@ def test_users_are_bounded_and_the_latest_are_kept(
         wait_until(lambda: len(engines._users) == 3, 10)
 
 
-def test_a_user_whose_files_do_not_open_is_not_waited_for_again(
-    tmp_path: Path, storage: Path
+@pytest.mark.parametrize("is_once", [True, False])
+def test_a_user_whose_files_do_not_open_is_left_alone(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch, is_once: bool
 ) -> None:
+    monkeypatch.setattr(rootless, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(rootless, "_MOST_MISSES", 2 if is_once else 1)
     _write(storage / "containers.json", [_listed(_WEB, "web")])
     with _engines(tmp_path) as engines:
         _wait_for(engines, a="web")
@@ -184,6 +187,10 @@ def test_a_user_whose_files_do_not_open_is_not_waited_for_again(
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         _write(storage / "containers.json", [_listed(_DB, "db")])
-        # THEN nobody waits who asks, what is known stays, and the user is left alone
-        wait_until(lambda: engines._users[_ME].is_given_up, 30)
-        assert _known(engines, _WEB, _DB) == {_WEB: "web"}
+        wait_until(lambda: engines._users[_ME].misses, 30)
+        # THEN what is known stays, and the rest is tried again some time later, but not for ever
+        if is_once:
+            _wait_for(engines, a="web", b="db")
+        else:
+            assert _known(engines, _WEB, _DB) == {_WEB: "web"}
+            assert engines._users[_ME].inotify == -1
