@@ -8,6 +8,7 @@ Documentation/filesystems/proc.rst (v6.1).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import resource
@@ -27,6 +28,8 @@ _MAX_MAPS_BYTES = 32 << 20
 _MAX_COMMAND_LINE_BYTES = 4096
 # Of an environment: those of Kubernetes have some hundred variables of services.
 _MAX_ENVIRONMENT_BYTES = 1 << 17
+# Of those that are masked once: 128 KB in all.
+_MAX_CACHED_BYTES, _MAX_CACHED = 256, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,15 @@ def joined_arguments(raw: bytes) -> str:
 
     Secrets in them are masked: whoever gets a capture or a dump sees them.
     """
+    return _short_joined(raw) if len(raw) <= _MAX_CACHED_BYTES else _joined(raw)
+
+
+def _joined(raw: bytes) -> str:
     return " ".join(redacted(raw.decode(errors="replace").rstrip("\0").split("\0")))
+
+
+# Hosts that start hundreds of programs a second start the same few.
+_short_joined = functools.lru_cache(_MAX_CACHED)(_joined)
 
 
 def executable(pid: int) -> str:

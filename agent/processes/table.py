@@ -226,7 +226,7 @@ class ProcessTable:
         self._cgroup_ids = CgroupIds()
         self._by_key: dict[tuple[int, int], ProcessImage] = {}
         self._latest: dict[int, ProcessImage] = {}
-        self._arguments: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._arguments: OrderedDict[tuple[int, int], tuple[bytes, bool]] = OrderedDict()
         self._threads: dict[int, dict[int, ThreadInfo]] = {}  # by index of the image, and tid
         self._next_image = self._next_thread = 0
         self._ended: list[ProcessImage] = []
@@ -373,17 +373,18 @@ class ProcessTable:
             self.read_mappings(known)
         return known
 
-    def has_become(self, pid: int, image: int, arguments: bytes) -> None:
+    def has_become(self, pid: int, image: int, arguments: bytes, *, is_whole: bool = False) -> None:
         """Takes note of the arguments of a new program, which may be gone before it is entered.
 
         Args:
             pid: The process.
             image: Its identity from here on.
             arguments: Of these, the first bytes; a NUL after each.
+            is_whole: These are all, and /proc need not be asked.
         """
         known = self._by_key.get((pid, image))
         if known is None:
-            self._arguments[(pid, image)] = arguments
+            self._arguments[(pid, image)] = arguments, is_whole
             if len(self._arguments) > _MAX_ARGUMENTS:
                 self._arguments.popitem(last=False)
         elif not known.command_line:
@@ -441,14 +442,16 @@ class ProcessTable:
     def _identify(self, image: ProcessImage, name: str, cgroup_id: int) -> None:
         """Finds out who a process image is: by /proc, or by what was told if it is over."""
         pid = image.pid
-        arguments = self._arguments.pop((pid, image.image), b"")
+        arguments, is_whole = self._arguments.pop((pid, image.image), (b"", False))
         image.command_line = procfs.joined_arguments(arguments)
         if not self._is_shown(image):
             self._inherit(image, name, cgroup_id)
             return
         cgroup, status = procfs.cgroups(pid).telling, procfs.status(pid)
         name_now = "" if name else procfs.comm(pid)
-        executable, command_line = procfs.executable(pid), procfs.command_line(self._opener, pid)
+        executable = procfs.executable(pid)
+        # A process of its own reads it, which takes longer than all else here.
+        command_line = "" if is_whole else procfs.command_line(self._opener, pid)
         if not cgroup or not self._is_shown(image):
             # It is gone, or has become another program by exec.
             self._inherit(image, name, cgroup_id)

@@ -84,8 +84,13 @@ class Events:
                 self._follow_mappings()
             elif kind == abi.EventType.EXEC:
                 event = np.frombuffer(payload, abi.EXEC_EVENT_DTYPE, 1)[0]
-                arguments = event["arguments"][: int(event["size"])].tobytes()
-                self._table.has_become(int(event["tgid"]), int(event["image"]), arguments)
+                size = int(event["size"])
+                self._table.has_become(
+                    *(int(event["tgid"]), int(event["image"])),
+                    event["arguments"][:size].tobytes(),
+                    # What fills the room may have been cut.
+                    is_whole=0 < size < abi.ARGUMENTS_BYTES - 1,
+                )
             elif kind == abi.EventType.PROCESS_EXIT:
                 _, pid, _, _, image, ns, _, _ = _PROCESS.unpack(payload)
                 self._table.exited(pid, image, ns)

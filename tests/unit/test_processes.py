@@ -343,6 +343,22 @@ def test_a_program_that_is_gone_has_the_arguments_that_it_was_given(
     assert late in table.take_changed()[0]
 
 
+def test_arguments_that_were_told_whole_are_not_asked_for(
+    machine: _Machine, table: ProcessTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(procfs, "command_line", lambda _, pid: asked.append(pid) or f"pid {pid}")
+    monkeypatch.setattr(procfs, "cgroups", lambda _: CgroupPaths("/x", {}))
+    # GIVEN three programs that run: of one all arguments were told, of one the first, of one none
+    machine.image = 25
+    table.has_become(42, 25, b"mysql\0--password=secret\0", is_whole=True)
+    table.has_become(43, 25, b"cc1\0" + 250 * b"x")
+    # THEN /proc is asked for what is not known
+    lines = [table.image(pid, 25).command_line for pid in (42, 43, 44)]
+    assert lines == ["mysql --password=***", "pid 43", "pid 44"]
+    assert asked == [43, 44]
+
+
 def test_arguments_of_programs_that_nobody_asks_for_are_bounded(
     machine: _Machine, table: ProcessTable
 ) -> None:
