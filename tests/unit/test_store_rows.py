@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from aiflame.agent.model.batch import Batch, Labels
 from aiflame.agent.model.profile import Binary, GilState, Profile, SampleClass, StopReason
-from aiflame.agent.store.inserts import MAX_PIECE_BYTES, inserts_of
+from aiflame.agent.store import inserts
+from aiflame.agent.store.inserts import inserts_of
 from aiflame.agent.store.rows import BatchRows, agent_rows, batch_rows, json_lines, monday
 from aiflame.agent.store.schema import Rows
 from device_profiles import hostile_device_profile, small_device_profile, small_timed_profile
@@ -185,7 +186,8 @@ def test_a_week_begins_on_monday() -> None:
     assert monday(_MONDAY_S - 1) == "2026-11-16"
 
 
-def test_inserts_are_the_same_for_the_same_and_bounded() -> None:
+def test_inserts_are_the_same_for_the_same_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inserts, "MAX_PIECE_BYTES", 1 << 19)
     # GIVEN a batch that needs several inserts
     batches = [_batch(deep_profile()), _batch(large_profile(2_000, 40, 20_000), pod="b")]
     pieces = [[*inserts_of(batches, "", lambda _: True)] for _ in range(2)]
@@ -193,11 +195,25 @@ def test_inserts_are_the_same_for_the_same_and_bounded() -> None:
     tokens = [piece.token for piece in pieces[0]]
     assert tokens == [piece.token for piece in pieces[1]]
     assert len(set(tokens)) == len(tokens) > 5
-    assert max(len(piece.rows) for piece in pieces[0]) < 2 * MAX_PIECE_BYTES
-    tables = [piece.table for piece in pieces[0]]
-    assert tables[:3] == [Rows.STACKS, Rows.SAMPLES, Rows.AGENTS]
+    assert max(len(piece.rows) for piece in pieces[0]) < 2 * inserts.MAX_PIECE_BYTES
+    known: set[int] = set()
+    for piece in pieces[0]:
+        known.update(piece.stack_ids)
+        if piece.table is Rows.SAMPLES:
+            assert known >= {json.loads(line)["stack_id"] for line in piece.rows.splitlines()}
     events = sum(int(b.profile.samples["count"].sum()) for b in batches)
     assert sum(piece.samples for piece in pieces[0]) == events
+
+
+def test_a_host_of_many_containers_makes_few_inserts() -> None:
+    # GIVEN a stretch of 200 containers, each of which makes a part of a table where it is inserted
+    batches = [_batch(small_profile(), pod=f"pod-{number}") for number in range(200)]
+    pieces = [*inserts_of(batches, "", lambda _: True)]
+    # THEN each table has one insert, with the rows of all
+    assert [piece.table for piece in pieces] == [Rows.STACKS, Rows.SAMPLES, Rows.AGENTS]
+    (samples,) = (piece for piece in pieces if piece.table is Rows.SAMPLES)
+    assert len({json.loads(line)["pod"] for line in samples.rows.splitlines()}) == 200
+    assert samples.samples == 200 * int(small_profile().samples["count"].sum())
 
 
 def test_losses_of_a_host_are_told_once() -> None:
