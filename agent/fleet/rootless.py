@@ -61,7 +61,9 @@ _ENDING_S = 2.0
 # costs others a second.
 _PAUSE_S = 600.0
 _MOST_MISSES = 3
-_BUFFER_BYTES = 1 << 16
+# 16,384 events wait at most (fs.inotify.max_queued_events), of 272 bytes; a user may make more
+# meanwhile.
+_BUFFER_BYTES, _MAX_DRAINED = 1 << 16, 128
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -166,14 +168,14 @@ class RootlessEngines:
         """Reads all that there is of a user, and has changes told."""
         begun_s = time.thread_time()
         user.is_due = False
-        if user.home is None:
-            user.home = self._home_of(user.uid)
-            user.inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        _drain(user.inotify)  # before: what changes from now on is told
         try:
+            if user.home is None:
+                user.home = self._home_of(user.uid)
+                user.inotify = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+            _drain(user.inotify)  # before: what changes from now on is told
             for container_id, facts in (*self._of_podman(user), *self._of_docker(user)):
                 self._take(user, container_id, facts)
-        except TimeoutError:
+        except Exception:  # whatever it is, it is of one user: others keep their names
             self._miss(user)
             return
         taken_s = time.thread_time() - begun_s
@@ -181,14 +183,14 @@ class RootlessEngines:
 
     def _miss(self, user: _User) -> None:
         """Leaves a user alone for a while."""
-        user.misses += 1
         user.is_due = True
         user.ready_s = time.monotonic() + _PAUSE_S
-        if user.misses == _MOST_MISSES:
-            _close(user)
         # This one would not try again what has got nowhere.
         self._opener.close()
         self._opener = Opener()
+        if user.misses + 1 == _MOST_MISSES:
+            _close(user)
+        user.misses += 1
 
     def _take(self, user: _User, container_id: str, facts: EngineFacts) -> None:
         name, image = facts.name[:_MAX_TEXT], facts.image[:_MAX_TEXT]
@@ -279,5 +281,5 @@ def _close(user: _User) -> None:
 
 def _drain(fd: int) -> None:
     with contextlib.suppress(OSError):  # there is no more
-        while os.read(fd, _BUFFER_BYTES):
-            pass
+        for _ in range(_MAX_DRAINED):
+            os.read(fd, _BUFFER_BYTES)
