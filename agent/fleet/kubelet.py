@@ -50,6 +50,7 @@ _MAX_CONTAINERS = 16384
 _ID = re.compile(r"[a-z0-9.-]+://([0-9a-f]{64})")
 # The name of a CronJob's Job ends in the minute for which it was made (v1.21; seconds before).
 _CRON_JOB = re.compile(r"(.+)-(?:[0-9]{8}|[0-9]{10})")
+_STATIC_SOURCES = ("file", "http")
 _HASH_LABEL = "pod-template-hash"
 _CONTAINER_LISTS = {
     "containerStatuses": "",
@@ -133,8 +134,7 @@ def parse_pods(answer: bytes) -> PodList:
         if pod is None:
             continue
         pods[pod.uid] = pod
-        # A static pod's cgroup has the hash of its configuration for a uid.
-        pods.setdefault(dict(pod.annotations).get("kubernetes.io/config.hash", pod.uid), pod)
+        pods.setdefault(_hash_of_static(pod) or pod.uid, pod)
         for container_id, container in _containers(pod, item):
             if len(containers) < _MAX_CONTAINERS:
                 containers[container_id] = container
@@ -150,6 +150,18 @@ def _pod(item: Any) -> Pod | None:
     kind, workload = _workload(metadata, dict(labels))
     node = _text(_map(_map(item).get("spec")), "nodeName")
     return Pod(namespace, name, uid, node, workload, kind, labels, annotations)
+
+
+def _hash_of_static(pod: Pod) -> str:
+    """Returns the hash of a static pod's configuration, which its cgroup has for a uid, or "".
+
+    Whoever makes a pod may claim any hash. Where it comes from, the kubelet says itself, whatever
+    was there (pkg/kubelet/config/config.go, updatePodsFunc).
+    """
+    told = dict(pod.annotations)
+    if told.get("kubernetes.io/config.source") not in _STATIC_SOURCES:
+        return ""
+    return told.get("kubernetes.io/config.hash", "")
 
 
 def _workload(metadata: Mapping[str, Any], labels: Mapping[str, str]) -> tuple[str, str]:

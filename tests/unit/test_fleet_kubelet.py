@@ -117,9 +117,20 @@ def test_what_made_a_pod(
 
 
 def test_a_static_pod_is_found_by_both_of_its_uids() -> None:
-    metadata = {"uid": _UID, "annotations": {"kubernetes.io/config.hash": "5d41402abc4b2a76"}}
-    found = parse_pods(_answer(_item("etcd-node-1", metadata=metadata)))
-    assert found.pods.keys() == {_UID, "5d41402abc4b2a76"}
+    own = {"kubernetes.io/config.hash": "5d41402abc4b2a76"}
+
+    def item(name: str, uid: str, source: str) -> object:
+        annotations = {**own, "kubernetes.io/config.source": source}
+        return _item(name, metadata={"uid": uid, "annotations": annotations})
+
+    # GIVEN one, and before it in the list a pod of somebody's that claims to be it
+    claims, static = item("mine", "0-1-2", "api"), item("etcd-node-1", _UID, "file")
+    found = parse_pods(_answer(claims, static))
+    assert {uid: pod.name for uid, pod in found.pods.items()} == {
+        "0-1-2": "mine",
+        _UID: "etcd-node-1",
+        "5d41402abc4b2a76": "etcd-node-1",
+    }
 
 
 @pytest.mark.parametrize(
