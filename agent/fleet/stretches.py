@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from aiflame.agent.outfile import private_directory
 from aiflame.agent.sinks.segments import SegmentSink
 
 _FOLDER = "stretches"
+_NAME = re.compile(r"\d{20}")  # when it began
 _DONE = "done"
 _TRIES = "tries"
 _KERNEL_FILE = "kernel-"
@@ -140,7 +142,9 @@ class Stretches:
 def folders_of(directory: Path) -> list[Path]:
     """Returns the folders of the stretches of an agent with that directory, oldest first."""
     with suppress(OSError):
-        return sorted(path for path in (directory / _FOLDER).iterdir() if path.is_dir())
+        # What else is there, as the lost+found of a file system, is not ours.
+        found = (path for path in (directory / _FOLDER).iterdir() if _NAME.fullmatch(path.name))
+        return sorted(path for path in found if path.is_dir())
     return []
 
 

@@ -89,6 +89,20 @@ def test_the_one_that_is_written_stays(stretches: Stretches) -> None:
     assert stretches.all() == [current]
 
 
+def test_what_is_none_of_the_agents_is_left_alone(stretches: Stretches, tmp_path: Path) -> None:
+    # GIVEN a file system of its own for stretches, and a folder of an administrator's
+    folders = [tmp_path / "agent" / "stretches" / name for name in ("lost+found", "2026")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "file").write_bytes(bytes(5000))
+    old = _made(stretches, seconds=3600)
+    # WHEN there is no room THEN what is the agent's goes, and nothing else is told of as undone
+    assert stretches.trim(None, _NOW_NS, 0, 100) == 0
+    assert not old.exists()
+    assert all((folder / "file").exists() for folder in folders)
+    assert stretches.undone() == []
+
+
 def test_tries_are_counted_across_processes(stretches: Stretches) -> None:
     folder = _made(stretches, seconds=10, done=False)
     assert [count_try(folder) for _ in range(3)] == [1, 2, 3]
