@@ -32,7 +32,7 @@ from aiflame.agent.sinks.labels import (
     checked_labels,
     series_labels,
 )
-from aiflame.agent.sinks.posting import Poster, PostSettings
+from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings
 from aiflame.agent.sinks.pushed import (
     MAX_WEIGHT,
     Pushed,
@@ -64,8 +64,8 @@ _APART_NS = 1_000_000
 _GZIP_LEVEL = 1
 
 # Answers after which a request is to be sent again (OTLP specification, "Retryable Response
-# Codes"); all others are final.
-_LATER = (429, 502, 503, 504)
+# Codes"); all others are final, but for those that the next token may mend.
+_LATER = (429, 502, 503, 504, *NOT_LET_IN)
 
 _U64_MAX = (1 << 64) - 1
 

@@ -9,6 +9,7 @@ to another host.
 from __future__ import annotations
 
 import base64
+import http
 import http.client
 import math
 import socket
@@ -33,6 +34,9 @@ _MAX_ANSWER_BYTES = 64 << 10
 _MAX_WORDS = 300
 # A token of Kubernetes has near 1,000 bytes.
 _MAX_SECRET_BYTES = 16 << 10
+# Answers about who asks, and not about the request: secrets are read for each, and may be others
+# next time.
+NOT_LET_IN = (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
 # Whoever asks for more is wrong about its clock: it is asked again after an hour.
 _MAX_RETRY_AFTER_S = 3_600.0
 

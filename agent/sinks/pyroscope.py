@@ -28,7 +28,7 @@ from aiflame.agent.sinks.labels import (
     checked_labels,
     series_labels,
 )
-from aiflame.agent.sinks.posting import Poster, PostSettings
+from aiflame.agent.sinks.posting import NOT_LET_IN, Poster, PostSettings
 from aiflame.agent.sinks.pprof_series import PprofTables
 from aiflame.agent.sinks.pushed import (
     PushedClass,
@@ -56,7 +56,7 @@ _GZIP_LEVEL = 1
 # Profiles of one series are told apart by their milliseconds (grafana/pyroscope#2483).
 _APART_NS = 1_000_000
 
-_LATER = (408, 429)
+_LATER = (408, 429, *NOT_LET_IN)
 
 
 class PushField:
