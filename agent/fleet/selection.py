@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +38,10 @@ _KNOWN = ", ".join((*_FIELDS, _PROCESS, f"{_LABEL}:NAME", f"{_ANNOTATION}:NAME")
 _MAX_WILDCARDS = 8
 # A host of 500 pods has some 5,000.
 _MAX_GROUPS = 65536
+# Of one user, or one container, to whom cgroups may be delegated: systemd in a container has some
+# hundred. Past it, what is left out is so where labels are made.
+_MAX_GROUPS_OF_ONE = 2048
+_OWNED = re.compile(r"user-\d{1,10}\.slice|.*[0-9a-f]{64}(?:\.scope)?", re.DOTALL)
 _MAX_DEPTH = 32
 
 
@@ -194,17 +200,25 @@ def left_out_paths(paths: Iterable[str], selection: Selection, owners: Owners) -
 
 def _groups(mount: Path) -> Iterator[tuple[str, int]]:
     """Yields the path and the id of each cgroup that holds processes, or may."""
-    waiting = [("/", str(mount), 0)]
+    waiting = [("/", str(mount), 0, "")]
     count = 0
+    of_owners: Counter[str] = Counter()
     while waiting and count < _MAX_GROUPS:
-        path, folder, depth = waiting.pop()
+        path, folder, depth, owner = waiting.pop()
+        if not owner and _OWNED.fullmatch(path.rpartition("/")[2]):
+            owner = path
+        most = _MAX_GROUPS_OF_ONE - of_owners[owner] if owner else _MAX_GROUPS
         try:
             with os.scandir(folder) as entries:
-                below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+                names = (e.name for e in entries if e.is_dir(follow_symlinks=False))
+                below = [*islice(names, most)]
             number = os.stat(folder).st_ino  # noqa: PTH116 - thousands of them
         except OSError:
             continue  # removed meanwhile
         count += 1
+        of_owners[owner] += len(below)
         yield path, number
         if depth < _MAX_DEPTH:
-            waiting += [(f"{path.rstrip('/')}/{n}", f"{folder}/{n}", depth + 1) for n in below]
+            waiting += [
+                (f"{path.rstrip('/')}/{n}", f"{folder}/{n}", depth + 1, owner) for n in below
+            ]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.errors import UsageError
+from aiflame.agent.fleet import selection
 from aiflame.agent.fleet.labels import Subject
 from aiflame.agent.fleet.selection import Selection, left_out
 from aiflame.agent.model.batch import Labels
@@ -126,6 +127,27 @@ def test_ids_of_cgroups_that_are_left_out(tmp_path: Path) -> None:
     assert owners.expected == ["/", "/pod", "/pod/web", "/pod/web/init", "/system"]
     # AND without rules nobody looks
     assert left_out(tmp_path, Selection(), _Owners("/")) == set()
+
+
+def test_cgroups_of_a_user_or_a_container_do_not_hide_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_MAX_GROUPS", 500)
+    monkeypatch.setattr(selection, "_MAX_GROUPS_OF_ONE", 100)
+    # GIVEN a user and a container who make cgroups without end, where these are delegated to them
+    hostile = ["user.slice/user-7.slice/user@7.service", f"system.slice/docker-{'a' * 64}.scope"]
+    for folder in (tmp_path / name for name in hostile):
+        for number in range(300):
+            (folder / f"{number}").mkdir(parents=True)
+    services = [f"/system.slice/{number}.service" for number in range(200)]
+    for name in services:
+        (tmp_path / name.lstrip("/")).mkdir()
+    # WHEN all are looked at THEN no group of others' is missing
+    owners = _Owners("/")
+    left_out(tmp_path, Selection.parse([], ["namespace=prod"]), owners)
+    assert {*services} <= {*owners.expected}
+    assert sum("user-7" in path for path in owners.expected) == 101
+    assert sum("docker" in path for path in owners.expected) == 101
 
 
 def test_a_tree_that_is_too_deep_ends(tmp_path: Path) -> None:
