@@ -187,5 +187,5 @@ class Labelling:
 
 
 def _is_unnamed(labels: Labels) -> bool:
-    """Whether these are of a container of which only the id is known; a user's is below that."""
-    return labels.service.rpartition("/")[2] == UNKNOWN_CONTAINER
+    """Whether these are of a container of which only the id is known, of root's or of a user's."""
+    return not labels.container and labels.service.rpartition("/")[2] == UNKNOWN_CONTAINER
