@@ -211,6 +211,11 @@ class LossKind(enum.Enum):
         "forks, execs and mappings of which the kernel told faster than was read, or CPUs of which"
         " it does not tell: processes that ended before they could be read may have no names"
     )
+    ENDS_NOT_ACCOUNTED = _Entry(
+        "ends of threads, of the whole machine, that came faster than they were read, or beyond"
+        " 131,072: what the kernel itself accounts of those that were recorded is missing, and no"
+        " time of theirs"
+    )
     BOUNDARY_LATE = _Entry(
         "boundaries between two seconds of the recording that were set late, as this machine is"
         " busy: some time near them is counted in the other second"

@@ -16,6 +16,7 @@ from aiflame.agent.capture.schema import (
     COLUMNS_SINCE_VERSION_6,
     COLUMNS_SINCE_VERSION_7,
     COLUMNS_SINCE_VERSION_8,
+    COLUMNS_SINCE_VERSION_11,
     SINCE_VERSION_2,
     SINCE_VERSION_3,
     SINCE_VERSION_4,
@@ -88,6 +89,7 @@ def _conditions(version: int) -> dict[str, str]:
                 and (version > 5 or (table, name) not in COLUMNS_SINCE_VERSION_6)
                 and (version > 6 or (table, name) not in COLUMNS_SINCE_VERSION_7)
                 and (version > 7 or (table, name) not in COLUMNS_SINCE_VERSION_8)
+                and (version > 10 or (table, name) not in COLUMNS_SINCE_VERSION_11)
             )
             for (table,) in tables
             if (version > 2 or table not in SINCE_VERSION_3)

@@ -168,7 +168,8 @@ class _Reader:
     def _accounts(self, process_index: dict[int, int]) -> Accounts:
         if self._version < 10:
             return Accounts()
-        names = ("on_cpu_ns", "run_queue_ns", "timeslices", "misaligned_ns", "open_wait_ns")
+        names = ["on_cpu_ns", "run_queue_ns", "timeslices", "misaligned_ns", "open_wait_ns"]
+        names += ["has_ended"] if self._version > 10 else []
         thread, *times = self._integers("thread_accounts", ("thread_id", *names))
         rows = np.zeros(len(thread), THREAD_ACCOUNT_DTYPE)
         rows["thread"] = _positions(thread, self._ids("threads"))

@@ -10,10 +10,10 @@ from importlib import resources
 APPLICATION_ID = 0x41464C4D
 
 # Raised when a reader of the old schema would misread the new one.
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 # Older ones that are read as well, since all they lack has a value that says so.
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9, SCHEMA_VERSION)
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, SCHEMA_VERSION)
 
 # Columns that version 1 does not have.
 SINCE_VERSION_2 = frozenset({("stacks", "gil")})
@@ -51,6 +51,9 @@ SINCE_VERSION_9 = frozenset({"intervals", "process_labels"})
 
 # What the kernel accounts of threads and processes itself.
 SINCE_VERSION_10 = frozenset({"thread_accounts", "delays"})
+
+# Which accounts are of threads that have ended.
+COLUMNS_SINCE_VERSION_11 = frozenset({("thread_accounts", "has_ended")})
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"

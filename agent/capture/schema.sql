@@ -124,18 +124,20 @@ CREATE TABLE waits (
 -- /proc/PID/task/TID/schedstat, which together miss the recording's ends by misaligned_ns. A wait in
 -- a run queue is accounted when it is over: open_wait_ns is how much of those that were open at a
 -- reading may be in run_queue_ns, or missing. What CPUs were in interrupts, or stolen by the
--- hypervisor, meanwhile is interrupted_ns in meta.
+-- hypervisor, meanwhile is interrupted_ns in meta. Since version 11, and where the kernel accounts
+-- delays, also of threads that ended before (has_ended 1), from struct taskstats.
 CREATE TABLE thread_accounts (
     thread_id INTEGER NOT NULL REFERENCES threads (id),
     on_cpu_ns INTEGER NOT NULL,
     run_queue_ns INTEGER NOT NULL,
     timeslices INTEGER NOT NULL,
     misaligned_ns INTEGER NOT NULL,
-    open_wait_ns INTEGER NOT NULL
+    open_wait_ns INTEGER NOT NULL,
+    has_ended INTEGER NOT NULL
 );
 
--- Delay accounting of processes that were there when it ended (since version 10), where the kernel
--- does it: count waits of ns together. cause: blkio, swapin, freepages, thrashing, compact, wpcopy,
+-- Delay accounting of processes that were there when it ended (since version 10) or that ended before
+-- (since version 11), where the kernel does it: count waits of ns together. cause: blkio, swapin, freepages, thrashing, compact, wpcopy,
 -- irq, as struct taskstats calls them.
 CREATE TABLE delays (
     process_id INTEGER NOT NULL REFERENCES processes (id),

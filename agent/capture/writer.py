@@ -34,7 +34,7 @@ _COLUMNS = {
     "samples": 6,
     "intervals": 2,
     "waits": 5,
-    "thread_accounts": 6,
+    "thread_accounts": 7,
     "delays": 4,
     "losses": 3,
     "devices": 7,
@@ -128,6 +128,10 @@ class CaptureWriter:
             (key, os.fsencode(str(value)).decode(errors="replace")) for key, value in facts.items()
         )
         self._many("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    def ids(self, table: str) -> set[int]:
+        """Returns the ids in a table."""
+        return {id_ for (id_,) in self._database.execute(f"SELECT id FROM {table}")}  # noqa: S608
 
     def newest_threads(self) -> dict[tuple[int, int], int]:
         """Returns the ids of threads by pid and tid, of those that came again the newest one's."""

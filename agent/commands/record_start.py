@@ -13,8 +13,8 @@ from aiflame.agent.commands.record_progress import ProgressPrinter
 from aiflame.agent.devices.choice import ChooseFamilies
 from aiflame.agent.kernel import checks, descriptors
 from aiflame.agent.kernel.least import give_up_rights
-from aiflame.agent.processes.delays import Delays, are_readable
 from aiflame.agent.processes.targets import Target
+from aiflame.agent.processes.taskstats import TaskStats, are_readable
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.kernel_accounts import KernelAccounts
 
@@ -38,9 +38,9 @@ def record(
     checks.require_all()
     with contextlib.ExitStack() as parts:
         # With the rights that are given up next.
-        delays = parts.enter_context(Delays()) if are_readable() else None
+        stats = parts.enter_context(TaskStats()) if are_readable() else None
         give_up_rights()
-        return _record(target, options, plan, printer, choose, KernelAccounts(delays))
+        return _record(target, options, plan, printer, choose, KernelAccounts(stats))
 
 
 def _record(

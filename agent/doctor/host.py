@@ -10,8 +10,8 @@ from aiflame.agent import kernelfs, rights
 from aiflame.agent.doctor.base import Context, Finding, ok, skip, warn
 from aiflame.agent.kernel import checks
 from aiflame.agent.kernel.arch import this_architecture
-from aiflame.agent.processes.delays import are_accounted
 from aiflame.agent.processes.targets import cgroup2_mounts
+from aiflame.agent.processes.taskstats import are_accounted
 from aiflame.agent.rights import Capability
 
 _PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 # Of a thread that was there when the recording ended, from /proc/PID/task/TID/schedstat
-# (Documentation/scheduler/sched-stats.rst): time on a CPU, time in a run queue, and how often it
-# was put on a CPU. misaligned_ns: by how much the two readings together miss the recording's ends;
-# open_wait_ns: how long it may have stood in a run queue when it was read, which an account has
-# when that is over. `thread` is an index.
+# (Documentation/scheduler/sched-stats.rst), and of one that has_ended within it, from taskstats:
+# time on a CPU, time in a run queue, and how often it was put on a CPU. misaligned_ns: by how much
+# the two readings together miss the recording's ends; open_wait_ns: how long it may have stood in a
+# run queue when it was read, which an account has when that is over. `thread` is an index.
 THREAD_ACCOUNT_DTYPE = np.dtype(
     [
         ("thread", "<u4"),
@@ -21,6 +21,7 @@ THREAD_ACCOUNT_DTYPE = np.dtype(
         ("timeslices", "<u8"),
         ("misaligned_ns", "<u8"),
         ("open_wait_ns", "<u8"),
+        ("has_ended", "?"),
     ]
 )
 
@@ -64,11 +65,11 @@ class Accounts:
     """All that the kernel accounts of a recording.
 
     Attributes:
-        threads: THREAD_ACCOUNT_DTYPE, shape (threads that were there when it ended,).
+        threads: THREAD_ACCOUNT_DTYPE: of those that were there when it ended, and those that ended
+            within it where the kernel accounts delays.
         interrupted_ns: Of all CPUs together, in interrupts or stolen by the hypervisor: it is in
             no thread's account, and between the switches of one.
-        delays: Of processes that were there when it ended; none where the kernel does not account
-            delays.
+        delays: None where the kernel does not account delays.
     """
 
     threads: npt.NDArray[np.void] = field(default_factory=_no_accounts)

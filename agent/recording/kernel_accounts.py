@@ -2,25 +2,47 @@
 """What the kernel accounts itself, read when a recording begins and when it ends.
 
 The scheduler's account is another measurement of what context switches tell here, so that each can
-be held against the other; delay accounting tells what waits were for. Of threads that end within
-the recording nothing is left to be read.
+be held against the other; delay accounting tells what waits were for. What threads have that end
+within the recording is told when they do, where delays are accounted.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.processes.delays import Delays, ProcessDelay
+from aiflame.agent.losses import LossKind
+from aiflame.agent.model.accounts import THREAD_ACCOUNT_DTYPE, Delay
 from aiflame.agent.processes.scheduler_accounts import (
     READING_DTYPE,
     interrupted_ns,
     read_accounts,
 )
+from aiflame.agent.processes.taskstats import (
+    TASKSTATS_DTYPE,
+    ProcessDelay,
+    TaskStats,
+    Told,
+    delays_between,
+)
+
+_TIMES = ("on_cpu_ns", "run_queue_ns", "timeslices", "misaligned_ns", "open_wait_ns")
+
+# Who has a pid and a tid now: the process and the thread, as the recording numbers them, NO_THREAD
+# where it does not know the thread; None where it does not know the process.
+Finds = Callable[[int, int], tuple[int, int] | None]
+NO_THREAD = -1
+
+# Of threads that have ended, whose they are and what was told.
+_ENDED_DTYPE = np.dtype([("process", "<u4"), ("thread", "<i8"), ("told", TASKSTATS_DTYPE)])
+# 22 MB, and at 500 ends a second four minutes.
+_MOST_ENDED = 1 << 17
 
 # Of a thread that was there at the end, as model/accounts.py has it.
 GROWTH_DTYPE = np.dtype(
@@ -44,11 +66,15 @@ class Growth:
         threads: GROWTH_DTYPE.
         interrupted_ns: As of model/accounts.py.
         delays: Of processes that were there at the end.
+        ended: THREAD_ACCOUNT_DTYPE, of threads that have ended within the recording.
+        ended_delays: Of processes that have.
     """
 
     threads: npt.NDArray[np.void]
     interrupted_ns: int
     delays: tuple[ProcessDelay, ...]
+    ended: npt.NDArray[np.void]
+    ended_delays: tuple[Delay, ...]
 
 
 class KernelAccounts:
@@ -57,11 +83,11 @@ class KernelAccounts:
     It is made before anything is prepared for the recording.
 
     Args:
-        delays: Reads delays, None where the kernel does not account them.
+        stats: Tells of delays and of what ends, None where the kernel does not account delays.
     """
 
-    def __init__(self, delays: Delays | None = None) -> None:
-        self._delays = delays
+    def __init__(self, stats: TaskStats | None = None) -> None:
+        self._stats = stats
         self._made_ns = time.monotonic_ns()
         self._first_open: dict[int, int] = {}
         self._last_open: Mapping[int, int] = {}
@@ -69,11 +95,20 @@ class KernelAccounts:
         self._last: npt.NDArray[np.void] = np.zeros(0, READING_DTYPE)
         self._is_first_whole = True
         self._first_interrupted_ns = self._last_interrupted_ns = 0
+        self._delays: list[npt.NDArray[np.void]] = [np.zeros(0, TASKSTATS_DTYPE)]
+        self._ended: list[npt.NDArray[np.void]] = [np.zeros(0, _ENDED_DTYPE)]
+        self._room = _MOST_ENDED
+        self._left_out = self._overrun = 0
+
+    @property
+    def losses(self) -> Counter[LossKind]:
+        """What it lost."""
+        return Counter({LossKind.ENDS_NOT_ACCOUNTED: self._left_out + self._overrun})
 
     @property
     def pids(self) -> list[int]:
         """Processes of its own."""
-        return [] if self._delays is None else self._delays.pids
+        return [] if self._stats is None else self._stats.pids
 
     def begin(self, pids: Collection[int], command_pid: int | None = None) -> None:
         """Reads what is there, right before the recording begins.
@@ -82,15 +117,17 @@ class KernelAccounts:
             pids: The targets that there are.
             command_pid: Of a command that waits to be started, None where there is none.
         """
+        if self._stats is not None:
+            self._stats.wait()
         there = [*pids, *([] if command_pid is None else [command_pid])]
         self._first, self._is_first_whole = read_accounts(there)
         # Getting ready takes all CPUs for some tenths of a second: as long any may have waited.
         most_ns = time.monotonic_ns() - self._made_ns
         self._first_open = dict.fromkeys(self._first["tid"].tolist(), most_ns)
         self._first_interrupted_ns = interrupted_ns()
-        if self._delays is not None:
+        if self._stats is not None:
             # A command has waited for nothing yet, and may have when its turn comes.
-            self._delays.read(pids)
+            self._stats.read(pids)
 
     def end(self, pids: Iterable[int], queued: Mapping[int, int]) -> None:
         """Reads it again, when the recording ends.
@@ -103,28 +140,99 @@ class KernelAccounts:
         there = {*self._first["pid"].tolist(), *pids}
         self._last, _ = read_accounts(sorted(there))
         self._last_interrupted_ns = interrupted_ns()
-        if self._delays is not None:
-            self._delays.read(sorted(there))
+        if self._stats is not None:
+            self._stats.read(sorted(there))
 
-    def growth(self, start_ns: int, end_ns: int) -> Growth:
-        """Returns what is between the two readings; may wait for the one of delays.
+    def take(self, finds: Finds) -> None:
+        """Takes what was told of threads that have ended; to be called now and then."""
+        if self._stats is not None:
+            self._add(self._stats.take(), finds)
+
+    def _add(self, told: npt.NDArray[np.void], finds: Finds) -> None:
+        if not len(told):
+            return
+        self._delays.append(told[np.isin(told["kind"], (Told.FIRST, Told.LAST))])
+        self._overrun = max(self._overrun, int(told["lost"].max(initial=0)))
+        ended = told[np.isin(told["kind"], (Told.THREAD_ENDED, Told.PROCESS_ENDED))]
+        numbers = [finds(pid, tid) for pid, tid in ended[["pid", "tid"]].tolist()]
+        known = [at for at, number in enumerate(numbers) if number is not None]
+        rows = np.zeros(len(known), _ENDED_DTYPE)
+        rows["told"] = ended[known]
+        rows["process"], rows["thread"] = (
+            np.array([number for number in numbers if number is not None], np.int64)
+            .reshape(-1, 2)
+            .T
+        )
+        self._ended.append(rows[: self._room])
+        self._left_out += max(len(rows) - self._room, 0)
+        self._room -= min(len(rows), self._room)
+
+    def growth(self, start_ns: int, end_ns: int, finds: Finds) -> Growth:
+        """Returns what is between the two readings; may wait for what is still to be told.
 
         Args:
             start_ns: When the recording began, monotonic.
             end_ns: When it ended.
+            finds: As for `take`.
         """
-        delays = () if self._delays is None else tuple(self._delays.finish())
+        if self._stats is not None:
+            self._add(self._stats.finish(), finds)
         interrupted = self._last_interrupted_ns - self._first_interrupted_ns
-        first, last = self._first, self._last
-        if not self._is_first_whole:
-            # Which of the others began since is not known.
-            pairs = {*first[["pid", "tid"]].tolist()}
-            last = last[[pair in pairs for pair in last[["pid", "tid"]].tolist()]]
-        threads = growth_of(first, last, start_ns, end_ns)
+        last = self._last[self._have_begun(self._last)]
+        threads = growth_of(self._first, last, start_ns, end_ns)
         for row in threads:
             tid = int(row["tid"])
             row["open_wait_ns"] = self._first_open.get(tid, 0) + self._last_open.get(tid, 0)
-        return Growth(threads, max(interrupted, 0), delays)
+        delays = np.concatenate(self._delays)
+        first = delays[delays["kind"] == Told.FIRST]
+        ended = np.concatenate(self._ended)
+        ended = ended[ended["told"]["read_ns"] >= start_ns]
+        return Growth(
+            threads,
+            max(interrupted, 0),
+            tuple(chain.from_iterable(delays_between(first, delays[delays["kind"] == Told.LAST]))),
+            self._ended_threads(ended, start_ns, end_ns),
+            _ended_delays(first, ended),
+        )
+
+    def _have_begun(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """Returns of which threads it is known when they began."""
+        if self._is_first_whole:
+            return np.ones(len(rows), bool)
+        pairs = {*self._first[["pid", "tid"]].tolist()}
+        return np.array([pair in pairs for pair in rows[["pid", "tid"]].tolist()], bool)
+
+    def _ended_threads(
+        self, ended: npt.NDArray[np.void], start_ns: int, end_ns: int
+    ) -> npt.NDArray[np.void]:
+        """Returns THREAD_ACCOUNT_DTYPE; a number that came again in a process is one thread."""
+        ended = ended[ended["thread"] != NO_THREAD]
+        ended = ended[self._have_begun(ended["told"])]
+        last = np.zeros(len(ended), READING_DTYPE)
+        for name in READING_DTYPE.names or ():
+            last[name] = ended["told"][name]
+        # It has ended before it was read: within the recording, as far as is known.
+        last["read_ns"] = np.maximum(last["read_ns"], end_ns)
+        growth = growth_of(self._first, last, start_ns, end_ns)
+        growth["open_wait_ns"] = [self._first_open.get(tid, 0) for tid in last["tid"].tolist()]
+        threads, row_of = np.unique(ended["thread"], return_inverse=True)
+        found = np.zeros(len(threads), THREAD_ACCOUNT_DTYPE)
+        found["thread"], found["has_ended"] = threads, 1
+        for name in _TIMES:
+            np.add.at(found[name], row_of, growth[name])
+        return found
+
+
+def _ended_delays(first: npt.NDArray[np.void], ended: npt.NDArray[np.void]) -> tuple[Delay, ...]:
+    rows = ended[ended["told"]["kind"] == Told.PROCESS_ENDED]
+    # A main thread that ends before others does not tell all.
+    last = {process: at for at, process in enumerate(rows["process"].tolist())}
+    told = rows["told"][[*last.values()]]
+    return tuple(
+        Delay(process, delay.cause, delay.count, delay.ns)
+        for process, delays in zip(last, delays_between(first, told), strict=True)
+        for delay in delays
+    )
 
 
 def growth_of(
@@ -134,7 +242,7 @@ def growth_of(
 
     Args:
         first: READING_DTYPE; threads that are not in it have begun since, at 0.
-        last: READING_DTYPE.
+        last: READING_DTYPE, in the order of time: a pair of numbers may come again.
         start_ns: When the recording began, monotonic.
         end_ns: When it ended.
     """
@@ -142,7 +250,7 @@ def growth_of(
     rows = []
     for pid, tid, *times, read_ns in last.tolist():
         misaligned_ns = abs(read_ns - end_ns)
-        then, then_ns = before.get((pid, tid), (None, 0))
+        then, then_ns = before.pop((pid, tid), (None, 0))
         # Less of anything: another thread has the number now.
         if then is not None and all(map(operator.ge, times, then)):
             times = [*map(operator.sub, times, then)]

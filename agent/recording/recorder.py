@@ -60,7 +60,7 @@ from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.excluded import ExcludedCgroups, LeftOutProcesses
 from aiflame.agent.recording.foundation import Foundation
-from aiflame.agent.recording.kernel_accounts import Growth, KernelAccounts
+from aiflame.agent.recording.kernel_accounts import NO_THREAD, Growth, KernelAccounts
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
 from aiflame.agent.recording.long_waits import LongWaits
 from aiflame.agent.recording.python_thread_names import PythonThreadNames
@@ -589,7 +589,15 @@ class Recorder:
         """
         if self._accounts is None:
             return None
-        return self._accounts.growth(self.start_ns, self._end_ns)
+        return self._accounts.growth(self.start_ns, self._end_ns, self._numbers_of)
+
+    def _numbers_of(self, pid: int, tid: int) -> tuple[int, int] | None:
+        """Tells the accounts who had a pid and a tid that were given up just now."""
+        image = self.table.latest(pid)
+        if image is None:
+            return None
+        thread = self.table.known_thread(image, tid)
+        return image.index, NO_THREAD if thread is None else thread.index
 
     def _run(self, give: Callable[[Window], None], report: Callable[[Progress], None]) -> None:
         self._ring.watch(self._signals.fd)
@@ -622,6 +630,8 @@ class Recorder:
                 round_ns = time.monotonic_ns()
                 if self.events.take() or self._window.is_filling:
                     give(self._next_window())
+                if self._accounts is not None:
+                    self._accounts.take(self._numbers_of)
                 self._lives.keep_up()
                 self.late_walks.take()
                 self.tables.poll()
@@ -949,6 +959,7 @@ class Recorder:
         parts = (
             *(self.tables, self.late_walks, self.sleepers, self._cut_sleeps, self.pythons),
             *(self._thread_names, self.calls, self.devices),
+            *(() if self._accounts is None else (self._accounts,)),
         )
         for part in (*parts, self._timed, self._inspector):
             found.update(part.losses)

@@ -21,7 +21,7 @@ from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands import store
 from aiflame.agent.commands.record_accounts import put_accounts
 from aiflame.agent.errors import AiflameError, CaptureError, DiskFull
-from aiflame.agent.model.accounts import Delay
+from aiflame.agent.model.accounts import THREAD_ACCOUNT_DTYPE, Delay
 from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.gpu import (
     BUSY_UNKNOWN,
@@ -49,7 +49,7 @@ from aiflame.agent.model.profile import (
     StopReason,
     Thread,
 )
-from aiflame.agent.processes.delays import ProcessDelay
+from aiflame.agent.processes.taskstats import ProcessDelay
 from aiflame.agent.recording.kernel_accounts import GROWTH_DTYPE, Growth
 
 _MS = 1_000_000
@@ -102,7 +102,7 @@ _ROWS: dict[str, list[tuple[object, ...]]] = {
         (1, 1, 9, 0, 4, 40 * _MS),
     ],
     "waits": [(1, 9, 600 * _MS, 700 * _MS, 5), (1, 9, 20 * _MS, 500 * _MS, 0)],
-    "thread_accounts": [(9, 41 * _MS, 5 * _MS, 12, 1_000, 30), (2, 3 * _MS, 0, 4, 0, 0)],
+    "thread_accounts": [(9, 41 * _MS, 5 * _MS, 12, 1_000, 30, 0), (2, 3 * _MS, 0, 4, 0, 0, 1)],
     "delays": [(3, "blkio", 7, 30 * _MS), (7, "swapin", 1, 9)],
     "losses": [("ring_full", 2, "events that were lost")],
     "devices": [
@@ -285,8 +285,8 @@ def test_what_the_kernel_accounts_is_read(capture: Path) -> None:
     _change(capture, "INSERT INTO meta VALUES ('interrupted_ns', '77')")
     accounts = read_capture(capture).accounts
     assert accounts.threads.tolist() == [
-        (1, 41 * _MS, 5 * _MS, 12, 1_000, 30),
-        (0, 3 * _MS, 0, 4, 0, 0),
+        (1, 41 * _MS, 5 * _MS, 12, 1_000, 30, False),
+        (0, 3 * _MS, 0, 4, 0, 0, True),
     ]
     assert accounts.delays == (Delay(0, "blkio", 7, 30 * _MS), Delay(1, "swapin", 1, 9))
     assert accounts.interrupted_ns == 77
@@ -303,12 +303,25 @@ def test_accounts_are_of_the_newest_thread_and_process_of_a_number(tmp_path: Pat
     writer = CaptureWriter(_write(tmp_path / "run.aiflame", **tables), is_new=False)
     rows = [(100, 100, 50, 5, 1, 2, 6), (100, 101, 40, 4, 3, 2, 0), (100, 999, 1, 1, 1, 1, 1)]
     delays = (ProcessDelay(100, "blkio", 3, 30), ProcessDelay(300, "blkio", 1, 1))
-    put_accounts(writer, Growth(np.array(rows, GROWTH_DTYPE), 11, delays))
+    # Those that have ended are named; the second was read once more, and the third is not there.
+    ended = [(4, 20, 2, 1, 0, 0, True), (6, 39, 4, 3, 0, 0, True), (9, 1, 1, 1, 1, 1, True)]
+    growth = Growth(
+        np.array(rows, GROWTH_DTYPE),
+        11,
+        delays,
+        np.array(ended, THREAD_ACCOUNT_DTYPE),
+        (Delay(1, "swapin", 2, 22), Delay(2, "blkio", 1, 9), Delay(9, "blkio", 1, 1)),
+    )
+    put_accounts(writer, growth)
     writer.commit()
     writer.close()
     accounts = read_capture(writer.path).accounts
-    assert accounts.threads.tolist() == [(1, 50, 5, 1, 2, 6), (2, 40, 4, 3, 2, 0)]
-    assert accounts.delays == (Delay(1, "blkio", 3, 30),)
+    assert sorted(accounts.threads.tolist()) == [
+        (0, 20, 2, 1, 0, 0, True),
+        (1, 50, 5, 1, 2, 6, False),
+        (2, 40, 4, 3, 2, 0, False),
+    ]
+    assert accounts.delays == (Delay(0, "swapin", 2, 22), Delay(1, "blkio", 3, 30))
     assert accounts.interrupted_ns == 11
 
 
@@ -333,6 +346,14 @@ def test_accounts_that_cannot_be_are_damage(capture: Path, change: str) -> None:
     _change(capture, change)
     with pytest.raises(CaptureError, match="damaged capture"):
         read_capture(capture)
+
+
+def test_a_capture_from_before_ends_were_accounted(capture: Path) -> None:
+    without = "ALTER TABLE thread_accounts DROP COLUMN has_ended"
+    _change(capture, without, "PRAGMA user_version = 10")
+    accounts = read_capture(capture).accounts.threads
+    assert accounts["on_cpu_ns"].tolist() == [41 * _MS, 3 * _MS]
+    assert not accounts["has_ended"].any()
 
 
 def test_a_capture_from_before_the_kernel_was_asked(capture: Path) -> None:
@@ -827,7 +848,8 @@ _COLUMNS = {
     "stacks": "id process_id kernel_depth end_reason addresses frames gil",
     "samples": "stack_id thread_id class count ns",
     "waits": "stack_id thread_id start_ns blocked_ns runnable_ns",
-    "thread_accounts": "thread_id on_cpu_ns run_queue_ns timeslices misaligned_ns open_wait_ns",
+    "thread_accounts": "thread_id on_cpu_ns run_queue_ns timeslices misaligned_ns open_wait_ns"
+    " has_ended",
     "delays": "process_id cause count ns",
     "losses": "name count meaning",
     "devices": "id family name tier limit_reason period_ns details",

@@ -38,6 +38,7 @@ def _profile(
     processes: tuple[Process, ...] = PROCESSES,
     interrupted_ns: int = 0,
     delays: tuple[Delay, ...] = (),
+    ended: tuple[int, ...] = (),
 ) -> Profile:
     """Returns a profile with accounts (thread, on CPU, in a run queue, time slices, misaligned)."""
     profile = profile_of(
@@ -49,7 +50,9 @@ def _profile(
         threads=threads,
         processes=processes,
     )
-    accounts = np.array([(*row, open_wait_ns) for row in rows], THREAD_ACCOUNT_DTYPE)
+    accounts = np.array(
+        [(*row, open_wait_ns, row[0] in ended) for row in rows], THREAD_ACCOUNT_DTYPE
+    )
     return replace(profile, accounts=Accounts(accounts, interrupted_ns, delays))
 
 
@@ -141,6 +144,51 @@ def test_an_account_goes_on_past_exec() -> None:
     ended = (replace(shell, exited_ns=3 * _S), command)
     profile = _profile((1, 2 * _S, 0, 1_100, 0), threads=threads, processes=ended)
     assert disagreement(profile) == ""
+
+
+def test_an_account_is_of_one_process_of_several_with_its_number() -> None:
+    shell = replace(PROCESSES[0], name="sh", exited_ns=3 * _S)
+    threads = (
+        replace(_THREADS[0], on_cpu_ns=2 * _S, observed_ns=3 * _S),
+        Thread(1, 100, "server", 4 * _S, 6 * _S),
+    )
+    processes = (shell, replace(PROCESSES[0], started_ns=4 * _S))
+    rows = ((0, 2 * _S, 4 * _S, 300, 0), (1, 4 * _S, 0, 800, 0))
+    found = compared(_profile(*rows, threads=threads, processes=processes, ended=(0,)))
+    assert found is not None
+    assert found.on_cpu_ns.tolist() == [2 * _S, 4 * _S]
+    assert found.waited_ns.tolist() == [4 * _S, 0]
+
+
+def test_of_what_ended_the_kernel_may_have_less_and_not_more() -> None:
+    # 100 children that ran for 5 ms each, which no tick has seen.
+    threads = tuple(Thread(0, 300 + i, "child", 5 * MS, 6 * MS) for i in range(100))
+    for each_ns, line in (
+        (0, ""),
+        (5 * MS, ""),
+        (
+            6 * MS,
+            "The kernel's own account differs: it has 600.000 ms on CPUs, 20.00 % more than the"
+            " 500.000 ms counted at context switches",
+        ),
+    ):
+        rows = [(i, each_ns, 0, 1, 0) for i in range(1, 100)]
+        waits = (0, each_ns, 4 * _S, 1, 0)  # of the samples that the profile has
+        profile = _profile(waits, *rows, threads=threads, ended=tuple(range(100)))
+        assert disagreement(profile) == line
+    # Where they ran for longer than a tick and what it takes to end, that much is missing.
+    threads = (Thread(0, 300, "child", 1 * _S, 2 * _S),)
+    rows = (0, 800 * MS, 4 * _S, 1, 0)
+    assert "20.00 % less" in disagreement(_profile(rows, threads=threads, ended=(0,)))
+    assert disagreement(_profile((0, 900 * MS, *rows[2:]), threads=threads, ended=(0,))) == ""
+
+
+def test_how_many_have_ended_is_said() -> None:
+    profile = _profile((0, 6 * _S, 4 * _S, 1_100, 0), (1, 0, 0, 0, 0), ended=(1,))
+    words = dict(recording_facts(profile))["kernel's own account"]
+    assert words.endswith("of 2 threads, 1 of which ended before")
+    table = next(account_tables(profile, 10))
+    assert "in taskstats, of those that ended before" in table.whole
 
 
 def test_times_that_cannot_be_are_shown_as_they_are() -> None:

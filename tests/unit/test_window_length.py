@@ -53,6 +53,7 @@ class _Host:
             _enter_sleepers=lambda: True,
             _has_entered=True,
             _chances=None,
+            _accounts=None,
             _options=SimpleNamespace(off_cpu=True),
             _real_time=SimpleNamespace(check=lambda: None),
             events=SimpleNamespace(take=lambda: False),
