@@ -18,7 +18,7 @@ from aiflame.agent.target_files import TargetFile
 
 _START_NAMES = re.compile(
     r"""_start | _start_c | __libc_start_main(_impl|@.*)? | __libc_start_call_main
-      | start_thread | __?clone3? | clone3? | start | thread_start
+      | libc_start_main_stage2 | start_thread | __?clone3? | clone3? | start | thread_start
       | _dl_start_user | _dl_start
       | runtime\.(goexit|mstart|mstart0|mstart1|rt0_go|mcall|systemstack)(\.abi0)?
     """,
@@ -30,6 +30,12 @@ _START_NAMES = re.compile(
 _STORES_THREAD_RESULT = re.compile(rb"\x64\x48\x89\x04\x25.\x06\x00\x00", re.DOTALL)
 # mov %eax,%edi; call ...: __libc_start_call_main passes main's result to exit.
 _PASSES_RESULT_TO_EXIT = re.compile(rb"\x89\xc7\xe8")
+# So does musl's (1.2.3, src/env/__libc_start_main.c), which calls constructors right before main,
+# and so has main's address in a register that calls save: call *%rbx, *%rbp, *%r12 to *%r15. glibc
+# calls setjmp there, and has it on the stack.
+_CALLS_SAVED_REGISTER = re.compile(rb"[^\x41]\xff[\xd3\xd5]|\x41\xff[\xd4-\xd7]", re.DOTALL)
+_CALLS_MAIN, _CALLS_MAIN_OF_MUSL = "__libc_start_call_main", "libc_start_main_stage2"
+_CALL_BYTES = 3
 # mov %rax,%rdi; mov $SYS_exit,%eax; syscall: clone3 ends the thread.
 _EXITS_THREAD = re.compile(rb"\x48\x89\xc7\xb8\x3c\x00\x00\x00\x0f\x05")
 # mov %eax,%edi; xor %eax,%eax; mov $SYS_exit,%al; syscall: so does musl's clone (1.2.3,
@@ -37,7 +43,7 @@ _EXITS_THREAD = re.compile(rb"\x48\x89\xc7\xb8\x3c\x00\x00\x00\x0f\x05")
 _EXITS_THREAD_OF_MUSL = re.compile(rb"\x89\xc7\x31\xc0\xb0\x3c\x0f\x05")
 _AFTER_CALL = {
     "start_thread": _STORES_THREAD_RESULT,
-    "__libc_start_call_main": _PASSES_RESULT_TO_EXIT,
+    _CALLS_MAIN: _PASSES_RESULT_TO_EXIT,
     "clone3": _EXITS_THREAD,
     "clone": _EXITS_THREAD_OF_MUSL,
 }
@@ -99,7 +105,7 @@ def name_by_code(file: TargetFile, image: ElfImage | Headers, address: int) -> t
 
 
 def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:
-    """Names a start function of a stripped C library by the code after its call.
+    """Names a start function of a stripped C library by the code around its call.
 
     Args:
         file: The library.
@@ -110,7 +116,11 @@ def start_name_in_libc(file: TargetFile, return_offset: int) -> str | None:
         # Code and file lie alike within a segment: a relative jump is one in the file, too.
         target = return_offset + _JUMP.size + _JUMP.unpack_from(code)[1]
         code = file.read(_CODE_BYTES, target)
-    return next((name for name, pattern in _AFTER_CALL.items() if pattern.match(code)), None)
+    name = next((name for name, pattern in _AFTER_CALL.items() if pattern.match(code)), None)
+    if name == _CALLS_MAIN and return_offset >= _CALL_BYTES:
+        call = file.read(_CALL_BYTES, return_offset - _CALL_BYTES)
+        return _CALLS_MAIN_OF_MUSL if _CALLS_SAVED_REGISTER.fullmatch(call) else name
+    return name
 
 
 def is_signal_return(file: TargetFile, return_offset: int) -> bool:

@@ -22,6 +22,7 @@ from aiflame.agent.target_files import TargetFile
         "__libc_start_main_impl",
         "__libc_start_main@@GLIBC_2.34",
         "__libc_start_call_main",
+        "libc_start_main_stage2",
         "start_thread",
         "clone",
         "clone3",
@@ -79,6 +80,12 @@ def _jump(at: int, to: int) -> bytes:
         ({0x100: _STORE_0X630}, "start_thread"),
         ({0x100: _STORE_0X628}, "start_thread"),
         ({0x100: _TO_EXIT}, "__libc_start_call_main"),
+        ({0xFE: bytes.fromhex("ff d0"), 0x100: _TO_EXIT}, "__libc_start_call_main"),
+        # musl keeps main in a register: %rbx, %rbp, %r12 to %r15, but not %r11.
+        ({0xFE: bytes.fromhex("ff d3"), 0x100: _TO_EXIT}, "libc_start_main_stage2"),
+        ({0xFD: bytes.fromhex("f6 ff d5"), 0x100: _TO_EXIT}, "libc_start_main_stage2"),
+        ({0xFD: bytes.fromhex("41 ff d4"), 0x100: _TO_EXIT}, "libc_start_main_stage2"),
+        ({0xFD: bytes.fromhex("41 ff d3"), 0x100: _TO_EXIT}, "__libc_start_call_main"),
         ({0x100: _EXIT_THREAD}, "clone3"),
         ({0x100: bytes.fromhex("89 c7 31 c0 b0 3c 0f 05 f4")}, "clone"),  # musl
         # The compiler may have put what follows elsewhere: after and before.
