@@ -56,15 +56,26 @@ def idle_threads(profile: Profile) -> npt.NDArray[np.bool_]:
     return is_idle
 
 
+def idle_included(profile: Profile) -> str:
+    """Return what of a whole idle threads are, where they count as all others do; "" for none."""
+    is_idle = idle_threads(profile)
+    if not is_idle.any():
+        return ""
+    return f", with {_time_of(profile, is_idle)} of {counted(int(is_idle.sum()), 'idle thread')}"
+
+
 def without_idle(profile: Profile) -> tuple[Profile, str]:
     """Return the profile without samples of idle threads, and a sentence about them or ""."""
     is_idle = idle_threads(profile)
     if not is_idle.any():
         return profile, ""
     kept = ~is_idle[profile.samples["thread"]]
-    ns = int(profile.samples["ns"][~kept].sum())
     threads = counted(int(is_idle.sum()), "thread")
     # Spans count the samples through that are there no more.
     shown = replace(profile, samples=profile.samples[kept], spans=np.zeros(0, SPAN_DTYPE))
-    left_out = f"[idle: {threads}], {duration(ns)}, asleep at one location"
+    left_out = f"[idle: {threads}], {_time_of(profile, is_idle)}, asleep at one location"
     return shown, f"Left out: {left_out} (--idle: with)."
+
+
+def _time_of(profile: Profile, is_idle: npt.NDArray[np.bool_]) -> str:
+    return duration(int(profile.samples["ns"][is_idle[profile.samples["thread"]]].sum()))

@@ -17,6 +17,7 @@ from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import MODULE_MARKS, cut_modules, module_of, recording_facts
+from aiflame.agent.reports.idle import idle_included
 from aiflame.agent.reports.merge import default_merge, first_alike, merged
 from aiflame.agent.reports.own_code import charged_frames, innermost_of_highest
 from aiflame.agent.reports.rows import label_of
@@ -66,8 +67,11 @@ def tables(
     causes = classify(profile)
     shown = replace(profile, stacks=shown_stacks(profile, frames, hide_importlib))
     waits = None if is_raw or view is View.CPU else WaitWords(profile, view, causes)
-    found = [_functions(shown, view, limit, waits)]
-    found += python_tables(profile, view, limit, hide_importlib, waits)
+    # Flame graphs of wall time leave idle threads out.
+    whole = f"{view.label}, summed over threads"
+    whole += idle_included(profile) if view is View.WALL else ""
+    found = [_functions(shown, view, limit, waits, whole)]
+    found += python_tables(profile, view, limit, whole, hide_importlib, waits)
     if merge is not Merge.NONE:
         found.append(_processes(profile, view, limit, merge))
     found.append(_threads(profile, view, limit))
@@ -79,13 +83,15 @@ def tables(
         found += device_tables(apart, limit, frames)
     elif len(profile.gpu.readings):
         found.append(load_table(profile))
-    found += [_ends(profile, view), _modules(profile, view, limit), _losses(profile)]
+    found += [_ends(profile, view, whole), _modules(profile, view, limit), _losses(profile)]
     facts = (*recording_facts(apart), *device_lines(profile.gpu))
     found.append(Table("Recording", "", ("fact", "value"), facts))
     return tuple(found)
 
 
-def _functions(profile: Profile, view: View, limit: int, waits: WaitWords | None) -> Table:
+def _functions(
+    profile: Profile, view: View, limit: int, waits: WaitWords | None, of_what: str
+) -> Table:
     stack_ns = ns_by_stack(profile, view)
     innermost = _innermost(profile)
     charged = innermost
@@ -107,7 +113,7 @@ def _functions(profile: Profile, view: View, limit: int, waits: WaitWords | None
         rows.append((*times, showable(function.name), *waited, showable(where) if where else ""))
     return Table(
         f"Top functions, {view.label}",
-        f"100 % = {duration(whole)} of {view.label}, summed over threads; self: it was innermost"
+        f"100 % = {duration(whole)} of {of_what}; self: it was innermost"
         + (
             ", waits without the kernel, libc and Python's own (--raw: with)"
             if waits is not None
@@ -310,7 +316,7 @@ def _frame_label(profile: Profile, frame: int) -> str:
     return label_of(profile.functions[int(row["function"])], int(row["line"]))
 
 
-def _ends(profile: Profile, view: View) -> Table:
+def _ends(profile: Profile, view: View, of_what: str) -> Table:
     stack_ns = ns_by_stack(profile, view)
     ends = profile.stacks.ends
     sums = {end: int(stack_ns[ends == end].sum()) for end in StopReason}
@@ -319,7 +325,7 @@ def _ends(profile: Profile, view: View) -> Table:
     order = [end for end in StopReason if counts[end]]
     return Table(
         "How stacks ended",
-        f"100 % = {duration(whole)} of {view.label}",
+        f"100 % = {duration(whole)} of {of_what}",
         (">ms", ">share", ">distinct stacks", "end", "meaning"),
         tuple(
             (ms(sums[e]), percent(sums[e], whole), f"{counts[e]:,}", e.label, e.meaning)
@@ -334,7 +340,7 @@ def _modules(profile: Profile, view: View, limit: int) -> Table:
     whole = sum(sums.values())
     return Table(
         "Modules whose callers are missing",
-        f"100 % = {duration(whole)} of {view.label} in truncated stacks"
+        f"100 % = {duration(whole)} of {view.label} in truncated stacks, summed over threads"
         + "".join(f"; {mark}: {words}" for mark, words in MODULE_MARKS.items() if mark in sums),
         (">ms", ">share", "module of the outermost function found"),
         tuple((ms(ns), percent(ns, whole), m) for m, ns in [*sums.items()][:limit]),

@@ -24,6 +24,7 @@ def python_tables(
     profile: Profile,
     view: View,
     limit: int,
+    of_what: str,
     hide_importlib: bool = False,
     waits: WaitWords | None = None,
 ) -> list[Table]:
@@ -33,6 +34,7 @@ def python_tables(
         profile: What was recorded.
         view: Which classes of time the lines and functions count; the GIL's table counts all.
         limit: At most this many rows of each.
+        of_what: What the percentages are of, in words.
         hide_importlib: Leave out the frames that import modules or start the program.
         waits: What waits were for; then they are charged to code that is not of Python's library.
     """
@@ -42,8 +44,8 @@ def python_tables(
         function = profile.frames["function"][found.frame].astype(np.int64)
         line = function << 32 | profile.frames["line"][found.frame].astype(np.int64)
         tables = [
-            _top(profile, view, limit, found, line, "line", waits),
-            _top(profile, view, limit, found, function << 32, "function", waits),
+            _top(profile, view, limit, found, line, "line", waits, of_what),
+            _top(profile, view, limit, found, function << 32, "function", waits, of_what),
         ]
     if bool((profile.stacks.gil != GilState.NO_PYTHON).any()):
         tables.append(_gil(profile, limit))
@@ -58,6 +60,7 @@ def _top(
     key: I64,
     what: str,
     waits: WaitWords | None,
+    of_what: str,
 ) -> Table:
     # A key is a function, and in the lower half the line, where lines are told apart.
     stack_ns = ns_by_stack(profile, view)
@@ -82,7 +85,7 @@ def _top(
         rows.append((*times, showable(function.name), *waited, where))
     return Table(
         f"Top Python {what}s, {view.label}",
-        f"100 % = {duration(whole)} of {view.label}, summed over threads; self: it was the"
+        f"100 % = {duration(whole)} of {of_what}; self: it was the"
         " innermost Python frame, so native code that it called counts"
         + ("" if waits is None else ", waits without Python's own library (--raw: with)")
         + "; total: anywhere in the stack",

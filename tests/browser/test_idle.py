@@ -45,10 +45,15 @@ def test_idle_threads_are_in_a_box_that_opens(page: Page, tmp_path: Path) -> Non
         " without 4.000 s of 2 idle threads"
     )
     assert _box(page) == "[idle: 2 threads]"
+    assert "100 % = 2.000 s of wall time; without 4.000 s of 2 idle threads" in page.text(
+        "top-note"
+    )
     # WHEN the box is clicked, THEN they are in the flame graph, and the address says so
     _click(page, "#idle")
     assert page.text("whole").startswith("100 % = 6.000 s of wall time summed over 3 threads")
     assert page.value("location.hash") == "#idle=1"
+    assert "100 % = 6.000 s of wall time;" in page.text("top-note")
+    assert "idle" not in page.text("top-note")
     _click(page, "#idle")
     assert page.text("whole").startswith("100 % = 2.000 s")
     assert page.value("location.hash") in ("", "#")

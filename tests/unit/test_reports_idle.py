@@ -7,6 +7,7 @@ import pytest
 from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.idle import idle_threads
+from aiflame.agent.reports.stats import tables
 from profiles import MS, Sample, empty_profile, profile_of
 
 _WAIT = "main;[p]feed@/app/a.py:3;[k]futex_wait;[k]__schedule"
@@ -75,3 +76,18 @@ def test_an_svg_of_wall_time_is_of_those_who_work_and_says_so() -> None:
     # Of CPU and off-CPU time nothing is left out.
     assert "feed" in drawn(ReportOptions(view=View.CPU))
     assert "feed" in drawn(ReportOptions(view=View.OFFCPU))
+
+
+def test_tables_of_wall_time_say_that_they_have_idle_threads() -> None:
+    def wholes(profile: Profile, view: View) -> dict[str, str]:
+        return {table.title: table.whole for table in tables(profile, view, 10)}
+
+    whole = "100 % = 4.000 s of wall time, summed over threads"
+    found = wholes(_profile(1_990, 10), View.WALL)
+    for title in ("Top functions, wall time", "Top Python lines, wall time", "How stacks ended"):
+        assert found[title].startswith(f"{whole}, with 2.000 s of 1 idle thread")
+    # Where none is idle, and of what no flame graph leaves anything out.
+    busy = wholes(_profile(1_000, 1_000), View.WALL)
+    assert busy["Top functions, wall time"].startswith(f"{whole}; self")
+    of_cpu = wholes(_profile(1_990, 10), View.CPU)
+    assert "idle" not in of_cpu["Top functions, CPU time"]

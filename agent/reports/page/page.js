@@ -335,8 +335,12 @@ class Page {
     const there = this.state.range ? occurring(this.rows.row_thread.filter((_, row) => this.rows.row_ns[row] > 0), this.rows.threads.length) : this.counted;
     const threads = there.filter((thread) => wanted === null || wanted[thread]).length;
     byId("whole").textContent = `100 % = ${wholeWords(this.state.view, whole)}`
-      + ` summed over ${counted(threads, "thread")}, ${when}`
-      + (this.idle && !this.state.idle ? `; without ${duration(this.idle.ns)} of ${counted(this.idle.count, "idle thread")}` : "");
+      + ` summed over ${counted(threads, "thread")}, ${when}${this.idleWords()}`;
+  }
+
+  // What the whole is without.
+  idleWords() {
+    return this.idle && !this.state.idle ? `; without ${duration(this.idle.ns)} of ${counted(this.idle.count, "idle thread")}` : "";
   }
 
   fleetWords() {

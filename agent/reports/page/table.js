@@ -46,7 +46,7 @@ function showTable(page) {
   });
   body.replaceChildren(...rows);
   byId("top-note").textContent = `${rows.length} of ${found.length.toLocaleString("en-US")} ${isOfDevices(page.state.view) ? "frames" : "functions"}`
-    + (page.matches ? " that match" : "") + `; 100 % = ${wholeWords(page.state.view, whole)}`
+    + (page.matches ? " that match" : "") + `; 100 % = ${wholeWords(page.state.view, whole)}${page.idleWords()}`
     + (page.waits.size ? "; self: waits without the kernel, libc and Python's own" : "");
   for (const button of document.querySelectorAll("[data-sort]")) {
     const heading = button.parentElement;
