@@ -14,7 +14,9 @@ import tempfile
 from pathlib import Path
 
 from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.schema import FACT_PREFIX
 from aiflame.agent.capture.segment import BadSegment
+from aiflame.agent.capture.writer import CaptureWriter
 from aiflame.agent.commands.messages import tell
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.outfile import sudo_ids, write_output
@@ -45,6 +47,10 @@ def main(folder: Path, capture: Path, keep_ns: int) -> None:
     with tempfile.TemporaryDirectory() as name:  # for this user only
         database = Path(name) / "capture.aiflame"
         capture_of_windows(database, wanted, windows.facts)
+        writer = CaptureWriter(database, is_new=False)
+        writer.put_meta({f"{FACT_PREFIX}copy": "of a recording that went on", "complete": 1})
+        writer.commit()
+        writer.close()
         with database.open("rb") as file:
             write_output(capture, file, force=False, is_private=True, owner=sudo_ids())
         profile = read_capture(database)

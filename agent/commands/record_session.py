@@ -192,6 +192,11 @@ class _Session:
             if self._plan.capture is not None:
                 self._publish()
 
+    @property
+    def _since(self) -> str:
+        """Says of what is counted of the whole recording that more was recorded than is kept."""
+        return "" if self._options.keep_ns is None else ", since the recording began"
+
     def _steers(self) -> CostController | None:
         """Returns who decides which waits have a stack, None where all have one."""
         permille = self._options.off_cpu_budget_permille
@@ -352,7 +357,11 @@ class _Session:
 
     def _losses(self, recorder: Recorder, outcome: Outcome, report: Report) -> Counter[LossKind]:
         named = Counter({KINDS_BY_NAME[name]: n for name, n in report.naming_losses.items()})
-        losses = outcome.losses + recorder.losses() + named
+        losses = outcome.losses + recorder.losses()
+        if self._options.keep_ns is not None:  # what was lost before is of what is not kept
+            kept = {KINDS_BY_NAME[name]: n for name, n in report.window_losses.items()}
+            losses = recorder.untold_losses() + Counter(kept)
+        losses += named
         losses[LossKind.SAMPLING_SKIPPED] = sum(c.recursion_misses for c in outcome.costs.values())
         losses[LossKind.STACK_LOST] = report.lost_stacks
         for kind in _OF_WINDOWS:
@@ -368,9 +377,9 @@ class _Session:
             "recorder_cpu_ns": _own_cpu_ns() + _children_cpu_ns(),
             "recorder_peak_rss_bytes": cost.peak_rss_bytes + report.peak_rss_bytes,
             f"{FACT_PREFIX}recorder while recording": f"{running_share} of one CPU",
-            f"{FACT_PREFIX}stacks walked late": self._late,
-            f"{FACT_PREFIX}waits walked late": _late_words(self._late_waits),
-            f"{FACT_PREFIX}context switches seen": counters[abi.Counter.SWITCHES],
+            f"{FACT_PREFIX}stacks walked late": f"{self._late}{self._since}",
+            f"{FACT_PREFIX}waits walked late": f"{_late_words(self._late_waits)}{self._since}",
+            f"{FACT_PREFIX}context switches seen": f"{counters[abi.Counter.SWITCHES]}{self._since}",
             "complete": 1,
         }
 
@@ -405,10 +414,10 @@ class _Session:
         for line in sample_lines(profile):
             say(line)
         if self._late != "0":
-            say(f"Stacks walked late, as unwind tables had to be made: {self._late}.")
+            say(f"Stacks walked late, as unwind tables had to be made: {self._late}{self._since}.")
         if self._late_waits.walked or self._late_waits.left_ns >= _LATE_NS:
             words = _late_words(self._late_waits)
-            say(f"Waits walked late, as unwind tables had to be made: {words}.")
+            say(f"Waits walked late, as unwind tables had to be made: {words}{self._since}.")
         if again := again_line(profile, were_tables_late=self._late_tables > 0):
             say(again)
         for line in loss_lines(profile):

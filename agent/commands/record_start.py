@@ -37,8 +37,10 @@ def record(
     descriptors.raise_limit()
     checks.require_all()
     with contextlib.ExitStack() as parts:
-        # With the rights that are given up next.
-        stats = parts.enter_context(TaskStats()) if are_readable() else None
+        # With the rights that are given up next. A flight recorder's capture begins when nobody
+        # reads them.
+        is_told = options.keep_ns is None and are_readable()
+        stats = parts.enter_context(TaskStats()) if is_told else None
         give_up_rights()
         return _record(target, options, plan, printer, choose, KernelAccounts(stats))
 

@@ -965,6 +965,11 @@ class Recorder:
             found.update(part.losses)
         return found
 
+    def untold_losses(self) -> Counter[LossKind]:
+        """Returns what was lost that no window has told."""
+        lost = read_losses(self._programs.counters, self._possible_cpus) + self.losses()
+        return lost - self._told_losses
+
     def loss_files(self) -> dict[LossKind, set[str]]:
         """Returns the files to blame."""
         parts = (self.tables, self.pythons, self.calls.probes, self._inspector)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window, check, check_wall
-from recordings import Recording, Workload, frames_of
+from recordings import Recording, Workload, children_of, frames_of
 from support import wait_until
 
 pytestmark = pytest.mark.bpf
@@ -93,3 +96,83 @@ def test_a_flight_recorder_keeps_the_newest(workload: Callable[..., Path], tmp_p
                 (stack,) = set(rows["stack"].tolist())
                 assert "sleeper" in frames_of(profile, stack)
     assert ended.profile.recording.started_unix_ns > read_capture(copy).recording.started_unix_ns
+
+
+# More waits than are listed one by one, until a line comes; then few.
+_CALMS_DOWN = """
+import sys, threading, time
+
+is_calm = threading.Event()
+
+def wait():
+    while not is_calm.is_set():
+        time.sleep(0.001)
+
+for _ in range(40):
+    threading.Thread(target=wait).start()
+sys.stdin.readline()
+is_calm.set()
+while True:
+    time.sleep(0.2)
+"""
+
+
+def _losses(windows: list[Window]) -> dict[str, int]:
+    """Returns when each loss was told last, by name."""
+    return {
+        window.texts[name]: window.end_ns for window in windows for name in window.losses["name"]
+    }
+
+
+def test_a_flight_recorder_tells_of_losses_in_what_it_keeps(tmp_path: Path) -> None:
+    # GIVEN a loss that is over
+    arguments = ("--keep", "2s", "--min-wait", "1ms", "--gpu", "none")
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen([sys.executable, "-c", _CALMS_DOWN], stdin=subprocess.PIPE)
+        )
+        stack.callback(process.kill)
+        recording = stack.enter_context(Recording(tmp_path, "-p", process.pid, *arguments))
+        wait_until(lambda: "waits_not_listed" in _losses(recording.windows()), 60)
+        assert process.stdin is not None
+        process.stdin.close()
+
+        def is_over() -> bool:
+            windows = recording.windows()
+            return windows[-1].end_ns > _losses(windows)["waits_not_listed"] + 5_000_000_000
+
+        wait_until(is_over, 60)
+        recording.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: len(list(tmp_path.glob("run-*.html"))) == 1, 60)
+        ended = recording.stop()
+    # THEN neither the copy nor the end has it: it lost nothing of what these hold.
+    (copy,) = tmp_path.glob("run-*.aiflame")
+    for profile in (read_capture(copy), ended.profile):
+        assert "waits_not_listed" not in {loss.name for loss in profile.losses}
+    assert "waits_not_listed" not in ended.stderr
+    # AND what is told of the whole recording is called that.
+    facts = dict(ended.profile.recording.facts)
+    assert facts["context switches seen"].endswith("since the recording began")
+    # The copy is one, and not what is left of a recording that was killed.
+    facts = dict(read_capture(copy).recording.facts)
+    assert "incomplete" not in facts
+    assert facts["copy"] == "of a recording that went on"
+
+
+def test_a_flight_recorder_of_a_command_ends_with_it(tmp_path: Path) -> None:
+    command = ("sh", "-c", "sleep 4; exit 7")
+    accounting = Path("/proc/sys/kernel/task_delayacct")
+    before = accounting.read_text()
+    accounting.write_text("1")
+    try:
+        with Recording(tmp_path, "--keep", "1s", "--gpu", "none", "--", *command) as recording:
+            # Nobody reads what the kernel accounts itself: nobody listens to it.
+            children = [Path(f"/proc/{pid}/cmdline") for pid in children_of(recording.pid)]
+            assert not any("taskstats" in words.read_text() for words in children)
+            ended = recording.wait()
+    finally:
+        accounting.write_text(before)
+    assert ended.returncode == 7
+    profile = read_capture(ended.capture)
+    assert 1_000_000_000 <= profile.recording.duration_ns < 4_000_000_000
+    assert (len(profile.accounts.threads), profile.accounts.delays) == (0, ())
