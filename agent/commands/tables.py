@@ -26,6 +26,9 @@ _INDENT = "    "
 # Columns of text keep at least this much, even in a very narrow terminal: the name of a thread.
 _LEAST_TEXT_COLUMNS = 15
 
+# And what their longest words need, up to this: most names of functions in C.
+_MOST_WORD_COLUMNS = 24
+
 # What the last parts of paths keep, before names are wrapped.
 _MOST_PATH_COLUMNS = 40
 
@@ -93,13 +96,7 @@ def _folded(text: str, width: int) -> list[str]:
 def _widths(table: Table, headings: tuple[str, ...], width: int) -> list[int]:
     # Numbers keep their width; texts share what is left, paths and then the longest giving way.
     columns = [*zip(headings, *table.rows, strict=True)]
-    paths = path_columns(table)
-    least = {
-        i: min(_MOST_PATH_COLUMNS, max(cell_len(_path_end(cell, 0)) for cell in columns[i]))
-        if i in paths
-        else _LEAST_TEXT_COLUMNS
-        for i in text_columns(table)
-    }
+    paths, texts = path_columns(table), text_columns(table)
     needed = [
         max(0 if _is_below(table, i, cell, width) else cell_len(cell) for cell in column)
         for i, column in enumerate(columns)
@@ -107,13 +104,31 @@ def _widths(table: Table, headings: tuple[str, ...], width: int) -> list[int]:
     if width == sys.maxsize:
         # Longer cells move the rest of their own line only.
         return [min(most, _MOST_PADDED_COLUMNS) for most in needed]
-    while sum(needed) + len(_GAP) * (len(needed) - 1) > width:
-        narrower = [i for i in least if needed[i] > least[i]]
-        narrower = [i for i in narrower if i in paths] or narrower
-        if not narrower:
-            break
-        needed[max(narrower, key=lambda i: (needed[i], i))] -= 1
+    # First as far as nothing is cut, then by headings of several lines, and then as far as cells
+    # are still columns: what does not fit in one stands below.
+    whole = {i: _least_whole(columns[i], is_path=i in paths) for i in texts}
+    words = {i: max(map(_longest_word, columns[i])) for i in range(len(columns)) if i not in texts}
+    narrow = {i: min(whole[i], max(_longest_word(headings[i]), _LEAST_TEXT_COLUMNS)) for i in texts}
+    names = {i: min(whole[i], _longest_word(headings[i])) for i in texts}
+    for least in (whole, narrow, words, names):
+        while sum(needed) + len(_GAP) * (len(needed) - 1) > width:
+            narrower = [i for i in least if needed[i] > least[i]]
+            narrower = [i for i in narrower if i in paths] or narrower
+            if not narrower:
+                break
+            needed[max(narrower, key=lambda i: (needed[i], i))] -= 1
     return needed
+
+
+def _longest_word(text: str) -> int:
+    return max(map(cell_len, text.split()), default=0)
+
+
+def _least_whole(column: tuple[str, ...], *, is_path: bool) -> int:
+    """Return in how much room names of a column are in one piece, but for very long ones."""
+    if is_path:
+        return min(_MOST_PATH_COLUMNS, max(cell_len(_path_end(cell, 0)) for cell in column))
+    return min(_MOST_WORD_COLUMNS, max(_LEAST_TEXT_COLUMNS, *map(_longest_word, column)))
 
 
 def _is_below(table: Table, column: int, cell: str, width: int) -> bool:
@@ -125,23 +140,23 @@ def _lines(table: Table, cells: tuple[str, ...], widths: list[int], width: int) 
     texts, paths = set(text_columns(table)), set(path_columns(table))
     columns, below = [], []
     for i, (cell, room) in enumerate(zip(cells, widths, strict=True)):
-        if i in paths and cell_len(cell) > room:
-            cell = _path_end(cell, room)
-        if i in texts and cell_len(cell) > room and width < sys.maxsize:
-            if _is_below(table, i, cell, width):
+        shown = _path_end(cell, room) if i in paths and cell_len(cell) > room else cell
+        if cell_len(shown) > room and width < sys.maxsize:
+            if _is_below(table, i, cell, width) or _longest_word(shown) > room:
+                cell = _path_end(cell, width - len(_INDENT)) if i in paths else cell
                 below += [_INDENT + piece for piece in _folded(cell, width - len(_INDENT))]
-                cell = ""
-            columns.append(_folded(cell, room))
+                shown = ""
+            columns.append(_folded(shown, room))
         else:
-            columns.append([cell])
+            columns.append([shown])
     lines = []
     for k in range(max(map(len, columns))):
-        shown = []
+        parts = []
         for i, (pieces, room) in enumerate(zip(columns, widths, strict=True)):
             piece = pieces[k] if k < len(pieces) else ""
             padding = " " * (room - cell_len(piece))
-            shown.append(piece + padding if i in texts else padding + piece)
-        lines.append(_GAP.join(shown).rstrip())
+            parts.append(piece + padding if i in texts else padding + piece)
+        lines.append(_GAP.join(parts).rstrip())
     return lines + below
 
 

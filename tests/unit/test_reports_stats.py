@@ -189,6 +189,31 @@ def test_names_are_whole_and_paths_lose_their_head(columns: str, monkeypatch, ca
         assert max(map(cell_len, lines)) <= int(columns)
 
 
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_names_are_in_one_piece_in_a_terminal_of_80_columns(
+    columns: int, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    names = (
+        "_compile_bytecode",
+        "std::sort_heap_of_ints",
+        "a_function_with_quite_some_name",
+        "DistutilsMetaFinder.spec_for_distutils.<locals>.DistutilsLoader",
+    )
+    path = "/usr/lib/python3.11/importlib/_bootstrap_external_of_a_long_name.py"
+    waits = (f"[p]{name}@{path}:334;[k]anon_pipe_read;[k]schedule" for name in names)
+    profile = profile_of(
+        *(Sample(wait, 4_000_000 * MS, SampleClass.BLOCKED) for wait in waits),
+        Sample("", 3_000_000 * MS, frames=("main", names[1])),
+        threads=(Thread(0, 4_194_303, "pt_data_worker5", MS, MS),),
+    )
+    lines = _printed(profile, monkeypatch, capsys).splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    for word in (*names, "pt_data_worker5", "(4194303)", f"{path.rpartition('/')[2]}:334"):
+        assert any(word in line for line in lines), word
+    assert any("(anon_pipe_read)" in line for line in lines)
+
+
 def _charged(profile: Profile, *, is_raw: bool = False) -> list[tuple[str, ...]]:
     found = tables(profile, View.WALL, 10, is_raw=is_raw)[0]
     return [(row[0], *row[4:-1]) for row in found.rows if row[0] != "0.00"]
