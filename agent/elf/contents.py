@@ -99,7 +99,8 @@ def for_unwinding(file: TargetFile, image: ElfImage) -> Contents:
 def for_symbols(file: TargetFile, image: ElfImage) -> Contents:
     """What symbol tables and line tables are made of: all but code and data.
 
-    Where functions without a name are is found out only of stripped files (`elf.unwound`).
+    What Go's own table calls functions, and where those without a name are, is found out only of
+    stripped files (`elf.go_table`, `elf.unwound`).
 
     Raises:
         BadTargetFile: As `for_unwinding`.
@@ -107,7 +108,7 @@ def for_symbols(file: TargetFile, image: ElfImage) -> Contents:
     is_stripped = image.section_of_type(elf.SHT_SYMTAB) is None
 
     def is_wanted(section: Section) -> bool:
-        return _is_for_symbols(section) or (is_stripped and section.name in _FDES)
+        return _is_for_symbols(section) or (is_stripped and section.name in (*_FDES, *GO_TABLES))
 
     return _of_sections(file, image, is_wanted)
 

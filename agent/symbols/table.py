@@ -7,8 +7,9 @@ its names, mapped by later runs.
 
 Sizes are respected: an address outside every symbol has no name. Only symbols of size 0 in a full
 .symtab (hand-written assembly) reach to the next symbol of their section; in a .dynsym the
-functions between are unknown, so there they name nothing. Where there is no .symtab, it is known of
-functions without a symbol where they begin, if unwind information says so.
+functions between are unknown, so there they name nothing. Where there is no .symtab, Go's own table
+has the names of Go's functions, and it is known of functions without a symbol where they begin, if
+unwind information says so.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.elf import records as elf
 from aiflame.agent.elf.functions import Functions, concatenate, read_functions, resolve_sizes
+from aiflame.agent.elf.go_table import BadGoTable, read_go_functions
 from aiflame.agent.elf.image import BadElf, ElfImage
 from aiflame.agent.elf.symbols import MAX_NAME_BYTES, read_strings
 from aiflame.agent.elf.unwound import Bounds, function_bounds
@@ -36,7 +38,7 @@ Buffer = bytes | memoryview | mmap.mmap
 # Functions inside others, which only assembly has: none in libtorch, node and glibc.
 _MAX_OVERLAPPING = 100_000
 
-_MAGIC = b"AFSYM\0\0\x03"  # the last byte is the version of layout and content
+_MAGIC = b"AFSYM\0\0\x04"  # the last byte is the version of layout and content
 _HEADER = struct.Struct("<8sQQII")  # magic, ranges, bytes of names, crc of the rest, reserved
 _PIECE_BYTES = 128 << 10  # of names that are searched at once: it fits the second-level cache
 _BLOCK_BYTES = 4096  # names are checked by blocks, when one of theirs is first used
@@ -146,6 +148,7 @@ class SymbolTable:
             BadTargetFile: As `TargetFile.read`.
         """
         names = _Names()
+        is_stripped = all(image.section_of_type(elf.SHT_SYMTAB) is None for image, _ in sources)
         parts = []
         stubs = []
         for image, file in sources:
@@ -155,6 +158,9 @@ class SymbolTable:
                 parts.append(functions._replace(names=functions.names + base))
             found = find_stubs(file, image)
             stubs.append((found, names.add(found.names)) if len(found.starts) else (found, 0))
+        # A debug file has no unwind information, and no code that Go's runtime would look up.
+        of_program = sources[:1] if is_stripped else ()
+        parts += [_functions_of_go(file, image, names) for image, file in of_program]
         merged = resolve_sizes(concatenate(parts))
         rows = _best_names(merged, names)
         starts = np.concatenate([merged.starts[rows], *(stub.starts for stub, _ in stubs)])
@@ -169,10 +175,9 @@ class SymbolTable:
         except TooManyOverlaps as error:
             raise BadElf(str(error)) from error
         name_offsets = name_offsets[ranges.rows]
-        if all(image.section_of_type(elf.SHT_SYMTAB) is None for image, _ in sources):
-            for image, file in sources[:1]:  # a debug file has no unwind information
-                bounds = function_bounds(file, image)
-                ranges, name_offsets = _with_nameless(ranges, name_offsets, bounds)
+        for image, file in of_program:
+            bounds = function_bounds(file, image)
+            ranges, name_offsets = _with_nameless(ranges, name_offsets, bounds)
         return cls(ranges, name_offsets, names)
 
     def raw_names(self, addresses: U64) -> list[bytes | None]:
@@ -253,6 +258,28 @@ def _block_checksums(blocks: list[Buffer]) -> list[int]:
             crc = zlib.crc32(piece)
             checksums.append(zlib.crc32(padding, crc) if len(piece) < _BLOCK_BYTES else crc)
     return checksums
+
+
+def _functions_of_go(file: TargetFile, image: ElfImage, names: _Names) -> Functions:
+    try:
+        go = read_go_functions(file, image)
+    except BadGoTable:
+        go = None  # these are without names, as in other stripped files
+    if go is None:
+        return concatenate([])
+    texts = go.data[go.names_at]
+    offsets = go.names - go.names_at.start
+    has_name = (offsets >= 0) & (offsets < len(texts))
+    base = np.uint64(names.add(texts))
+    functions = Functions(
+        starts=go.starts,
+        ends=go.ends,
+        limits=go.ends,
+        sizeless=np.zeros(len(offsets), bool),
+        bindings=np.zeros(len(offsets), np.int64),  # of a name that C gave it, that one is shown
+        names=offsets.astype(np.uint64) + base,
+    )
+    return functions.chosen(has_name)
 
 
 def _with_nameless(named: Disjoint, names: U64, bounds: Bounds) -> tuple[Disjoint, U64]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 from aiflame.agent.elf import records
-from aiflame.agent.elf.contents import GO_TABLES
-from aiflame.agent.elf.image import ElfImage, Section
+from aiflame.agent.elf.go_table import go_table
+from aiflame.agent.elf.image import ElfImage
 from aiflame.agent.target_files import TargetFile
 from aiflame.agent.unwind.records import U64
 
@@ -49,11 +49,6 @@ def frame_sections(file: TargetFile, image: ElfImage) -> list[FrameSection]:
             location = (section.virtual_address, section.file_offset, section.size)
             found.append(FrameSection(is_eh, *location, compressed))
     return found
-
-
-def go_table(image: ElfImage) -> Section | None:
-    """The section with Go's own table of functions, None where there is none."""
-    return next((section for section in map(image.section, GO_TABLES) if section), None)
 
 
 def _by_segment(file: TargetFile, image: ElfImage) -> list[FrameSection]:

@@ -20,16 +20,23 @@ pytestmark = [
 ]
 
 _GOROUTINE = ("runtime.goexit", "main.main", "main.work")
-# Small programs, and those with much code: another way was taken for these.
-_IMPORTS = {"small": "", "large": 'import _ "net/http"\n'}
+# Small programs, and those with much code: another way was taken for these. Most that are shipped
+# have no symbols.
+_KINDS = {
+    "small": ("", ()),
+    "large": ('import _ "net/http"\n', ()),
+    "stripped": ("", ("-ldflags=-s -w",)),
+    "stripped, at any address": ("", ("-ldflags=-s -w", "-buildmode=pie")),
+}
 
 
-@pytest.mark.parametrize("kind", _IMPORTS)
+@pytest.mark.parametrize("kind", _KINDS)
 def test_stacks_of_goroutines_are_complete(tmp_path: Path, kind: str) -> None:
+    imports, flags = _KINDS[kind]
     program = tmp_path / "goburns"
     shutil.copy(WORKLOADS / "goburns.go", tmp_path)
-    (tmp_path / "imports.go").write_text("package main\n\n" + _IMPORTS[kind])
-    command = [_GO or "", "build", "-o", program, "goburns.go", "imports.go"]
+    (tmp_path / "imports.go").write_text("package main\n\n" + imports)
+    command = [_GO or "", "build", *flags, "-o", program, "goburns.go", "imports.go"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
     workload = Workload([program])
     profile, _ = record_workload(tmp_path, workload, "-F", 499)

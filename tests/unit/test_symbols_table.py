@@ -19,6 +19,7 @@ from aiflame.agent.target_files import TargetFile
 from cfibytes import unwound
 from elfbytes import ALLOC_EXEC, FUNC, GLOBAL, IFUNC, LOCAL, NOTYPE, OBJECT, WEAK, Elf, Symbol
 from elfbytes import Section as RawSection
+from gobytes import GoFunction, go_table
 
 
 def build(*files: bytes) -> SymbolTable:
@@ -275,3 +276,34 @@ def test_functions_of_a_file_with_all_symbols_are_what_these_say() -> None:
 
 def test_a_file_without_any_name_has_functions_all_the_same() -> None:
     assert starts(build(unwound(Elf(), *_FUNCTIONS)), 0x1000, 0x102F) == [0x1000, 0x1020]
+
+
+def _go(damage: int = 0, **symbols: list[Symbol]) -> bytes:
+    functions = [GoFunction(0x10, "main.main"), GoFunction(0x30, "main.(*T[...]).run")]
+    functions.append(GoFunction(0x60, "_rt0_amd64_linux", ()))
+    table = bytearray(go_table(functions, 0x80, code=0x1000))
+    table[0] ^= damage
+    section = RawSection(".gopclntab", bytes(table), flags=2, address=0x20000)
+    return Elf(sections=[section], **symbols).build()
+
+
+def test_stripped_go_has_the_names_of_its_own_table() -> None:
+    table = build(_go())
+    assert names(table, 0x1010, 0x102F, 0x1030, 0x105F) == [
+        *("main.main", "main.main", "main.(*T[...]).run", "main.(*T[...]).run")
+    ]
+    assert names(table, 0x100F, 0x1080) == [None, None]
+
+
+def test_names_of_c_in_go_are_those_of_its_symbols() -> None:
+    exported = Symbol("exported", 0x1030, 0x30, FUNC, GLOBAL)
+    assert names(build(_go(dynamic_symbols=[exported])), 0x1010, 0x1030) == [
+        *("main.main", "exported")
+    ]
+    whole = [Symbol("main.start", 0x1010, 0x20, FUNC, GLOBAL)]
+    assert names(build(_go(symbols=whole)), 0x1010, 0x1030) == ["main.start", None]
+
+
+def test_a_table_of_go_that_is_damaged_costs_names_only() -> None:
+    dynamic = [Symbol("exported", 0x1030, 0x30, FUNC, GLOBAL)]
+    assert names(build(_go(2, dynamic_symbols=dynamic)), 0x1010, 0x1030) == [None, "exported"]

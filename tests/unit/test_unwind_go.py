@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of Go's functions from tables that are built here, of both layouts that there are."""
+"""Rows of Go's functions from tables that are built here."""
 
 from __future__ import annotations
 
 import random
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,90 +14,43 @@ from aiflame.agent.unwind.table import UnwindTable
 from aiflame.agent.unwind.x86_64 import RbpKind, Rule, RuleKind
 from cfibytes import FRAMES, TEXT, Frames, table_of
 from elfbytes import Elf, Section
+from gobytes import BEGINS_STACK, CHANGES_STACK, GO_1_18, GO_1_20, GoFunction, go_table
 
-_GO_1_18, _GO_1_20 = 0xFFFFFFF0, 0xFFFFFFF1
-_BEGINS_STACK, _CHANGES_STACK = 1, 2
 _TEXT_BYTES = 0x1000
 _AT_CALL = Rule(RuleKind.RSP, RbpKind.SAME, 0, 8)
 _IN_FRAME = Rule(RuleKind.RSP, RbpKind.AT_CFA, -16, 0x28)
 
-
-@dataclass(frozen=True)
-class _Function:
-    """One function.
-
-    Attributes:
-        offset: Where it begins in the code.
-        depths: Bytes on the stack, and for how many bytes of code; none: no list.
-    """
-
-    offset: int
-    name: str
-    depths: Sequence[tuple[int, int]] = ((0, 0x10),)
-    flags: int = 0
-
-
-def _varint(value: int) -> bytes:
-    found = b""
-    while value > 0x7F:
-        found += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return found + bytes([value])
+_FUNCTIONS = (
+    GoFunction(0, "runtime.goexit", flags=BEGINS_STACK),
+    GoFunction(0x20, "main.f", ((0, 7), (0x20, 0x30), (0, 1))),
+    GoFunction(0x60, "runtime.systemstack", flags=CHANGES_STACK),
+    GoFunction(0x80, "runtime.mcall", flags=CHANGES_STACK),
+    GoFunction(0xA0, "runtime.sigreturn"),
+    GoFunction(0xC0, "main.without", ()),
+    GoFunction(0xE0, "main.g", ((0, 0x40),)),
+    GoFunction(0x120, "_rt0_amd64_linux", ()),
+)
+_ENTRY, _END = 0x120, 0x130
 
 
 def _table(
-    functions: Sequence[_Function], end: int, magic: int = _GO_1_20, code: int = TEXT
+    functions: Sequence[GoFunction], end: int, magic: int = GO_1_20, code: int = TEXT
 ) -> bytes:
-    names, lists, records = b"\0", b"\0", b""
-    index = b""
-    index_bytes = 8 * len(functions) + 4
-    for function in functions:
-        index += struct.pack("<II", function.offset, index_bytes + len(records))
-        name_at, list_at = len(names), len(lists) if function.depths else 0
-        names += function.name.encode() + b"\0"
-        before = -1
-        for depth, length in function.depths:
-            change = depth - before
-            lists += _varint(change << 1 if change >= 0 else (-change << 1) - 1) + _varint(length)
-            before = depth
-        lists += b"\0" if function.depths else b""
-        head = struct.pack("<IiiIIIIII", function.offset, name_at, 0, 0, list_at, 0, 0, 0, 0)
-        head += bytes(4) if magic == _GO_1_20 else b""
-        records += head + bytes([0, function.flags, 0, 0])
-    index += struct.pack("<I", end)
-    parts = (names, b"", b"", lists, index + records)
-    offsets, at = [], 72
-    for part in parts:
-        offsets.append(at)
-        at += len(part)
-    head = struct.pack("<IHBBQQQ5Q", magic, 0, 1, 8, len(functions), 0, code, *offsets)
-    return head + b"".join(parts)
+    return go_table(functions, end, magic, code)
 
 
-_FUNCTIONS = (
-    _Function(0, "runtime.goexit", flags=_BEGINS_STACK),
-    _Function(0x20, "main.f", ((0, 7), (0x20, 0x30), (0, 1))),
-    _Function(0x60, "runtime.systemstack", flags=_CHANGES_STACK),
-    _Function(0x80, "runtime.mcall", flags=_CHANGES_STACK),
-    _Function(0xA0, "runtime.sigreturn"),
-    _Function(0xC0, "main.without", ()),
-    _Function(0xE0, "main.g", ((0, 0x40),)),
-)
-_END = 0x120
-
-
-def _elf(go: bytes, *others: Section, name: str = ".gopclntab", goexit: int = 0) -> bytes:
+def _elf(go: bytes, *others: Section, name: str = ".gopclntab", entry: int = _ENTRY) -> bytes:
     sections = [Section(name, go, flags=2, address=0x20000), *others]
-    text = bytearray(b"\xcc" * _TEXT_BYTES)
-    text[goexit : goexit + 2] = b"\x90\xe8"  # nop; call
-    return Elf(sections=sections, text=bytes(text), text_address=TEXT).build()
+    header = {"entry": TEXT + entry}
+    text = b"\xcc" * _TEXT_BYTES
+    return Elf(sections=sections, text=text, text_address=TEXT, header=header).build()
 
 
 def _rules(table: UnwindTable, *offsets: int) -> list[Rule]:
     return [table.lookup(TEXT + offset) for offset in offsets]
 
 
-@pytest.mark.parametrize("magic", [_GO_1_18, _GO_1_20])
+@pytest.mark.parametrize("magic", [GO_1_18, GO_1_20])
 @pytest.mark.parametrize("name", [".gopclntab", ".data.rel.ro.gopclntab"])
 @pytest.mark.parametrize("code", [TEXT, 0], ids=["placed", "relocated"])
 def test_functions_of_go_have_rows(tmp_path: Path, magic: int, name: str, code: int) -> None:
@@ -125,7 +77,7 @@ def test_what_a_c_compiler_said_is_not_overruled(tmp_path: Path) -> None:
     frames = Frames()
     frames.fde(frames.cie(), TEXT + 0x20, 0x40)
     sections = Section(".eh_frame", bytes(frames.body), flags=2, address=FRAMES)
-    go = _table([_Function(0x20, "main.f", ((0x20, 0x40),)), _Function(0x60, "main.g")], 0x80)
+    go = _table([GoFunction(0x20, "main.f", ((0x20, 0x40),)), GoFunction(0x60, "main.g")], 0x80)
     table = table_of(_elf(go, sections), tmp_path)
     assert _rules(table, 0x30, 0x60) == [_AT_CALL, _AT_CALL]
 
@@ -138,13 +90,13 @@ def test_debug_information_of_go_is_not_taken_for_it(tmp_path: Path) -> None:
 
 
 def test_code_that_was_moved_by_a_linker_has_no_rows(tmp_path: Path) -> None:
-    go = _elf(_table(_FUNCTIONS, _END, code=0), goexit=0x40)  # C's code comes first
+    go = _elf(_table(_FUNCTIONS, _END, code=0), entry=0x160)  # C's code comes first
     assert table_of(go, tmp_path).drops["table of Go"] == 1
 
 
 def test_one_long_list_for_many_functions_is_refused(tmp_path: Path) -> None:
     steps = [(at % 2, 1) for at in range(20_000)]
-    table = bytearray(_table([_Function(0, "main.f", steps)], 1))
+    table = bytearray(_table([GoFunction(0, "main.f", steps)], 1))
     count = 1000
     index = b"".join(struct.pack("<II", at, 8 * count + 4) for at in range(count))
     (functions_at,) = struct.unpack_from("<Q", table, 64)
