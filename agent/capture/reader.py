@@ -8,7 +8,7 @@ offset from the mappings, so that nothing recorded is lost.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,7 @@ from aiflame.agent.model.batch import Labels
 from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import (
     FRAME_DTYPE,
+    NS_PER_S,
     SAMPLE_DTYPE,
     SPAN_DTYPE,
     WAIT_DTYPE,
@@ -144,9 +145,9 @@ class _Reader:
         gpu = GpuProfile()
         if self._version > 2:
             gpu = GpuReader(self._database, self._tables, self._version).profile()
-        seconds_of = self._interval_seconds()
+        bounds_ns = self._interval_bounds()
         return Profile(
-            recording=replace(self._recording(), window_s=max([1, *seconds_of.values()])),
+            recording=replace(self._recording(), window_s=_longest_s(bounds_ns)),
             processes=processes_of(self._database),
             threads=threads,
             binaries=tuple(
@@ -161,7 +162,7 @@ class _Reader:
             losses=tuple(Loss(*row) for row in self._rows("SELECT * FROM losses ORDER BY name")),
             gpu=with_equal_stacks_merged(gpu, stacks, threads),
             labels=self._labels(process_index),
-            spans=spread_waits(spans, samples, waits, seconds_of),
+            spans=spread_waits(spans, samples, waits, bounds_ns),
             accounts=self._accounts(process_index),
         )
 
@@ -361,14 +362,23 @@ class _Reader:
         spans["count"], spans["ns"] = _sums(count, part), _sums(ns, part)
         return rows, spans
 
-    def _interval_seconds(self) -> dict[int, int]:
-        """Returns how long intervals are, where that is not a second."""
+    def _interval_bounds(self) -> dict[int, tuple[int, int]]:
+        """Returns from when to when intervals were that are no second each."""
         if self._version < 9:
             return {}
-        interval, seconds = self._integers("intervals", ("interval", "seconds"))
-        if max(int(interval.max(initial=0)), int(seconds.max(initial=0))) > _LAST_SECOND:
-            raise ValueError("an interval later or longer than there can be")
-        return dict(zip(interval.tolist(), seconds.tolist(), strict=True))
+        if self._version < 11:
+            interval, seconds = self._integers("intervals", ("interval", "seconds"))
+            if max(int(interval.max(initial=0)), int(seconds.max(initial=0))) > _LAST_SECOND:
+                raise ValueError("an interval later or longer than there can be")
+            begin_ns = interval.astype(np.int64) * NS_PER_S
+            end_ns = begin_ns + np.maximum(seconds, 1).astype(np.int64) * NS_PER_S
+        else:
+            names = ("interval", "begin_ns", "end_ns")
+            interval, begin_ns, end_ns = self._integers("intervals", names)
+            if int(end_ns.max(initial=0)) > _LAST_SECOND * NS_PER_S or (begin_ns >= end_ns).any():
+                raise ValueError("an interval that ends later than there can be, or at once")
+        bounds = zip(begin_ns.tolist(), end_ns.tolist(), strict=True)
+        return dict(zip(interval.tolist(), bounds, strict=True))
 
     def _waits(self, stack_ids: I64) -> npt.NDArray[np.void]:
         columns = ("stack_id", "thread_id", "start_ns", "blocked_ns", "runnable_ns")
@@ -381,6 +391,12 @@ class _Reader:
         rows["blocked_ns"] = blocked_ns[order]
         rows["runnable_ns"] = runnable_ns[order]
         return rows
+
+
+def _longest_s(bounds_ns: Mapping[int, tuple[int, int]]) -> int:
+    """Returns how long intervals are at most; some milliseconds are of a busy host."""
+    lengths_ns = [end - begin for begin, end in bounds_ns.values()]
+    return max(1, round(max(lengths_ns, default=0) / NS_PER_S))
 
 
 def _number(text: str) -> int:

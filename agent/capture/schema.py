@@ -46,14 +46,16 @@ COLUMNS_SINCE_VERSION_8 = frozenset(
     {("kernel_codes", "object_id"), ("kernel_times", "built_stack_id")}
 )
 
-# The tables of intervals that are longer than a second, and of whose a process was.
+# The tables of intervals that are no second each, and of whose a process was.
 SINCE_VERSION_9 = frozenset({"intervals", "process_labels"})
 
 # What the kernel accounts of threads and processes itself.
 SINCE_VERSION_10 = frozenset({"thread_accounts", "delays"})
 
-# Which accounts are of threads that have ended.
-COLUMNS_SINCE_VERSION_11 = frozenset({("thread_accounts", "has_ended")})
+# Which accounts are of threads that have ended, and from when to when intervals were.
+COLUMNS_SINCE_VERSION_11 = frozenset(
+    {("thread_accounts", "has_ended"), ("intervals", "begin_ns"), ("intervals", "end_ns")}
+)
 
 # Prefix of the meta keys that are shown as they are under every report.
 FACT_PREFIX = "fact:"

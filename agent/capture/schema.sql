@@ -105,9 +105,13 @@ CREATE TABLE samples (
     ns INTEGER NOT NULL
 );
 
--- How many seconds an interval of samples is, from that second on, where it is not one: nobody knows
--- when in it they were.
-CREATE TABLE intervals (interval INTEGER PRIMARY KEY, seconds INTEGER NOT NULL);
+-- From when to when samples of an interval were, where it ends in a later second (before version 11:
+-- how many seconds it is, from that second on): nobody knows when in it they were.
+CREATE TABLE intervals (
+    interval INTEGER PRIMARY KEY,
+    begin_ns INTEGER NOT NULL,
+    end_ns INTEGER NOT NULL
+);
 
 -- Off-CPU waits over the threshold, one by one: asleep for blocked_ns, then without a CPU for
 -- runnable_ns.
@@ -137,8 +141,8 @@ CREATE TABLE thread_accounts (
 );
 
 -- Delay accounting of processes that were there when it ended (since version 10) or that ended before
--- (since version 11), where the kernel does it: count waits of ns together. cause: blkio, swapin, freepages, thrashing, compact, wpcopy,
--- irq, as struct taskstats calls them.
+-- (since version 11), where the kernel does it: count waits of ns together. cause: blkio, swapin,
+-- freepages, thrashing, compact, wpcopy, irq, as struct taskstats calls them.
 CREATE TABLE delays (
     process_id INTEGER NOT NULL REFERENCES processes (id),
     cause TEXT NOT NULL,

@@ -3,9 +3,9 @@
 
 A capture has the time of each second's drain. Time off the CPU is counted where it ended: all of a
 wait of ten seconds is in the last of them. Waits that the capture lists one by one are taken out of
-there and put into the seconds that they were in. What is not listed stays, evenly in all seconds
-of an interval that is longer than one: waits shorter than the
-recording's --min-wait, those that were lost as events, and time preempted.
+there and put into the seconds that they were in. What is not listed is divided evenly over the time
+of its interval, where that is not a second: on the CPU, waits shorter than the recording's
+--min-wait, those that were lost as events, and time preempted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def spread_waits(
     spans: npt.NDArray[np.void],
     samples: npt.NDArray[np.void],
     waits: npt.NDArray[np.void],
-    seconds_of: Mapping[int, int],
+    bounds_ns: Mapping[int, tuple[int, int]],
 ) -> npt.NDArray[np.void]:
     """Returns spans with the time of single waits in the seconds that they were in.
 
@@ -35,13 +35,13 @@ def spread_waits(
             are one of the largest parts of a profile: this takes them over.
         samples: SAMPLE_DTYPE, in the order of (stack, thread, class).
         waits: WAIT_DTYPE.
-        seconds_of: How long intervals are, by their first second, where that is not a second.
+        bounds_ns: From when to when intervals were that are no second each, by their number.
 
     Raises:
         ValueError: A wait ends later than any recording.
     """
     if not len(waits) or not len(spans):
-        return _evenly(spans, seconds_of)
+        return _evenly(spans, bounds_ns)
     columns = [waits[name].astype(np.float64) for name in ("start_ns", "blocked_ns", "runnable_ns")]
     if float(np.sum(columns, axis=0).max()) >= _MAX_NS:
         raise ValueError("a wait later than there can be")
@@ -54,7 +54,8 @@ def spread_waits(
     woken_ns = start_ns + waits["blocked_ns"].astype(np.int64)
     end_ns = woken_ns + waits["runnable_ns"].astype(np.int64)
     pieces = []
-    longest_s = max(seconds_of.values(), default=1)
+    longest_ns = max((end - begin for begin, end in bounds_ns.values()), default=NS_PER_S)
+    longest_s = -(-longest_ns // NS_PER_S)
     for klass, began_ns, to_ns in (
         (SampleClass.BLOCKED, start_ns, woken_ns),
         (SampleClass.WAITING_TO_RUN, woken_ns, end_ns),
@@ -82,27 +83,38 @@ def spread_waits(
         spans["ns"][rows[is_there]] -= moved_ns[is_there]
         chosen = chosen[is_there[which]]
         pieces += _pieces(sample[chosen], from_ns[chosen], to_ns[chosen])
-    spans = _evenly(_not_empty(spans), seconds_of)
+    spans = _evenly(_not_empty(spans), bounds_ns)
     return np.concatenate([spans, *map(_not_empty, pieces)])
 
 
-def _evenly(spans: npt.NDArray[np.void], seconds_of: Mapping[int, int]) -> npt.NDArray[np.void]:
-    """Returns spans of a second each over all seconds of their intervals.
+def _evenly(
+    spans: npt.NDArray[np.void], bounds_ns: Mapping[int, tuple[int, int]]
+) -> npt.NDArray[np.void]:
+    """Returns spans divided over the seconds that their intervals were in, by how much of each.
 
     What cannot be divided is in the first second.
     """
-    if not seconds_of:
+    if not bounds_ns:
         return spans
-    firsts = np.array(sorted(seconds_of), np.int64)
-    lengths = np.array([seconds_of[first] for first in firsts.tolist()], np.int64)
-    at = np.minimum(np.searchsorted(firsts, spans["first_s"]), len(firsts) - 1)
-    seconds = np.where(firsts[at] == spans["first_s"], np.maximum(lengths[at], 1), 1)
-    divided = np.stack([spans, spans], axis=1)  # the rest, and what is in each second
-    divided["seconds"][:, 1] = seconds
+    known = np.array(sorted(bounds_ns), np.int64)
+    at = np.minimum(np.searchsorted(known, spans["first_s"]), len(known) - 1)
+    is_known = known[at] == spans["first_s"]
+    whole = spans[is_known]
+    begin_ns, end_ns = np.array([bounds_ns[one] for one in known.tolist()]).T[:, at[is_known]]
+    first_s, last_s = begin_ns // NS_PER_S, (end_ns - 1) // NS_PER_S
+    middle_s = np.maximum(last_s - first_s - 1, 0)
+    tail_ns = np.where(last_s > first_s, end_ns - last_s * NS_PER_S, 0)
+    head, middle, tail = whole.copy(), whole.copy(), whole.copy()
+    head["first_s"], middle["first_s"], tail["first_s"] = first_s, first_s + 1, last_s
+    middle["seconds"] = middle_s
     for name in ("count", "ns"):
-        each, rest = np.divmod(spans[name], seconds.astype(np.uint64))
-        divided[name] = np.stack([rest, each], axis=1)
-    return _not_empty(divided.reshape(-1))
+        rate = whole[name] / (end_ns - begin_ns)
+        tail[name] = np.minimum(rate * tail_ns, whole[name])
+        left = whole[name] - tail[name]
+        each = np.minimum(rate * NS_PER_S, left // np.maximum(middle_s, 1)).astype(np.uint64)
+        middle[name] = np.where(middle_s > 0, each, 0)
+        head[name] = left - middle[name] * middle_s.astype(np.uint64)
+    return np.concatenate([spans[~is_known], *map(_not_empty, (head, middle, tail))])
 
 
 def _not_empty(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:

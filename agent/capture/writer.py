@@ -32,7 +32,7 @@ _COLUMNS = {
     "frames": 5,
     "stacks": 7,
     "samples": 6,
-    "intervals": 2,
+    "intervals": 3,
     "waits": 5,
     "thread_accounts": 7,
     "delays": 4,

@@ -41,8 +41,9 @@ from aiflame.agent.symbolize.mapped import laid_over
 from aiflame.agent.symbolize.stacks import KERNEL_CUT, NamedStack, UnnamedStack
 
 _INTERVAL_NS = 1_000_000_000
-# A window of a second may be drained late on a busy host; longer ones are meant to be.
-_LONG_NS = 1_500_000_000
+# By how much a window may reach past the second that it begins in, which is not told: those of a
+# second end some 0.1 ms late, and on a busy host 100.
+_LATE_NS = 10_000_000
 
 # Of all calls' work and bytes, as readers add them up: what programs ask for need not exist.
 _LARGEST_SUM = 1 << 62
@@ -112,6 +113,7 @@ class CaptureSink:
         self._named_read_outs = NamedReadOuts()
         self._told_kernels = ToldKernels(self._launch_ids)
         self._open_ns: Counter[tuple[int, int, int]] = Counter()
+        self._interval, self._interval_begin_ns = -1, 0
         self._left = {"work": _LARGEST_SUM, "bytes": _LARGEST_SUM}
 
     def put(self, window: Window) -> None:
@@ -130,10 +132,12 @@ class CaptureSink:
         self._names.write(self._writer)
         self._rows.turn()
         self._mapped.turn()
-        if self.end_ns - first_ns >= _LONG_NS:
-            # Up to where the next one begins: no second is left out.
-            seconds = round(self.end_ns / _INTERVAL_NS) - interval
-            self._writer.put("intervals", [(interval, seconds)])
+        if interval != self._interval:
+            self._interval, self._interval_begin_ns = interval, max(first_ns, 0)
+        # Of the windows that begin in a second only the last one does.
+        if self.end_ns > (interval + 1) * _INTERVAL_NS + _LATE_NS:
+            row = interval, self._interval_begin_ns, self.end_ns
+            self._writer.put("intervals", [row])
         self._put_samples(window, interval)
         self._put_calls(window, interval)
         self._put_devices(window, interval, binaries)

@@ -348,17 +348,28 @@ def test_accounts_that_cannot_be_are_damage(capture: Path, change: str) -> None:
         read_capture(capture)
 
 
+# As intervals were before version 11: one of five seconds.
+_WHOLE_SECONDS = (
+    "DROP TABLE intervals",
+    "CREATE TABLE intervals (interval INTEGER PRIMARY KEY, seconds INTEGER NOT NULL)",
+    "INSERT INTO intervals VALUES (0, 5)",
+)
+
+
 def test_a_capture_from_before_ends_were_accounted(capture: Path) -> None:
     without = "ALTER TABLE thread_accounts DROP COLUMN has_ended"
-    _change(capture, without, "PRAGMA user_version = 10")
-    accounts = read_capture(capture).accounts.threads
+    _change(capture, without, *_WHOLE_SECONDS, "PRAGMA user_version = 10")
+    profile = read_capture(capture)
+    accounts = profile.accounts.threads
     assert accounts["on_cpu_ns"].tolist() == [41 * _MS, 3 * _MS]
     assert not accounts["has_ended"].any()
+    assert profile.recording.window_s == 5
 
 
 def test_a_capture_from_before_the_kernel_was_asked(capture: Path) -> None:
     gone = ("thread_accounts", "delays")
-    _change(capture, *(f"DROP TABLE {table}" for table in gone), "PRAGMA user_version = 9")
+    without = [f"DROP TABLE {table}" for table in gone]
+    _change(capture, *without, *_WHOLE_SECONDS, "PRAGMA user_version = 9")
     profile = read_capture(capture)
     assert len(profile.samples) == 4
     assert (len(profile.accounts.threads), profile.accounts.delays) == (0, ())

@@ -193,7 +193,7 @@ def _capture(
     samples: list[tuple[int, ...]],
     waits: list[tuple[int, ...]],
     duration_ns: int,
-    intervals: Sequence[tuple[int, int]] = (),
+    intervals: Sequence[tuple[int, int, int]] = (),
 ) -> Profile:
     writer = CaptureWriter(path)
     facts: dict[str, str | int] = {
@@ -284,7 +284,7 @@ def test_what_is_of_several_seconds_is_in_all_of_them(tmp_path: Path) -> None:
     rows = [(1, 1, 1, 0, 9, 90 * MS), (2, 1, 1, 0, 12, 123 * MS), (7, 1, 1, 0, 1, 10 * MS)]
     rows += [(2, 1, 1, 1, 2, 2_050 * MS)]
     waits = [(1, 1, 3_500 * MS, 2_000 * MS, 0)]
-    profile = _capture(tmp_path / "a", rows, waits, 8 * S, [(2, 5)])
+    profile = _capture(tmp_path / "a", rows, waits, 8 * S, [(2, 2 * S, 7 * S)])
     # THEN the wait is where it was, and what else was in the five seconds is in each of them
     assert _by_second(profile, SampleClass.ON_CPU) == [0, 90, 24, 24, 24, 24, 24, 10]
     assert _by_second(profile, SampleClass.BLOCKED) == [0, 0, 10, 510, 1_010, 510, 10, 0]
@@ -302,15 +302,31 @@ def test_what_is_of_several_seconds_is_in_all_of_them(tmp_path: Path) -> None:
     assert "at once" not in dict(recording_facts(other))["time range"]
 
 
-@pytest.mark.parametrize("interval", [(-1, 5), (2, -5), (2, 2**40), (2**40, 5), (2, 0)])
-def test_intervals_that_no_recording_has(tmp_path: Path, interval: tuple[int, int]) -> None:
-    rows = [(2, 1, 1, 0, 12, 123 * MS)]
-    if interval[1] == 0:
-        profile = _capture(tmp_path / "a", rows, [], 8 * S, [interval])
-        assert _by_second(profile, SampleClass.ON_CPU)[2] == 123
-        return
+def test_a_window_that_was_cut_late_is_in_the_seconds_that_it_was_in(tmp_path: Path) -> None:
+    # GIVEN four threads' worth of time in windows of 1.25 s and 0.75 s, and a second,
+    rows = [(2, 1, 1, 0, 500, 5_000 * MS), (3, 1, 1, 0, 300, 3_000 * MS)]
+    rows += [(4, 1, 1, 0, 400, 4_000 * MS)]
+    profile = _capture(tmp_path / "a", rows, [], 5 * S, [(2, 2 * S, 3_250 * MS)])
+    # THEN no second has more than there is.
+    assert _by_second(profile, SampleClass.ON_CPU) == [0, 0, 4_000, 4_000, 4_000]
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [(-1, 0, 5), (2, -5, 5), (2, 5, 2**62), (2**40, 5, 2**62), (2, 5, 5), (2, 5, 4)],
+)
+def test_intervals_that_no_recording_has(tmp_path: Path, interval: tuple[int, int, int]) -> None:
     with pytest.raises(CaptureError, match="damaged"):
-        _capture(tmp_path / "a", rows, [], 8 * S, [interval])
+        _capture(tmp_path / "a", [(2, 1, 1, 0, 12, 123 * MS)], [], 8 * S, [interval])
+
+
+@pytest.mark.parametrize("end_ns", [1, 3, 2**31 * S])
+def test_intervals_that_lie_about_when_they_were_add_up(tmp_path: Path, end_ns: int) -> None:
+    ns = 2**62 + 1
+    rows = [(2, 1, 1, 1, 2**50, ns)]
+    spans = _capture(tmp_path / "a", rows, [], 8 * S, [(2, 0, end_ns)]).spans
+    assert int((spans["ns"] * spans["seconds"]).sum()) == ns
+    assert int((spans["count"] * spans["seconds"]).sum()) == 2**50
 
 
 def test_a_killed_recording_lasted_as_long_as_is_known(tmp_path: Path) -> None:
