@@ -15,18 +15,22 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from aiflame.agent.commands.durations import duration_ns
+from aiflame.agent.commands.growth import add_growth_arguments, alarm, least_share
+from aiflame.agent.commands.report_output import (
+    DIFFERENCE_FORMATS,
+    STDOUT,
+    writable_format,
+    write_report,
+)
 from aiflame.agent.commands.store_options import add_store_argument, named_store
 from aiflame.agent.commands.tables import positive, print_tables
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model.profile import NS_PER_S
-from aiflame.agent.outfile import refuse_existing, write_output
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
 from aiflame.agent.reports.base import Leaf
-from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.table import Table
 from aiflame.agent.reports.words import duration, showable
 from aiflame.agent.store import questions
@@ -80,18 +84,6 @@ EXIT CODES
 
 _DEFAULT_LIMIT = 20
 _DEFAULT_LAST_NS = 3600 * NS_PER_S
-_STDOUT = "-"
-# A difference of a comparison without --fail-on: below it a table is noise.
-_LEAST_SHARE = 0.002
-# Functions that have less of both sides cannot have grown by what is asked for; a quarter leaves
-# room for chance, and their number is what error is divided by.
-_PART_OF_GROWTH = 4
-
-_GREW = 1
-
-# Formats that can say how something differs.
-_DIFFERENCE_FORMATS = ("html", "svg", "folded")
-
 _SIDE_KEYS = (*LABELS, "from", "to")
 
 
@@ -262,7 +254,7 @@ def _add_diff(parser: Any) -> None:
     _add_limit(parser)
     _add_output(
         parser,
-        _DIFFERENCE_FORMATS,
+        DIFFERENCE_FORMATS,
         is_required=False,
         what="write a differential flame graph too, with widths of --new; - for standard output"
         " in place of the table",
@@ -275,19 +267,7 @@ def _add_diff(parser: Any) -> None:
             required=True,
             help=f"what is of the side {which}: a label, from or to; may be repeated",
         )
-    parser.add_argument(
-        "--self",
-        dest="is_self",
-        action="store_true",
-        help="time of a function by itself (default: with what it calls)",
-    )
-    parser.add_argument(
-        "--fail-on",
-        metavar="+N%",
-        type=_growth,
-        help="exit code 1 if the share of a function grew by more than N percentage points of its"
-        " side's time, and not by chance (at most 5 %% of such alarms are false)",
-    )
+    add_growth_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -361,38 +341,11 @@ def _write(found: Found, name: str, options: ReportOptions, args: argparse.Names
             f" {duration(found.left_out_ns)} (--most-stacks)\n"
         )
     data = FORMATS[name].render(found.profile, options)
-    if args.output == _STDOUT:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-        return
-    path = Path(args.output)
-    write_output(path, data, args.force, is_named=True)
-    sys.stderr.write(f"Wrote {showable(str(path))} ({len(data) / 1e3:,.1f} kB)\n")
+    write_report(data, args.output, is_forced=args.force)
 
 
 def _format(args: argparse.Namespace, formats: Collection[str]) -> str:
-    """Returns the format to write; raises UsageError where it cannot be written there."""
-    name = _named_format(args.format, args.output)
-    if name not in formats:
-        raise UsageError(f"no {name} of a difference", f"use -f {', '.join(formats)}")
-    if args.output != _STDOUT:
-        refuse_existing(Path(args.output), args.force, is_named=True)
-    elif FORMATS[name].is_binary and sys.stdout.isatty():
-        raise UsageError(f"{name} is binary: not written to a terminal", "use -o FILE")
-    return name
-
-
-def _named_format(chosen: str | None, output: str) -> str:
-    if output == _STDOUT:
-        if chosen is None:
-            raise UsageError("no format for standard output", "add -f html|svg|folded|...")
-        return chosen
-    implied = format_of_name(Path(output).name)
-    if chosen is None and implied is None:
-        raise no_format_for(Path(output).name)
-    if chosen is not None:
-        refuse_other_ending(chosen, output)
-    return chosen or implied or ""
+    return writable_format(args.format, args.output, formats, is_forced=args.force)
 
 
 def _diff(engine: Engine, args: argparse.Namespace) -> int:
@@ -402,26 +355,17 @@ def _diff(engine: Engine, args: argparse.Namespace) -> int:
         raise UsageError("--base and --new are the same", "--base version=1.4 --new version=1.5")
     if args.output is None and args.format is not None:
         raise UsageError("-f is of a file", "add -o FILE")
-    form = None if args.output is None else _format(args, _DIFFERENCE_FORMATS)
-    growth: float | None = args.fail_on
-    least = _LEAST_SHARE if growth is None else max(growth / _PART_OF_GROWTH, 1e-6)
+    form = None if args.output is None else _format(args, DIFFERENCE_FORMATS)
+    least = least_share(args.fail_on)
     found = compare(engine, base, new, is_self=args.is_self, least_share=least)
-    if args.output != _STDOUT:
+    if args.output != STDOUT:
         sides = base.words, new.words
         time_words = CLASS_WORDS[args.classes]
         print_tables([found.table(args.limit, sides, time_words, args.is_self)])
     if form is not None:
         both = difference_of(engine, base, new, args.most_stacks)
         _write(both, form, ReportOptions(title=args.title), args)
-    if growth is None:
-        return 0
-    grown = found.grown(growth)
-    for function in grown:
-        sys.stderr.write(
-            f"aiflame: {showable(function.name)} grew by {100 * function.change.difference:+.2f}"
-            f" points, at least by {100 * function.change.low:+.2f}\n"
-        )
-    return _GREW if grown else 0
+    return alarm(found.functions, args.fail_on)
 
 
 def _side(whole: Selector, side: str, given: list[str]) -> Selector:
@@ -534,14 +478,6 @@ def moment_s(text: str) -> int:
             f"not a time: {text} (2026-11-23, 2026-11-23T14:30, seconds of Unix)"
         )
     return int(found.timestamp())
-
-
-def _growth(text: str) -> float:
-    match = re.fullmatch(r"\+?(\d+(?:\.\d+)?)%?", text)
-    value = float(match[1]) if match else -1.0
-    if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"not a growth in percent: {text} (+2%)")
-    return value / 100
 
 
 def _most_stacks(text: str) -> int:

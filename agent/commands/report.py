@@ -17,6 +17,14 @@ from aiflame.agent.commands.captures import (
     read_recording,
     with_graphs,
 )
+from aiflame.agent.commands.report_output import (
+    STDOUT,
+    named_format,
+    refuse_replacing,
+    refuse_terminal,
+    size_words,
+    write_to_stdout,
+)
 from aiflame.agent.commands.time_range import (
     add_range_arguments,
     range_note,
@@ -30,7 +38,6 @@ from aiflame.agent.reports import FORMATS, Frames, Report, ReportOptions, View
 from aiflame.agent.reports.base import ColorBy, Leaf, Merge
 from aiflame.agent.reports.csv_tables import csv_files
 from aiflame.agent.reports.device_facts import absence, times_absence
-from aiflame.agent.reports.endings import format_of_name, no_format_for, refuse_other_ending
 from aiflame.agent.reports.merge import options_for
 from aiflame.agent.reports.words import showable
 from aiflame.agent.sinks.segments import are_segments
@@ -54,8 +61,6 @@ EXAMPLES
 """
 
 _DEFAULT_FORMAT = "html"
-
-_STDOUT = "-"
 
 # Not one file but a folder of tables.
 _TABLES = "csv"
@@ -196,18 +201,15 @@ def run(args: argparse.Namespace) -> int:
         return _write_tables(args)
     report = FORMATS[_format(args.format, output)]
     _refuse_contradictions(args, report)
-    if output == _STDOUT:
-        if report.is_binary and sys.stdout.isatty():
-            raise UsageError(f"{report.name} is binary: not written to a terminal", "use -o FILE")
+    if output == STDOUT:
+        refuse_terminal(report.name)
         profile = _read(args, report)
         options = _options(args, report, profile)
         _note_if_empty(profile, options)
-        sys.stdout.buffer.write(report.render(profile, options))
-        sys.stdout.buffer.flush()
+        write_to_stdout(report.render(profile, options))
         return 0
     path = Path(output) if output is not None else _default_path(args, report.extension)
-    if path.exists() and args.capture.exists() and path.samefile(args.capture):
-        raise UsageError(f"the report would replace its own capture: {path}", "use another -o FILE")
+    refuse_replacing(path, [args.capture])
     refuse_existing(path, args.force, is_named=output is not None)
     profile = _read(args, report)
     options = _options(args, report, profile)
@@ -225,7 +227,7 @@ def _read(args: argparse.Namespace, report: Report) -> Profile:
 
 
 def _write_tables(args: argparse.Namespace) -> int:
-    if args.output == _STDOUT:
+    if args.output == STDOUT:
         raise UsageError("csv is several files: not written to standard output", "use -o FOLDER")
     for option in (
         "per_thread",
@@ -265,18 +267,7 @@ def _percentage(text: str) -> float:
 
 
 def _format(chosen: str | None, output: str | None) -> str:
-    if output is None:
-        return chosen or _DEFAULT_FORMAT
-    if output == _STDOUT:
-        if chosen is None:
-            raise UsageError("no format for standard output", "add -f html|svg|folded|...")
-        return chosen
-    implied = format_of_name(Path(output).name)
-    if chosen is None and implied is None:
-        raise no_format_for(Path(output).name)
-    if chosen is not None:
-        refuse_other_ending(chosen, output)
-    return chosen or implied or _DEFAULT_FORMAT
+    return chosen or _DEFAULT_FORMAT if output is None else named_format(chosen, output)
 
 
 def _refuse_contradictions(args: argparse.Namespace, report: Report) -> None:
@@ -342,11 +333,5 @@ def _note_if_empty(profile: Profile, options: ReportOptions) -> None:
 
 
 def _wrote(path: Path, data: bytes, profile: Profile) -> str:
-    facts = ", ".join(filter(None, [_size(len(data)), range_note(profile)]))
+    facts = ", ".join(filter(None, [size_words(len(data)), range_note(profile)]))
     return f"Wrote {showable(str(path))} ({facts})\n"
-
-
-def _size(n_bytes: int) -> str:
-    if n_bytes < 1_000_000:
-        return f"{n_bytes / 1_000:.1f} kB"
-    return f"{n_bytes / 1_000_000:.1f} MB"

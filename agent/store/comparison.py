@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from aiflame.agent.reports.change import (
+    LEAST_GROUPS,
+    Compared,
+    Side,
+    by_difference,
+    change,
+    changes_table,
+    refuse_too_few,
+)
 from aiflame.agent.reports.table import Table
-from aiflame.agent.reports.words import showable
-from aiflame.agent.store.difference import LEAST_GROUPS, Change, Side, change, refuse_too_few
 from aiflame.agent.store.engine import Engine, Parameter
 from aiflame.agent.store.selector import Selector, nothing_there
 
@@ -25,15 +32,6 @@ _HOSTS_FOR_GROUPS = LEAST_GROUPS
 _MOST_FUNCTIONS = 200
 
 _SIDES = ("base", "new")
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One function."""
-
-    name: str
-    kind: str
-    change: Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +52,8 @@ class Comparison:
     considered: int
     is_by_host: bool
 
-    def grown(self, by: float) -> tuple[Compared, ...]:
-        """Returns those that have grown by more than this, 0 to 1, and not by chance."""
-        return tuple(found for found in self.functions if found.change.low > by)
-
     def table(self, limit: int, words: tuple[str, str], time_words: str, is_self: bool) -> Table:
         """Returns it as a table."""
-        shown = self.functions[:limit]
         what = "by itself" if is_self else "with all that it calls"
         sides = "; ".join(
             f"{name}: {count:,} samples of {hosts:,} hosts, {said}"
@@ -69,24 +62,12 @@ class Comparison:
             )
         )
         chance = "hosts" if self.is_by_host else "windows of time (hosts are too few)"
-        return Table(
-            "Functions whose share differs",
+        return changes_table(
+            self.functions,
+            limit,
             f"shares of a side's {time_words}, {what}; 90 % sure: the difference is between low and"
             f" high, for all {self.considered:,} functions at once, as far as {chance} differ by"
             f" chance. {sides}",
-            (">base", ">new", ">points", ">low", ">high", "function"),
-            tuple(
-                (
-                    *(f"{100 * share:.2f} %" for share in (f.change.before, f.change.after)),
-                    *(
-                        f"{100 * points:+.2f}"
-                        for points in (f.change.difference, f.change.low, f.change.high)
-                    ),
-                    showable(f.name),
-                )
-                for f in shown
-            ),
-            len(self.functions) - len(shown),
         )
 
 
@@ -114,7 +95,14 @@ def compare(
     whole = sides.wholes(by_host)
     samples = (totals[0].events, totals[1].events)
     groups = [int(np.count_nonzero(row)) for row in whole]
-    refuse_too_few(samples, (groups[0], groups[1]), (base.words, new.words))
+    refuse_too_few(
+        samples,
+        (groups[0], groups[1]),
+        (base.words, new.words),
+        group_words="hosts and windows",
+        cure="a longer time range, or more hosts",
+        sampling="a higher sampling rate",
+    )
     rows = sides.functions(is_self, least_share, totals)
     own = sides.groups_of([int(row[5]) for row in rows], is_self, by_host)
     considered = int(rows[0][4]) if rows else 0
@@ -122,10 +110,9 @@ def compare(
     for name, kind, *_ in rows:
         values = own.get((str(name), str(kind)), np.zeros((2, _GROUPS)))
         before, after = (Side(values[i], whole[i], samples[i]) for i in range(2))
-        found.append(Compared(str(name), str(kind), change(before, after, considered)))
-    found.sort(key=lambda f: (-abs(f.change.difference), f.name))
+        found.append(Compared(str(name), change(before, after, considered)))
     hosts = (totals[0].hosts, totals[1].hosts)
-    return Comparison(tuple(found), samples, hosts, considered, by_host)
+    return Comparison(by_difference(found), samples, hosts, considered, by_host)
 
 
 @dataclass(frozen=True, slots=True)

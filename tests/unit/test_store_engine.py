@@ -27,11 +27,11 @@ from aiflame.agent.model.profile import (
 )
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.base import Leaf
+from aiflame.agent.reports.change import TooFewSamples, grown
 from aiflame.agent.store import engine as engine_module
 from aiflame.agent.store import engines, questions, schema
 from aiflame.agent.store.address import PASSWORD_VARIABLE
 from aiflame.agent.store.comparison import compare
-from aiflame.agent.store.difference import TooFewSamples
 from aiflame.agent.store.engine import StoreError, parameter_text
 from aiflame.agent.store.engines import DirectoryEngine, open_store
 from aiflame.agent.store.inserts import inserts_of
@@ -583,7 +583,7 @@ def test_a_comparison_of_the_same_hosts_over_time_says_so(store: DirectoryEngine
     found = compare(store, *sides, is_self=False, least_share=0.01)
     assert not found.is_by_host
     assert "hosts are too few" in found.table(5, ("a", "b"), "CPU time", False).whole
-    assert found.grown(0.0) == ()
+    assert grown(found.functions, 0.0) == ()
     with pytest.raises(TooFewSamples):
         few = replace(sides[1], end_s=_BEGIN_S + 120)
         compare(store, sides[0], few, is_self=False, least_share=0.01)

@@ -2,8 +2,9 @@
 """Whether shares of time differ by more than chance.
 
 A sample is not independent of the next one: a host that is in a phase stays there, and hosts
-differ. So the variance of a share is not that of a coin. It is taken from groups of (host, window):
-for the ratio p = sum(x) / sum(n) over m groups, with d = x - p n of each,
+differ. So the variance of a share is not that of a coin. It is taken from groups: of (host, window)
+in a store, of seconds in a recording. For the ratio p = sum(x) / sum(n) over m groups, with
+d = x - p n of each,
 
     var(p) = m / (m - 1) * sum(d^2) / sum(n)^2
 
@@ -22,11 +23,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.errors import AiflameError
+from aiflame.agent.reports.table import Table
+from aiflame.agent.reports.words import showable
 
 F64 = npt.NDArray[np.float64]
 
@@ -192,19 +196,85 @@ def _t_probability(t: float, freedom: int) -> float:
     return (1 + inside) / 2
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One function of a comparison.
+
+    Attributes:
+        name: Of the function.
+        change: How its share changed.
+    """
+
+    name: str
+    change: Change
+
+
+def by_difference(functions: Sequence[Compared]) -> tuple[Compared, ...]:
+    """Returns functions, the largest difference first."""
+    return tuple(sorted(functions, key=lambda f: (-abs(f.change.difference), f.name)))
+
+
+def grown(functions: Sequence[Compared], by: float) -> tuple[Compared, ...]:
+    """Returns those that have grown by more than this, 0 to 1, and not by chance."""
+    return tuple(found for found in functions if found.change.low > by)
+
+
+def changes_table(
+    functions: Sequence[Compared], limit: int, whole: str, *, is_sure: bool = True
+) -> Table:
+    """Returns functions as a table.
+
+    Args:
+        functions: In their order.
+        limit: At most so many rows.
+        whole: What shares are of, and what chance is; one sentence.
+        is_sure: There is enough on both sides to tell what chance leaves open.
+    """
+    shown = functions[:limit]
+    rows = []
+    for found in shown:
+        of = found.change
+        shares = (f"{100 * share:.2f} %" for share in (of.before, of.after))
+        bounds = (of.low, of.high) if is_sure else ()
+        points = (f"{100 * value:+.2f}" for value in (of.difference, *bounds))
+        rows.append((*shares, *points, showable(found.name)))
+    return Table(
+        "Functions whose share differs",
+        whole,
+        (">base", ">new", ">points", *((">low", ">high") if is_sure else ()), "function"),
+        tuple(rows),
+        len(functions) - len(shown),
+    )
+
+
 def refuse_too_few(
-    samples: tuple[int, int], groups: tuple[int, int], names: tuple[str, str]
+    samples: tuple[int, int],
+    groups: tuple[int, int],
+    names: tuple[str, str],
+    *,
+    group_words: str,
+    cure: str,
+    sampling: str,
 ) -> None:
-    """Raises TooFewSamples where a comparison would say nothing."""
+    """Raises TooFewSamples where a comparison would say nothing.
+
+    Args:
+        samples: Of each side.
+        groups: Of each side that there is anything of.
+        names: Of each side, in words.
+        group_words: What groups are.
+        cure: How to have more groups.
+        sampling: How else to have more samples.
+    """
     for count, group_count, name in zip(samples, groups, names, strict=True):
         if count < LEAST_SAMPLES:
             raise TooFewSamples(
                 f"too few samples to compare: {name} has {count:,}, {LEAST_SAMPLES:,} are needed",
-                "a longer time range, more hosts, or a higher sampling rate",
+                f"{cure}, or {sampling}",
             )
         if group_count < LEAST_GROUPS:
             raise TooFewSamples(
-                f"too few hosts and windows to compare: {name} has {group_count:,},"
+                f"too few {group_words} to compare: {name} has {group_count:,},"
                 f" {LEAST_GROUPS:,} are needed to tell a change from chance",
-                "a longer time range, or more hosts",
+                cure,
             )

@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from aiflame.agent.store.difference import (
+from aiflame.agent.reports.change import (
     FALSE_ALARM,
     Side,
     TooFewSamples,
@@ -165,9 +165,10 @@ def test_what_was_never_there_and_what_is_everything() -> None:
 
 def test_too_few_samples_are_refused() -> None:
     names = ("version 1", "version 2")
-    refuse_too_few((1_000, 1_000), (8, 8), names)
+    words = {"group_words": "seconds", "cure": "a longer recording", "sampling": "a higher -F"}
+    refuse_too_few((1_000, 1_000), (8, 8), names, **words)
     with pytest.raises(TooFewSamples, match="version 2 has 999") as caught:
-        refuse_too_few((1_000, 999), (8, 8), names)
-    assert caught.value.exit_code == 5
-    with pytest.raises(TooFewSamples, match="hosts and windows to compare: version 1"):
-        refuse_too_few((5_000, 5_000), (7, 8), names)
+        refuse_too_few((1_000, 999), (8, 8), names, **words)
+    assert (caught.value.exit_code, caught.value.hint) == (5, "a longer recording, or a higher -F")
+    with pytest.raises(TooFewSamples, match="seconds to compare: version 1 has 7"):
+        refuse_too_few((5_000, 5_000), (7, 8), names, **words)
