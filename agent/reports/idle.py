@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import SPAN_DTYPE, Profile, SampleClass
+from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports.facts import counted
 from aiflame.agent.reports.own_code import charged_frames
 from aiflame.agent.reports.words import duration
@@ -71,8 +71,9 @@ def without_idle(profile: Profile) -> tuple[Profile, str]:
         return profile, ""
     kept = ~is_idle[profile.samples["thread"]]
     threads = counted(int(is_idle.sum()), "thread")
-    # Spans count the samples through that are there no more.
-    shown = replace(profile, samples=profile.samples[kept], spans=np.zeros(0, SPAN_DTYPE))
+    spans = profile.spans[kept[profile.spans["sample"]]]
+    spans["sample"] = (np.cumsum(kept) - 1)[spans["sample"]]
+    shown = replace(profile, samples=profile.samples[kept], spans=spans)
     left_out = f"[idle: {threads}], {_time_of(profile, is_idle)}, asleep at one location"
     return shown, f"Left out: {left_out} (--idle: with)."
 

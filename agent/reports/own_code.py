@@ -117,6 +117,19 @@ def charged_frames(profile: Profile) -> I64:
     return _innermost_frames(profile, ranks(profile))
 
 
+def innermost_functions(profile: Profile) -> I64:
+    """Return the function of the innermost frame of each stack, -1 for none."""
+    frames = np.append(profile.stacks.frames.astype(np.int64), -1)
+    offsets = profile.stacks.offsets.astype(np.int64)
+    return functions_of(profile, np.where(np.diff(offsets) > 0, frames[offsets[1:] - 1], -1))
+
+
+def functions_of(profile: Profile, frame: I64) -> I64:
+    """Return the function of each frame, -1 for none, which -1 has."""
+    found: I64 = np.append(profile.frames["function"].astype(np.int64), -1)[frame]
+    return found
+
+
 def launching_frames(profile: Profile) -> I64:
     """Return the frame that launches in each stack are charged to, -1 for none.
 

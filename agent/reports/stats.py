@@ -19,20 +19,29 @@ from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import MODULE_MARKS, cut_modules, module_of, recording_facts
 from aiflame.agent.reports.idle import idle_included
 from aiflame.agent.reports.merge import default_merge, first_alike, merged
-from aiflame.agent.reports.own_code import charged_frames, innermost_of_highest
+from aiflame.agent.reports.own_code import (
+    charged_frames,
+    functions_of,
+    innermost_functions,
+    innermost_of_highest,
+)
 from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.stats_device import device_tables, load_table, time_tables
 from aiflame.agent.reports.stats_python import python_tables
-from aiflame.agent.reports.table import Table, ms, ns_by_stack, percent, self_by_row
+from aiflame.agent.reports.table import (
+    Table,
+    functions_by_stack,
+    ms,
+    ns_by_stack,
+    percent,
+    self_by_row,
+)
 from aiflame.agent.reports.wait_words import WaitWords
 from aiflame.agent.reports.words import duration, process_label, showable
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
-
-# Arrays of their frames stay in the processor's cache.
-_STACKS_AT_ONCE = 2_048
 
 
 def tables(
@@ -93,10 +102,10 @@ def _functions(
     profile: Profile, view: View, limit: int, waits: WaitWords | None, of_what: str
 ) -> Table:
     stack_ns = ns_by_stack(profile, view)
-    innermost = _innermost(profile)
+    innermost = innermost_functions(profile)
     charged = innermost
     if waits is not None:
-        charged = _functions_of(profile, charged_frames(profile))
+        charged = functions_of(profile, charged_frames(profile))
     self_ns = self_by_row(profile, view, innermost, charged, len(profile.functions))
     total_ns = _total(profile, stack_ns)
     whole = int(stack_ns.sum())
@@ -130,34 +139,10 @@ def _functions(
     )
 
 
-def _innermost(profile: Profile) -> I64:
-    """Return the innermost function of each stack, -1 for none."""
-    frames = np.append(profile.stacks.frames.astype(np.int64), -1)
-    offsets = profile.stacks.offsets.astype(np.int64)
-    return _functions_of(profile, np.where(np.diff(offsets) > 0, frames[offsets[1:] - 1], -1))
-
-
-def _functions_of(profile: Profile, frame: I64) -> I64:
-    found: I64 = np.append(profile.frames["function"].astype(np.int64), -1)[frame]
-    return found
-
-
 def _total(profile: Profile, stack_ns: U64) -> U64:
-    stacks = profile.stacks
-    n_functions = len(profile.functions)
-    offsets = stacks.offsets.astype(np.int64)
-    function_of = profile.frames["function"].astype(np.int64)
-    total_ns = np.zeros(n_functions, dtype=np.uint64)
-    radix = max(1, n_functions)
-    # Some at a time: what has an entry for each frame of each stack is larger than all the rest.
-    for first in range(0, len(stacks), _STACKS_AT_ONCE):
-        ends = offsets[first : first + _STACKS_AT_ONCE + 1]
-        owner = np.repeat(np.arange(first, first + len(ends) - 1), np.diff(ends))
-        functions = function_of[stacks.frames[ends[0] : ends[-1]]]
-        spent = stack_ns[owner] > 0
-        # A function that calls itself counts once a stack.
-        pairs = np.unique(owner[spent] * radix + functions[spent])
-        np.add.at(total_ns, pairs % radix, stack_ns[pairs // radix])
+    total_ns = np.zeros(len(profile.functions), dtype=np.uint64)
+    for owner, function in functions_by_stack(profile, stack_ns > 0):
+        np.add.at(total_ns, function, stack_ns[owner])
     return total_ns
 
 

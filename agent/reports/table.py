@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,9 @@ from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports.base import View
 
 _NS_PER_MS = 1_000_000
+
+# Arrays of their frames stay in the processor's cache.
+_STACKS_AT_ONCE = 2_048
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,31 @@ def ns_by_stack(profile: Profile, view: View) -> npt.NDArray[np.uint64]:
     return ns
 
 
+def functions_by_stack(
+    profile: Profile, is_wanted: npt.NDArray[np.bool_]
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Yield pairs of stack and function, some stacks at a time.
+
+    A function that calls itself is once in a stack.
+
+    Args:
+        profile: What was recorded.
+        is_wanted: Of which stacks, shape (stacks,).
+    """
+    stacks = profile.stacks
+    offsets = stacks.offsets.astype(np.int64)
+    function_of = profile.frames["function"].astype(np.int64)
+    radix = max(1, len(profile.functions))
+    # Some at a time: what has an entry for each frame of each stack is larger than all the rest.
+    for first in range(0, len(stacks), _STACKS_AT_ONCE):
+        ends = offsets[first : first + _STACKS_AT_ONCE + 1]
+        owner = np.repeat(np.arange(first, first + len(ends) - 1), np.diff(ends))
+        function = function_of[stacks.frames[ends[0] : ends[-1]]]
+        wanted = is_wanted[owner]
+        pairs = np.unique(owner[wanted] * radix + function[wanted])
+        yield pairs // radix, pairs % radix
+
+
 def self_by_row(
     profile: Profile,
     view: View,
@@ -79,8 +107,17 @@ def self_by_row(
         rows: How many rows there are.
     """
     samples = profile.samples[view.selects(profile.samples["klass"])]
-    is_on_cpu = samples["klass"] == SampleClass.ON_CPU
-    row = np.where(is_on_cpu, innermost[samples["stack"]], charged[samples["stack"]])
+    row = row_by_sample(samples, innermost, charged)
     ns = np.zeros(rows, np.int64)
     np.add.at(ns, row[row >= 0], samples["ns"][row >= 0].astype(np.int64))
     return ns
+
+
+def row_by_sample(
+    samples: npt.NDArray[np.void],
+    innermost: npt.NDArray[np.int64],
+    charged: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Return the row that has the self time of each sample; for the others see `self_by_row`."""
+    is_on_cpu = samples["klass"] == SampleClass.ON_CPU
+    return np.where(is_on_cpu, innermost[samples["stack"]], charged[samples["stack"]])
