@@ -24,7 +24,10 @@ from aiflame.agent.commands.messages import open_standard_streams, tell
 from aiflame.agent.errors import Aborted, AiflameError
 from aiflame.agent.redaction import redacted
 
-VERBS = ("record", "report", "stats", "dump", "agent", "recover", "store", "query", "doctor")
+VERBS = (
+    *("record", "report", "stats", "diff", "dump", "agent", "recover", "store", "query"),
+    "doctor",
+)
 
 EXAMPLES = """\
 EXAMPLES
@@ -33,6 +36,7 @@ EXAMPLES
   sudo aiflame record -- python3 train.py    # from its first instruction
   aiflame report run.aiflame -f svg          # render a capture again, without root
   aiflame stats run.aiflame                  # tables in the terminal
+  aiflame diff base.aiflame new.aiflame      # what two captures differ in
   sudo aiflame dump -p 1234                  # what each of its threads does right now
   sudo aiflame recover                       # what killed recordings have left
   sudo aiflame agent --config agent.toml     # the whole host, all day

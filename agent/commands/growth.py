@@ -21,8 +21,13 @@ _PART_OF_GROWTH = 4
 _GREW = 1
 
 
-def add_growth_arguments(parser: Any) -> None:
-    """Adds --self and --fail-on."""
+def add_growth_arguments(parser: Any, otherwise: str) -> None:
+    """Adds --self and --fail-on.
+
+    Args:
+        parser: To these.
+        otherwise: How a share may grow without an alarm, as argparse takes it.
+    """
     parser.add_argument(
         "--self",
         dest="is_self",
@@ -34,7 +39,7 @@ def add_growth_arguments(parser: Any) -> None:
         metavar="+N%",
         type=_growth,
         help="exit code 1 if the share of a function grew by more than N percentage points of its"
-        " side's time, and not by chance (at most 5 %% of such alarms are false)",
+        f" side's time, and not {otherwise}",
     )
 
 

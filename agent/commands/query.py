@@ -267,7 +267,7 @@ def _add_diff(parser: Any) -> None:
             required=True,
             help=f"what is of the side {which}: a label, from or to; may be repeated",
         )
-    add_growth_arguments(parser)
+    add_growth_arguments(parser, "by chance (at most 5 %% of such alarms are false)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -352,7 +352,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a profile of two parts of a store that are compared has besides.
+    """What a profile of two captures, or parts of a store, that are compared has besides.
 
     Attributes:
         base: What is compared with, in words.

@@ -253,7 +253,8 @@ def warnings(profile: Profile) -> list[str]:
             "Nothing was recorded: no thread of the target ran or waited. Was it the right"
             " process, and did the recording last long enough?"
         )
-    elif samples < FEW_SAMPLES:
+    elif samples < FEW_SAMPLES and (samples or profile.difference is None):
+        # What is compared may be time off the CPU alone.
         whole = recording.time_range is None
         cure = "Record for longer, or with" if whole else "Choose a longer range, or record with"
         lines.append(

@@ -8,9 +8,9 @@ write them; `plain` leaves that off. There are no comment lines: facts stay in t
 Device samples (`--view gpu`) are in the order of published AI flame graphs: kernel and source line
 end in `_[G]`, instruction, stall reason and offset in `_[g]`, and the number is of samples.
 
-Of two parts of a store that are compared, lines have two numbers, of base and of new, as those of
-difffolded.pl -n (https://github.com/brendangregg/FlameGraph): base is scaled to the whole of new,
-so that a difference is one of shares.
+Of two captures, or parts of a store, that are compared, lines have two numbers, of base and of new,
+as those of difffolded.pl -n (https://github.com/brendangregg/FlameGraph): base is scaled to the
+whole of new, so that a difference is one of shares.
 
 Frames are merged by name: of lines and files, only those of Python frames are in the text, as part
 of the name.

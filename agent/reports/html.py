@@ -83,7 +83,7 @@ class HtmlReport:
 
 # The data sets of a page, as page.js calls them: the first is there, or else the one below.
 _TIME, _DEVICE, _GPU_TIME = "time", "device", "gputime"
-# In its place where two parts of a store are compared; it has one view, of this name.
+# In its place where two captures, or parts of a store, are compared; it has one view, of this name.
 _DIFFERENCE = "difference"
 _SET_OF = {View.GPU: _DEVICE, View.GPU_TIME: _GPU_TIME}
 
@@ -101,7 +101,10 @@ def _packed(
         drafts[_GPU_TIME] = draft_times(profile, options, times)
     parts = [(one.spans, one.owner) for one in drafts.values()]
     # Of a profile that was not read from a capture it may be unknown when its time was.
-    is_known = all(len(spans) or not len(owner) for spans, owner in parts)
+    # Two that are compared have no time in common.
+    is_known = profile.difference is None and all(
+        len(spans) or not len(owner) for spans, owner in parts
+    )
     least_s = profile.fleet.bucket_s if profile.fleet is not None else 1
     chosen = choose_grid(*_seconds(profile, parts), parts, least_s) if is_known else None
     grid, pieces = chosen if chosen is not None else (None, [None] * len(drafts))

@@ -44,7 +44,7 @@ MAX_NODES = 2_000_000
 # What is repeated for each of their frames stays in the processor's cache.
 _STACKS_AT_ONCE = 2_048
 
-# What is counted through in place of classes where two parts of a store are compared.
+# What is counted through in place of classes where two captures, or parts of a store, are compared.
 _SIDES = ("new", "base")
 
 # Lines listed in a tooltip: the point is the hottest line, not a listing.

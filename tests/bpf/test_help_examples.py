@@ -2,9 +2,9 @@
 """Every example that a help text ends with runs as it stands.
 
 Only what stands for something of the reader's is replaced: the pid 1234, a container, a unit and a
-program by name, and run.aiflame by a capture of that name, or by a recording that was to be one
-and was killed. A recording that would go on until Ctrl-C gets it once it is attached. The store
-"fleet" holds that capture; examples with it need chDB.
+program by name, and run.aiflame, base.aiflame and new.aiflame by a capture of that name, or by a
+recording that was to be one and was killed. A recording that would go on until Ctrl-C gets it once
+it is attached. The store "fleet" holds that capture; examples with it need chDB.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ _UNIT = f"aiflame-examples-{os.getpid()}"
 _CONTAINER_ID = f"{os.getpid():08x}" + "0123456789abcdef" * 3 + "01234567"
 
 
+# For `diff` to tell a change from chance.
+_ENOUGH_S = "9"
+
+
 @pytest.fixture(scope="module")
 def target(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a container in a unit, as podman makes them."""
@@ -54,7 +58,17 @@ def target(workload: Callable[..., Path]) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture(scope="module")
 def capture(target: subprocess.Popen[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("capture") / "run.aiflame"
-    command = [*support.AIFLAME, "record", "-q", "-p", str(target.pid), "-d", "3", "-o", str(path)]
+    command = [
+        *support.AIFLAME,
+        "record",
+        "-q",
+        "-p",
+        str(target.pid),
+        "-d",
+        _ENOUGH_S,
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, check=True, timeout=120)
     return path
 
@@ -88,7 +102,8 @@ def test_example_runs(
             support.wait_until(recording.windows, 60)
             recording.stop(signal.SIGKILL)
     elif "-o run.aiflame" not in line:
-        (tmp_path / "run.aiflame").symlink_to(capture)
+        for name in ("run", "base", "new"):
+            (tmp_path / f"{name}.aiflame").symlink_to(capture)
     if "--store fleet" in line:
         if find_spec("chdb") is None:  # not imported: it swells whatever process it is in
             pytest.skip("chDB is not installed")

@@ -137,7 +137,7 @@ _TARGET_FILES_OF_GPU = {
 }
 
 # They read a capture, and have to work where nothing can be recorded.
-_UNPRIVILEGED = ("commands.report", "commands.stats")
+_UNPRIVILEGED = ("commands.report", "commands.stats", "commands.diff")
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
