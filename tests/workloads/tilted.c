@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Two functions that share the CPU time of main as its argument says: the first has so many
+ * hundredths. Two runs of it are a program before and after a change.
+ */
+#define _GNU_SOURCE
+#include "truth.h"
+
+/* More seconds than a comparison needs to tell a change from chance. */
+#define CPU_NS (10000LL * MS)
+
+static volatile unsigned long sink;
+
+/* Some 200 us without a call, so that hardly a sample hits the clock. */
+#define COMPUTE(operator)                                                                          \
+	do {                                                                                       \
+		for (int step = 0; step < 100000; step++)                                          \
+			sink operator step;                                                        \
+	} while (0)
+
+/* Two functions of the same code would be made one by the compiler. */
+static NOINLINE long long spend_first(long long end_ns)
+{
+	long long start_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID), now_ns;
+
+	do {
+		COMPUTE(+=);
+		now_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+	} while (now_ns < end_ns);
+	return now_ns - start_ns;
+}
+
+static NOINLINE long long spend_second(long long end_ns)
+{
+	long long start_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID), now_ns;
+
+	do {
+		COMPUTE(-=);
+		now_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+	} while (now_ns < end_ns);
+	return now_ns - start_ns;
+}
+
+int main(int argc, char **argv)
+{
+	long long percent = argc > 1 ? atoi(argv[1]) : 50, first_ns = 0, second_ns = 0;
+	unsigned random = 2463534242u;
+
+	ready_then_wait();
+	/* Turns of random length (xorshift, same seed): the sampling clock cannot fall in step. */
+	while (first_ns + second_ns < CPU_NS) {
+		long long turn_ns;
+
+		random ^= random << 13;
+		random ^= random >> 17;
+		random ^= random << 5;
+		turn_ns = 10 * MS + random % (40 * MS);
+		first_ns +=
+			spend_first(clock_ns(CLOCK_THREAD_CPUTIME_ID) + turn_ns * percent / 100);
+		second_ns += spend_second(clock_ns(CLOCK_THREAD_CPUTIME_ID) +
+					  turn_ns * (100 - percent) / 100);
+	}
+	say("spend_first", first_ns);
+	say("spend_second", second_ns);
+	done_then_stay();
+	return 0;
+}
