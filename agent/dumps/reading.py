@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from aiflame.agent.dumps.model import Doubt
 from aiflame.agent.dumps.pythons import PythonProcess
 from aiflame.agent.inspector.memory import RemoteMemory, Span
+from aiflame.agent.kernel.abi import PythonEnd
 from aiflame.agent.processes.kernel_frames import KernelFrame, kernel_frames
 from aiflame.agent.processes.python_threads import ThreadPython
 from aiflame.agent.processes.stack_memory import StackMemory
@@ -135,6 +136,7 @@ class ThreadReader:
     ) -> RawThread:
         stack = None if python is None else python.read(registers.thread_pointer)
         if registers.is_on_cpu:
+            stack = _read_again(python, registers.thread_pointer, stack)
             return RawThread(registers, read_ns, (), None, stack, Doubt.RUNNING)
         # One that was switched out is in the kernel, and its registers of user space are saved.
         kernel = kernel_frames(registers.pid, registers.tid)
@@ -170,6 +172,18 @@ def _span(thread: ThreadRegisters) -> Span:
     is_wanted = thread.has_user_half and not thread.is_on_cpu
     size = _PIECE_BYTES if is_wanted else 0
     return Span(thread.pid, thread.tid, thread.stack_pointer, size)
+
+
+def _read_again(
+    python: PythonProcess | None, thread_pointer: int, stack: ThreadPython | None
+) -> ThreadPython | None:
+    """Returns a whole Python stack of a thread that runs, which enters and leaves functions."""
+    for _ in range(1, _MAX_TRIES):
+        if python is None or stack is None or stack.end is PythonEnd.COMPLETE:
+            break
+        python.prepare([thread_pointer])
+        stack = python.read(thread_pointer)
+    return stack
 
 
 def _moved(thread: RawThread) -> RawThread:

@@ -53,6 +53,6 @@ def test_a_busy_thread_shows_where_it_runs(start: Start, run_aiflame: Run) -> No
     target = start("--busy")
     thread = _threads(run_aiflame, target.pid)[target.truth["busy"]["tid"]]
     names = [frame["name"] for frame in thread["frames"] if frame["kind"] == "python"]
-    assert "run_forever" in names
+    assert "run_forever" in names, thread
     assert thread["state"] in ("running", "runnable")
     assert (thread["doubt"] == "running") == (thread["state"] == "running")

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from types import SimpleNamespace
 
 import pytest
 from aiflame.agent.dumps import reading
 from aiflame.agent.dumps.model import Doubt
-from aiflame.agent.dumps.reading import ThreadReader
+from aiflame.agent.dumps.reading import RawThread, ThreadReader
 from aiflame.agent.inspector.memory import Answer
+from aiflame.agent.kernel.abi import PythonEnd, PythonGil
+from aiflame.agent.processes.python_threads import ThreadPython
 from aiflame.agent.processes.threads import ThreadRegisters
 
 _RUNNABLE = 0
@@ -19,9 +21,11 @@ _RUNNABLE = 0
 class _Kernel:
     """Threads all of which have run between any two readings, but for those that sleep on."""
 
-    def __init__(self, threads: int, asleep: Collection[int] = ()) -> None:
+    def __init__(
+        self, threads: int, asleep: Collection[int] = (), *, are_on_cpu: bool = False
+    ) -> None:
         self.asked: list[int] = []  # for how many threads
-        self._threads, self._asleep = threads, asleep
+        self._threads, self._asleep, self._are_on_cpu = threads, asleep, are_on_cpu
 
     def registers(
         self, _: int, pids: Collection[int], tids: Collection[int] | None = None
@@ -32,19 +36,38 @@ class _Kernel:
         return [
             ThreadRegisters(
                 *(1, 0 if tid in self._asleep else ran, 0, 0, 0, 0, 0, 0, 0, 1, *pids, tid),
-                *(_RUNNABLE, 0, b"name"),
+                *(_RUNNABLE, int(self._are_on_cpu), b"name"),
             )
             for tid in found
         ]
 
 
-def _read(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> dict[int, Doubt | None]:
+class _Python:
+    """An interpreter whose threads enter functions while the first stacks are read."""
+
+    def __init__(self, torn: int) -> None:
+        self._ends = iter([PythonEnd.UNREADABLE] * torn)
+
+    def refresh(self) -> None: ...
+    def refresh_holders(self) -> None: ...
+    def prepare(self, thread_pointers: Iterable[int]) -> None: ...
+
+    def read(self, _: int) -> ThreadPython:
+        return ThreadPython((), next(self._ends, PythonEnd.COMPLETE), PythonGil.UNKNOWN)
+
+
+def _threads(
+    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, python: _Python | None = None
+) -> list[RawThread]:
     monkeypatch.setattr(reading, "thread_registers", kernel.registers)
     monkeypatch.setattr(reading, "kernel_frames", lambda *_: ())
     memory = SimpleNamespace(read=lambda spans: [Answer(b"", 0) for _ in spans])
     reader = ThreadReader(5, SimpleNamespace(), memory)  # type: ignore[arg-type]
-    found = reader.read(SimpleNamespace(pid=7), None)  # type: ignore[arg-type]
-    return {thread.registers.tid: thread.doubt for thread in found}
+    return reader.read(SimpleNamespace(pid=7), python)  # type: ignore[arg-type]
+
+
+def _read(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> dict[int, Doubt | None]:
+    return {one.registers.tid: one.doubt for one in _threads(kernel, monkeypatch)}
 
 
 def test_threads_that_moved_are_read_again_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +83,12 @@ def test_many_threads_take_time_by_their_number(monkeypatch: pytest.MonkeyPatch)
     assert len(_read(few, monkeypatch)) == 2_000
     assert len(_read(many, monkeypatch)) == 16_000
     assert len(many.asked) < 2 * len(few.asked)
+
+
+@pytest.mark.parametrize(("torn", "is_whole"), [(0, True), (3, True), (4, False)])
+def test_python_of_a_thread_that_runs_is_read_again_where_it_was_torn(
+    monkeypatch: pytest.MonkeyPatch, torn: int, is_whole: bool
+) -> None:
+    (thread,) = _threads(_Kernel(1, are_on_cpu=True), monkeypatch, _Python(torn))
+    assert thread.python is not None and thread.doubt is Doubt.RUNNING
+    assert (thread.python.end is PythonEnd.COMPLETE) == is_whole
