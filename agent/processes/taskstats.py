@@ -136,7 +136,7 @@ class TaskStats:
             return
         while not self._rest:
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
+            if left_s <= 0 or not _has_data(process.stdout.fileno(), left_s):
                 break
             self._rest = os.read(process.stdout.fileno(), _PIPE_BYTES)
             if not self._rest:
@@ -171,7 +171,7 @@ class TaskStats:
         until_s, found = time.monotonic() + _PATIENCE_S, bytearray()
         while len(found) < _MOST_BYTES:
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
+            if left_s <= 0 or not _has_data(process.stdout.fileno(), left_s):
                 break
             data = os.read(process.stdout.fileno(), _PIPE_BYTES)
             if not data:
@@ -231,3 +231,10 @@ def delays_between(
                 delays.append(ProcessDelay(int(row["pid"]), cause, count, ns))
         found.append(delays)
     return found
+
+
+def _has_data(descriptor: int, wait_s: float) -> bool:
+    """Waits for data or the end; select() takes no descriptor above 1,023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * wait_s))

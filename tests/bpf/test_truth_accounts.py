@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.accounts import compared, disagreement
 from recordings import Recording
-from support import wait_until
+from support import AIFLAME, wait_until
 
 pytestmark = pytest.mark.bpf
 
@@ -123,6 +125,23 @@ def test_a_program_that_reads_past_the_cache_waits_for_block_io(
     processes = {profile.threads[row["thread"]].process for row in profile.accounts.threads}
     assert {delay.process for delay in profile.accounts.delays} <= processes
     assert all(delay.ns > 0 for delay in profile.accounts.delays if delay.count)
+
+
+def test_a_recorder_that_inherits_many_descriptors_asks_for_delays(tmp_path: Path) -> None:
+    # GIVEN more open files than select() takes, of whoever starts the recorder
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, max(4096, most[1])))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
+        stack.enter_context(_delay_accounting("1"))
+        for _ in range(1100):
+            file = stack.enter_context(Path(os.devnull).open("rb"))
+            os.set_inheritable(file.fileno(), True)
+        run = tmp_path / "run.aiflame"
+        options = ("--gpu", "none", "-o", str(run))
+        command = [*AIFLAME, "record", *options, "--", sys.executable, "-c", "pass"]
+        subprocess.run(command, check=True, close_fds=False)
+    assert len(read_capture(run).accounts.threads) == 1
 
 
 def test_without_delay_accounting_nobody_is_asked_for_delays(tmp_path: Path) -> None:
