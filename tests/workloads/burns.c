@@ -10,40 +10,12 @@
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include "truth.h"
+#include "spend.h"
 
 enum { SHARES_CPU_NS = 1500 * MS, OTHERS_CPU_NS = 300 * MS, SHALLOW = 200, DEEP = 400 };
 
-static volatile unsigned long sink;
-
-/* Some 200 us without a call, so that hardly a sample hits the clock. */
-#define COMPUTE(operator)                                                                          \
-	do {                                                                                       \
-		for (int step = 0; step < 100000; step++)                                          \
-			sink operator step;                                                        \
-	} while (0)
-
-/* Two functions of the same code would be made one by the compiler. */
-static NOINLINE long long spend_three(long long end_ns)
-{
-	long long start_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID), now_ns;
-
-	do {
-		COMPUTE(+=);
-		now_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
-	} while (now_ns < end_ns);
-	return now_ns - start_ns;
-}
-
-static NOINLINE long long spend_one(long long end_ns)
-{
-	long long start_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID), now_ns;
-
-	do {
-		COMPUTE(-=);
-		now_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
-	} while (now_ns < end_ns);
-	return now_ns - start_ns;
-}
+SPENDER(spend_three, +=)
+SPENDER(spend_one, -=)
 
 /* Turns of random length (xorshift, same seed): the sampling clock cannot fall in step. */
 static void *shares(void *spent_ns)

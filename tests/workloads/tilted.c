@@ -5,41 +5,13 @@
  */
 #define _GNU_SOURCE
 #include "truth.h"
+#include "spend.h"
 
 /* More seconds than a comparison needs to tell a change from chance. */
 #define CPU_NS (10000LL * MS)
 
-static volatile unsigned long sink;
-
-/* Some 200 us without a call, so that hardly a sample hits the clock. */
-#define COMPUTE(operator)                                                                          \
-	do {                                                                                       \
-		for (int step = 0; step < 100000; step++)                                          \
-			sink operator step;                                                        \
-	} while (0)
-
-/* Two functions of the same code would be made one by the compiler. */
-static NOINLINE long long spend_first(long long end_ns)
-{
-	long long start_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID), now_ns;
-
-	do {
-		COMPUTE(+=);
-		now_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
-	} while (now_ns < end_ns);
-	return now_ns - start_ns;
-}
-
-static NOINLINE long long spend_second(long long end_ns)
-{
-	long long start_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID), now_ns;
-
-	do {
-		COMPUTE(-=);
-		now_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
-	} while (now_ns < end_ns);
-	return now_ns - start_ns;
-}
+SPENDER(spend_first, +=)
+SPENDER(spend_second, -=)
 
 int main(int argc, char **argv)
 {
