@@ -21,7 +21,7 @@ from aiflame.agent.commands.report_output import (
     writable_format,
     write_report,
 )
-from aiflame.agent.commands.tables import positive, print_tables
+from aiflame.agent.commands.tables import add_limit, print_tables
 from aiflame.agent.commands.time_range import add_range_arguments, restricted
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model.profile import Difference, Profile
@@ -85,14 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="wall time also of threads that slept at one location throughout (default: without)",
     )
-    content.add_argument(
-        "-n",
-        "--limit",
-        metavar="N",
-        type=positive,
-        default=_DEFAULT_LIMIT,
-        help="rows (default: %(default)s)",
-    )
+    add_limit(content, _DEFAULT_LIMIT)
     add_growth_arguments(content, "by how its seconds differ")
     add_range_arguments(parser)
 

@@ -26,7 +26,7 @@ from aiflame.agent.commands.report_output import (
     write_report,
 )
 from aiflame.agent.commands.store_options import add_store_argument, named_store
-from aiflame.agent.commands.tables import positive, print_tables
+from aiflame.agent.commands.tables import add_limit, positive, print_tables
 from aiflame.agent.errors import AiflameError, UsageError
 from aiflame.agent.model.profile import NS_PER_S
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions, View
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     top = add("top", "functions that cost most, by themselves and with what they call", _top)
     _add_selection(top)
     _add_class(top, "all")
-    _add_limit(top)
+    add_limit(top, _DEFAULT_LIMIT)
     top.add_argument(
         "--raw",
         dest="is_raw",
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "kernels", "GPU kernels, what they waited for, and how busy devices were", _kernels
     )
     _add_selection(kernels)
-    _add_limit(kernels)
+    add_limit(kernels, _DEFAULT_LIMIT)
     kernels.add_argument(
         "--by",
         choices=("kernel", *LABELS),
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     stalls = add("stalls", "what instructions of GPU kernels waited for", _stalls)
     _add_selection(stalls)
-    _add_limit(stalls)
+    add_limit(stalls, _DEFAULT_LIMIT)
     stalls.add_argument(
         "--by",
         choices=("kernel", "line"),
@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     agents = add("agents", "hosts, when they were last heard of, and what they lost", _agents)
     _add_selection(agents, AGENT_LABELS)
-    _add_limit(agents)
+    add_limit(agents, _DEFAULT_LIMIT)
     _add_diff(
         add(
             "diff",
@@ -158,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="value of {NAME:Type} in the statement; may be repeated",
     )
-    _add_limit(sql)
+    add_limit(sql, _DEFAULT_LIMIT)
 
 
 def _add_selection(parser: Any, labels: tuple[str, ...] = LABELS) -> None:
@@ -193,17 +193,6 @@ def _add_class(parser: Any, *more: str) -> None:
         choices=(*questions.CLASSES, *more),
         default="on_cpu",
         help="which time is counted (default: %(default)s)",
-    )
-
-
-def _add_limit(parser: Any) -> None:
-    parser.add_argument(
-        "-n",
-        "--limit",
-        metavar="N",
-        type=positive,
-        default=_DEFAULT_LIMIT,
-        help="rows (default: %(default)s)",
     )
 
 
@@ -251,7 +240,7 @@ def _add_flame(parser: Any) -> None:
 def _add_diff(parser: Any) -> None:
     _add_selection(parser)
     _add_class(parser)
-    _add_limit(parser)
+    add_limit(parser, _DEFAULT_LIMIT)
     _add_output(
         parser,
         DIFFERENCE_FORMATS,

@@ -18,7 +18,7 @@ from aiflame.agent.commands.captures import (
     read_recording,
     with_graphs,
 )
-from aiflame.agent.commands.tables import positive, print_tables
+from aiflame.agent.commands.tables import add_limit, print_tables
 from aiflame.agent.commands.time_range import add_range_arguments, restricted
 from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.facts import warnings
@@ -48,14 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which time to count, or devices only: their samples, or how long they ran kernels"
         " (default: %(default)s)",
     )
-    parser.add_argument(
-        "-n",
-        "--limit",
-        metavar="N",
-        type=positive,
-        default=_DEFAULT_LIMIT,
-        help="rows of functions, lines, threads, modules and waits (default: %(default)s)",
-    )
+    add_limit(parser, _DEFAULT_LIMIT, "rows of functions, lines, threads, modules and waits")
     parser.add_argument(
         "--frames",
         choices=[frames.value for frames in Frames],

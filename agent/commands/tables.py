@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from aiflame.agent.reports.table import Table, path_columns, text_columns
 from rich.cells import cell_len, chop_cells
@@ -50,6 +51,18 @@ def print_tables(tables: Iterable[Table]) -> None:
     for table in tables:
         for line in _layout(table, width):
             console.print(line)
+
+
+def add_limit(parser: Any, default: int, rows: str = "rows") -> None:
+    """Adds -n, which says how many rows a table has; `rows` says of what."""
+    parser.add_argument(
+        "-n",
+        "--limit",
+        metavar="N",
+        type=positive,
+        default=default,
+        help=f"{rows} (default: %(default)s)",
+    )
 
 
 def positive(text: str) -> int:
