@@ -64,7 +64,8 @@ def recorded(
         Target(standin, gpu=gpu, program=program, arguments=[_ROUNDS]) as target,
         Recording(tmp_path_factory.mktemp("run"), "-p", target.pid) as recording,
     ):
-        target.read_until(lambda told: told.tier)
+        # Late, a context is seen with its first launch.
+        target.read_until(lambda told: told.tier and (request.param or told.contexts))
         truth = target.truth()
         return Recorded(recording.stop(), truth, request.param)
 
