@@ -2,10 +2,10 @@
 """Unwind rows of code without CFI, found by following it from where functions begin.
 
 What a compiler was told to leave CFI out of still calls its functions and jumps within them. So
-from the functions that symbols name, those that they call, jump to or take the address of are
-found, without symbols, and what each instruction does to RSP and RBP is followed on all ways
-through them: frames that are made after a jump, arguments that are pushed in the midst. musl's
-libc.so as distributions strip it is such code.
+from the functions that symbols name, or where a stripped program begins, those that they call, jump
+to or take the address of are found, without symbols, and what each instruction does to RSP and RBP
+is followed on all ways through them: frames that are made after a jump, arguments that are pushed
+in the midst. musl's libc.so as distributions strip it is such code.
 
 Capstone decodes. After an indirect jump the code that nothing leads to is taken for its targets, as
 those of a switch are, up to the next function. Where RSP was moved by what is not known there are
@@ -48,6 +48,8 @@ _TARGET = re.compile(r"0x[0-9a-f]+")
 _RSP_SLOT = re.compile(r"qword ptr \[rsp(?: \+ (0x[0-9a-f]+|\d+))?\]")
 _FROM_BASE = re.compile(r"\[(r[sb]p)(?: ([+-]) (0x[0-9a-f]+|\d+))?\]")
 _FROM_RIP = re.compile(r"\[rip ([+-]) (0x[0-9a-f]+|\d+)\]")
+# At the end: what is moved or pushed.
+_CONSTANT = re.compile(r"\b0x[0-9a-f]+$")
 # What names RSP or RBP in any width.
 _OF_FRAMES = re.compile(r"[sb]p")
 _ENDS = frozenset(("ret", "hlt", "ud0", "ud1", "ud2", "int3", "iretq", "ljmp", "sysretq", "lret"))
@@ -113,12 +115,20 @@ class Followed(NamedTuple):
     lost: list[int]
 
 
-def follow(ranges: Sequence[Range], starts: Iterable[int]) -> Followed:
+def follow(
+    ranges: Sequence[Range],
+    starts: Iterable[int],
+    entry: int = 0,
+    *,
+    has_fixed_addresses: bool = False,
+) -> Followed:
     """Follows code from where functions begin.
 
     Args:
         ranges: Code without CFI, ascending and disjoint.
         starts: Where functions in it begin.
+        entry: Where a program begins, which nobody has called; 0 for none.
+        has_fixed_addresses: Instructions may have such an address in them as it is.
 
     Returns:
         Nothing where following them takes too long.
@@ -127,8 +137,8 @@ def follow(ranges: Sequence[Range], starts: Iterable[int]) -> Followed:
     # them, as it seems to where a function that does not return is called.
     decoded = 0
     for _ in range(2):
-        flow = _Flow([_Found(one, {}, {}) for one in ranges], decoded)
-        if not flow.follow(starts):
+        flow = _Flow([_Found(one, {}, {}) for one in ranges], decoded, has_fixed_addresses)
+        if not flow.follow(starts, entry):
             return Followed([], [])
         decoded = flow.decoded
         starts = flow.called | (flow.named - flow.jumped)
@@ -165,22 +175,24 @@ class _Flow:
         decoded: Instructions that were decoded, those of flows before with it.
     """
 
-    def __init__(self, found: Sequence[_Found], decoded: int) -> None:
+    def __init__(self, found: Sequence[_Found], decoded: int, has_fixed_addresses: bool) -> None:
         self.found = found
+        self._has_fixed_addresses = has_fixed_addresses
         self.decoded = decoded
         self._begins = [part.range.begin for part in found]
         self.called: set[int] = set()
         self.named: set[int] = set()
         self.jumped: set[int] = set()
         # Where to go on, with what frame; and that of a switch that it is a part of, if of any.
-        self._waiting: list[tuple[_Found, int, _Frame, _Frame | None]] = []
+        self._waiting: list[tuple[_Found, int, _Frame | None, _Frame | None]] = []
         self._parts: list[tuple[int, _Frame]] = []
         self._passed: set[int] = set()  # code that parts of a switch were looked for after
 
-    def follow(self, starts: Iterable[int]) -> bool:
+    def follow(self, starts: Iterable[int], entry: int) -> bool:
         """Follows all; False where that is given up, since there is too much of it."""
         for start in starts:
             self._enter(start, self.named)
+        self._meet(entry, None)
         while self._waiting or self._parts:
             if self.decoded > _MAX_DECODED:
                 return False
@@ -202,7 +214,7 @@ class _Flow:
             starts.add(address)
             self._meet(address, _ENTERED)
 
-    def _meet(self, address: int, frame: _Frame, switch: _Frame | None = None) -> None:
+    def _meet(self, address: int, frame: _Frame | None, switch: _Frame | None = None) -> None:
         """Code at an address is come to with that frame; who comes first is right."""
         part = self._part(address)
         if part is not None and address not in part.frames:
@@ -255,6 +267,10 @@ class _Flow:
             if place is not None:
                 distance = int(place[2], 0)
                 self._enter(end + (distance if place[1] == "+" else -distance), self.named)
+        elif bare in ("mov", "push") and self._has_fixed_addresses:
+            constant = _CONSTANT.search(operands)
+            if constant is not None:
+                self._enter(int(constant[0], 16), self.named)
         elif bare[0] == "j":
             if _TARGET.fullmatch(operands) is not None:
                 target = int(operands, 16)

@@ -28,6 +28,8 @@ _MAX_FUNCTIONS = 50_000
 _MAX_FUNCTION_BYTES = 1 << 20
 # Following code takes 0.7 s for 400 KB, which is all of musl's libc.so.
 _MAX_FOLLOWED_BYTES = 1 << 20
+# As a function has it where it begins.
+_ENTERED_STATE = arch.with_ra(arch.with_cfa(0, arch.RSP, 8), arch.RA_AT_CFA_8)
 
 
 def with_functions_without_cfi(
@@ -82,15 +84,52 @@ def _followed(
     file: TargetFile, image: ElfImage, starts: U64, addresses: U64, states: U64
 ) -> Followed:
     """Follows the code of gaps in which functions begin, if that is not too much."""
-    gaps = _gaps(image, starts, addresses, states)
-    if not len(gaps) or sum((gaps[:, 1] - gaps[:, 0]).tolist()) > _MAX_FOLLOWED_BYTES:
+    gaps = _gaps(image, addresses, states)
+    if not len(starts):
+        return _followed_from_entry(file, image, gaps, addresses, states)
+    is_begun = np.searchsorted(starts, gaps[:, 0]) < np.searchsorted(starts, gaps[:, 1])
+    return _follow(file, image, gaps[is_begun], starts)
+
+
+def _followed_from_entry(
+    file: TargetFile, image: ElfImage, gaps: U64, addresses: U64, states: U64
+) -> Followed:
+    """The same of a stripped static program with little CFI, as musl makes them.
+
+    It is known where it begins; code with CFI, like the user's own, tells of functions as well.
+    """
+    every = _gaps(image, addresses[:0], states[:0])
+    if not image.entry or _bytes(gaps) <= _bytes(every) // 2:
         return Followed([], [])
-    ranges = [Range(begin, image.read_at(file, begin, end - begin)) for begin, end in gaps.tolist()]
-    return follow(ranges, starts.tolist())
+    entered = addresses[states == np.uint64(_ENTERED_STATE)]
+    # Each for itself: code with CFI does not run into what comes after it.
+    begins = np.sort(np.concatenate([every[:, 0], gaps[:, 1]]))
+    ends = np.sort(np.concatenate([every[:, 1], gaps[:, 0]]))
+    others = np.stack([begins, ends], axis=1)[begins < ends]
+    code = np.concatenate([gaps, others])
+    code = code[np.argsort(code[:, 0])]
+    found = _follow(file, image, code, entered, image.entry)
+    at = np.array([address for address, _ in found.rows], np.uint64)
+    gap = np.searchsorted(gaps[:, 0], at, "right").astype(np.int64) - 1
+    is_in = (gap >= 0) & (at < gaps[np.maximum(gap, 0), 1])
+    rows = [row for row, one_is_in in zip(found.rows, is_in.tolist(), strict=True) if one_is_in]
+    return Followed(sorted(rows + [(end, arch.NO_CFI_STATE) for end in gaps[:, 1].tolist()]), [])
 
 
-def _gaps(image: ElfImage, starts: U64, addresses: U64, states: U64) -> U64:
-    """Code without CFI in which functions begin, but for stubs, ascending; shape (n, 2)."""
+def _follow(file: TargetFile, image: ElfImage, code: U64, starts: U64, entry: int = 0) -> Followed:
+    """Follows all of some code; none of it where it is too much."""
+    if not len(code) or _bytes(code) > _MAX_FOLLOWED_BYTES:
+        return Followed([], [])
+    ranges = [Range(begin, image.read_at(file, begin, end - begin)) for begin, end in code.tolist()]
+    return follow(ranges, starts.tolist(), entry, has_fixed_addresses=image.kind == "exec")
+
+
+def _bytes(ranges: U64) -> int:
+    return sum((ranges[:, 1] - ranges[:, 0]).tolist())
+
+
+def _gaps(image: ElfImage, addresses: U64, states: U64) -> U64:
+    """Code without CFI, but for stubs, ascending; shape (n, 2)."""
     found, after = [np.zeros((0, 2), np.uint64)], 0
     sections = (one for one in image.sections if one.executable and one.size)
     for section in sorted(sections, key=lambda one: one.virtual_address):
@@ -103,9 +142,7 @@ def _gaps(image: ElfImage, starts: U64, addresses: U64, states: U64) -> U64:
         # Code with CFI in a section has a row where it begins.
         edges = np.concatenate([[begin], addresses[first:last], [end]]).astype(np.uint64)
         is_gap = np.concatenate([[True], states[first:last] == np.uint64(arch.NO_CFI_STATE)])
-        pairs = np.stack([edges[:-1], edges[1:]], axis=1)[is_gap]
-        is_begun = np.searchsorted(starts, pairs[:, 0]) < np.searchsorted(starts, pairs[:, 1])
-        found.append(pairs[is_begun])
+        found.append(np.stack([edges[:-1], edges[1:]], axis=1)[is_gap])
     return np.concatenate(found)
 
 
