@@ -59,8 +59,6 @@ _NO_SAMPLES_EXIT = 4
 
 # Being late by less is not worth a line: of what -d says, and in all.
 _OVERRUN_SHARE, _OVERRUN_NS = 0.03, 200_000_000
-# Nor are truncated waits of less.
-_LATE_NS = 1_000_000
 
 # Of what windows leave out, which only they count.
 _OF_WINDOWS = (
@@ -139,7 +137,7 @@ class _Session:
         self._workspace = workspace
         self._printer = printer
         self._signals = signals
-        self._late_waits = LateWaits(0, 0, 0)
+        self._late_waits = LateWaits(0, 0)
         self._late = "0"
         self._late_tables = 0
         # Of a command that ended before it was told to, by Ctrl-C or at the end of the recording.
@@ -415,7 +413,7 @@ class _Session:
             say(line)
         if self._late != "0":
             say(f"Stacks walked late, as unwind tables had to be made: {self._late}{self._since}.")
-        if self._late_waits.walked or self._late_waits.left_ns >= _LATE_NS:
+        if self._late_waits.walked:
             words = _late_words(self._late_waits)
             say(f"Waits walked late, as unwind tables had to be made: {words}{self._since}.")
         if again := again_line(profile, were_tables_late=self._late_tables > 0):
@@ -456,11 +454,8 @@ def _walked_late(recorder: Recorder) -> str:
 
 
 def _late_words(late: LateWaits) -> str:
-    """Says how much waiting time got its stacks when tables had come, and how much did not."""
-    walked = f"{late.walked:,}, {duration(late.walked_ns)}" if late.walked else "0"
-    if late.left_ns < _LATE_NS:
-        return walked
-    return f"{walked}; {duration(late.left_ns)} were over before, and stayed truncated"
+    """Says how much waiting time got its stacks when tables had come."""
+    return f"{late.walked:,}, {duration(late.walked_ns)}" if late.walked else "0"
 
 
 def _own_cpu_ns() -> int:

@@ -382,10 +382,6 @@ class UnwindTables:
             return self._cache.load(binary)
         return None
 
-    def has_table(self, binary: int) -> bool:
-        """Whether the kernel half has a binary's table."""
-        return binary in self._kernel.loaded
-
     def is_being_built(self, binary: int) -> bool:
         """Whether a binary's table is on its way; it is asked for if it is not in the cache."""
         if binary not in self._settled:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -121,12 +121,10 @@ class LateWaits:
     Attributes:
         walked: How many were walked.
         walked_ns: How long these lasted.
-        left_ns: How long those lasted that stayed cut although a table would have helped.
     """
 
     walked: int
     walked_ns: int
-    left_ns: int
 
 
 class CutSleeps:
@@ -173,7 +171,7 @@ class CutSleeps:
         self._due: dict[int, int] = {}  # by pid
         self._rest_until_ns = 0
         self._most_left_out = 0
-        self._whole, self._whole_ns, self._cut_ns = 0, 0, 0
+        self._whole, self._whole_ns = 0, 0
         self.losses: Counter[LossKind] = Counter()
         self.thrift = 1
 
@@ -471,7 +469,6 @@ class CutSleeps:
 
     def note(self, keys: Array, values: Array) -> None:
         """Adds up what the window that closes has of them: all its rows."""
-        self._stacks.cut.charge(keys, values)
         sleeps = {(s.made, s.tid): s for s in (*self._sleeps.values(), *self._ended)}
         is_made = keys["stack"] >> np.uint64(31) == LATE_SLEEPS >> 31
         for key, value in zip(keys[is_made], values[is_made], strict=True):
@@ -488,7 +485,6 @@ class CutSleeps:
             self._whole += 1
             self._whole_ns += sleep.ns
         else:
-            self._cut_ns += sleep.ns
             self.losses[LossKind.CUT_SLEEPS_LEFT] += sleep.is_deferred and not sleep.tries
 
     def _keep(self) -> None:
@@ -507,29 +503,14 @@ class CutSleeps:
             self._count(sleep)
         self._sleeps.clear()
         self._copied.clear()
-        self._settle_stacks(self._stacks.cut.by_id)
-        return LateWaits(self._whole, self._whole_ns, self._cut_ns)
+        return LateWaits(self._whole, self._whole_ns)
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets the cut stacks of process images that have ended."""
         known = self._stacks.cut.by_id
         gone = [stack for stack, cut in known.items() if cut.image.index in images]
-        self._settle_stacks(gone)
         for stack in gone:
             del known[stack]
-
-    def _settle_stacks(self, stacks: Iterable[int]) -> None:
-        """Counts what threads slept in stacks that nobody has walked again."""
-        for stack in stacks:
-            cut = self._stacks.cut.by_id[stack]
-            if cut.ns and self._has_table(stack, cut.image):
-                self._cut_ns += cut.ns
-
-    def _has_table(self, stack: int, image: ProcessImage) -> bool:
-        """Whether there is a table now for the code in which a stack was cut."""
-        found = image.find(self._stacks.user(stack))
-        mapped = found[found >= 0]
-        return len(mapped) > 0 and self._tables.has_table(image.mappings[mapped[-1]].binary)
 
 
 def _are_asleep(states: Array, now_ns: int) -> npt.NDArray[np.bool_]:

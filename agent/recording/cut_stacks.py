@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.model.profile import SampleClass, StopReason
+from aiflame.agent.model.profile import StopReason
 from aiflame.agent.processes.table import ProcessImage
 
 # How walks end without tables or mappings (bpf/capture.h). A chain of frame pointers that ends in a
@@ -20,8 +20,6 @@ _ENDS = (
     StopReason.UNREADABLE,
     StopReason.ROOTED,
 )
-
-_WAITING = (SampleClass.BLOCKED, SampleClass.WAITING_TO_RUN)
 
 # All that a host's first second brings; 3 MB.
 _MOST_STACKS = 1 << 14
@@ -42,14 +40,12 @@ class CutStack:
         image: Whose it is.
         end: How it ends.
         call, call_return: Of the call that it is inside of, as STACK_RECORD_DTYPE has them.
-        ns: What threads slept in it, as far as it was charged to it.
     """
 
     image: ProcessImage
     end: StopReason
     call: int
     call_return: int
-    ns: int = 0
 
 
 class CutStacks:
@@ -83,11 +79,3 @@ class CutStacks:
         # One by one: those that are asked about are few, and those that are known 16,384.
         known = self.by_id
         return np.array([stack in known for stack in stacks.tolist()], np.bool_)
-
-    def charge(self, keys: npt.NDArray[np.void], values: npt.NDArray[np.void]) -> None:
-        """Adds up what threads slept in them: rows as the kernel half sums them."""
-        is_wait = np.isin(keys["sample_class"], _WAITING) & self.are_cut(keys["stack"])
-        for stack, ns in zip(
-            keys["stack"][is_wait].tolist(), values["ns"][is_wait].tolist(), strict=True
-        ):
-            self.by_id[stack].ns += ns

@@ -207,7 +207,7 @@ class Recorder:
         self._options = options = foundation.options
         self._signals = signals
         self.start_ns = self.started_unix_ns = 0
-        self.late_waits = LateWaits(0, 0, 0)
+        self.late_waits = LateWaits(0, 0)
         self.cpu_count = len(online_cpus())
         self._possible_cpus = possible_cpus()
         self._boundary_ns = 0

@@ -15,7 +15,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NO_CHAIN, Window
-from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import ProcessImage, ProcessTable
 from aiflame.agent.processes.thread_walk import WalkedThread
 from aiflame.agent.recording import cut_sleeps
 from aiflame.agent.recording.cut_sleeps import CutSleeps
@@ -86,7 +86,6 @@ class _Recorder:
         tables: Any = SimpleNamespace(
             take_pushed=set,
             is_being_built=lambda binary: binary in self.building,
-            has_table=lambda binary: binary == _TABLE,
         )
         pythons: Any = SimpleNamespace(is_starting=lambda image: False)
         calls: Any = SimpleNamespace(function_of=lambda slot: 0)
@@ -187,7 +186,7 @@ def test_a_sleep_that_goes_on_is_whole_from_its_first_boundary_on() -> None:
     window = recorder.close(3, (_CUT, _BLOCKED, 1, 600), (_CUT, _RUNNABLE, 1, 40))
     assert _rows(window) == [(_MADE, _BLOCKED, 1, 600), (_MADE, _RUNNABLE, 1, 40)]
     late = recorder.sleeps.finish()
-    assert (late.walked, late.walked_ns, late.left_ns) == (1, _S + 640, 0)
+    assert (late.walked, late.walked_ns) == (1, _S + 640)
     assert recorder.walks.count == 1
 
 
@@ -269,14 +268,11 @@ def test_without_an_event_a_sum_of_several_sleeps_stays_as_it_is() -> None:
     ]
 
 
-def test_what_stayed_truncated_is_counted_when_its_process_is_forgotten() -> None:
+def test_cut_stacks_of_a_process_are_forgotten_with_it() -> None:
     recorder = _Recorder()
-    recorder.image.replace_mappings([Mapping(_LEAF & ~0xFFF, _LEAF + 0x1000, 0, _TABLE)])
-    recorder.walks.ran_ns = {}
-    recorder.close(2, (_CUT, _BLOCKED, 1, 600), (_OTHER, _RUNNABLE, 3, 40))
+    assert recorder.stacks.cut.by_id
     recorder.sleeps.forget_images({recorder.image.index})
     assert not recorder.stacks.cut.by_id
-    assert recorder.sleeps.finish().left_ns == 640
 
 
 def test_a_sleep_that_ended_past_the_boundary_is_charged_before_it() -> None:
