@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of functions that Go's linker leaves in each program, also in stripped ones.
 
-Go's runtime unwinds with it, and names functions in traces. Layout of Go 1.18 to 1.25:
+Go's runtime unwinds with it, and names functions in traces. Layout of Go 1.18 to 1.27:
 runtime/symtab.go (pcHeader, functab), runtime/runtime2.go (_func), internal/abi/symtab.go
 (FuncFlag). Earlier ones have another, and are not read.
 """
