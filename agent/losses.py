@@ -459,6 +459,21 @@ class LossKind(enum.Enum):
     DEVICE_CODE_NOT_KEPT = _Entry(
         "machine code of kernels for which there was no room: their instructions have no text"
     )
+    DEVICE_CODE_NOT_FOUND = _Entry(
+        "code objects of kernels that were loaded before aiflame's helper and that no file of the"
+        " process has, as what is compiled at run time: their instructions have no text",
+        cure="record the program from its start: record -- COMMAND",
+    )
+    DEVICE_CODE_AMBIGUOUS = _Entry(
+        "code objects of kernels that were loaded before aiflame's helper and that files have in"
+        " several forms: which one ran is not known, and their instructions have no text",
+        cure="record the program from its start: record -- COMMAND",
+    )
+    DEVICE_CODE_NOT_SEARCHED = _Entry(
+        "files, and code in them, that were not searched for kernels that were loaded before"
+        " aiflame's helper: they are damaged, or would have taken longer than the part of 20 s that"
+        " each process has"
+    )
     DEVICE_CODE_NOT_STORED = _Entry(
         "code objects of kernels, beyond 64 MB compressed or 32 MB of one process, that are not in"
         " the capture: reports cannot list what could not be listed when it was recorded"

@@ -275,18 +275,20 @@ class Loading(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the user asks of helpers.
+    """What the user asks of helpers, and of what they tell.
 
     Attributes:
         duty_permille: For how much of the time stalls are sampled.
         loading: Of processes without one.
         calibrates: The error of sharing is measured, in short times in which devices that name no
             launches otherwise run kernels one after the other, which slows processes down.
+        lists: Kernels are listed when the recording is over, for which their code is kept.
     """
 
     duty_permille: int = 1000
     loading: Loading = Loading.MENTIONED
     calibrates: bool = False
+    lists: bool = True
 
 
 ALWAYS = Wanted()
@@ -378,6 +380,16 @@ class Host(Protocol):
 
         Returns:
             None where it was not opened, or is bad, which is counted.
+        """
+        ...
+
+    def files(self, process: int) -> Collection[int]:
+        """Returns the files that a process maps to run their code, as far as is known.
+
+        They stay open to the end of the recording, also when nobody maps them any more.
+
+        Args:
+            process: By an id of the recorder's.
         """
         ...
 
@@ -505,6 +517,14 @@ class Sampler(Protocol):
         Returns:
             Bytes for the family's `Lists`, the same for all kernels that are in one code object;
             b"" for none.
+        """
+        ...
+
+    def file(self, code: CodeKey) -> int | None:
+        """Returns the file that holds a kernel's code, as far as is known; None for none.
+
+        Args:
+            code: Of a kernel that was sampled, after `resolve`.
         """
         ...
 

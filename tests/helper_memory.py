@@ -164,6 +164,9 @@ class Host:
     def add_load(self, process: int, load: HelperLoad) -> None:
         self.loads.append(load)
 
+    def files(self, process: int) -> Collection[int]:
+        return ()
+
     def memories(self) -> Collection[SharedMemory]:
         return self.shared
 

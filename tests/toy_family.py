@@ -124,6 +124,9 @@ class ToySampler:
     def code(self, code: CodeKey) -> bytes:
         return b""
 
+    def file(self, code: CodeKey) -> int | None:
+        return None
+
 
 if __name__ == "__main__":
     sys.exit(record_with(ToyFamily.name, ToyFamily))

@@ -114,6 +114,7 @@ class _FamilyHost:
         duties: By process image: for how much of the time that is wanted stalls may be sampled.
         loads: What helpers have told since these were taken last, likewise.
         left_out_ns: For how long stalls were not sampled, that is not counted yet.
+        held: Files that the family may read when the recording is over.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class _FamilyHost:
         self.duties: dict[int, float] = {}
         self.loads: dict[int, HelperLoad] = {}
         self.left_out_ns = 0
+        self.held: set[int] = set()
         self.sampler: Sampler = family.start(self)
 
     def look(self, image: ProcessImage, libraries: Collection[str]) -> None:
@@ -236,6 +238,13 @@ class _FamilyHost:
 
     def ask(self, file: int, question: Question[T]) -> T | None:
         return self._binaries.ask(file, question)
+
+    def files(self, process: int) -> Collection[int]:
+        image = self._table.images.get(process)
+        mappings = () if image is None else image.mappings
+        found = {one.binary for one in mappings if one.binary != NO_BINARY}
+        self.held |= found
+        return found
 
     def about(self, name: str, data: bytes, question: Question[T]) -> T | None:
         return self._binaries.ask_about(name, data, question)
@@ -729,7 +738,8 @@ class Devices:
             listing = self._listing(running, key, offsets, lines_of)
             size_bytes = 0 if listing is None else listing.size_bytes
             kernel = self._kernel_of[code]
-            binary = None if key.file is None else self._binary_id(writer, images, key.file)
+            file = running.sampler.file(key)
+            binary = None if file is None else self._binary_id(writer, images, file)
             kept = objects.put(name, key.process, running.sampler.code(key), running.lose)
             writer.put("kernel_codes", [(code, kernel, binary, size_bytes, kept)])
             lines = () if listing is None else listing.lines
@@ -761,7 +771,8 @@ class Devices:
 
     def used_binaries(self) -> set[int]:
         """Returns the files that `resolve` will read."""
-        return {key.file for _, key in self._codes if key.file is not None}
+        found = {key.file for _, key in self._codes if key.file is not None}
+        return found.union(*(running.held for running in self._running))
 
     def forget_images(self, images: Collection[int]) -> None:
         """Forgets process images that have ended; what was sampled of them is kept."""

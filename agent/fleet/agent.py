@@ -183,7 +183,9 @@ def run_agent(
                 signals,
                 families,
                 are_families_named=settings.gpu != AUTO,
-                wanted=Wanted(round(10 * settings.gpu_duty_percent), _loading(settings)),
+                wanted=Wanted(
+                    round(10 * settings.gpu_duty_percent), _loading(settings), lists=False
+                ),
                 steers=steers,
                 least_round_ns=_ROUND_NS,
                 helpers_cpu_ns=procfs.helpers_cpu_ns,

@@ -52,6 +52,7 @@ _MODULES = (
     "aiflame.agent.launches.questions",
     "aiflame.agent.unwind.questions",
     "aiflame.gpu.nvidia.cubin",
+    "aiflame.gpu.nvidia.fatbin",
     "aiflame.gpu.opencl.disassembly",
     "aiflame.gpu.opencl.kernel_file",
 )

@@ -20,12 +20,13 @@ import hashlib
 import itertools
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from aiflame.agent.file_questions import Json, Question, rows, text, whole
-from aiflame.agent.target_files import BadTargetFile, TargetFile
+from aiflame.agent.target_files import BadTargetFile
 
 _HEADER = struct.Struct("<4s5B7x2HI3QI6H")
 _SECTION = struct.Struct("<2I4Q2I2Q")
@@ -79,6 +80,23 @@ class Function:
     lines: tuple[CodeLine, ...]
 
 
+class Readable(Protocol):
+    """A cubin: a file, or a part of one."""
+
+    def read(self, size: int, offset: int) -> bytes:
+        """Returns up to `size` bytes, none where it has none."""
+        ...
+
+
+class Symbol(NamedTuple):
+    """A function in the table of symbols, and where it is."""
+
+    number: int
+    section: int
+    begin: int
+    size: int
+
+
 class _Section(NamedTuple):
     name: int
     kind: int
@@ -88,31 +106,31 @@ class _Section(NamedTuple):
     info: int
 
 
-class _NoCubinError(Exception):
+class NoCubinError(Exception):
     """Code of another form, as PTX is."""
 
 
-class _Cubin:
+class Cubin:
     """A cubin's sections and symbols.
 
     Args:
-        file: The file.
+        file: The cubin.
 
     Raises:
-        _NoCubinError: It is another thing.
+        NoCubinError: It is another thing.
         BadTargetFile: It is damaged.
     """
 
-    def __init__(self, file: TargetFile) -> None:
+    def __init__(self, file: Readable) -> None:
         self._file = file
         head = file.read(_HEADER.size, 0)
         if len(head) < _HEADER.size:
-            raise _NoCubinError
+            raise NoCubinError
         fields = _HEADER.unpack(head)
         magic, klass, order, _, _, abi, _, machine, _, _, _, sections_at, flags = fields[:13]
         _, _, _, entry_size, count, names = fields[13:]
         if (magic, klass, order, machine) != (_MAGIC, _CLASS_64, _LITTLE_ENDIAN, _EM_CUDA):
-            raise _NoCubinError
+            raise NoCubinError
         if entry_size != _SECTION.size:
             raise BadTargetFile("a cubin with sections of another size")
         self.sm = (flags >> 8 if abi >= _ABI_WITH_HIGH_SM else flags) & 0xFF
@@ -150,8 +168,9 @@ class _Cubin:
         """Returns the number of the first section of a name."""
         return next((i for i, one in enumerate(self.sections) if self.name_of(one) == name), None)
 
+    @cached_property
     def symbols(self) -> tuple[bytes, bytes]:
-        """Returns the tables of symbols and of their names; empty where there are none."""
+        """The tables of symbols and of their names; empty where there are none."""
         for section in self.sections:
             if section.kind == _SHT_SYMTAB and section.link < len(self.sections):
                 table = self.bytes_of(section)[: _MAX_SYMBOLS * _SYMBOL.size]
@@ -159,38 +178,49 @@ class _Cubin:
                 return table[:whole_bytes], self.bytes_of(self.sections[section.link])
         return b"", b""
 
+    def functions(self, digests: Sequence[str]) -> dict[int, Symbol]:
+        """Returns those of some names, by the place of a name's digest."""
+        table, names = self.symbols
+        wanted = {digest: place for place, digest in enumerate(digests)}
+        found: dict[int, Symbol] = {}
+        for number, symbol in enumerate(_SYMBOL.iter_unpack(table)):
+            at, info, _, section, begin, size = symbol
+            if info & 0xF != _STT_FUNCTION:
+                continue
+            place = wanted.pop(digest_of(_string(names, at)), None)
+            if place is None:
+                continue
+            if section >= len(self.sections):
+                raise BadTargetFile("a function in no section")
+            size = size or max(self.sections[section].size - begin, 0)
+            found[place] = Symbol(number, section, begin, size)
+            if not wanted:
+                break
+        return found
+
+    def code_of(self, symbol: Symbol) -> bytes:
+        """Returns a function's instructions."""
+        section = self.sections[symbol.section]
+        size = min(symbol.size, max(section.size - symbol.begin, 0))
+        return self._file.read(size, section.offset + symbol.begin)
+
 
 def _string(table: bytes, at: int) -> bytes:
     end = table.find(b"\0", at)
     return table[at:end] if 0 <= at < len(table) and end >= 0 else b""
 
 
-def functions(file: TargetFile, digests: Sequence[str]) -> Json:
-    """Reads what a cubin says of functions, by `_digest` of their names; None where it is none.
+def functions(file: Readable, digests: Sequence[str]) -> Json:
+    """Reads what a cubin says of functions, by `digest_of` of their names; None where it is none.
 
     The table of symbols, and that of lines, are gone through once for all of them.
     """
     try:
-        cubin = _Cubin(file)
-    except _NoCubinError:
+        cubin = Cubin(file)
+    except NoCubinError:
         return None
-    table, names = cubin.symbols()
-    wanted = {digest: place for place, digest in enumerate(digests)}
-    found: dict[int, tuple[int, int, int, int]] = {}
-    for number, symbol in enumerate(_SYMBOL.iter_unpack(table)):
-        at, info, _, section, begin, size = symbol
-        if info & 0xF != _STT_FUNCTION:
-            continue
-        place = wanted.pop(_digest(_string(names, at)), None)
-        if place is None:
-            continue
-        if section >= len(cubin.sections):
-            raise BadTargetFile("a function in no section")
-        size = size or max(cubin.sections[section].size - begin, 0)
-        found[place] = (number, section, begin, size)
-        if not wanted:
-            break
-    lines = _lines(cubin, table, {section for _, section, _, _ in found.values()})
+    found = cubin.functions(digests)
+    lines = _lines(cubin, {symbol.section for symbol in found.values()})
     files: dict[str, int] = {}
     rows_left = _MAX_ROWS
     answers = []
@@ -204,7 +234,7 @@ def functions(file: TargetFile, digests: Sequence[str]) -> Json:
     return [cubin.sm, [*files], answers]
 
 
-def _digest(name: bytes) -> str:
+def digest_of(name: bytes) -> str:
     """Returns what stands for a name: a thousand of those do not fit into a message to a parser."""
     return hashlib.blake2b(name, digest_size=8).hexdigest()
 
@@ -237,7 +267,7 @@ def functions_of(names: Sequence[str]) -> Question[dict[str, Function]]:
     Args:
         names: `MAX_FUNCTIONS` at most. Those that come first get source lines first.
     """
-    digests = [_digest(name.encode()) for name in names]
+    digests = [digest_of(name.encode()) for name in names]
     return Question(functions, lambda answer: _checked(answer, names), (digests,), is_kept=False)
 
 
@@ -246,20 +276,16 @@ def functions_of(names: Sequence[str]) -> Question[dict[str, Function]]:
 _UNLISTED, _LISTED = (b".debug_", b".nv_debug_"), b".debug_line"
 
 
-def unneeded(file: TargetFile, digests: Sequence[str]) -> Json:
+def unneeded(file: Readable, digests: Sequence[str]) -> Json:
     """Returns the parts of a cubin, (offset, size), that listing functions takes nothing of.
 
     These are the code of other functions, and what debuggers need. None where it is no cubin.
     """
     try:
-        cubin = _Cubin(file)
-    except _NoCubinError:
+        cubin = Cubin(file)
+    except NoCubinError:
         return None
-    table, names = cubin.symbols()
-    wanted, needed = set(digests), set()
-    for at, info, _, section, _, _ in _SYMBOL.iter_unpack(table):
-        if info & 0xF == _STT_FUNCTION and _digest(_string(names, at)) in wanted:
-            needed.add(section)
+    needed = {symbol.section for symbol in cubin.functions(digests).values()}
     found = []
     for number, section in enumerate(cubin.sections):
         name = cubin.name_of(section)
@@ -268,6 +294,18 @@ def unneeded(file: TargetFile, digests: Sequence[str]) -> Json:
         if section.kind != _SHT_NOBITS and section.size and (is_code or is_unlisted):
             found.append((section.offset, section.size))
     return found[:_MAX_PARTS]
+
+
+def without(data: bytes, parts: Collection[Sequence[int]]) -> bytes:
+    """Returns code with zeros in place of some of it, (offset, size).
+
+    They compress to nothing, and all else stays where it was.
+    """
+    found = bytearray(data)
+    for offset, size in parts:
+        end = min(offset + size, len(found))
+        found[offset:end] = bytes(max(end - offset, 0))
+    return bytes(found)
 
 
 def unneeded_for(names: Sequence[str], size: int) -> Question[list[tuple[int, int]] | None]:
@@ -287,7 +325,7 @@ def unneeded_for(names: Sequence[str], size: int) -> Question[list[tuple[int, in
             found.append((begin, whole(part, size - begin + 1)))
         return found
 
-    digests = [_digest(name.encode()) for name in names]
+    digests = [digest_of(name.encode()) for name in names]
     return Question(unneeded, checked, (digests,), is_kept=False)
 
 
@@ -301,13 +339,13 @@ class _Place(NamedTuple):
     address: int
 
 
-def _lines(cubin: _Cubin, symbols: bytes, sections: Set[int]) -> dict[int, list[CodeLine]]:
+def _lines(cubin: Cubin, sections: Set[int]) -> dict[int, list[CodeLine]]:
     """Returns the lines of sections, by offset; none where they were built without."""
     found: dict[int, dict[int, CodeLine]] = {section: {} for section in sections}
     number = cubin.named(b".debug_line")
     if number is not None and sections:
         data = cubin.bytes_of(cubin.sections[number])
-        for section, line in _rows(data, _relocated(cubin, symbols, number, sections)):
+        for section, line in _rows(data, _relocated(cubin, number, sections)):
             found[section][line.offset] = line
     return {section: [own[at] for at in sorted(own)] for section, own in found.items()}
 
@@ -324,8 +362,9 @@ def _part(lines: Sequence[CodeLine], begin: int, end: int) -> Iterator[CodeLine]
             yield line
 
 
-def _relocated(cubin: _Cubin, symbols: bytes, table: int, sections: Set[int]) -> dict[int, _Place]:
+def _relocated(cubin: Cubin, table: int, sections: Set[int]) -> dict[int, _Place]:
     """Returns where in the line table addresses in sections are, and which."""
+    symbols, _ = cubin.symbols
     found: dict[int, _Place] = {}
     for one in cubin.sections:
         if one.kind not in (_SHT_REL, _SHT_RELA) or one.info != table:

@@ -136,7 +136,7 @@ class NvidiaSampler:
         self._interval = 0
         self._helpers: dict[SharedMemory, Helper] = {}
         self._over: deque[Told] = deque(maxlen=_MOST_OVER)  # by processes that are gone
-        self._code = KeptCode(host)
+        self._code = KeptCode(host, self._architecture)
         self._made: Counter[int] = Counter()  # devices, by the process that told of them first
         self._known = [_Known(device_of(gpu.model, here), gpu.uuid) for gpu in here.gpus]
         self._readings = Readings(host) if self._known else None
@@ -202,7 +202,14 @@ class NvidiaSampler:
         return whole // max(len(self._helpers), _FEWEST_SHARES)
 
     def _read_one(self, helper: Helper) -> None:
-        self._code.keep(helper.read(self._interval), helper.code)
+        samples = helper.read(self._interval)
+        if self._host.wanted.lists:
+            self._code.keep(samples, helper.code)
+
+    def _architecture(self, number: int) -> int:
+        """Returns that of a device: 90 for sm_90, 0 where no helper has told it."""
+        told = self._known[number].told
+        return 0 if told is None else 10 * told.major + told.minor
 
     def _number_of(self, process: int, told: HelperDevice) -> int | None:
         """Returns the number of a device that a process tells of; None if it is one too many."""
@@ -305,6 +312,10 @@ class NvidiaSampler:
     def code(self, code: CodeKey) -> bytes:
         """Returns the cubin that has a kernel."""
         return self._code.code(code)
+
+    def file(self, code: CodeKey) -> int | None:
+        """Returns the file in which a kernel's code was found, of which no helper has told."""
+        return self._code.found_in(code)
 
 
 def _beside(device: Device, processes: Sequence[Told]) -> Device:

@@ -148,3 +148,7 @@ class OpenClSampler:
     def code(self, code: CodeKey) -> bytes:
         """Returns nothing: this machine's code is listed whatever is installed."""
         return b""
+
+    def file(self, code: CodeKey) -> int | None:
+        """Returns the file that a process has a kernel in."""
+        return code.file

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fatbins
 import pytest
 from aiflame.agent.model.gpu import NONE, Tier
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.device_rows import device_samples
 from browser.chromium import Page
+from fatbins import needs_nvdisasm
 from nvidia_helper import SAMPLES_OF_BLOCK, Target, build
 from recordings import Ended, Recording, frames_of
 
@@ -57,7 +59,9 @@ def recorded(
 ) -> Recorded:
     """One kernel from three sites, two others, two streams, and replays of a graph."""
     standin = build(tmp_path_factory.mktemp("standin"))
-    flags = ("-cudart", "shared", "-arch=sm_90", "--no-compress", "-lineinfo")
+    # The stand-in decompresses nothing: late, nobody needs what it has loaded.
+    packing = fatbins.ZSTD if request.param else fatbins.PLAIN
+    flags = ("-cudart", "shared", "-arch=sm_90", "-lineinfo", *packing)
     program = cuda_workload("cudatruth", *flags)
     gpu = "" if request.param else "tier=2,read-out=100"
     with (
@@ -181,8 +185,22 @@ def test_the_page_shows_samples_under_their_sites(recorded: Recorded, page: Page
     for (_, kernel), (_, tip) in seen.items():
         assert ("100.00 % shared" in tip) == (kernel == _SCALE)
         assert "long_scoreboard 50.00 %" in tip
-    # AND below each kernel its lines, where its code was seen when it was loaded
+    # AND below each kernel its lines
     drawn = [" ".join(names) for _, names, _ in page.value(_DRAWN)]
-    lines = [one for one in drawn if "often() " in one and " cudatruth.cu:22" in one]
-    assert recorded.is_late or lines
+    assert [one for one in drawn if "often() " in one and " cudatruth.cu:22" in one]
+    assert page.complaints == []
+
+
+@needs_nvdisasm
+def test_a_listing_has_instructions(recorded: Recorded, page: Page) -> None:
+    page.open(recorded.ended.capture.with_suffix(".html"), "#view=gpu")
+    node = next(node for node, names, _ in page.value(_DRAWN) if names[-1] == "scale")
+    x, y = page.value(_MIDDLE % node)
+    page.click(x, y)
+    page.press("l")
+    listed = page.text("listing-body")
+    assert "FADD" in listed or "FMUL" in listed
+    assert "EXIT" in listed
+    assert "cudatruth.cu:22" in listed
+    assert not [loss for loss in recorded.ended.profile.losses if "code" in loss.name]
     assert page.complaints == []

@@ -29,6 +29,7 @@ from aiflame.agent.target_files import FileGuard, TargetFile
 from aiflame.agent.unwind.build import load_or_build
 from aiflame.agent.unwind.questions import TABLE_NAME
 from aiflame.agent.unwind.records import BadUnwindInfo
+from aiflame.gpu.nvidia import fatbin
 from aiflame.gpu.opencl.disassembly import instructions_of
 from aiflame.gpu.opencl.kernel_file import Function, kernel_of
 from hostile.outcome import Outcome
@@ -37,6 +38,13 @@ _API_NAMES = frozenset(("cudaLaunchKernel", "clEnqueueNDRangeKernel"))
 _ODD = (0, 1, 2, 7, 8, 0x7F, 0xFF, 0xFFFF, 1 << 31, 1 << 32, 1 << 40, 1 << 63, (1 << 64) - 256)
 # Types of sections whose records are changed: symbols, dynamic section, notes, relocations.
 _RECORDS = (2, 11, 6, 7, 4)
+# What containers of device code begin with, and numbers in their header and in that of their first
+# entry (gpu.nvidia.fatbin).
+_DEVICE_CODE = re.escape(bytes.fromhex("50ed55ba"))
+_DEVICE_CODE_NUMBERS = (
+    *((6, 2), (8, 8)),
+    *((16, 2), (20, 4), (24, 8), (32, 4), (44, 4), (56, 8), (72, 8)),
+)
 
 
 def number_fields(data: bytes) -> list[tuple[int, int]]:
@@ -53,6 +61,8 @@ def number_fields(data: bytes) -> list[tuple[int, int]]:
         if kind in _RECORDS:
             found += [(record, 8) for record in range(offset, offset + min(size, 960), 8)]
             found += [(record, 4) for record in range(offset, offset + min(size, 960), 24)]
+    for container in re.finditer(_DEVICE_CODE, data):
+        found += [(container.start() + at, width) for at, width in _DEVICE_CODE_NUMBERS]
     return found
 
 
@@ -152,8 +162,13 @@ def _questions(image: ElfImage | None) -> Iterator[Question[Any]]:
     yield interpreter_in("/usr/bin/python3.11")
     yield KEY_BLOCK_OF_LIBRARY
     yield functions_among(_API_NAMES)
+    yield fatbin.SECTION
     if image is None:
         return
+    code = image.section(".nv_fatbin")
+    if code is not None:
+        section = fatbin.Section(code.file_offset, code.size)
+        yield fatbin.search_from(section, fatbin.Position(code.file_offset), 90, ["scale"])
     yield function_names([0, 0x1000, image.load_address + 0x1010, (1 << 64) - 1])
     for load in image.loads[:4]:
         begin, end = load.virtual_address, load.virtual_address + load.file_size

@@ -31,7 +31,7 @@ from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import NONE, check, rows_of
 from aiflame.agent.processes.binaries import BinaryFile
 from aiflame.agent.processes.elf_images import ElfImages
-from aiflame.agent.processes.table import Mapping, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.reports.device_rows import device_samples
 from aiflame.agent.reports.kernel_stats import kernel_stats
@@ -291,6 +291,9 @@ class _Sampler:
     def code(self, code: CodeKey) -> bytes:
         return self._family.codes.get(code.name, b"")
 
+    def file(self, code: CodeKey) -> int | None:
+        return code.file
+
 
 _TOY = Device("toy", "Toy 1", Tier.STALLS, "", 7)
 
@@ -410,6 +413,23 @@ def test_code_is_stored_once_and_of_a_process_no_more_than_its_part(
     contents = [content and zlib.decompress(content) for _, content in stored]
     assert contents == [b"same", b"same", None, None, b"its own"]
     assert devices.losses == {LossKind.DEVICE_CODE_NOT_STORED: 1}
+
+
+def test_files_that_a_family_may_read_later_are_kept(
+    table: ProcessTable, image: ProcessImage
+) -> None:
+    _map(image, 0x1000, 3)
+    _map(image, 0x2000, NO_BINARY)
+    devices = _devices([_Family((_TOY,))], table, window := _window(), KernelTable(window))
+    devices.start()
+    (host,) = devices._running
+    assert devices.used_binaries() == set()
+    mapped = {mapping.binary for mapping in image.mappings} - {NO_BINARY}
+    assert {*host.files(image.index)} == mapped
+    assert host.files(99) == set()
+    # WHEN its process is over THEN its files are still needed
+    devices.forget_images([image.index])
+    assert devices.used_binaries() == mapped
 
 
 def test_auto_takes_what_there_is_and_a_name_insists() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import subprocess
 import time
@@ -23,19 +22,13 @@ from aiflame.agent.target_files import BadTargetFile, FileGuard, TargetFile
 from aiflame.gpu.base import CodeKey, KernelSample
 from aiflame.gpu.nvidia import disassembly
 from aiflame.gpu.nvidia.code import KeptCode
-from aiflame.gpu.nvidia.cubin import MAX_FUNCTIONS, Function, functions_of
+from aiflame.gpu.nvidia.cubin import MAX_FUNCTIONS, Function, functions_of, without
+from fatbins import needs_nvcc, needs_nvdisasm
 from helper_memory import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 T = TypeVar("T")
-
-_NVCC = shutil.which("nvcc")
-_NVDISASM = next(filter(tools.is_sound, disassembly.programs()), None)
-needs_nvcc = pytest.mark.skipif(_NVCC is None, reason="nvcc is not installed")
-needs_nvdisasm = pytest.mark.skipif(
-    _NVDISASM is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)"
-)
 
 _SOURCE = """#include "inc.h"
 extern "C" __global__ void scale(float *p, float f, int n)
@@ -217,7 +210,7 @@ def _sample(name: str, offset: int, code: int = 7) -> KernelSample:
 @needs_nvdisasm
 def test_the_listing_has_sass_beside_source(built: tuple[int, bytes], host: _CodeHost) -> None:
     _, data = built
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     kept.keep([_sample("scale", 0x50), _sample(_FILL, 0x60)], lambda code: data)
     for name, word, line in (
         ("scale", "MUFU.SIN", ("inc.h", 5)),
@@ -244,7 +237,7 @@ def test_the_listing_has_sass_beside_source(built: tuple[int, bytes], host: _Cod
 def test_without_a_disassembler_source_lines_are_left(folder: Path, host: _CodeHost) -> None:
     host.has_tool = False
     data = _build(folder, 90, "-lineinfo")
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     kept.keep([_sample(_FILL, 0x70)], lambda code: data)
     listing = kept.listing(CodeKey(3, None, _FILL, 7), frozenset({0x70, 0x10}))
     assert listing is not None
@@ -261,7 +254,7 @@ def test_code_that_finds_no_room_is_a_loss(
 ) -> None:
     data = _build(folder, 90, "-lineinfo")
     monkeypatch.setattr("aiflame.gpu.nvidia.code._MAX_BYTES", len(data))
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     reads: list[int] = []
 
     def read(code: int) -> bytes:
@@ -282,7 +275,7 @@ def _hot(process: int, code: int, interval: int = 0) -> KernelSample:
 def test_code_that_is_too_much_is_not_read_on_and_on() -> None:
     # GIVEN a process that says that it has a thousand objects of a size that no room is left for
     host, reads = Host(), Counter[int]()
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     large = bytes(48 << 20)
 
     def read_of(process: int) -> Callable[[int], bytes]:
@@ -308,7 +301,7 @@ def test_code_that_is_too_much_is_not_read_on_and_on() -> None:
 
 def test_objects_of_no_size_find_their_end() -> None:
     host = Host()
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     for process in range(3):
         hot = [
             _hot(process, code) for code in range(10_000 * process + 1, 10_000 * process + 10_001)
@@ -327,7 +320,7 @@ def test_a_disassembler_that_fails_costs_the_text_alone(
     data = bytearray(_build(folder, 90, "-lineinfo"))
     data[where : where + len(junk)] = junk
     with closing(_CodeHost()) as host:
-        kept = KeptCode(cast(Any, host))
+        kept = KeptCode(cast(Any, host), lambda device: 90)
         kept.keep([_sample("scale", 0)], lambda code: bytes(data))
         kept.listing(CodeKey(3, None, "scale", 7), frozenset({0}))
 
@@ -363,11 +356,15 @@ def _cubin_of(count: int) -> bytes:
     return ident + sections + table + names
 
 
+def test_parts_that_reach_past_the_end_make_code_no_longer() -> None:
+    assert without(b"12345678", [(2, 2), (6, 1 << 60), (1 << 50, 3)]) == b"12\0\x0056\0\0"
+
+
 def test_a_code_object_is_read_once_for_all_kernels_and_processes(host: _CodeHost) -> None:
     # GIVEN eight processes of one program, and a library of which each runs many kernels
     host.has_tool = False
     data = _cubin_of(MAX_FUNCTIONS)
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     for process in range(8):
         samples = [
             KernelSample(0, 0, CodeKey(process, None, f"f{i}", 7), 0, "r", 1)
@@ -386,7 +383,7 @@ def test_a_code_object_is_read_once_for_all_kernels_and_processes(host: _CodeHos
 
 def test_the_same_code_of_many_processes_takes_its_room_once() -> None:
     host = Host()
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     for process in range(8):
         kept.keep([_hot(process, 7)], lambda code: b"\x7fELF" * (4 << 20))
     assert not host.lost
@@ -412,7 +409,7 @@ def test_the_end_of_a_recording_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN much code that takes long to read
     host = _SlowHost()
     monkeypatch.setattr("aiflame.gpu.nvidia.listings.time.monotonic", lambda: host.now_s)
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     kept.keep([_hot(1, code) for code in range(1, 101)], lambda code: b"%d" % code)
     # WHEN all is listed THEN that ends soon, and it is told how much is missing
     found = [kept.listing(CodeKey(1, None, "k", code), frozenset({0})) for code in range(1, 101)]

@@ -210,6 +210,20 @@ def _memory(why: str = "", tier: int = 2, uuid: bytes = b"u" * 16) -> Memory:
 _LATER = 1 << 62
 
 
+@pytest.mark.parametrize("lists", [True, False])
+def test_code_is_kept_where_kernels_will_be_listed(proc: Path, lists: bool) -> None:
+    _drive(proc)
+    memory = _memory()
+    memory.code(1, b"code")
+    host = Host(memory)
+    host.wanted = Wanted(lists=lists)
+    sampler = _sampler(proc, host)
+    memory.stalls(_LATER, _LATER, (1, 0, 0, 1, 0, 0, 40))
+    sampler.drain(Interval(0))
+    (sample,) = host.samples
+    assert sampler.code(sample.code) == (b"code" if lists else b"")
+
+
 def test_a_helper_fills_the_devices_row(proc: Path) -> None:
     _drive(proc)
     memory = _memory()

@@ -30,18 +30,12 @@ from aiflame.gpu.base import CodeKey, KernelSample
 from aiflame.gpu.nvidia import disassembly
 from aiflame.gpu.nvidia.code import KeptCode
 from aiflame.gpu.nvidia.cubin import unneeded_for
+from fatbins import needs_nvcc, needs_nvdisasm
 from helper_memory import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 T = TypeVar("T")
-
-_NVCC = shutil.which("nvcc")
-_NVDISASM = next(filter(tools.is_sound, disassembly.programs()), None)
-needs_nvcc = pytest.mark.skipif(_NVCC is None, reason="nvcc is not installed")
-needs_nvdisasm = pytest.mark.skipif(
-    _NVDISASM is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)"
-)
 
 _SOURCE = """extern "C" __global__ void scale(float *p, float f)
 {
@@ -245,7 +239,7 @@ def _key(name: str, process: int = 3, code: int = 7) -> CodeKey:
 
 @needs_nvcc
 def test_a_cubin_is_kept_as_it_is(cubin: bytes) -> None:
-    kept = KeptCode(cast(Any, _Host()))
+    kept = KeptCode(cast(Any, _Host()), lambda device: 90)
     kept.keep([_sample("scale")], lambda code: cubin)
     assert kept.code(_key("scale")) == cubin
     # AND of what was not sampled nothing is
@@ -259,7 +253,7 @@ def test_of_a_large_cubin_what_was_sampled_is_kept(
     cubin: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiflame.gpu.nvidia.code._MAX_WHOLE_BYTES", 100)
-    kept = KeptCode(cast(Any, _Host()))
+    kept = KeptCode(cast(Any, _Host()), lambda device: 90)
     kept.keep([_sample("scale")], lambda code: cubin)
     found = kept.code(_key("scale"))
     # THEN it is smaller when it is compressed
@@ -294,7 +288,7 @@ def test_parts_that_no_sound_parser_gives(answer: Any) -> None:
 def test_what_is_known_of_objects_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiflame.gpu.nvidia.code._MAX_OBJECTS", 100)
     host = Host()
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     # GIVEN processes that come and go, whose code was never kept where they ran
     for process in range(1000):
         kept.keep([_sample("k", process, code) for code in (1, 2)], lambda code: b"")
@@ -310,7 +304,7 @@ def test_what_is_known_of_objects_does_not_grow_for_ever(monkeypatch: pytest.Mon
 
 def test_names_of_kernels_in_objects_do_not_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiflame.gpu.nvidia.code._MAX_NAMES", 10)
-    kept = KeptCode(cast(Any, Host()))
+    kept = KeptCode(cast(Any, Host()), lambda device: 90)
     kept.keep([_sample(f"k{number}") for number in range(50)], lambda code: b"code")
     kept.keep([_sample("k0", count=1)], lambda code: b"code")
     assert [bool(kept.code(_key(f"k{number}"))) for number in range(12)] == [True] * 10 + [
@@ -320,7 +314,7 @@ def test_names_of_kernels_in_objects_do_not_either(monkeypatch: pytest.MonkeyPat
 
 def test_one_process_does_not_take_the_room_of_all() -> None:
     host = _Host()
-    kept = KeptCode(cast(Any, host))
+    kept = KeptCode(cast(Any, host), lambda device: 90)
     large = bytes(40 << 20)
     for process in (1, 2):
         code_of = lambda code, process=process: b"%d %d" % (process, code) + large  # noqa: E731

@@ -30,7 +30,8 @@ _ROOT = Path(__file__).parents[2]
 # What makes something of a file's bytes, and who calls it: functions that parsers run.
 _PARSE = {
     *("ElfImage.read", "ElfImage.from_fd", "PerfMap.read", "PerfMap.parse", "find_functions"),
-    *("read_prologue", "capstone.Cs", "_Cubin"),
+    *("read_prologue", "capstone.Cs", "Cubin"),
+    *("zstandard.ZstdDecompressor", "lz4.block.decompress", "unneeded"),
 }
 _IN_PARSERS = {
     # What questions ask (`inspector.file_reader`).
@@ -45,6 +46,8 @@ _IN_PARSERS = {
     "agent.unwind.questions:name_of_table",
     "gpu.nvidia.cubin:functions",
     "gpu.nvidia.cubin:unneeded",
+    "gpu.nvidia.fatbin:cubin",
+    "gpu.nvidia.fatbin:section",
     "gpu.opencl.disassembly:instructions",
     "gpu.opencl.kernel_file:read_kernel_file",
     # A library of ours, which targets are to load.
@@ -52,6 +55,9 @@ _IN_PARSERS = {
     # What these call.
     "agent.launches.probe_sites:_instructions",
     "agent.unwind.prologue_x86_64:_decoder",
+    "gpu.nvidia.fatbin:_kernels",
+    "gpu.nvidia.fatbin:_lz4",
+    "gpu.nvidia.fatbin:_zstd",
     "gpu.opencl.disassembly:_decoder",
     # What the parsers of symbols and of unwind tables do.
     "agent.symbols.debugfiles:__init__",
@@ -65,6 +71,7 @@ _IMPORTED = {
     "agent.symbols.debugfiles.OpenElf": {"agent.symbols.lines", "agent.symbols.resolve"},
     "agent.symbols.outline.read_outline": {"agent.symbols.worker", "agent.unwind.worker"},
     "agent.symbols.resolve.Resolver": {"agent.symbols.worker"},
+    "gpu.nvidia.cubin.unneeded": {"gpu.nvidia.fatbin"},
 }
 
 
