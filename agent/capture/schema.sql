@@ -181,8 +181,9 @@ CREATE TABLE kernels (
     unnamed TEXT NOT NULL
 );
 
--- Machine code of a kernel, which may be built more than once. object_id (since version 8): what it
--- can be listed from, NULL where that was not kept.
+-- Machine code of a kernel, which may be built more than once. binary_id: the file that holds it; of
+-- CUDA's the one in which it was found by the kernel's name, NULL where CUPTI gave it. object_id
+-- (since version 8): what it can be listed from, NULL where that was not kept.
 CREATE TABLE kernel_codes (
     id INTEGER PRIMARY KEY,
     kernel_id INTEGER NOT NULL REFERENCES kernels (id),

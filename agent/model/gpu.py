@@ -97,7 +97,7 @@ class KernelCode:
     """Machine code of a kernel: one kernel may be built several times."""
 
     kernel: int
-    binary: int | None  # the file that holds it
+    binary: int | None  # the file that holds it; of CUDA's, where it was found by its name
     size_bytes: int  # offsets of samples are below it; 0 where unknown
     object: int | None = None  # what it can be listed from, where it is not listed
 

@@ -12,10 +12,12 @@ GPU time has classes too: how sure its launching stacks are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from aiflame.agent.model.gpu import GpuProfile
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.base import Frames, Merge, ReportOptions, View
 from aiflame.agent.reports.device_rows import (
@@ -32,6 +34,7 @@ from aiflame.agent.reports.rows import I64, U32
 from aiflame.agent.reports.selection import hidden_kinds
 from aiflame.agent.reports.tree import Outline, outline
 from aiflame.agent.reports.words import process_label, showable
+from aiflame.gpu.apis import cuda
 from aiflame.gpu.attribution import Certainty
 from aiflame.gpu.stalls import StallCategory, category_of
 
@@ -61,6 +64,7 @@ def draft_device(profile: Profile, options: ReportOptions, samples: DeviceSample
     # Code that was never sampled belongs to none.
     owners = [position.get(int(same[code.kernel]), len(position)) for code in samples.gpu.codes]
     writer.integers("code_kernel", np.array(owners, np.int64))
+    writer.text("code_found_in", [*_found_in(profile, samples.gpu)])
     _pack_instructions(writer, samples)
     writer.integers("hit_row", row)
     index: dict[str, Any] = {
@@ -163,6 +167,15 @@ def _pack_kernels(
     for name, column in columns.items():
         writer.integers(f"kernel_{name}", np.array(column, np.uint64))
     writer.text("kernel_names", [showable(entry.name.whole) for entry in entries])
+
+
+def _found_in(profile: Profile, gpu: GpuProfile) -> Iterator[str]:
+    """Yields for each code the file in which it was found by the kernel's name, "" for none."""
+    for code in gpu.codes:
+        # PoCL's has the file that it runs from; CUDA's runs from none, and has one if so found.
+        is_of_cuda = gpu.kernels[code.kernel].api == cuda.API.name
+        found_in = code.binary if is_of_cuda else None
+        yield "" if found_in is None else showable(profile.binaries[found_in].path)
 
 
 def _pack_instructions(writer: Writer, samples: DeviceSamples) -> None:

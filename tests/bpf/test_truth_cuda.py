@@ -49,6 +49,7 @@ class Recorded:
     ended: Ended
     truth: dict[str, int]
     is_late: bool
+    program: Path
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["from the start", "late"])
@@ -71,7 +72,7 @@ def recorded(
         # Late, a context is seen with its first launch.
         target.read_until(lambda told: told.tier and (request.param or told.contexts))
         truth = target.truth()
-        return Recorded(recording.stop(), truth, request.param)
+        return Recorded(recording.stop(), truth, request.param, program)
 
 
 def _site(profile: Profile, stack: int) -> str:
@@ -192,7 +193,9 @@ def test_the_page_shows_samples_under_their_sites(recorded: Recorded, page: Page
 
 
 @needs_nvdisasm
-def test_a_listing_has_instructions(recorded: Recorded, page: Page) -> None:
+def test_a_listing_has_instructions_and_says_where_late_code_was_found(
+    recorded: Recorded, page: Page
+) -> None:
     page.open(recorded.ended.capture.with_suffix(".html"), "#view=gpu")
     node = next(node for node, names, _ in page.value(_DRAWN) if names[-1] == "scale")
     x, y = page.value(_MIDDLE % node)
@@ -202,5 +205,9 @@ def test_a_listing_has_instructions(recorded: Recorded, page: Page) -> None:
     assert "FADD" in listed or "FMUL" in listed
     assert "EXIT" in listed
     assert "cudatruth.cu:22" in listed
-    assert not [loss for loss in recorded.ended.profile.losses if "code" in loss.name]
+    # AND code that CUPTI did not give is told from what it gave
+    note = f"found by the kernel's name in {recorded.program}: it was loaded before the recording"
+    assert (note in listed) == recorded.is_late
+    losses = [loss.name for loss in recorded.ended.profile.losses]
+    assert not [name for name in losses if name.startswith("device_code")]
     assert page.complaints == []

@@ -65,6 +65,8 @@ function showListing(data, kernels, faces) {
   body.replaceChildren();
   found.forEach((listing, i) => {
     if (found.length > 1) body.append(element("h3", `Build ${i + 1} of ${found.length}: ${counted(listing.total, "sample")}`));
+    const file = data.code_found_in[listing.code];
+    if (file) body.append(element("p", `This code was found by the kernel's name in ${file}: it was loaded before the recording.`, { class: "note" }));
     const hidden = listing.rows.length - shownRows(listing.rows).length;
     if (hidden) body.append(element("p", `${counted(hidden, "instruction")} far from any sample are left out.`, { class: "note" }));
     body.append(listingTable(data, listing, faces));
