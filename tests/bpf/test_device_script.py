@@ -70,6 +70,8 @@ def test_the_script_answers_with_the_stand_in(tree: Path, tmp_path: Path) -> Non
     assert (late["kernels"], late["exact"]) == (1, 1.0)
     plain = answers["plain"]["values"]
     assert plain["kernels"] == 3
+    # Its kernels were loaded before it was recorded.
+    assert plain["codes_found_by_name"] == plain["codes"] == 3
     assert plain["runs of often"] == pytest.approx(plain["runs of replay"] / 2, rel=0.2)
     assert answers["beside_first"]["values"] == {"times": 0, "samples": 0}
 

@@ -433,7 +433,12 @@ def _recorded(bench: Bench, mode: str) -> tuple[str, Recorded, Values]:
         "samples": int(gpu.samples["count"].sum()),
         "unattributed": int((gpu.times["stack"] == NONE).sum()),
         "code_objects": len(gpu.objects),
+        "codes": len(gpu.codes),
+        "codes_found_by_name": sum(code.binary is not None for code in gpu.codes),
     }
+    for loss in found.profile.losses:
+        if loss.name.startswith("device_code"):
+            values[loss.name] = loss.count
     for name, ns in ran_ns.most_common(2):
         values[f"ms of {name[:60]}"] = round(ns / 1e6, 3)
     device = "; ".join(f"{one.name}: tier {int(one.tier)} {one.limit}" for one in gpu.devices)
