@@ -28,6 +28,7 @@ from aiflame.agent.model.window import (
     NO_COST,
     NO_STACK,
     NONE,
+    Column,
     Cost,
     Rows,
     Window,
@@ -285,15 +286,13 @@ class WindowBuilder:
         return window
 
     def _take_in_facts(self) -> dict[str, Rows]:
-        """Adds what was defined since the last window; returns that."""
+        """Adds what was defined since the last window; returns that, which is now at the end."""
         changed: dict[str, Rows] = {}
         for name, parts in self._new_facts.items():
             column = COLUMNS[name]
             changed[name] = newest(_joined(parts, column.dtype), column)
             if len(changed[name]):
-                self._facts[name] = newest(
-                    np.concatenate([self._facts[name], changed[name]]), column
-                )
+                self._facts[name] = _with_changed(self._facts[name], changed[name], column)
             parts.clear()
         return changed
 
@@ -398,9 +397,7 @@ class WindowBuilder:
                 chosen = np.isin(known["process"], np.concatenate(wanted["processes"]))
             else:
                 chosen = np.isin(known[number], _joined(wanted[name], known[number].dtype))
-            if len(changed[name]):
-                numbers = key_numbers(np.concatenate([known, changed[name]]), column)
-                chosen |= np.isin(numbers[: len(known)], numbers[len(known) :])
+            chosen[len(known) - len(changed[name]) :] = True
             columns[name] = known[chosen]
             for reference, other in column.refers.items():
                 wanted[other].append(columns[name][reference])
@@ -508,6 +505,24 @@ class WindowBuilder:
                 rows = self._facts[name]
                 rows[text] = [self.text(words[index]) for index in rows[text].tolist()]
         self._most_texts = 2 * len(self._texts) + _MOST_NEW_TEXTS
+
+
+def _with_changed(known: Rows, changed: Rows, column: Column) -> Rows:
+    """Returns facts, each once: those that are as they were, and after these what has changed.
+
+    Most changes are of processes and threads that are new, and are compared with nothing.
+
+    Args:
+        known: One row of each key.
+        changed: The same.
+    """
+    number = column.key[0]
+    is_old = np.isin(known[number], changed[number])
+    if is_old.any() and len(column.key) > 1:
+        both = key_numbers(np.concatenate([known[is_old], changed]), column)
+        count = len(both) - len(changed)
+        is_old[is_old] = np.isin(both[:count], both[count:])
+    return np.concatenate([known[~is_old], changed])
 
 
 def _process_in(column: str, content: tuple[bytes, bytes]) -> int:
