@@ -58,29 +58,27 @@ class Samples:
     def add(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """Takes in sums of the open window."""
         rows = []
+        without: dict[int, tuple[Any, ...]] = {}
         for key, value in zip(keys.tolist(), values.tolist(), strict=True):
             stack, image_id, tgid, tid, sample_class, _ = key
             count, ns = value
             image = self._table.image(tgid, image_id)
             thread = self._table.thread(image, tid)
-            rows.append((self._known(stack, image), thread.index, sample_class, count, ns))
+            if stack in _WITHOUT:
+                stack = _stand_in(stack, image, without)
+            rows.append((stack, thread.index, sample_class, count, ns))
             self.ns_by_class[sample_class] += ns
             if sample_class == SampleClass.ON_CPU:
                 self.count += count
+        if without:
+            self._define(without)
         self._window.add("samples", np.array(rows, COLUMNS["samples"].dtype))
         self._note_made(keys["stack"])
 
-    def _known(self, stack: int, image: ProcessImage) -> int:
-        """Returns the id that windows have of a stack: of none, one that says why."""
-        found = _WITHOUT.get(stack)
-        if found is None:
-            return stack
-        first, end = found
-        made = first + image.index
-        row = (made, NO_CHAIN, image.index, 0, 0, 0, int(end), 0, False, NONE, 0)
-        addresses = np.zeros(0, COLUMNS["addresses"].dtype)
-        self._window.define("stacks", np.array([row], COLUMNS["stacks"].dtype), addresses)
-        return made
+    def _define(self, without: dict[int, tuple[Any, ...]]) -> None:
+        """Tells windows of stacks that are none, by `_stand_in`."""
+        rows = np.array([*without.values()], COLUMNS["stacks"].dtype)
+        self._window.define("stacks", rows, np.zeros(0, COLUMNS["addresses"].dtype))
 
     def _note_made(self, stacks: npt.NDArray[np.uint64]) -> None:
         self.made.update(stacks[(stacks >> np.uint64(30)) == ENTERED_STACKS >> 30].tolist())
@@ -94,12 +92,29 @@ class Samples:
         """Takes in a long wait from its ring-buffer event."""
         image = self._table.image(int(event["tgid"]), int(event["image"]))
         thread = self._table.thread(image, int(event["tid"]))
-        stack = self._known(self._sleeps.take_wait(event), image)
+        stack, without = self._sleeps.take_wait(event), dict[int, tuple[Any, ...]]()
+        if stack in _WITHOUT:
+            stack = _stand_in(stack, image, without)
+            self._define(without)
         start_ns = max(int(event["start_ns"]) - self._table.start_ns, 0)
         times = (start_ns, int(event["blocked_ns"]), int(event["runnable_ns"]))
         row = (stack, thread.index, *times, is_open)
         self._window.add("waits", rows_of("waits", row))
         self._note_made(np.array([stack], np.uint64))
+
+
+def _stand_in(stack: int, image: ProcessImage, without: dict[int, tuple[Any, ...]]) -> int:
+    """Returns the id that windows have of a stack that is none.
+
+    Args:
+        stack: One of `_WITHOUT`.
+        image: Whose it is.
+        without: Gets its row, by the id.
+    """
+    first, end = _WITHOUT[stack]
+    made = first + image.index
+    without[made] = (made, NO_CHAIN, image.index, 0, 0, 0, int(end), 0, False, NONE, 0)
+    return made
 
 
 def open_parts(state: Any, end_ns: int) -> list[tuple[SampleClass, int]]:
