@@ -79,11 +79,17 @@ class LongWaits:
     def poll(self) -> None:
         """Sweeps once it is due."""
         if time.monotonic_ns() >= self.due_ns:
-            self.sweep()
+            # Of younger ones most end before they are long, and others are met the next time.
+            self.sweep(_PAUSE_NS)
 
-    def sweep(self) -> None:
-        """Reads those that are old enough by now."""
-        self.due_ns = time.monotonic_ns() + _PAUSE_NS
+    def sweep(self, least_ns: int = abi.OPEN_WAIT_NS) -> None:
+        """Reads those that are old enough by now.
+
+        Args:
+            least_ns: How old, OPEN_WAIT_NS or more.
+        """
+        now_ns = time.monotonic_ns()
+        self.due_ns = now_ns + _PAUSE_NS
         fd = self._programs.sweep_iterator_fd
         if fd is None:
             return
@@ -91,6 +97,7 @@ class LongWaits:
             found = swept_threads(fd)
         except OSError:  # no memory for it just now
             return
+        found = found[found["switched_ns"] <= now_ns - least_ns]
         # The longest first.
         most = _MOST_WALKED // self.thrift
         found = found[np.argsort(found["switched_ns"], kind="stable")][:most]
