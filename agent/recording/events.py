@@ -18,7 +18,10 @@ from aiflame.agent.recording.thread_times import ThreadTimes
 # PROCESS_EVENT_DTYPE and the beginning of EXEC_EVENT_DTYPE: a host may have hundreds a second, and
 # reading fields of a numpy row takes ten times as long.
 _PROCESS = struct.Struct("<IIIIQQQ16s")
-_BECOMES = struct.Struct("<IIQ")
+_BECOMES = struct.Struct("<IIQI4x")
+# Of THREAD_EVENT_DTYPE what comes first, and last.
+_THREAD = struct.Struct("<IIIIQ")
+_NAME_BYTES = 16
 
 
 class KeepsProcesses(Protocol):
@@ -83,11 +86,11 @@ class Events:
                 self._table.seen(pid, image, parent_pid, _text(comm), ns, cgroup_id)
                 self._follow_mappings()
             elif kind == abi.EventType.EXEC:
-                event = np.frombuffer(payload, abi.EXEC_EVENT_DTYPE, 1)[0]
-                size = int(event["size"])
+                _, pid, image, size = _BECOMES.unpack_from(payload)
                 self._table.has_become(
-                    *(int(event["tgid"]), int(event["image"])),
-                    event["arguments"][:size].tobytes(),
+                    pid,
+                    image,
+                    payload[_BECOMES.size : _BECOMES.size + size],
                     # What fills the room may have been cut.
                     is_whole=0 < size < abi.ARGUMENTS_BYTES - 1,
                 )
@@ -97,7 +100,7 @@ class Events:
                 for keeper in self._keepers:
                     keeper.forget(pid)
             elif kind == abi.EventType.THREAD_EXIT:
-                self._thread_ended(np.frombuffer(payload, abi.THREAD_EVENT_DTYPE, 1)[0])
+                self._thread_ended(payload)
             elif kind == abi.EventType.WAIT:
                 self._samples.add_wait(np.frombuffer(payload, abi.WAIT_EVENT_DTYPE, 1)[0])
             elif kind == abi.EventType.SAMPLE:
@@ -120,16 +123,17 @@ class Events:
         self._table.expect_ends({})
         return is_pressed
 
-    def _thread_ended(self, event: np.void) -> None:
-        tgid, tid = int(event["tgid"]), int(event["tid"])
-        name = _text(bytes(event["comm"]))
-        image = self._table.image(
-            tgid, int(event["image"]), int(event["parent_tgid"]), name if tid == tgid else ""
-        )
-        thread = self._table.thread(image, tid)
-        self._table.rename(thread, name)
-        self._table.thread_ended(thread)
+    def _thread_ended(self, event: bytes) -> None:
+        table = self._table
+        _, tgid, tid, parent_tgid, number = _THREAD.unpack_from(event)
+        name = _text(event[-_NAME_BYTES:])
         self._thread_times.end(event)
+        image = table.known(tgid, number)
+        name_of_all = name if tid == tgid else ""
+        image = table.image(tgid, number, parent_tgid, name_of_all)
+        thread = table.thread(image, tid)
+        table.rename(thread, name)
+        table.thread_ended(thread)
 
 
 def _text(comm: bytes) -> str:
@@ -148,6 +152,6 @@ def _current_since(payloads: Sequence[bytes]) -> dict[int, int]:
             _, pid, _, _, image, *_ = _PROCESS.unpack(payload)
             found[pid] = image + 1
         elif kind == abi.EventType.EXEC:
-            _, pid, image = _BECOMES.unpack_from(payload)
+            _, pid, image, _ = _BECOMES.unpack_from(payload)
             found[pid] = image
     return found

@@ -77,16 +77,20 @@ class ThreadTimes:
         self._table = table
         self._boundary_ns = 0
         self._known: Array = np.zeros(0, _KNOWN_DTYPE)  # in the order of tids
-        self._ends: list[np.void] = []
+        self._ends: list[bytes] = []
         self._totals: list[Part] = []
 
     def start(self, boundary_ns: int) -> None:
         """Begins the first window, at a monotonic time."""
         self._boundary_ns = boundary_ns
 
-    def end(self, event: np.void) -> None:
+    def end(self, event: bytes) -> None:
         """Takes note that a thread has ended, by its THREAD_EVENT_DTYPE."""
         self._ends.append(event)
+
+    def _ended(self) -> Array:
+        """Returns the ends that no window has told of, THREAD_EVENT_DTYPE."""
+        return np.frombuffer(b"".join(self._ends), abi.THREAD_EVENT_DTYPE)
 
     def unaccounted(self, keys: Array, tids: Array, states: Array) -> int:
         """Returns of how many threads there are sums, but neither a state nor an end as yet.
@@ -96,8 +100,8 @@ class ThreadTimes:
             tids: Of the threads that have a state.
             states: These.
         """
-        ended = [_name(event["tid"], event["image"]) for event in self._ends]
-        known = np.concatenate([_name(tids, states["image"]), np.array(ended, np.uint64)])
+        ended = self._ended()
+        known = np.concatenate([_name(tids, states["image"]), _name(ended["tid"], ended["image"])])
         return len(np.setdiff1d(_name(keys["tid"], keys["image"]), known))
 
     def close(
@@ -121,11 +125,11 @@ class ThreadTimes:
             is_last: The recording ends there: the other one is taken as well.
         """
         self._totals = []
-        ended = [event for event in self._ends if int(event["ns"]) < boundary_ns]
-        ended_since = [event for event in self._ends if int(event["ns"]) >= boundary_ns]
-        since_entered = self._end_before(ended)
+        ended = self._ended()
+        is_over = ended["ns"] < boundary_ns
+        since_entered = self._end_before(ended[is_over])
         # Whoever has ended since is at the boundary as its last event has it.
-        late = np.array(ended_since, abi.THREAD_EVENT_DTYPE)
+        late = ended[~is_over]
         # Also those that ended after their state was read.
         is_late = np.isin(_name(tids, states["image"]), _name(late["tid"], late["image"]))
         tids, states = tids[~is_late], states[~is_late]
@@ -140,7 +144,7 @@ class ThreadTimes:
         slots = (0, 1) if is_last else (written,)
         charged = self._charge(boundary_ns, tids[is_there], states[is_there], running, slots)
         self._boundary_ns = boundary_ns
-        self._ends = ended_since
+        self._ends = [late.tobytes()]
         parts = [*since_entered, *charged.parts]
         return Charged(
             np.concatenate([keys for keys, _ in parts]),
@@ -182,9 +186,8 @@ class ThreadTimes:
             self._totals.append((keys, values))
         return told
 
-    def _end_before(self, events: list[np.void]) -> list[Part]:
+    def _end_before(self, ended: Array) -> list[Part]:
         """Takes in threads that have ended; returns what is to be charged for them."""
-        ended = np.array(events, abi.THREAD_EVENT_DTYPE)
         at = self._find(ended["tid"], ended["tgid"], ended["image"])
         is_late = (at < 0) & (ended["first_seen_ns"] < self._boundary_ns)
         before_ns = np.where(at >= 0, self._on_cpu_ns(at), 0)
@@ -301,9 +304,15 @@ class ThreadTimes:
         numbers = np.zeros(len(tids), np.uint32)
         if len(self._known):
             numbers[:] = self._known["thread"][at]
-        for index in np.flatnonzero(at < 0).tolist():
-            image = self._table.image(int(tgids[index]), int(images[index]))
-            numbers[index] = self._table.thread(image, int(tids[index])).index
+        is_new = at < 0
+        names = zip(
+            *(each[is_new].tolist() for each in (tids, tgids, images)),
+            strict=True,
+        )
+        numbers[is_new] = [
+            self._table.thread(self._table.image(tgid, image), tid).index
+            for tid, tgid, image in names
+        ]
         return numbers
 
 

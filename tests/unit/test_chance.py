@@ -250,7 +250,7 @@ def test_a_thread_that_ends_leaves_nothing_untold() -> None:
     end["tid"], end["tgid"], end["image"] = _TID, _PID, _START_NS
     end["by_chance"] = state["by_chance"]
     end["by_chance"]["count"][0, 1, _BLOCKED], end["by_chance"]["ns"][0, 1, _BLOCKED] = 3, 33
-    times.end(end[0])
+    times.end(end.tobytes())
     none = np.zeros(0, abi.THREAD_STATE_DTYPE)
     charged = times.close(
         _START_NS + 2 * _SECOND_NS, np.zeros(0, np.uint32), none, set(), written=1

@@ -147,7 +147,7 @@ def test_a_thread_that_ends_is_charged_to_its_end() -> None:
     recorder = _Recorder()
     state = _state(switched_ns=400, on_cpu_ns=400, off_class=SampleClass.BLOCKED)
     recorder.close(1000, state)
-    recorder.times.end(_end(1500, 700, state))
+    recorder.times.end(_end(1500, 700, state).tobytes())
     window = recorder.close(2000, sums=((_STACK, SampleClass.BLOCKED, 200),))
     assert recorder.spent(window) == {"ON_CPU": 300, "BLOCKED": 200, "observed": 500}
     # AND is in no window after.
@@ -158,7 +158,7 @@ def test_a_thread_that_ended_after_the_boundary_is_in_both_windows() -> None:
     recorder = _Recorder()
     crossing = {"boundary_ns": 1000, "on_cpu_ns": 400, "switched_ns": 400, "stack": _STACK}
     state = _state(crossing={**crossing, "off_class": SampleClass.BLOCKED})
-    recorder.times.end(_end(1300, 500, state))
+    recorder.times.end(_end(1300, 500, state).tobytes())
     first = recorder.spent(recorder.close(1000))
     assert first == {"ON_CPU": 400, "BLOCKED": 600, "observed": 1000}
     second = recorder.close(2000, sums=((_STACK, SampleClass.BLOCKED, 200),))
@@ -169,7 +169,7 @@ def test_a_thread_that_ends_after_its_state_was_read_is_counted_once() -> None:
     recorder = _Recorder()
     crossing = {"boundary_ns": 1000, "on_cpu_ns": 400, "switched_ns": 400, "stack": _STACK}
     crossing["off_class"] = SampleClass.BLOCKED
-    recorder.times.end(_end(1300, 500, _state(crossing=crossing)))
+    recorder.times.end(_end(1300, 500, _state(crossing=crossing)).tobytes())
     asleep = _state(switched_ns=400, on_cpu_ns=400, off_class=SampleClass.BLOCKED)
     first = recorder.spent(recorder.close(1000, asleep))
     assert first == {"ON_CPU": 400, "BLOCKED": 600, "observed": 1000}
@@ -257,7 +257,7 @@ def test_ends_that_have_not_come_are_noticed() -> None:
     # An end of the same id before an exec is that of another image.
     other = _end(10, 1, _state())
     other["image"] += 1
-    recorder.times.end(other)
+    recorder.times.end(other.tobytes())
     assert recorder.times.unaccounted(keys, *nobody) == 1
-    recorder.times.end(_end(10, 1, _state()))
+    recorder.times.end(_end(10, 1, _state()).tobytes())
     assert recorder.times.unaccounted(keys, *nobody) == 0
