@@ -516,6 +516,12 @@ class LossKind(enum.Enum):
     )
 
     # Counted by the fleet agent.
+    SHORT_LIVED_JOINED = _Entry(
+        "programs that ran for less than a second, and of which no on-CPU sample was taken, told of"
+        " together by cgroup and name, as an agent's cost was above its budget: their time is kept,"
+        " their pids, command lines and stacks of waits are not",
+        cure="allow the agent more (cost_cpu_percent, cost_host_percent)",
+    )
     NAMING_BEHIND = _Entry(
         "stacks that the agent had no time to name, so that it keeps up and within its budget:"
         " their time is kept, their frames are not; those on the CPU and of the longest waits came"

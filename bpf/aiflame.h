@@ -225,6 +225,11 @@ enum setting {
 	SETTING_SPACING_NS = 15,
 	/* One on-CPU sample in so many has a stack, and the weight of all; 0 as 1. */
 	SETTING_SAMPLES_ONE_IN = 16,
+	/*
+	 * With HOST_BY_CHANCE: until it is so old, a process is announced at an on-CPU sample alone, and
+	 * its waits take no stack; 0: at any time.
+	 */
+	SETTING_DETAILS_AFTER_NS = 17,
 	SETTING_MAX,
 };
 
@@ -473,6 +478,7 @@ struct thread_event {
 	u64 on_cpu_ns;
 	struct crossing crossing;
 	struct chance_total by_chance[2];
+	u64 cgroup_id; /* of v2; 0 where the kernel does not tell */
 	char comm[16];
 };
 

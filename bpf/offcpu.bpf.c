@@ -255,6 +255,7 @@ static __always_inline void send_end(struct thread_state *thread, void *task, u3
 	event->on_cpu_ns = thread->on_cpu_ns;
 	event->crossing = thread->crossing;
 	__builtin_memcpy(event->by_chance, thread->by_chance, sizeof(event->by_chance));
+	event->cgroup_id = host(HAS_CGROUP_ID) ? bpf_get_current_cgroup_id() : 0;
 	__builtin_memset(event->comm, 0, sizeof(event->comm));
 	if (has_name)
 		bpf_get_current_comm(event->comm, sizeof(event->comm));
@@ -384,9 +385,13 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	struct user_regs regs = {};
 	struct thread_state *thread;
 	struct capture *capture;
+	bool has_details = true;
 
 	count(COUNTER_SWITCHES);
-	announce(process, tgid);
+	if (host(BY_CHANCE))
+		has_details = now_ns - process->image >= setting(SETTING_DETAILS_AFTER_NS);
+	if (has_details)
+		announce(process, tgid);
 	thread = thread_of(tid, task, tgid, now_ns);
 	if (!thread)
 		return;
@@ -405,7 +410,8 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	thread->off_class = is_asleep ? CLASS_BLOCKED : CLASS_PREEMPTED;
 	thread->stack = 0;
 	if (host(BY_CHANCE)) {
-		thread->weight = drawn_weight(thread, process, now_ns);
+		thread->weight =
+			has_details ? drawn_weight(thread, process, now_ns) : WEIGHT_NOT_CHOSEN;
 		if (thread->weight == WEIGHT_NOT_CHOSEN) {
 			thread->stack = NOT_SAMPLED_STACK;
 			return;

@@ -392,7 +392,7 @@ class _Agent:
         wanted = self._config.agent.gpu_duty_percent / 100
         self._vitals.note_device_duty(wanted * min(duties.values(), default=1.0))
         if self._steers is not None:
-            self._vitals.note_duty(1 / self._steers.chances.one_in)
+            self._vitals.note_chances(self._steers.chances)
             self._tell_thrift(self._steers.chances.thrift)
         try:
             self._put(window)

@@ -13,8 +13,10 @@ of the time, down to a least share, and below that not at all. Launches and kern
 and paid before.
 
 What the agent's own processes take follows from too much to be foreseen: new processes, distinct
-stacks, names. Where all together is above the budget, less is done of everything (`thrift`): twice
-as little each time that it was looked, up to a most, and more again once there is ample room.
+stacks, names. Where all together is above the budget, short-lived processes are joined first, by
+cgroup and name. Where that is not enough, less is done of everything (`thrift`): twice as little
+each time that it was looked, up to a most, and more again once there is ample room. On-CPU samples
+are the last.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ _LOOK_NS = 4 * _S
 _ROOM = 0.4
 # A look each 250 ms (recording/recorder.py), 47 stacks of waits a second on two CPUs at least.
 _MOST_THRIFT = 16
+# Before anything else that is left: how short-lived processes were called, of which there is no
+# sample. They are what makes busy hosts dear.
+_SHORT_LIVED_NS = _S
+# Each by itself again where that would take less than this of the budget.
+_ROOM_FOR_DETAILS = 0.75
 # From here on fewer on-CPU samples: 19 Hz become 5. Few they are in any case, and worth the most.
 _THRIFT_OF_SAMPLES = 4
 # A start, or a build that forks for a moment, is no news.
@@ -95,6 +102,8 @@ class Prices:
         kernel_time: One that a helper tells: by its thread, and where it is launched.
         stall: A row of stall samples that a helper tells.
         read_out: What a helper asks for them with: a call into the driver.
+        process: To tell of a process that lives for some milliseconds by itself, in all processes
+            of the agent, rather than together with others.
     """
 
     switch: float = 900
@@ -105,6 +114,7 @@ class Prices:
     kernel_time: float = 1_500
     stall: float = 500
     read_out: float = 1_500_000
+    process: float = 500_000
 
     def of_stalls(self, load: HelperLoad) -> float:
         """Returns what stall samples of a helper have taken."""
@@ -186,6 +196,8 @@ class CostController:
     is_over: bool = field(default=False, init=False)
     _over_ns: int = field(default=0, init=False)
     _thrift: int = field(default=1, init=False)
+    _joins: bool = field(default=False, init=False)
+    _looked_joined: int = field(default=0, init=False)
     _looked_ns: int = field(default=0, init=False)
     _looked_cost_ns: float = field(default=0.0, init=False)
     _has_said: bool = field(default=False, init=False)
@@ -228,7 +240,7 @@ class CostController:
         self.cost_ns_per_s = taken + others + (stacks * stack_price + stalls) * windows_per_s
         left = _PLANNED_SHARE * budget - max(taken, expected) - others
         if self.budget.with_own_cpu:
-            self._be_thrifty(load.window_ns, _PLANNED_SHARE * budget)
+            self._be_thrifty(load, _PLANNED_SHARE * budget)
         is_least = self._thrift == _MOST_THRIFT or not self.budget.with_own_cpu
         self.is_over = is_least and left < _LEAST_SHARE * budget
         self._note_over(load.window_ns, budget)
@@ -244,6 +256,7 @@ class CostController:
             spacing_ns,
             max(self._thrift // _THRIFT_OF_SAMPLES, 1),
             self._thrift,
+            _SHORT_LIVED_NS if self._joins else 0,
         )
         return self.chances
 
@@ -280,18 +293,25 @@ class CostController:
         said, self._untold = self._untold, []
         return said
 
-    def _be_thrifty(self, window_ns: int, budget_ns_per_s: float) -> None:
+    def _be_thrifty(self, load: Load, budget_ns_per_s: float) -> None:
         """Has less done where all was dearer than it may be, and more where there is room."""
-        self._looked_ns += window_ns
-        self._looked_cost_ns += self.cost_ns_per_s * window_ns / _S
+        self._looked_ns += load.window_ns
+        self._looked_cost_ns += self.cost_ns_per_s * load.window_ns / _S
+        self._looked_joined += load.joined
         if self._looked_ns < _LOOK_NS:
             return
-        share = self._looked_cost_ns * _S / self._looked_ns / budget_ns_per_s
-        self._looked_ns, self._looked_cost_ns = 0, 0.0
-        if share > 1:
+        affordable_ns = budget_ns_per_s * self._looked_ns / _S
+        share = self._looked_cost_ns / affordable_ns
+        of_details = self._looked_joined * self.prices.process / affordable_ns
+        self._looked_ns, self._looked_cost_ns, self._looked_joined = 0, 0.0, 0
+        if share > 1 and not self._joins:
+            self._joins = True
+        elif share > 1:
             self._thrift = min(2 * self._thrift, _MOST_THRIFT)
-        elif share < _ROOM:
-            self._thrift = max(self._thrift // 2, 1)
+        elif share < _ROOM and self._thrift > 1:
+            self._thrift //= 2
+        elif self._thrift == 1 and share + of_details < _ROOM_FOR_DETAILS:
+            self._joins = False
 
     def _note_over(self, window_ns: int, budget_ns_per_s: float) -> None:
         self._over_ns = self._over_ns + window_ns if self.is_over else 0

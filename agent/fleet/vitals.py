@@ -18,6 +18,7 @@ from aiflame.agent import __version__
 from aiflame.agent.fleet.memory import MemoryUse
 from aiflame.agent.model.profile import SampleClass
 from aiflame.agent.model.window import Window
+from aiflame.agent.recording.chance import Chances
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -94,6 +95,7 @@ class Vitals:
         self._sinks: Collection[str] = ()
         self._containers = self._unresolved_containers = 0
         self._duty_ratio = self._device_duty_ratio = 0.0
+        self._thrift, self._joins = 1, False
         self._memory: MemoryUse | None = None
         self._memory_limit = 0
         self._cpu_s = 0.0
@@ -119,10 +121,11 @@ class Vitals:
             # What a child's orphan used is in no sum any more, and a counter never goes back.
             self._cpu_s = max(self._cpu_s, seconds)
 
-    def note_duty(self, ratio: float) -> None:
-        """Takes of which share of switch-outs a stack is taken."""
+    def note_chances(self, chances: Chances) -> None:
+        """Takes what the cost controller leaves."""
         with self._lock:
-            self._duty_ratio = ratio
+            self._duty_ratio = 1 / chances.one_in
+            self._thrift, self._joins = chances.thrift, chances.details_after_ns > 0
 
     def note_device_duty(self, ratio: float) -> None:
         """Takes for which share of the time stalls of devices are sampled."""
@@ -188,6 +191,16 @@ class Vitals:
                     "duty_ratio",
                     "Share of switch-outs whose stack is taken, in the cgroup with the smallest.",
                     self._duty_ratio,
+                ),
+                (
+                    "short_lived_joined",
+                    "Whether short-lived processes are joined, so that the budget is kept.",
+                    int(self._joins),
+                ),
+                (
+                    "thrift",
+                    "How many times less is done of what can be left, so that the budget is kept.",
+                    self._thrift,
                 ),
                 (
                     "device_duty_ratio",

@@ -69,6 +69,7 @@ class Setting(enum.IntEnum):
     CHANCES_NUMBER = 14
     SPACING_NS = 15
     SAMPLES_ONE_IN = 16
+    DETAILS_AFTER_NS = 17
 
 
 class HostConstant(enum.IntEnum):
@@ -389,6 +390,7 @@ THREAD_EVENT_DTYPE = np.dtype(
         ("on_cpu_ns", "<u8"),
         ("crossing", CROSSING_DTYPE),
         ("by_chance", CHANCE_TOTAL_DTYPE, (2,)),
+        ("cgroup_id", "<u8"),
         ("comm", "S16"),
     ]
 )

@@ -44,6 +44,11 @@ _MAX_PYTHON_NAMES = 2 * MAX_THREADS
 # How often the kernel half tells of an image without a reason: first, and once it is settled.
 _TOLD_OF = 2
 
+# Names of short-lived processes of a cgroup that are told apart, and what others are called.
+_MOST_JOINED_NAMES, _OTHERS = 64, "[short-lived]"
+# Windows in which there may be sums of a thread that has ended.
+_JOINED_WINDOWS = 2
+
 # A command in a pipe is a child of a shell's child, of which there may have been no sample.
 _MAX_GENERATIONS = 4
 
@@ -86,6 +91,7 @@ class ProcessImage:
     root: str = ""
     exited_ns: int | None = None
     is_over: bool = False  # it has exited, or called exec
+    is_joined: bool = False  # it stands for several short-lived ones
     was_read: bool = False
     fruitless_reads: int = 0
     reads_to_skip: int = 0
@@ -206,6 +212,9 @@ class ProcessTable:
         inspector: Opens files of targets, and reads their memory.
         facts: Answers questions about those files; it is closed with them.
         lives: What the kernel told of processes, which may be gone.
+
+    Attributes:
+        joined: How many images were joined so far.
     """
 
     def __init__(
@@ -235,6 +244,11 @@ class ProcessTable:
         self._remapped: dict[int, ProcessImage] = {}
         self._changed_threads: dict[int, ThreadInfo] = {}
         self._current_since: dict[int, int] = {}
+        self.joined = 0
+        self._joined: dict[str, dict[str, ProcessImage]] = {}  # by cgroup and name
+        # In the open window, by id of the cgroup, parent and name.
+        self._joined_now: dict[tuple[int, int, str], ProcessImage] = {}
+        self._joined_keys: list[list[tuple[int, int]]] = [[]]  # of windows, the open one last
 
     def expect_ends(self, current_since: dict[int, int]) -> None:
         """Takes note of images that are over, as events tell that are still to be taken in.
@@ -263,6 +277,7 @@ class ProcessTable:
 
     def take_ended(self) -> tuple[list[ProcessImage], list[ThreadInfo]]:
         """Returns the images and threads that have ended since last."""
+        self._end_joined()
         ended = self._ended, self._ended_threads
         self._ended, self._ended_threads = [], []
         return ended
@@ -326,10 +341,75 @@ class ProcessTable:
                 thread.python_name = name
                 self._changed_threads[thread.index] = thread
 
-    def image(self, pid: int, image: int, parent_pid: int = 0, name: str = "") -> ProcessImage:
-        """Returns a process image, entered now, under that parent and name, if it was not known."""
+    def image(
+        self, pid: int, image: int, parent_pid: int = 0, name: str = "", cgroup_id: int = 0
+    ) -> ProcessImage:
+        """Returns a process image, entered now if it was not known.
+
+        Args:
+            pid: The process.
+            image: Its identity.
+            parent_pid, name, cgroup_id: To enter it under, as for `seen`.
+        """
         known = self._by_key.get((pid, image))
-        return known if known is not None else self._enter(pid, image, image, parent_pid, name)
+        if known is not None:
+            return known
+        return self._enter(pid, image, image, parent_pid, name, cgroup_id)
+
+    def join(self, pid: int, image: int, parent_pid: int, name: str, cgroup_id: int) -> None:
+        """Has an image that is not known, and is over, be one with others of its cgroup and name.
+
+        All of its threads are one, too. Whoever asks for it by its identity gets what stands for
+        them all.
+
+        Args: as for `seen`.
+        """
+        called = (cgroup_id, parent_pid, name)
+        stands = self._joined_now.get(called)
+        if stands is None:
+            stands = self._joined_now[called] = self._stand_in(pid, image, *called)
+        self._by_key[(pid, image)] = stands
+        self._joined_keys[-1].append((pid, image))
+        self.joined += 1
+
+    def _stand_in(
+        self, pid: int, image: int, cgroup_id: int, parent_pid: int, name: str
+    ) -> ProcessImage:
+        """Returns what stands for short-lived images of a cgroup and a name."""
+        ancestor = self._ancestor(ProcessImage(-1, pid, image, image, parent_pid))
+        inherited = "" if ancestor is None else ancestor.cgroup
+        cgroup = self._likely_cgroup(inherited, cgroup_id)
+        known = self._joined.setdefault(cgroup, {})
+        # A child that calls exec is its parent until then.
+        name = name or (_OTHERS if ancestor is None else ancestor.name)
+        if name not in known and len(known) >= _MOST_JOINED_NAMES:
+            name = _OTHERS
+        stands = known.get(name)
+        if stands is None:
+            stands = known[name] = ProcessImage(self._next_image, 0, 0, max(image, self.start_ns))
+            self._next_image += 1
+            stands.is_joined = stands.is_over = True
+            stands.name, stands.cgroup, stands.cgroup_id = name, cgroup, cgroup_id
+            stands.owner_uid = -1 if ancestor is None else ancestor.owner_uid
+            self.images[stands.index] = self._changed[stands.index] = stands
+            self.thread(stands, 0).has_ended = True
+        return stands
+
+    def _end_joined(self) -> None:
+        """Has those be over that stood for nobody in the window that was closed."""
+        used = {stands.index for stands in self._joined_now.values()}
+        self._joined_now.clear()
+        for cgroup, known in [*self._joined.items()]:
+            for name in [name for name, stands in known.items() if stands.index not in used]:
+                self._ended.append(known.pop(name))
+            if not known:
+                del self._joined[cgroup]
+        self._joined_keys.append([])
+        if len(self._joined_keys) > _JOINED_WINDOWS:
+            for key in self._joined_keys.pop(0):
+                stands = self._by_key.get(key)
+                if stands is not None and stands.is_joined:
+                    del self._by_key[key]
 
     def known(self, pid: int, image: int) -> ProcessImage | None:
         """Returns a process image if it was entered."""
@@ -355,6 +435,8 @@ class ProcessTable:
             cgroup_id: Of its cgroup of v2, 0 when unknown.
         """
         before = self._by_key.get((pid, image))
+        if before is not None and before.is_joined:  # a thread of it has ended before
+            before = None
         known = before or self._enter(pid, image, ns, parent_pid, name, cgroup_id)
         known.parent_pid = parent_pid or known.parent_pid
         known.cgroup_id = cgroup_id or known.cgroup_id
@@ -482,13 +564,18 @@ class ProcessTable:
                 image.name = _name_of(life) or name or ancestor.name
                 image.executable = ancestor.executable
                 image.command_line = ancestor.command_line
+        image.cgroup = self._likely_cgroup(image.cgroup, cgroup_id)
+        self._map_late(image, life)
+
+    def _likely_cgroup(self, inherited: str, cgroup_id: int) -> str:
+        """Returns the cgroup of what is over, by its ancestor's and by the id that was told."""
         told = self._cgroup_ids.path_of(cgroup_id)
         # An engine may group by v1 alone: then by v2 its containers are with itself.
         if told not in ("", "/") and (
-            identity_of(told).containers or not identity_of(image.cgroup).containers
+            identity_of(told).containers or not identity_of(inherited).containers
         ):
-            image.cgroup = told
-        self._map_late(image, life)
+            return told
+        return inherited
 
     def _ancestor(self, image: ProcessImage) -> ProcessImage | None:
         """Returns the nearest ancestor that is known, and was what it is when it made a child."""
@@ -627,6 +714,8 @@ class ProcessTable:
 
     def thread(self, image: ProcessImage, tid: int) -> ThreadInfo:
         """Returns a thread, entered now with the name it has now if it was not known."""
+        if image.is_joined:
+            tid = 0
         threads = self._threads.setdefault(image.index, {})
         known = threads.get(tid)
         if known is None:

@@ -42,6 +42,8 @@ class Chances:
         samples_one_in: Of how many on-CPU samples one is taken, and stands for all.
         thrift: How many times less is done of all else that takes the recorder's time and can be
             left: looks at what is new, walks of who sleeps. 1: as much as there is.
+        details_after_ns: Processes that end before they are so old, and of which no on-CPU sample
+            was taken, are joined by cgroup and name. 0: each is told of.
     """
 
     one_in: int
@@ -49,6 +51,7 @@ class Chances:
     spacing_ns: int = 0
     samples_one_in: int = 1
     thrift: int = 1
+    details_after_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Load:
         samples: On-CPU samples.
         calls: Of device APIs.
         own_cpu_ns: What the recorder's processes took.
+        joined: Processes that were joined, since each by itself takes too much.
         bpf_ns: What programs took at switches and wake-ups; None where the kernel does not count.
         helpers: What helpers of devices have told, by process image.
     """
@@ -80,6 +84,7 @@ class Load:
     own_cpu_ns: int
     bpf_ns: int | None
     helpers: Mapping[int, HelperLoad] = field(default_factory=dict)
+    joined: int = 0
 
 
 class Steers(Protocol):
@@ -132,6 +137,7 @@ def write_chances(programs: Programs, chances: Chances, before: Chances | None) 
     programs.set(abi.Setting.ONE_IN, chances.one_in)
     programs.set(abi.Setting.SPACING_NS, chances.spacing_ns)
     programs.set(abi.Setting.SAMPLES_ONE_IN, chances.samples_one_in)
+    programs.set(abi.Setting.DETAILS_AFTER_NS, chances.details_after_ns)
 
 
 def share_out(rows: Part, totals: Part) -> SharedOut:

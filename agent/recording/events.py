@@ -20,8 +20,8 @@ from aiflame.agent.recording.thread_times import ThreadTimes
 _PROCESS = struct.Struct("<IIIIQQQ16s")
 _BECOMES = struct.Struct("<IIQI4x")
 # Of THREAD_EVENT_DTYPE what comes first, and last.
-_THREAD = struct.Struct("<IIIIQ")
-_NAME_BYTES = 16
+_THREAD = struct.Struct("<IIIIQQ")
+_THREAD_NAME = struct.Struct("<Q16s")
 
 
 class KeepsProcesses(Protocol):
@@ -48,6 +48,9 @@ class Events:
             so many kernel times that nobody has taken.
         take_left_out_exec: Takes the pid and image of a process that is left out, and when it has
             become another program.
+
+    Attributes:
+        details_after_ns: As `Chances` has it.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Events:
         self._take_sample = take_sample
         self._take_bell = take_bell
         self._take_left_out_exec = take_left_out_exec
+        self.details_after_ns = 0
 
     def take(self) -> bool:
         """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
@@ -125,15 +129,21 @@ class Events:
 
     def _thread_ended(self, event: bytes) -> None:
         table = self._table
-        _, tgid, tid, parent_tgid, number = _THREAD.unpack_from(event)
-        name = _text(event[-_NAME_BYTES:])
+        _, tgid, tid, parent_tgid, number, ns = _THREAD.unpack_from(event)
+        cgroup_id, comm = _THREAD_NAME.unpack_from(event, len(event) - _THREAD_NAME.size)
+        name = _text(comm)
         self._thread_times.end(event)
         image = table.known(tgid, number)
-        name_of_all = name if tid == tgid else ""
-        image = table.image(tgid, number, parent_tgid, name_of_all)
-        thread = table.thread(image, tid)
-        table.rename(thread, name)
-        table.thread_ended(thread)
+        if image is None and ns - number < self.details_after_ns:
+            table.join(tgid, number, parent_tgid, name, cgroup_id)
+            return
+        if image is None:
+            name_of_all = name if tid == tgid else ""
+            image = table.image(tgid, number, parent_tgid, name_of_all, cgroup_id)
+        if not image.is_joined:
+            thread = table.thread(image, tid)
+            table.rename(thread, name)
+            table.thread_ended(thread)
 
 
 def _text(comm: bytes) -> str:

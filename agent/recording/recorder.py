@@ -857,6 +857,7 @@ class Recorder:
         helpers_ns, before_ns = self._helpers_cpu_ns(), self._told_helpers_ns
         self._told_helpers_ns = helpers_ns
         own_ns = time.process_time_ns() - self._told_cpu_ns
+        joined = self.table.joined - self._told_losses[LossKind.SHORT_LIVED_JOINED]
         return Load(
             window_ns,
             loads,
@@ -865,6 +866,7 @@ class Recorder:
             own_cpu_ns=own_ns + max(helpers_ns - before_ns, 0),
             bpf_ns=self._switch_cost.take(window_ns),
             helpers=self.devices.take_loads(),
+            joined=joined,
         )
 
     def _set_chances(self, chances: Chances) -> None:
@@ -872,6 +874,7 @@ class Recorder:
         self._chances = chances
         self._round_ns = min(self._least_round_ns * chances.thrift, _MOST_ROUND_NS)
         self._long_waits.thrift = self._cut_sleeps.thrift = chances.thrift
+        self.events.details_after_ns = chances.details_after_ns
         # Also where they are as before: a process may have moved to another cgroup.
         self._chances_number += 1
         self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)
@@ -953,6 +956,7 @@ class Recorder:
                 LossKind.CPUS_CAME_ONLINE: self._cpus_came,
                 LossKind.BOUNDARY_LATE: self._late_boundaries,
                 LossKind.WAITS_NOT_SAMPLED: self._waits_not_sampled,
+                LossKind.SHORT_LIVED_JOINED: self.table.joined,
                 LossKind.LIFE_EVENTS_LOST: self._lives.lost + self._life_events.refused,
             }
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -437,3 +438,39 @@ def test_it_is_said_that_the_budget_is_exceeded_once_nothing_more_can_be_left() 
 def test_programs_alone_do_not_make_a_recorder_thrifty() -> None:
     controller = CostController(2, _PROGRAMS)
     assert {*_thrifts(controller, 30, lambda _: 0.5)} == {1}
+
+
+def _joining(
+    controller: CostController, seconds: int, own_cpu: Callable[[Chances], float], ends: int
+) -> list[Chances]:
+    """What an agent takes where so many processes a second end early, joined or by themselves."""
+    found = [controller.first()]
+    for _ in range(seconds):
+        joined = ends if found[-1].details_after_ns else 0
+        load = replace(_agents_second(own_cpu(found[-1])), joined=joined)
+        found.append(controller.next(load))
+    return found
+
+
+def test_short_lived_processes_are_joined_before_anything_else_is_left() -> None:
+    # GIVEN a host of 200 new processes a second, of which each by itself takes 0.5 ms
+    controller = CostController(2)
+    chances = _joining(controller, 60, lambda c: 0.01 if c.details_after_ns else 0.11, 200)
+    # THEN they are joined, which is enough, and stay so: by themselves they would be too much
+    assert all(each.details_after_ns == _S for each in chances[10:])
+    assert {each.thrift for each in chances} == {1}
+    # WHEN most of them have gone
+    chances = _joining(controller, 30, lambda c: 0.01 if c.details_after_ns else 0.012, 4)
+    # THEN each has its details.
+    assert chances[-1].details_after_ns == 0
+
+
+def test_less_is_done_of_all_else_where_joining_is_not_enough() -> None:
+    controller = CostController(2)
+    chances = _joining(controller, 60, lambda c: 0.004 + 0.1 / c.thrift, 0)
+    assert next(each for each in chances if each.thrift > 1).details_after_ns == _S
+    assert chances[-1].thrift > 1
+    # Joined to the end: details are the last that comes back.
+    chances = _joining(controller, 60, lambda c: 0.006, 0)
+    assert all(each.details_after_ns or each.thrift == 1 for each in chances)
+    assert (chances[-1].thrift, chances[-1].details_after_ns) == (1, 0)

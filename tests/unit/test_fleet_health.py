@@ -23,6 +23,7 @@ from aiflame.agent.fleet.health import HealthServer
 from aiflame.agent.fleet.memory import MemoryUse
 from aiflame.agent.fleet.probe import trouble
 from aiflame.agent.fleet.vitals import Vitals
+from aiflame.agent.recording.chance import Chances
 from deployment import container
 from prometheus_client.parser import text_string_to_metric_families
 from windows import RandomRecording
@@ -105,7 +106,7 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     vitals.note_memory(MemoryUse(1, 2, 3, 4), 150)
     vitals.note_cpu(2.5)
     vitals.note_cpu(2.25)  # what an orphan took is in no sum any more
-    vitals.note_duty(0.125)
+    vitals.note_chances(Chances(8, thrift=4, details_after_ns=1_000_000_000))
     vitals.note_device_duty(0.25)
     # WHEN they are asked for
     found = _metrics(server)
@@ -122,6 +123,8 @@ def test_metrics_are_what_prometheus_reads(server: HealthServer, vitals: Vitals)
     assert found["aiflame_self_cpu_seconds_total",] == 2.5
     assert found["aiflame_resident_bytes",] == 6 and found["aiflame_map_bytes",] == 4
     assert found["aiflame_duty_ratio",] == 0.125
+    assert found["aiflame_thrift",] == 4
+    assert found["aiflame_short_lived_joined",] == 1
     assert found["aiflame_device_duty_ratio",] == 0.25
     assert found["aiflame_containers",] == 9 and found["aiflame_unresolved_containers",] == 2
     assert found["aiflame_export_sent_total", "otlp"] == 90

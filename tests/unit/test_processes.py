@@ -20,7 +20,13 @@ from aiflame.agent.processes import procfs
 from aiflame.agent.processes.identity import CgroupPaths
 from aiflame.agent.processes.lives import Lives
 from aiflame.agent.processes.procfs import MapsLine
-from aiflame.agent.processes.table import NO_BINARY, Mapping, ProcessImage, ProcessTable
+from aiflame.agent.processes.table import (
+    NO_BINARY,
+    Mapping,
+    ProcessImage,
+    ProcessTable,
+    ThreadInfo,
+)
 from support import blind_inspector
 
 _LIB, _OTHER = 1, 2
@@ -254,6 +260,67 @@ def test_a_short_lived_child_has_its_parents_mappings(
     assert child.pid == 42
     # unless it called exec: then it has another name
     assert table.seen(43, 8, 41, "ls", 1_700).mappings == []
+
+
+def _close_window(table: ProcessTable) -> tuple[list[ProcessImage], list[ThreadInfo]]:
+    changed = table.take_changed()
+    table.take_ended()
+    return changed
+
+
+def test_short_lived_processes_are_one_by_cgroup_and_name(table: ProcessTable) -> None:
+    # GIVEN processes of two names and their threads, which are over when they are told of
+    for pid in range(100, 110):
+        table.join(pid, 2_000 + pid, 1, "cc", 0)
+        table.join(pid, 3_000 + pid, 1, "ld", 0)
+    # THEN whoever asks for one of them gets what stands for all, and for all of their threads
+    cc, ld = table.image(100, 2_100), table.image(100, 3_100)
+    assert (cc.name, ld.name) == ("cc", "ld")
+    assert table.image(109, 2_109) is cc
+    assert table.thread(cc, 100) is table.thread(cc, 109)
+    # AND that is all that a window is told.
+    images, threads = _close_window(table)
+    assert images == [cc, ld]
+    assert [(thread.image, thread.shown_name) for thread in threads] == [(cc, "cc"), (ld, "ld")]
+    assert table.joined == 20
+    assert table.images == {0: cc, 1: ld}
+
+
+def test_who_stands_for_others_is_forgotten_when_there_are_none(table: ProcessTable) -> None:
+    table.join(100, 2_000, 1, "cc", 0)
+    first = table.image(100, 2_000)
+    assert table.take_ended()[0] == []
+    # Sums of it may come in the window after its end.
+    assert table.image(100, 2_000) is first
+    table.join(101, 2_001, 1, "cc", 0)
+    assert table.image(101, 2_001) is first
+    assert table.take_ended()[0] == []
+    assert table.known(100, 2_000) is None
+    assert table.take_ended()[0] == [first]
+    table.forget([first], ())
+    assert table.images == {}
+    # One that comes later has another to stand for it.
+    table.join(102, 2_002, 1, "cc", 0)
+    assert table.image(102, 2_002) is not first
+
+
+def test_names_of_short_lived_processes_are_bounded(table: ProcessTable) -> None:
+    for pid in range(100, 1_100):
+        table.join(pid, 2_000, 1, f"name-{pid}", 0)
+    assert len(table.images) == 65
+    assert table.image(1_099, 2_000).name == "[short-lived]"
+
+
+def test_one_of_which_a_sample_comes_after_a_thread_has_ended_is_told_of(
+    machine: _Machine, table: ProcessTable
+) -> None:
+    table.join(41, 5, 1, "worker", 0)
+    machine.maps = [_jit(0x1000)]
+    image = table.seen(41, 5, 1, "server", 1_500)
+    assert (image.pid, image.name, image.mappings) == (41, "server", [_mapped(0x1000)])
+    _close_window(table)
+    _close_window(table)
+    assert table.image(41, 5) is image
 
 
 def _lines(*paths: str) -> list[MapsLine]:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short-lived processes that are joined, since each by itself takes too much of an agent's time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from aiflame.agent.processes.targets import cgroup2_mounts
+from cgroups import made_groups
+
+pytestmark = pytest.mark.bpf
+
+_RECORDER = Path(__file__).parents[1] / "record_joining.py"
+_PATIENCE_S = 120.0
+_NAME = f"aiflame-short-lived-{os.getpid()}"
+_PROGRAMS = 100
+_SLEEP_S = 0.01
+_LOOP = 'echo $$ > "$1/cgroup.procs"; for i in $(seq "$2"); do "$3" "$4"; done'
+
+
+def _usage_ns(group: Path) -> int:
+    """Returns the CPU time of all that were in a cgroup, by the kernel's own account."""
+    lines = (group / "cpu.stat").read_text().splitlines()
+    return next(int(line.split()[1]) * 1000 for line in lines if line.startswith("usage_usec"))
+
+
+def test_short_lived_programs_are_joined_with_exact_times_and_right_cgroups() -> None:
+    mount = next(iter(cgroup2_mounts()))
+    names = [f"{_NAME}/{leaf}" for leaf in ("computes", "sleeps")]
+    with made_groups(mount, *names) as groups:
+        # GIVEN two cgroups in which a hundred programs each run one after the other
+        command = [sys.executable, str(_RECORDER), str(mount / _NAME)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as recorder:
+            assert recorder.stdout is not None
+            assert recorder.stdout.readline() == "attached\n"
+            for group, program in zip(
+                groups, (("/bin/true", ""), ("/bin/sleep", str(_SLEEP_S))), strict=True
+            ):
+                words = ["bash", "-c", _LOOP, "bash", group, str(_PROGRAMS), *program]
+                subprocess.run(words, check=True, timeout=_PATIENCE_S)
+            recorder.send_signal(signal.SIGINT)
+            found = json.loads(recorder.communicate(timeout=_PATIENCE_S)[0])
+        used_ns = [_usage_ns(group) for group in groups]
+    times = found["times"]
+    computes, sleeps = times["computes"], times["sleeps"]
+    # THEN few of them have details, and it is said of how many,
+    joined = found["losses"]["short_lived_joined"]
+    assert joined > 2 * _PROGRAMS  # a fork is one image, and its program another
+    assert found["pids"] < _PROGRAMS
+    # by name and cgroup,
+    assert "true" in computes
+    assert "true" not in sleeps
+    assert "sleep" in sleeps
+    assert "sleep" not in computes
+    # all of their time is there, on the CPU
+    for group, used in zip((computes, sleeps), used_ns, strict=True):
+        on_cpu_ns = sum(times["on_cpu_ns"] for times in group.values())
+        # The kernel's account has what takes a task out, after its end was told: some 50 us, of
+        # programs that take 600.
+        assert 0.8 * used < on_cpu_ns < 1.02 * used
+    # and off it.
+    assert sleeps["sleep"]["off_ns"] > _PROGRAMS * _SLEEP_S * 1e9
+    for group in (computes, sleeps):
+        for of_name in group.values():
+            whole_ns = of_name["on_cpu_ns"] + of_name.get("off_ns", 0)
+            assert whole_ns == pytest.approx(of_name["observed_ns"], rel=0.01)
+    # What was joined up to the last but one window was part of a load.
+    assert 0 < found["load"] <= joined
