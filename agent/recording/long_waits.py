@@ -52,7 +52,8 @@ class LongWaits:
     Attributes:
         due_ns: When to `poll` next, monotonic.
         walked: How many were walked so far.
-        thrift: How many times fewer are walked in a sweep than may be.
+        thrift: How many times fewer are walked in a sweep than may be, and sweeps are apart. Waits
+            that are over before one have no stack, unless they go on when a window closes.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class LongWaits:
             least_ns: How old, OPEN_WAIT_NS or more.
         """
         now_ns = time.monotonic_ns()
-        self.due_ns = now_ns + _PAUSE_NS
+        self.due_ns = now_ns + _PAUSE_NS * self.thrift
         fd = self._programs.sweep_iterator_fd
         if fd is None:
             return

@@ -46,22 +46,41 @@ def _swept(ages_ms: dict[int, int]) -> npt.NDArray[np.void]:
     return found
 
 
-def test_between_windows_those_are_walked_that_may_be_long_before_the_next_sweep(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # GIVEN threads that have slept for so many milliseconds
+@pytest.fixture
+def walks() -> Any:
+    return _Walks()
+
+
+@pytest.fixture
+def waits(walks: Any, monkeypatch: pytest.MonkeyPatch) -> LongWaits:
+    # Threads that have slept for so many milliseconds.
     monkeypatch.setattr(long_waits, "swept_threads", lambda _: _swept({1: 150, 2: 600, 3: 5_000}))
     image = SimpleNamespace(was_read=True, index=0)
     programs: Any = SimpleNamespace(
         sweep_iterator_fd=0, swept_stacks=SimpleNamespace(update=lambda *_: None)
     )
     table: Any = SimpleNamespace(image=lambda *_: image)
+    pythons: Any = SimpleNamespace()
     stacks: Any = SimpleNamespace(row=lambda _: None, add_made=lambda *_: None)
-    walks: Any = _Walks()
-    waits = LongWaits(programs, table, walks, SimpleNamespace(), stacks)  # type: ignore[arg-type]
+    return LongWaits(programs, table, walks, pythons, stacks)
+
+
+def test_between_windows_those_are_walked_that_may_be_long_before_the_next_sweep(
+    waits: LongWaits, walks: Any
+) -> None:
     waits.poll()
     assert walks.asked == [3, 2]
     # WHEN a window closes, which tells of those that go on whatever will become of them
     walks.asked.clear()
     waits.sweep()
     assert walks.asked == [3, 2, 1]
+
+
+def test_who_is_thrifty_sweeps_more_seldom(waits: LongWaits, walks: Any) -> None:
+    waits.thrift = 4
+    before_ns = time.monotonic_ns()
+    waits.poll()
+    assert waits.due_ns - before_ns >= 4 * abi.LONG_WAIT_NS // 2
+    walks.asked.clear()
+    waits.poll()
+    assert walks.asked == []
