@@ -53,6 +53,30 @@ while True:
         space[f"work_{number}"](5000)
     time.sleep(0.05)
 """
+# Programs begun at a steady rate, each waited for.
+_EXECS = """
+import os, time
+due_s = time.monotonic()
+while True:
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
+    due_s = max(due_s + 1 / 500, time.monotonic() - 1)
+    time.sleep(max(due_s - time.monotonic(), 0))
+"""
+# 2,000 processes of five threads each that look for work every ten seconds.
+_CROWD = """
+import os, random, threading, time
+def look():
+    time.sleep(10 * random.random())
+    while True:
+        time.sleep(10)
+for number in range(2000):
+    if os.fork() == 0:
+        random.seed(number)
+        for _ in range(4):
+            threading.Thread(target=look).start()
+        look()
+time.sleep(1e6)
+"""
 
 
 def _shell(words: str, pause: float) -> tuple[str, ...]:
@@ -66,6 +90,9 @@ LOADS: dict[str, Sequence[Sequence[str]]] = {
     "quiet": (*_SERVICES, _shell(_SHORT, 1)),
     "short": (*_SERVICES, *(_shell(_SHORT, 0.1),) * 4),
     "many": (*_SERVICES, *(_shell(_SHORT, 0.1),) * 12),
+    "execs": (*_SERVICES, (loads.PYTHON, "-c", _EXECS)),
+    "crowd": (*_SERVICES, (loads.PYTHON, "-c", _CROWD)),
+    "crowd-execs": (*_SERVICES, (loads.PYTHON, "-c", _CROWD), (loads.PYTHON, "-c", _EXECS)),
     "churn": (*_SERVICES, _shell(_PYTHON, 0.5), (loads.PYTHON, "-c", _FUNCTIONS)),
     "all": (
         *(*_SERVICES, *(_shell(_SHORT, 0.1),) * 5),
