@@ -82,6 +82,7 @@ class Events:
         """Takes in what the ring buffer holds; returns whether the kernel asks to be drained."""
         is_pressed = False
         payloads = [*self._ring.records()]
+        waits: list[bytes] = []
         self._table.expect_ends(_current_since(payloads))
         for payload in payloads:
             kind = int.from_bytes(payload[:4], "little")
@@ -106,7 +107,7 @@ class Events:
             elif kind == abi.EventType.THREAD_EXIT:
                 self._thread_ended(payload)
             elif kind == abi.EventType.WAIT:
-                self._samples.add_wait(np.frombuffer(payload, abi.WAIT_EVENT_DTYPE, 1)[0])
+                waits.append(payload)
             elif kind == abi.EventType.SAMPLE:
                 event = np.frombuffer(payload, abi.SAMPLE_EVENT_DTYPE, 1)[0]
                 self._take_sample(int(event["stack"]), int(event["tid"]), int(event["ns"]))
@@ -124,6 +125,8 @@ class Events:
                 self._calls.take_event(kind, payload)
             elif kind == abi.EventType.DRAIN:
                 is_pressed = True
+        if waits:
+            self._samples.add_waits(np.frombuffer(b"".join(waits), abi.WAIT_EVENT_DTYPE))
         self._table.expect_ends({})
         return is_pressed
 

@@ -293,7 +293,7 @@ class Recorder:
         self.sleepers = Sleepers(programs, table, walks, self.pythons, options.kernel_stacks)
         self._cut_sleeps = CutSleeps(programs, table, self.tables, walks, self.pythons, self.stacks)
         self._long_waits = LongWaits(programs, table, walks, self.pythons, self.stacks)
-        self.samples = Samples(window, table, self._cut_sleeps)
+        self.samples = Samples(window, table, self.thread_times, self._cut_sleeps)
         self._ended = Ended(
             programs,
             table,
@@ -990,14 +990,14 @@ class Recorder:
 
     def _open_wait(self, tid: int, state: np.void, end_ns: int) -> None:
         parts = dict(open_parts(state, end_ns))
-        event = np.zeros(1, abi.WAIT_EVENT_DTYPE)[0]
+        event = np.zeros(1, abi.WAIT_EVENT_DTYPE)
         event["tid"] = tid
         for field in ("tgid", "image", "stack"):
             event[field] = state[field]
         event["start_ns"] = state["switched_ns"]
         event["blocked_ns"] = parts.get(SampleClass.BLOCKED, 0)
         event["runnable_ns"] = parts.get(SampleClass.WAITING_TO_RUN, 0)
-        self.samples.add_wait(event, is_open=True)
+        self.samples.add_waits(event, is_open=True)
 
 
 def _bounds(target: Target, options: ProgramOptions) -> Bounds:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, NO_CHAIN, NONE, OpenWindow, rows_of
-from aiflame.agent.processes.table import ProcessImage, ProcessTable, ThreadInfo
+from aiflame.agent.processes.table import ProcessTable, ThreadInfo
 from aiflame.agent.recording.stacks import (
     ENTERED_STACKS,
     NOT_RUN_STACKS,
@@ -33,12 +34,22 @@ class ReplacesStacks(Protocol):
         """Takes note of a long wait, by its WAIT_EVENT_DTYPE; returns what its stack is now."""
 
 
+class NumbersThreads(Protocol):
+    """Whoever numbers threads in windows; ThreadTimes does."""
+
+    def numbers(
+        self, tids: npt.NDArray[Any], tgids: npt.NDArray[Any], images: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns the numbers of threads and of their processes."""
+
+
 class Samples:
     """Takes in sums and waits, and keeps the totals for the progress line.
 
     Args:
         window: Where they go.
         table: Process table.
+        threads: Numbers threads.
         sleeps: Has stacks of waits that were walked again.
 
     Attributes:
@@ -47,9 +58,16 @@ class Samples:
         made: Ids of the stacks of threads that were entered, and that a sample or wait refers to.
     """
 
-    def __init__(self, window: OpenWindow, table: ProcessTable, sleeps: ReplacesStacks) -> None:
+    def __init__(
+        self,
+        window: OpenWindow,
+        table: ProcessTable,
+        threads: NumbersThreads,
+        sleeps: ReplacesStacks,
+    ) -> None:
         self._window = window
         self._table = table
+        self._threads = threads
         self._sleeps = sleeps
         self.count = 0
         self.ns_by_class = [0, 0, 0, 0]
@@ -57,28 +75,45 @@ class Samples:
 
     def add(self, keys: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """Takes in sums of the open window."""
-        rows = []
-        without: dict[int, tuple[Any, ...]] = {}
-        for key, value in zip(keys.tolist(), values.tolist(), strict=True):
-            stack, image_id, tgid, tid, sample_class, _ = key
-            count, ns = value
-            image = self._table.image(tgid, image_id)
-            thread = self._table.thread(image, tid)
-            if stack in _WITHOUT:
-                stack = _stand_in(stack, image, without)
-            rows.append((stack, thread.index, sample_class, count, ns))
-            self.ns_by_class[sample_class] += ns
-            if sample_class == SampleClass.ON_CPU:
-                self.count += count
-        if without:
-            self._define(without)
-        self._window.add("samples", np.array(rows, COLUMNS["samples"].dtype))
+        rows = np.zeros(len(keys), COLUMNS["samples"].dtype)
+        rows["stack"], rows["thread"] = self._known(keys, keys["stack"])
+        rows["kind"], rows["weight_ns"] = keys["sample_class"], values["ns"]
+        rows["count"] = values["count"]
+        for sample_class in SampleClass:
+            self.ns_by_class[sample_class] += int(values["ns"][rows["kind"] == sample_class].sum())
+        self.count += int(values["count"][rows["kind"] == SampleClass.ON_CPU].sum())
+        self._window.add("samples", rows)
         self._note_made(keys["stack"])
 
-    def _define(self, without: dict[int, tuple[Any, ...]]) -> None:
-        """Tells windows of stacks that are none, by `_stand_in`."""
-        rows = np.array([*without.values()], COLUMNS["stacks"].dtype)
-        self._window.define("stacks", rows, np.zeros(0, COLUMNS["addresses"].dtype))
+    def _known(
+        self, rows: npt.NDArray[Any], stacks: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns the ids that windows have of stacks, and the numbers of their threads.
+
+        Of a stack that is none the id says why.
+
+        Args:
+            rows: Have `tid`, `tgid` and `image`.
+            stacks: Of the kernel half, or made by the host half.
+        """
+        threads, processes = self._threads.numbers(rows["tid"], rows["tgid"], rows["image"])
+        found = stacks.copy()
+        for stack, (first, end) in _WITHOUT.items():
+            of = processes[stacks == stack]
+            found[stacks == stack] = of + np.uint64(first)
+            self._define(first, end, np.unique(of).tolist())
+        return found, threads
+
+    def _define(self, first: int, end: StopReason, processes: Sequence[int]) -> None:
+        """Tells windows of stacks that are none, of some processes."""
+        rows = [
+            (first + process, NO_CHAIN, process, 0, 0, 0, int(end), 0, False, NONE, 0)
+            for process in processes
+            if not self._window.is_kept("stacks", first + process)
+        ]
+        if rows:
+            addresses = np.zeros(0, COLUMNS["addresses"].dtype)
+            self._window.define("stacks", np.array(rows, COLUMNS["stacks"].dtype), addresses)
 
     def _note_made(self, stacks: npt.NDArray[np.uint64]) -> None:
         self.made.update(stacks[(stacks >> np.uint64(30)) == ENTERED_STACKS >> 30].tolist())
@@ -88,33 +123,16 @@ class Samples:
         times = (thread.index, on_cpu_ns, observed_ns)
         self._window.add("thread_times", rows_of("thread_times", times))
 
-    def add_wait(self, event: Any, *, is_open: bool = False) -> None:
-        """Takes in a long wait from its ring-buffer event."""
-        image = self._table.image(int(event["tgid"]), int(event["image"]))
-        thread = self._table.thread(image, int(event["tid"]))
-        stack, without = self._sleeps.take_wait(event), dict[int, tuple[Any, ...]]()
-        if stack in _WITHOUT:
-            stack = _stand_in(stack, image, without)
-            self._define(without)
-        start_ns = max(int(event["start_ns"]) - self._table.start_ns, 0)
-        times = (start_ns, int(event["blocked_ns"]), int(event["runnable_ns"]))
-        row = (stack, thread.index, *times, is_open)
-        self._window.add("waits", rows_of("waits", row))
-        self._note_made(np.array([stack], np.uint64))
-
-
-def _stand_in(stack: int, image: ProcessImage, without: dict[int, tuple[Any, ...]]) -> int:
-    """Returns the id that windows have of a stack that is none.
-
-    Args:
-        stack: One of `_WITHOUT`.
-        image: Whose it is.
-        without: Gets its row, by the id.
-    """
-    first, end = _WITHOUT[stack]
-    made = first + image.index
-    without[made] = (made, NO_CHAIN, image.index, 0, 0, 0, int(end), 0, False, NONE, 0)
-    return made
+    def add_waits(self, events: npt.NDArray[Any], *, is_open: bool = False) -> None:
+        """Takes in long waits from their ring-buffer events, WAIT_EVENT_DTYPE."""
+        stacks = np.array([self._sleeps.take_wait(event) for event in events], np.uint64)
+        rows = np.zeros(len(events), COLUMNS["waits"].dtype)
+        rows["stack"], rows["thread"] = self._known(events, stacks)
+        start_ns = events["start_ns"].astype(np.int64) - self._table.start_ns
+        rows["start_ns"], rows["is_open"] = np.maximum(start_ns, 0), is_open
+        rows["blocked_ns"], rows["runnable_ns"] = events["blocked_ns"], events["runnable_ns"]
+        self._window.add("waits", rows)
+        self._note_made(rows["stack"])
 
 
 def open_parts(state: Any, end_ns: int) -> list[tuple[SampleClass, int]]:

@@ -30,6 +30,7 @@ _KNOWN_DTYPE = np.dtype(
         ("image", "<u8"),
         ("started_ns", "<u8"),  # 0 while it is not known
         ("thread", "<u4"),
+        ("process", "<u4"),
         ("on_cpu_ns", "<i8"),  # at the last boundary
         ("by_chance", abi.CHANCE_TOTAL_DTYPE, (2,)),  # as far as it was told
     ]
@@ -194,7 +195,7 @@ class ThreadTimes:
         on_cpu_ns = ended["on_cpu_ns"].astype(np.int64) - before_ns
         self._total(ended["tid"], ended, at, at >= 0, (0, 1))
         rows = np.zeros(len(ended), COLUMNS["thread_times"].dtype)
-        rows["thread"] = self._numbers(ended["tid"], ended["tgid"], ended["image"], at)
+        rows["thread"], _ = self._numbers(ended["tid"], ended["tgid"], ended["image"], at)
         rows["on_cpu_ns"] = np.maximum(on_cpu_ns, 0)
         rows["observed_ns"] = self._observed_ns(ended["first_seen_ns"], ended["ns"], is_late)
         self._window.add("thread_times", rows)
@@ -245,7 +246,7 @@ class ThreadTimes:
         on_cpu_ns += np.where(is_on & is_seen, boundary_ns - switched_ns.astype(np.int64), 0)
         on_cpu_ns = np.maximum(on_cpu_ns, before_ns)
 
-        threads = self._numbers(tids, states["tgid"], states["image"], at)
+        threads, processes = self._numbers(tids, states["tgid"], states["image"], at)
         rows = np.zeros(len(tids), COLUMNS["thread_times"].dtype)
         rows["thread"], rows["on_cpu_ns"] = threads, on_cpu_ns - before_ns
         ends_ns = np.full(len(tids), boundary_ns, np.uint64)
@@ -254,6 +255,7 @@ class ThreadTimes:
 
         known = np.zeros(len(tids), _KNOWN_DTYPE)
         known["tid"], known["thread"], known["on_cpu_ns"] = tids, threads, on_cpu_ns
+        known["process"] = processes
         known["by_chance"] = self._total(tids, states, at, is_same, slots)
         for name in ("tgid", "image", "started_ns"):
             known[name] = states[name]
@@ -299,21 +301,26 @@ class ThreadTimes:
         found: Bools = (known_ns == 0) | (started_ns == 0) | (known_ns == started_ns)
         return found
 
-    def _numbers(self, tids: Array, tgids: Array, images: Array, at: I64) -> Array:
-        """Returns the numbers of threads in windows; new ones are entered now."""
-        numbers = np.zeros(len(tids), np.uint32)
+    def numbers(self, tids: Array, tgids: Array, images: Array) -> tuple[Array, Array]:
+        """Returns the numbers that windows have of threads and of their processes.
+
+        Those that are new are entered now.
+        """
+        return self._numbers(tids, tgids, images, self._find(tids, tgids, images))
+
+    def _numbers(self, tids: Array, tgids: Array, images: Array, at: I64) -> tuple[Array, Array]:
+        """Returns these of threads that are in `_known` there."""
+        threads, processes = np.zeros(len(tids), np.uint32), np.zeros(len(tids), np.uint32)
         if len(self._known):
-            numbers[:] = self._known["thread"][at]
+            threads[:], processes[:] = self._known["thread"][at], self._known["process"][at]
         is_new = at < 0
-        names = zip(
-            *(each[is_new].tolist() for each in (tids, tgids, images)),
-            strict=True,
-        )
-        numbers[is_new] = [
-            self._table.thread(self._table.image(tgid, image), tid).index
-            for tid, tgid, image in names
+        names = zip(*(each[is_new].tolist() for each in (tids, tgids, images)), strict=True)
+        entered = [
+            self._table.thread(self._table.image(tgid, image), tid) for tid, tgid, image in names
         ]
-        return numbers
+        threads[is_new] = [thread.index for thread in entered]
+        processes[is_new] = [thread.image.index for thread in entered]
+        return threads, processes
 
 
 def _interval_of(states: Array) -> Array:

@@ -120,6 +120,7 @@ class WindowBuilder:
         self._looked_through_ns = 0
         self._late: dict[str, set[int]] = {name: set() for name in _WITH_PARTS}
         self._open: dict[str, list[Rows]] = {name: [] for name in (*_MEASURES, *_EVENTS)}
+        self._open_rows: Counter[str] = Counter()
         self._most_code_rows = _MOST_CODE_ROWS
         self._most_texts = _MOST_NEW_TEXTS
         self._most_events = 0
@@ -203,17 +204,20 @@ class WindowBuilder:
         """Adds measures or events to the open window."""
         parts = self._open[column]
         parts.append(rows)
+        self._open_rows[column] += len(rows)
         if column in _MEASURES:
-            if sum(map(len, parts)) > 2 * self._bounds.rows:
+            if self._open_rows[column] > 2 * self._bounds.rows:
                 parts[:] = [self._bounded_measures(column)]
+                self._open_rows[column] = len(parts[0])
             return
-        events = sum(map(len, parts))
+        events = self._open_rows[column]
         self._most_events = max(self._most_events, events)
         excess = events - self._bounds.events
         if excess > 0:
             parts.pop()
             if excess < len(rows):
                 parts.append(rows[:-excess])
+            self._open_rows[column] = self._bounds.events
             self.lose(LossKind.WINDOW_EVENTS_FULL, excess)
 
     def lose(self, kind: LossKind, count: int, thread_ns: int = 0) -> None:
@@ -280,6 +284,7 @@ class WindowBuilder:
         self.start_ns = end_ns
         for parts in self._open.values():
             parts.clear()
+        self._open_rows.clear()
         self._most_events = 0
         self._losses.clear()
         self._lost_ns.clear()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
@@ -22,6 +23,7 @@ from aiflame.agent.recording.cut_sleeps import CutSleeps
 from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.samples import Samples
 from aiflame.agent.recording.stacks import LATE_SLEEPS, Stacks
+from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from support import blind_inspector
 
@@ -99,7 +101,8 @@ class _Recorder:
             pythons,
             self.stacks,
         )
-        self.samples = Samples(self.window, self.table, self.sleeps)
+        times = ThreadTimes(self.window, self.table)
+        self.samples = Samples(self.window, self.table, times, self.sleeps)
         self._tell_process(self.image)
         for stack in (_CUT, _OTHER):
             self.add_stack(stack)
@@ -239,8 +242,8 @@ def test_a_stack_that_another_walk_cuts_as_well_is_not_walked_again() -> None:
     assert recorder.walks.count == 1
 
 
-def _wait(start_ns: int, blocked_ns: int, runnable_ns: int) -> np.void:
-    event: np.void = np.zeros(1, abi.WAIT_EVENT_DTYPE)[0]
+def _wait(start_ns: int, blocked_ns: int, runnable_ns: int) -> npt.NDArray[np.void]:
+    event = np.zeros(1, abi.WAIT_EVENT_DTYPE)
     event["tid"], event["tgid"], event["image"], event["stack"] = _TID, _PID, _IMAGE, _CUT
     event["start_ns"], event["blocked_ns"], event["runnable_ns"] = start_ns, blocked_ns, runnable_ns
     return event
@@ -250,7 +253,7 @@ def test_sums_of_several_sleeps_are_split_by_their_events() -> None:
     recorder = _Recorder()
     recorder.close(2, switched_ns=_S)
     # WHEN it ends, and the thread comes back to the same place: 900 ns are not of that sleep
-    recorder.samples.add_wait(_wait(_S, _S + 600, 40))
+    recorder.samples.add_waits(_wait(_S, _S + 600, 40))
     window = recorder.close(3, (_CUT, _BLOCKED, 2, 1500), (_CUT, _RUNNABLE, 2, 45))
     assert _rows(window) == [
         *((_CUT, _BLOCKED, 1, 900), (_CUT, _RUNNABLE, 1, 5)),

@@ -12,6 +12,7 @@ from aiflame.agent.model.profile import SampleClass, StopReason
 from aiflame.agent.model.window import COLUMNS, Window
 from aiflame.agent.processes.table import ProcessTable
 from aiflame.agent.recording.samples import Samples
+from aiflame.agent.recording.thread_times import ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from support import blind_inspector
 
@@ -31,7 +32,8 @@ class _Open:
     def __init__(self) -> None:
         self.window = WindowBuilder(Bounds())
         self.table = ProcessTable(1, lambda pid: None, blind_inspector())
-        self.samples = Samples(self.window, self.table, _NoSleeps())
+        times = ThreadTimes(self.window, self.table)
+        self.samples = Samples(self.window, self.table, times, _NoSleeps())
         for pid, tids in ((41, (41, 42)), (50, (50,))):
             image = self.table.image(pid, 10 * pid)
             process = np.zeros(1, COLUMNS["processes"].dtype)
@@ -84,10 +86,10 @@ def test_threads_that_have_not_run_yet_have_no_stack_of_their_process(opened: _O
 
 
 def test_long_waits_for_the_first_cpu_have_that_as_well(opened: _Open) -> None:
-    event = np.zeros(1, abi.WAIT_EVENT_DTYPE)[0]
+    event = np.zeros(1, abi.WAIT_EVENT_DTYPE)
     event["tgid"], event["tid"], event["image"] = 41, 41, 410
     event["stack"], event["runnable_ns"] = abi.NOT_RUN_STACK, 30_000_000
-    opened.samples.add_wait(event)
+    opened.samples.add_waits(event)
     window = opened.close()
     ((_, end),) = _ends(window).values()
     assert window.waits["stack"].tolist() == [*_ends(window)]

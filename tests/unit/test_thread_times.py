@@ -35,8 +35,8 @@ class _Recorder:
     def __init__(self) -> None:
         self.window = WindowBuilder(Bounds())
         self.table = ProcessTable(_START_NS, lambda pid: _START_NS, blind_inspector())
-        self.samples = Samples(self.window, self.table, _NoSleeps())
         self.times = ThreadTimes(self.window, self.table)
+        self.samples = Samples(self.window, self.table, self.times, _NoSleeps())
         self.times.start(_START_NS)
         image = self.table.image(_PID, _START_NS)
         self.thread = self.table.thread(image, _TID).index
