@@ -88,8 +88,8 @@ class LossKind(enum.Enum):
         in_kernel=True,
     )
     WAITS_NOT_LISTED = _Entry(
-        "long waits beyond 1,000 a second and CPU: their time is counted, but they are not listed"
-        " one by one",
+        "long waits beyond 1,000 a second and CPU, and all but the longest where an agent's cost"
+        " was above its budget: their time is counted, but they are not listed one by one",
         cure="raise --min-wait",
         in_kernel=True,
     )

@@ -230,6 +230,8 @@ enum setting {
 	 * its waits take no stack; 0: at any time.
 	 */
 	SETTING_DETAILS_AFTER_NS = 17,
+	/* Of waits that SETTING_WAIT_EVENT_NS has sent, shorter ones are counted alone; 0: none. */
+	SETTING_WAIT_LISTED_NS = 18,
 	SETTING_MAX,
 };
 

@@ -164,7 +164,8 @@ static __always_inline void close_interval(struct thread_state *thread, u32 tid,
 		       boundary_ns);
 	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_EVENT_NS))
 		return;
-	if (!spend(wait_budgets.lookup(KEY(0)), now_ns, WAIT_EVENTS_PER_S)) {
+	if (now_ns - thread->switched_ns < setting(SETTING_WAIT_LISTED_NS) ||
+	    !spend(wait_budgets.lookup(KEY(0)), now_ns, WAIT_EVENTS_PER_S)) {
 		count(LOST_WAITS_NOT_LISTED);
 		return;
 	}

@@ -70,6 +70,7 @@ class Setting(enum.IntEnum):
     SPACING_NS = 15
     SAMPLES_ONE_IN = 16
     DETAILS_AFTER_NS = 17
+    WAIT_LISTED_NS = 18
 
 
 class HostConstant(enum.IntEnum):

@@ -41,7 +41,8 @@ class Chances:
             and others at least so many.
         samples_one_in: Of how many on-CPU samples one is taken, and stands for all.
         thrift: How many times less is done of all else that takes the recorder's time and can be
-            left: looks at what is new, walks of who sleeps. 1: as much as there is.
+            left: looks at what is new, walks of who sleeps, windows, the list of long waits. 1: as
+            much as there is.
         details_after_ns: Processes that end before they are so old, and of which no on-CPU sample
             was taken, are joined by cgroup and name. 0: each is told of.
     """
@@ -138,6 +139,8 @@ def write_chances(programs: Programs, chances: Chances, before: Chances | None) 
     programs.set(abi.Setting.SPACING_NS, chances.spacing_ns)
     programs.set(abi.Setting.SAMPLES_ONE_IN, chances.samples_one_in)
     programs.set(abi.Setting.DETAILS_AFTER_NS, chances.details_after_ns)
+    listed_ns = abi.LONG_WAIT_NS * chances.thrift if chances.thrift > 1 else 0
+    programs.set(abi.Setting.WAIT_LISTED_NS, listed_ns)
 
 
 def share_out(rows: Part, totals: Part) -> SharedOut:

@@ -90,6 +90,10 @@ _TRIES_FOR_ENDS = 20
 # How soon it is looked again whether programs for calls are loaded, which takes 0.3 s.
 _LOADING_NS = 10_000_000
 
+# How many times longer windows become: each thread takes some time in each. An agent's are of 20 s
+# then, which is what its end may lose, and how fine a time strip is.
+_LONGEST_WINDOW = 4
+
 # The kernel has room for half a second of what it tells of processes (processes/lives.py).
 _MOST_ROUND_NS = 250_000_000
 
@@ -164,8 +168,9 @@ class Recorder:
         helpers_cpu_ns: Tells what CPU time was taken so far by processes that this one has begun.
         with_thread_names: Reads what Python calls threads, where the kernel does not know.
         libraries: Files with functions of device APIs that processes are about to map.
-        window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS. What
-            devices tell is by the second, and so are windows then.
+        window_ns: How long windows are while no device is used: a multiple of INTERVAL_NS, and
+            longer where `steers` says so. What devices tell is by the second, and so are windows
+            then.
 
     Attributes:
         start_ns: When it began, monotonic; 0 before `start`.
@@ -192,7 +197,7 @@ class Recorder:
     ) -> None:
         self._target = target
         self._libraries = libraries
-        self._window_ns = window_ns
+        self._least_window_ns = self._window_ns = window_ns
         self._least_round_ns = self._round_ns = least_round_ns
         self._helpers_cpu_ns = helpers_cpu_ns
         self._with_thread_names = with_thread_names
@@ -875,6 +880,7 @@ class Recorder:
         self._round_ns = min(self._least_round_ns * chances.thrift, _MOST_ROUND_NS)
         self._long_waits.thrift = self._cut_sleeps.thrift = chances.thrift
         self.events.details_after_ns = chances.details_after_ns
+        self._window_ns = self._least_window_ns * min(chances.thrift, _LONGEST_WINDOW)
         # Also where they are as before: a process may have moved to another cgroup.
         self._chances_number += 1
         self._programs.set(abi.Setting.CHANCES_NUMBER, self._chances_number)

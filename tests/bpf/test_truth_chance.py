@@ -214,15 +214,21 @@ def test_short_processes_take_few_stacks(tmp_path: Path) -> None:
     assert int(rows["count"][bare].sum()) > waits / 4
 
 
+def _thrifty(script: str, seconds: int) -> dict[str, int]:
+    """Records a shell's script while less is done of what can be left."""
+    recorder = Path(__file__).parents[1] / "record_thrifty.py"
+    with subprocess.Popen(["sh", "-c", script]) as shell:
+        command = [sys.executable, str(recorder), str(shell.pid), str(seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        shell.kill()
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
 def test_samples_that_were_drawn_stand_for_those_that_were_left_out() -> None:
     # GIVEN a process that computes, of whose samples one in four is taken
-    script = Path(__file__).parents[1] / "record_thrifty.py"
-    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as busy:
-        command = [sys.executable, str(script), str(busy.pid), "3"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        busy.kill()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = _thrifty("while :; do :; done", 3)
     # THEN each counts once, and weighs as much as four,
     assert found["sampled_ns"] == found["samples"] * found["one_in"] * found["period_ns"]
     # those that were left out are counted,
@@ -231,3 +237,11 @@ def test_samples_that_were_drawn_stand_for_those_that_were_left_out() -> None:
     assert abs(found["samples"] - whole / found["one_in"]) < _SIGMAS * error
     # and what a thread was on the CPU is as exact as it was.
     assert whole * found["period_ns"] == pytest.approx(found["on_cpu_ns"], rel=0.1)
+
+
+def test_only_the_longest_waits_are_listed_where_less_is_done() -> None:
+    # GIVEN a shell that waits for 1.2 s again and again
+    found = _thrifty("while :; do sleep 1.2; done", 6)
+    # THEN none is listed that ends, it is said of how many, and what goes on at the end is there.
+    assert found["waits_not_listed"] >= 3
+    assert found["waits"] <= 2

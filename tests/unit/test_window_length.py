@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiflame.agent.recording import recorder as module
+from aiflame.agent.recording.chance import Chances
 from aiflame.agent.recording.recorder import Recorder
 
 _S = 1_000_000_000
@@ -124,3 +125,22 @@ def test_a_window_that_fills_ends_early(monkeypatch: pytest.MonkeyPatch) -> None
     host.is_filling = lambda second: second == 2.5
     host.run()
     assert host.windows == [1, 2.5, 6]
+
+
+def test_windows_are_longer_where_less_is_done() -> None:
+    stub = SimpleNamespace
+    recorder: Any = stub(
+        _programs=stub(set=lambda *_: None, chances=stub()),
+        _chances=None,
+        _chances_number=0,
+        _least_round_ns=0,
+        _least_window_ns=5 * _S,
+        _long_waits=stub(),
+        _cut_sleeps=stub(),
+        events=stub(),
+    )
+    lengths = []
+    for thrift in (1, 2, 16, 1):
+        Recorder._set_chances(recorder, Chances(1, thrift=thrift))
+        lengths.append(recorder._window_ns // _S)
+    assert lengths == [5, 10, 20, 5]
