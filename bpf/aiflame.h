@@ -226,8 +226,8 @@ enum setting {
 	/* One on-CPU sample in so many has a stack, and the weight of all; 0 as 1. */
 	SETTING_SAMPLES_ONE_IN = 16,
 	/*
-	 * With HOST_BY_CHANCE: until it is so old, a process is announced at an on-CPU sample alone, and
-	 * its waits take no stack; 0: at any time.
+	 * With HOST_BY_CHANCE: until it is so old, a process of a cgroup that is in `chances` is announced
+	 * at an on-CPU sample alone, and its waits take no stack; 0: at any time.
 	 */
 	SETTING_DETAILS_AFTER_NS = 17,
 	/* Of waits that SETTING_WAIT_EVENT_NS has sent, shorter ones are counted alone; 0: none. */

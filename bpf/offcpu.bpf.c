@@ -344,6 +344,22 @@ static __always_inline u32 one_in_of(struct process_state *process)
 	return process->one_in;
 }
 
+/*
+ * Whether the current process is told of by itself: it is old enough, or the host half does not
+ * know its cgroup yet, which may be gone with it.
+ */
+static __always_inline bool is_told_of(struct process_state *process, u64 now_ns)
+{
+	u64 cgroup_id;
+
+	if (!host(BY_CHANCE) || now_ns - process->image >= setting(SETTING_DETAILS_AFTER_NS))
+		return true;
+	if (!host(HAS_CGROUP_ID))
+		return false;
+	cgroup_id = bpf_get_current_cgroup_id();
+	return !chances.lookup(&cgroup_id);
+}
+
 /* Of how many gaps a moving average is, and of how many bits its weights are. */
 #define GAPS_SHIFT 3
 
@@ -386,11 +402,10 @@ static __always_inline void switch_out(void *ctx, void *task, struct process_sta
 	struct user_regs regs = {};
 	struct thread_state *thread;
 	struct capture *capture;
-	bool has_details = true;
+	bool has_details;
 
 	count(COUNTER_SWITCHES);
-	if (host(BY_CHANCE))
-		has_details = now_ns - process->image >= setting(SETTING_DETAILS_AFTER_NS);
+	has_details = is_told_of(process, now_ns);
 	if (has_details)
 		announce(process, tgid);
 	thread = thread_of(tid, task, tgid, now_ns);

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records a cgroup until it is told to end, and joins short-lived processes; says what was there.
 
-Argument: the cgroup's directory. Says "attached" once it records, and at last in JSON times by
-cgroup and process, how many pids had details, and losses. Each window's time on and off the CPU is
-all that threads had.
+Arguments: the cgroup's directory, and of those in it that are known. Says "attached" once it
+records, and at last in JSON times by cgroup and process, how many processes there were in each, and
+losses. Each window's time on and off the CPU is all that threads had.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from aiflame.agent.kernel import abi
@@ -28,11 +29,12 @@ _PERIOD_NS = 52_631_579
 class _Joins:
     """Steers so from beginning to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[str]) -> None:
         self.joined = 0
+        self._known = {Path(folder).stat().st_ino: 1 for folder in known}
 
     def first(self) -> Chances:
-        return Chances(1, details_after_ns=1_000_000_000)
+        return Chances(1, self._known, details_after_ns=1_000_000_000)
 
     def next(self, load: Load) -> Chances:
         self.joined += load.joined
@@ -46,12 +48,11 @@ class _Joins:
 
 
 class _Seen:
-    """Times by cgroup and name of a process, pids, and losses, over all windows."""
+    """Processes, their times by cgroup and name, and losses, over all windows."""
 
     def __init__(self) -> None:
         self.names: dict[int, tuple[str, str]] = {}
         self.processes: dict[int, int] = {}
-        self.pids: set[int] = set()
         self.times: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self.losses: Counter[str] = Counter()
 
@@ -63,7 +64,6 @@ class _Seen:
         for row in window.processes:
             path = paths.get(int(row["cgroup"]), "")
             self.names[int(row["process"])] = path.rpartition("/")[2], texts[int(row["name"])]
-            self.pids.add(int(row["pid"]))
         for row in window.threads:
             self.processes[int(row["thread"])] = int(row["process"])
         for row in window.samples:
@@ -82,7 +82,7 @@ class _Seen:
 
 def main() -> None:
     options = ProgramOptions(abi.Filter.CGROUP, _PERIOD_NS, calls=False, by_chance=True)
-    seen, steers = _Seen(), _Joins()
+    seen, steers = _Seen(), _Joins(sys.argv[2:])
     with (
         StopSignals() as signals,
         Foundation(options) as foundation,
@@ -95,8 +95,9 @@ def main() -> None:
         recorder.run(seen.take, lambda _: None)
         recorder.stop(seen.take)
         recorder.finish(seen.take)
-    pids, losses = len(seen.pids), seen.losses
-    print(json.dumps({"times": seen.times, "pids": pids, "losses": losses, "load": steers.joined}))
+    processes = Counter(group for group, _ in seen.names.values())
+    found = {"times": seen.times, "processes": processes, "losses": seen.losses}
+    print(json.dumps({**found, "load": steers.joined}))
 
 
 if __name__ == "__main__":

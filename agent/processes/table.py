@@ -46,8 +46,9 @@ _TOLD_OF = 2
 
 # Names of short-lived processes of a cgroup that are told apart, and what others are called.
 _MOST_JOINED_NAMES, _OTHERS = 64, "[short-lived]"
-# Windows in which there may be sums of a thread that has ended.
-_JOINED_WINDOWS = 2
+# Of pids, PID_MAX_LIMIT (include/linux/threads.h): a number with its image tells a process, and
+# takes a third of a pair's memory.
+_PID_BITS = 22
 
 # A command in a pipe is a child of a shell's child, of which there may have been no sample.
 _MAX_GENERATIONS = 4
@@ -248,7 +249,10 @@ class ProcessTable:
         self._joined: dict[str, dict[str, ProcessImage]] = {}  # by cgroup and name
         # In the open window, by id of the cgroup, parent and name.
         self._joined_now: dict[tuple[int, int, str], ProcessImage] = {}
-        self._joined_keys: list[list[tuple[int, int]]] = [[]]  # of windows, the open one last
+        # What stands for each joined image, of the open window and the one before: there may be
+        # sums of it in the window after its end.
+        self._stand_ins: dict[int, ProcessImage] = {}
+        self._stand_ins_before: dict[int, ProcessImage] = {}
 
     def expect_ends(self, current_since: dict[int, int]) -> None:
         """Takes note of images that are over, as events tell that are still to be taken in.
@@ -351,7 +355,7 @@ class ProcessTable:
             image: Its identity.
             parent_pid, name, cgroup_id: To enter it under, as for `seen`.
         """
-        known = self._by_key.get((pid, image))
+        known = self.known(pid, image)
         if known is not None:
             return known
         return self._enter(pid, image, image, parent_pid, name, cgroup_id)
@@ -368,8 +372,7 @@ class ProcessTable:
         stands = self._joined_now.get(called)
         if stands is None:
             stands = self._joined_now[called] = self._stand_in(pid, image, *called)
-        self._by_key[(pid, image)] = stands
-        self._joined_keys[-1].append((pid, image))
+        self._stand_ins[image << _PID_BITS | pid] = stands
         self.joined += 1
 
     def _stand_in(
@@ -404,16 +407,15 @@ class ProcessTable:
                 self._ended.append(known.pop(name))
             if not known:
                 del self._joined[cgroup]
-        self._joined_keys.append([])
-        if len(self._joined_keys) > _JOINED_WINDOWS:
-            for key in self._joined_keys.pop(0):
-                stands = self._by_key.get(key)
-                if stands is not None and stands.is_joined:
-                    del self._by_key[key]
+        self._stand_ins_before, self._stand_ins = self._stand_ins, {}
 
     def known(self, pid: int, image: int) -> ProcessImage | None:
-        """Returns a process image if it was entered."""
-        return self._by_key.get((pid, image))
+        """Returns a process image if it was entered, or what it was joined to."""
+        known = self._by_key.get((pid, image))
+        if known is None:
+            number = image << _PID_BITS | pid
+            known = self._stand_ins.get(number) or self._stand_ins_before.get(number)
+        return known
 
     def latest(self, pid: int) -> ProcessImage | None:
         """Returns the image of a pid that was entered last, if it is still known."""
@@ -435,8 +437,6 @@ class ProcessTable:
             cgroup_id: Of its cgroup of v2, 0 when unknown.
         """
         before = self._by_key.get((pid, image))
-        if before is not None and before.is_joined:  # a thread of it has ended before
-            before = None
         known = before or self._enter(pid, image, ns, parent_pid, name, cgroup_id)
         known.parent_pid = parent_pid or known.parent_pid
         known.cgroup_id = cgroup_id or known.cgroup_id
