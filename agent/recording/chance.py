@@ -73,9 +73,9 @@ class Load:
         samples: On-CPU samples.
         calls: Of device APIs.
         own_cpu_ns: What the recorder's processes took.
-        joined: Processes that were joined, since each by itself takes too much.
         bpf_ns: What programs took at switches and wake-ups; None where the kernel does not count.
         helpers: What helpers of devices have told, by process image.
+        joined: Images that were joined, since each by itself takes too much.
     """
 
     window_ns: int
