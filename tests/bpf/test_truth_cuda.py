@@ -71,6 +71,8 @@ def recorded(
     ):
         # Late, a context is seen with its first launch.
         target.read_until(lambda told: told.tier and (request.param or told.contexts))
+        target.send("go")
+        target.read_until(lambda told: told.contexts)
         truth = target.truth()
         return Recorded(recording.stop(), truth, request.param, program)
 
@@ -188,7 +190,7 @@ def test_the_page_shows_samples_under_their_sites(recorded: Recorded, page: Page
         assert "long_scoreboard 50.00 %" in tip
     # AND below each kernel its lines
     drawn = [" ".join(names) for _, names, _ in page.value(_DRAWN)]
-    assert [one for one in drawn if "often() " in one and " cudatruth.cu:22" in one]
+    assert [one for one in drawn if "often() " in one and " cudatruth.cu:23" in one]
     assert page.complaints == []
 
 
@@ -204,7 +206,7 @@ def test_a_listing_has_instructions_and_says_where_late_code_was_found(
     listed = page.text("listing-body")
     assert "FADD" in listed or "FMUL" in listed
     assert "EXIT" in listed
-    assert "cudatruth.cu:22" in listed
+    assert "cudatruth.cu:23" in listed
     # AND code that CUPTI did not give is told from what it gave
     note = f"found by the kernel's name in {recorded.program}: it was loaded before the recording"
     assert (note in listed) == recorded.is_late

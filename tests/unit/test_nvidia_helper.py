@@ -1119,6 +1119,7 @@ def test_a_program_of_nvcc_is_told_to_the_nanosecond(
         target.find_memory()
         with target.control():
             target.read_until(_samples)
+            target.send("go")
             truth = target.truth()
             told = target.read_until(_has_times(500))
             target.read_until(_has_stalls(36000))

@@ -3,7 +3,8 @@
  * Launches three kernels from four sites, and knows what each site has launched: blocks, of which the
  * stand-in of the driver (tests/standin) takes a microsecond each. Arguments: rounds; or "steps" and a
  * file to which a line is appended for each hundred of them, as tests/device/workload.py does, until it
- * is killed: so it runs on a real device, where its blocks take what they take.
+ * is killed: so it runs on a real device, where its blocks take what they take. Given rounds, it
+ * waits for a line before the first, and for another one after it.
  *
  * In a round, on two streams and without waiting, often() launches `scale` with three times the blocks
  * of seldom(), once() launches `fill`, and replay() a graph of `scale` and `reduce`, which
@@ -73,13 +74,21 @@ static NOINLINE void replay()
 	__asm__ volatile("");
 }
 
-static void play(long rounds)
+/* Who comes late sees the context by its first launch. Called: each site stays one address. */
+static NOINLINE void after_round(long round, bool waits)
+{
+	if (waits && !round)
+		ready_then_wait();
+}
+
+static void play(long rounds, bool waits)
 {
 	for (long round = 0; round < rounds; round++) {
 		often();
 		seldom();
 		once();
 		replay();
+		after_round(round, waits);
 		if (round % 10 == 9)
 			cudaDeviceSynchronize();
 	}
@@ -94,7 +103,7 @@ static void play_steps(const char *path)
 	for (long launches = 0;;) {
 		long long begun_ns = clock_ns(CLOCK_MONOTONIC), ended_ns;
 
-		play(ROUNDS_OF_STEP);
+		play(ROUNDS_OF_STEP, false);
 		if (cudaGetLastError())
 			fail("a kernel");
 		launches += ROUNDS_OF_STEP * LAUNCHES_OF_ROUND;
@@ -121,7 +130,7 @@ int main(int count, char **arguments)
 	build();
 	if (has_steps)
 		play_steps(arguments[2]);
-	play(rounds);
+	play(rounds, true);
 	cudaDeviceSynchronize();
 	say("often.ns", rounds * 3 * UNIT * NS_OF_BLOCK);
 	say("seldom.ns", rounds * UNIT * NS_OF_BLOCK);
