@@ -19,6 +19,8 @@ F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 _NS_PER_S = 1_000_000_000
+# Of a row of runs: three times what an agent's longest window has. What lasts longer is damaged.
+_MOST_SECONDS = 60
 
 # Of a kernel that has no name.
 UNNAMED = -1
@@ -115,7 +117,8 @@ def launches_that_ran(gpu: GpuProfile) -> Launches:
     """Returns `launches_of`, but of kernels whose runs are known by launch, these runs instead.
 
     A launch of a graph runs kernels that the call does not name, and one that is captured runs
-    nothing. A run counts for the second in which it ended.
+    nothing. A run counts for the second in which it ended; of those that are one row, where their
+    ends are spread evenly.
     """
     called = launches_of(gpu)
     names = name_ids(gpu)
@@ -124,11 +127,11 @@ def launches_that_ran(gpu: GpuProfile) -> Launches:
     times, name = times[name != UNNAMED], name[name != UNNAMED]
     if not len(times):
         return called
-    interval = (times["end_ns"] // _NS_PER_S).astype(np.int64)
-    stack = times["stack"].astype(np.int64)
+    row, interval, count = _by_second(times)
+    name, stack = name[row], times["stack"][row].astype(np.int64)
     order, is_first = order_by(name, interval, stack)
     starts = np.flatnonzero(is_first)
-    count = np.add.reduceat(times["count"][order], starts).astype(np.float64)
+    count = np.add.reduceat(count[order], starts).astype(np.float64)
     first, called = order[starts], called.where(~np.isin(called.name, name))
     whole = Launches(
         np.concatenate((called.name, name[first])),
@@ -148,3 +151,26 @@ def stacks_by_name(launches: Launches, names: int) -> tuple[I64, I64]:
     one = np.full(names, NONE, np.int64)
     one[name[first]] = stack[first]
     return np.bincount(name[first], minlength=names), one
+
+
+def _by_second(times: npt.NDArray[np.void]) -> tuple[I64, I64, I64]:
+    """Divides the runs of rows among the seconds that these last for.
+
+    Returns:
+        The row, the second and the number of runs of each part that has some.
+    """
+    begin_ns, end_ns = times["begin_ns"].astype(np.int64), times["end_ns"].astype(np.int64)
+    last = end_ns // _NS_PER_S
+    seconds = last - begin_ns // _NS_PER_S + 1
+    seconds[(seconds < 1) | (seconds > _MOST_SECONDS)] = 1
+    row = np.repeat(np.arange(len(times)), seconds)
+    left = np.cumsum(seconds)[row] - 1 - np.arange(len(row))
+    second = last[row] - left
+    length_ns = np.maximum(end_ns - begin_ns, 1)[row]
+    part = np.where(left, ((second + 1) * _NS_PER_S - begin_ns[row]) / length_ns, 1.0)
+    until = (times["count"][row] * part).astype(np.int64)
+    count = np.diff(until, prepend=0)
+    is_first = starts_of_runs(row)
+    count[is_first] = until[is_first]
+    has_some = count > 0
+    return row[has_some], second[has_some], count[has_some]

@@ -21,6 +21,7 @@ from aiflame.agent.model.gpu import (
     KernelCode,
     Operation,
 )
+from aiflame.agent.model.profile import NS_PER_S
 from aiflame.gpu.attribution import TIME_DTYPE, Certainty, attribute
 from aiflame.gpu.attribution.kernel_times import measured_times
 from device_profiles import device_samples
@@ -193,6 +194,28 @@ def test_runs_that_are_known_by_launch_beat_calls() -> None:
     # AND where no run is known, calls tell
     unknown = replace(gpu, times=np.array([(0, K, 0, NONE, 0, 9, 2, 10, NONE)], runs.dtype))
     assert by_stack(unknown) == {7: 60, 8: 60, NONE: 30}
+
+
+def test_runs_that_are_added_up_count_for_the_seconds_in_which_they_ran() -> None:
+    # GIVEN runs of two stacks, those of each in one row, as a read-out a moment after the end of a
+    # second has them: of one of the stacks a run ended in that moment
+    begin_ns = NS_PER_S // 2
+    times = [
+        (0, K, 0, 7, begin_ns, NS_PER_S - 100, 1_000, 9_000, NONE),
+        (0, K, 0, 8, begin_ns, NS_PER_S + 300, 1_000, 9_000, NONE),
+    ]
+    samples = [sample(100), sample(40, interval=1)]
+    gpu = replace(gpu_of([], samples), times=np.array(times, KERNEL_TIME_DTYPE))
+    # THEN they have as much of that second
+    assert parts(gpu, measured_times(gpu))[:2] == [(0, 7, "shared", 50), (0, 8, "shared", 50)]
+    # AND all of the one after it is that run's
+    assert by_stack(gpu, measured_times(gpu)) == {7: 50, 8: 90}
+
+
+def test_runs_of_a_row_that_lasts_for_ever_count_for_its_last_second() -> None:
+    times = [(0, K, 0, 7, 0, 1 << 62, 5, 10, NONE), (0, K, 0, 8, 0, 500, 5, 10, NONE)]
+    gpu = replace(gpu_of([], [sample(40)]), times=np.array(times, KERNEL_TIME_DTYPE))
+    assert by_stack(gpu, measured_times(gpu)) == {8: 40}
 
 
 def test_a_second_without_launches_is_shared_as_the_nearest_earlier_one() -> None:
