@@ -49,3 +49,31 @@ def test_long_names_are_whole(page: Page, tmp_path: Path) -> None:
     assert page.value("document.querySelector('#top tbody button').textContent") == name
     assert name_end <= cell_end
     assert overflow <= 0
+
+
+# What the lines of the first name of the table end with, but for the last one.
+_LINE_ENDS = """(() => {
+  const button = document.querySelector("#top tbody button");
+  const ends = [], range = document.createRange();
+  let before = null;
+  for (const text of [...button.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE)) {
+    for (let at = 0; at < text.length; at++) {
+      range.setStart(text, at); range.setEnd(text, at + 1);
+      const { top } = range.getClientRects()[0];
+      if (before && top > before.top) ends.push(before.char);
+      before = { top, char: text.data[at] };
+    }
+  }
+  return ends;
+})()"""
+
+
+def test_lines_of_long_names_end_where_words_do(page: Page, tmp_path: Path) -> None:
+    name = "com.example.pipeline.stages.BiFunctionOfManyArguments.andThenApply$lambda_of_it" * 3
+    profile = profile_of(Sample("", 90 * MS, frames=("main", name)))
+    path = tmp_path / "run.html"
+    path.write_bytes(FORMATS["html"].render(profile, ReportOptions()))
+    page.resize(1000)
+    page.open(path)
+    ends = page.value(_LINE_ENDS)
+    assert len(ends) >= 2 and set(ends) <= set("._$")

@@ -12,6 +12,11 @@ function waitWords(reasons, own) {
     .filter(([, ns]) => ns >= LEAST_REASON * own).map(([words, ns]) => `${((100 * ns) / own).toFixed(0)} % ${words}`).join(", ");
 }
 
+// A name whose lines end at what separates its words, where they fit.
+function breakable(name) {
+  return name.split(/(?<=::|[./$_,<(@])/).flatMap((part, i) => (i ? [element("wbr", null), part] : [part]));
+}
+
 function showTable(page) {
   const { own, total } = page.sums;
   const { names } = page.data;
@@ -30,7 +35,8 @@ function showTable(page) {
     const cell = row.insertCell();
     const swatch = element("span", null, { class: "swatch" });
     swatch.style.background = fillOf(i);
-    const button = element("button", names[i], { title: "Callers and callees" });
+    const button = element("button", null, { title: "Callers and callees" });
+    button.append(...breakable(names[i]));
     button.addEventListener("click", () => page.openSandwich(i));
     cell.append(swatch, button);
     const reasons = waitWords(page.waits.get(i), own[i]);
