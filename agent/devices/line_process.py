@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from aiflame.agent.inspector.child import ends
+from aiflame.agent.inspector.child import kill
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 
 # Of one line, and of what is taken at once: a line tells of one device in one second, in 200 bytes.
@@ -76,11 +76,5 @@ class LineProcess:
     def close(self) -> None:
         """Ends it; where it waits for a device, no signal gets through, and it is left alone."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-        process.kill()
-        if ends(process.pid):
-            process.wait()
+        if process is not None:
+            kill(process)

@@ -66,6 +66,16 @@ def ends(pid: int) -> bool:
         os.close(process_fd)
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a child that is spoken to by pipes, and waits for it as `ends` does."""
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    process.kill()
+    if ends(process.pid):
+        process.wait()
+
+
 def waits_for_a_processor(pid: int) -> bool:
     """Whether a child would get on if it were let."""
     with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent import kernelfs, priority, rights
-from aiflame.agent.inspector.child import ends
+from aiflame.agent.inspector.child import kill
 from aiflame.agent.model.accounts import DELAY_CAUSES
 from aiflame.agent.process_group import OWN_PROCESS_GROUP
 from aiflame.agent.rights import Capability
@@ -191,14 +191,8 @@ class TaskStats:
     def close(self) -> None:
         """Ends the child."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-        process.kill()
-        if ends(process.pid):
-            process.wait()
+        if process is not None:
+            kill(process)
 
 
 def delays_between(
