@@ -158,7 +158,10 @@ class KeptCode:
         if self._listings is None:
             self._find_missing()
             self._listings = Listings(self._host, self._samples)
-        return self._listings.of(self._of(key), key.name, offsets)
+        data = self._of(key)
+        if key.object and not data:
+            return None  # counted by why there is none
+        return self._listings.of(data, key.name, offsets)
 
     def _find_missing(self) -> None:
         for one, found in find(self._host, self._missing, self._files):
