@@ -57,6 +57,8 @@ def wait_in_all_ways():
         thread.start()
     for _ in range(TIMES):
         time.sleep(PAUSE_S)
+        while not lock.locked():  # who takes it has had no processor since
+            time.sleep(PAUSE_S)
         lock.release()
         far.send(b"x")
         items.put(0)
