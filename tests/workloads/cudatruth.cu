@@ -77,8 +77,11 @@ static NOINLINE void replay()
 /* Who comes late sees the context by its first launch. Called: each site stays one address. */
 static NOINLINE void after_round(long round, bool waits)
 {
-	if (waits && !round)
-		ready_then_wait();
+	if (!waits || round)
+		return;
+	while (getchar() != '\n') /* of the line that let it begin */
+		;
+	ready_then_wait();
 }
 
 static void play(long rounds, bool waits)

@@ -87,11 +87,8 @@ static inline void ready_then_wait(void)
 	alarm(LONGEST_LIFE_S);
 	puts("ready");
 	fflush(stdout);
-	for (int byte = 0; byte != '\n';) {
-		byte = getchar();
-		if (byte == EOF)
-			exit(0);
-	}
+	if (getchar() == EOF)
+		exit(0);
 }
 
 static inline void done_then_stay(void)
