@@ -194,6 +194,23 @@ class Function:
     file: str  # source file, "" where unknown; of Python code, the path that its process knows
 
 
+# Functions in no binary that are not generated code: of an address in no mapping, and of one in a
+# process whose mappings nobody had read.
+UNMAPPED, EXITED = "[unmapped memory]", "[exited before it could be read]"
+# Of an address in a recording that was killed, which does not say what was mapped there.
+UNNAMED_CODE = "[native "
+
+
+def is_generated(function: Function) -> bool:
+    """Whether a function is code that a compiler made at run time, as those of Java and Node do."""
+    return (
+        function.kind is FrameKind.NATIVE
+        and function.binary is None
+        and function.name not in (UNMAPPED, EXITED)
+        and not function.name.startswith(UNNAMED_CODE)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """Something that was seen but could not be kept."""

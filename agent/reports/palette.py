@@ -2,8 +2,9 @@
 """Colours: hue tells what a frame is, a shade within the hue tells neighbours apart.
 
 The hues are those readers of flame graphs know: kernel orange, C++ yellow, C and other native code
-red, Python pink. Time off the CPU is blue, whatever waits there. The shade comes from the name
-alone, so two flame graphs of the same program can be compared, and golden tests hold.
+red, Python pink. Code that a compiler made at run time is yellow-green. Time off the CPU is blue,
+whatever waits there. The shade comes from the name alone, so two flame graphs of the same program
+can be compared, and golden tests hold.
 
 Every fill is light enough for `INK` to be read on it: at least 4.5:1 (WCAG 2.1, 1.4.3), which a
 test computes for the whole table.
@@ -15,7 +16,7 @@ import colorsys
 import enum
 import zlib
 
-from aiflame.agent.model.profile import FrameKind, SampleClass
+from aiflame.agent.model.profile import FrameKind, Function, SampleClass, is_generated
 
 # Text on every frame, in light and in dark mode: the fills are the same in both.
 INK = "#14171a"
@@ -41,6 +42,7 @@ class Category(enum.IntEnum):
     DEVICE_CODE = 8  # kernel and source line
     DEVICE_LOCATION = 9  # instruction, stall reason, offset
     BOUNDARY = 10  # between the launching stack and the kernel
+    GENERATED = 11  # code that Java, Node and the like made at run time
 
 
 # Words of the legend, in the order of `Category`.
@@ -56,6 +58,7 @@ CATEGORIES = (
     "GPU kernel and source",
     "GPU instruction and stall",
     "CPU/GPU boundary",
+    "generated code",
 )
 
 # Frames that stand for something on a device.
@@ -74,6 +77,7 @@ _ON_CPU = {
     Category.NATIVE: (6, 0.86, 0.62, 0.72),
     Category.CPP: (49, 0.88, 0.52, 0.64),
     Category.PYTHON: (0, 0.90, 0.76, 0.835),
+    Category.GENERATED: (84, 0.50, 0.55, 0.66),
     Category.KERNEL: (28, 0.93, 0.55, 0.65),
     Category.MARKER: (210, 0.04, 0.72, 0.78),
     # The aqua, the green and the light grey of published AI flame graphs.
@@ -87,6 +91,7 @@ _OFF_CPU = {
     Category.NATIVE: (212, 0.72, 0.68, 0.76),
     Category.CPP: (204, 0.66, 0.66, 0.74),
     Category.PYTHON: (228, 0.72, 0.77, 0.83),
+    Category.GENERATED: (186, 0.36, 0.64, 0.72),
     Category.KERNEL: (197, 0.60, 0.62, 0.70),
     Category.MARKER: (215, 0.30, 0.76, 0.80),
     # The markers of the three classes: asleep is the plain blue, the two that want to run are
@@ -97,14 +102,16 @@ _OFF_CPU = {
 }
 
 
-def category_of(kind: int, name: str) -> Category:
-    """Return the category of a function; `kind` is a FrameKind."""
-    if kind in (FrameKind.NATIVE, FrameKind.INTERPRETER):
-        return Category.CPP if "::" in name else Category.NATIVE
+def category_of(function: Function) -> Category:
+    """Return the category of a function."""
+    if is_generated(function):
+        return Category.GENERATED
+    if function.kind in (FrameKind.NATIVE, FrameKind.INTERPRETER):
+        return Category.CPP if "::" in function.name else Category.NATIVE
     return {
         FrameKind.KERNEL: Category.KERNEL,
         FrameKind.PYTHON: Category.PYTHON,
-    }.get(FrameKind(kind), Category.MARKER)
+    }.get(function.kind, Category.MARKER)
 
 
 def shade_of(name: str) -> int:

@@ -132,7 +132,7 @@ class LabelTable:
         self._entries: list[tuple[str, int, int, str, int]] = []
         for i, at in zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True):
             f = profile.functions[i]
-            category = int(category_of(f.kind, f.name))
+            category = int(category_of(f))
             self._entries.append((label_of(f, at), int(f.kind), category, f.file, i))
 
     def add(self, names: list[str], category: Category = Category.MARKER) -> range:

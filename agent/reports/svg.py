@@ -253,6 +253,8 @@ def _legend_entries(graph: _Graph) -> list[tuple[str, str]]:
             if count
         ]
     shown = [Category.NATIVE, Category.CPP, Category.PYTHON, Category.KERNEL, Category.MARKER]
+    if (graph.tree.labels.categories[graph.tree.label[1:]] == Category.GENERATED).any():
+        shown.insert(2, Category.GENERATED)
     if graph.options.view.is_of_devices:
         shown += (Category.BOUNDARY, *palette.DEVICE_CATEGORIES)
     middle = palette.SHADES // 2

@@ -23,7 +23,9 @@ from aiflame.agent.kernel import abi
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import (
     COMPLETE_REASONS,
+    EXITED,
     KERNEL_FRAMES_MARKER,
+    UNMAPPED,
     FrameKind,
     StopReason,
 )
@@ -302,7 +304,7 @@ class Namer:
         ):
             if at < 0:
                 is_known = len(mapped.rows) > 0
-                reason = "[unmapped memory]" if is_known else "[exited before it could be read]"
+                reason = UNMAPPED if is_known else EXITED
                 location = self._labelled(reason, None, address)
                 location.is_mapped = False
                 locations.append(location)

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass, StopReason
+from aiflame.agent.model.profile import (
+    COMPLETE_REASONS,
+    Profile,
+    SampleClass,
+    StopReason,
+    is_generated,
+)
 from recordings import Workload, frames_of, record_workload, rows_of
 
 pytestmark = pytest.mark.bpf
@@ -52,6 +58,12 @@ def test_generated_code_with_frame_pointers_is_walked_to_its_start(profile: Prof
     true = [("main", "spend_brief", *_FRAMES[2:depth]) for depth in range(2, 6)]
     assert sum(brief[frames] for frames in true) > 0.99 * brief.total(), brief
     assert brief[true[2]] > 0 and brief[true[3]] > 0, brief
+
+
+def test_generated_code_is_told_from_that_of_files(profile: Profile) -> None:
+    generated = {one.name for one in profile.functions if is_generated(one)}
+    assert {"interpreter", "compiled", "leaf"} <= generated
+    assert not generated & {"main", "entry", "_start"}
 
 
 def test_a_leaf_of_generated_code_without_a_frame_is_left_by_the_top_of_its_stack(

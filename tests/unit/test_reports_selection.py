@@ -6,7 +6,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from aiflame.agent.model.profile import FrameKind, Function, SampleClass, StopReason
+from aiflame.agent.model.profile import (
+    EXITED,
+    UNMAPPED,
+    FrameKind,
+    Function,
+    SampleClass,
+    StopReason,
+)
 from aiflame.agent.reports import FORMATS, Frames, ReportOptions
 from aiflame.agent.reports.palette import Category, category_of, fill
 from aiflame.agent.reports.rows import label_of
@@ -109,8 +116,20 @@ def test_import_machinery_can_be_hidden(frame: str, is_hidden: bool) -> None:
 
 
 def test_colours_of_kinds() -> None:
-    assert category_of(FrameKind.INTERPRETER, "_PyEval_EvalFrameDefault") is Category.NATIVE
-    assert category_of(FrameKind.PYTHON, "a::b") is Category.PYTHON
+    interpreter = Function(FrameKind.INTERPRETER, "_PyEval_EvalFrameDefault", 0, "")
+    assert category_of(interpreter) is Category.NATIVE
+    assert category_of(Function(FrameKind.PYTHON, "a::b", None, "/a.py")) is Category.PYTHON
+    # What Java and Node make, which is in no file, and what is in none for another reason.
+    for name, category in {
+        "int Busy.sortStuff(java.util.Random)": Category.GENERATED,
+        "[generated code]": Category.GENERATED,
+        "v8::Evaluate": Category.GENERATED,
+        UNMAPPED: Category.NATIVE,
+        EXITED: Category.NATIVE,
+        "[native 0x7f0012345678]": Category.NATIVE,
+    }.items():
+        assert category_of(Function(FrameKind.NATIVE, name, None, "")) is category, name
+    assert category_of(Function(FrameKind.NATIVE, "[generated code]", 0, "")) is Category.NATIVE
     # pink: red 245-255, green and blue 138-178
     for shade in range(8):
         red, green, blue = bytes.fromhex(fill(Category.PYTHON, shade, False)[1:])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -171,6 +172,14 @@ def test_text_can_be_read_on_every_colour() -> None:
         assert (light + 0.05) / (dark + 0.05) >= 4.5, fill
 
 
+def test_the_legend_has_generated_code_where_there_is_some() -> None:
+    profile = profile_of(Sample("main;compiled", 5 * MS))
+    compiled = [replace(f, binary=None) if f.name == "compiled" else f for f in profile.functions]
+    for functions, is_listed in ((compiled, True), (profile.functions, False)):
+        svg = FORMATS["svg"].render(replace(profile, functions=tuple(functions)), ReportOptions())
+        assert (b">generated code<" in svg) == is_listed
+
+
 def test_hues_are_the_known_ones() -> None:
     for shade in range(palette.SHADES):
         colours = {
@@ -186,6 +195,8 @@ def test_hues_are_the_known_ones() -> None:
         assert red > 200 and green > 180 > blue
         red, green, blue = colours[Category.NATIVE]
         assert red > 220 > 160 > green > 60
+        red, green, blue = colours[Category.GENERATED]
+        assert green > red > blue and green > 190
         red, green, blue = colours[Category.BLOCKED]
         assert blue > 220 > green > red
 
