@@ -11,11 +11,11 @@ from aiflame.agent.reports.accounts import disagreement
 from aiflame.agent.reports.facts import (
     complete_share,
     complete_words,
-    cut_short,
-    generated_line,
+    counted,
     is_asked_for,
     loss_scope,
     missing_line,
+    truncated_lines,
 )
 from aiflame.agent.reports.words import duration
 
@@ -33,14 +33,13 @@ def sample_lines(profile: Profile) -> Iterator[str]:
         f"{duration(recording.duration_ns)}: {samples:,} CPU samples,"
         f" {duration(int(ns[on_cpu].sum()))} on CPU,"
         f" {duration(int(ns[~on_cpu].sum()))} off CPU,"
-        f" {len(profile.threads):,} threads, {len(profile.stacks):,} distinct stacks."
+        f" {counted(len(profile.threads), 'thread')},"
+        f" {counted(len(profile.stacks), 'distinct stack')}."
     )
-    cut = cut_short(profile)
-    yield f"Complete stacks: {complete_words(profile)}" + (
-        f"; cut short in: {cut}." if cut else "."
-    )
-    if generated := generated_line(profile):
-        yield f"{generated}."
+    if not len(profile.samples):
+        return
+    yield f"Complete stacks: {complete_words(profile)}."
+    yield from truncated_lines(profile)
 
 
 def again_line(profile: Profile, *, were_tables_late: bool) -> str:

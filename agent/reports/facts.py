@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.profile import (
+    EXITED,
     LOSSES_FACT,
     OF_HOST,
+    UNMAPPED,
     FrameKind,
+    Function,
     Loss,
     Profile,
     Recording,
@@ -30,14 +34,18 @@ from aiflame.agent.reports.words import duration, percent, showable
 # Below this many samples a flame graph says little; flame graph tools have long warned at 100.
 FEW_SAMPLES = 100
 
-# Where stacks are cut, in a line: more is in `aiflame stats`.
+# Where stacks are truncated, in a line: more is in `aiflame stats`.
 _MODULES_NAMED = 3
+# Less time in truncated stacks than this share of it is worth no sentence.
+_LEAST_TOLD = 0.005
 _LEAST_SHARE = 0.0005
 # What stands for a module where there is none, and what that says.
-_NO_MODULE, _NO_STACK = "[unknown module]", "[no stack]"
+_GENERATED, _NO_STACK = "[generated code]", "[no stack]"
 MODULE_MARKS = {
-    _NO_MODULE: "code of no file, as compilers at run time make it",
-    _NO_STACK: "not one frame could be read",
+    _GENERATED: "code of no file, as compilers at run time make it",
+    _NO_STACK: "not one frame is known",
+    EXITED: "of processes whose mappings nobody had read",
+    UNMAPPED: "at addresses where nothing was mapped",
 }
 # The library of OpenJDK's virtual machine.
 _JVM = "libjvm.so"
@@ -111,10 +119,22 @@ def complete_share(profile: Profile, *, is_on_cpu: bool = False) -> tuple[int, i
 
 
 def complete_words(profile: Profile) -> str:
-    """Return the share of CPU time and of all time in complete stacks: waits hide the former."""
+    """Return the share of CPU time and of all time in complete stacks: waits hide the former.
+
+    Of CPU time, what a checked heuristic found a caller of is told apart.
+    """
+    if not len(profile.samples):
+        return "none, as nothing was recorded"
     of_all = f"{percent(*complete_share(profile))} of all time"
-    on_cpu = complete_share(profile, is_on_cpu=True)
-    return f"{percent(*on_cpu)} of CPU time and {of_all}" if on_cpu[1] else of_all
+    complete, whole = complete_share(profile, is_on_cpu=True)
+    if not whole:
+        return of_all
+    samples = profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]
+    ends = profile.stacks.ends[samples["stack"]]
+    heuristic = int(samples["ns"][ends == StopReason.ROOTED_BY_HEURISTIC].sum())
+    is_told = heuristic >= max(_LEAST_SHARE * whole, 1)
+    apart = f" ({percent(heuristic, whole)} by a checked heuristic)" if is_told else ""
+    return f"{percent(complete, whole)} of CPU time{apart} and {of_all}"
 
 
 def missing_time(profile: Profile) -> tuple[int, int]:
@@ -151,27 +171,23 @@ def missing_line(profile: Profile) -> str:
     return f"{duration(missing)} of {whole} of thread time is missing ({why})"
 
 
-def cut_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str, int]:
-    """Return in which modules stacks are cut short, and the ns of such stacks, most first.
+def truncated_modules(profile: Profile, stack_ns: npt.NDArray[np.integer]) -> dict[str, int]:
+    """Return the modules that truncated stacks end in, and the ns of such stacks, most first.
 
     Args:
         profile: The profile.
         stack_ns: Time of each stack, shape (stacks,).
     """
-    cut = np.flatnonzero(np.isin(profile.stacks.ends, TRUNCATED_REASONS) & (stack_ns > 0))
-    binaries = len(profile.binaries)
-    no_binary, no_stack = binaries, binaries + 1
-    binary_of = np.array(
-        [no_binary if f.binary is None else f.binary for f in profile.functions], np.int64
-    )
-    binary = np.full(len(cut), no_stack)
+    is_truncated = np.isin(profile.stacks.ends, TRUNCATED_REASONS)
+    cut = np.flatnonzero(is_truncated & (stack_ns > 0))
     walked = np.diff(profile.stacks.offsets)[cut] > 0
-    binary[walked] = binary_of[_outermost(profile, cut[walked])]
-    ns = np.zeros(binaries + 2, np.int64)
-    np.add.at(ns, binary, stack_ns[cut].astype(np.int64))
+    function = np.full(len(cut), -1, np.int64)
+    function[walked] = _outermost(profile, cut[walked])
+    ns = np.zeros(len(profile.functions) + 1, np.int64)
+    np.add.at(ns, function, stack_ns[cut].astype(np.int64))
     sums: dict[str, int] = {}
-    for at in np.unique(binary).tolist():
-        name = _NO_STACK if at == no_stack else _shown_module(profile, at)
+    for at in np.unique(function).tolist():
+        name = _NO_STACK if at < 0 else _shown_module(profile, profile.functions[at])
         sums[name] = sums.get(name, 0) + int(ns[at])
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
@@ -198,9 +214,11 @@ def _functions_at(profile: Profile, at: npt.NDArray[np.int64]) -> npt.NDArray[np
     return found
 
 
-def _shown_module(profile: Profile, binary: int) -> str:
-    module = module_of(profile, binary if binary < len(profile.binaries) else None)
-    return showable(module) if module else _NO_MODULE
+def _shown_module(profile: Profile, function: Function) -> str:
+    if function.name in (EXITED, UNMAPPED):
+        return function.name
+    module = module_of(profile, function.binary)
+    return showable(module) if module else _GENERATED
 
 
 def module_of(profile: Profile, binary: int | None) -> str:
@@ -211,27 +229,74 @@ def module_of(profile: Profile, binary: int | None) -> str:
     return PurePosixPath(path).name or path
 
 
-def cut_short(profile: Profile) -> str:
-    """Return where stacks are cut short and for how much of the time; "" if it is too little."""
-    samples = profile.samples
-    stack_ns = np.zeros(len(profile.stacks), np.int64)
-    np.add.at(stack_ns, samples["stack"], samples["ns"].astype(np.int64))
-    whole = int(stack_ns.sum())
-    modules = cut_modules(profile, stack_ns).items()
-    first = [(module, ns) for module, ns in modules if ns >= _LEAST_SHARE * whole][:_MODULES_NAMED]
-    return ", ".join(f"{module} {percent(ns, whole)}" for module, ns in first)
+def truncated_words(profile: Profile) -> str:
+    """Return where stacks are truncated, for how much of all time, and why; "" for too little."""
+    found = _truncated(profile, _LEAST_SHARE)
+    return ", ".join(
+        f"{module} {percent(all_ns, whole_ns)} ({reason.label})"
+        for module, reason, _, (all_ns, whole_ns) in found
+    )
+
+
+def truncated_lines(profile: Profile) -> list[str]:
+    """Return where most time is in truncated stacks, why, and what cures it, a sentence each."""
+    lines = []
+    java = generated_line(profile)
+    for module, reason, (cpu_ns, cpu_whole_ns), of_all in _truncated(profile, _LEAST_TOLD):
+        if java and module == _GENERATED and reason is StopReason.NO_TABLE:
+            continue
+        of_cpu = f"{percent(cpu_ns, cpu_whole_ns)} of CPU time, " if cpu_whole_ns else ""
+        where = "without any frame" if module == _NO_STACK else f"in {module}"
+        lines.append(
+            f"Truncated {where}: {of_cpu}{percent(*of_all)} of all time"
+            f" ({reason.label}: {reason.meaning})."
+        )
+    return [f"{java}.", *lines] if java else lines
+
+
+class _Truncated(NamedTuple):
+    """Stacks that end in a module for a reason: their time, and that of all stacks, in ns."""
+
+    module: str
+    reason: StopReason
+    of_cpu: tuple[int, int]
+    of_all: tuple[int, int]
+
+
+def _truncated(profile: Profile, least_share: float) -> list[_Truncated]:
+    """Return where stacks are truncated for at least a share of CPU time or of all, most first."""
+    all_ns = _stack_ns(profile, profile.samples)
+    is_on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
+    cpu_ns = _stack_ns(profile, profile.samples[is_on_cpu])
+    all_whole, cpu_whole = int(all_ns.sum()), int(cpu_ns.sum())
+    found = []
+    for reason in TRUNCATED_REASONS:
+        is_of_reason = profile.stacks.ends == reason
+        of_cpu = truncated_modules(profile, np.where(is_of_reason, cpu_ns, 0))
+        for module, ns in truncated_modules(profile, np.where(is_of_reason, all_ns, 0)).items():
+            on_cpu = (of_cpu.get(module, 0), cpu_whole)
+            found.append(_Truncated(module, reason, on_cpu, (ns, all_whole)))
+    shares = {one: max(a / b if b else 0 for a, b in (one.of_cpu, one.of_all)) for one in found}
+    told = [one for one in found if shares[one] >= least_share]
+    return sorted(told, key=lambda one: (-shares[one], one.module))[:_MODULES_NAMED]
+
+
+def _stack_ns(profile: Profile, samples: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """Return the time of each stack in some samples, shape (stacks,)."""
+    found = np.zeros(len(profile.stacks), np.int64)
+    np.add.at(found, samples["stack"], samples["ns"].astype(np.int64))
+    return found
 
 
 def generated_line(profile: Profile) -> str:
     """Return how much CPU time lost its callers in code that Java made; "" for too little."""
     if not any(module_of(profile, at) == _JVM for at in range(len(profile.binaries))):
         return ""
-    samples = profile.samples[profile.samples["klass"] == SampleClass.ON_CPU]
-    stack_ns = np.zeros(len(profile.stacks), np.int64)
-    np.add.at(stack_ns, samples["stack"], samples["ns"].astype(np.int64))
+    on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
+    stack_ns = _stack_ns(profile, profile.samples[on_cpu])
     whole = int(stack_ns.sum())
     stack_ns[profile.stacks.ends != StopReason.NO_TABLE] = 0
-    cut = cut_modules(profile, stack_ns).get(_NO_MODULE, 0)
+    cut = truncated_modules(profile, stack_ns).get(_GENERATED, 0)
     if cut < max(_LEAST_SHARE * whole, 1):
         return ""
     return (
@@ -339,7 +404,7 @@ def recording_facts(profile: Profile) -> list[tuple[str, str]]:
         ("off-CPU intervals", f"{int(counts[~on_cpu].sum()):,}{ended}, exact"),
         *account_facts(profile),
         ("complete stacks", complete_words(profile)),
-        *([("cut short in", cut)] if (cut := cut_short(profile)) else []),
+        *([("truncated in", cut)] if (cut := truncated_words(profile)) else []),
         *recording.facts,
         *([("recorder's own cost", cost)] if (cost := own_cost(recording)) else []),
         ("aiflame", recording.aiflame_version),

@@ -16,7 +16,7 @@ from aiflame.agent.reports.accounts import account_tables
 from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
-from aiflame.agent.reports.facts import MODULE_MARKS, cut_modules, module_of, recording_facts
+from aiflame.agent.reports.facts import MODULE_MARKS, module_of, recording_facts, truncated_modules
 from aiflame.agent.reports.idle import idle_included
 from aiflame.agent.reports.merge import default_merge, first_alike, merged
 from aiflame.agent.reports.own_code import (
@@ -321,7 +321,7 @@ def _ends(profile: Profile, view: View, of_what: str) -> Table:
 
 def _modules(profile: Profile, view: View, limit: int) -> Table:
     stack_ns = ns_by_stack(profile, view)
-    sums = cut_modules(profile, stack_ns)
+    sums = truncated_modules(profile, stack_ns)
     whole = sum(sums.values())
     return Table(
         "Modules whose callers are missing",

@@ -14,6 +14,7 @@ from aiflame.agent.commands import stats as verb
 from aiflame.agent.commands.record_summary import sample_lines
 from aiflame.agent.model.profile import (
     ALL_PROCESSES,
+    EXITED,
     WAIT_DTYPE,
     Binary,
     Loss,
@@ -24,7 +25,12 @@ from aiflame.agent.model.profile import (
 )
 from aiflame.agent.reports import FORMATS
 from aiflame.agent.reports.base import TIME_VIEWS, Merge, ReportOptions, View
-from aiflame.agent.reports.facts import generated_line, missing_line, warnings
+from aiflame.agent.reports.facts import (
+    generated_line,
+    missing_line,
+    recording_facts,
+    warnings,
+)
 from aiflame.agent.reports.merge import options_for
 from aiflame.agent.reports.stats import tables
 from aiflame.agent.reports.table import Table
@@ -130,9 +136,48 @@ def test_modules_that_cut_stacks_are_weighed_by_time() -> None:
         ("30.00", "75.0 %", "server"),
         ("10.00", "25.0 %", "[no stack]"),
     )
-    assert _table(profile, "Modules").whole.endswith("; [no stack]: not one frame could be read")
+    assert _table(profile, "Modules").whole.endswith("; [no stack]: not one frame is known")
     ends = {row[3]: row[1] for row in _table(profile, "How stacks ended").rows}
     assert ends == {"no frame pointer": "30.0 %", "lost": "10.0 %", "kernel only": "60.0 %"}
+
+
+def test_where_stacks_are_truncated_is_told_with_the_reason_and_a_cure() -> None:
+    # GIVEN waits that hide how much of the CPU time is truncated, and little for another reason
+    profile = profile_of(
+        Sample("work", 30 * MS, end=StopReason.NO_FRAME_POINTER),
+        Sample("main;work", 60 * MS, end=StopReason.ROOTED_BY_HEURISTIC),
+        Sample("", 10 * MS, end=StopReason.LOST),
+        Sample("main;read", 8897 * MS, SampleClass.BLOCKED),
+        Sample("", 3 * MS, SampleClass.BLOCKED, end=StopReason.NOT_WALKED),
+    )
+    _, complete, *truncated = sample_lines(profile)
+    assert complete == (
+        "Complete stacks: 60.00 % of CPU time (60.00 % by a checked heuristic) and 99.52 % of all"
+        " time."
+    )
+    assert truncated == [
+        "Truncated in server: 30.00 % of CPU time, 0.33 % of all time"
+        f" (no frame pointer: {StopReason.NO_FRAME_POINTER.meaning}).",
+        "Truncated without any frame: 10.00 % of CPU time, 0.11 % of all time"
+        f" (lost: {StopReason.LOST.meaning}).",
+    ]
+    assert dict(recording_facts(profile))["truncated in"] == (
+        "server 0.33 % (no frame pointer), [no stack] 0.11 % (lost)"
+    )
+
+
+def test_of_no_samples_it_is_not_said_how_complete_they_are() -> None:
+    assert not any("Complete stacks" in line for line in sample_lines(empty_profile()))
+
+
+def test_code_of_processes_that_were_gone_is_not_called_generated() -> None:
+    profile = profile_of(
+        Sample(EXITED, 20 * MS, end=StopReason.NO_TABLE),
+        Sample("compiled", 30 * MS, end=StopReason.NO_TABLE),
+    )
+    functions = tuple(replace(function, binary=None) for function in profile.functions)
+    rows = _table(replace(profile, functions=functions), "Modules").rows
+    assert [row[2] for row in rows] == ["[generated code]", EXITED]
 
 
 @pytest.mark.parametrize("make", [empty_profile, hostile_profile, deep_profile, small_profile])
