@@ -30,6 +30,9 @@ _TABLES_OF_SYMBOLS = (elf.SHT_SYMTAB, elf.SHT_DYNSYM)
 _FDES = (".eh_frame", ".eh_frame_hdr")
 # Of Go's programs at a fixed address, and of those at any (cmd/link/internal/ld/data.go).
 GO_TABLES = (".gopclntab", ".data.rel.ro.gopclntab")
+# What Go's runtime knows of a program, from Go 1.26 on; what each of Go's programs has; and where
+# the table is in one without a section for it, among other data.
+GO_MODULE, _GO_BUILD, _GO_DATA = ".go.module", ".go.buildinfo", ".data.rel.ro"
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -85,6 +88,13 @@ class Contents(NamedTuple):
         return copy, found
 
 
+def holds_go_table(image: ElfImage) -> Callable[[Section], bool]:
+    """Returns whether a section has Go's table in it among other data."""
+    names = {section.name for section in image.sections}
+    is_so = _GO_BUILD in names and names.isdisjoint(GO_TABLES)
+    return lambda section: is_so and section.name == _GO_DATA and section.type == elf.SHT_PROGBITS
+
+
 def for_unwinding(file: TargetFile, image: ElfImage) -> Contents:
     """What an unwind table is made of: unwind information, code, and where functions are.
 
@@ -93,7 +103,8 @@ def for_unwinding(file: TargetFile, image: ElfImage) -> Contents:
     """
     if not image.sections:
         return _contents(file, image, [(s.file_offset, s.file_size) for s in image.segments])
-    return _of_sections(file, image, _is_for_unwinding)
+    is_of_go = holds_go_table(image)
+    return _of_sections(file, image, lambda s: _is_for_unwinding(s) or is_of_go(s))
 
 
 def for_symbols(file: TargetFile, image: ElfImage) -> Contents:
@@ -106,9 +117,11 @@ def for_symbols(file: TargetFile, image: ElfImage) -> Contents:
         BadTargetFile: As `for_unwinding`.
     """
     is_stripped = image.section_of_type(elf.SHT_SYMTAB) is None
+    is_of_go = holds_go_table(image)
 
     def is_wanted(section: Section) -> bool:
-        return _is_for_symbols(section) or (is_stripped and section.name in (*_FDES, *GO_TABLES))
+        is_of_stripped = section.name in (*_FDES, *GO_TABLES, GO_MODULE) or is_of_go(section)
+        return _is_for_symbols(section) or (is_stripped and is_of_stripped)
 
     return _of_sections(file, image, is_wanted)
 
@@ -117,7 +130,7 @@ def _is_for_unwinding(section: Section) -> bool:
     return (
         section.executable
         or section.type in _TABLES_OF_SYMBOLS
-        or section.name in (*_FDES, *GO_TABLES, ".debug_frame")
+        or section.name in (*_FDES, *GO_TABLES, GO_MODULE, ".debug_frame")
     )
 
 

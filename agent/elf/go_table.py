@@ -2,18 +2,23 @@
 """The table of functions that Go's linker leaves in each program, also in stripped ones.
 
 Go's runtime unwinds with it, and names functions in traces. Layout of Go 1.18 to 1.27:
-runtime/symtab.go (pcHeader, functab), runtime/runtime2.go (_func), internal/abi/symtab.go
-(FuncFlag). Earlier ones have another, and are not read.
+runtime/symtab.go (pcHeader, functab, moduledata), runtime/runtime2.go (_func),
+internal/abi/symtab.go (FuncFlag). Earlier ones have another, and are not read.
+
+Programs that call C are linked by C's linker. Until Go 1.25 it puts the table of one at any address
+among other data; from Go 1.26 on the table does not say where code is, but another section does.
 """
 
 from __future__ import annotations
 
+import re
 import struct
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from aiflame.agent.elf.contents import GO_TABLES
+from aiflame.agent.elf.contents import GO_MODULE, GO_TABLES, holds_go_table
 from aiflame.agent.elf.image import ElfImage, Section
 from aiflame.agent.target_files import TargetFile
 
@@ -31,6 +36,10 @@ _MAX_FUNCTIONS = 1 << 20
 # how many functions and files, where code begins, and where in the table its parts do.
 _HEADER = struct.Struct("<IHBBQQQQQQQQ")
 _POINTER_BYTES = 8
+# How its header begins, and how often other data may look like that.
+_LOOKS_LIKE_ONE, _MAX_LOOKS = re.compile(rb"[\xf0\xf1]\xff\xff\xff\0\0\x01\x08"), 16
+# moduledata, up to where code begins: its first word is where the table is.
+_MODULE = struct.Struct("<Q168xQ")
 # Bytes from a function's record to its flags: Go 1.20 has put the line where it begins before them.
 _FLAGS_AT = {0xFFFFFFF0: 37, 0xFFFFFFF1: 41}
 _NAME_AT, _STEPS_AT, _NO_STEPS = 4, 16, 0  # _func.nameOff, _func.pcsp
@@ -74,9 +83,26 @@ class GoFunctions(NamedTuple):
         return np.isin(self.names, [at + 1 for at in found if at >= 0])
 
 
-def go_table(image: ElfImage) -> Section | None:
-    """The section with the table, None where there is none."""
-    return next((section for section in map(image.section, GO_TABLES) if section), None)
+def go_table(file: TargetFile, image: ElfImage) -> Section | None:
+    """Returns where the table is, from its beginning on; None where there is none.
+
+    Raises:
+        BadTargetFile: As `TargetFile.read`.
+    """
+    among = next(filter(holds_go_table(image), image.sections), None)
+    if among is None:
+        return next((section for section in map(image.section, GO_TABLES) if section), None)
+    if among.size > _MAX_BYTES:
+        return None
+    looks = islice(_LOOKS_LIKE_ONE.finditer(file.read(among.size, among.file_offset)), _MAX_LOOKS)
+    at = next((look.start() for look in looks if look.start() % _POINTER_BYTES == 0), None)
+    if at is None:
+        return None
+    return among._replace(
+        virtual_address=among.virtual_address + at,
+        file_offset=among.file_offset + at,
+        size=among.size - at,
+    )
 
 
 def read_go_functions(file: TargetFile, image: ElfImage) -> GoFunctions | None:
@@ -86,24 +112,39 @@ def read_go_functions(file: TargetFile, image: ElfImage) -> GoFunctions | None:
         BadGoTable: It says nothing that can be relied on.
         BadTargetFile: As `TargetFile.read`.
     """
-    section = go_table(image)
+    section = go_table(file, image)
     if section is None:
         return None
     if section.size > _MAX_BYTES:
         raise BadGoTable("larger than any real one")
     try:
-        return _read(file.read(section.size, section.file_offset), image)
+        data = file.read(section.size, section.file_offset)
+        return _read(data, image, _code_of(file, image, section.virtual_address))
     except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise BadGoTable(str(error)) from error
 
 
-def _read(data: bytes, image: ElfImage) -> GoFunctions:
+def _code_of(file: TargetFile, image: ElfImage, table_address: int) -> int:
+    """Returns where code begins by what the runtime knows of a program, 0 where that is not told.
+
+    Raises:
+        BadTargetFile: As `TargetFile.read`.
+    """
+    module = image.section(GO_MODULE)
+    if module is None or module.size < _MODULE.size:
+        return 0
+    table, code = _MODULE.unpack(file.read(_MODULE.size, module.file_offset))
+    return int(code) if table == table_address else 0
+
+
+def _read(data: bytes, image: ElfImage, code_by_module: int) -> GoFunctions:
     magic, _, shortest, pointer, count, _, code, *parts = _HEADER.unpack_from(data)
     names_at, names_end, _, steps_at, functions_at = parts
     text = image.section(".text")
     if magic not in _FLAGS_AT or pointer != _POINTER_BYTES or count > _MAX_FUNCTIONS or not text:
         raise BadGoTable("of another version")
     # Where a dynamic linker writes it, Go's own linker begins .text with it; another may not.
+    code = code or code_by_module
     is_placed, code = code != 0, code or text.virtual_address
     table = np.frombuffer(data, "<u4", 2 * count + 1, functions_at)
     bounds = table[::2].astype(np.uint64) + np.uint64(code)

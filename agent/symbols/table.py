@@ -38,7 +38,7 @@ Buffer = bytes | memoryview | mmap.mmap
 # Functions inside others, which only assembly has: none in libtorch, node and glibc.
 _MAX_OVERLAPPING = 100_000
 
-_MAGIC = b"AFSYM\0\0\x04"  # the last byte is the version of layout and content
+_MAGIC = b"AFSYM\0\0\x05"  # the last byte is the version of layout and content
 _HEADER = struct.Struct("<8sQQII")  # magic, ranges, bytes of names, crc of the rest, reserved
 _PIECE_BYTES = 128 << 10  # of names that are searched at once: it fits the second-level cache
 _BLOCK_BYTES = 4096  # names are checked by blocks, when one of theirs is first used

@@ -44,7 +44,7 @@ def frame_sections(file: TargetFile, image: ElfImage) -> list[FrameSection]:
     found = []
     for name, is_eh in ((".eh_frame", True), (".debug_frame", False)):
         section = image.section(name)
-        if section is not None and section.size and (is_eh or go_table(image) is None):
+        if section is not None and section.size and (is_eh or go_table(file, image) is None):
             compressed = bool(section.flags & records.SHF_COMPRESSED)
             location = (section.virtual_address, section.file_offset, section.size)
             found.append(FrameSection(is_eh, *location, compressed))

@@ -27,6 +27,9 @@ _KINDS = {
     "large": ('import _ "net/http"\n', ()),
     "stripped": ("", ("-ldflags=-s -w",)),
     "stripped, at any address": ("", ("-ldflags=-s -w", "-buildmode=pie")),
+    # What calls C is linked by C's linker.
+    "with C": ('import "C"\n', ()),
+    "with C, stripped, at any address": ('import "C"\n', ("-ldflags=-s -w", "-buildmode=pie")),
 }
 
 

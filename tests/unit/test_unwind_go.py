@@ -94,6 +94,33 @@ def test_code_that_was_moved_by_a_linker_has_no_rows(tmp_path: Path) -> None:
     assert table_of(go, tmp_path).drops["table of Go"] == 1
 
 
+# Other data, of which a part looks like a table that is at no multiple of a pointer's size.
+_OTHER_DATA = bytes(44) + struct.pack("<IHBB", GO_1_20, 0, 1, 8) + bytes(4)
+
+
+@pytest.mark.parametrize("magic", [GO_1_18, GO_1_20])
+def test_a_table_is_found_among_other_data(tmp_path: Path, magic: int) -> None:
+    # GIVEN a program at any address that calls C, as Go 1.18 to 1.25 have C's linker make it
+    data = _OTHER_DATA + _table(_FUNCTIONS, _END, magic)
+    sections = Section(".go.buildinfo", b"\xff Go buildinf:", flags=3, address=0x40000)
+    table = table_of(_elf(data, sections, name=".data.rel.ro", entry=0x160), tmp_path)
+    assert _rules(table, 0x20, 0x27) == [_AT_CALL, _IN_FRAME]
+    # It is no table where no other sign of Go is.
+    other = table_of(_elf(data, name=".data.rel.ro"), tmp_path)
+    assert _rules(other, 0x27)[0].kind == RuleKind.NO_CFI and not other.drops
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_where_code_begins_is_told_by_what_the_runtime_knows(tmp_path: Path, is_own: bool) -> None:
+    # GIVEN a program that calls C, as C's linker makes it of what Go from 1.26 on gives it
+    module = struct.pack("<Q168xQ", 0x20000 if is_own else 0x30000, TEXT + 0x100)
+    section = Section(".go.module", module, flags=3, address=0x40000)
+    table = table_of(_elf(_table(_FUNCTIONS, _END, code=0), section, entry=0x50), tmp_path)
+    assert bool(table.drops) == (not is_own)
+    expected = [_AT_CALL, _IN_FRAME] if is_own else [Rule(RuleKind.NO_CFI, RbpKind.SAME, 0, 0)] * 2
+    assert _rules(table, 0x120, 0x127) == expected
+
+
 def test_one_long_list_for_many_functions_is_refused(tmp_path: Path) -> None:
     steps = [(at % 2, 1) for at in range(20_000)]
     table = bytearray(_table([GoFunction(0, "main.f", steps)], 1))
