@@ -68,6 +68,8 @@ enum rule_kind {
 	RULE_RBX = 10, /* CFA = RBX + cfa_offset */
 	/* From prologues. CFA = *(RSP + high half of cfa_offset) + low half. */
 	RULE_RSP_SLOT = 11,
+	/* Of code that changes to another stack, wherever that is. As RULE_RBP_HEURISTIC. */
+	RULE_OTHER_STACK = 12,
 };
 
 /* Where a row finds the caller's RBP; RbpKind in agent/unwind/x86_64.py. */

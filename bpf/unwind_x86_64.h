@@ -50,8 +50,11 @@ static __always_inline u32 step_by_rule(struct walk *walk, struct unwind_rule *r
 	    !read_word(walk, cfa, &cfa))
 		return end_walk(walk, STOP_UNREADABLE);
 	cfa += added;
-	/* Each call pushes a word: this is what ends a table that goes round in circles. */
-	if (cfa <= walk->stack_pointer || (cfa & 7))
+	/*
+	 * Each call pushes a word: this is what ends a table that goes round in circles. Where stacks
+	 * change the caller's may be the lower one, and the number of frames ends such a table.
+	 */
+	if ((cfa <= walk->stack_pointer && rule->kind != RULE_OTHER_STACK) || (cfa & 7))
 		return end_walk(walk, STOP_NO_TABLE);
 	if (!read_word(walk, cfa - 8, &walk->instruction_pointer))
 		return end_walk(walk, STOP_UNREADABLE);

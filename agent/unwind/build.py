@@ -37,7 +37,7 @@ from aiflame.agent.unwind.stack_starts import with_stack_starts
 from aiflame.agent.unwind.table import CorruptTable, UnwindTable
 
 # With the version of its layout and of the rows: two versions of aiflame may share a cache.
-SUFFIX = ".unwind13"
+SUFFIX = ".unwind14"
 _NO_BUILD_ID = "x"
 
 

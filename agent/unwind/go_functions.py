@@ -28,8 +28,9 @@ _BEGINS_STACK, _CHANGES_STACK = 1, 2  # funcFlag_TOPFRAME, funcFlag_SPWRITE
 _SIGNAL_RETURNS = ("runtime.sigreturn", "runtime.sigreturn__sigaction")
 # They call the scheduler, which goes on with another goroutine: the one that called is no caller.
 _LEAVES_GOROUTINE = ("runtime.mcall", "runtime.morestack")
-# A caller that is on another stack is found by RBP, which calls on the new one have saved.
-_BY_FRAME = arch.with_ra(arch.with_cfa(0, arch.RBP, 16), arch.RA_AT_CFA_8)
+# A caller that is on another stack is found by RBP, which calls on the new one have saved: of C's
+# code that runs on a thread's own stack, which is above those of goroutines, too.
+_BY_FRAME = arch.with_ra(arch.with_cfa(0, arch.CFA_OTHER_STACK, 16), arch.RA_AT_CFA_8)
 _BY_FRAME = arch.with_rbp(_BY_FRAME, arch.RbpKind.AT_CFA, -16)
 
 

@@ -182,8 +182,10 @@ class ReplayWalker:
         if rule.kind == RuleKind.SIGNAL:
             return self._interrupted(at, rule)
         cfa = self._cfa(at, rule)
-        # Each call pushes a word, so the stack grows from frame to frame; this ends every loop.
-        if cfa <= at.rsp or cfa % WORD_BYTES:
+        # Each call pushes a word, so the stack grows from frame to frame; this ends every loop but
+        # those through code that changes stacks, which the number of frames ends.
+        is_below = cfa <= at.rsp and rule.kind != RuleKind.OTHER_STACK
+        if is_below or cfa % WORD_BYTES:
             raise _Stop(WalkEnd.BAD_ADDRESS)
         rip, rbp = self._read(cfa - WORD_BYTES), self._rbp(at, rule, cfa)
         found_by = FoundBy.TABLE

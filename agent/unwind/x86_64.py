@@ -47,6 +47,8 @@ class RuleKind(enum.IntEnum):
     RBX = 10
     # CFA = *(RSP + high half of cfa_offset) + low half, from a prologue; likewise.
     RSP_SLOT = 11
+    # As RBP_HEURISTIC, of code that changes to another stack: the caller's may be the lower one.
+    OTHER_STACK = 12
 
 
 HEURISTICS = (
@@ -54,6 +56,7 @@ HEURISTICS = (
     RuleKind.RBP_HEURISTIC,
     RuleKind.RBX,
     RuleKind.RSP_SLOT,
+    RuleKind.OTHER_STACK,
 )
 
 
@@ -85,7 +88,7 @@ RA_NONE, RA_AT_CFA_8, RA_UNDEFINED, RA_UCONTEXT, RA_UNSUPPORTED = range(5)
 # Forms of the CFA besides register + offset
 MAX_REGISTER = 63
 CFA_RBP_DEREF, CFA_RSP_DEREF, CFA_PLT, CFA_UNSUPPORTED, CFA_NO_CFI = range(64, 69)
-CFA_RSP_HEURISTIC, CFA_RBP_HEURISTIC, CFA_RSP_SLOT = 69, 70, 71
+CFA_RSP_HEURISTIC, CFA_RBP_HEURISTIC, CFA_RSP_SLOT, CFA_OTHER_STACK = 69, 70, 71, 72
 # Of the slot: what fits beside the offset from what is in it, without a sign.
 MAX_SLOT = 1 << 15
 
@@ -203,7 +206,7 @@ def rule_of(state: int) -> Rule:
             return Rule(RuleKind.SIGNAL, rbp_kind, rbp_offset, offset)
         return UNSUPPORTED_RULE
     kinds = {RSP: RuleKind.RSP, RBP: RuleKind.RBP, RBX: RuleKind.RBX}
-    kinds |= {CFA_RSP_SLOT: RuleKind.RSP_SLOT}
+    kinds |= {CFA_RSP_SLOT: RuleKind.RSP_SLOT, CFA_OTHER_STACK: RuleKind.OTHER_STACK}
     kinds |= {CFA_RBP_DEREF: RuleKind.RBP_DEREF, CFA_PLT: RuleKind.PLT}
     kinds |= {CFA_RSP_HEURISTIC: RuleKind.RSP_HEURISTIC, CFA_RBP_HEURISTIC: RuleKind.RBP_HEURISTIC}
     if ra != RA_AT_CFA_8 or form not in kinds:

@@ -33,14 +33,18 @@ _KINDS = {
 }
 
 
+def _build(program: Path, *arguments: str) -> None:
+    command = [_GO or "", "build", "-o", program, *arguments]
+    subprocess.run(command, cwd=program.parent, check=True, timeout=300)
+
+
 @pytest.mark.parametrize("kind", _KINDS)
 def test_stacks_of_goroutines_are_complete(tmp_path: Path, kind: str) -> None:
     imports, flags = _KINDS[kind]
     program = tmp_path / "goburns"
     shutil.copy(WORKLOADS / "goburns.go", tmp_path)
     (tmp_path / "imports.go").write_text("package main\n\n" + imports)
-    command = [_GO or "", "build", *flags, "-o", program, "goburns.go", "imports.go"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    _build(program, *flags, "goburns.go", "imports.go")
     workload = Workload([program])
     profile, _ = record_workload(tmp_path, workload, "-F", 499)
     times: Counter[str] = Counter()
@@ -56,3 +60,21 @@ def test_stacks_of_goroutines_are_complete(tmp_path: Path, kind: str) -> None:
     for leaf in ("main.spin", "crypto/sha256.block"):
         assert times[f"{leaf} rooted"] > 0, times
         assert times[f"{leaf} cut"] <= 0.01 * times[f"{leaf} rooted"], times
+
+
+@pytest.mark.parametrize("flags", [(), ("-ldflags=-s -w", "-buildmode=pie")], ids=["", "stripped"])
+def test_what_goroutines_call_in_c_is_below_them(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    # GIVEN C's code on a thread's own stack, above that of the goroutine that called it
+    program = tmp_path / "gocalls"
+    shutil.copy(WORKLOADS / "gocalls.go", tmp_path)
+    _build(program, *flags, "gocalls.go")
+    workload = Workload([program])
+    profile, _ = record_workload(tmp_path, workload, "-F", 499)
+    times: Counter[bool] = Counter()
+    for row in rows_of_process(profile, workload.pid, SampleClass.ON_CPU):
+        names = [name.removesuffix(".abi0") for name in frames_of(profile, row["stack"])]
+        if "runtime.asmcgocall" in names:
+            called_by = names[: names.index("runtime.asmcgocall")]
+            is_whole = called_by[0] == "runtime.goexit" and "main.call" in called_by
+            times[is_whole] += int(row["ns"])
+    assert times[True] > 0.99 * times.total() > 0, times

@@ -66,7 +66,7 @@ def test_functions_of_go_have_rows(tmp_path: Path, magic: int, name: str, code: 
 def test_stacks_begin_and_change_where_go_says_so(tmp_path: Path) -> None:
     table = table_of(_elf(_table(_FUNCTIONS, _END)), tmp_path)
     kinds = [rule.kind for rule in _rules(table, 0, 0x60, 0x80)]
-    assert kinds == [RuleKind.UNDEFINED_RA, RuleKind.RBP, RuleKind.UNDEFINED_RA]
+    assert kinds == [RuleKind.UNDEFINED_RA, RuleKind.OTHER_STACK, RuleKind.UNDEFINED_RA]
     # A handler's caller is looked up at the byte before the one that it returns to.
     signal = Rule(RuleKind.SIGNAL, RbpKind.AT_RSP, 120, 160)
     assert _rules(table, 0x9F, 0xA0) == [signal, signal]

@@ -35,7 +35,7 @@ PLT = b"\x77\x08\x80\x00\x3f\x1a\x3b\x2a\x33\x24\x22"
 ROOT, PLAIN, WITH_RBP, STUB, REALIGNED, SIGNAL, ODD, LOSES_RBP, IN_RBX, NO_CFI = range(
     TEXT, TEXT + 0xA00, 0x100
 )
-IN_SLOT = WITH_RBP  # in a table of its own
+IN_SLOT = OTHER = WITH_RBP  # in tables of their own
 
 
 def code(offset: int, after: int = 8) -> int:
@@ -174,6 +174,27 @@ def test_a_stack_pointer_in_the_stack_leads_on(
     table = UnwindTable.of_states(starts, np.array(states, np.uint64), {})
     found = walk(table, words, (code(PLAIN), 0, 0))
     assert (len(found.frames), found.end) == (frames, end)
+
+
+@pytest.mark.parametrize(
+    ("rbp", "word", "end"),
+    [
+        (STACK + 0x40, code(ROOT), WalkEnd.ROOTED),
+        (STACK - 0x40, code(ROOT), WalkEnd.ROOTED),
+        (STACK - 0x40, 1234, WalkEnd.NO_TABLE),
+        (STACK - 0x40, None, WalkEnd.UNREADABLE),
+        (STACK, code(OTHER), WalkEnd.TOO_DEEP),  # round in circles
+    ],
+)
+def test_a_stack_that_was_changed_to_may_be_the_higher_one(
+    rbp: int, word: int | None, end: WalkEnd
+) -> None:
+    other = arch.with_ra(arch.with_cfa(0, arch.CFA_OTHER_STACK, 16), arch.RA_AT_CFA_8)
+    starts, states = np.array([ROOT, OTHER], np.uint64), [arch.ROOT_STATE, other]
+    table = UnwindTable.of_states(starts, np.array(states, np.uint64), {})
+    words = {} if word is None else {rbp + 8 - STACK: word}
+    found = walk(table, words, (code(OTHER), 0x10, rbp))
+    assert found.end == end
 
 
 def test_a_leaf_without_a_frame_is_left_by_a_checked_heuristic(library: UnwindTable) -> None:

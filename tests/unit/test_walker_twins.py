@@ -105,7 +105,10 @@ _INSTRUCTIONS = [
         "90 90 90 90 90 90 90 90",
     )
 ]
-_HEURISTIC_FORMS = (arch.CFA_RSP_HEURISTIC, arch.CFA_RBP_HEURISTIC, arch.RBX, arch.CFA_RSP_SLOT)
+_HEURISTIC_FORMS = (
+    *(arch.CFA_RSP_HEURISTIC, arch.CFA_RBP_HEURISTIC, arch.RBX),
+    *(arch.CFA_RSP_SLOT, arch.CFA_OTHER_STACK),
+)
 _FORMS = (*[arch.RSP] * 8, arch.RBP, arch.CFA_RBP_DEREF, *_HEURISTIC_FORMS)
 _SIGNAL_STATE = arch.with_ra(
     arch.with_rbp(arch.with_cfa(0, arch.CFA_RSP_DEREF, 160), RbpKind.AT_RSP, 120), arch.RA_UCONTEXT
