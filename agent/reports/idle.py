@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports.facts import counted
-from aiflame.agent.reports.own_code import charged_frames
+from aiflame.agent.reports.own_code import Rank, charged_frames, functions_of, ranks
 from aiflame.agent.reports.words import duration
 
 # Shared with page/idle.js; of the time in which a thread did not wait for a CPU, since that tells
@@ -37,8 +37,8 @@ def idle_threads(profile: Profile) -> npt.NDArray[np.bool_]:
     queued = samples[np.isin(samples["klass"], (SampleClass.WAITING_TO_RUN, SampleClass.PREEMPTED))]
     np.add.at(queued_ns, queued["thread"], queued["ns"].astype(np.int64))
     blocked = samples[samples["klass"] == SampleClass.BLOCKED]
-    frames = charged_frames(profile)[blocked["stack"]]
-    radix = len(profile.frames) + 1
+    frames = _locations(profile)[blocked["stack"]]
+    radix = len(profile.frames) + 2
     location, index = np.unique(
         blocked["thread"].astype(np.int64) * radix + frames + 1, return_inverse=True
     )
@@ -54,6 +54,18 @@ def idle_threads(profile: Profile) -> npt.NDArray[np.bool_]:
     if is_idle[total_ns > 0].all():
         return np.zeros(size, np.bool_)
     return is_idle
+
+
+def _locations(profile: Profile) -> npt.NDArray[np.int64]:
+    """Return where each stack waits, shape (stacks,).
+
+    A frame, -1 for none. All of Python's own library is one location: threads that run nothing else
+    serve others (multiprocessing's servers of descriptors are asleep for 99 % of their time, 86 to
+    98 % in accept).
+    """
+    frames = charged_frames(profile)
+    rank = np.append(ranks(profile), 0)[functions_of(profile, frames)]
+    return np.where(rank == Rank.STANDARD, len(profile.frames), frames)
 
 
 def idle_included(profile: Profile) -> str:

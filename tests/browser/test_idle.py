@@ -10,6 +10,8 @@ from aiflame.agent.reports import FORMATS, ReportOptions
 from browser.chromium import Page
 from profiles import MS, Sample, profile_of
 
+BLOCKED = SampleClass.BLOCKED
+
 
 def _opened(page: Page, folder: Path, address: str = "", is_idle_shown: bool = False) -> None:
     """A thread that works, and two that sleep nearly always, one in two stacks of one line."""
@@ -83,6 +85,21 @@ def test_who_waits_for_a_cpu_whenever_it_wakes_up_is_idle(page: Page, tmp_path: 
         # It would have worked, had there been a CPU for it.
         Sample(wait, 500 * MS, SampleClass.BLOCKED, thread=2),
         Sample("main;work", 1_500 * MS, SampleClass.PREEMPTED, thread=2),
+    )
+    path = tmp_path / "run.html"
+    path.write_bytes(FORMATS["html"].render(profile, ReportOptions()))
+    page.open(path)
+    assert _box(page) == "[idle: 1 thread]"
+
+
+def test_who_serves_others_in_pythons_own_library_is_idle(page: Page, tmp_path: Path) -> None:
+    library = "/usr/lib/python3.11/multiprocessing"
+    serves = f"[p]_serve@{library}/resource_sharer.py:138"
+    profile = profile_of(
+        Sample("main;work", 2_000 * MS),
+        Sample(f"{serves};[p]accept@{library}/connection.py:479", 1_700 * MS, BLOCKED, thread=1),
+        Sample(f"{serves};[p]_recv@{library}/connection.py:395", 290 * MS, BLOCKED, thread=1),
+        Sample(f"{serves};[p]_send@{library}/connection.py:384", 10 * MS, thread=1),
     )
     path = tmp_path / "run.html"
     path.write_bytes(FORMATS["html"].render(profile, ReportOptions()))

@@ -11,6 +11,8 @@ from aiflame.agent.reports.stats import tables
 from profiles import MS, Sample, empty_profile, profile_of
 
 _WAIT = "main;[p]feed@/app/a.py:3;[k]futex_wait;[k]__schedule"
+_SERVES = "[p]_serve@/usr/lib/python3.11/multiprocessing/resource_sharer.py:138;[p]accept"
+_ASKS = "[p]_recv@/usr/lib/python3.11/multiprocessing/connection.py:395;[k]unix_read"
 
 
 def _profile(asleep_ms: int, awake_ms: int, queued_ms: int = 0) -> Profile:
@@ -47,6 +49,9 @@ def _beside_work(*waits: str) -> Profile:
         # Several waits in one line, and waits in two lines: it did something in between.
         (_beside_work(_WAIT, f"{_WAIT};[k]finish"), True),
         (_beside_work(_WAIT, "main;other;[k]poll"), False),
+        # Of Python's own library all is one location: such threads serve others.
+        (_beside_work(_SERVES + "@/usr/lib/python3.11/socket.py:294", _ASKS), True),
+        (_beside_work(_SERVES + "@/usr/lib/python3.11/socket.py:294", f"main;{_ASKS}"), False),
     ],
 )
 def test_who_slept_at_one_location_throughout_is_idle(profile: Profile, is_idle: bool) -> None:

@@ -10,7 +10,8 @@ const LEAST_LIFE = 0.5;
 // By thread, whether it is idle; null for none. `rows` are of `tree`.
 function idleThreads(tree, rows) {
   const { row_node: node, row_thread: thread, row_kind: kind, row_ns: ns } = rows;
-  const charged = chargedNodes(tree, rows.rank);
+  // All of Python's own library is one location.
+  const charged = chargedNodes(tree, rows.rank).map((at) => (rows.rank[tree.label[at]] === RANK_STANDARD ? 0 : at));
   const total = new Float64Array(rows.threads.length);
   const queued = new Float64Array(rows.threads.length);
   // Where a thread slept for more than half of its time, by majority vote (Boyer and Moore, 1981): no

@@ -15,6 +15,7 @@ const KIND_MARKER = 3; // as in FrameKind
 // As Rank in own_code.py, after 0 for what aiflame made.
 const RANK_SCHEDULER = 1;
 const RANK_LIBRARY = 3;
+const RANK_STANDARD = 4;
 // The data set of a view.
 const setOf = (view) => ({ gpu: "device", gputime: "gputime", difference: "difference" })[view] || "time";
 const isOfDevices = (view) => ["device", "gputime"].includes(setOf(view));
