@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="charge waits to the innermost function, the scheduler's (default: to the innermost"
         " that is not the kernel's, libc's or the interpreter's)",
     )
+    parser.add_argument(
+        "--idle",
+        dest="is_idle_shown",
+        action="store_true",
+        help="functions and lines of wall time also of threads that slept at one location"
+        " throughout (default: leave them out)",
+    )
     add_range_arguments(parser)
     add_graph_argument(parser.add_argument_group("GPU"))
 
@@ -86,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         frames,
         args.hide_importlib,
         is_raw=args.is_raw,
+        is_idle_shown=args.is_idle_shown,
         merge=Merge(args.merge) if args.merge else None,
     )
     print_tables(found)

@@ -76,6 +76,15 @@ def idle_included(profile: Profile) -> str:
     return f", with {_time_of(profile, is_idle)} of {counted(int(is_idle.sum()), 'idle thread')}"
 
 
+def idle_left_out(profile: Profile) -> str:
+    """Return what is not in a table that idle threads are left out of; "" for nothing."""
+    is_idle = idle_threads(profile)
+    if not is_idle.any():
+        return ""
+    threads = counted(int(is_idle.sum()), "idle thread")
+    return f", without {_time_of(profile, is_idle)} of {threads} (--idle: with)"
+
+
 def without_idle(profile: Profile) -> tuple[Profile, str]:
     """Return the profile without samples of idle threads, and a sentence about them or ""."""
     is_idle = idle_threads(profile)

@@ -17,7 +17,7 @@ from aiflame.agent.reports.base import Frames, Merge, View
 from aiflame.agent.reports.causes import CAUSES, Cause, classify
 from aiflame.agent.reports.device_facts import device_lines, has_device
 from aiflame.agent.reports.facts import MODULE_MARKS, module_of, recording_facts, truncated_modules
-from aiflame.agent.reports.idle import idle_included
+from aiflame.agent.reports.idle import idle_included, idle_left_out, without_idle
 from aiflame.agent.reports.merge import default_merge, first_alike, merged
 from aiflame.agent.reports.own_code import (
     charged_frames,
@@ -28,7 +28,7 @@ from aiflame.agent.reports.own_code import (
 from aiflame.agent.reports.rows import label_of
 from aiflame.agent.reports.selection import shown_stacks
 from aiflame.agent.reports.stats_device import device_tables, load_table, time_tables
-from aiflame.agent.reports.stats_python import python_tables
+from aiflame.agent.reports.stats_python import gil_tables, python_tables
 from aiflame.agent.reports.table import (
     Table,
     functions_by_stack,
@@ -52,6 +52,7 @@ def tables(
     hide_importlib: bool = False,
     *,
     is_raw: bool = False,
+    is_idle_shown: bool = False,
     merge: Merge | None = None,
 ) -> tuple[Table, ...]:
     """Return all tables of a profile, in the order of reading.
@@ -64,6 +65,7 @@ def tables(
         frames: Which frames the table of functions knows.
         hide_importlib: Leave out the Python frames that import modules or start the program.
         is_raw: Time off the CPU is, as that on it, of the innermost function whatever it is.
+        is_idle_shown: Tables of functions and lines have idle threads, too.
         merge: Which processes are one; None: by name where all processes were recorded, else none.
     """
     merge = merge or default_merge(profile)
@@ -75,12 +77,17 @@ def tables(
         return tuple(device_tables(apart, limit, frames))
     causes = classify(profile)
     shown = replace(profile, stacks=shown_stacks(profile, frames, hide_importlib))
-    waits = None if is_raw or view is View.CPU else WaitWords(profile, view, causes)
-    # Flame graphs of wall time leave idle threads out.
     whole = f"{view.label}, summed over threads"
+    # As of flame graphs: idle threads would come first in what a program spends its time in.
+    is_folded = view is View.WALL and not is_idle_shown
+    awake = without_idle(profile)[0] if is_folded else profile
+    of_awake = whole + (idle_left_out(profile) if is_folded else "")
     whole += idle_included(profile) if view is View.WALL else ""
-    found = [_functions(shown, view, limit, waits, whole)]
-    found += python_tables(profile, view, limit, whole, hide_importlib, waits)
+    waits = None if is_raw or view is View.CPU else WaitWords(awake, view, causes)
+    functions = replace(awake, stacks=shown.stacks)
+    found = [_functions(functions, view, limit, waits, of_awake)]
+    found += python_tables(awake, view, limit, of_awake, hide_importlib, waits)
+    found += gil_tables(profile, limit)
     if merge is not Merge.NONE:
         found.append(_processes(profile, view, limit, merge))
     found.append(_threads(profile, view, limit))

@@ -28,11 +28,11 @@ def python_tables(
     hide_importlib: bool = False,
     waits: WaitWords | None = None,
 ) -> list[Table]:
-    """Return the tables about Python; none of a profile without Python frames.
+    """Return the tables of Python's lines and functions; none without Python frames.
 
     Args:
         profile: What was recorded.
-        view: Which classes of time the lines and functions count; the GIL's table counts all.
+        view: Which classes of time count.
         limit: At most this many rows of each.
         of_what: What the percentages are of, in words.
         hide_importlib: Leave out the frames that import modules or start the program.
@@ -47,9 +47,13 @@ def python_tables(
             _top(profile, view, limit, found, line, "line", waits, of_what),
             _top(profile, view, limit, found, function << 32, "function", waits, of_what),
         ]
-    if bool((profile.stacks.gil != GilState.NO_PYTHON).any()):
-        tables.append(_gil(profile, limit))
     return tables
+
+
+def gil_tables(profile: Profile, limit: int) -> list[Table]:
+    """Return the table of what threads had to do with the GIL, of all time; none without Python."""
+    is_python = bool((profile.stacks.gil != GilState.NO_PYTHON).any())
+    return [_gil(profile, limit)] if is_python else []
 
 
 def _top(

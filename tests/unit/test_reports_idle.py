@@ -8,6 +8,7 @@ from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions, View
 from aiflame.agent.reports.idle import idle_threads
 from aiflame.agent.reports.stats import tables
+from aiflame.agent.reports.table import Table
 from profiles import MS, Sample, empty_profile, profile_of
 
 _WAIT = "main;[p]feed@/app/a.py:3;[k]futex_wait;[k]__schedule"
@@ -83,16 +84,25 @@ def test_an_svg_of_wall_time_is_of_those_who_work_and_says_so() -> None:
     assert "feed" in drawn(ReportOptions(view=View.OFFCPU))
 
 
-def test_tables_of_wall_time_say_that_they_have_idle_threads() -> None:
-    def wholes(profile: Profile, view: View) -> dict[str, str]:
-        return {table.title: table.whole for table in tables(profile, view, 10)}
+def test_tables_of_functions_and_lines_are_of_those_who_work_and_say_so() -> None:
+    def shown(profile: Profile, view: View, **options: bool) -> dict[str, Table]:
+        return {table.title: table for table in tables(profile, view, 10, **options)}
 
     whole = "100 % = 4.000 s of wall time, summed over threads"
-    found = wholes(_profile(1_990, 10), View.WALL)
-    for title in ("Top functions, wall time", "Top Python lines, wall time", "How stacks ended"):
-        assert found[title].startswith(f"{whole}, with 2.000 s of 1 idle thread")
+    awake = "100 % = 2.000 s of wall time, summed over threads, without 2.000 s of 1 idle thread"
+    found = shown(_profile(1_990, 10), View.WALL)
+    functions = found["Top functions, wall time"]
+    assert functions.whole.startswith(f"{awake} (--idle: with); self")
+    assert [row[4] for row in functions.rows] == ["work", "main"]
+    assert found["Top Python lines, wall time"].rows == ()
+    # Other tables are of all threads.
+    assert found["How stacks ended"].whole.startswith(f"{whole}, with 2.000 s of 1 idle thread")
+    assert "worker (101)" in {row[6] for row in found["Time by thread, ms"].rows}
+    opened = shown(_profile(1_990, 10), View.WALL, is_idle_shown=True)
+    assert opened["Top functions, wall time"].whole.startswith(f"{whole}; self")
+    assert "feed" in [row[4] for row in opened["Top Python lines, wall time"].rows]
     # Where none is idle, and of what no flame graph leaves anything out.
-    busy = wholes(_profile(1_000, 1_000), View.WALL)
-    assert busy["Top functions, wall time"].startswith(f"{whole}; self")
-    of_cpu = wholes(_profile(1_990, 10), View.CPU)
-    assert "idle" not in of_cpu["Top functions, CPU time"]
+    busy = shown(_profile(1_000, 1_000), View.WALL)
+    assert busy["Top functions, wall time"].whole.startswith(f"{whole}; self")
+    of_cpu = shown(_profile(1_990, 10), View.CPU)
+    assert "idle" not in of_cpu["Top functions, CPU time"].whole
