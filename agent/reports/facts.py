@@ -307,6 +307,11 @@ def generated_line(profile: Profile) -> str:
 
 def warnings(profile: Profile) -> list[str]:
     """Return what a reader should know before trusting the flame graph, one sentence each."""
+    return [*doubts(profile), *lost(profile)]
+
+
+def doubts(profile: Profile) -> list[str]:
+    """Return the same without losses."""
     on_cpu = profile.samples["klass"] == SampleClass.ON_CPU
     samples = int(profile.samples["count"][on_cpu].sum())
     recording = profile.recording
@@ -325,15 +330,29 @@ def warnings(profile: Profile) -> list[str]:
         lines.append(
             f"Few samples on the CPU ({samples}): shares of CPU time are rough. {cure} a higher -F."
         )
-    doubts = (generated_line(profile), missing_line(profile), disagreement(profile))
-    lines += [f"{line}." for line in doubts if line]
-    lines += [
-        f"Lost {showable(loss.name)}: {loss.count:,}{loss_scope(recording)}"
-        + (f" ({showable(loss.meaning)})" if loss.meaning else "")
+    found = (generated_line(profile), missing_line(profile), disagreement(profile))
+    lines += [f"{line}." for line in found if line]
+    return lines
+
+
+def lost(profile: Profile) -> list[str]:
+    """Return what was lost and what that means, one sentence each."""
+    return [
+        _lost(loss, profile.recording) + (f" ({showable(loss.meaning)})" if loss.meaning else "")
         for loss in profile.losses
         if loss.count and not is_asked_for(loss)
     ]
-    return lines
+
+
+def lost_in_short(profile: Profile) -> str:
+    """Return the names of all losses and how often each was, in one sentence."""
+    losses = [loss for loss in profile.losses if loss.count and not is_asked_for(loss)]
+    names = ", ".join(f"{showable(loss.name)} {loss.count:,}" for loss in losses)
+    return f"Lost{loss_scope(profile.recording)}: {names}."
+
+
+def _lost(loss: Loss, recording: Recording) -> str:
+    return f"Lost {showable(loss.name)}: {loss.count:,}{loss_scope(recording)}"
 
 
 def is_asked_for(loss: Loss) -> bool:

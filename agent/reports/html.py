@@ -64,8 +64,7 @@ class HtmlReport:
         values = {
             "title": html.escape(facts.title(profile, options)),
             "subtitle": html.escape(_subtitle(profile, sets)),
-            "warnings": _paragraphs(facts.warnings(profile), "warning")
-            + _paragraphs(facts.asked_for(profile), "note"),
+            "warnings": _warnings(profile) + _paragraphs(facts.asked_for(profile), "note"),
             "cut": html.escape(_cut_note(sets, options)),
             "losses": _losses(profile),
             "facts": _definitions(_facts(profile)),
@@ -86,6 +85,9 @@ _TIME, _DEVICE, _GPU_TIME = "time", "device", "gputime"
 # In its place where two captures, or parts of a store, are compared; it has one view, of this name.
 _DIFFERENCE = "difference"
 _SET_OF = {View.GPU: _DEVICE, View.GPU_TIME: _GPU_TIME}
+
+# Sentences about more losses than these would push the flame graph out of the window.
+_MOST_LOSSES_EXPLAINED = 3
 
 
 def _packed(
@@ -256,6 +258,15 @@ def _json(value: object) -> str:
 def _hash_source(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"
+
+
+def _warnings(profile: Profile) -> str:
+    """Return what stands above the flame graph; many losses are explained by a click."""
+    lost = _paragraphs(facts.lost(profile), "warning")
+    if len(facts.lost(profile)) > _MOST_LOSSES_EXPLAINED:
+        short = html.escape(facts.lost_in_short(profile))
+        lost = f'<details class="warning"><summary>{short}</summary>{lost}</details>'
+    return _paragraphs(facts.doubts(profile), "warning") + lost
 
 
 def _paragraphs(lines: list[str], kind: str) -> str:

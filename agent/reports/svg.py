@@ -13,6 +13,7 @@ graph says how many. The html format keeps them.
 from __future__ import annotations
 
 import html
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -174,7 +175,7 @@ def _difference_graph(
 
 
 def _document(graph: _Graph) -> Iterator[str]:
-    notes = list(_notes(graph))
+    notes = [line for note in _notes(graph) for line in textwrap.wrap(note, NOTE_CHARS)]
     graph_px = graph.rows * ROW_PX
     below_px = TOP_PX + graph_px + LINE_PX + 4
     height = below_px + LINE_PX * (len(notes) + 1) + PAD_PX
@@ -198,7 +199,7 @@ def _document(graph: _Graph) -> Iterator[str]:
     yield from _legend(graph, below_px + 12)
     for i, note in enumerate(notes):
         y = below_px + LINE_PX * (i + 1) + 12
-        text = html.escape(_cut(note, NOTE_CHARS))
+        text = html.escape(_cut(note, NOTE_CHARS))  # letters may be wider than one
         yield f'<text class="note" x="{PAD_PX}" y="{y}">{text}</text>'
     # After the frames: where it is scrolled, it stays above them.
     yield f'<g id="head"><rect class="paper" width="100%" height="{TOP_PX - 2}"/>'

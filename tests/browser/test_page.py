@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from aiflame.agent.model.profile import SampleClass, StopReason
+from aiflame.agent.model.profile import Loss, SampleClass, StopReason
 from aiflame.agent.reports import FORMATS, ReportOptions
 from browser.chromium import Page
 from device_profiles import small_timed_profile
@@ -295,6 +295,25 @@ def test_names_with_markup_are_text(page: Page, tmp_path: Path) -> None:
     assert _zoom(page) == [name, "leaf"]
     assert page.value("document.querySelectorAll('b, i, u, img').length") == 0
     assert page.complaints == []
+
+
+@pytest.mark.parametrize("kinds", [3, 4])
+def test_many_losses_are_named_and_explained_by_a_click(
+    page: Page, tmp_path: Path, kinds: int
+) -> None:
+    path = tmp_path / "run.html"
+    losses = tuple(Loss(f"loss_{i}", 1_000 + i, f"meaning {i}") for i in range(kinds))
+    profile = profile_of(Sample("main", 200 * MS, count=200), losses=losses)
+    path.write_bytes(FORMATS["html"].render(profile, ReportOptions()))
+    page.open(path)
+    shown = page.value("document.querySelector('header').innerText")
+    for i in range(kinds):
+        assert f"loss_{i}" in shown and f"1,00{i}" in shown
+    assert ("meaning 0" in shown) == (kinds == 3)
+    if kinds == 4:
+        page.value("document.querySelector('header summary').click()")
+        shown = page.value("document.querySelector('header').innerText")
+    assert all(f"Lost loss_{i}: 1,00{i} (meaning {i})" in shown for i in range(kinds))
 
 
 def test_the_legend_explains_truncated_stacks(page: Page, tmp_path: Path) -> None:

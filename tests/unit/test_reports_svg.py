@@ -9,7 +9,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from aiflame.agent.model.profile import Profile, SampleClass
+from aiflame.agent.model.profile import Loss, Profile, SampleClass
 from aiflame.agent.reports import FORMATS, ReportOptions, View, palette
 from aiflame.agent.reports.palette import Category
 from profiles import (
@@ -170,6 +170,18 @@ def test_text_can_be_read_on_every_colour() -> None:
     for fill in [palette.HIT, *(fill for row in (*on_cpu, *off_cpu) for fill in row)]:
         light, dark = luminance(fill), luminance(palette.INK)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, fill
+
+
+def test_long_sentences_below_the_frames_are_whole() -> None:
+    meaning = " ".join(f"word{i}" for i in range(60))
+    root = parsed(profile_of(Sample("main", 5 * MS), losses=(Loss("ring_full", 7, meaning),)))
+    notes = [text for text in root.iter(f"{NS}text") if text.get("class") == "note"]
+    lines = [text.text or "" for text in notes]
+    assert f"Lost ring_full: 7 ({meaning})" in " ".join(lines)
+    assert max(map(len, lines)) <= 160 and ".." not in "".join(lines)
+    # Each has a line of its own within the drawing.
+    heights = [float(text.attrib["y"]) for text in notes if "word" in (text.text or "")]
+    assert len({*heights}) == len(heights) > 2 and max(heights) < float(root.attrib["height"])
 
 
 def test_the_legend_has_generated_code_where_there_is_some() -> None:
