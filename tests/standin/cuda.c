@@ -202,12 +202,22 @@ EXPORTED cu_result cuCtxPopCurrent_v2(void **context)
 	return 0;
 }
 
-/* Its memory stays: who reads it after its end is found. */
+static void tell_unloaded(struct context_of_driver *context, const struct module *old)
+{
+	struct cupti_module_data data = { old->id, old->size, old->cubin };
+
+	tell_resource(CUPTI_MODULE_UNLOADED, context, &data);
+}
+
+/* Its memory stays: who reads it after its end is found. Its modules go after it was told of. */
 EXPORTED cu_result cuCtxDestroy_v2(void *context)
 {
 	struct context_of_driver *old = context;
 
 	tell_resource(CUPTI_CONTEXT_DESTROYED, old, NULL);
+	for (struct module *module = old->modules; module; module = module->next)
+		if (!module->is_unloaded)
+			tell_unloaded(old, module);
 	pthread_mutex_lock(&standin_lock);
 	old->is_gone = true;
 	pthread_mutex_unlock(&standin_lock);
@@ -238,6 +248,12 @@ EXPORTED cu_result standin_load(void **module, const void *image, size_t size)
 				 .crc = crc_of(image, size) };
 	data = (struct cupti_module_data){ made->id, size, image };
 	*module = made;
+	pthread_mutex_lock(&standin_lock);
+	if (current) {
+		made->next = current->modules;
+		current->modules = made;
+	}
+	pthread_mutex_unlock(&standin_lock);
 	tell_resource(CUPTI_MODULE_LOADED, current, &data);
 	return 0;
 }
@@ -245,9 +261,9 @@ EXPORTED cu_result standin_load(void **module, const void *image, size_t size)
 EXPORTED cu_result cuModuleUnload(void *module)
 {
 	struct module *old = module;
-	struct cupti_module_data data = { old->id, old->size, old->cubin };
 
-	tell_resource(CUPTI_MODULE_UNLOADED, current, &data);
+	old->is_unloaded = true;
+	tell_unloaded(current, old);
 	return 0;
 }
 

@@ -493,8 +493,7 @@ static struct context_of_driver *alive(cu_context context)
 
 EXPORTED cupti_result cuptiGetContextId(cu_context context, uint32_t *id)
 {
-	check();
-	*id = ((struct context_of_driver *)context)->id;
+	*id = alive(context)->id;
 	return 0;
 }
 

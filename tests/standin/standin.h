@@ -70,6 +70,8 @@ struct module {
 	uint64_t crc;
 	struct function functions[16];
 	uint32_t function_count;
+	struct module *next; /* of its context */
+	bool is_unloaded;
 };
 
 struct node {
@@ -116,6 +118,7 @@ struct sampler {
 struct context_of_driver {
 	uint32_t id, device;
 	bool is_gone;
+	struct module *modules;
 	struct sampler sampler;
 };
 

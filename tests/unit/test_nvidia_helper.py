@@ -661,6 +661,20 @@ def test_a_context_that_goes_is_read_out_and_not_touched_any_more(standin: Path)
     assert _is_sound(told)
 
 
+def test_modules_go_after_their_context_was_told_of(standin: Path) -> None:
+    with Target(standin, gpu=_ALL) as target:
+        target.obey(*_SETUP)
+        with target.control():
+            for turn in range(20):
+                # WHEN contexts are destroyed, and their modules with them
+                target.obey("context 0", f"module {2000 + turn}", f"destroy {turn + 1}", "use 0")
+            # THEN CUPTI is not asked about them any more, which the stand-in would not survive
+            told = target.read_until(lambda told: len(told.unloaded) == 20)
+    assert [code.context for code in told.codes] == [*range(1, 22)]
+    assert [one.context for one in told.unloaded] == [*range(2, 22)]
+    assert _is_sound(told)
+
+
 @pytest.mark.slow
 def test_a_context_that_goes_while_it_is_read_out_for_long_is_let_go(standin: Path) -> None:
     # GIVEN a read-out that takes longer than anybody waits for it

@@ -18,8 +18,7 @@ enum event_kind {
 
 struct event {
 	enum event_kind kind;
-	uint32_t module;
-	cu_context context;
+	uint32_t module, context; /* CUPTI's numbers; no context: 0 */
 	uint64_t at_ns;
 	void *bytes; /* of a module: a copy, to be freed; NULL: not kept */
 	size_t size;

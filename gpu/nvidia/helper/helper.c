@@ -621,7 +621,10 @@ static void take_module(const struct event *event)
 		.cubin_size = event->size,
 		.cubin = event->bytes,
 	};
-	struct fact_code fact = { .loaded_ns = event->at_ns, .code_bytes = event->size };
+	struct fact_code fact = { .loaded_ns = event->at_ns,
+				  .code_bytes = event->size,
+				  .context = event->context,
+				  .module = event->module };
 	struct part parts[] = { PART(fact), { event->bytes, event->size } };
 	uint32_t at, tries = 0;
 
@@ -631,10 +634,7 @@ static void take_module(const struct event *event)
 		return;
 	}
 	fact.code = ask.crc;
-	fact.module = event->module;
 	loaded[event->module % MOST_LOADED] = (struct loaded){ event->module, ask.crc };
-	if (cupti.cuptiGetContextId(event->context, &fact.context))
-		fact.context = 0;
 	at = ask.crc % (sizeof(kept) / sizeof(*kept));
 	while (kept[at] && kept[at] != ask.crc && tries++ < 64)
 		at = (at + 1) % (sizeof(kept) / sizeof(*kept));
@@ -655,13 +655,12 @@ static void take_module(const struct event *event)
 static void take_unloaded(const struct event *event)
 {
 	struct passing_code_unloaded record = { .unloaded_ns = event->at_ns,
+						.context = event->context,
 						.module = event->module };
 	const struct loaded *slot = &loaded[event->module % MOST_LOADED];
 
 	if (slot->module == event->module)
 		record.code = slot->code;
-	if (launches_were_ended() || cupti.cuptiGetContextId(event->context, &record.context))
-		record.context = 0;
 	ring_put(PASSING_CODE_UNLOADED, &PART(record), 1);
 }
 

@@ -246,10 +246,13 @@ static void at_capture(uint32_t id, const struct cupti_callback_data *data)
 static void at_module(uint32_t id, const struct cupti_resource_data *data)
 {
 	const struct cupti_module_data *module = data->descriptor;
-	struct event event = { .context = data->context, .at_ns = now_ns() };
+	struct event event = { .at_ns = now_ns() };
 
 	if (!module || !atomic_load_explicit(&wants_code, memory_order_relaxed))
 		return;
+	/* A destroyed context's modules go with it: it may be no more when the event is taken. */
+	if (cupti.cuptiGetContextId(data->context, &event.context))
+		event.context = 0;
 	event.kind = id == CUPTI_MODULE_LOADED ? EVENT_MODULE_LOADED : EVENT_MODULE_UNLOADED;
 	event.module = module->module;
 	event.size = module->cubin_size;
