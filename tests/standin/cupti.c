@@ -358,6 +358,8 @@ static void put_kernel(uint8_t *at, const struct run *run, int64_t add_ns, uint6
 		.graph = run->graph,
 	};
 
+	if (!kernel.end && standin_word("held", 0))
+		kernel.kind = 0;
 	memset(at, 0xee, KERNEL_BYTES);
 	memcpy(at, &kernel, sizeof(kernel));
 }
@@ -386,8 +388,8 @@ static void give_reversed(const struct run *ended, uint32_t count, int64_t add_n
 
 static void give(const struct run *ended, uint32_t count, int64_t add_ns, uint64_t now)
 {
+	size_t most = standin_word("held", UINT32_MAX), size = 0, valid = 0;
 	uint8_t *buffer = NULL;
-	size_t size = 0, valid = 0;
 
 	for (uint32_t at = 0; at < count; at++) {
 		if (!buffer)
@@ -398,7 +400,7 @@ static void give(const struct run *ended, uint32_t count, int64_t add_ns, uint64
 		}
 		put_kernel(buffer + valid, &ended[at], add_ns, now);
 		valid += KERNEL_BYTES;
-		if (valid + KERNEL_BYTES > size) {
+		if (valid + KERNEL_BYTES > size || valid / KERNEL_BYTES >= most) {
 			give_buffer(buffer, size, valid);
 			buffer = NULL;
 			valid = 0;
@@ -408,22 +410,34 @@ static void give(const struct run *ended, uint32_t count, int64_t add_ns, uint64
 		give_buffer(buffer, size, valid);
 }
 
+/* With standin_lock: moves runs that are told by now, by buffers if they are held; returns how many. */
+static uint32_t take_ended(struct run *ended, uint64_t now, bool is_forced)
+{
+	uint32_t most = (uint32_t)standin_word("held", 1), count = 0, kept = 0;
+
+	for (uint32_t first = 0; first < run_count; first += most) {
+		uint32_t next = run_count - first < most ? run_count : first + most;
+		bool is_told = true;
+
+		for (uint32_t at = first; at < next; at++)
+			is_told &= is_forced || runs[at].end_ns <= now;
+		for (uint32_t at = first; at < next; at++)
+			*(is_told ? &ended[count++] : &runs[kept++]) = runs[at];
+	}
+	run_count = kept;
+	return count;
+}
+
 EXPORTED cupti_result cuptiActivityFlushAll(uint32_t flag)
 {
 	struct run *ended = malloc(sizeof(runs));
 	uint64_t now = standin_now_ns();
 	int64_t add_ns = realtime_ns(now) - (int64_t)now;
-	uint32_t count = 0, kept = 0;
+	uint32_t count;
 
 	check();
 	pthread_mutex_lock(&standin_lock);
-	for (uint32_t at = 0; at < run_count; at++) {
-		if (runs[at].end_ns <= now || flag == CUPTI_FLUSH_FORCED)
-			ended[count++] = runs[at];
-		else
-			runs[kept++] = runs[at];
-	}
-	run_count = kept;
+	count = take_ended(ended, now, flag == CUPTI_FLUSH_FORCED);
 	pthread_mutex_unlock(&standin_lock);
 	if (standin_word("reversed", 0))
 		give_reversed(ended, count, add_ns, now);
@@ -440,6 +454,8 @@ static cupti_result next_record(uint8_t *buffer, size_t valid, void **record)
 	check();
 	if (next + KERNEL_BYTES > buffer + valid)
 		return CUPTI_NO_MORE;
+	if (!*(uint32_t *)next)
+		return CUPTI_INVALID_KIND;
 	*record = next;
 	return 0;
 }

@@ -39,6 +39,9 @@
  *                      all sessions but the first, as CUPTI of 13.1
  *   other-graphs       ... the number of the launch of a graph before theirs
  *   reversed           of the buffers of a flush, the first one lent has the last kernels
+ *   held=N             a flush gives buffers of N kernels, only those of which all have ended, as
+ *                      cupti_activity.h has it; a forced one all, in which a kernel that runs is a
+ *                      record that is refused
  *   interrupted=N      the first N readings of CUPTI's clock take 5 ms
  */
 #ifndef STANDIN_H

@@ -201,6 +201,23 @@ def test_a_period_that_is_asked_for_is_set(standin: Path) -> None:
     assert told.samples() == _samples_of("scale", 400)
 
 
+def test_kernels_beside_one_that_runs_are_told_in_the_end(standin: Path) -> None:
+    # GIVEN a CUPTI that gives whole buffers, and a kernel in the second one that does not end
+    with Target(standin, "held=100", gpu="tier=1,read-out=20") as target:
+        target.obey(*_SETUP)
+        with target.control() as control:
+            target.obey("launch 0 1 150 0", "sync", "launch 1 60000000 1 1", "launch 0 1 7 0")
+            told = target.read_until(_has_times(100))
+            assert len(told.kernel_times) == 100
+            # WHEN it is stopped
+            control.stop()
+            told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
+    # THEN what had ended before it began is told, and what CUPTI refuses after it is counted
+    assert len(told.kernel_times) == 150
+    assert not told.errors
+    assert told.losses == {HelperLoss.TIMES_REFUSED: 7}
+
+
 def test_an_exit_tells_the_last_kernels(standin: Path) -> None:
     with Target(standin, gpu="tier=2,read-out=10000") as target:
         target.obey(*_SETUP)

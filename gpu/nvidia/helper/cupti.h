@@ -19,6 +19,7 @@ enum {
 	CUPTI_OUT_OF_MEMORY = 8,
 	CUPTI_NO_MORE = 12, /* MAX_LIMIT_REACHED: of records in a buffer, of subscribers */
 	CUPTI_NOT_COMPATIBLE = 14,
+	CUPTI_INVALID_KIND = 21, /* also of a record that is incomplete */
 	CUPTI_NOT_SUPPORTED = 27,
 	CUPTI_VIRTUAL_DEVICE = 33,
 	CUPTI_NO_RIGHTS = 35,

@@ -13,10 +13,11 @@
 
 /*
  * Records have some 200 bytes: 40,000 kernels between two times that they are taken. Pages of buffers
- * that are never used take no memory.
+ * that are never used take no memory. CUPTI keeps a buffer in which a kernel still runs until it is
+ * full, and a busy device always has one: with 300 kernels in each that is soon.
  */
-#define BUFFERS 32
-#define BUFFER_BYTES (256u << 10)
+#define BUFFERS 128
+#define BUFFER_BYTES (64u << 10)
 /* Rows of one record: 14 KB. */
 #define MOST_ROWS 256
 /* Of the two clocks' readings the closest of so many. */
@@ -233,20 +234,45 @@ static uint64_t first_start(const struct subscription *subscription, int at)
 	return ((const struct cupti_kernel *)record)->start;
 }
 
+/*
+ * CUPTI ends a buffer at the first record that is incomplete (cupti_activity.h): in the last one it is
+ * of a kernel that runs, which belongs to no one. What comes after it in launch order is lost.
+ */
+static void count_refused(int at, const uint8_t *last, size_t record_bytes,
+			  const struct reading *reading)
+{
+	const uint8_t *buffer = buffers + (size_t)at * BUFFER_BYTES;
+	size_t read = last ? (size_t)(last - buffer) + record_bytes : 0;
+	size_t refused = 1;
+
+	if (record_bytes && read < valid_bytes[at])
+		refused = (valid_bytes[at] - read) / record_bytes;
+	if (refused && reading->flush == FLUSH_ALL)
+		refused--;
+	if (refused)
+		losses_add(LOSS_TIMES_REFUSED, refused);
+}
+
 static void take_buffer(const struct subscription *subscription, int at,
 			const struct reading *reading)
 {
-	void *record = NULL;
-	cupti_result result;
+	static size_t record_bytes; /* as two that follow one another are apart; 0: not known yet */
+	void *record = NULL, *last = NULL;
+	cupti_result result = CUPTI_NO_MORE;
 
 	while (valid_bytes[at]) {
 		result = next_record(subscription, at, &record);
 		if (result || !record)
 			break;
+		if (last)
+			record_bytes = (size_t)((uint8_t *)record - (uint8_t *)last);
+		last = record;
 		if (*(uint32_t *)record == CUPTI_ACTIVITY_CONCURRENT_KERNEL)
 			take_kernel(record, reading);
 	}
-	if (valid_bytes[at] && result && result != CUPTI_NO_MORE)
+	if (result == CUPTI_INVALID_KIND)
+		count_refused(at, last, record_bytes, reading);
+	else if (result && result != CUPTI_NO_MORE)
 		tell_error(ERROR_CALL, result, "cuptiActivityGetNextRecord");
 	atomic_store_explicit(&owners[at], OWNER_NOBODY, memory_order_release);
 }
