@@ -375,7 +375,8 @@ class LossKind(enum.Enum):
         "samples in a GPU kernel's file beyond its code", is_of_device=True
     )
     KERNEL_TIMES_REFUSED = _Entry(
-        "kernel times that a device cannot have taken; they are not counted"
+        "kernel times that a device cannot have taken, or that were incomplete when they were"
+        " asked for last, beside kernels that still ran; they are not counted"
     )
     DEVICE_READINGS_MISSED = _Entry(
         "seconds in which a device did not tell how busy it was, and how much of its memory was in"

@@ -89,6 +89,7 @@ class HelperError(enum.IntEnum):
     NO_SAMPLES = 12
     SERIALISED = 13
     GRAPH_IDS = 14
+    QUIET = 15
 
 
 class Why(enum.IntEnum):

@@ -202,6 +202,7 @@ enum error {
 	ERROR_NO_SAMPLES = 12, /* kernels ran, and no sample came, also after another try */
 	ERROR_SERIALISED = 13, /* a serialised window did not begin, or went on into a capture */
 	ERROR_GRAPH_IDS = 14, /* numbers of launches of graphs are wrong; text: how that is known */
+	ERROR_QUIET = 15, /* no kernel time came for long, though kernels were launched */
 };
 
 /* Then: what failed, and what the vendor says. */

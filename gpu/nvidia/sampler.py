@@ -63,6 +63,11 @@ _WRONG_GRAPHS = (
     " it (pip install 'nvidia-cuda-cupti>=13.1.115')"
 )
 
+_QUIET = (
+    "no kernel time came for 30 s though kernels were launched: another profiler of the process,"
+    " as PyTorch's, may have had them, and they were asked for anew"
+)
+
 # What a helper could not do, and what helps; the vendor's own words follow where it has any.
 _ERRORS = {
     HelperError.NO_LIBRARY: (
@@ -394,4 +399,6 @@ def _details(told: HelperDevice, own: list[tuple[Told, int]]) -> list[str]:
     found += _distinct(f"{_NO_WINDOW}{_by(one)}" for one in failed if one is not None)
     failed = (process.errors.get(HelperError.GRAPH_IDS) for process, _ in own)
     found += _distinct(_WRONG_GRAPHS.format(_by(one)) for one in failed if one is not None)
+    if any(HelperError.QUIET in process.errors for process, _ in own):
+        found.append(_QUIET)
     return found

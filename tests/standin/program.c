@@ -23,6 +23,8 @@
  *   fork TIMES                a child launches as often, and ends; answers with its exit status
  *   load PATH                 loads a library, in a thread of its own
  *   sync
+ *   profile, unprofile        as PyTorch's profiler: takes the kernel times of who has subscribed, and
+ *                             ends them; answers with how many came
  *   step NS                   somebody sets CLOCK_REALTIME
  *   exit CODE, crash
  */
@@ -158,6 +160,49 @@ static long load(const char *path)
 	return library != NULL;
 }
 
+static uint8_t profiled[1 << 20];
+static long profiled_bytes;
+
+static void lend(uint8_t **buffer, size_t *size, size_t *most)
+{
+	*buffer = profiled;
+	*size = sizeof(profiled);
+	*most = 0;
+}
+
+static void complete(cu_context context, uint32_t stream, uint8_t *buffer, size_t size,
+		     size_t valid)
+{
+	(void)context, (void)stream, (void)size;
+	/* Not all are its own. */
+	if (buffer == profiled)
+		profiled_bytes += (long)valid;
+}
+
+/* A function of the libcupti that is in the process. */
+static void *find_in_cupti(const char *name)
+{
+	return dlsym(dlopen("libcupti.so.12", RTLD_LAZY | RTLD_NOLOAD), name);
+}
+
+static long profile(bool begins)
+{
+	cupti_result (*take)(cupti_buffer_requested, cupti_buffer_completed) =
+		find_in_cupti("cuptiActivityRegisterCallbacks");
+	cupti_result (*turn_on)(uint32_t) = find_in_cupti("cuptiActivityEnable");
+	cupti_result (*turn_off)(uint32_t) = find_in_cupti("cuptiActivityDisable");
+	cupti_result (*flush)(uint32_t) = find_in_cupti("cuptiActivityFlushAll");
+
+	if (begins) {
+		profiled_bytes = 0;
+		take(lend, complete);
+		return turn_on(CUPTI_ACTIVITY_CONCURRENT_KERNEL);
+	}
+	flush(CUPTI_FLUSH_FORCED);
+	turn_off(CUPTI_ACTIVITY_CONCURRENT_KERNEL);
+	return profiled_bytes;
+}
+
 static long make_module(long size)
 {
 	uint8_t *bytes = malloc(size);
@@ -221,6 +266,8 @@ __attribute__((visibility("default"))) long obey(const char *verb, const char *t
 		return load(text);
 	if (!strcmp(verb, "sync"))
 		return cuCtxSynchronize();
+	if (!strcmp(verb, "profile") || !strcmp(verb, "unprofile"))
+		return profile(*verb == 'p');
 	if (!strcmp(verb, "step"))
 		standin_step_ns += a;
 	else if (!strcmp(verb, "launch"))

@@ -367,6 +367,16 @@ def test_windows_and_what_failed_of_them_are_told_with_the_device(proc: Path) ->
     assert memory.told == [struct.pack("<4s7I", b"aifc", VERSION, 1, 2, 1000, 0, 500, 25)]
 
 
+def test_times_that_another_profiler_may_have_had_are_told_with_the_device(proc: Path) -> None:
+    _drive(proc)
+    memory = _memory()
+    memory.error(HelperError.QUIET, 0, "CUPTI")
+    host = Host(memory)
+    _sampler(proc, host).drain(Interval(0))
+    (device,) = host.devices
+    assert "; no kernel time came for 30 s though kernels were launched:" in device.details
+
+
 def test_the_best_of_several_processes_is_the_devices_tier(proc: Path) -> None:
     _drive(proc)
     host = Host(_memory("no rights", tier=1), _memory())

@@ -453,6 +453,39 @@ def test_it_comes_back_when_another_profiler_has_gone(standin: Path) -> None:
     assert told.failed == [(HelperError.TAKEN, "cuptiSubscribe")]
 
 
+def test_times_that_another_profiler_took_are_asked_for_anew(tmp_path: Path) -> None:
+    standin = build(tmp_path, "-DQUIET_NS=500000000ull")
+    with Target(standin, gpu="tier=1,read-out=20") as target:
+        target.obey(*_SETUP)
+        with target.control():
+            target.obey("launch 0 1 5 0", "sync")
+            target.read_until(_has_times(5))
+            # GIVEN a profiler that takes kernel times without having subscribed, and ends them
+            target.obey("profile", "launch 0 1 3 0", "sync")
+            assert target.obey("unprofile") > 0
+            # WHEN kernels go on
+            target.read_until(lambda told: target.obey("launch 0 1 1 0") or told.errors)
+            target.obey("launch 0 1 10 0", "sync")
+            told = target.read_until(_has_times(15))
+    # THEN it is told once that times are missing, and they come again
+    assert told.failed == [(HelperError.QUIET, "CUPTI")]
+    assert told.durations_ns()["scale"] == len(told.kernel_times) * BLOCK_NS
+
+
+def test_a_program_that_launches_nothing_is_not_asked_anew(tmp_path: Path) -> None:
+    standin = build(tmp_path, "-DQUIET_NS=500000000ull")
+    with Target(standin, gpu="tier=1,read-out=10") as target:
+        target.obey(*_SETUP)
+        with target.control() as control:
+            target.obey("launch 0 1 5 0", "sync")
+            target.read_until(_has_times(5))
+            slept = target.switches_of_helper()
+            wait_until(lambda: target.switches_of_helper() > slept + 80)
+            control.stop()
+            told = target.read_until(lambda told: told.tier == HelperTier.LAUNCHES)
+    assert not told.errors
+
+
 def test_it_subscribes_beside_another_one_of_v2(standin: Path) -> None:
     with Target(standin, "v2", gpu=_ALL) as target:
         target.obey(*_SETUP)

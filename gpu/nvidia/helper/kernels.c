@@ -24,6 +24,14 @@
 #define CLOCK_READINGS 5
 /* One that took longer was interrupted: it takes less than one, where no thread waits. */
 #define MOST_READING_NS 100000
+/*
+ * There is one client of V1's buffers, the last that registered, and nobody tells the others: PyTorch's
+ * profiler takes them, and ends all kernel times when it ends. So long without any they are asked for
+ * anew: longer than others profile at a stretch, or kernels run. Tests have less.
+ */
+#ifndef QUIET_NS
+#define QUIET_NS 30000000000ull
+#endif
 /* Longer than readings are off, shorter than any step that somebody sets the clock by. */
 #define MOST_CLOCK_STEP_NS 1000000
 
@@ -44,6 +52,8 @@ struct batch {
 
 static struct batch batch;
 static uint64_t told;
+/* How many were told when the last came, or no launch had come; the newest launch then, and when. */
+static uint64_t told_by_then, launch_by_then, then_ns;
 /* What was added to CUPTI's times at the last read-out; 0: there was none. */
 static int64_t last_add_ns;
 
@@ -108,14 +118,11 @@ static cupti_result make_buffers(void)
 	return CUPTI_OK;
 }
 
-cupti_result kernels_begin(const struct subscription *subscription, const char **what)
+/* Has CUPTI fill our buffers. */
+static cupti_result enable(const struct subscription *subscription, const char **what)
 {
-	cupti_result result = make_buffers();
+	cupti_result result;
 
-	last_add_ns = 0;
-	*what = "mmap";
-	if (result)
-		return result;
 	*what = "cuptiActivityRegisterCallbacks";
 	if (subscription->is_v2)
 		result = cupti.cuptiActivityRegisterCallbacks_v2(subscription->handle, lend_v2,
@@ -129,6 +136,45 @@ cupti_result kernels_begin(const struct subscription *subscription, const char *
 		return cupti.cuptiActivityEnable_v2(subscription->handle,
 						    CUPTI_ACTIVITY_CONCURRENT_KERNEL, NULL);
 	return cupti.cuptiActivityEnable(CUPTI_ACTIVITY_CONCURRENT_KERNEL);
+}
+
+static void note_heard(void)
+{
+	told_by_then = told;
+	launch_by_then = launches_newest();
+	then_ns = now_ns();
+}
+
+cupti_result kernels_begin(const struct subscription *subscription, const char **what)
+{
+	cupti_result result = make_buffers();
+
+	last_add_ns = 0;
+	note_heard();
+	*what = "mmap";
+	return result ? result : enable(subscription, what);
+}
+
+/* Whether some kernel time came, or may not be expected. */
+static bool hears(void)
+{
+	if (told == told_by_then && launches_newest() != launch_by_then)
+		return now_ns() - then_ns < QUIET_NS;
+	note_heard();
+	return true;
+}
+
+static void ask_anew(const struct subscription *subscription)
+{
+	const char *what;
+	cupti_result result = enable(subscription, &what);
+
+	note_heard();
+	graphs_miss_kernels();
+	if (result)
+		tell_error(ERROR_CALL, result, what);
+	else
+		tell_error(ERROR_QUIET, 0, "CUPTI");
 }
 
 uint64_t kernels_told(void)
@@ -332,6 +378,9 @@ void kernels_read(const struct subscription *subscription, enum flush flush)
 	if (result)
 		tell_error(ERROR_CALL, result, "cuptiActivityFlushAll");
 	count = find_filled(subscription, filled);
+	/* Each subscriber of V2 has buffers of its own. */
+	if (!count && flush == FLUSH_ENDED && !subscription->is_v2 && !hears())
+		ask_anew(subscription);
 	if (!count)
 		return;
 	if (find_clock(subscription, &reading.add_ns)) {
