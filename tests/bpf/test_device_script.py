@@ -83,3 +83,17 @@ def test_without_pytorch_and_device_the_script_says_so(tree: Path, tmp_path: Pat
     assert "no device" in answers.pop("plain")["words"]
     assert "no driver" in answers.pop("command")["words"]
     assert {answer["words"] for answer in answers.values()} == {"torch is not installed"}
+
+
+def test_packages_for_another_python_are_refused(tmp_path: Path) -> None:
+    # GIVEN packages for a Python that no machine has
+    script = tmp_path / _SCRIPT
+    script.parent.mkdir(parents=True)
+    script.write_bytes((_ROOT / _SCRIPT).read_bytes())
+    wanted = tmp_path / _CARRIED / "wheels/.wanted"
+    wanted.parent.mkdir(parents=True)
+    wanted.write_text("3.0 numpy==1\n")
+    done = subprocess.run(["bash", script, "run"], capture_output=True, text=True, check=False)
+    # THEN it is said which ones to carry
+    assert done.returncode == 2 and done.stdout == ""
+    assert "packages for Python 3.0 are carried, and here is 3." in done.stderr

@@ -54,8 +54,19 @@ unpack() {
 	for init in */__init__.py; do ln -sfn "$PWD/${init%/*}" "$site/aiflame/${init%/*}"; done
 }
 
+# Else its packages are found and cannot be imported, which nobody would understand.
+check_python() {
+	local wanted here
+	read -r wanted _ <$CARRIED/wheels/.wanted
+	here=$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+	[[ $here == "$wanted" ]] && return
+	echo "tests/device/nvidia.sh: packages for Python $wanted are carried, and here is $here: carry $here" >&2
+	exit 2
+}
+
 ask() {
 	local out=${1:-$CARRIED/out}
+	check_python
 	SITE=$(mktemp -d)
 	trap 'rm -rf "$SITE"' EXIT
 	timeout --kill-after=5 $UNPACKING_S tests/device/nvidia.sh unpack "$SITE"
