@@ -163,6 +163,11 @@ class Tracer:
         if outcome is Outcome.STOPPED:
             raise InjectionRefused("the process is stopped by a signal", "send it SIGCONT")
         if outcome is Outcome.FAILED:
+            if question.startswith(b"f"):
+                raise InjectionRefused(
+                    f"the kernel does not tell what its seccomp filter is: {os.strerror(number)}",
+                    "record it as root or with CAP_SYS_ADMIN, and not below a seccomp filter",
+                )
             raise InjectionRefused(
                 f"the kernel refuses to trace it: {os.strerror(number)}",
                 "run it as root, with CAP_SYS_PTRACE and CAP_SYS_ADMIN, and see "

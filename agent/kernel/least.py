@@ -3,8 +3,10 @@
 
 Linux lets holders of CAP_PERFMON sample and probe. But a distribution may ask for more
 (kernel.perf_event_paranoid=4 of Ubuntu), and v6.18 asks for it to open a uprobe as an event, which
-is how probes are put on where one link does not take many. And /proc/PID/task/TID/stack is for
-its holders alone (proc_pid_stack of fs/proc/base.c, since v4.20): that is read at the start.
+is how probes are put on where one link does not take many. Seccomp filters are told to its holders
+alone (seccomp_get_filter of kernel/seccomp.c, since v4.4), who look whether a helper gets through.
+And /proc/PID/task/TID/stack is for them alone (proc_pid_stack of fs/proc/base.c, since v4.20): that
+is read at the start.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from aiflame.agent.rights import Capability
 
 _SAMPLING, _CALLS = "CPUs are not sampled", "calls of device APIs are not recorded"
 _SLEEPERS = "threads that sleep since before have no more than one kernel frame"
+_HELPERS = "processes with a seccomp filter, as those of containers, get no GPU helper"
 
 
 def costs_without_admin(uprobes: UprobeTries) -> list[str]:
@@ -31,7 +34,7 @@ def costs_without_admin(uprobes: UprobeTries) -> list[str]:
     costs = _lasting_costs(uprobes, with_calls=True)
     if not rights.works_without(Capability.SYS_ADMIN, _read_kernel_stack):
         costs.append(_SLEEPERS)
-    return costs
+    return [*costs, _HELPERS]
 
 
 def give_up_rights() -> None:
@@ -40,14 +43,15 @@ def give_up_rights() -> None:
     rights.keep_only(rights.USED | {Capability.SYS_ADMIN})
 
 
-def give_up_admin(uprobes: UprobeTries, with_calls: bool) -> None:
+def give_up_admin(uprobes: UprobeTries, with_calls: bool, with_helpers: bool) -> None:
     """Does without CAP_SYS_ADMIN, unless more takes it on this kernel than is over by now.
 
     Args:
         uprobes: As for costs_without_admin.
         with_calls: Whether calls of device APIs are recorded.
+        with_helpers: Whether helpers are loaded into processes.
     """
-    if not _lasting_costs(uprobes, with_calls):
+    if not with_helpers and not _lasting_costs(uprobes, with_calls):
         rights.keep_only(rights.USED)
 
 

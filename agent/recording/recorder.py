@@ -74,7 +74,7 @@ from aiflame.agent.recording.switch_cost import SwitchCost
 from aiflame.agent.recording.thread_times import Charged, Part, ThreadTimes
 from aiflame.agent.recording.window_builder import Bounds, WindowBuilder
 from aiflame.agent.symbols.store import cache_dir
-from aiflame.gpu.base import ALWAYS, Family, Wanted
+from aiflame.gpu.base import ALWAYS, Family, Loading, Wanted
 
 # Samples are kept by the second: fine enough for a heat map, coarse enough to sum in the kernel.
 INTERVAL_NS = 1_000_000_000
@@ -532,7 +532,8 @@ class Recorder:
 
     def _entered(self) -> Iterator[None]:
         """Gives up what is needed no more once existing threads are entered."""
-        give_up_admin(self._programs.uprobes, self._options.calls)
+        with_helpers = self._wanted.loading is Loading.DONE
+        give_up_admin(self._programs.uprobes, self._options.calls, with_helpers)
         self.tables.go_beside()
         self._has_entered = True
         yield

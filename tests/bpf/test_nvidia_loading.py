@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,33 @@ def test_a_running_process_gets_the_helper_and_goes_on(target: Target, tmp_path:
     # AND THEN nothing is measured any more, and the process works as before
     target.read_until(lambda told: told.states[-1].tier == 0)
     target.obey(*_ROUND)
+
+
+# A filter that lets everything through, as those of containers let most; it outlives execve.
+_FILTERED = """
+import ctypes, os, struct, sys
+allow = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
+code = ctypes.create_string_buffer(allow)
+program = struct.pack("<HxxxxxxQ", 1, ctypes.addressof(code))
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+assert not prctl(38, 1, 0, 0, 0) and not prctl(22, 2, program, 0, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_process_with_a_seccomp_filter_gets_the_helper(standin: Path, tmp_path: Path) -> None:
+    # GIVEN a process as in a container
+    arguments = ("-c", _FILTERED, standin / "program")
+    with Target(standin, program=Path(sys.executable), arguments=arguments) as target:
+        target.obey(*_BEGIN)
+        assert "Seccomp:\t2" in Path(f"/proc/{target.pid}/status").read_text()
+        words = ("-p", target.pid, "--gpu", "nvidia")
+        with Recording(tmp_path, *words, program=RECORD) as recording:
+            wait_until(lambda: _has_helper(target))
+            target.read_until(lambda told: told.states and told.states[-1].tier > 0)
+            target.obey(*_ROUND)
+            profile = recording.stop().profile
+    assert _runs(profile)["_Z4gemmPf"] == (_GEMM[1], _GEMM[1] * _GEMM[0] * BLOCK_NS)
 
 
 def test_a_command_is_started_with_the_helper(standin: Path, tmp_path: Path) -> None:

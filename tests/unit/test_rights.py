@@ -124,21 +124,23 @@ def test_trial_is_without_the_capability_and_its_caller_keeps_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "links_many", "with_calls", "costs", "is_kept"),
+    ("refused", "links_many", "uses", "costs", "is_kept"),
     [
-        (set(), False, True, [], False),
-        ({"_open_uprobe"}, False, True, ["calls of device APIs are not recorded"], True),
-        ({"_open_uprobe"}, True, True, [], False),  # no event is needed
-        ({"_open_uprobe"}, False, False, ["calls of device APIs are not recorded"], False),
-        ({"_open_clock"}, True, True, ["CPUs are not sampled"], True),
+        (set(), False, {"calls"}, [], False),
+        ({"_open_uprobe"}, False, {"calls"}, ["calls of device APIs are not recorded"], True),
+        ({"_open_uprobe"}, True, {"calls"}, [], False),  # no event is needed
+        ({"_open_uprobe"}, False, {}, ["calls of device APIs are not recorded"], False),
+        ({"_open_clock"}, True, {"calls"}, ["CPUs are not sampled"], True),
         # Which is read at the start.
-        ({"_read_kernel_stack"}, True, True, ["threads that sleep since before"], False),
+        ({"_read_kernel_stack"}, True, {"calls"}, ["threads that sleep since before"], False),
+        # Which ask for seccomp filters at any time.
+        (set(), True, {"calls", "helpers"}, [], True),
     ],
 )
 def test_admin_is_kept_for_what_this_kernel_asks_it_for(
     refused: set[str],
     links_many: bool,
-    with_calls: bool,
+    uses: Collection[str],
     costs: list[str],
     is_kept: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,6 +150,7 @@ def test_admin_is_kept_for_what_this_kernel_asks_it_for(
     monkeypatch.setattr(rights, "works_without", lambda _, attempt: attempt.__name__ not in refused)
     monkeypatch.setattr(rights, "keep_only", kept.append)
     found = least.costs_without_admin(uprobes)
-    assert all(cost.startswith(start) for cost, start in zip(found, costs, strict=True))
-    least.give_up_admin(uprobes, with_calls)
+    starts = [*costs, "processes with a seccomp filter"]
+    assert all(cost.startswith(start) for cost, start in zip(found, starts, strict=True))
+    least.give_up_admin(uprobes, "calls" in uses, "helpers" in uses)
     assert kept == ([] if is_kept else [rights.USED])
