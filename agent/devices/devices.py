@@ -143,7 +143,9 @@ class _FamilyHost:
         library = family.helper
         self._loads = None
         if library is not None and wanted.loading is Loading.DONE:
-            self._loads = HelperLoads(library, cache_dir(), table.first_image)
+            self._loads = HelperLoads(
+                library, cache_dir(), table.first_image, lambda: table.start_ns
+            )
         self._samples: list[KernelSample] = []
         self._readings: list[DeviceReading] = []
         self._processes: list[LineProcess] = []

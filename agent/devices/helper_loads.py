@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,15 +70,23 @@ class HelperLoads:
         library: The helper.
         cache: Directory of unwind tables, None for none.
         first_image: The identity of process images that were there before the recording.
+        begun_ns: Tells when that began; monotonic.
 
     Attributes:
         losses: Processes into which it was not loaded.
     """
 
-    def __init__(self, library: HelperLibrary, cache: Path | None, first_image: int) -> None:
+    def __init__(
+        self,
+        library: HelperLibrary,
+        cache: Path | None,
+        first_image: int,
+        begun_ns: Callable[[], int],
+    ) -> None:
         self._library = library
         self._cache = cache
         self._first_image = first_image
+        self._begun_ns = begun_ns
         self._asked: set[int] = set()  # by index of the image, of those that have not ended
         self._loads = 0
         self._due: dict[int, _Due] = {}
@@ -94,8 +103,7 @@ class HelperLoads:
         if self._loads > _MOST_LOADS:
             self.losses[LossKind.HELPERS_NOT_LOADED] += 1
             return
-        is_old = image.image == self._first_image
-        due_ns = 0 if is_old else time.monotonic_ns() + _BEGINNING_NS
+        due_ns = 0 if self._was_there(image) else time.monotonic_ns() + _BEGINNING_NS
         self._due[image.index] = _Due(image, started, due_ns)
 
     def has_helper(self, index: int) -> None:
@@ -187,7 +195,13 @@ class HelperLoads:
             held = "its main thread ran a script (sys.remote_exec), and none was held"
         elif answer["why_held"]:
             held += f", as sys.remote_exec does not work there: {answer['why_held']}"
-        return [f"loaded {self._library.path.name} into {who}: {held}"]
+        after_s = (time.monotonic_ns() - self._begun_ns()) / 1e9
+        # What it launched by then has no times, which nothing else tells.
+        late = f", {after_s:.1f} s after the recording began" if self._was_there(image) else ""
+        return [f"loaded {self._library.path.name} into {who}{late}: {held}"]
+
+    def _was_there(self, image: ProcessImage) -> bool:
+        return image.image == self._first_image
 
     def take_there(self) -> list[ProcessImage]:
         """Returns processes that have mapped the helper already, since last."""

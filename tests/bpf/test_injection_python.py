@@ -177,7 +177,7 @@ def test_the_helper_gets_into_a_python_program(
                 target.obey("launch 0 64 20 0", "sync")
             ended = recording.stop()
         # THEN it is said how the helper got there, and its kernels' times are known
-        assert f"loaded {_HELPER}.so into {program.name} ({target.pid}): " in ended.stderr
+        assert f"loaded {_HELPER}.so into {program.name} ({target.pid}), " in ended.stderr
         assert words in ended.stderr
         assert int(ended.profile.gpu.times["count"].sum()) == 400
         # AND THEN a second recording finds it there

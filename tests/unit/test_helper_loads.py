@@ -22,7 +22,7 @@ _OLD, _NEW = 1, 2
 @pytest.fixture
 def loads(tmp_path: Path) -> Iterator[HelperLoads]:
     library = HelperLibrary(tmp_path / "libhelper.so", ("libcuda",), lambda _: {}, "more")
-    found = HelperLoads(library, None, first_image=_OLD)
+    found = HelperLoads(library, None, first_image=_OLD, begun_ns=lambda: 0)
     yield found
     found.close()
 
