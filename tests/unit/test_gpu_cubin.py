@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import asked_bytes
 import pytest
 from aiflame.agent.file_questions import BadAnswer, Question
 from aiflame.agent.inspector import tools
@@ -182,12 +183,7 @@ class _CodeHost(Host):
 
     def about(self, name: str, data: bytes, question: Question[T]) -> T | None:
         self.asked += 1
-        fd = os.memfd_create("cubin")
-        try:
-            os.write(fd, data)
-            return self.facts.ask(name, fd, question)
-        finally:
-            os.close(fd)
+        return asked_bytes.about(self.facts, name, data, question)
 
     def run(self, program: str, arguments: list[str], data: bytes) -> bytes | None:
         if not self.has_tool or not tools.is_sound(program):

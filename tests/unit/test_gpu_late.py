@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import asked_bytes
 import fatbins
 import pytest
 from aiflame.agent.file_questions import Question
@@ -52,12 +53,7 @@ class _Files(Host):
         return self.facts.ask(str(self.paths[file]), self.fds[file], question)
 
     def about(self, name: str, data: bytes, question: Question[T]) -> T | None:
-        fd = os.memfd_create("cubin")
-        try:
-            os.write(fd, data)
-            return self.facts.ask(name, fd, question)
-        finally:
-            os.close(fd)
+        return asked_bytes.about(self.facts, name, data, question)
 
     def run(self, program: str, arguments: list[str], data: bytes) -> bytes | None:
         return tools.run_tool(program, arguments, data) if tools.is_sound(program) else None
