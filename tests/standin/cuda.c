@@ -41,6 +41,7 @@ static _Atomic uint32_t stream_count = 1, context_ids, module_ids, graph_ids;
 static _Atomic uint64_t node_ids = 1000;
 static _Atomic uint32_t correlations;
 static _Atomic bool is_begun;
+EXPORTED _Atomic bool standin_is_used;
 
 EXPORTED uint64_t standin_now_ns(void)
 {
@@ -110,6 +111,7 @@ EXPORTED cu_result cuInit(uint32_t flags)
 	(void)flags;
 	if (is_begun)
 		return 0;
+	standin_is_used = true;
 	library = path ? dlopen(path, RTLD_NOW) : NULL;
 	begin = library ? (int (*)(void))dlsym(library, "InitializeInjection") : NULL;
 	if (begin)

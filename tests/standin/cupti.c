@@ -147,6 +147,15 @@ static void check(void)
 	abort();
 }
 
+/* It would initialise the driver, which is the program's to do. */
+static void check_use(void)
+{
+	if (standin_is_used)
+		return;
+	fputs("stand-in: CUPTI was called before cuInit\n", stderr);
+	abort();
+}
+
 EXPORTED cupti_result cuptiGetVersion(uint32_t *version)
 {
 	*version = (uint32_t)standin_word("cupti", CUPTI_VERSION);
@@ -182,6 +191,7 @@ static bool is_taken(void)
 EXPORTED cupti_result cuptiSubscribe(cupti_subscriber *subscriber, cupti_callback to, void *user)
 {
 	check();
+	check_use();
 	if (is_taken() || callback)
 		return CUPTI_TAKEN;
 	if (standin_word("v2", 0))

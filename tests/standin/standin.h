@@ -140,6 +140,8 @@ struct hooks {
 /* Of the driver, for the other two. */
 extern const struct hooks *_Atomic standin_hooks;
 extern pthread_mutex_t standin_lock;
+/* Whether cuInit was called. */
+extern _Atomic bool standin_is_used;
 /* The number of the runtime's call that this thread is in. */
 extern _Thread_local uint32_t standin_correlation;
 

@@ -414,6 +414,23 @@ def test_without_a_driver_it_waits_for_one(standin: Path, tmp_path: Path) -> Non
     assert told.errors == []
 
 
+def test_before_the_program_uses_cuda_nothing_of_it_is_touched(standin: Path) -> None:
+    # GIVEN a program that has mapped the driver, as who imports PyTorch, and may fork yet
+    with Target(standin) as target:
+        target.obey(f"load {target.helper}")
+        with target.control() as control:
+            # WHEN it is recorded
+            control.start()
+            told = target.read_until(lambda told: len(told.hellos) == 2)
+            # THEN CUPTI is left alone, which might initialise the driver
+            assert told.hellos[-1].why == "the process does not use CUDA yet"
+            # AND once it uses CUDA it is told of
+            target.obey(*_SETUP)
+            target.read_until(lambda told: target.obey("launch 0 10 1 0") or _samples(told))
+            told = target.read_until(_has_times(1))
+    assert _is_sound(told)
+
+
 # What goes wrong
 
 

@@ -43,6 +43,7 @@ typedef int cu_device;
 typedef int cu_result;
 
 enum {
+	CUDA_NOT_INITIALIZED = 3,
 	CU_MULTIPROCESSORS = 16,
 	CU_CLOCK_KHZ = 13,
 	CU_MAJOR = 75,

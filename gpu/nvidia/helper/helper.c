@@ -41,6 +41,8 @@
 #define LEASE_NS (10 * SECOND)
 /* To look again for what was not there: a driver that is loaded late, a profiler that ends. */
 #define RETRY_NS (2 * SECOND)
+/* The same for a driver that the program does not use yet: what it launches by then has no times. */
+#define UNUSED_NS (SECOND / 4)
 /* A time of sampling and a pause: more often would cost more than it spares, as each begins anew. */
 #ifndef DUTY_NS
 #define DUTY_NS (10 * SECOND)
@@ -377,10 +379,14 @@ static void subscribe(void)
 
 	helper.retry_ns = now_ns() + RETRY_NS;
 	*why = 0;
-	switch (library_find(&what, &lacks)) {
+	switch (library_find(!is_helpers_thread, &what, &lacks)) {
 	case LIBRARY_NO_CUDA:
 		reach(TIER_LAUNCHES, "there is no CUDA driver in this process, or not yet",
 		      WHY_ASKED);
+		return;
+	case LIBRARY_UNUSED:
+		helper.retry_ns = now_ns() + UNUSED_NS;
+		reach(TIER_LAUNCHES, "the process does not use CUDA yet", WHY_ASKED);
 		return;
 	case LIBRARY_NO_CUPTI:
 		if (strcmp(helper.why, "there is no libcupti"))

@@ -378,6 +378,9 @@ struct callback_id {
 };
 
 static const struct callback_id ids[] = {
+	/* First: of a context that a launch tells of it has to be known when it goes. */
+	{ CUPTI_RESOURCE, CUPTI_CONTEXT_CREATED, false },
+	{ CUPTI_RESOURCE, CUPTI_CONTEXT_DESTROYED, false },
 	{ CUPTI_DRIVER, DRIVER_LAUNCH_KERNEL, false },
 	{ CUPTI_DRIVER, DRIVER_LAUNCH_KERNEL_PTSZ, false },
 	{ CUPTI_DRIVER, DRIVER_LAUNCH_KERNEL_EX, false },
@@ -409,8 +412,6 @@ static const struct callback_id ids[] = {
 	{ CUPTI_RUNTIME, RUNTIME_LAUNCH_COOPERATIVE_MULTI, true },
 	{ CUPTI_RUNTIME, RUNTIME_LAUNCH_KERNEL_13, true },
 	{ CUPTI_RUNTIME, RUNTIME_LAUNCH_KERNEL_13_PTSZ, true },
-	{ CUPTI_RESOURCE, CUPTI_CONTEXT_CREATED, false },
-	{ CUPTI_RESOURCE, CUPTI_CONTEXT_DESTROYED, false },
 	{ CUPTI_RESOURCE, CUPTI_MODULE_LOADED, true },
 	{ CUPTI_RESOURCE, CUPTI_MODULE_UNLOADED, true },
 	{ CUPTI_RESOURCE, CUPTI_NODE_CREATED, true },

@@ -184,7 +184,18 @@ static void bind_cuda(void *library)
 #undef BIND
 }
 
-static enum library_found find(const char **what, const char **lacks)
+/*
+ * CUPTI may initialise the driver, which a program is to do by itself: what it forks afterwards could
+ * not use CUDA any more.
+ */
+static bool is_used(void)
+{
+	int count;
+
+	return !cuda.cuDeviceGetCount || cuda.cuDeviceGetCount(&count) != CUDA_NOT_INITIALIZED;
+}
+
+static enum library_found find(bool is_in_init, const char **what, const char **lacks)
 {
 	struct mapped *mapped = calloc(1, sizeof(*mapped));
 	enum library_found found = LIBRARY_FOUND;
@@ -197,10 +208,14 @@ static enum library_found find(const char **what, const char **lacks)
 	driver = *mapped->driver ? dlopen(mapped->driver, RTLD_LAZY | RTLD_NOLOAD) : NULL;
 	if (driver)
 		bind_cuda(driver);
-	library = driver ? open_cupti(mapped) : NULL;
+	if (driver && !is_in_init && !is_used())
+		found = LIBRARY_UNUSED;
+	library = driver && found == LIBRARY_FOUND ? open_cupti(mapped) : NULL;
 	free(mapped);
 	if (!driver)
 		return LIBRARY_NO_CUDA;
+	if (found == LIBRARY_UNUSED)
+		return found;
 	if (!library)
 		return LIBRARY_NO_CUPTI;
 	if (!dlinfo(library, RTLD_DI_LINKMAP, &map) && strlen(map->l_name) < PATH_MAX)
@@ -211,13 +226,13 @@ static enum library_found find(const char **what, const char **lacks)
 	return found;
 }
 
-enum library_found library_find(const char **what, const char **lacks)
+enum library_found library_find(bool is_in_init, const char **what, const char **lacks)
 {
 	static bool is_found;
 	static const char *lacking;
 
 	if (!is_found) {
-		enum library_found found = find(what, &lacking);
+		enum library_found found = find(is_in_init, what, &lacking);
 
 		if (found != LIBRARY_FOUND)
 			return found;

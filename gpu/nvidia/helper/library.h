@@ -72,15 +72,17 @@ extern struct cuda cuda;
 enum library_found {
 	LIBRARY_FOUND,
 	LIBRARY_NO_CUDA, /* no driver in this process, not yet */
+	LIBRARY_UNUSED, /* there is one, and cuInit was not called */
 	LIBRARY_NO_CUPTI,
 	LIBRARY_LACKS, /* a function for kernel times: what */
 };
 
 /*
- * Finds both, and binds their functions, once. The loader's lock is taken: not from a callback.
+ * Finds both, and binds their functions, once. The loader's lock is taken: not from a callback. Where
+ * `is_in_init`, the driver calls from cuInit; else it has to be over, before CUPTI is touched.
  * `lacks` is the name of a function that stalls need and that is not there, else NULL.
  */
-enum library_found library_find(const char **what, const char **lacks);
+enum library_found library_find(bool is_in_init, const char **what, const char **lacks);
 
 /* Where libcupti was found. */
 const char *library_path(void);
