@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from aiflame.agent.capture.seen_rows import NUMBERS, SeenRows
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.window import (
     COLUMNS,
@@ -59,7 +60,6 @@ _MAX_ROWS = 1 << 22
 _MAX_OWNERS = 1 << 20
 # Of addresses or Python frames, which rows of a forged window may share.
 _MAX_PARTS = 1 << 24
-_NUMBERS = np.dtype("<u4")
 
 # Columns whose rows are written once, and those that belong to rows of theirs.
 _SHARED = tuple(name for name, c in COLUMNS.items() if c.key and not c.adds)
@@ -106,7 +106,7 @@ class SegmentWriter:
     def __init__(self, descriptor: int, facts: Mapping[str, str | int] | None = None) -> None:
         self._fd = descriptor
         self._texts: dict[str, int] = {}
-        self._seen: dict[str, dict[bytes, int]] = {name: {} for name in _SHARED}
+        self._seen = {name: SeenRows(COLUMNS[name].dtype) for name in _SHARED}
         self.size_bytes = 0
         words = json.dumps(dict(facts or {})).encode()
         self._append(_header() + _FRAME.pack(len(words), zlib.crc32(words)) + words)
@@ -138,7 +138,7 @@ class SegmentWriter:
         self.size_bytes += len(data)
 
     def _encoded(self, window: Window) -> bytes:
-        translation = np.zeros(len(window.texts), _NUMBERS)
+        translation = np.zeros(len(window.texts), NUMBERS)
         new_texts = []
         for index, text in enumerate(window.texts):
             if text not in self._texts:
@@ -151,7 +151,7 @@ class SegmentWriter:
             if name in _PARTS:
                 continue
             rows = with_texts(window.rows(name), column, translation)
-            numbers: npt.NDArray[np.uint32] = np.zeros(0, _NUMBERS)
+            numbers: npt.NDArray[np.uint32] = np.zeros(0, NUMBERS)
             if name in self._seen:
                 is_new, numbers = self._shared(name, rows)
                 rows = rows[is_new]
@@ -160,7 +160,7 @@ class SegmentWriter:
                 counts[column.parts], chunks[column.parts] = (len(parts), 0), [parts.tobytes()]
             counts[name] = (len(rows), len(numbers))
             # Numbers mostly count up by one: their differences compress to nothing.
-            steps = np.diff(numbers, prepend=_NUMBERS.type(0)).astype(_NUMBERS)
+            steps = np.diff(numbers, prepend=NUMBERS.type(0)).astype(NUMBERS)
             chunks[name] = [rows.tobytes(), steps.tobytes()]
         head = json.dumps(
             {
@@ -185,15 +185,7 @@ class SegmentWriter:
         if column.parts:  # where they are in the window is not what they are
             contents = rows.copy()
             contents["first"] = 0
-        before = len(seen)
-        size_bytes = column.dtype.itemsize
-        data = contents.tobytes()
-        found = (
-            seen.setdefault(data[at : at + size_bytes], len(seen))
-            for at in range(0, len(data), size_bytes)
-        )
-        numbers = np.fromiter(found, _NUMBERS, len(rows))
-        return numbers >= before, numbers
+        return seen.take(contents)
 
 
 def reduced(window: Window) -> Window:
@@ -208,7 +200,7 @@ def reduced(window: Window) -> Window:
     if _fits(left_bytes, left_rows):
         return window
     known = {name: Counter(window.rows(name)["process"].tolist()) for name in _OF_PROCESSES}
-    row_bytes = {name: COLUMNS[name].dtype.itemsize + _NUMBERS.itemsize for name in _OF_PROCESSES}
+    row_bytes = {name: COLUMNS[name].dtype.itemsize + NUMBERS.itemsize for name in _OF_PROCESSES}
     bytes_of: Counter[int] = Counter()
     for name, rows_of_process in known.items():
         for process, count in rows_of_process.items():
@@ -240,7 +232,7 @@ def _most_rows(name: str) -> int:
 def _size_bytes(window: Window) -> int:
     """Returns what a window takes at most before it is compressed."""
     rows = sum(window.rows(name).nbytes for name in COLUMNS)
-    numbers = sum(_NUMBERS.itemsize * len(window.rows(name)) for name in _SHARED)
+    numbers = sum(NUMBERS.itemsize * len(window.rows(name)) for name in _SHARED)
     # In JSON a character takes up to twelve bytes, and a text two quotes and a comma with a space.
     texts = sum(12 * len(text) + 4 for text in window.texts)
     if texts > _MOST_WRITTEN_BYTES // 4:
@@ -254,8 +246,8 @@ def _with_loss(window: Window, columns: dict[str, Rows], count: int, thread_ns: 
     loss = rows_of("losses", (len(texts) - 1, count, thread_ns))
     columns["losses"] = np.concatenate([columns["losses"], loss])
     used = [columns[name][text] for name in columns for text in COLUMNS[name].texts]
-    found = np.unique(np.concatenate([np.zeros(1, _NUMBERS), *used]))
-    translation = np.zeros(len(texts), _NUMBERS)
+    found = np.unique(np.concatenate([np.zeros(1, NUMBERS), *used]))
+    translation = np.zeros(len(texts), NUMBERS)
     translation[found] = np.arange(len(found))
     return Window.of(
         window.number,
@@ -363,9 +355,9 @@ class SegmentReader:
                 raise BadWindow(f"{name}: more rows than any window has, or fewer than none")
             new[name] = np.frombuffer(data, column.dtype, rows, at)
             at += new[name].nbytes
-            steps = np.frombuffer(data, _NUMBERS, mentioned, at)
+            steps = np.frombuffer(data, NUMBERS, mentioned, at)
             at += steps.nbytes
-            numbers[name] = np.cumsum(steps, dtype=_NUMBERS).astype(np.int64)
+            numbers[name] = np.cumsum(steps, dtype=NUMBERS).astype(np.int64)
         self._texts += [str(text) for text in head["texts"]]
         columns = self._columns(new, numbers)
         texts = self._localise(columns)
@@ -411,7 +403,7 @@ class SegmentReader:
 
     def _localise(self, columns: dict[str, Rows]) -> tuple[str, ...]:
         """Gives columns texts of the window's own; returns these."""
-        used: list[npt.NDArray[np.uint32]] = [np.zeros(1, _NUMBERS)]
+        used: list[npt.NDArray[np.uint32]] = [np.zeros(1, NUMBERS)]
         for name, rows in columns.items():
             used += [rows[text] for text in COLUMNS[name].texts]
         found, which = np.unique(np.concatenate(used), return_inverse=True)

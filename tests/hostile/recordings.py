@@ -17,6 +17,7 @@ from pathlib import Path
 
 from aiflame.agent.capture import segment
 from aiflame.agent.capture.reader import read_capture
+from aiflame.agent.capture.seen_rows import NUMBERS
 from aiflame.agent.capture.segment import BadSegment, SegmentReader, SegmentWriter
 from aiflame.agent.errors import AiflameError, CaptureError
 from aiflame.agent.reports import FORMATS, ReportOptions
@@ -184,7 +185,7 @@ def _bombs() -> Iterator[bytes]:
         for of_numbers in (0, 1):
             counts = [[0, 0] for _ in segment.COLUMNS]
             dtype = list(segment.COLUMNS.values())[column].dtype
-            size = segment._NUMBERS.itemsize if of_numbers else dtype.itemsize
+            size = NUMBERS.itemsize if of_numbers else dtype.itemsize
             name = list(segment.COLUMNS)[column]
             most = segment._MAX_PARTS if name in segment._PARTS else segment._MAX_ROWS
             most = segment._MAX_OWNERS if segment.COLUMNS[name].parts else most
