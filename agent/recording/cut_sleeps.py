@@ -193,12 +193,22 @@ class CutSleeps:
         due = [pid for pid, at_ns in self._due.items() if at_ns <= now_ns]
         for pid in due:
             del self._due[pid]
+        living = [*filter(self._is_there, due)]
+        if living:  # where processes are short, there is mostly none
+            self._look_at(living, now_ns)
+        self._read()
+
+    def _is_there(self, pid: int) -> bool:
+        latest = self._table.latest(pid)
+        return latest is not None and not latest.is_over
+
+    def _look_at(self, pids: Sequence[int], now_ns: int) -> None:
+        """Looks through the threads of processes; later again where tables are still built."""
         tids, states = self._programs.threads.read_all()
-        is_due = np.isin(states["tgid"], due)
+        is_due = np.isin(states["tgid"], pids)
         tids, states = tids[is_due], states[is_due]
         self._bring({*states["stack"][_are_asleep(states, now_ns)].tolist()})
         self._look(tids, states, now_ns)
-        self._read()
         for pid, number in {*states[["tgid", "image"]].tolist()}:
             if self._is_incomplete(self._table.known(pid, number)):
                 self._due.setdefault(pid, now_ns)
