@@ -59,6 +59,7 @@ from aiflame.agent.recording.cut_stacks import CutStacks
 from aiflame.agent.recording.ended import Ended
 from aiflame.agent.recording.events import Events
 from aiflame.agent.recording.excluded import ExcludedCgroups, LeftOutProcesses
+from aiflame.agent.recording.fill import Fill
 from aiflame.agent.recording.foundation import Foundation
 from aiflame.agent.recording.kernel_accounts import NO_THREAD, Growth, KernelAccounts
 from aiflame.agent.recording.late_walks import COPIES_PER_S, LateWalks
@@ -231,6 +232,7 @@ class Recorder:
         self._inspector = foundation.inspector
         self._file_facts = foundation.file_facts
         self._programs = foundation.programs
+        self._fill = Fill(self._counters, options, self.cpu_count)
         self._switch_cost = SwitchCost(foundation.programs, count_run_times)
         self._excluded = ExcludedCgroups(self._programs)
         self._left_out = LeftOutProcesses(self._programs)
@@ -372,11 +374,8 @@ class Recorder:
         programs = self._programs
         if programs.cgroups_fd is not None:
             self._enter_cgroup(programs.cgroups_fd)
-        # Half of a map, shared among the CPUs.
-        parts = 2 * self.cpu_count
-        programs.set(abi.Setting.STACKS_DRAIN, max(self._options.stacks_max // parts, 1))
-        programs.set(abi.Setting.SUMS_DRAIN, max(self._options.sums_max // parts, 1))
-        programs.set(abi.Setting.CALLS_DRAIN, max(self._options.calls_max // parts, 1))
+        for setting, share in self._fill.shares().items():
+            programs.set(setting, share)
         # Those that are told apart each take an entry: no more a second than half of the map holds.
         programs.set(abi.Setting.LAUNCH_RUNS, self._options.calls_max // 2)
         command = self._target.command
@@ -634,8 +633,12 @@ class Recorder:
                 if left_ns > 0:
                     time.sleep(left_ns / 1e9)
                 round_ns = time.monotonic_ns()
-                if self.events.take() or self._window.is_filling:
+                is_asked = self.events.take()
+                if self._window.is_filling or (is_asked and self._fill.are_sums_many):
                     give(self._next_window())
+                    window_end_ns = next_ns + self._window_ns - INTERVAL_NS
+                elif is_asked and self._fill.are_stacks_many:
+                    self._drain_stacks()
                 if self._accounts is not None:
                     self._accounts.take(self._numbers_of)
                 self._lives.keep_up()
@@ -685,6 +688,7 @@ class Recorder:
         )
 
     def _drain_stacks(self) -> None:
+        self._fill.note_stacks_taken()
         for keys, records in self._programs.stacks.chunks(take=True):
             self.stacks.add(keys, records)
             self._follow_mappings()
@@ -706,6 +710,7 @@ class Recorder:
         # Its lowest bit says which of the two maps of sums is written from then on.
         parity = 1 - (self._boundary_ns & 1)
         boundary_ns = (time.monotonic_ns() + self._ahead_ns) & ~1 | parity
+        self._fill.note_sums_taken()
         set_ns(abi.Setting.BOUNDARY_NS, boundary_ns)
         now_ns = time.monotonic_ns()
         if now_ns >= boundary_ns:
@@ -858,7 +863,7 @@ class Recorder:
                 image = self.table.known(tgid, number)
                 counts[0 if image is None else image.cgroup_id] += count
         loads = {cgroup: CgroupLoad(n, stacks[cgroup]) for cgroup, n in switches.items()}
-        counted = Counter(read_counters(self._programs.counters, self._possible_cpus))
+        counted = Counter(self._counters())
         new, self._told_counters = counted - self._told_counters, counted
         helpers_ns, before_ns = self._helpers_cpu_ns(), self._told_helpers_ns
         self._told_helpers_ns = helpers_ns
@@ -933,7 +938,7 @@ class Recorder:
         return Outcome(
             duration_ns=end_ns - self.start_ns,
             overrun_ns=stopped_ns - end_ns,
-            counters=read_counters(counters, self._possible_cpus),
+            counters=self._counters(),
             losses=read_losses(counters, self._possible_cpus),
             costs=self._programs.costs(),
             said=self._take_said(),
@@ -952,6 +957,9 @@ class Recorder:
         self.late_waits = self._cut_sleeps.finish()
         self.calls.finish(self.devices.kernel_names())
         give(self._close_window(self._end_ns, is_last=True))
+
+    def _counters(self) -> dict[abi.Counter, int]:
+        return read_counters(self._programs.counters, self._possible_cpus)
 
     def losses(self) -> Counter[LossKind]:
         """Returns what the host half lost."""

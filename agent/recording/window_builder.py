@@ -124,13 +124,20 @@ class WindowBuilder:
         self._most_code_rows = _MOST_CODE_ROWS
         self._most_texts = _MOST_NEW_TEXTS
         self._most_events = 0
+        self._new_stacks = 0
         self._losses: Counter[LossKind] = Counter()
         self._lost_ns: Counter[LossKind] = Counter()
 
     @property
     def is_filling(self) -> bool:
-        """Whether half of the events that may be in a window are in the open one."""
-        return self._most_events > self._bounds.events // 2
+        """Whether half of what may be in a window is in the open one: events, or new stacks.
+
+        Past it new stacks would take the room of others that the window mentions.
+        """
+        return (
+            self._most_events > self._bounds.events // 2
+            or self._new_stacks > self._kept_stacks // 2
+        )
 
     @property
     def known_rows(self) -> int:
@@ -161,6 +168,8 @@ class WindowBuilder:
             kept.move_to_end(number)
             if is_late:
                 self._late[column].add(number)
+        if column == "stacks" and not is_late:
+            self._new_stacks += len(rows)
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -182,7 +191,11 @@ class WindowBuilder:
 
     def is_kept(self, column: str, number: int) -> bool:
         """Whether a stack or a chain is known; as OpenWindow.is_kept says."""
-        return number in self._kept[column]
+        kept = self._kept[column]
+        if number not in kept:
+            return False
+        kept.move_to_end(number)  # what has come again is about to be mentioned
+        return True
 
     def stack(self, stack: int) -> tuple[np.void, npt.NDArray[np.uint64]] | None:
         """Returns what is known of a stack; as OpenWindow.stack says."""
@@ -285,7 +298,7 @@ class WindowBuilder:
         for parts in self._open.values():
             parts.clear()
         self._open_rows.clear()
-        self._most_events = 0
+        self._most_events = self._new_stacks = 0
         self._losses.clear()
         self._lost_ns.clear()
         return window

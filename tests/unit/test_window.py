@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -202,6 +203,32 @@ def test_less_is_kept_where_there_is_little_memory_and_what_is_used_stays() -> N
         row = (number, 1 << 32, 0, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
         builder.define("stacks", rows_of("stacks", row), addresses)
     assert [n for n in range(50_000) if builder.is_kept("stacks", n)] == [*range(30_000, 50_000)]
+
+
+def test_a_window_is_filling_before_new_stacks_take_the_room_of_those_it_mentions() -> None:
+    # GIVEN a stack of long ago that has come again in the open window
+    builder = WindowBuilder(Bounds(kept_stacks=100))
+    builder.define("processes", rows_of("processes", (0, 1, 0, 0, 0, 0, -1, _NONE, 0, 0, 0)))
+    builder.define("threads", rows_of("threads", (0, 0, 1, 0)))
+    addresses = np.array([11], "<u8").view(COLUMNS["addresses"].dtype)
+
+    def define(number: int) -> None:
+        row = (number, 1 << 32, 0, 0, 0, 1, StopReason.ROOTED, 0, False, _NONE, 0)
+        builder.define("stacks", rows_of("stacks", row), addresses)
+
+    for number in range(1, 101):
+        define(number)
+    builder.close(10)
+    assert not builder.is_filling
+    assert builder.is_kept("stacks", 1)
+    builder.add("samples", rows_of("samples", (1, 0, SampleClass.ON_CPU, 1, 10)))
+    # WHEN new ones come until it is said that they are many
+    for number in itertools.takewhile(lambda _: not builder.is_filling, range(101, 300)):
+        define(number)
+    # THEN it is still there, and another window may have as many
+    window = builder.close(20)
+    assert window.stacks["stop_reason"].tolist() == [StopReason.ROOTED]
+    assert not builder.is_filling
 
 
 def test_a_process_that_makes_code_all_the_time_is_forgotten_bit_by_bit() -> None:

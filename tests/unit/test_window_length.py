@@ -25,6 +25,9 @@ class _Host:
         self.reports = 0
         self.are_used: Callable[[float], bool] = lambda second: False
         self.is_filling: Callable[[float], bool] = lambda second: False
+        self.are_sums_many: Callable[[float], bool] = lambda second: False
+        self.are_stacks_many: Callable[[float], bool] = lambda second: False
+        self.drains: list[float] = []
         clock = SimpleNamespace(monotonic_ns=self._tick, sleep=lambda seconds: None)
         monkeypatch.setattr(module, "time", clock)
         host = self
@@ -40,6 +43,15 @@ class _Host:
             @property
             def is_filling(self) -> bool:
                 return host.is_filling(host.second)
+
+        class Fill:
+            @property
+            def are_sums_many(self) -> bool:
+                return host.are_sums_many(host.second)
+
+            @property
+            def are_stacks_many(self) -> bool:
+                return host.are_stacks_many(host.second)
 
         poll = SimpleNamespace(poll=lambda: None, take=lambda: None, due_ns=1 << 62)
         self.recorder: Any = SimpleNamespace(
@@ -57,7 +69,9 @@ class _Host:
             _accounts=None,
             _options=SimpleNamespace(off_cpu=True),
             _real_time=SimpleNamespace(check=lambda: None),
-            events=SimpleNamespace(take=lambda: False),
+            events=SimpleNamespace(take=lambda: True),
+            _fill=Fill(),
+            _drain_stacks=lambda: self.drains.append(self.second),
             _window=Window(),
             devices=Devices(),
             sleepers=SimpleNamespace(walk_again=lambda: self.walks.append(self.second)),
@@ -121,10 +135,20 @@ def test_windows_are_of_a_second_while_a_device_is_used(monkeypatch: pytest.Monk
 
 
 def test_a_window_that_fills_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = _Host(monkeypatch, 5, 7.5)
+    # THEN the next one is not short for it
+    host = _Host(monkeypatch, 5, 8.5)
     host.is_filling = lambda second: second == 2.5
     host.run()
-    assert host.windows == [1, 2.5, 6]
+    assert host.windows == [1, 2.5, 7]
+
+
+def test_many_sums_end_a_window_and_many_stacks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = _Host(monkeypatch, 5, 8.5)
+    host.are_stacks_many = lambda second: second in (1.5, 3.5, 4.5)
+    host.are_sums_many = lambda second: second == 3.5  # which takes stacks as well
+    host.run()
+    assert host.windows == [1, 3.5, 8]
+    assert host.drains == [1.5, 4.5]
 
 
 def test_windows_are_longer_where_less_is_done() -> None:
