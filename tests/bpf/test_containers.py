@@ -73,6 +73,24 @@ while time.process_time_ns() < end:
     pass
 """
 _BRIEF = f"{_SHORT}time.sleep(0.25)"
+# Children that are over within some milliseconds, 50 a second: of them there is hardly a sample.
+_FORKING = """
+import os, time
+print("ready", flush=True)
+input()
+os.set_blocking(0, False)
+def is_over():
+    try:
+        return not os.read(0, 1)
+    except BlockingIOError:
+        return False
+while not is_over():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(0.02)
+"""
 
 
 @dataclass(frozen=True)
@@ -455,6 +473,35 @@ def test_many_containers_that_are_gone_before_they_are_asked_for(
     services = {dict(labels)["service_name"] for _, labels in receiver.series}
     assert {name for name in services if name.startswith(_OWN)} <= {*names.values()}
     assert not any(re.search("[0-9a-f]{12}", name) for name in services), services
+
+
+def test_short_lived_processes_that_are_joined_have_their_container(
+    podman: _Podman, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
+) -> None:
+    with ExitStack() as stack:
+        # GIVEN two containers with short-lived processes, and an agent for which they are too dear
+        budget = ("--cost-host-percent", 0.05, "--cost-cpu-percent", 0.1)
+        captures = stack.enter_context(_agent(tmp_path, pyroscope[1], *budget))
+        forking = (_interpreter(), "-S", "-c", _FORKING)
+        ids = []
+        for name in ("forks1", "forks2"):
+            workload, container_id, _ = stack.enter_context(podman.running(name, *forking))
+            workload.go()
+            ids.append(container_id)
+
+        # WHEN it has begun to join them
+        def joined() -> set[str]:
+            """Which of the containers a joined process has the label of."""
+            found = set()
+            for path in captures.glob("*.aiflame"):
+                profile = read_capture(path)
+                for process, labels in zip(profile.processes, profile.labels, strict=True):
+                    if process.pid == 0 and labels is not None:
+                        found.add(labels.container_id)
+            return found & {*ids}
+
+        # THEN what stands for those of each container is that container's
+        wait_until(lambda: joined() == {*ids}, _PATIENCE_S)
 
 
 def test_rootless_containers_have_the_names_of_their_user(
