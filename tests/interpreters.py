@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,8 @@ _OTHERS = {
     path.parents[1].name: path
     for path in sorted(Path(_MORE).resolve().glob("3.*/bin/python3.*[0-9t]"))
 }
-VERSIONS = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", *_OF_DEBIAN, "system", *_OTHERS)
+_RELEASES = ("3.8", "3.9", "3.10", "3.11", "3.12", "3.13", *_OF_DEBIAN)
+VERSIONS = (*_RELEASES, "system", *_OTHERS)
 
 # The same interpreter in libpython, whose thread-local variables are found in another way.
 LINKED = "3.15 linked"
@@ -50,6 +53,14 @@ def find_executable(version: str) -> Path | None:
     if version == LINKED:
         return _in_debian(f"{name}-linked", _linked(name))
     return _in_debian(name, Path("/usr/bin") / name)
+
+
+def _is_here(version: str) -> bool:
+    """Whether a release is here, as far as that is known without making anything."""
+    if version not in _RELEASES:
+        return False
+    is_debians = os.geteuid() == 0 and (_DEBIAN / "usr/bin" / f"python{version}").exists()
+    return is_debians or any(_PYENV.glob(f"{version}.*/bin/python{version}"))
 
 
 def _linked(name: str) -> Path:
@@ -86,6 +97,29 @@ def executable(version: str) -> Path:
     if found is None:
         pytest.skip(f"no pyenv CPython {version} on this machine")
     return found
+
+
+def each(versions: Sequence[str] = VERSIONS) -> list[Any]:
+    """Returns versions, maybe with words after them, as parameters of a test or a fixture.
+
+    A property that a test holds all interpreters to is asked of the oldest and the newest release
+    that are here, and of the distribution's own, wherever tests run; of all where breadth is asked
+    for (`make test BREADTH=1`).
+    """
+    here = [name for name in versions if _is_here(name.partition(" ")[0])]
+    always = {*here[:1], *here[-1:], "system"}
+    return [
+        version if version in always else pytest.param(version, marks=pytest.mark.breadth)
+        for version in versions
+    ]
+
+
+def chosen(request: pytest.FixtureRequest, names: Collection[str] = VERSIONS) -> list[str]:
+    """Returns which of these parameters the chosen tests of a module have; all if none has any."""
+    own = [item for item in request.session.items if item.path == request.path]
+    calls = [call for item in own if (call := getattr(item, "callspec", None)) is not None]
+    values = {value for call in calls for value in call.params.values() if isinstance(value, str)}
+    return [name for name in names if name in values] or [*names]
 
 
 def has_gil(version: str) -> bool:

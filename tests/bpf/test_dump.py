@@ -23,7 +23,7 @@ from aiflame.agent.dumps.session import DumpSession
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.symbols.service import SymbolService
 from aiflame.agent.symbols.store import cache_dir
-from interpreters import VERSIONS, executable
+from interpreters import each, executable
 
 pytestmark = pytest.mark.bpf
 
@@ -243,7 +243,7 @@ def test_python_threads_have_their_lines(start: Start, run_aiflame: Run) -> None
         assert thread["doubt"] is None
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", each())
 def test_constructors_and_their_callers_are_all_that_is_shown(
     version: str, start: Start, run_aiflame: Run
 ) -> None:

@@ -124,7 +124,7 @@ def test_a_program_notices_nothing(
     assert sorted(stops)[len(stops) // 2] < LONGEST_STOP_NS
 
 
-@pytest.mark.parametrize("version", interpreters.VERSIONS)
+@pytest.mark.parametrize("version", interpreters.each())
 def test_python_notices_nothing(version: str, libraries: Iterator[Path]) -> None:
     program = Program([interpreters.executable(version), WORKLOADS / "pyinjectee.py"])
     try:

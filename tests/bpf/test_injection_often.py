@@ -20,7 +20,8 @@ from aiflame.agent.symbols.store import cache_dir
 from injectees import LIBRARY_FLAGS, PROGRAMS, Program
 from support import WORKLOADS
 
-pytestmark = pytest.mark.bpf
+# Once into each is what test_injection_live does.
+pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _TIMES = 100
 # At once: each waits for the others' processes, and for threads that can be lent.

@@ -100,7 +100,7 @@ def start(workload: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..
         program.close()
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", interpreters.each(_VERSIONS))
 @pytest.mark.parametrize("words", [("runs", 0), ("runs", 3), ("naps", 3)])
 def test_a_main_thread_that_runs_python_loads_it_and_is_not_held(
     start: Callable[..., Asked],
@@ -116,7 +116,7 @@ def test_a_main_thread_that_runs_python_loads_it_and_is_not_held(
     program.end()
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", interpreters.each(_VERSIONS))
 def test_one_that_waits_in_c_is_asked_in_vain_and_loads_it_once(
     start: Callable[..., Asked], version: str
 ) -> None:
@@ -128,7 +128,7 @@ def test_one_that_waits_in_c_is_asked_in_vain_and_loads_it_once(
     program.end()  # it runs Python again, and nothing that was taken back
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", interpreters.each(_VERSIONS))
 def test_one_that_comes_by_when_it_is_given_up_loads_it_once(
     start: Callable[..., Asked], version: str
 ) -> None:
@@ -138,7 +138,7 @@ def test_one_that_comes_by_when_it_is_given_up_loads_it_once(
     program.end()
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", interpreters.each(_VERSIONS))
 def test_one_that_may_not_be_asked_is_not(start: Callable[..., Asked], version: str) -> None:
     program = start(version, "runs", 0, options=("-X", "disable-remote-debug"))
     found = program.load()
@@ -152,7 +152,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("standin") / "out")
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", interpreters.each(_VERSIONS))
 @pytest.mark.parametrize(
     ("way", "variables", "words"),
     [

@@ -22,7 +22,7 @@ from aiflame.agent.model.profile import (
     Profile,
     SampleClass,
 )
-from interpreters import VERSIONS, executable, find_executable, has_gil
+from interpreters import chosen, each, executable, find_executable, has_gil
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
 from support import WORKLOADS
 
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.bpf, pytest.mark.slow]
 
 _SCRIPT = WORKLOADS / "pyshares.py"
 _CPU_MS = 1000
+_HZ = 499
 # As in pyshares.py.
 _DEPTH = 12
 _BARE_NAMES = ("3.8", "3.9", "3.10")
@@ -79,8 +80,8 @@ class One(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    pythons = {version: find_executable(version) for version in VERSIONS}
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    pythons = {version: find_executable(version) for version in chosen(request)}
     with ExitStack() as stack:
         loads = {
             version: stack.enter_context(Workload([python, _SCRIPT, _CPU_MS]))
@@ -90,14 +91,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         pids = {version: load.pid for version, load in loads.items()}
         target = ",".join(map(str, pids.values()))
         folder = tmp_path_factory.mktemp("pyshares")
-        with Recording(folder, "-p", target, "-F", 499) as recording:
+        with Recording(folder, "-p", target, "-F", _HZ) as recording:
             for load in loads.values():
                 load.go()
             truths = {version: load.truth() for version, load in loads.items()}
             return Run(recording.stop().profile, pids, truths)
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=each(), scope="module")
 def one(request: pytest.FixtureRequest, run: Run) -> One:
     version = str(request.param)
     executable(version)
@@ -144,7 +145,12 @@ def _is_plausible(found: int, total: int, share: float) -> bool:
 
 
 def test_all_samples_are_there(one: One) -> None:
-    assert one.chains.total() == pytest.approx(_CPU_MS * 0.499, rel=0.05)
+    rows = rows_of_process(one.run.profile, one.run.pids[one.version], SampleClass.ON_CPU)
+    # All but those of what it says before and after.
+    assert one.chains.total() > 0.97 * int(rows["count"].sum())
+    # Where others want the CPU too, whether it runs at a tick is chance: five standard deviations.
+    expected = one.truth["all"] * _HZ / 1e9
+    assert one.chains.total() == pytest.approx(expected, abs=5 * np.sqrt(expected))
 
 
 def test_functions_get_their_shares(one: One) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
-from interpreters import VERSIONS, executable, find_executable
+from interpreters import VERSIONS, chosen, each, executable, find_executable
 from pychains import Tree
 from recordings import PythonLine, Recording, Workload, python_frames_of, rows_of_process
 from support import WORKLOADS
@@ -34,7 +34,8 @@ _UNREADABLE = "[unreadable Python frame]"
 # A version and its options.
 _TARGETS = {version: [version] for version in VERSIONS}
 _WITH_PERF = ("3.12", "3.13", "3.14", "3.15")
-_TARGETS |= {f"{version} -X perf": [version, "-X", "perf"] for version in _WITH_PERF}
+_PERF_TARGETS = {f"{version} -X perf": [version, "-X", "perf"] for version in _WITH_PERF}
+_TARGETS |= _PERF_TARGETS
 _ROOTED = (StopReason.ROOTED, StopReason.ROOTED_BY_HEURISTIC)
 
 
@@ -47,14 +48,15 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("pychains")
     tree = Tree(_FUNCTIONS, seed=_FUNCTIONS)
     program = folder / "program.py"
     program.write_text(tree.source)
     with ExitStack() as stack:
         loads = {}
-        for target, (version, *options) in _TARGETS.items():
+        for target in chosen(request, _TARGETS):
+            version, *options = _TARGETS[target]
             python = find_executable(version)
             if python is not None:
                 command = [python, *options, _SCRIPT, program, _CPU_MS]
@@ -95,7 +97,7 @@ def _verdict(tree: Tree, chain: tuple[PythonLine, ...], has_qualified: bool) -> 
     return "right" if [tuple(frame) for frame in own] in wanted else "wrong chain"
 
 
-@pytest.mark.parametrize("target", _TARGETS)
+@pytest.mark.parametrize("target", [*each(), *each([*_PERF_TARGETS])])
 def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, target: str) -> None:
     version = _TARGETS[target][0]
     executable(version)
@@ -118,7 +120,7 @@ def test_every_stack_is_the_one_that_its_leaf_can_have(run: Run, target: str) ->
     assert races < 0.0002 * samples + 5 * (0.0002 * samples) ** 0.5, verdicts
 
 
-@pytest.mark.parametrize("target", [target for target in _TARGETS if "perf" in target])
+@pytest.mark.parametrize("target", each([*_PERF_TARGETS]))
 def test_stubs_of_perf_neither_end_a_stack_nor_show(run: Run, target: str) -> None:
     executable(_TARGETS[target][0])
     profile = run.profile

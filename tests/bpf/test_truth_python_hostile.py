@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from aiflame.agent.model.profile import COMPLETE_REASONS, Profile, SampleClass
 from aiflame.agent.symbols.frames import MAX_NAME_CHARS
-from interpreters import VERSIONS, executable, find_executable
+from interpreters import chosen, each, executable, find_executable
 from recordings import (
     Recording,
     Workload,
@@ -41,8 +41,8 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    pythons = {version: find_executable(version) for version in VERSIONS}
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    pythons = {version: find_executable(version) for version in chosen(request)}
     with ExitStack() as stack:
         loads = {
             version: stack.enter_context(Workload([python, _SCRIPT]))
@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             return Run(recording.stop().profile, pids)
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=each(), scope="module")
 def chains(request: pytest.FixtureRequest, run: Run) -> Counter[tuple[str, ...]]:
     """The chains that end in spin(), by samples."""
     version = str(request.param)

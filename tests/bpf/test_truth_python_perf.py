@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.model.profile import GilState, SampleClass, StopReason
-from interpreters import executable
+from interpreters import each, executable
 from pychains import Tree
 from recordings import Recording, Workload, python_frames_of, record_workload, rows_of_process
 from support import WORKLOADS
@@ -35,7 +35,7 @@ _CPU_MS = 300
 _HZ = 999
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", each(_VERSIONS))
 def test_threads_asleep_since_before_are_rooted(version: str, tmp_path: Path) -> None:
     load = Workload([executable(version), *_OPTIONS, _THREADS, "asleep"])
     with load, Recording(tmp_path, "-p", load.pid, "-F", 99, "-d", 1) as recording:
@@ -54,7 +54,7 @@ def test_threads_asleep_since_before_are_rooted(version: str, tmp_path: Path) ->
     assert len(found) == _SLEEPERS
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", each(_VERSIONS))
 def test_a_dump_has_whole_stacks(
     version: str, run_aiflame: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

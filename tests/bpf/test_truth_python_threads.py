@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.model.profile import GilState, Profile, SampleClass
-from interpreters import executable
+from interpreters import each, executable
 from recordings import (
     PythonLine,
     Recording,
@@ -40,7 +40,7 @@ def _own(profile: Profile, stack: int) -> list[PythonLine]:
     return [frame for frame in python_frames_of(profile, stack) if frame.file == str(_SCRIPT)]
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", each(_VERSIONS))
 def test_each_of_many_sleepers_shows_where_it_sleeps(version: str, tmp_path: Path) -> None:
     # GIVEN 500 threads that fall asleep and sleep on after the recording, and one in C
     load = Workload([executable(version), _SCRIPT, "sleepers"])
@@ -71,7 +71,7 @@ def test_each_of_many_sleepers_shows_where_it_sleeps(version: str, tmp_path: Pat
     assert not profile.losses
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", each(_VERSIONS))
 def test_children_show_their_python(version: str, tmp_path: Path) -> None:
     load = Workload([executable(version), _SCRIPT, "children", _CPU_MS])
     profile, truth = record_workload(tmp_path, load, "-s", "-F", _HZ)
@@ -88,7 +88,7 @@ def test_children_show_their_python(version: str, tmp_path: Path) -> None:
         assert found > 0.5 * _CPU_MS * _HZ / 1000
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
+@pytest.mark.parametrize("version", each(_VERSIONS))
 def test_threads_asleep_since_before_show_their_python(version: str, tmp_path: Path) -> None:
     load = Workload([executable(version), _SCRIPT, "asleep"])
     profile, _ = record_workload(tmp_path, load, "-F", 99)

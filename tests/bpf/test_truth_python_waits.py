@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from aiflame.agent.model.profile import FrameKind, GilState, Profile, SampleClass
-from interpreters import VERSIONS, executable, find_executable, has_gil
+from interpreters import chosen, each, executable, find_executable, has_gil
 from recordings import (
     OFF_CPU,
     Recording,
@@ -68,8 +68,8 @@ def _names(profile: Profile, stack: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    pythons = {version: find_executable(version) for version in VERSIONS}
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    pythons = {version: find_executable(version) for version in chosen(request)}
     with ExitStack() as stack:
         loads = {
             version: stack.enter_context(Workload([python, _SCRIPT]))
@@ -88,7 +88,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             return Run(recording.stop().profile, pids, truths)
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=each(), scope="module")
 def one(request: pytest.FixtureRequest, run: Run) -> One:
     version = str(request.param)
     executable(version)

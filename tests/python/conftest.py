@@ -21,12 +21,12 @@ from aiflame.agent.python.interpreter import LoadedInterpreter, find_interpreter
 from aiflame.agent.python.thread_state import find_slot
 from aiflame.agent.python.threads import find_key_block
 from aiflame.agent.target_files import TargetFile
-from interpreters import LINKED, VERSIONS, executable
+from interpreters import LINKED, VERSIONS, each, executable
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(params=(*VERSIONS, LINKED))
+@pytest.fixture(params=each((*VERSIONS, LINKED)))
 def python(request: pytest.FixtureRequest) -> Path:
     """Each interpreter in turn: its executable."""
     return executable(str(request.param))
