@@ -227,6 +227,7 @@ def test_a_killed_agent_sends_the_rest_when_it_is_started_again(agent: _Agent) -
     _check_sums(agent)
 
 
+@pytest.mark.breadth
 def test_an_agent_ends_in_time_while_naming_hangs(
     agent: _Agent, workload: Callable[..., Path]
 ) -> None:
@@ -257,6 +258,7 @@ def test_an_agent_ends_in_time_while_naming_hangs(
     assert sent == [agent.burnt_ns(request["begin"]) for request in agent.requests()]
 
 
+@pytest.mark.breadth
 def test_an_end_as_a_stretch_is_cut_leaves_no_empty_one(
     agent: _Agent, workload: Callable[..., Path]
 ) -> None:
@@ -276,6 +278,7 @@ def test_an_end_as_a_stretch_is_cut_leaves_no_empty_one(
     assert all(sums["ns of 1"] > 0 for sums in agent.sums_of_captures().values())
 
 
+@pytest.mark.breadth
 def test_an_agent_ends_in_time_where_the_disk_is_full(agent: _Agent) -> None:
     # GIVEN an agent whose directory has no room left
     agent.directory.mkdir(mode=0o700)
@@ -305,6 +308,7 @@ def test_an_agent_ends_in_time_where_the_disk_is_full(agent: _Agent) -> None:
         subprocess.run(["umount", "-l", str(agent.directory)], check=True)
 
 
+@pytest.mark.breadth
 def test_a_naming_process_that_dies_costs_nothing(agent: _Agent) -> None:
     # GIVEN an agent that has named a stretch
     agent.serve()

@@ -228,6 +228,7 @@ def _pod(name: str, container_id: str) -> dict[str, object]:
     return {"metadata": metadata, "status": {"containerStatuses": [status]}}
 
 
+@pytest.mark.breadth
 def test_a_pod_that_is_gone_is_cut_out_of_what_is_on_disk(
     tmp_path: Path, workload: Callable[..., Path]
 ) -> None:
@@ -304,6 +305,7 @@ def test_a_recording_is_made_beside_the_agent(
     assert [begin for begin, _ in windows[1:]] == [end for _, end in windows[:-1]]
 
 
+@pytest.mark.breadth
 def test_who_goes_leaves_nothing(agent: _Agent, workload: Callable[..., Path]) -> None:
     with Workload([workload("burns")]) as burning:
         asking = subprocess.Popen(

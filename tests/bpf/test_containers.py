@@ -277,6 +277,7 @@ def test_two_containers_with_equal_pids_and_what_is_in_them(
     assert any("main" in frames_of(profile, stack) for stack in in_program)
 
 
+@pytest.mark.breadth
 def test_a_container_that_is_there_for_50_ms(podman: _Podman, tmp_path: Path) -> None:
     name = f"{_OWN}-short"
     try:
@@ -297,6 +298,7 @@ def test_a_container_that_is_there_for_50_ms(podman: _Podman, tmp_path: Path) ->
     }
 
 
+@pytest.mark.breadth
 def test_a_container_that_is_gone_has_its_id(podman: _Podman, tmp_path: Path) -> None:
     ids = tmp_path / "id"
     with Recording(tmp_path, "-a", "-F", 499) as recording:
@@ -433,6 +435,7 @@ def _captured(folder: Path, *words: str) -> Profile:
     return read_capture(path)
 
 
+@pytest.mark.breadth
 def test_many_containers_that_are_gone_before_they_are_asked_for(
     podman: _Podman, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
 ) -> None:
@@ -475,6 +478,7 @@ def test_many_containers_that_are_gone_before_they_are_asked_for(
     assert not any(re.search("[0-9a-f]{12}", name) for name in services), services
 
 
+@pytest.mark.breadth
 def test_short_lived_processes_that_are_joined_have_their_container(
     podman: _Podman, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
 ) -> None:
@@ -504,6 +508,7 @@ def test_short_lived_processes_that_are_joined_have_their_container(
         wait_until(lambda: joined() == {*ids}, _PATIENCE_S)
 
 
+@pytest.mark.breadth
 def test_rootless_containers_have_the_names_of_their_user(
     rootless: _Rootless, tmp_path: Path, pyroscope: tuple[Pyroscope, str]
 ) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from breadth import cases
 from recordings import Recording
 from support import AIFLAME
 
@@ -51,7 +52,7 @@ def _running(*command: object) -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("soft", "hard", "is_enough"), [(1024, 1024, False), (256, 4096, True)])
+@cases("soft, hard, is_enough", [(1024, 1024, False), (256, 4096, True)])
 def test_a_process_with_more_files_than_descriptors_is_recorded(
     workload: Callable[..., Path],
     libraries: Path,
@@ -74,7 +75,7 @@ def test_a_process_with_more_files_than_descriptors_is_recorded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [128, 256])
+@cases("limit", [128, 256])
 def test_a_host_is_recorded_with_few_descriptors(tmp_path: Path, limit: int) -> None:
     with Recording(tmp_path, "-a", "-d", 2, preexec_fn=_limit(limit, limit)) as recording:
         assert len(recording.wait().profile.samples)
@@ -97,7 +98,7 @@ def test_too_few_descriptors_are_refused_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("megabytes", [200, 400])
+@cases("megabytes", [200, 400])
 def test_too_little_memory_is_no_internal_error(tmp_path: Path, megabytes: int) -> None:
     limit = (megabytes << 20, megabytes << 20)
     done = subprocess.run(

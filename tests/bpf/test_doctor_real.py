@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import support
 from aiflame.agent.kernel import compile
+from breadth import cases
 
 pytestmark = pytest.mark.bpf
 
@@ -96,7 +97,7 @@ def test_pid_namespace_is_refused_with_the_words_of_record(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("number", "name"), [(321, "bpf()"), (298, "perf_event_open()")])
+@cases("number, name", [(321, "bpf()"), (298, "perf_event_open()")])
 def test_seccomp_filter_is_named_with_what_it_refuses(number: int, name: str) -> None:
     code, _, found = _doctor(sys.executable, "-c", SECCOMP, str(number))
     assert code == 3

@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import support
@@ -32,7 +33,20 @@ def _examples() -> list[str]:
     texts = [EXAMPLES]
     texts += [importlib.import_module(f"aiflame.agent.commands.{verb}").EPILOG for verb in VERBS]
     lines = (line.partition("  #")[0].strip() for text in texts for line in text.splitlines())
-    return [line for line in lines if line.partition(" ")[0] in ("sudo", "aiflame")]
+    examples = (line for line in lines if line.partition(" ")[0] in ("sudo", "aiflame"))
+    return [*dict.fromkeys(examples)]  # some are in two texts
+
+
+def _parameters() -> list[Any]:
+    """Returns all examples; after the first of each verb they are breadth."""
+    verbs: set[str] = set()
+    found = []
+    for example in _examples():
+        verb = example.removeprefix("sudo ").split()[1]
+        marks = [pytest.mark.breadth] if verb in verbs else []
+        found.append(pytest.param(example, marks=marks, id=example))
+        verbs.add(verb)
+    return found
 
 
 _UNIT = f"aiflame-examples-{os.getpid()}"
@@ -78,7 +92,7 @@ def test_each_help_text_has_examples() -> None:
     assert all(f"aiflame {verb}" in text for verb in VERBS)
 
 
-@pytest.mark.parametrize("example", _examples())
+@pytest.mark.parametrize("example", _parameters())
 def test_example_runs(
     example: str,
     target: subprocess.Popen[bytes],

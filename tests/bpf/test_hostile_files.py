@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.model.profile import Profile
+from breadth import cases
 from recordings import Recording, public_folder
 from support import AIFLAME
 
@@ -115,7 +116,7 @@ _LIES = {
 }
 
 
-@pytest.mark.parametrize("section", _LIES)
+@cases("section", _LIES)
 def test_a_wrong_offset_costs_symbols_not_the_recording(
     program: Callable[..., Path], tmp_path: Path, section: str
 ) -> None:
@@ -160,7 +161,7 @@ def test_a_bad_file_is_dumped(program: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["-p", "-a"])
+@cases("target", ["-p", "-a"])
 def test_a_file_of_few_bytes_that_would_take_hours_is_given_up(
     program: Callable[..., Path], tmp_path: Path, target: str
 ) -> None:

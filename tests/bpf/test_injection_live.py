@@ -24,6 +24,7 @@ from aiflame.agent.injection.seccomp import Call
 from aiflame.agent.injection.tracer import InjectionRefused, Tracer, TryAgain
 from aiflame.agent.processes import procfs
 from aiflame.agent.symbols.store import cache_dir
+from breadth import cases
 from injectees import LIBRARY_FLAGS, PROGRAMS, Program
 from support import WORKLOADS, wait_until
 
@@ -108,7 +109,7 @@ def test_a_library_is_loaded_once(
     program.end()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@cases("name", PROGRAMS)
 def test_a_program_notices_nothing(
     start: Callable[..., Program], libraries: Iterator[Path], name: str
 ) -> None:
@@ -166,7 +167,7 @@ NAMESPACES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMESPACES)
+@cases("name", NAMESPACES)
 def test_other_namespaces(
     start: Callable[..., Program], libraries: Iterator[Path], name: str
 ) -> None:
@@ -187,7 +188,7 @@ def test_other_namespaces(
     program.end()
 
 
-@pytest.mark.parametrize("way", ["terminated", "without its parent"])
+@cases("way", ["terminated", "without its parent"])
 def test_a_loader_that_is_ended_leaves_no_file(
     start: Callable[..., Program], workload: Callable[..., Path], way: str
 ) -> None:
@@ -228,7 +229,7 @@ def test_without_a_way_for_the_library(
     program.end()
 
 
-@pytest.mark.parametrize("answer", ["nosys=clone3", "refuse=memfd_create", "kill=reboot"])
+@cases("answer", ["nosys=clone3", "refuse=memfd_create", "kill=reboot"])
 def test_filters_that_let_it_through(
     start: Callable[..., Program], libraries: Iterator[Path], answer: str
 ) -> None:
@@ -237,9 +238,7 @@ def test_filters_that_let_it_through(
     program.end()
 
 
-@pytest.mark.parametrize(
-    "answer", ["kill=memfd_create", "kill=clone3", "trap=madvise", "refuse=mprotect"]
-)
+@cases("answer", ["kill=memfd_create", "kill=clone3", "trap=madvise", "refuse=mprotect"])
 def test_filters_that_do_not(
     start: Callable[..., Program], libraries: Iterator[Path], answer: str
 ) -> None:
@@ -365,9 +364,7 @@ def test_a_program_with_a_malloc_of_its_own(
     program.end()
 
 
-@pytest.mark.parametrize(
-    "silent_on", ["14", "3", "17", "25"], ids=["open", "getattr", "statfs", "flush"]
-)
+@cases("silent_on", ["14", "3", "17", "25"], ids=["open", "getattr", "statfs", "flush"])
 def test_a_file_that_its_target_serves_is_not_waited_for(tmp_path: Path, silent_on: str) -> None:
     if not Path("/dev/fuse").exists():
         pytest.skip("no FUSE in this kernel")
@@ -408,9 +405,7 @@ def _kill(pid: int) -> None:
 DELAYS_S = [0.0005 * step for step in range(0, 60, 1 if TIMES > 10 else 5)]
 
 
-@pytest.mark.parametrize(
-    "kinds", [("alone", "registers"), ("nap", "poll", "malloc:2", "registers")]
-)
+@cases("kinds", [("alone", "registers"), ("nap", "poll", "malloc:2", "registers")])
 def test_the_tracer_dies_at_any_moment(
     start: Callable[..., Program], libraries: Iterator[Path], kinds: Sequence[str]
 ) -> None:

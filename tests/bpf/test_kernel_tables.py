@@ -20,6 +20,7 @@ from aiflame.agent.kernel.unwind_tables import KernelTables, table_bytes
 from aiflame.agent.losses import LossKind
 from aiflame.agent.unwind.table import ROW, UnwindTable
 from aiflame.agent.unwind.x86_64 import RULE
+from breadth import cases
 
 pytestmark = pytest.mark.bpf
 
@@ -80,7 +81,7 @@ def _table(rows: int) -> UnwindTable:
     return UnwindTable(16, pages, content, rules)
 
 
-@pytest.mark.parametrize("flags", [_INNER_MAP, _INNER_MAP | _MMAPABLE])
+@cases("flags", [_INNER_MAP, _INNER_MAP | _MMAPABLE])
 def test_tables_are_written_whole(flags: int, maps: Maps) -> None:
     programs = maps(flags)
     tables = KernelTables(programs, 64 << 20, Counter())
@@ -99,7 +100,7 @@ def test_tables_are_written_whole(flags: int, maps: Maps) -> None:
     assert (rows >> 16 == table.rows["rule"]).all()
 
 
-@pytest.mark.parametrize("flags", [_INNER_MAP, _INNER_MAP | _MMAPABLE])
+@cases("flags", [_INNER_MAP, _INNER_MAP | _MMAPABLE])
 def test_mappings_are_written_whole_and_replaced(flags: int, maps: Maps) -> None:
     programs = maps(flags)
     losses: Counter[LossKind] = Counter()

@@ -17,6 +17,7 @@ from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.doctor.checks import CHECKS
 from aiflame.agent.model.profile import COMPLETE_REASONS, FrameKind
 from aiflame.agent.rights import Capability
+from breadth import cases
 from deployment import capabilities
 from recordings import Recording, Workload, children_of, frames_of, public_folder, stacks_with
 from support import AIFLAME, wait_until
@@ -114,7 +115,7 @@ _OPTIONAL = {
 _ADMIN = Capability.SYS_ADMIN  # which contains the right to open mapped files
 
 
-@pytest.mark.parametrize(
+@cases(
     "lacking",
     [
         (),
@@ -193,7 +194,7 @@ def test_threads_asleep_since_before_are_entered_before_rights_are_given_up(
         assert kinds.count(FrameKind.KERNEL) > 2
 
 
-@pytest.mark.parametrize("lacking", ["", "KILL", "SETUID", "SETPCAP"])
+@cases("lacking", ["", "KILL", "SETUID", "SETPCAP"])
 def test_root_in_a_container(lacking: str, busy: subprocess.Popen[bytes], folder: Path) -> None:
     # GIVEN root that never gets more than this, as in a container
     names = (f"+{name.lower()}" for name in capabilities() if name != lacking)

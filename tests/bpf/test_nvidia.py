@@ -18,6 +18,7 @@ from aiflame.agent.reports import FORMATS, ReportOptions
 from aiflame.agent.reports.device_rows import device_samples
 from aiflame.agent.reports.kernel_stats import launch_calls
 from aiflame.gpu.nvidia.sampler import NOT_USED
+from breadth import cases
 from nvidia_helper import BLOCK_NS, SAMPLES_OF_BLOCK, Target, build
 from recordings import Recording, frames_of
 
@@ -70,9 +71,7 @@ def _truth(kernel: str, blocks: int) -> Counter[tuple[str, int, str]]:
     )
 
 
-@pytest.mark.parametrize(
-    "gpu", ["", "tier=2,read-out=20"], ids=["switched on", "on from the start"]
-)
+@cases("gpu", ["", "tier=2,read-out=20"], ids=["switched on", "on from the start"])
 def test_times_and_stalls_are_under_the_stacks_that_launched(
     standin: Path,
     tmp_path: Path,
@@ -136,7 +135,7 @@ def test_times_and_stalls_are_under_the_stacks_that_launched(
     assert "8.50 ms" in shown or "8.500 ms" in shown
 
 
-@pytest.mark.parametrize("way", ["none", "environment", "another profiler's", "injected"])
+@cases("way", ["none", "environment", "another profiler's", "injected"])
 def test_a_helper_is_offered_where_there_is_none(standin: Path, tmp_path: Path, way: str) -> None:
     # GIVEN a process without a helper, one that loads it, now or once it uses a device, by its
     # environment; and one that has it otherwise

@@ -15,6 +15,7 @@ import pytest
 from aiflame.agent.losses import LossKind
 from aiflame.agent.model.gpu import NONE
 from aiflame.agent.model.profile import Profile
+from breadth import cases
 from nvidia_family import RECORD
 from nvidia_helper import BLOCK_NS, Target, build
 from recordings import Recording
@@ -119,7 +120,7 @@ def test_a_command_is_started_with_the_helper(standin: Path, tmp_path: Path) -> 
     assert _runs(profile)["_Z4gemmPf"] == (20 * _GEMM[1], 20 * _GEMM[1] * _GEMM[0] * BLOCK_NS)
 
 
-@pytest.mark.parametrize("words", [(), ("--gpu", "nvidia", "--no-inject")])
+@cases("words", [(), ("--gpu", "nvidia", "--no-inject")])
 def test_nothing_is_loaded_that_was_not_asked_for(
     words: tuple[str, ...], target: Target, tmp_path: Path
 ) -> None:

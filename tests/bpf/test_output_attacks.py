@@ -21,6 +21,7 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import AiflameError
 from aiflame.agent.outfile import refuse_existing, write_output
+from breadth import cases
 from recordings import frames_of, public_folder
 from support import WORKLOADS
 
@@ -103,8 +104,8 @@ def _discard(run_aiflame: RunAiflame, folder: Path) -> None:
     run_aiflame("recover", folder / "run.aiflame", "--discard")
 
 
-@pytest.mark.parametrize(
-    ("how", "mode", "force"),
+@cases(
+    "how, mode, force",
     [
         ("journal", 0o1777, ()),
         ("journal", 0o755, ()),
@@ -140,7 +141,7 @@ def test_a_recording_into_a_folder_of_others(
     _discard(run_aiflame, folder)
 
 
-@pytest.mark.parametrize("how", ["swap", "claim"])
+@cases("how", ["swap", "claim"])
 def test_a_link_that_would_make_a_file_elsewhere(
     busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, folder: Path, victim: Path, how: str
 ) -> None:
@@ -150,9 +151,7 @@ def test_a_link_that_would_make_a_file_elsewhere(
     _discard(run_aiflame, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "force"), [("run.html", ()), ("run.html", ("--force",)), ("run.aiflame", ("--force",))]
-)
+@cases("name, force", [("run.html", ()), ("run.html", ("--force",)), ("run.aiflame", ("--force",))])
 def test_a_link_to_a_device(
     busy: subprocess.Popen[bytes],
     run_aiflame: RunAiflame,
@@ -176,7 +175,7 @@ def test_a_link_to_a_device(
     os.close(end)
 
 
-@pytest.mark.parametrize("force", [(), ("--force",)])
+@cases("force", [(), ("--force",)])
 def test_a_fifo_in_the_place_of_the_page(
     busy: subprocess.Popen[bytes],
     run_aiflame: RunAiflame,
@@ -215,8 +214,8 @@ def test_a_second_name_of_a_device_that_was_named(folder: Path) -> None:
     assert (folder / "run.svg").is_char_device()
 
 
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("how", ["swap", "claim", "flip", "fifo"])
+@cases("force", [False, True])
+@cases("how", ["swap", "claim", "flip", "fifo"])
 def test_hundreds_of_outputs(folder: Path, victim: Path, how: str, force: bool) -> None:
     written = 0
     with _attacker(how, folder, victim):
@@ -235,7 +234,7 @@ def test_hundreds_of_outputs(folder: Path, victim: Path, how: str, force: bool) 
             assert entry.read_bytes() in (b"ours", b"")
 
 
-@pytest.mark.parametrize("target", ["roots", "/etc", "roots/../roots"])
+@cases("target", ["roots", "/etc", "roots/../roots"])
 def test_a_link_in_the_path_of_the_folder(folder: Path, victim: Path, target: str) -> None:
     # GIVEN a link of the user's to a folder of root's
     link = folder / "link"

@@ -16,6 +16,7 @@ from aiflame.agent.kernel import abi, compile, loader
 from aiflame.agent.kernel.bytecode import BadBytecode, Bytecode
 from aiflame.agent.kernel.loader import ProgramOptions, Programs, begin_programs, load_programs
 from aiflame.agent.kernel.program_list import MAPS, PROGRAMS, SWEEP_ITERATOR
+from breadth import cases
 from bytecode_bounds import unbounded_accesses
 from recordings import Recording
 
@@ -81,8 +82,8 @@ def test_nothing_of_this_host_is_compiled_in(compiled: bytes) -> None:
     assert used == set(abi.HostConstant)
 
 
-@pytest.mark.parametrize(
-    ("filter_", "with_stacks", "off_cpu"),
+@cases(
+    "filter_, with_stacks, off_cpu",
     [
         (abi.Filter.PIDS, (True, True), True),
         (abi.Filter.CGROUP, (True, True), True),
@@ -127,7 +128,7 @@ def test_what_was_compiled_here_is_kept(
         _close(load_programs(_OPTIONS, tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "garbage"])
+@cases("damage", ["cut", "empty", "flipped", "garbage"])
 def test_damaged_bytecode_is_compiled_anew(
     no_shipped_bytecode: None,
     compiled: bytes,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from aiflame.agent.capture.reader import read_capture
+from breadth import cases
 from recordings import Recording, Workload, children_of, public_folder
 from support import AIFLAME, serving, wait_until
 
@@ -31,7 +32,7 @@ def _files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@cases("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_ends_a_recording_in_order(
     busy: subprocess.Popen[bytes], tmp_path: Path, number: int
 ) -> None:
@@ -67,7 +68,7 @@ def test_the_end_of_the_target_ends_a_recording(
     assert all(process.exited_ns is not None for process in ended.profile.processes)
 
 
-@pytest.mark.parametrize("report", [["stats"], ["report", "-f", "folded", "-o", "-"]])
+@cases("report", [["stats"], ["report", "-f", "folded", "-o", "-"]])
 def test_ctrl_c_ends_other_verbs_without_a_trace(
     busy: subprocess.Popen[bytes], tmp_path: Path, report: list[str]
 ) -> None:
@@ -130,7 +131,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("kilobytes", [16, 100])
+@cases("kilobytes", [16, 100])
 def test_a_full_disk_loses_nothing(
     workload: Callable[..., Path],
     small_disk: Callable[[int], Path],
@@ -182,8 +183,8 @@ def test_the_command_runs_as_the_sudo_user_who_owns_the_files(
             assert stat.S_IMODE(status.st_mode) == 0o600
 
 
-@pytest.mark.parametrize(
-    ("script", "exit_code", "words"),
+@cases(
+    "script, exit_code, words",
     [
         ("exit 0", 0, None),
         ("exit 3", 3, "sh ended with exit code 3."),
@@ -201,7 +202,7 @@ def test_the_recorder_ends_with_its_command_and_as_it_did(
     assert said == ([] if words is None else [words])
 
 
-@pytest.mark.parametrize("options", [["-d", "1"], []])
+@cases("options", [["-d", "1"], []])
 def test_a_command_that_is_ended_by_the_recorder_did_not_fail(
     workload: Callable[..., Path], tmp_path: Path, options: list[str]
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.errors import CaptureError
 from aiflame.agent.model.profile import Profile
+from breadth import cases
 from recordings import Recording, frames_of
 from support import AIFLAME, wait_until
 
@@ -61,8 +62,8 @@ def _record_failing(
     )
 
 
-@pytest.mark.parametrize(
-    ("where", "call", "has_names", "is_complete"),
+@cases(
+    "where, call, has_names, is_complete",
     [
         (f"{_RECORDING}.recorder:Recorder._next_window", 2, True, False),
         (f"{_RECORDING}.recorder:Recorder.stop", 1, True, False),
@@ -112,7 +113,7 @@ def test_an_error_leaves_a_capture(
     assert _left(run_aiflame, tmp_path) == []
 
 
-@pytest.mark.parametrize(
+@cases(
     "where", [f"{_RECORDING}.recorder:Recorder.stop", "aiflame.agent.reports.svg:SvgReport.render"]
 )
 def test_where_no_capture_was_asked_for_an_error_leaves_one(
@@ -306,7 +307,7 @@ def test_a_running_recording_is_left_alone(
     assert len(ended.profile.samples)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+@cases("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_to_the_whole_job_ends_it_in_order(
     busy: subprocess.Popen[bytes], tmp_path: Path, number: int
 ) -> None:
@@ -389,7 +390,7 @@ def unread(
         yield started
 
 
-@pytest.mark.parametrize(("redirection", "seconds"), _UNREAD)
+@cases("redirection, seconds", _UNREAD)
 def test_messages_that_nobody_can_read(
     unread: dict[tuple[str, int], tuple[Path, subprocess.Popen[bytes]]],
     redirection: str,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import FrameKind, Profile, SampleClass, StopReason
+from breadth import cases
 from recordings import Recording, Workload, children_of, public_folder
 from support import wait_until
 
@@ -94,8 +95,8 @@ def test_long_waits_are_listed_from_the_length_asked_for(
     assert lengths_ns.min() < 100_000_000
 
 
-@pytest.mark.parametrize(
-    ("options", "files"),
+@cases(
+    "options, files",
     [
         (["-o", "a.aiflame"], {"a.aiflame", "a.html"}),
         (["-o", "a.svg"], {"a.svg"}),
@@ -168,7 +169,7 @@ def test_a_thread_is_no_process(
     assert f"aiflame record -p {busy.pid}" in said
 
 
-@pytest.mark.parametrize("existing", ["x.aiflame", "x.html"])
+@cases("existing", ["x.aiflame", "x.html"])
 def test_files_are_not_replaced_unless_forced(
     busy: subprocess.Popen[bytes], run_aiflame: RunAiflame, tmp_path: Path, existing: str
 ) -> None:

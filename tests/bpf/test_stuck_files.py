@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 from aiflame.agent.model.profile import Profile
+from breadth import cases
 from recordings import Ended, Recording, frames_of, public_folder
 from support import AIFLAME, WORKLOADS
 
@@ -162,7 +163,7 @@ def test_a_file_on_a_served_file_system_has_names(served: _Served, tmp_path: Pat
 
 
 # OPEN, and READ: linux/fuse.h.
-@pytest.mark.parametrize("silent_on", ["14", "15"], ids=["open", "read"])
+@cases("silent_on", ["14", "15"], ids=["open", "read"])
 def test_a_file_system_that_does_not_answer_stops_no_recording(
     served: _Served, tmp_path: Path, silent_on: str
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from breadth import cases
 from recordings import Recording, Workload, python_frames_of, rows_of_process
 from support import AIFLAME, WORKLOADS
 
@@ -18,7 +19,7 @@ _STUCK = WORKLOADS / "pystuck.py"
 _PATIENCE_S = 30
 
 
-@pytest.mark.parametrize("what", ["code", "stack"])
+@cases("what", ["code", "stack"])
 def test_a_page_that_never_comes_stops_no_recording(tmp_path: Path, what: str) -> None:
     # GIVEN a program that takes pages of its own away, and one that does not
     with (
@@ -43,7 +44,7 @@ def test_a_page_that_never_comes_stops_no_recording(tmp_path: Path, what: str) -
     assert {("spin", True), ("nap", True)} <= seen
 
 
-@pytest.mark.parametrize("what", ["code", "stack"])
+@cases("what", ["code", "stack"])
 def test_a_page_that_never_comes_stops_no_dump(what: str) -> None:
     with Workload([sys.executable, _STUCK, what]) as stuck:
         dump = subprocess.run(

@@ -15,6 +15,7 @@ import pytest
 from aiflame.agent.capture.reader import read_capture
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.accounts import compared, disagreement
+from breadth import cases
 from recordings import Recording
 from support import AIFLAME, wait_until
 
@@ -108,7 +109,7 @@ def _waits(profile: Profile, cause: str) -> int:
     return sum(delay.count for delay in profile.accounts.delays if delay.cause == cause)
 
 
-@pytest.mark.parametrize(("who", "readers"), [("itself", 1), ("threads", 2), ("children", 2)])
+@cases("who, readers", [("itself", 1), ("threads", 2), ("children", 2)])
 def test_a_program_that_reads_past_the_cache_waits_for_block_io(
     tmp_path: Path, who: str, readers: int
 ) -> None:

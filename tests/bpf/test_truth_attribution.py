@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from aiflame.agent.reports.device_facts import error_words
 from aiflame.gpu.attribution import attribution_of
+from breadth import cases
 from launch_truth import SCENARIOS, Measured, Scenario, measure, without_times
 
 pytestmark = pytest.mark.bpf
@@ -58,7 +59,7 @@ def _measure(name: str, program: Path, folder: Path) -> Measured:
     return measure(launch_truth.record(shorter, program, folder).profile)
 
 
-@pytest.mark.parametrize("name", _ONE_BY_ONE)
+@cases("name", _ONE_BY_ONE)
 def test_launch_and_wait_in_turn_is_exact(name: str, program: Path, tmp_path: Path) -> None:
     found = _measure(name, program, tmp_path)
     assert found.samples > 300
@@ -70,7 +71,7 @@ def test_launch_and_wait_in_turn_is_exact(name: str, program: Path, tmp_path: Pa
     assert found.told < 0.005 or _BY_NAME[name].is_late
 
 
-@pytest.mark.parametrize("name", _QUEUED)
+@cases("name", _QUEUED)
 def test_what_is_queued_is_shared_by_the_time_that_it_took(
     name: str, program: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.processes.targets import cgroup2_mounts
+from breadth import cases
 from cgroups import in_cgroup, made_groups
 from recordings import Recording, Workload, ns_of
 
@@ -144,7 +145,7 @@ def test_processes_of_a_name_are_recorded_with_the_children_that_they_start(
     assert _cpu_ns(profile, "compute_in_program") == pytest.approx(3 * _GUEST_NS, rel=0.4)
 
 
-@pytest.mark.parametrize("target", ["-p", "--comm"])
+@cases("target", ["-p", "--comm"])
 def test_children_that_are_there_already_are_followed(
     guest: Path, tmp_path: Path, target: str
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 from aiflame.agent.model.gpu import NONE
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.device_times import device_times
+from breadth import cases
 from browser.chromium import CHROMIUM, browser
 from recordings import Recording, Workload, frames_of
 from toy_family import RECORD
@@ -181,9 +182,7 @@ def test_a_bell_is_heard_at_once(toys: Path, tmp_path: Path) -> None:
     assert _ran_until_killed(toys, tmp_path, TOY_LATE="1") == _of_rounds(_NS)
 
 
-@pytest.mark.parametrize(
-    "lie", ["size", "head", "magic", "record", "shrink", "numbers", "ids", "times"]
-)
+@cases("lie", ["size", "head", "magic", "record", "shrink", "numbers", "ids", "times"])
 def test_a_process_that_lies_costs_itself_only(toys: Path, tmp_path: Path, lie: str) -> None:
     with ExitStack() as stack:
         sound = stack.enter_context(Workload([toys, _ROUNDS, "sound"]))

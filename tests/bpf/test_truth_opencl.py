@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aiflame.agent.model.gpu import GpuProfile, Instruction, Tier
 from aiflame.agent.model.profile import Profile, SampleClass
+from breadth import cases
 from recordings import Recording, Workload, frames_of, record_workload, rows_of
 from support import WORKLOADS
 
@@ -156,7 +157,7 @@ def test_code_that_was_not_optimised_has_lines_of_its_own(record: Record) -> Non
     assert np.mean([line > 0 for line in lines]) > 0.9
 
 
-@pytest.mark.parametrize("when", ["before the recording", "during it"])
+@cases("when", ["before the recording", "during it"])
 def test_kernels_whose_files_are_deleted_keep_their_code(
     when: str, tmp_path: Path, workload: Callable[..., Path]
 ) -> None:

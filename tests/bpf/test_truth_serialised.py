@@ -20,6 +20,7 @@ from aiflame.agent.model.gpu import NONE, Tier
 from aiflame.agent.model.profile import Profile
 from aiflame.agent.reports.device_rows import device_samples
 from aiflame.gpu.attribution import Certainty
+from breadth import cases
 from nvidia_helper import SAMPLES_OF_BLOCK, Target, build
 from recordings import Recording, frames_of
 
@@ -45,7 +46,7 @@ def _site(profile: Profile, stack: int) -> str:
 
 
 # How many warps the blocks of the seldom site have, and so which part of the samples is its own.
-@pytest.mark.parametrize("warps", [3, 9, 1])
+@cases("warps", [3, 9, 1])
 def test_sharing_is_corrected_and_its_error_measured(
     standin: Path,
     tmp_path: Path,

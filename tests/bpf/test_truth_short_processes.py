@@ -17,6 +17,7 @@ from aiflame.agent.kernel.life_events import Ended, Forked, LifeEvent, LifeEvent
 from aiflame.agent.model.profile import Profile, SampleClass
 from aiflame.agent.processes import procfs
 from aiflame.agent.processes.procfs import MapsLine
+from breadth import cases
 from recordings import Recording, frames_of, rows_of
 from short_processes import PROGRAMS, ROUNDS, SCRIPT, busy_loops
 from support import wait_until
@@ -38,7 +39,7 @@ def _share_of(profile: Profile, name: str) -> float:
     return sum(ns) / int(rows["ns"].sum())
 
 
-@pytest.mark.parametrize("loops", [0, 2], ids=["quiet", "busy"])
+@cases("loops", [0, 2], ids=["quiet", "busy"])
 def test_hundreds_of_short_processes_have_names(tmp_path: Path, loops: int) -> None:
     with busy_loops(loops), Recording(tmp_path, "--", "bash", "-c", SCRIPT) as recording:
         profile = recording.wait().profile

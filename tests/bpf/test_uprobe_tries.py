@@ -29,6 +29,7 @@ from aiflame.agent.launches.questions import functions, functions_among
 from aiflame.agent.losses import LossKind
 from aiflame.agent.symbols.file_facts import FileFacts
 from aiflame.agent.target_files import FileGuard, TargetFile
+from breadth import cases
 from recordings import Workload
 
 pytestmark = pytest.mark.bpf
@@ -94,8 +95,8 @@ def _probe_and_run(programs: Programs, program: Path) -> tuple[dict[str, int], A
     return {probes.functions[slot][1].symbol: count for slot, count in counts.items()}, probes
 
 
-@pytest.mark.parametrize("links_many", [True, False])
-@pytest.mark.parametrize("nops", [NopTreatment(), NopTreatment(*[Treatment.EMULATED] * 2)])
+@cases("links_many", [True, False])
+@cases("nops", [NopTreatment(), NopTreatment(*[Treatment.EMULATED] * 2)])
 def test_every_call_is_counted_in_each_way(
     links_many: bool, nops: NopTreatment, load: Load, program: Path
 ) -> None:
@@ -123,7 +124,7 @@ def test_a_wrong_yes_loses_no_call(load: Load, program: Path) -> None:
     assert probes.losses == {LossKind.CALLS_NOT_PROBED: 1}
 
 
-@pytest.mark.parametrize("links_many", [True, False])
+@cases("links_many", [True, False])
 def test_a_refused_instruction_gives_way_to_the_first(
     links_many: bool, load: Load, program: Path
 ) -> None:
