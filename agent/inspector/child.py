@@ -33,6 +33,8 @@ MAX_DEATHS = 4
 MAX_STUCK = 256
 # A killed child of 1 GB takes a tenth of that; when the recorder ends, all of them together.
 _KILLING_S = 1.0
+# From one look at a killed child that waits for a processor to the next.
+_LOOK_S = 0.1
 _MAX_MESSAGE_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 4
 
@@ -52,7 +54,7 @@ def ends(pid: int) -> bool:
     """Waits for the end of a child that was killed; returns whether there was one in time.
 
     Where it waits for a file system that does not answer, no signal gets through to it: then it is
-    left alone.
+    left alone. One that would end if it had a processor is waited for.
     """
     try:
         process_fd = os.pidfd_open(pid)
@@ -60,8 +62,12 @@ def ends(pid: int) -> bool:
         return True  # it was waited for, or there is no descriptor left to find out
     poll = select.poll()
     poll.register(process_fd, select.POLLIN)
+    starved_until_s = time.monotonic() + _STARVED_PATIENCE_S
     try:
-        return bool(poll.poll(1000 * _KILLING_S))
+        while not poll.poll(1000 * _KILLING_S):
+            if not waits_for_a_processor(pid) or time.monotonic() >= starved_until_s:
+                return False
+        return True
     finally:
         os.close(process_fd)
 
@@ -74,6 +80,14 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     if ends(process.pid):
         process.wait()
+
+
+def _ends_until(process: subprocess.Popen[bytes], until_s: float) -> bool:
+    """Waits for the end of a child until then; returns whether it came."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(until_s - time.monotonic(), 0))
+        return True
+    return False
 
 
 def waits_for_a_processor(pid: int) -> bool:
@@ -253,7 +267,10 @@ class Children(Generic[ChildT]):
         """Ends the child."""
         self._leave()
         until_s = time.monotonic() + _KILLING_S
+        starved_until_s = time.monotonic() + _STARVED_PATIENCE_S
         for child in reversed(self._ended):  # the last one is not stuck
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(until_s - time.monotonic(), 0))
+            while not _ends_until(child.process, until_s) and child.waits_for_a_processor:
+                if time.monotonic() >= starved_until_s:
+                    break
+                until_s = time.monotonic() + _LOOK_S
         self._ended = []

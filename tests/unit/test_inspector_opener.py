@@ -264,6 +264,46 @@ def test_a_child_that_no_signal_gets_through_to_is_not_waited_for(
     assert child.ends(process.pid)
 
 
+@pytest.mark.parametrize("way", ["ends", "close"])
+def test_a_killed_child_that_waits_for_a_processor_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    # GIVEN a child whose end is late, since other programs have the processors
+    monkeypatch.setattr(child, "_KILLING_S", 0.01)
+    looks = []
+    process = subprocess.Popen(["sleep", "600"])
+
+    def is_starved(pid: int) -> bool:
+        looks.append(pid)
+        if len(looks) == 3:
+            process.kill()
+        return True
+
+    monkeypatch.setattr(child, "waits_for_a_processor", is_starved)
+
+    class Late(child.Child):
+        def __init__(self) -> None:
+            self.process = process
+
+        def end(self) -> None:
+            pass
+
+    # WHEN it is waited for
+    try:
+        if way == "ends":
+            assert child.ends(process.pid)
+        else:
+            children = child.Children(Late)
+            assert children.start() is not None
+            children.close()
+            # THEN it has ended, and nobody else has to wait for it.
+            assert process.returncode == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+    assert {*looks} == {process.pid}
+
+
 def test_the_child_can_do_nothing_but_open(opener: Opener) -> None:
     opener.proc(_HERE, "comm", 1)
     assert opener.failures == ""
