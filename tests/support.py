@@ -58,16 +58,16 @@ def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0) -> None
         pause_s = min(2 * pause_s, 0.25)
 
 
-# Between two bursts of requests: at 15 % of a CPU it has its samples in each second, and leaves the
-# processors to those who look at it and to other tests.
-_BURST_INTERVAL_MS = 120
+# Of workloads/serving.c: longer than any test takes, and 120 ms between two bursts of requests. At
+# 15 % of a CPU it has its samples in each second, and leaves the processors to those who look at it
+# and to other tests.
+SERVING_ARGUMENTS = ("600", "120")
 
 
 @contextmanager
 def serving(program: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Runs workloads/serving.c, which computes and waits, for longer than any test takes."""
-    command = [str(program), "600", str(_BURST_INTERVAL_MS)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([program, *SERVING_ARGUMENTS], stdout=subprocess.DEVNULL) as process:
         try:
             yield process
         finally:

@@ -18,7 +18,7 @@ import pytest
 from aiflame.agent.model.profile import Profile
 from breadth import cases
 from recordings import Recording, public_folder
-from support import AIFLAME
+from support import AIFLAME, SERVING_ARGUMENTS
 
 pytestmark = pytest.mark.bpf
 
@@ -94,7 +94,11 @@ def program(workload: Callable[..., Path], folder: Path) -> Callable[..., Path]:
 def _running(path: Path) -> Iterator[int]:
     """Another user runs it."""
     process = subprocess.Popen(
-        [path, "600"], stdout=subprocess.DEVNULL, user=_NOBODY, group=_NOBODY, extra_groups=[]
+        [path, *SERVING_ARGUMENTS],
+        stdout=subprocess.DEVNULL,
+        user=_NOBODY,
+        group=_NOBODY,
+        extra_groups=[],
     )
     try:
         yield process.pid
@@ -137,7 +141,7 @@ def test_a_command_with_a_bad_file_is_recorded(
     program: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = program(_LIES["symtab"])
-    with Recording(tmp_path, "-d", 1, "--", path, "600") as recording:
+    with Recording(tmp_path, "-d", 1, "--", path, *SERVING_ARGUMENTS) as recording:
         _assert_loss_names(recording.wait().profile, path)
 
 
@@ -146,7 +150,7 @@ def test_a_command_whose_sections_lie_about_what_segments_say_is_recorded(
 ) -> None:
     # What it needs is read as the dynamic linker reads it.
     path = program(_without_link)
-    with Recording(tmp_path, "-d", 1, "--", path, "600") as recording:
+    with Recording(tmp_path, "-d", 1, "--", path, *SERVING_ARGUMENTS) as recording:
         assert len(recording.wait().profile.samples)
 
 
