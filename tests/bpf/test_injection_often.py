@@ -24,6 +24,8 @@ from support import WORKLOADS
 pytestmark = [pytest.mark.bpf, pytest.mark.breadth]
 
 _TIMES = 100
+# Of each thread of pyinjectee.py after each round: nor do programs in Python compute all the time.
+_REST_S = 0.002
 # At once: each waits for the others' processes, and for threads that can be lent.
 _AT_ONCE = 2
 # Among others that want the processors a thread may be for long where it cannot be lent.
@@ -88,12 +90,14 @@ def test_programs_in_c(workload: Callable[..., Path], library: Path, kind: str) 
 
 @pytest.mark.parametrize("version", _PYTHONS)
 def test_programs_in_python(library: Path, version: str) -> None:
-    _load_into_each([interpreters.executable(version), WORKLOADS / "pyinjectee.py"], library)
+    _load_into_each(
+        [interpreters.executable(version), WORKLOADS / "pyinjectee.py", _REST_S], library
+    )
 
 
 def test_programs_in_another_mount_namespace(workload: Callable[..., Path], library: Path) -> None:
     program = workload("injectee")
-    script = f"cd {program.parent}; mount -t tmpfs none /tmp; exec ./{program.name} rest registers"
+    script = f"cd {program.parent}; mount -t tmpfs none /tmp; exec ./{program.name} rest nap"
     _load_into_each(["unshare", "--mount", "sh", "-c", script], library)
 
 

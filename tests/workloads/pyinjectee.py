@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Python program into which libraries are loaded, as injectee.c is; for Python 3.8 and later."""
+"""A Python program into which libraries are loaded, as injectee.c is; for Python 3.8 and later.
+
+Arguments: how long each thread rests after each round, in seconds, none by default.
+"""
 
 import ctypes
 import hashlib
@@ -8,6 +11,7 @@ import threading
 import time
 
 ending = threading.Event()
+rest_s = float(sys.argv[1]) if sys.argv[1:] else 0
 rounds = {"hash": 0, "recurse": 0, "nap": 0, "wait": 0, "load": 0}
 
 
@@ -52,6 +56,8 @@ def repeat(name, act):
     while not ending.is_set():
         act()
         rounds[name] += 1
+        if rest_s:
+            time.sleep(rest_s)
 
 
 def await_end():
