@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,37 +40,28 @@ def walked_share(profile: Profile, end: StopReason) -> float:
     return float(rows["ns"][has_end].sum() / rows["ns"].sum())
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([_PYTHON, "-c", _BUSY])
-    yield process
-    process.kill()
-    process.wait()
+def _record_twice(folder: Path, *command: str, **keywords: Any) -> Profile:
+    """Records a program twice; returns what came second."""
+    with subprocess.Popen(command, **keywords) as program:
+        try:
+            for name, seconds in (("first", "1"), ("second", "2")):
+                output = ("-o", str(folder / f"{name}.aiflame"))
+                words = ("-q", "-p", str(program.pid), "-d", seconds, "-F", "499", *output)
+                subprocess.run([*support.AIFLAME, "record", *words], check=True, timeout=120)
+        finally:
+            program.kill()
+    return read_capture(folder / "second.aiflame")
 
 
-def test_pythons_own_code_is_walked_to_its_start(
-    python: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    command = [*support.AIFLAME, "record", "-q", "-p", str(python.pid), "--force"]
-    for name in ("first.aiflame", "second.aiflame"):
-        options = ["-d", "2", "-F", "499", "-o", str(tmp_path / name)]
-        subprocess.run([*command, *options], check=True, timeout=120)
-    profile = read_capture(tmp_path / "second.aiflame")
+def test_pythons_own_code_is_walked_to_its_start(tmp_path: Path) -> None:
+    profile = _record_twice(tmp_path, _PYTHON, "-c", _BUSY)
     # One in two hundred may be caught in a lazy binding stub or in the dynamic loader.
     assert walked_share(profile, StopReason.ROOTED) > 0.995
     assert not profile.losses
 
 
 def test_numpys_matrices_are_walked_to_their_start(tmp_path: Path) -> None:
-    command = [*support.AIFLAME, "record", "-q", "--force"]
-    with subprocess.Popen([sys.executable, "-c", _MATRICES], env=_ONE_THREAD) as numpy:
-        try:
-            for name in ("first.aiflame", "second.aiflame"):
-                options = ["-p", str(numpy.pid), "-d", "2", "-F", "499", "-o", str(tmp_path / name)]
-                subprocess.run([*command, *options], check=True, timeout=120)
-        finally:
-            numpy.kill()
-    profile = read_capture(tmp_path / "second.aiflame")
+    profile = _record_twice(tmp_path, sys.executable, "-c", _MATRICES, env=_ONE_THREAD)
     rows = rows_of(profile, None, None, SampleClass.ON_CPU)
     is_complete = np.isin(profile.stacks.ends[rows["stack"]], [*COMPLETE_REASONS])
     assert rows["ns"][is_complete].sum() > 0.98 * rows["ns"].sum()
