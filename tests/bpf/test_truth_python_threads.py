@@ -53,8 +53,10 @@ def test_each_of_many_sleepers_shows_where_it_sleeps(version: str, tmp_path: Pat
         stack, thread = int(row["stack"]), profile.threads[row["thread"]]
         names = [frame.name.rpartition(".")[2] for frame in _own(profile, stack)]
         if names[:1] == ["outer"]:
-            assert names[-1] == "inner" and {*names} <= {"outer", "inner", "<listcomp>"}
             lines = [frame.line for frame in _own(profile, stack)]
+            if lines[-1] in (_line("outer"), _line("entering")):
+                continue  # on its way it waited for a lock, or for the GIL
+            assert names[-1] == "inner" and {*names} <= {"outer", "inner", "<listcomp>"}
             assert lines == [*[_line("outer")] * (len(names) - 1), _line("inner")]
             is_asleep = int(row["ns"]) > _LONG_NS
             mislabelled += is_asleep and profile.stacks.gil[stack] != GilState.RELEASED

@@ -6,6 +6,7 @@ It has to run on CPython 3.8.
 
 import faulthandler
 import multiprocessing
+import pathlib
 import sys
 import threading
 import time
@@ -13,6 +14,9 @@ import time
 import pytruth
 
 THREADS = 500
+# What time.sleep() calls in one version or another: select, pselect6, nanosleep, clock_nanosleep
+# (arch/x86/entry/syscalls/syscall_64.tbl). Who waits for the GIL calls futex.
+SLEEPING = {"23", "270", "35", "230"}
 LONG_S = 90
 
 
@@ -21,7 +25,7 @@ class Sleeper:
         return [self.inner(entered) for _ in range(1)]  # at: outer
 
     def inner(self, entered):
-        entered.release()
+        entered.release()  # at: entering
         time.sleep(LONG_S)  # at: inner
 
 
@@ -47,6 +51,10 @@ def spawned(queue, cpu_ms):
     compute(queue, cpu_ms)
 
 
+def is_sleeping(task):
+    return (task / "syscall").read_text().partition(" ")[0] in SLEEPING  # proc_pid_syscall(5)
+
+
 def sleep_all():
     threading.stack_size(256 * 1024)
     entered = threading.Semaphore(0)
@@ -54,6 +62,9 @@ def sleep_all():
         threading.Thread(target=Sleeper().outer, args=(entered,), daemon=True).start()
     for _ in range(THREADS):
         entered.acquire()
+    # Beside much other work the last of them are still on their way.
+    while sum(map(is_sleeping, pathlib.Path("/proc/self/task").iterdir())) < THREADS:
+        time.sleep(0.05)
 
 
 def have_children(cpu_ms):
