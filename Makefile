@@ -153,53 +153,69 @@ fleet-demo:  ## record four services by the agent for a minute, into a store: pa
 
 # They compare times of a recording with the truth, and want the processors for themselves.
 ALONE := $(wildcard tests/bpf/test_truth_*.py tests/bpf/test_unwind_memory.py)
-# These compare names, stacks and numbers: they passed beside two others and two busy loops.
-BESIDE := $(addprefix tests/bpf/test_truth_, $(addsuffix .py, calls_hostile chains groups helpers \
-	namings opencl python_chains python_hostile python_perf python_threads windows))
+# These compare names, stacks and numbers, or have bounds for chance. The longest are the first.
+BESIDE := injection_often unwind sleepers launches diff helpers opencl chains groups python_names \
+	calls_hostile short_processes serialised namespaces python_chains cuda python jit graph_ids go \
+	graphs python_hostile python_threads python_perf ends namings greenlets windows
+BESIDE := $(wildcard $(foreach name, $(BESIDE), tests/bpf/test_$(name).py tests/bpf/test_truth_$(name).py))
 ALONE := $(filter-out $(BESIDE), $(ALONE))
-# About half of the time of the others, the longest among them.
-BESIDE += $(addprefix tests/bpf/test_, $(addsuffix .py, doctor_real help_examples injection_often \
-	least_rights output_attacks))
+# Others that have nothing to do with what else is recorded.
+BESIDE += $(addprefix tests/bpf/test_, $(addsuffix .py, help_examples descriptors hostile_files \
+	record_options output_attacks injection_python least_rights hostile_maps injection_live \
+	doctor_real dump stuck_files stuck_memory kernel_tables))
 
 # With chDB, where it is installed: it keeps threads, handlers and much memory wherever it is loaded.
 STORES := $(addprefix tests/, $(addsuffix .py, unit/test_store_engine unit/test_store_page \
 	unit/test_sink_clickhouse bpf/test_fleet_demo))
 
+OTHERS := $(filter-out $(ALONE) $(BESIDE) $(STORES), $(wildcard tests/bpf/test_*.py))
+# They compute, and wait for little.
+COMPUTING := $(STORES:%=--ignore=%) $(addprefix tests/, unit golden python readers browser)
+
+# BREADTH=1, as in CI: also the tests that repeat, with each interpreter or a hundred times, what
+# others have shown.
+BREADTH :=
+
 # Kernels to boot after the tests: it needs the network, which tests do not. Emulated machines want
 # the processors for themselves as well.
 BOOT :=
 
-test:  ## all checks and tests, as CI runs them; BOOT="5.10 6.1" boots these kernels, too
+test:  ## all checks and tests; BREADTH=1 BOOT="5.10 6.1" as CI runs them, which boots two kernels
 	$(needs_root)
 	$(if $(BOOT),$(MAKE_TARGET) setup-kernels)
-	$(MAKE_TARGET) lint
+	$(MAKE_TARGET) setup-test
+	rm -rf build/shared
 	mkdir -p build
 	run() {
-		local code=0
-		$(VENV)/bin/python -m pytest "$$@" $(PYTEST) || code=$$?
-		return $$(( code == 5 ? 0 : code ))  # 5: none was chosen
+		$(VENV)/bin/python -m pytest $(if $(BREADTH),,-m "not breadth") "$$@" $(PYTEST)
 	}
 	# What one crowded second of a shared machine spoils gets a second try, with a new recording.
 	run_series() {
 		local code=0 failed="-o cache_dir=build/failed-$$1"
-		run $$failed "$${@:2}" || code=$$?
+		run $$failed $$share "$${@:2}" || code=$$?
 		if [[ $$code == 1 ]]; then  # tests failed; all else is worse
 			echo "A second try:"
 			code=0
-			run $$failed --last-failed -r a "$${@:2}" || code=$$?
+			run $$failed --last-failed --last-failed-no-failures=none -r a "$${@:2}" || code=$$?
+			return $$code
 		fi
-		return $$code
+		return $$(( code == 5 ? 0 : code ))  # 5: none was chosen
 	}
-	# Recordings wait about as long as they compute: three at a time keep two processors busy.
-	status=0
-	run_series unit -m "not bpf" $(STORES:%=--ignore=%) > build/unit.log 2>&1 & unit=$$!
-	run_series beside -m bpf $(BESIDE) > build/beside.log 2>&1 & beside=$$!
-	run_series others -m bpf $(ALONE:%=--ignore=%) $(BESIDE:%=--ignore=%) $(STORES:%=--ignore=%) || status=1
+	# Recordings wait about as long as they compute: three at a time keep two processors busy. Each
+	# run begins with other modules, and goes on with what is left; those of OTHERS, which look at the
+	# whole host, are of one run only.
+	status=0 share=
+	{ $(MAKE_TARGET) lint && run_series stores $(STORES); } > build/stores.log 2>&1 & stores=$$!
+	share="--share-modules build/shared"
+	run_series unit $(COMPUTING) $(BESIDE) > build/unit.log 2>&1 & unit=$$!
+	run_series beside $(BESIDE) $(COMPUTING) > build/beside.log 2>&1 & beside=$$!
+	run_series others $(OTHERS) $(COMPUTING) $(BESIDE) || status=1
 	wait $$beside || status=1
 	wait $$unit || status=1
-	cat build/unit.log build/beside.log
-	run_series alone -m bpf $(ALONE) || status=1
-	run_series stores $(STORES) || status=1
+	wait $$stores || status=1
+	cat build/stores.log build/unit.log build/beside.log
+	share=
+	run_series alone $(ALONE) || status=1
 	$(if $(BOOT),$(BOOT_KERNELS) --tries 2 $(BOOT) || status=1)
 	exit $$status
 

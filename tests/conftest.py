@@ -19,6 +19,7 @@ import pytest
 import support
 from browser.chromium import CHROMIUM, Page, browser
 from hypothesis import settings
+from shared_modules import SharedModules
 from support import WORKLOADS
 
 # Beside the caches of all other tools; by default a folder where the tests are run.
@@ -49,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden",
         action="store_true",
         help="write the expected files anew from what the code makes now",
+    )
+    parser.addoption(
+        "--share-modules",
+        type=Path,
+        metavar="FOLDER",
+        help="run the modules that no other run with this folder has taken",
     )
 
 
@@ -195,5 +202,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # are for those who can look into what they find.
     settings.register_profile("aiflame", deadline=None, derandomize=bool(os.environ.get("CI")))
     settings.load_profile("aiflame")
+    if (folder := config.getoption("--share-modules")) is not None:
+        config.pluginmanager.register(SharedModules(folder.resolve()), "aiflame-shared-modules")
     if os.environ.get("CI"):
         config.pluginmanager.register(_SkipRule(), "aiflame-skip-rule")
