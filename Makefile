@@ -154,7 +154,7 @@ fleet-demo:  ## record four services by the agent for a minute, into a store: pa
 # They compare times of a recording with the truth, and want the processors for themselves.
 ALONE := $(wildcard tests/bpf/test_truth_*.py tests/bpf/test_unwind_memory.py)
 # These compare names, stacks and numbers, or have bounds for chance. The longest are the first.
-BESIDE := injection_often unwind sleepers launches diff helpers opencl chains groups python_names \
+BESIDE := injection_often unwind sleepers launches helpers opencl chains groups python_names \
 	calls_hostile short_processes serialised namespaces python_chains cuda python jit graph_ids go \
 	graphs python_hostile python_threads python_perf ends namings greenlets windows
 BESIDE := $(wildcard $(foreach name, $(BESIDE), tests/bpf/test_$(name).py tests/bpf/test_truth_$(name).py))
